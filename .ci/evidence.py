@@ -1,6 +1,8 @@
-"""Run the long tests of this tree and write date, commit and figures into docs/maintainers/testing.md.
+"""Run the long tests of this tree and write date, commit and figures into
+docs/maintainers/testing.md.
 
-python .ci/evidence.py [RUN ...]     (`make evidence ONLY='faults pairs'`; all runs if none is named)
+python .ci/evidence.py [RUN ...]     (`make evidence ONLY='faults pairs'`; all runs if none is
+named)
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ PAGE = ROOT / "docs" / "maintainers" / "testing.md"
 COLUMNS = ("run", "command", "cases", "failures", "skipped", "date", "commit", "time", "processor")
 SHOWN = 10  # failures that are listed by name
 
-# Each command runs as the page shows it. Tests report in junit XML, other programs as JSON lines (EVIDENCE_RESULTS).
+# Each command runs as the page shows it. Tests report in junit XML, other programs as JSON lines
+# (EVIDENCE_RESULTS).
 RUNS = {
     "tests": "make test",
     "pairs": "CKPTTOOL_PAIRS=10000 make test ARGS='tests/tracing/test_strict_load.py --dist load'",
-    "resumes": "CKPTTOOL_PAIRS=2500 make test ARGS='tests/tracing/test_strict_resume.py --dist load'",
-    "commands": "CKPTTOOL_COMMANDS=2000 make test ARGS='tests/fixes/test_printed_commands.py --dist load'",
+    "resumes": "CKPTTOOL_PAIRS=2500 make test ARGS='tests/tracing/test_strict_resume.py --dist"
+    " load'",
+    "commands": "CKPTTOOL_COMMANDS=2000 make test ARGS='tests/fixes/test_printed_commands.py"
+    " --dist load'",
     "fixes": "CKPTTOOL_FIXES=2000 make test ARGS='tests/fixes/test_nothing_is_lost.py --dist load'",
-    "draws": "CKPTTOOL_SEEDS=300 make test ARGS=\"$(echo $(git grep -l CKPTTOOL_SEEDS 'tests/*/test_*')) --dist load\"",
+    "draws": 'CKPTTOOL_SEEDS=300 make test ARGS="$(echo $(git grep -l CKPTTOOL_SEEDS'
+    " 'tests/*/test_*')) --dist load\"",
     "faults": "make faults",
     "suites": "make suites VENV=.venv-suites",
     "models": "make models VENV=.venv-models",
@@ -45,7 +51,9 @@ RUNS = {
 
 
 class Outcome(NamedTuple):
-    """One test, or one part of another program's run: the names of failures, reasons for skipped cases, and figures."""
+    """One test, or one part of another program's run: the names of failures, reasons for skipped
+    cases, and figures.
+    """
 
     part: str
     failures: list[str]
@@ -57,7 +65,9 @@ class Outcome(NamedTuple):
 
 
 def of_junit(path: Path) -> Iterator[Outcome]:
-    """Yield the outcome of each test. A test may record its `part`, its number of `cases`, and figures."""
+    """Yield the outcome of each test. A test may record its `part`, its number of `cases`, and
+    figures.
+    """
     for case in ElementTree.parse(path).iter("testcase"):
         told = {row.attrib["name"]: row.attrib["value"] for row in case.iter("property")}
         name = case.attrib["name"]
@@ -66,8 +76,13 @@ def of_junit(path: Path) -> Iterator[Outcome]:
         cases = int(told.pop("cases", 1))
         failed = case.find("failure") is not None or case.find("error") is not None
         skipped = case.find("skipped")
-        reasons = {} if skipped is None else {skipped.attrib.get("message", "").partition(":")[0]: cases}
-        figures: dict[str, float] = {"cases": 0 if reasons else cases, **{key: json.loads(told[key]) for key in told}}
+        reasons = (
+            {} if skipped is None else {skipped.attrib.get("message", "").partition(":")[0]: cases}
+        )
+        figures: dict[str, float] = {
+            "cases": 0 if reasons else cases,
+            **{key: json.loads(told[key]) for key in told},
+        }
         yield Outcome(part, [f"{module}::{name}"] if failed else [], reasons, figures)
 
 
@@ -78,7 +93,9 @@ def of_lines(path: Path) -> Iterator[Outcome]:
 
 
 def together(outcomes: list[Outcome]) -> dict[str, str]:
-    """Return the columns of these outcomes: whole numbers are added up, and the largest of others is taken."""
+    """Return the columns of these outcomes: whole numbers are added up, and the largest of others
+    is taken.
+    """
     figures: dict[str, float] = {}
     for name, figure in (row for one in outcomes for row in one.figures.items()):
         old = figures.get(name, 0)
@@ -90,7 +107,9 @@ def together(outcomes: list[Outcome]) -> dict[str, str]:
     return {
         "cases": f"{figures.pop('cases', 0):,}",
         "failures": listed(len(failures), failures),
-        "skipped": listed(reasons.total(), [f"{count:,} {reason}" for reason, count in reasons.most_common()]),
+        "skipped": listed(
+            reasons.total(), [f"{count:,} {reason}" for reason, count in reasons.most_common()]
+        ),
         **{name: f"{figure:,}" for name, figure in figures.items()},
     }
 
@@ -105,7 +124,9 @@ def listed(count: int, items: list[str]) -> str:
 
 
 def git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def changed() -> list[str]:
@@ -115,7 +136,9 @@ def changed() -> list[str]:
 
 
 def head() -> str:
-    """The last commit that changed more than pages, so that the runs of one tree have one commit."""
+    """The last commit that changed more than pages, so that the runs of one tree have one
+    commit.
+    """
     return git("log", "-1", "--format=%h", "--abbrev=8", "--", ".", ":!docs", ":!*.md")
 
 
@@ -155,7 +178,10 @@ def run(name: str) -> bool:
         "time": f"{minutes:.0f} min",
         "processor": f"{spent:.0f} min",
     }
-    write("", table(COLUMNS, sorted([*other_rows(name), row], key=lambda row: [*RUNS].index(row["run"]))))
+    write(
+        "",
+        table(COLUMNS, sorted([*other_rows(name), row], key=lambda row: [*RUNS].index(row["run"]))),
+    )
     if block(name).search(PAGE.read_text(encoding="utf-8")):
         write(name, by_part(outcomes))
     return not failed and not status
@@ -174,7 +200,11 @@ def by_part(outcomes: list[Outcome]) -> str:
 
 
 def table(columns: Iterable[str], rows: Iterable[dict[str, str]]) -> str:
-    lines = [[*columns], ["---" for _ in columns], *([row[name] for name in columns] for row in rows)]
+    lines = [
+        [*columns],
+        ["---" for _ in columns],
+        *([row[name] for name in columns] for row in rows),
+    ]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("|  |", "| |")
 
 
@@ -190,16 +220,26 @@ def other_rows(name: str) -> list[dict[str, str]]:
     rows = [dict(zip(COLUMNS, line.strip("| ").split(" | "))) for line in found[0].splitlines()[2:]]
     never = {column: "never" if column == "date" else "-" for column in COLUMNS}
     known = {row["run"]: row for row in rows}
-    return [known.get(run, never | {"run": run, "command": f"`{RUNS[run]}`"}) for run in RUNS if run != name]
+    return [
+        known.get(run, never | {"run": run, "command": f"`{RUNS[run]}`"})
+        for run in RUNS
+        if run != name
+    ]
 
 
 def write(name: str, text: str) -> None:
-    PAGE.write_text(block(name).sub(lambda _: text, PAGE.read_text(encoding="utf-8"), count=1), encoding="utf-8")
+    PAGE.write_text(
+        block(name).sub(lambda _: text, PAGE.read_text(encoding="utf-8"), count=1), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":
     if unknown := [name for name in sys.argv[1:] if name not in RUNS]:
         sys.exit(f"no such run: {', '.join(unknown)}; the runs are {', '.join(RUNS)}")
     if found := changed():
-        sys.exit("commit or remove these files first, so that the figures belong to a commit:\n" + "\n".join(found))
-    sys.exit(int(False in [run(name) for name in sys.argv[1:] or RUNS]))  # all of them, also after a failure
+        sys.exit(
+            "commit or remove these files first, so that the figures belong to a commit:\n"
+            + "\n".join(found)
+        )
+    # all of them, also after a failure
+    sys.exit(int(False in [run(name) for name in sys.argv[1:] or RUNS]))

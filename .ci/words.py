@@ -1,4 +1,5 @@
-"""Report words that the project does not use in text that people read, each with the word to write instead.
+"""Report words that the project does not use in text that people read, each with the word to write
+instead.
 
 python .ci/words.py [PATH ...]     (default: the pages, and the strings and comments of the package)
 """
@@ -31,7 +32,9 @@ INSTEAD = {
     r"in order to": "to",
     r"hence|thereof|therein|whereof|wherein|whereby|hereby|thus": "so",
 }
-PATTERNS = {re.compile(rf"\b({words})\b", re.IGNORECASE): instead for words, instead in INSTEAD.items()}
+PATTERNS = {
+    re.compile(rf"\b({words})\b", re.IGNORECASE): instead for words, instead in INSTEAD.items()
+}
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
@@ -58,7 +61,11 @@ def _without_code(line: str) -> str:
 
 
 def main(paths: list[Path]) -> int:
-    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.[mp][dy]")))]
+    files = [
+        file
+        for path in paths
+        for file in ([path] if path.is_file() else sorted(path.rglob("*.[mp][dy]")))
+    ]
     found = [
         f"{file.relative_to(ROOT)}:{number}: {match[0]!r}: write {instead!r}: {line.strip()}"
         for file in files
@@ -71,5 +78,10 @@ def main(paths: list[Path]) -> int:
 
 
 if __name__ == "__main__":
-    default = [*sorted(ROOT.glob("*.md")), ROOT / "docs", ROOT / "benchmarks" / "README.md", ROOT / "ckpttool"]
+    default = [
+        *sorted(ROOT.glob("*.md")),
+        ROOT / "docs",
+        ROOT / "benchmarks" / "README.md",
+        ROOT / "ckpttool",
+    ]
     sys.exit(main([Path(path).resolve() for path in sys.argv[1:]] or default))

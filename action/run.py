@@ -1,4 +1,5 @@
-"""A step of a GitHub job: one ckpttool command, its annotations, the job's summary, and its answer as outputs.
+"""A step of a GitHub job: one ckpttool command, its annotations, the job's summary, and its answer
+as outputs.
 
 Reads COMMAND and FAIL (action.yml says what they are), and writes to the files that GitHub names.
 """
@@ -21,21 +22,32 @@ def main() -> int:
         words = shlex.split(os.environ["COMMAND"])
         reports = ["--format", "github", "--report", str(text), "--report", str(data)]
         command = [sys.executable, "-m", "ckpttool", *words, *reports]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="backslashreplace", check=False)
+        done = subprocess.run(
+            command, stderr=subprocess.PIPE, text=True, errors="backslashreplace", check=False
+        )
         sys.stderr.write(done.stderr)
-        answer: dict[str, Any] = json.loads(data.read_text(encoding="utf-8")) if data.exists() else {}
+        answer: dict[str, Any] = (
+            json.loads(data.read_text(encoding="utf-8")) if data.exists() else {}
+        )
         shown = text.read_text(encoding="utf-8") if text.exists() else _failed(done.stderr)
     _append("GITHUB_STEP_SUMMARY", shown)
     identical = answer.get("identical")
-    outputs = {"identical": "" if identical is None else json.dumps(identical), "status": str(done.returncode)}
+    outputs = {
+        "identical": "" if identical is None else json.dumps(identical),
+        "status": str(done.returncode),
+    }
     outputs["summary"] = json.dumps(answer.get("summary", {}))
     _append("GITHUB_OUTPUT", "".join(f"{name}={value}\n" for name, value in outputs.items()))
     return 0 if os.environ["FAIL"] == "report" and done.returncode == 1 else done.returncode
 
 
 def _failed(said: str) -> str:
-    """The summary of a command that has no report; its error as an annotation too, since there is no other."""
-    error = next((line for line in said.splitlines() if line.startswith("error: ")), "error: no answer")
+    """The summary of a command that has no report; its error as an annotation too, since there is
+    no other.
+    """
+    error = next(
+        (line for line in said.splitlines() if line.startswith("error: ")), "error: no answer"
+    )
     escaped = error.removeprefix("error: ").replace("%", "%25").replace("\r", "%0D")
     print(f"::error title=ckpttool::{escaped}")
     fence = "`" * max(3, 1 + max((len(run) for run in _backticks(said)), default=0))

@@ -1,10 +1,12 @@
-"""Time whole processes of ckpttool in one run against `cp`, `cp` with fsync, and what a user would run instead.
+"""Time whole processes of ckpttool in one run against `cp`, `cp` with fsync, and what a user would
+run instead.
 
     make bench [SIZE=1] [RUNS=3] [CASES=rename]
 
-Prints two Markdown tables, and puts them into README.md with ``--write``. A ratio is the median of the ratios of
-neighboring runs, with the minimum and maximum. CPU is user and system time; memory is the maximum resident set that the
-operating system counted. Each output is checked before its time counts.
+Prints two Markdown tables, and puts them into README.md with ``--write``. A ratio is the median of
+the ratios of neighboring runs, with the minimum and maximum. CPU is user and system time; memory is
+the maximum resident set that the operating system counted. Each output is checked before its time
+counts.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Run:
 def run(command: list[str], folder: Path, status: int = 0) -> Run:
     """Run the process; end the benchmark if it exits with another status.
 
-    The last output is removed first: its memory is free, and the new output takes it again, for all commands alike.
+    The last output is removed first: its memory is free, and the new output takes it again, for all
+    commands alike.
     """
     for left in folder.glob("out*"):
         shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -68,7 +71,10 @@ def cache(case: Case, folder: Path) -> None:
     """Read the files that the case needs into the page cache, and evict the others."""
     for path in filter(Path.is_file, folder.rglob("*")):
         with open(path, "rb", buffering=0) as file:
-            if any(str(name) in case.words for name in (path, path.parent) if name != folder) or path == case.copied:
+            if (
+                any(str(name) in case.words for name in (path, path.parent) if name != folder)
+                or path == case.copied
+            ):
                 while file.read(1 << 20):
                     pass
             elif hasattr(os, "posix_fadvise"):
@@ -76,7 +82,9 @@ def cache(case: Case, folder: Path) -> None:
 
 
 def check(case: Case, folder: Path) -> None:
-    """Run the command once, which compiles its bytecode, and check the output in another process."""
+    """Run the command once, which compiles its bytecode, and check the output in another
+    process.
+    """
     run(case.ours, folder, case.status)
     pid = os.fork()
     if pid == 0:
@@ -96,15 +104,23 @@ def measure(case: Case, folder: Path, runs: int) -> str:
         commands |= {"no fsync": [*case.ours, "--no-fsync"], "cp": shell(copy)}
         commands["cp and fsync"] = shell(f"{copy} && sync {folder / 'out.copy'}")
         pairs = [("no fsync", "cp"), ("ours", "cp and fsync"), ("no fsync", "instead")]
-    order = ["cp", "no fsync", "instead", "ours", "cp and fsync"] if case.copied else ["instead", "ours"]
+    order = (
+        ["cp", "no fsync", "instead", "ours", "cp and fsync"]
+        if case.copied
+        else ["instead", "ours"]
+    )
     done: dict[str, list[Run]] = {name: [] for name in order}
-    for number in range(runs):  # forth and back: what a run leaves to the next one, such as memory, is left to all
+    # forth and back: what a run leaves to the next one, such as memory, is left to all
+    for number in range(runs):
         for name in order[:: -1 if number % 2 else 1]:
             done[name].append(run(commands[name], folder, case.status))
     ratios = [_ratio(done[ours], done[theirs]) for ours, theirs in pairs]
     ratios[-1] = f"{case.name}: {ratios[-1]}" if case.copied else f"{case.name} | {ratios[-1]}"
     ours = done["ours"]
-    used = [f"{median(one.seconds for one in ours):.2f} s", f"{median(one.cpu for one in ours):.2f} s"]
+    used = [
+        f"{median(one.seconds for one in ours):.2f} s",
+        f"{median(one.cpu for one in ours):.2f} s",
+    ]
     memory = [f"{max(one.mib for one in own):.0f} MiB" for own in (ours, done["instead"])]
     return f"| {' | '.join([case.work, *ratios, *used, *memory])} |"
 
@@ -117,12 +133,21 @@ def _ratio(ours: list[Run], theirs: list[Run]) -> str:
 def setting(folder: Path) -> str:
     """Return the commit, the machine and the versions."""
     commit = _said("git", "-C", str(ROOT), "describe", "--always", "--dirty") or "no commit"
-    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
+    model = (
+        re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        if sys.platform == "linux"
+        else None
+    )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     disk = _said("findmnt", "-n", "-o", "FSTYPE", "-T", str(folder)) or "unknown file system"
     system = f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}"
-    machine = f"{os.cpu_count()} CPUs ({model[1] if model else platform.machine()}), {memory:.0f} GiB, {disk}, {system}"
-    return f"commit {commit}; {machine}; Python {platform.python_version()}, torch {version('torch')}"
+    machine = (
+        f"{os.cpu_count()} CPUs ({model[1] if model else platform.machine()}), {memory:.0f}"
+        f" GiB, {disk}, {system}"
+    )
+    return (
+        f"commit {commit}; {machine}; Python {platform.python_version()}, torch {version('torch')}"
+    )
 
 
 def _said(*command: str) -> str:
@@ -146,14 +171,25 @@ def main() -> None:
     lines = [f"{said}; {args.runs} runs of each; {setting(args.folder)}."]
     print(lines[0], flush=True)
     for title, is_writing in ((WRITING, True), (READING, False)):
-        rows = (measure(case, args.folder, args.runs) for case in chosen if (case.copied is not None) is is_writing)
+        rows = (
+            measure(case, args.folder, args.runs)
+            for case in chosen
+            if (case.copied is not None) is is_writing
+        )
         for row in itertools.chain(["", title], rows):
             print(row, flush=True)
             lines.append(row)
     if args.write:
         page = Path(__file__).with_name("README.md")
         block = "<!-- table -->\n" + "\n".join(lines) + "\n<!-- /table -->"
-        page.write_text(re.sub(r"<!-- table -->.*<!-- /table -->", lambda _: block, page.read_text(), flags=re.DOTALL))
+        page.write_text(
+            re.sub(
+                r"<!-- table -->.*<!-- /table -->",
+                lambda _: block,
+                page.read_text(),
+                flags=re.DOTALL,
+            )
+        )
 
 
 if __name__ == "__main__":

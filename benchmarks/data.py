@@ -12,7 +12,9 @@ MANY = 100_000
 
 
 def make(folder: Path, gib: float, words: str) -> None:
-    """Make the files that `words` names in another process: measured processes do not inherit its memory."""
+    """Make the files that `words` names in another process: measured processes do not inherit its
+    memory.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid == 0:
@@ -69,7 +71,9 @@ def _make(folder: Path, gib: float, words: str) -> None:
 
 
 def _make_large(folder: Path) -> None:
-    """Make files for a definition with tens of thousands of tensors, and two folders with many keys."""
+    """Make files for a definition with tens of thousands of tensors, and two folders with many
+    keys.
+    """
     import json
 
     import torch
@@ -80,7 +84,10 @@ def _make_large(folder: Path) -> None:
     state = large.build().state_dict()
     save_file(state, folder / "large.safetensors")
     wrong = {"head.weight": "heads.weight", "layers.0.gate.weight": "layers.0.router.weight"}
-    save_file({wrong.get(key, key): value for key, value in state.items()}, folder / "large.wrong.safetensors")
+    save_file(
+        {wrong.get(key, key): value for key, value in state.items()},
+        folder / "large.wrong.safetensors",
+    )
     for name, prefix in (("keys", "model.layers"), ("renamed", "net.blocks")):
         place = folder / f"large.{name}"
         place.mkdir(exist_ok=True)

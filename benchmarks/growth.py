@@ -2,8 +2,9 @@
 
     python benchmarks/growth.py [FOLDER] [--keys 1000000] [--gib 4] [--ranks 4]
 
-prints time, CPU and memory by bytes and by ranks, and CPU seconds by number of keys, with exponents, next to scripts
-that parse the header with `json`; draws docs/growth.svg if all counts of keys are measured.
+prints time, CPU and memory by bytes and by ranks, and CPU seconds by number of keys, with
+exponents, next to scripts that parse the header with `json`; draws docs/growth.svg if all counts of
+keys are measured.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ COUNTS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 _COLORS = {"inspect": "#2563eb", "remap": "#dc2626", "diff": "#16a34a", "diff, renamed": "#9333ea"}
 _BY_HAND = {
     "inspect": "for k, v in read(sys.argv[1]).items(): print(k, v['dtype'], v['shape'])",
-    "remap": "h = read(sys.argv[1]); t = json.dumps({k.replace('layers', 'blocks'): v for k, v in h.items()}).encode();"
-    "open(sys.argv[2], 'wb').write(struct.pack('<Q', len(t)) + t + open(sys.argv[1], 'rb').read()[-4 * len(h):])",
+    "remap": "h = read(sys.argv[1]); t = json.dumps({k.replace('layers', 'blocks'): v for k, v in"
+    " h.items()}).encode();"
+    "open(sys.argv[2], 'wb').write(struct.pack('<Q', len(t)) + t + open(sys.argv[1],"
+    " 'rb').read()[-4 * len(h):])",
     "diff": "a, b = read(sys.argv[1]), read(sys.argv[2]);"
     "print([k for k in {**a, **b} if a.get(k, {}).get('shape') != b.get(k, {}).get('shape')])",
     # Of a rename that is known: what it leaves undone.
@@ -37,16 +40,23 @@ _BY_HAND = {
 }
 _READ = (
     "import json, struct, sys\n"
-    "def read(p):\n    f = open(p, 'rb'); return json.loads(f.read(struct.unpack('<Q', f.read(8))[0]))\n"
+    "def read(p):\n    f = open(p, 'rb'); return json.loads(f.read(struct.unpack('<Q',"
+    " f.read(8))[0]))\n"
 )
 Series = dict[str, list[tuple[int, float]]]  # by work; the first is of one key, which is start-up
 
 
 def by_keys(folder: Path, most: int) -> Series:
-    """Return CPU seconds for each count of keys by work: ``inspect`` for ours, ``inspect by hand`` for the script."""
+    """Return CPU seconds for each count of keys by work: ``inspect`` for ours, ``inspect by hand``
+    for the script.
+    """
     found: Series = {}
     for count in (1, *(count for count in COUNTS if count <= most)):
-        path, other, out = _file(folder, count), _file(folder, count, "blocks"), str(folder / "out.safetensors")
+        path, other, out = (
+            _file(folder, count),
+            _file(folder, count, "blocks"),
+            str(folder / "out.safetensors"),
+        )
         lines = {
             "inspect": (["inspect", path], ()),
             "remap": (["remap", path, "-o", out, *RULE], (out,)),
@@ -63,7 +73,10 @@ def by_keys(folder: Path, most: int) -> Series:
 def _file(folder: Path, count: int, layers: str = "layers") -> str:
     path = folder / f"{layers}-{count}.safetensors"
     keys = (f"{layers}.{i // 10}.block.{i % 10}.weight" for i in range(count))
-    infos = {key: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, key in enumerate(keys)}
+    infos = {
+        key: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]}
+        for i, key in enumerate(keys)
+    }
     text = json.dumps(infos).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4 * count))
@@ -89,8 +102,14 @@ def _run(command: list[str], folder: Path) -> tuple[float, float, int]:
 
 
 def by_bytes_and_ranks(folder: Path, gib: float, most: int) -> None:
-    """Rename files up to so many GiB in one process, and cast the largest one to bf16 on up to `most` ranks."""
-    path, rules, out = folder / "large.safetensors", folder / "cast.toml", str(folder / "out.safetensors")
+    """Rename files up to so many GiB in one process, and cast the largest one to bf16 on up to
+    `most` ranks.
+    """
+    path, rules, out = (
+        folder / "large.safetensors",
+        folder / "cast.toml",
+        str(folder / "out.safetensors"),
+    )
     rules.write_text('[[rule]]\ncast = "*"\ndtype = "bfloat16"\n')
     for size in (gib / 16, gib / 4, gib):
         _zeros(path, int(size * 2**24))
@@ -99,16 +118,28 @@ def by_bytes_and_ranks(folder: Path, gib: float, most: int) -> None:
             % _run([CKPTTOOL, "remap", str(path), "-o", out, *RULE], folder)
         )
     for ranks in (count for count in (1, 2, 4, 8) if count <= most):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "-m", "ckpttool"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={ranks}",
+            "-m",
+            "ckpttool",
+        ]
         cast = ["remap", str(path), "-o", str(folder / "out.dcp"), "--rules", str(rules)]
-        print(f"cast, {gib:g} GiB, {ranks} ranks: %.2f s, CPU %.2f s, %d MiB" % _run([*torchrun, *cast], folder))
+        print(
+            f"cast, {gib:g} GiB, {ranks} ranks: %.2f s, CPU %.2f s, %d MiB"
+            % _run([*torchrun, *cast], folder)
+        )
     path.unlink()
 
 
 def _zeros(path: Path, side: int) -> None:
     """Write 16 fp32 tensors of `side` bytes each, in a sparse file."""
     places = {f"layers.{i}.weight": [i * side * 4, (i + 1) * side * 4] for i in range(16)}
-    infos = {key: {"dtype": "F32", "shape": [side], "data_offsets": at} for key, at in places.items()}
+    infos = {
+        key: {"dtype": "F32", "shape": [side], "data_offsets": at} for key, at in places.items()
+    }
     text = json.dumps(infos).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
@@ -116,7 +147,8 @@ def _zeros(path: Path, side: int) -> None:
 
 
 def exponent(points: Sequence[tuple[int, float]]) -> float:
-    """Return the slope of the seconds beyond start-up over the keys, both as logarithms, by least squares.
+    """Return the slope of the seconds beyond start-up over the keys, both as logarithms, by least
+    squares.
 
     Counts whose work is less than a fifth of the start-up are left out: runs differ by more.
     """
@@ -126,7 +158,9 @@ def exponent(points: Sequence[tuple[int, float]]) -> float:
 
 
 def drawn(series: Series) -> str:
-    """Return a diagram of the series with logarithmic axes, each with its exponent; scripts are dashed."""
+    """Return a diagram of the series with logarithmic axes, each with its exponent; scripts are
+    dashed.
+    """
 
     def at(count: float, seconds: float) -> str:
         x = 70 + 430 * log(count / COUNTS[0]) / log(COUNTS[-1] / COUNTS[0])
@@ -136,7 +170,8 @@ def drawn(series: Series) -> str:
     for power in range(-2, 3):
         x, y = at(COUNTS[0], 10.0**power).split(",")
         lines.append(
-            f'<path d="M70 {y}H500" stroke="#8884"/><text x="62" y="{y}" text-anchor="end">{10.0**power:g} s</text>'
+            f'<path d="M70 {y}H500" stroke="#8884"/><text x="62" y="{y}"'
+            f' text-anchor="end">{10.0**power:g} s</text>'
         )
     for count in COUNTS:
         x = at(count, 1).split(",")[0]
@@ -146,10 +181,14 @@ def drawn(series: Series) -> str:
         work, by_hand = name.removesuffix(" by hand"), name.endswith("by hand")
         dashes = ' stroke-dasharray="5 4"' if by_hand else ""
         path = " ".join(at(*point) for point in points[1:])
-        lines.append(f'<polyline points="{path}" fill="none" stroke="{_COLORS[work]}" stroke-width="2"{dashes}/>')
+        lines.append(
+            f'<polyline points="{path}" fill="none" stroke="{_COLORS[work]}"'
+            f' stroke-width="2"{dashes}/>'
+        )
         lowest = max(float(at(*points[-1]).split(",")[1]), lowest + 15)
         lines.append(
-            f'<text x="508" y="{lowest:.1f}" style="fill:{_COLORS[work]}">{name}, n^{exponent(points):.2f}</text>'
+            f'<text x="508" y="{lowest:.1f}" style="fill:{_COLORS[work]}">{name},'
+            f" n^{exponent(points):.2f}</text>"
         )
     style = "text{font:12px sans-serif;dominant-baseline:middle;fill:#666}"
     body = "\n".join(lines)
@@ -173,7 +212,10 @@ def main() -> None:
     by_bytes_and_ranks(args.folder, args.gib, args.ranks)
     series = by_keys(args.folder, args.keys)
     for name, points in series.items():
-        print(f"{name:16} n^{exponent(points):.3f} ", *(f"{count:,}: {seconds:.2f} s" for count, seconds in points))
+        print(
+            f"{name:16} n^{exponent(points):.3f} ",
+            *(f"{count:,}: {seconds:.2f} s" for count, seconds in points),
+        )
     if args.keys >= COUNTS[-1]:
         (root / "docs" / "growth.svg").write_text(drawn(series))
 

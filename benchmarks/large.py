@@ -1,4 +1,6 @@
-"""A model with as many tensors as one of 256 experts in 58 layers has, and the keys of such a checkpoint."""
+"""A model with as many tensors as one of 256 experts in 58 layers has, and the keys of such a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def build() -> Model:
 
 
 def keys(prefix: str) -> Iterator[str]:
-    """Yield the keys of a quantized checkpoint of such a model: each weight of an expert has a scale."""
+    """Yield the keys of a quantized checkpoint of such a model: each weight of an expert has a
+    scale.
+    """
     for layer in range(LAYERS):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "norm", "gate"):
             yield f"{prefix}.{layer}.{name}.weight"

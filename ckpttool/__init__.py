@@ -1,4 +1,6 @@
-"""ckpttool: inspects, diffs and converts PyTorch checkpoints. The functions are the commands of the command line."""
+"""ckpttool: inspects, diffs and converts PyTorch checkpoints. The functions are the commands of the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ _MODULES = {
     "fix": "fixes.fix",
     **dict.fromkeys(("Explanation", "explain"), "inspection.explain"),
     **dict.fromkeys(("Inspection", "inspect"), "inspection.inspect"),
-    **dict.fromkeys(("HyperparameterChange", "Loaded", "check_names", "load", "save_names"), "live.load"),
+    **dict.fromkeys(
+        ("HyperparameterChange", "Loaded", "check_names", "load", "save_names"), "live.load"
+    ),
     "Swapped": "live.swap",
     "open_checkpoint": "operands.checkpoint",
     "trace": "operands.model",
@@ -120,7 +124,9 @@ def _version() -> str:
 
 
 def _to_html(result: Any) -> str | None:
-    """Return the table of a result in a notebook: the modules of the results know nothing of reports."""
+    """Return the table of a result in a notebook: the modules of the results know nothing of
+    reports.
+    """
     from ckpttool.report import html
 
     return html(result)

@@ -1,4 +1,6 @@
-"""``python -m ckpttool`` and the console script: Ctrl-C ends them without a traceback, whenever it comes."""
+"""``python -m ckpttool`` and the console script: Ctrl-C ends them without a traceback, whenever it
+comes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from types import FrameType
 
 def process() -> int:
     """Run the command line of this process and return its exit status."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as in the background of a shell
+    # ignored, as in the background of a shell
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         from ckpttool.cli.app import process as run
 
         return run()

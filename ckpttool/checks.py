@@ -1,4 +1,6 @@
-"""Files that are kept in a repository, each checked for what it is: before a commit, and in a pipeline."""
+"""Files that are kept in a repository, each checked for what it is: before a commit, and in a
+pipeline.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.options import OptimizerOptions, expand_options, several
 from ckpttool.core.pickle_imports import DANGEROUS, UNKNOWN, UNREADABLE, Import
-from ckpttool.core.schema import FLAG, PROBLEM, TEXT, list_of, notes_as, nullable, record, unless_empty
+from ckpttool.core.schema import (
+    FLAG,
+    PROBLEM,
+    TEXT,
+    list_of,
+    notes_as,
+    nullable,
+    record,
+    unless_empty,
+)
 from ckpttool.core.text import Info, Note, shell, visible
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.options import DiffOptions
@@ -46,7 +57,9 @@ _NOT_COMPARED = Note(
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A file, its kind, its problems, a hint that fixes them, and notes on parts that were not checked."""
+    """A file, its kind, its problems, a hint that fixes them, and notes on parts that were not
+    checked.
+    """
 
     path: str
     kind: str
@@ -86,19 +99,24 @@ CHECKS = record(Checks, {"ok": FLAG, "files": list_of(_CHECKED)}, title="ckpttoo
 
 
 @expand_options(OptimizerOptions)
-def check(files: str | Sequence[str], *, allow: str | Sequence[str] = (), **options: Unpack[CheckKeywords]) -> Checks:
-    """Check files of a repository, each for what it is: names files (against `model`), rules, checkpoints.
+def check(
+    files: str | Sequence[str], *, allow: str | Sequence[str] = (), **options: Unpack[CheckKeywords]
+) -> Checks:
+    """Check files of a repository, each for what it is: names files (against `model`), rules,
+    checkpoints.
 
-    A checkpoint fails for each import of its pickles that is dangerous or unknown and that no shell pattern in `allow`
-    names. Raises OSError for a file that cannot be read, and `CkptError` for a model or optimizer that cannot be built:
-    that is not a fault of the files.
+    A checkpoint fails for each import of its pickles that is dangerous or unknown and that no shell
+    pattern in `allow` names. Raises OSError for a file that cannot be read, and `CkptError` for a
+    model or optimizer that cannot be built: that is not a fault of the files.
     """
     paths, chosen, allowed = several(files) or (), DiffOptions(**options), several(allow) or ()
     kinds = [_kind(path) for path in paths]
     model = operand_of(chosen) if "names" in kinds else None
     if model is not None:
         model.names()
-    return Checks(tuple(_checked(path, kind, model, chosen, allowed) for path, kind in zip(paths, kinds)))
+    return Checks(
+        tuple(_checked(path, kind, model, chosen, allowed) for path, kind in zip(paths, kinds))
+    )
 
 
 def _kind(path: str) -> str:
@@ -111,7 +129,9 @@ def _kind(path: str) -> str:
     return "names" if is_names_file(path) else "checkpoint"
 
 
-def _checked(path: str, kind: str, model: ModelOperand | None, options: DiffOptions, allow: Sequence[str]) -> Checked:
+def _checked(
+    path: str, kind: str, model: ModelOperand | None, options: DiffOptions, allow: Sequence[str]
+) -> Checked:
     try:
         if kind == "rules":
             rules.read(path)
@@ -128,7 +148,9 @@ def _checked(path: str, kind: str, model: ModelOperand | None, options: DiffOpti
 def _pickles(path: str, checkpoint: Checkpoint, allow: Sequence[str]) -> Checked:
     imports = (*checkpoint.imports, *unsafe_in_folder(path))
     found = [
-        one for one in imports if one.verdict in _SAYS and not any(fnmatchcase(one.name, pattern) for pattern in allow)
+        one
+        for one in imports
+        if one.verdict in _SAYS and not any(fnmatchcase(one.name, pattern) for pattern in allow)
     ]
     several = len({one.file for one in found}) > 1 or any(one.file != path for one in found)
     problems = tuple(
@@ -150,7 +172,9 @@ def _pickles(path: str, checkpoint: Checkpoint, allow: Sequence[str]) -> Checked
 
 
 def _weights_alone(checkpoint: Checkpoint) -> str | None:
-    """Return the command that writes the model of a file without its code, to a format that holds none."""
+    """Return the command that writes the model of a file without its code, to a format that holds
+    none.
+    """
     try:
         section = model_section(checkpoint)
     except CkptError:  # none, or several
@@ -166,7 +190,9 @@ def _weights_alone(checkpoint: Checkpoint) -> str | None:
         out = free("weights", "clean", ".safetensors")
     for drop in ((), tuple(inside), tuple(objects)):
         for keep_aliases in (False, True):
-            options = RemapOptions(out=out, drop=drop or None, keep_aliases=keep_aliases, dry_run=True)
+            options = RemapOptions(
+                out=out, drop=drop or None, keep_aliases=keep_aliases, dry_run=True
+            )
             try:
                 run(open_operand(source), options, may_copy=True)
             except CkptError:
@@ -191,12 +217,18 @@ def _names(path: str, model: ModelOperand | None, options: DiffOptions) -> Check
         return Checked(path, "names")
     found = (entry for entry in diff.entries if diff.is_difference(entry))
     problems = [
-        Problem(f"{entry.status}: {entry.reason}", ", ".join(entry.left or entry.right), entry.status)
+        Problem(
+            f"{entry.status}: {entry.reason}", ", ".join(entry.left or entry.right), entry.status
+        )
         for entry in found
     ]
     problems += [Problem(diff.other_failure, path)] if diff.other_failure else []
     optimizer = ("--optimizer", options.optimizer) if isinstance(options.optimizer, str) else ()
     asked = shell("ckpttool", "diff", path, *model.words, *optimizer)
     return Checked(
-        path, "names", tuple(problems), f"{asked} (with --update it takes the model's names over)", diff.notes
+        path,
+        "names",
+        tuple(problems),
+        f"{asked} (with --update it takes the model's names over)",
+        diff.notes,
     )

@@ -1,6 +1,7 @@
 """A JSON Schema (2020-12) for every object that is written, by its name.
 
-Each is described once, next to its value: so it is written, checked where it is read, and printed here.
+Each is described once, next to its value: so it is written, checked where it is read, and printed
+here.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ OBJECTS: dict[str, Kind] = {
 
 
 def schema(name: str, closed: bool = False) -> dict[str, Any]:
-    """The JSON Schema of an object; a `closed` one refuses members that it does not name, which later versions may add.
+    """The JSON Schema of an object; a `closed` one refuses members that it does not name, which
+    later versions may add.
 
     Raises `CkptError` where there is no such object.
     """

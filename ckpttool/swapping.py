@@ -56,24 +56,29 @@ def swap_weights(
     in_place: bool | None = None,
     **options: Any,
 ) -> Swap | Swapped:
-    """Put new weights into an exported program: a file, or a program, module or compiled package in memory.
+    """Put new weights into an exported program: a file, or a program, module or compiled package in
+    memory.
 
-    A file is ``PATH`` or ``PATH::NAME``, and OUT is written if it is named. For an object in memory, `new` is a state
-    dict and the options are those of `live.swap_weights`. Raises `Refused`, all problems at once, if the weights do
-    not fit.
+    A file is ``PATH`` or ``PATH::NAME``, and OUT is written if it is named. For an object in
+    memory, `new` is a state dict and the options are those of `live.swap_weights`. Raises
+    `Refused`, all problems at once, if the weights do not fit.
     """
     if isinstance(program, str):
         sources.begin_call()
         if in_place is not None:
             raise CkptError(
-                f"{program} is a file: in_place is for objects in memory", hint="write another file: -o OUT"
+                f"{program} is a file: in_place is for objects in memory",
+                hint="write another file: -o OUT",
             )
         chosen = SwapOptions(out=out, **options)
         chosen.check()
         with io_progress.shown(progress):
             return run(program, open_checkpoint(new), chosen)
     if out is not None:
-        raise CkptError(f"{a(program)} is in memory: the swap writes no {out}", hint="leave OUT away, or name a file")
+        raise CkptError(
+            f"{a(program)} is in memory: the swap writes no {out}",
+            hint="leave OUT away, or name a file",
+        )
     from ckpttool.live import swap_weights as swap_in_memory
 
     return swap_in_memory(program, new, in_place=in_place, **options)

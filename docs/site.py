@@ -1,4 +1,5 @@
-"""Add to the site of `make docs` the pages of the repository's root, and references generated from the code.
+"""Add to the site of `make docs` the pages of the repository's root, and references generated from
+the code.
 
 Links of pages outside docs/ lead to the page of the site, or to the file.
 """
@@ -23,7 +24,10 @@ PAGES = {
     "changelog.md": "CHANGELOG.md",
 }
 # File of the repository -> reference of the site, generated from it
-SOURCES = {"ckpttool/evaluate/ops.py": "reference/operators.md", "ckpttool/core/limits.py": "reference/limits.md"}
+SOURCES = {
+    "ckpttool/evaluate/ops.py": "reference/operators.md",
+    "ckpttool/core/limits.py": "reference/limits.md",
+}
 FILES = (
     "examples/demo.py",
     "examples/fusion_decoder.py",
@@ -58,21 +62,28 @@ def commands() -> str:
 
     parts = ["# Commands", "The output of `ckpttool COMMAND --help`."]
     for name in ("", *COMMANDS):
-        parts.append(f"## ckpttool {name}".rstrip() + f"\n\n```text\n{_help(*name.split()).strip()}\n```")
+        parts.append(
+            f"## ckpttool {name}".rstrip() + f"\n\n```text\n{_help(*name.split()).strip()}\n```"
+        )
     return "\n\n".join(parts)
 
 
 def _help(*command: str) -> str:
     asked = [sys.executable, "-m", "ckpttool", *command, "--help"]
     plain = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-    return subprocess.run(asked, capture_output=True, text=True, check=True, cwd=ROOT, env=plain).stdout
+    return subprocess.run(
+        asked, capture_output=True, text=True, check=True, cwd=ROOT, env=plain
+    ).stdout
 
 
 def codes() -> str:
     """Return the table of all codes of reports."""
     from ckpttool.core.codes import markdown
 
-    about = "`ckpttool explain CODE` prints a row of these tables. Codes are stable, sentences may change."
+    about = (
+        "`ckpttool explain CODE` prints a row of these tables. Codes are stable, sentences may"
+        " change."
+    )
     return f"# Codes\n\n{about}\n\n{markdown()}"
 
 
@@ -80,8 +91,13 @@ def schemas() -> str:
     """Return the JSON Schema of every object that the commands write."""
     from ckpttool.schemas import OBJECTS, schema
 
-    parts = ["# JSON Schemas", "The output of `ckpttool schema NAME`. [JSON output](../json.md) explains the fields."]
-    parts += [f"## {name}\n\n```json\n{json.dumps(schema(name), indent=2)}\n```" for name in OBJECTS]
+    parts = [
+        "# JSON Schemas",
+        "The output of `ckpttool schema NAME`. [JSON output](../json.md) explains the fields.",
+    ]
+    parts += [
+        f"## {name}\n\n```json\n{json.dumps(schema(name), indent=2)}\n```" for name in OBJECTS
+    ]
     return "\n\n".join(parts)
 
 
@@ -90,7 +106,10 @@ def operators() -> str:
     from ckpttool.evaluate.ops import GETITEM, OPS
 
     names = sorted({name.split(".")[1] for name in OPS if name != GETITEM})
-    about = "A plan may hold `getitem` and these operators of `aten` ([safety](../safety.md#operators))."
+    about = (
+        "A plan may hold `getitem` and these operators of `aten`"
+        " ([safety](../safety.md#operators))."
+    )
     return f"# Operators\n\n{about}\n\n" + ", ".join(f"`{name}`" for name in names)
 
 
@@ -102,7 +121,9 @@ def limits() -> str:
     rows = re.findall(r"^    (\w+): int = .*?# (.*)$", source, re.MULTILINE)
     table = [f"| `{name}` | {getattr(Limits(), name):,} | {said} |" for name, said in rows]
     about = "`--max-memory SIZE` changes those on memory ([safety](../safety.md#limits))."
-    return "\n".join(["# Limits", "", about, "", "| limit | default | of what |", "| --- | --- | --- |", *table])
+    return "\n".join(
+        ["# Limits", "", about, "", "| limit | default | of what |", "| --- | --- | --- |", *table]
+    )
 
 
 def python() -> str:
@@ -128,7 +149,10 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are not files of docs/."""
     from mkdocs.structure.files import File
 
-    added = {page: relinked((ROOT / file).read_text(encoding="utf-8"), file) for page, file in PAGES.items()}
+    added = {
+        page: relinked((ROOT / file).read_text(encoding="utf-8"), file)
+        for page, file in PAGES.items()
+    }
     added |= {page: text() for page, text in REFERENCES.items()}
     added |= {file: (ROOT / file).read_text(encoding="utf-8") for file in FILES}
     for page, text in added.items():

@@ -1,7 +1,8 @@
 """The main job from end to end: new weights for a program in production, without exporting again.
 
-`make demo` runs it in `build/demo` (``demo.py FOLDER``: elsewhere) and leaves its files there to play with. It exits
-non-zero unless the program with the swapped weights gives the outputs of the newly trained model, bit for bit.
+`make demo` runs it in `build/demo` (``demo.py FOLDER``: elsewhere) and leaves its files there to
+play with. It exits non-zero unless the program with the swapped weights gives the outputs of the
+newly trained model, bit for bit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def ckpttool(arguments: str, status: int) -> None:
 
 
 def load_naively(weights: dict[str, torch.Tensor]) -> None:
-    """Loads the state dict that the model saved into the exported program, and shows torch's answer, shortened."""
+    """Loads the state dict that the model saved into the exported program, and shows torch's
+    answer, shortened.
+    """
     program = torch.export.load("deployed.pt2").module()
     print("\n>>> program.load_state_dict(checkpoint['model'])")
     try:
@@ -57,7 +60,8 @@ def outputs(program: str) -> torch.Tensor:
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
-    Path("swapped.pt2").unlink(missing_ok=True)  # from an earlier run: ckpttool overwrites nothing unasked
+    # from an earlier run: ckpttool overwrites nothing unasked
+    Path("swapped.pt2").unlink(missing_ok=True)
     shutil.copy(example.__file__, ".")
 
     say("Train for 20 steps, export, and put the program into production.")
@@ -68,7 +72,9 @@ def main(folder: Path) -> None:
 
     say("Train for 60 steps more, and save a checkpoint.")
     print(f"loss {example.train(model, optimizer, range(20, 80)):.3f}, saved train.pt")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 80}, "train.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 80}, "train.pt"
+    )
 
     say("The program should get the new weights. But their names do not fit:")
     load_naively(torch.load("train.pt")["model"])
@@ -88,7 +94,9 @@ def main(folder: Path) -> None:
     if torch.equal(outputs("deployed.pt2"), expected):
         sys.exit("FAILED: training changed nothing, so this proves nothing")
     if not torch.equal(outputs("swapped.pt2"), expected):
-        sys.exit("FAILED: the swapped program's outputs differ from those of the newly trained model")
+        sys.exit(
+            "FAILED: the swapped program's outputs differ from those of the newly trained model"
+        )
     print(f"PASSED: all {expected.numel()} logits are equal, bit for bit.")
 
 

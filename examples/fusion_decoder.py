@@ -1,20 +1,22 @@
-"""A small decoder that looks at an image while it writes, and whose checkpoints do not have the names of its modules.
+"""A small decoder that looks at an image while it writes, and whose checkpoints do not have the
+names of its modules.
 
-A pretrained language model learns to see by *fusion*: every few blocks, a cross-attention layer is put in front of a
-block, and a few new tokens are added to the embedding. Both are wrappers, so both add a segment to the FQN of
-every tensor that they wrap. State dict hooks take that segment out again, so that the checkpoint of the language model
-can still be loaded:
+A pretrained language model learns to see by *fusion*: every few blocks, a cross-attention layer is
+put in front of a block, and a few new tokens are added to the embedding. Both are wrappers, so both
+add a segment to the FQN of every tensor that they wrap. State dict hooks take that segment out
+again, so that the checkpoint of the language model can still be loaded:
 
     runtime name                              serialized key (what is saved)
     layers.3.layer.sa_norm.scale       <-->   layers.3.sa_norm.scale
     tok_embeddings.embedding.weight    <-->   tok_embeddings.weight
 
-`torch.export` runs no hooks: an exported program keeps the runtime names (pytorch#137609). So a state dict that this
-very model saved does not load into its own exported program. `examples/demo.py` shows that, and fixes it.
+`torch.export` runs no hooks: an exported program keeps the runtime names (pytorch#137609). So a
+state dict that this very model saved does not load into its own exported program.
+`examples/demo.py` shows that, and fixes it.
 
-Three more things make the names of a real model interesting, and are here too: the output head shares the weight of
-the token embedding, the rotary embedding's table is a buffer that is not saved, and the image encoder is frozen, so
-that the optimizer's ids do not count it.
+Three more things make the names of a real model interesting, and are here too: the output head
+shares the weight of the token embedding, the rotary embedding's table is a buffer that is not
+saved, and the image encoder is frozen, so that the optimizer's ids do not count it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ VOCAB, NEW_TOKENS = 96, 8  # the pretrained vocabulary, and the tokens that fusi
 TOKENS, PATCHES, PATCH_DIM = 16, 4, 12  # length of a text, patches of an image, numbers in a patch
 
 
-# --- the pretrained language model --------------------------------------------------------------------------------
+# --- the pretrained language model
+# --------------------------------------------------------------------------------
 
 
 class RMSNorm(nn.Module):
@@ -44,7 +47,9 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention of `x` [batch, tokens, dim] to itself, or to the `context` [batch, patches, dim]."""
+    """Multi-head attention of `x` [batch, tokens, dim] to itself, or to the `context` [batch,
+    patches, dim].
+    """
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -54,9 +59,15 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(dim, dim, bias=False)
         self.output_proj = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, x: Tensor, rope: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, context: Tensor | None = None
+    ) -> Tensor:
         source = x if context is None else context
-        q, k, v = self._split(self.q_proj(x)), self._split(self.k_proj(source)), self._split(self.v_proj(source))
+        q, k, v = (
+            self._split(self.q_proj(x)),
+            self._split(self.k_proj(source)),
+            self._split(self.v_proj(source)),
+        )
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=context is None)
@@ -108,11 +119,14 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-# --- fusion -------------------------------------------------------------------------------------------------------
+# --- fusion
+# ------------------------------------------------------------------------------------------
 
 
 class Fusion(nn.Module):
-    """Wraps a pretrained module in the attribute `wrapped`, and keeps that attribute's name out of the state dict."""
+    """Wraps a pretrained module in the attribute `wrapped`, and keeps that attribute's name out of
+    the state dict.
+    """
 
     wrapped: str
 
@@ -122,7 +136,9 @@ class Fusion(nn.Module):
         self.register_load_state_dict_pre_hook(restore_wrapped)
 
 
-def hide_wrapped(module: Fusion, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def hide_wrapped(
+    module: Fusion, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
     """Saving: ``layers.3.layer.attn…`` becomes ``layers.3.attn…``."""
     hidden = f"{prefix}{module.wrapped}."
     for key in [key for key in state_dict if key.startswith(hidden)]:
@@ -131,13 +147,17 @@ def hide_wrapped(module: Fusion, state_dict: dict[str, Any], prefix: str, local_
 
 def restore_wrapped(module: Fusion, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Loading: ``layers.3.attn…`` becomes ``layers.3.layer.attn…`` again; other names stay."""
-    others = tuple(f"{prefix}{name}." for name, _ in module.named_children() if name != module.wrapped)
+    others = tuple(
+        f"{prefix}{name}." for name, _ in module.named_children() if name != module.wrapped
+    )
     for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(others)]:
         state_dict[f"{prefix}{module.wrapped}.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
 class CrossAttention(nn.Module):
-    """Lets the text look at the image. The gate starts at zero: at first the language model is what it was."""
+    """Lets the text look at the image. The gate starts at zero: at first the language model is what
+    it was.
+    """
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -164,7 +184,9 @@ class FusionLayer(Fusion):
 
 
 class FusionEmbedding(Fusion):
-    """A pretrained token embedding, and an embedding of new tokens, numbered after the pretrained ones."""
+    """A pretrained token embedding, and an embedding of new tokens, numbered after the pretrained
+    ones.
+    """
 
     wrapped = "embedding"
 
@@ -181,7 +203,9 @@ class FusionEmbedding(Fusion):
 
 
 class ImageEncoder(nn.Module):
-    """Stands for a pretrained image encoder: [batch, patches, patch dim] to [batch, patches, dim]. Frozen."""
+    """Stands for a pretrained image encoder: [batch, patches, patch dim] to [batch, patches, dim].
+    Frozen.
+    """
 
     def __init__(self, patch_dim: int, dim: int) -> None:
         super().__init__()
@@ -194,7 +218,9 @@ class ImageEncoder(nn.Module):
 
 
 class FusionDecoder(nn.Module):
-    """Tokens [batch, tokens] and patches [batch, patches, patch dim] to logits [batch, tokens, vocab]."""
+    """Tokens [batch, tokens] and patches [batch, patches, patch dim] to logits [batch, tokens,
+    vocab].
+    """
 
     rope: Tensor
 
@@ -220,11 +246,16 @@ class FusionDecoder(nn.Module):
         return self.output(self.norm(x))
 
 
-# --- what a training script needs ---------------------------------------------------------------------------------
+# --- what a training script needs
+# ---------------------------------------------------------------------------------
 
 
-def build(layers: int = 8, fusion_interval: int = 4, dim: int = 64, heads: int = 4, seed: int = 0) -> FusionDecoder:
-    """The model, with the same weights for the same `seed`. Under ``torch.device("meta")`` it costs no memory."""
+def build(
+    layers: int = 8, fusion_interval: int = 4, dim: int = 64, heads: int = 4, seed: int = 0
+) -> FusionDecoder:
+    """The model, with the same weights for the same `seed`. Under ``torch.device("meta")`` it costs
+    no memory.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = FusionDecoder(layers, fusion_interval, dim, heads)
@@ -243,7 +274,8 @@ def optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 
 def example_inputs(batch: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens [batch, TOKENS] and patches [batch, PATCHES, PATCH_DIM] to export with, to train on, or to compare with.
+    """Tokens [batch, TOKENS] and patches [batch, PATCHES, PATCH_DIM] to export with, to train on,
+    or to compare with.
 
     The text begins with a new token and then counts from a number that only the image tells.
     """

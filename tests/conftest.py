@@ -1,4 +1,6 @@
-"""Fixtures for all tests, among them checkpoints of real wrappers over two ranks and the results of loading them."""
+"""Fixtures for all tests, among them checkpoints of real wrappers over two ranks and the results of
+loading them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads only wait for each other
+# small tensors: more threads only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "CKPTTOOL_GPU" not in os.environ:  # tests of wrappers would move models to a GPU
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Hundreds of tests start a process: without bytecode each of them compiles the package again.
@@ -28,13 +31,16 @@ from command import Done, Run
 from torch_version import needs_torch
 from wrapped_ranks import BLOCKS, CHAINS, SHARDED, TRAINED, Wrapped, filename
 
-hypothesis.settings.register_profile("ckpttool", deadline=None)  # a test may be slow on a busy machine
+# a test may be slow on a busy machine
+hypothesis.settings.register_profile("ckpttool", deadline=None)
 hypothesis.settings.load_profile("ckpttool")
 
 
 @pytest.fixture(scope="session")
 def wrapped(tmp_path_factory: pytest.TempPathFactory) -> Wrapped:
-    """Remap the plain checkpoint to every form and load it; train in one form and resume in another."""
+    """Remap the plain checkpoint to every form and load it; train in one form and resume in
+    another.
+    """
     needs_torch("2.7", "fully_shard without a GPU")
     folder = tmp_path_factory.mktemp("wrapped")
     dcp_ranks.run("save", folder, wrapped_ranks.__file__)
@@ -54,20 +60,26 @@ def wrapped(tmp_path_factory: pytest.TempPathFactory) -> Wrapped:
             chosen = ("--model", model, "--to", to, "--optimizer-keys", keys)
             _remap(folder / f"trained-{old}.pt", folder / "resumes" / f"{old} to {new}.pt", *chosen)
     dcp_ranks.run("load", folder, wrapped_ranks.__file__)
-    names, failures = (json.loads((folder / f"{name}.json").read_text()) for name in ("names", "failures"))
+    names, failures = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("names", "failures")
+    )
     return Wrapped(folder, names, failures)
 
 
 @pytest.fixture(autouse=True)
 def _reset_dynamo() -> None:
-    """Older releases of torch count recompilations of a function across tests, and fail above a limit."""
+    """Older releases of torch count recompilations of a function across tests, and fail above a
+    limit.
+    """
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command line in this process and return status, stdout and stderr. Validate JSON against its schema."""
+    """Run a command line in this process and return status, stdout and stderr. Validate JSON
+    against its schema.
+    """
 
     def run(*args: object) -> Done:
         capsys.readouterr()

@@ -50,7 +50,11 @@ def test_ignored_differences_are_counted_and_not_identical(run: Run) -> None:
     assert "2 of 4 keys differ, accepted (2 ignored)" in done.out
     assert "the head is retrained" in done.out
     data = run(*line, "--ignore", HEAD, "--format", "json").data
-    assert (data["identical"], data["accepted"], data["summary"]) == (False, True, {"same": 2, "missing": 2})
+    assert (data["identical"], data["accepted"], data["summary"]) == (
+        False,
+        True,
+        {"same": 2, "missing": 2},
+    )
     assert data["ignored"] == {"missing": 2}
     assert {entry.get("ignored") for entry in data["entries"]} == {None, "the head is retrained"}
     assert run(*line, "--ignore", "missing head.weight # one of two").status == 1
@@ -58,18 +62,31 @@ def test_ignored_differences_are_counted_and_not_identical(run: Run) -> None:
 
 
 def test_ignore_file_accepts_differences_and_reports_unused_entries(run: Run, folder: Path) -> None:
-    (folder / "allow.txt").write_text(f"# known differences\n\n{HEAD}\nshape neck.{{x*}} # removed in 2.0\n")
+    (folder / "allow.txt").write_text(
+        f"# known differences\n\n{HEAD}\nshape neck.{{x*}} # removed in 2.0\n"
+    )
     line = ("diff", "body.pt", "--model", "model.py:build", "--ignore-file", "allow.txt")
     done = run(*line)
     assert done.status == 0
     assert "unused ignore entry: shape neck.{x*} # removed in 2.0 (allow.txt:4)" in done.err
     assert run(*line, "--fail-on-unused").status == 1
     assert run("diff", "body.pt", "body.pt", "--ignore-file", "allow.txt").status == 0
-    assert run("diff", "body.pt", "body.pt", "--ignore-file", "allow.txt", "--fail-on-unused").status == 1
+    assert (
+        run("diff", "body.pt", "body.pt", "--ignore-file", "allow.txt", "--fail-on-unused").status
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["missing head.*", "head.* # no status", "same head.* # the same", "missing", "missing re:( # odd", "x # y"]
+    "text",
+    [
+        "missing head.*",
+        "head.* # no status",
+        "same head.* # the same",
+        "missing",
+        "missing re:( # odd",
+        "x # y",
+    ],
 )
 def test_entry_without_a_status_or_reason_is_an_error(run: Run, folder: Path, text: str) -> None:
     (folder / "allow.txt").write_text(f"{HEAD}\n{text}\n")
@@ -84,7 +101,9 @@ def test_oversized_ignore_file_names_the_limit() -> None:
     line = "missing * # removed\n"
     Path("ignored.txt").write_text(line)
     for limit, status in ((len(line), 0), (len(line) - 1, 2)):
-        refused = pytest.raises(CkptError, match=r"the limit rules_bytes is") if status else nullcontext()
+        refused = (
+            pytest.raises(CkptError, match=r"the limit rules_bytes is") if status else nullcontext()
+        )
         with limited(Limits(rules_bytes=limit)), refused:
             assert len(_lines("ignored.txt")) == 1
 
@@ -104,7 +123,12 @@ def test_what_torch_refuses_without_strict_always_fails(run: Run, fail_on: str |
     files = {
         "shape": {**body, "head.weight": torch.ones(3, 2), "head.bias": torch.ones(2)},
         "missing": body,
-        "unexpected": {**body, "head.weight": torch.ones(2, 2), "head.bias": torch.ones(2), "more": torch.ones(1)},
+        "unexpected": {
+            **body,
+            "head.weight": torch.ones(2, 2),
+            "head.bias": torch.ones(2),
+            "more": torch.ones(1),
+        },
         "shape, missing": {**body, "head.weight": torch.ones(3, 2)},
     }
     scope: dict[str, Any] = {}
@@ -125,7 +149,14 @@ def test_what_torch_refuses_without_strict_always_fails(run: Run, fail_on: str |
 
 def test_error_raised_by_the_model_is_not_accepted(run: Run) -> None:
     """A key is missing, and the model's own loading code also reports an error."""
-    line = ("diff", "weight.pt", "--model", "model.py:Strict", "--ignore", "missing bias # reinitialized")
+    line = (
+        "diff",
+        "weight.pt",
+        "--model",
+        "model.py:Strict",
+        "--ignore",
+        "missing bias # reinitialized",
+    )
     assert run(*line).status == 1
     assert run(*line, "--fail-on", "shape").status == 1
 
@@ -141,22 +172,37 @@ def test_exit_zero_and_quiet(run: Run) -> None:
 
 KEYS = st.sampled_from(["a.w", "a.b", "b.w"])
 ENTRIES = st.builds(
-    lambda status, key: Entry(status, (key,) if status != "missing" else (), (key,) if status != "unexpected" else ()),
+    lambda status, key: Entry(
+        status, (key,) if status != "missing" else (), (key,) if status != "unexpected" else ()
+    ),
     st.sampled_from(STATUSES),
     KEYS,
 )
 
 
 @settings(max_examples=200)
-@given(st.lists(ENTRIES, max_size=4), st.booleans(), st.sets(st.sampled_from(STATUSES[1:])), st.sets(KEYS))
+@given(
+    st.lists(ENTRIES, max_size=4),
+    st.booleans(),
+    st.sets(st.sampled_from(STATUSES[1:])),
+    st.sets(KEYS),
+)
 def test_only_accepted_differences_pass(
     entries: list[Entry], other_failure: bool, fail: set[str], keys: set[str]
 ) -> None:
     differing = [entry for entry in entries if entry.status not in HARMLESS]
-    diff = Diff("l", "r", not differing and not other_failure, tuple(entries), other_failure="more" * other_failure)
+    diff = Diff(
+        "l",
+        "r",
+        not differing and not other_failure,
+        tuple(entries),
+        other_failure="more" * other_failure,
+    )
     ignore = [f"{','.join(STATUSES[1:])} {key} # why" for key in keys]
     options = DiffOptions(ignore=ignore, fail_on=",".join(sorted(fail)) or None)
     done = judged(diff, options)
-    unaccepted = [e for e in differing if (not fail or e.status in fail) and not {*e.left, *e.right} <= keys]
+    unaccepted = [
+        e for e in differing if (not fail or e.status in fail) and not {*e.left, *e.right} <= keys
+    ]
     assert done.passes is (not unaccepted and not other_failure)
     assert (done.identical, done.summary) == (diff.identical, diff.summary)

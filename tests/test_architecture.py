@@ -1,4 +1,6 @@
-"""Check docs/maintainers/architecture.md: import layers, and which modules import torch, print and write."""
+"""Check docs/maintainers/architecture.md: import layers, and which modules import torch, print and
+write.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def tree(name: str) -> ast.Module:
 
 
 def imports(name: str) -> Iterator[str]:
-    """Yield every module that `name` imports, also inside functions; submodules rather than their packages."""
+    """Yield every module that `name` imports, also inside functions; submodules rather than their
+    packages.
+    """
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -57,7 +61,9 @@ def layers() -> dict[str, dict[str, int]]:
     for line in block.splitlines():
         folder, _, names = line.partition(":")
         place = "ckpttool" if folder == "ckpttool" else "ckpttool." + folder.replace("/", ".")
-        found[place] = {name: layer for layer, row in enumerate(names.split("|")) for name in row.split()}
+        found[place] = {
+            name: layer for layer, row in enumerate(names.split("|")) for name in row.split()
+        }
     return found
 
 
@@ -77,7 +83,8 @@ def test_imports_point_to_lower_layers() -> None:
     wrong = []
     for name in MODULES:
         for other in {found for found in imports(name) if below(found, "ckpttool")}:
-            if name in ENTRIES or below(name, other) or below(other, name):  # a package and what is in it
+            # a package and what is in it
+            if name in ENTRIES or below(name, other) or below(other, name):
                 continue
             left, right = name.split("."), other.split(".")
             depth = next(i for i, (a, b) in enumerate(zip(left, right)) if a != b)
@@ -90,7 +97,9 @@ def test_imports_point_to_lower_layers() -> None:
 def test_package_init_files_contain_only_a_docstring() -> None:
     """Re-exported names would hide where they are defined."""
     exporting = {"ckpttool", "ckpttool.live", "ckpttool.report"}
-    full = [n for n, path in MODULES.items() if path.name == "__init__.py" and len(tree(n).body) > 1]
+    full = [
+        n for n, path in MODULES.items() if path.name == "__init__.py" and len(tree(n).body) > 1
+    ]
     assert set(full) == exporting
     packages = [n for n, path in MODULES.items() if path.name == "__init__.py"]
     assert [name for name in packages if not ast.get_docstring(tree(name))] == []
@@ -105,14 +114,24 @@ def test_other_modules_do_not_load_torch() -> None:
     free = [name for name in MODULES if not below(name, *WITH_TORCH, "ckpttool.__main__")]
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
     code += "    assert 'torch' not in sys.modules, name"
-    done = subprocess.run([sys.executable, "-c", code, *free], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *free], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     assert len(free) > 100
 
 
-@pytest.mark.parametrize(("known", "by"), [("rich", ("ckpttool.cli",)), ("typer", ("ckpttool.cli",))])
-def test_rich_and_typer_are_imported_by_the_command_line_only(known: str, by: tuple[str, ...]) -> None:
-    assert [name for name in MODULES if any(below(i, known) for i in imports(name)) and not below(name, *by)] == []
+@pytest.mark.parametrize(
+    ("known", "by"), [("rich", ("ckpttool.cli",)), ("typer", ("ckpttool.cli",))]
+)
+def test_rich_and_typer_are_imported_by_the_command_line_only(
+    known: str, by: tuple[str, ...]
+) -> None:
+    assert [
+        name
+        for name in MODULES
+        if any(below(i, known) for i in imports(name)) and not below(name, *by)
+    ] == []
 
 
 def test_value_classes_use_our_dataclass() -> None:
@@ -137,7 +156,11 @@ def calls(name: str) -> Iterator[tuple[str, ast.Call]]:
 
 
 def test_only_the_command_line_prints() -> None:
-    assert [n for n in MODULES if any(c == "print" for c, _ in calls(n)) and not below(n, "ckpttool.cli")] == []
+    assert [
+        n
+        for n in MODULES
+        if any(c == "print" for c, _ in calls(n)) and not below(n, "ckpttool.cli")
+    ] == []
 
 
 WRITERS = (
@@ -145,14 +168,23 @@ WRITERS = (
     "ckpttool.distributed.files",
     "ckpttool.cli.output",
 )
-CHANGES = {f"os.{name}" for name in ("replace", "rename", "link", "symlink", "unlink", "remove", "mkdir", "truncate")}
+CHANGES = {
+    f"os.{name}"
+    for name in ("replace", "rename", "link", "symlink", "unlink", "remove", "mkdir", "truncate")
+}
 
 
 def test_only_listed_modules_write_files() -> None:
     def writes(name: str) -> bool:
         for called, call in calls(name):
-            modes = [a.value for a in call.args[1:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-            if called in CHANGES or (called == "open" and any(set(mode) & set("wax+") for mode in modes)):
+            modes = [
+                a.value
+                for a in call.args[1:2]
+                if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            ]
+            if called in CHANGES or (
+                called == "open" and any(set(mode) & set("wax+") for mode in modes)
+            ):
                 return True
         return False
 
@@ -163,10 +195,13 @@ def test_equivalent_mutants_are_still_in_the_code() -> None:
     toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     rows = toml.loads((ROOT / "tests/mutants/equivalent.toml").read_text())["mutant"]
     lines = {
-        path: {line.strip() for line in (ROOT / path).read_text().splitlines()} for path in {r["path"] for r in rows}
+        path: {line.strip() for line in (ROOT / path).read_text().splitlines()}
+        for path in {r["path"] for r in rows}
     }
     assert [
-        row for row in rows if row["was"] not in lines[row["path"]] or row["was"] == row["now"] or not row["why"]
+        row
+        for row in rows
+        if row["was"] not in lines[row["path"]] or row["was"] == row["now"] or not row["why"]
     ] == []
 
 
@@ -180,6 +215,15 @@ def test_public_names_exist_and_have_docstrings() -> None:
 
 def test_importing_ckpttool_imports_no_other_module() -> None:
     """Public names are imported on first use."""
-    code = "import sys; before = set(sys.modules); import ckpttool; print(*sorted(set(sys.modules) - before))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert [name for name in done.stdout.split() if name.startswith(("ckpttool.", "torch", "typer", "rich"))] == []
+    code = (
+        "import sys; before = set(sys.modules); import ckpttool; print(*sorted(set(sys.modules)"
+        " - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert [
+        name
+        for name in done.stdout.split()
+        if name.startswith(("ckpttool.", "torch", "typer", "rich"))
+    ] == []

@@ -33,7 +33,9 @@ yaml = pytest.importorskip("yaml")
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith("CKPTTOOL_")]:
         monkeypatch.delenv(name)
-    shutil.copytree(ROOT / "examples" / "ci", tmp_path / "ci", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "examples" / "ci", tmp_path / "ci", ignore=shutil.ignore_patterns("__pycache__")
+    )
     monkeypatch.chdir(tmp_path / "ci")
     torch.save({"w": torch.ones(2)}, "good.pt")
     torch.save({"w": torch.ones(2), "args": argparse.Namespace(lr=1)}, "args.pt")
@@ -50,12 +52,23 @@ def rename() -> None:
 
 @pytest.fixture
 def rename_head(run: Run) -> Callable[[], None]:
-    """Return a function that renames the head. `now.json` has the names of the model, for steps without torch."""
+    """Return a function that renames the head. `now.json` has the names of the model, for steps
+    without torch.
+    """
     shutil.copy("names.json", "now.json")
 
     def rename_head() -> None:
         rename()
-        line = ("trace", "model.py:build", "--optimizer", "model.py:optimizer", "-o", "now.json", "--force", "-q")
+        line = (
+            "trace",
+            "model.py:build",
+            "--optimizer",
+            "model.py:optimizer",
+            "-o",
+            "now.json",
+            "--force",
+            "-q",
+        )
         assert run(*line).status == 0
 
     return rename_head
@@ -65,7 +78,12 @@ def test_each_file_is_checked_by_its_type(run: Run) -> None:
     files = ("good.pt", "good.safetensors", "rules.toml", "names.json")
     done = run("check", *files, "--format", "json")
     assert (done.status, done.data["ok"]) == (0, True)
-    assert [file["kind"] for file in done.data["files"]] == ["checkpoint", "checkpoint", "rules", "names"]
+    assert [file["kind"] for file in done.data["files"]] == [
+        "checkpoint",
+        "checkpoint",
+        "rules",
+        "names",
+    ]
     assert schemas.check(done.data) == "check"
 
 
@@ -93,9 +111,16 @@ def test_problem_names_its_file_once_and_has_a_hint(run: Run) -> None:
     assert done.status == 1
     assert "error: is not a checkpoint that ckpttool knows @ bad.pt\n" in done.out
     assert re.search("error: rules.toml: .* @ rule 1 at line 1\n", done.out)
-    hints = [file["hint"] for file in run("check", "bad.pt", "rules.toml", "good.pt", "--format", "json").data["files"]]
+    hints = [
+        file["hint"]
+        for file in run("check", "bad.pt", "rules.toml", "good.pt", "--format", "json").data[
+            "files"
+        ]
+    ]
     assert hints[2] is None
-    assert all(f"hint: {path}: {hint}" in done.out for path, hint in zip(("bad.pt", "rules.toml"), hints))
+    assert all(
+        f"hint: {path}: {hint}" in done.out for path, hint in zip(("bad.pt", "rules.toml"), hints)
+    )
     rename()
     model = ("--model", "model.py:build", "--optimizer", "model.py:optimizer")
     (file,) = run("check", "names.json", *model, "--format", "json").data["files"]
@@ -123,7 +148,10 @@ DANGEROUS: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {
     "next to weights": ({"w": WEIGHT, "x": _Runs()}, {"w": WEIGHT}),
     "in a state dict": ({"model": {"w": WEIGHT, "x.y": [_Runs()]}, "epoch": 3}, {"w": WEIGHT}),
     "tied": ({"model": {"a": WEIGHT, "b": WEIGHT}, "x": _Runs()}, {"a": WEIGHT}),
-    "two state dicts": ({"model": {"w": WEIGHT}, "ema": {"w": -WEIGHT}, "x": {"y": _Runs()}}, {"w": WEIGHT}),
+    "two state dicts": (
+        {"model": {"w": WEIGHT}, "ema": {"w": -WEIGHT}, "x": {"y": _Runs()}},
+        {"w": WEIGHT},
+    ),
     "an object": ({"model": {"w": WEIGHT, "n": {"k"}}, "x": _Runs()}, {"w": WEIGHT}),
 }
 
@@ -161,7 +189,9 @@ def test_check_says_that_it_read_no_values(run: Run) -> None:
 
 def test_names_are_compared_if_a_model_is_named(run: Run) -> None:
     rename()
-    done = run("check", "names.json", "--model", "model.py:build", "--optimizer", "model.py:optimizer")
+    done = run(
+        "check", "names.json", "--model", "model.py:build", "--optimizer", "model.py:optimizer"
+    )
     assert done.status == 1
     assert "unexpected: not in right @ head.weight" in done.out
     done = run("check", "names.json")
@@ -172,7 +202,9 @@ HOOKS = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
 
 
 def hook(name: str, *args: str, files: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a hook as pre-commit does: its entry, the repository's arguments, then the matching files."""
+    """Run a hook as pre-commit does: its entry, the repository's arguments, then the matching
+    files.
+    """
     (spec,) = [one for one in HOOKS if one["id"] == name]
     matching = [path for path in files or [] if re.search(spec.get("files", ""), path)]
     passed = matching if spec.get("pass_filenames", True) else []
@@ -204,7 +236,9 @@ THIS = {**os.environ, "PYTHONPATH": str(ROOT)}
 def job(
     tmp: Path, action: Path = ROOT, around: Mapping[str, str] = THIS, /, **inputs: str
 ) -> tuple[int, dict[str, str], str, str]:
-    """Run the action's steps with bash, as a runner does; return status, outputs, job summary and log."""
+    """Run the action's steps with bash, as a runner does; return status, outputs, job summary and
+    log.
+    """
     given = {name: one.get("default", "") for name, one in ACTION["inputs"].items()} | inputs
     assert set(inputs) <= set(ACTION["inputs"])
     tmp.mkdir(exist_ok=True)
@@ -214,7 +248,12 @@ def job(
         if step.get("if") == "inputs.install != ''" and not given["install"]:
             continue
         env = {name: substitute_inputs(value, given, action) for name, value in step["env"].items()}
-        env = {**around, "GITHUB_ACTIONS": "true", **env, **{name: str(path) for name, path in written.items()}}
+        env = {
+            **around,
+            "GITHUB_ACTIONS": "true",
+            **env,
+            **{name: str(path) for name, path in written.items()},
+        }
         for path in written.values():
             path.touch()
         where = substitute_inputs(step.get("working-directory", "."), given, action)
@@ -238,7 +277,11 @@ def substitute_inputs(text: str, given: dict[str, Any], action: Path) -> str:
 
 
 def test_action_fails_after_a_rename(tmp_path: Path, rename_head: Callable[[], None]) -> None:
-    inputs = {"command": "diff names.json --model now.json", "install": "", "python": sys.executable}
+    inputs = {
+        "command": "diff names.json --model now.json",
+        "install": "",
+        "python": sys.executable,
+    }
     status, outputs, summary, log = job(tmp_path / "1", **inputs)
     assert (status, outputs) == (0, {"identical": "true", "status": "0", "summary": '{"same": 16}'})
     assert "no differences" in summary
@@ -249,7 +292,9 @@ def test_action_fails_after_a_rename(tmp_path: Path, rename_head: Callable[[], N
     assert json.loads(outputs["summary"]) == {"same": 14, "missing": 2, "unexpected": 2}
     assert "head.weight" in summary
     assert re.search(
-        "^::error title=diff::4 of 18 keys differ.*%0A(fix: )?ckpttool remap CKPT --rule", log, re.MULTILINE
+        "^::error title=diff::4 of 18 keys differ.*%0A(fix: )?ckpttool remap CKPT --rule",
+        log,
+        re.MULTILINE,
     )
     status, outputs, *_ = job(tmp_path / "3", **inputs, fail="report")
     assert (status, outputs["identical"]) == (0, "false")
@@ -257,7 +302,9 @@ def test_action_fails_after_a_rename(tmp_path: Path, rename_head: Callable[[], N
 
 def test_action_reports_errors(tmp_path: Path) -> None:
     inputs = {"install": "", "python": sys.executable, "working-directory": ".."}
-    status, outputs, summary, log = job(tmp_path / "1", command="diff 'no %0A.pt' x.pt", fail="report", **inputs)
+    status, outputs, summary, log = job(
+        tmp_path / "1", command="diff 'no %0A.pt' x.pt", fail="report", **inputs
+    )
     assert (status, outputs) == (2, {"identical": "", "status": "2", "summary": "{}"})
     assert "no %0A.pt" in summary
     assert re.search("^::error title=ckpttool::no such file: no %250A.pt", log, re.MULTILINE)
@@ -287,7 +334,8 @@ def vendored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return a job's environment: a Python with the dependencies but without ckpttool, and no package index.
+    """Return a job's environment: a Python with the dependencies but without ckpttool, and no
+    package index.
 
     It shares this Python's packages, so that nothing is downloaded; pip installs into the new one.
     """
@@ -302,25 +350,35 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     pip.write_text(f'#!/bin/sh\nexec {home}/bin/python -m pip "$@"\n')
     pip.chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    offline = {
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
     return {**kept, **offline, "PATH": f"{home / 'bin'}:{os.environ['PATH']}", "HOME": str(home)}
 
 
 def shell(script: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run the script as the shell of a pipeline does."""
-    return subprocess.run(["bash", "-e", "-c", script], env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        ["bash", "-e", "-c", script], env=env, capture_output=True, text=True, check=False
+    )
 
 
 def test_ci_examples_of_the_documentation(
     tmp_path: Path, rename_head: Callable[[], None], vendored: Path, fresh: dict[str, str]
 ) -> None:
-    """Run each example as its runner does, in an environment without ckpttool. The action comes first: it installs."""
+    """Run each example as its runner does, in an environment without ckpttool. The action comes
+    first: it installs.
+    """
     Path("vendor").symlink_to(vendored / "vendor")
     assert "No module named 'ckpttool'" in shell("python -c 'import ckpttool'", fresh).stderr
     checkout, github, *_ = snippet("docs/ci.md")
     assert (checkout["with"], github["uses"]) == ({"submodules": True}, "./vendor/ckpttool")
     assert set(github["with"]) <= set(ACTION["inputs"])
-    status, outputs, _, log = job(tmp_path / "job", Path("vendor/ckpttool").absolute(), fresh, **github["with"])
+    status, outputs, _, log = job(
+        tmp_path / "job", Path("vendor/ckpttool").absolute(), fresh, **github["with"]
+    )
     assert (status, outputs.get("identical")) == (0, "true"), log
     where = shell("python -c 'import ckpttool; print(ckpttool.__file__)'", fresh).stdout
     assert where.startswith(fresh["HOME"])
@@ -336,7 +394,8 @@ def test_ci_examples_of_the_documentation(
     agent.write_text('#!/bin/sh\necho "$@" > annotated; cat >> annotated\n')
     agent.chmod(0o755)
     script = buildkite["command"]
-    assert not re.search(r"(?<!\$)\$(?!\$)", script.replace("$$", ""))  # no variables that Buildkite would interpolate
+    # no variables that Buildkite would interpolate
+    assert not re.search(r"(?<!\$)\$(?!\$)", script.replace("$$", ""))
     script = "\n".join(script.replace("$$", "$").splitlines()[1:])
     assert script != buildkite["command"]
     assert shell(script, fresh).returncode == 0
@@ -352,14 +411,25 @@ def test_ci_examples_of_the_documentation(
 
 
 def test_different_optimizer_is_reported_with_renamed_keys(run: Run) -> None:
-    """It is also reported if no key is renamed. Without an optimizer the printed command has no --optimizer."""
+    """It is also reported if no key is renamed. Without an optimizer the printed command has no
+    --optimizer.
+    """
     for words in (("--optimizer", "torch.optim:SGD"), ()):
         assert run("trace", "model.py:build", *words, "-o", "traced.json", "--force").status == 0
         assert run("check", "traced.json", "--model", "model.py:build", *words).status == 0
         if words:
-            done = run("check", "traced.json", "--model", "model.py:build", "--optimizer", "torch.optim:Adam")
+            done = run(
+                "check",
+                "traced.json",
+                "--model",
+                "model.py:build",
+                "--optimizer",
+                "torch.optim:Adam",
+            )
             assert done.status == 1
-            assert "different optimizer class @ traced.json" in " ".join((done.out + done.err).split())
+            assert "different optimizer class @ traced.json" in " ".join(
+                (done.out + done.err).split()
+            )
             assert "--model model.py:build --optimizer torch.optim:Adam" in done.out + done.err
     rename()
     done = run("check", "traced.json", "--model", "model.py:build")
@@ -372,7 +442,14 @@ MISTYPED = {
     "missing attribute": ("check", "names.json", "--model", "model.py:nope"),
     "a constructor that raises": ("check", "names.json", "--model", "broken.py:build"),
     "missing names file": ("check", "names.json", "--model", "nope.json"),
-    "missing optimizer": ("check", "names.json", "--model", "model.py:build", "--optimizer", "torch.optim:Nope"),
+    "missing optimizer": (
+        "check",
+        "names.json",
+        "--model",
+        "model.py:build",
+        "--optimizer",
+        "torch.optim:Nope",
+    ),
     "no --optimizer": ("check", "names.json", "--model", "model.py:build"),
     "missing file to check": ("check", "good.pt", "nope.pt"),
     "missing step": ("diff", "good.pt", "args.pt", "nope.pt"),

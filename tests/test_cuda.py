@@ -1,4 +1,6 @@
-"""Checkpoints, models, programs and optimizers of a GPU; torch is the oracle. Skipped on machines without one."""
+"""Checkpoints, models, programs and optimizers of a GPU; torch is the oracle. Skipped on machines
+without one.
+"""
 
 from __future__ import annotations
 
@@ -63,27 +65,40 @@ def places(state: State) -> dict[str, tuple[str, Any]]:
 
 
 def equal(left: State, right: State) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[key].cpu(), right[key].cpu()) for key in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[key].cpu(), right[key].cpu()) for key in left
+    )
 
 
 # Files
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_tensors_keep_their_device_unless_the_format_has_none(tmp_path: Path, run: Run, is_zip: bool) -> None:
+def test_tensors_keep_their_device_unless_the_format_has_none(
+    tmp_path: Path, run: Run, is_zip: bool
+) -> None:
     state = Net().to(GPU).state_dict()
     state["on.cpu"] = torch.ones(2)
     gpu, cpu = tmp_path / "gpu.pt", tmp_path / "cpu.pt"
-    torch.save({"model": state, "rng": torch.cuda.get_rng_state_all()}, gpu, _use_new_zipfile_serialization=is_zip)
+    torch.save(
+        {"model": state, "rng": torch.cuda.get_rng_state_all()},
+        gpu,
+        _use_new_zipfile_serialization=is_zip,
+    )
     torch.save({key: value.cpu() for key, value in state.items()}, cpu)
     assert run("diff", f"{gpu}::model", cpu, "--values").status == 0
-    assert run("remap", gpu, "--rule", "{rest*} => net.{rest*}", "-o", tmp_path / "new.pt").status == 0
+    assert (
+        run("remap", gpu, "--rule", "{rest*} => net.{rest*}", "-o", tmp_path / "new.pt").status == 0
+    )
     new = torch.load(tmp_path / "new.pt", weights_only=True)
     renamed = {key.removeprefix("net."): value for key, value in new["model"].items()}
     assert equal(renamed, state)
     assert places(renamed) == places(state)
     assert same(new["rng"], torch.cuda.get_rng_state_all())
-    assert run("convert", f"{gpu}::model", "--keep-aliases", "-o", tmp_path / "new.safetensors").status == 0
+    assert (
+        run("convert", f"{gpu}::model", "--keep-aliases", "-o", tmp_path / "new.safetensors").status
+        == 0
+    )
     assert run("convert", tmp_path / "new.safetensors", "-o", tmp_path / "back.pt").status == 0
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert equal(back, {key: value for key, value in state.items() if key in back})
@@ -116,7 +131,8 @@ DEFINITIONS = {
         net.register_buffer("size", torch.full((int(torch.arange(4, device="cuda").sum()),), 2.0))
         return net
     """,
-    "two devices": "net = Net()\nnet.middle.to(torch.device('cuda', torch.cuda.current_device()))\nreturn net",
+    "two devices": "net = Net()\nnet.middle.to(torch.device('cuda',"
+    " torch.cuda.current_device()))\nreturn net",
     "if there is one": """
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return Net().to(device)
@@ -156,13 +172,16 @@ def definition(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     path = tmp_path / "net.py"
     body = textwrap.indent(textwrap.dedent(DEFINITIONS[request.param]).strip(), "    ")
     path.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nimport torch\nfrom torch import nn\n"
+        f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nimport torch\nfrom torch import"
+        " nn\n"
         f"from test_cuda import Net\n\ndef build():\n{body}\n"
     )
     return f"{path}:build"
 
 
-def test_a_definition_on_the_gpu_is_traced_and_compared(definition: str, tmp_path: Path, run: Run) -> None:
+def test_a_definition_on_the_gpu_is_traced_and_compared(
+    definition: str, tmp_path: Path, run: Run
+) -> None:
     space: State = {}
     exec(Path(definition.rpartition(":")[0]).read_text(), space)
     model = space["build"]()
@@ -179,16 +198,23 @@ def test_a_definition_on_the_gpu_is_traced_and_compared(definition: str, tmp_pat
         assert not ckpttool.diff(path, model=definition, materialize=real).identical, real
     assert all(map(torch.equal, random_states, (torch.cuda.get_rng_state(), torch.get_rng_state())))
     torch.save({f"old.{key}": value for key, value in state.items()}, tmp_path / "old.pt")
-    renamed = run("remap", tmp_path / "old.pt", "--rule", "old.{rest*} => {rest*}", "-o", tmp_path / "new.pt")
+    renamed = run(
+        "remap", tmp_path / "old.pt", "--rule", "old.{rest*} => {rest*}", "-o", tmp_path / "new.pt"
+    )
     assert renamed.status == 0, renamed.err
     model.load_state_dict(torch.load(tmp_path / "new.pt", weights_only=True), strict=True)
 
 
 def test_a_large_model_on_the_gpu_takes_no_memory_there(tmp_path: Path) -> None:
     """A model of 256 GiB that moves itself to the GPU."""
-    (tmp_path / "large.py").write_text("from torch import nn\ndef build(): return nn.Linear(2**18, 2**18).cuda()\n")
+    (tmp_path / "large.py").write_text(
+        "from torch import nn\ndef build(): return nn.Linear(2**18, 2**18).cuda()\n"
+    )
     torch.cuda.reset_peak_memory_stats()
-    assert [key.key for key in ckpttool.trace(f"{tmp_path / 'large.py'}:build").serialized] == ["weight", "bias"]
+    assert [key.key for key in ckpttool.trace(f"{tmp_path / 'large.py'}:build").serialized] == [
+        "weight",
+        "bias",
+    ]
     assert torch.cuda.max_memory_allocated() < 2**20
 
 
@@ -199,7 +225,11 @@ def test_a_live_model_on_the_gpu_gets_the_weights(tmp_path: Path) -> None:
     for place in (GPU, "cpu"):
         new = Net(1).to(place)
         torch.save(new.state_dict(), tmp_path / "new.pt")
-        makes: tuple[Callable[[nn.Module], Any], ...] = (lambda net: net, torch.compile, nn.DataParallel)
+        makes: tuple[Callable[[nn.Module], Any], ...] = (
+            lambda net: net,
+            torch.compile,
+            nn.DataParallel,
+        )
         for make in makes:
             live = Net(0).to(GPU)
             addresses = {name: value.data_ptr() for name, value in live.named_parameters()}
@@ -213,11 +243,20 @@ def test_a_live_model_on_the_gpu_gets_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [GPU, "cpu"])
-def test_an_exported_program_on_the_gpu_gets_new_weights(tmp_path: Path, run: Run, place: str) -> None:
+def test_an_exported_program_on_the_gpu_gets_new_weights(
+    tmp_path: Path, run: Run, place: str
+) -> None:
     old, new = Net(0).to(GPU).eval(), Net(1).to(GPU).eval()
     torch.export.save(torch.export.export(old, (tokens(),)), tmp_path / "old.pt2")
     torch.save(Net(1).to(place).state_dict(), tmp_path / "new.pt")
-    done = run("swap-weights", tmp_path / "old.pt2", tmp_path / "new.pt", "-o", tmp_path / "new.pt2", "--verify")
+    done = run(
+        "swap-weights",
+        tmp_path / "old.pt2",
+        tmp_path / "new.pt",
+        "-o",
+        tmp_path / "new.pt2",
+        "--verify",
+    )
     assert done.status == 0, done.err
     program = torch.export.load(tmp_path / "new.pt2")
     assert torch.equal(program.module()(tokens()), new(tokens()))
@@ -235,15 +274,32 @@ def test_a_compiled_package_of_the_gpu_gets_new_weights(tmp_path: Path, run: Run
     old, new = Net(0).to(GPU).eval(), Net(1).to(GPU).eval()
     program = torch.export.export(old, (tokens(),))
     package = tmp_path / "old.pt2"
-    torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=config)
-    used = {key: value for key, value in new.state_dict().items() if not key.endswith("num_batches_tracked")}
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=str(package), inductor_configs=config
+    )
+    used = {
+        key: value
+        for key, value in new.state_dict().items()
+        if not key.endswith("num_batches_tracked")
+    }
     torch.save(used, tmp_path / "new.pt")
     model = f"{__file__}:Net"
-    done = run("swap-weights", package, tmp_path / "new.pt", "-o", tmp_path / "new.pt2", "--verify", "--model", model)
+    done = run(
+        "swap-weights",
+        package,
+        tmp_path / "new.pt",
+        "-o",
+        tmp_path / "new.pt2",
+        "--verify",
+        "--model",
+        model,
+    )
     assert done.status == 0, done.err
     for path, oracle in ((package, old), (tmp_path / "new.pt2", new)):
         outputs = tmp_path / "outputs.pt"
-        ended = subprocess.run([sys.executable, "-c", OUTPUTS, path, outputs], check=False).returncode
+        ended = subprocess.run(
+            [sys.executable, "-c", OUTPUTS, path, outputs], check=False
+        ).returncode
         if ended < 0 and path == package:
             pytest.skip("torch crashes when it loads its own package")
         assert ended == 0
@@ -262,16 +318,24 @@ torch.save(runner(torch.tensor([0, 5, 3, 1], device="cuda")), sys.argv[2])
 def test_a_loaded_package_of_the_gpu_gets_new_weights(tmp_path: Path, place: str) -> None:
     old, new = Net(0).to(GPU).eval(), Net(1).to(GPU).eval()
     program = torch.export.export(old, (tokens(),))
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "inside.pt2"))
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "inside.pt2")
+    )
     load = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])"
     if subprocess.run([sys.executable, "-c", load, package], check=False).returncode < 0:
         pytest.skip("torch crashes when it loads its own package")
     runner = torch._inductor.aoti_load_package(package)
-    used = {key: value.to(place) for key, value in new.state_dict().items() if not key.endswith("num_batches_tracked")}
+    used = {
+        key: value.to(place)
+        for key, value in new.state_dict().items()
+        if not key.endswith("num_batches_tracked")
+    }
     for model in (Net, program, old):
         swap_weights(runner, used, model=model)
         assert torch.allclose(runner(tokens()), new(tokens()), atol=1e-5)
-        swap_weights(runner, {key: torch.zeros_like(value) for key, value in used.items()}, model=model)
+        swap_weights(
+            runner, {key: torch.zeros_like(value) for key, value in used.items()}, model=model
+        )
         assert not torch.allclose(runner(tokens()), new(tokens()), atol=1e-5)
 
 
@@ -294,7 +358,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> Non
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_optimizer_state_on_the_gpu_resumes_in_another_order(kind: str, tmp_path: Path, run: Run) -> None:
+def test_optimizer_state_on_the_gpu_resumes_in_another_order(
+    kind: str, tmp_path: Path, run: Run
+) -> None:
     make = OPTIMIZERS[kind]
     torch.backends.cuda.matmul.allow_tf32 = False
     old = OldNet().to(GPU)
@@ -307,8 +373,12 @@ def test_optimizer_state_on_the_gpu_resumes_in_another_order(kind: str, tmp_path
     assert done.status == 0, done.err
     new = torch.load(tmp_path / "new.pt", weights_only=True)
     state, before = new["optimizer"]["state"], saved["optimizer"]["state"]
-    where = {str(v.device) for s in state.values() for v in s.values() if isinstance(v, torch.Tensor)}
-    assert where == {str(v.device) for s in before.values() for v in s.values() if isinstance(v, torch.Tensor)}
+    where = {
+        str(v.device) for s in state.values() for v in s.values() if isinstance(v, torch.Tensor)
+    }
+    assert where == {
+        str(v.device) for s in before.values() for v in s.values() if isinstance(v, torch.Tensor)
+    }
     resumed, direct = Net().to(GPU), Net().to(GPU)
     for model in (resumed, direct):
         second = make(model.parameters())
@@ -324,7 +394,8 @@ def test_optimizer_state_on_the_gpu_resumes_in_another_order(kind: str, tmp_path
         train(again, other, 2)
         values = dict(again.named_parameters())
         assert all(
-            torch.allclose(value, values[name], rtol=1e-3, atol=1e-5) for name, value in model.named_parameters()
+            torch.allclose(value, values[name], rtol=1e-3, atol=1e-5)
+            for name, value in model.named_parameters()
         )
     to_names = ("--model", f"{__file__}:Net", "--optimizer-keys", "fqn")
     assert run("remap", tmp_path / "new.pt", *to_names, "-o", tmp_path / "names.pt").status == 0
@@ -340,12 +411,16 @@ def test_optimizer_state_on_the_gpu_resumes_in_another_order(kind: str, tmp_path
 def group(tmp_path: Path) -> Any:
     if not dist.is_nccl_available():
         pytest.skip("needs NCCL")
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
 
-def test_wrapped_models_and_sharded_tensors_on_the_gpu(group: None, tmp_path: Path, run: Run) -> None:
+def test_wrapped_models_and_sharded_tensors_on_the_gpu(
+    group: None, tmp_path: Path, run: Run
+) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -369,14 +444,22 @@ def test_wrapped_models_and_sharded_tensors_on_the_gpu(group: None, tmp_path: Pa
     optimizer = torch.optim.AdamW(fsdp2.parameters(), lr=0.01, fused=True)
     train(fsdp2, optimizer, 1)
     model_state, optimizer_state = get_state_dict(fsdp2, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(tmp_path / "dcp"))
+    dcp.save(
+        {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(tmp_path / "dcp")
+    )
     done = run("convert", tmp_path / "dcp", "-o", tmp_path / "dcp.pt")
     assert done.status == 0, done.err
     converted = torch.load(tmp_path / "dcp.pt", weights_only=True)
-    expected = {key: getattr(value, "full_tensor", lambda v=value: v)() for key, value in model_state.items()}
+    expected = {
+        key: getattr(value, "full_tensor", lambda v=value: v)()
+        for key, value in model_state.items()
+    }
     assert equal(converted["model"], expected)
     live = Net(0).to(GPU)
     fully_shard(live)
     ckpttool.load(str(tmp_path / "dcp.pt") + "::model", live, definition=Net)
-    found = {key: getattr(value, "full_tensor", lambda v=value: v)() for key, value in live.state_dict().items()}
+    found = {
+        key: getattr(value, "full_tensor", lambda v=value: v)()
+        for key, value in live.state_dict().items()
+    }
     assert equal(found, expected)

@@ -1,7 +1,7 @@
 """Eight everyday jobs of a new user: fresh models, printed fixes, and torch as the oracle.
 
-first_hour.md holds the first lines that `diff` prints. `UPDATE_DOCS=1 make test ARGS=tests/test_first_hour.py`
-regenerates it.
+first_hour.md holds the first lines that `diff` prints. `UPDATE_DOCS=1 make test
+ARGS=tests/test_first_hour.py` regenerates it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     names = []
 
     def write(name: str, source: str) -> Any:
-        Path(f"{name}.py").write_text("import torch\nfrom torch import nn\n" + textwrap.dedent(source))
+        Path(f"{name}.py").write_text(
+            "import torch\nfrom torch import nn\n" + textwrap.dedent(source)
+        )
         sys.modules.pop(name, None)
         names.append(name)
         return __import__(name)
@@ -59,10 +61,14 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
 
 def golden(job: str, done: Done) -> None:
-    """Assert that the page shows the first five lines after the command's name, under the job's heading."""
+    """Assert that the page shows the first five lines after the command's name, under the job's
+    heading.
+    """
     assert done.status == 1, done.said
     text = PAGE.read_text(encoding="utf-8")
-    (shown,) = re.findall(rf"^## {re.escape(job)}\n.*?^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(
+        rf"^## {re.escape(job)}\n.*?^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
+    )
     _, *lines = [line.rstrip() for line in done.out.splitlines() if line.strip()]
     first = "".join(f"{line}\n" for line in lines[:5])
     if os.environ.get("UPDATE_DOCS"):
@@ -92,7 +98,9 @@ def output_of(command: str) -> str:
 
 
 def two_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Take two steps with gradients that depend only on the parameter values; return copies of the parameters."""
+    """Take two steps with gradients that depend only on the parameter values; return copies of the
+    parameters.
+    """
     for _ in range(2):
         for parameter in model.parameters():
             parameter.grad = parameter.detach().sin()
@@ -127,7 +135,9 @@ def build():
 """
 
 
-def test_a_new_weights_go_from_a_hooked_model_to_its_exported_program(run: Run, code: Write) -> None:
+def test_a_new_weights_go_from_a_hooked_model_to_its_exported_program(
+    run: Run, code: Write
+) -> None:
     model = code("hooked", HOOKED).build().eval()
     x = torch.randn(2, 3)
     torch.export.save(torch.export.export(model, (x,)), "deployed.pt2")
@@ -140,17 +150,22 @@ def test_a_new_weights_go_from_a_hooked_model_to_its_exported_program(run: Run, 
     assert done.status == 1
     assert "_hide" in done.out  # the hook is named
     golden("New weights for an exported program", done)
-    done = run("swap-weights", "deployed.pt2", "trained.pt", "-o", "new.pt2", "--model", "hooked.py:build")
+    done = run(
+        "swap-weights", "deployed.pt2", "trained.pt", "-o", "new.pt2", "--model", "hooked.py:build"
+    )
     assert done.status == 0, done.said
     assert torch.equal(torch.export.load("new.pt2").module()(x), model(x))
-    # Without the model the names do not match: the swap is refused, nothing is written, and the hint names --model.
+    # Without the model the names do not match: the swap is refused, nothing is written, and the
+    # hint names --model.
     done = run("swap-weights", "deployed.pt2", "trained.pt", "-o", "guess.pt2")
     assert done.status == 1
     assert "--model" in done.err
     assert not Path("guess.pt2").exists()
 
 
-def test_b_compiled_ddp_run_with_two_param_groups_resumes_without_wrappers(run: Run, code: Write) -> None:
+def test_b_compiled_ddp_run_with_two_param_groups_resumes_without_wrappers(
+    run: Run, code: Write
+) -> None:
     source = """
     def build():
         return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2))
@@ -166,7 +181,10 @@ def test_b_compiled_ddp_run_with_two_param_groups_resumes_without_wrappers(run: 
         wrapped = DistributedDataParallel(torch.compile(net.build(), backend="eager"))
         optimizer = net.optimizer(wrapped)
         two_steps(wrapped, optimizer)
-        torch.save({"model": wrapped.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}, "run.pt")
+        torch.save(
+            {"model": wrapped.state_dict(), "optimizer": optimizer.state_dict(), "step": 2},
+            "run.pt",
+        )
         expected = two_steps(wrapped, optimizer)
     finally:
         dist.destroy_process_group()
@@ -226,9 +244,12 @@ def test_c_optimizer_resumes_after_a_reorder_and_a_renamed_block(run: Run, code:
     resumed = net.adamw(new)
     resumed.load_state_dict(loaded["optimizer"])
     two_steps(new, resumed)
-    renamed = {name.replace("backbone", "encoder"): value for name, value in new.state_dict().items()}
+    renamed = {
+        name.replace("backbone", "encoder"): value for name, value in new.state_dict().items()
+    }
     assert all(torch.equal(value, renamed[name]) for name, value in old.state_dict().items())
-    # The same rule without the model renames only the keys. The ids keep the old order, which is reported.
+    # The same rule without the model renames only the keys. The ids keep the old order, which is
+    # reported.
     done = run("remap", "old.pt", "-o", "keys.pt", "--rule", rule)
     assert done.status == 0, done.said
     assert "optimizer ids keep the order" in done.out + done.err
@@ -259,7 +280,9 @@ def test_d_hugging_face_llama_to_fused_projections_and_back(run: Run) -> None:
     attention = model.model.layers[0].self_attn
     joined = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
     assert torch.equal(load_file("fused.safetensors")["blocks.0.self_attn.qkv.weight"], joined)
-    done = run("remap", "fused.safetensors", "-o", "back.safetensors", "--rules", "fuse.toml", "--reverse")
+    done = run(
+        "remap", "fused.safetensors", "-o", "back.safetensors", "--rules", "fuse.toml", "--reverse"
+    )
     assert done.status == 0, done.said
     assert run("diff", "back.safetensors", "hf", "--values").status == 0
     Path("again").mkdir()
@@ -270,12 +293,18 @@ def test_d_hugging_face_llama_to_fused_projections_and_back(run: Run) -> None:
     assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
-def test_e_changed_names_fail_a_build_and_known_differences_are_accepted(run: Run, code: Write) -> None:
+def test_e_changed_names_fail_a_build_and_known_differences_are_accepted(
+    run: Run, code: Write
+) -> None:
     code("service", "def build():\n    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))\n")
     assert run("trace", "service.py:build", "-o", "names.json").status == 0
     assert run("diff", "names.json", "--model", "service.py:build").status == 0
     assert run("check", "names.json", "--model", "service.py:build").status == 0
-    code("service", "def build():\n    return nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 3))\n")
+    code(
+        "service",
+        "def build():\n    return nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2),"
+        " nn.Linear(2, 3))\n",
+    )
     golden("Changed names in a build", run("diff", "names.json", "--model", "service.py:build"))
     done = run("diff", "names.json", "--model", "service.py:build", "--format", "github")
     assert done.status == 1
@@ -283,10 +312,21 @@ def test_e_changed_names_fail_a_build_and_known_differences_are_accepted(run: Ru
     assert "2.weight" in done.out  # annotations name keys
     done = run("diff", "names.json", "--model", "service.py:build", "--format", "json")
     failing = [entry for entry in done.data["entries"] if entry["status"] != "same"]
-    known = [f"{entry['status']} {[*entry['left'], *entry['right']][0]} # head added" for entry in failing]
+    known = [
+        f"{entry['status']} {[*entry['left'], *entry['right']][0]} # head added"
+        for entry in failing
+    ]
     accepted = [word for line in known for word in ("--ignore", line)]
     assert run("diff", "names.json", "--model", "service.py:build", *accepted).status == 0
-    done = run("diff", "names.json", "--model", "service.py:build", *accepted, "--ignore", "missing nothing.* # typo")
+    done = run(
+        "diff",
+        "names.json",
+        "--model",
+        "service.py:build",
+        *accepted,
+        "--ignore",
+        "missing nothing.* # typo",
+    )
     assert done.status == 0
     done = run("diff", "names.json", "--model", "service.py:build", *accepted,
                "--ignore", "missing nothing.* # typo", "--fail-on-unused")  # fmt: skip
@@ -308,9 +348,13 @@ class _Runs:
         return (eval, (f"open({str(self.where)!r}, 'w').close()",))
 
 
-def test_f_an_unknown_file_is_inspected_and_cleaned_without_running_it(run: Run, tmp_path: Path) -> None:
+def test_f_an_unknown_file_is_inspected_and_cleaned_without_running_it(
+    run: Run, tmp_path: Path
+) -> None:
     mark = tmp_path / "executed"
-    torch.save({"weight": torch.arange(4.0), "callback": _Runs(mark)}, "unknown.pth", pickle_module=pickle)
+    torch.save(
+        {"weight": torch.arange(4.0), "callback": _Runs(mark)}, "unknown.pth", pickle_module=pickle
+    )
     done = run("inspect", "unknown.pth")
     assert done.status == 0
     assert "eval" in done.out
@@ -324,7 +368,16 @@ def test_f_an_unknown_file_is_inspected_and_cleaned_without_running_it(run: Run,
     done = run("remap", "unknown.pth", "-o", "renamed.pth", "--rule", "weight => w")
     assert done.status == 1
     assert not Path("renamed.pth").exists()
-    done = run("remap", "unknown.pth", "-o", "clean.safetensors", "--rule", "weight => w", "--drop", "callback")
+    done = run(
+        "remap",
+        "unknown.pth",
+        "-o",
+        "clean.safetensors",
+        "--rule",
+        "weight => w",
+        "--drop",
+        "callback",
+    )
     assert done.status == 0, done.said
     assert torch.equal(load_file("clean.safetensors")["w"], torch.arange(4.0))
     golden("An unknown file, cleaned", run("diff", "unknown.pth", "clean.safetensors"))
@@ -344,13 +397,18 @@ def test_g_dcp_to_safetensors_and_a_rename_in_place_and_back(run: Run, tmp_path:
     golden("A rename in place", run("diff", "step", "step.safetensors"))
     dcp_to_torch_save("step", tmp_path / "step.pt")
     renamed = torch.load("step.pt")["model"]
-    assert all(torch.equal(renamed[key.replace("encoder", "backbone")], value) for key, value in state.items())
+    assert all(
+        torch.equal(renamed[key.replace("encoder", "backbone")], value)
+        for key, value in state.items()
+    )
     assert run("undo", "step").status == 0
     assert {path.name: path.read_bytes() for path in Path("step").iterdir()} == before
 
 
 def test_h_the_same_from_python(run: Run, code: Write) -> None:
-    net = code("python_net", "def build():\n    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))\n")
+    net = code(
+        "python_net", "def build():\n    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))\n"
+    )
     model = net.build()
     wrapped = {f"module._orig_mod.{key}": value for key, value in model.state_dict().items()}
     in_memory = {"model": wrapped, "epoch": 3}
@@ -365,7 +423,9 @@ def test_h_the_same_from_python(run: Run, code: Write) -> None:
         loaded = torch.load("plain.pt")
         assert loaded["epoch"] == 3
         net.build().load_state_dict(loaded["model"], strict=True)
-        assert all(torch.equal(value, loaded["model"][key]) for key, value in model.state_dict().items())
+        assert all(
+            torch.equal(value, loaded["model"][key]) for key, value in model.state_dict().items()
+        )
     assert ckpttool.diff("plain.pt", model=net.build).identical
     with pytest.raises(TypeError, match="did you mean 'model'"):
         ckpttool.remap("wrapped.pt", "x.pt", modle=net.build)  # type: ignore[call-arg]

@@ -1,4 +1,6 @@
-"""The example model has the documented properties: hooks, tied weights, frozen parts, deterministic, free on meta."""
+"""The example model has the documented properties: hooks, tied weights, frozen parts,
+deterministic, free on meta.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,13 @@ import fusion_decoder as example
 
 def test_hooks_hide_only_the_wrappers() -> None:
     model = example.build()
-    hidden = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(model.state_dict())
+    hidden = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(
+        model.state_dict()
+    )
     assert len(hidden) == 19
-    assert {name.replace(".layer.", ".").replace(".embedding.", ".") for name in hidden} < set(model.state_dict())
+    assert {name.replace(".layer.", ".").replace(".embedding.", ".") for name in hidden} < set(
+        model.state_dict()
+    )
     assert "layers.3.sa_norm.scale" in model.state_dict()
     assert "layers.3.fusion_layer.gate" in model.state_dict()
     assert "tok_embeddings.fusion_embedding.weight" in model.state_dict()

@@ -1,4 +1,6 @@
-"""Function calls and memory of a command grow linearly with the number of keys, not quadratically."""
+"""Function calls and memory of a command grow linearly with the number of keys, not
+quadratically.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,16 @@ BASE = 12  # largest allowed ratio for 8 times the keys; a quadratic step would 
 # Name -> command line; words in capitals are files.
 LINES = {
     "inspect": ["inspect", "LEFT"],
-    "rename": ["remap", "LEFT", "-o", "OUT", "--force", "--no-fsync", "--rule", "layers.{x*} => blocks.{x*}"],
+    "rename": [
+        "remap",
+        "LEFT",
+        "-o",
+        "OUT",
+        "--force",
+        "--no-fsync",
+        "--rule",
+        "layers.{x*} => blocks.{x*}",
+    ],
     "to torch": ["remap", "LEFT", "-o", "OUT.pt", "--force", "--no-fsync"],
     "diff of equal files": ["diff", "LEFT", "LEFT"],
     "diff of renamed keys": ["diff", "LEFT", "RIGHT"],
@@ -56,7 +67,9 @@ NAMES = {
 def write_file(path: Path, count: int, named: Callable[[int], str]) -> str:
     keys = filter(None, map(named, range(count)))
     places = {key: [8 * i, 8 * i + 8] for i, key in enumerate(keys)}
-    spec = {key: {"dtype": "F32", "shape": [2, 1], "data_offsets": at} for key, at in places.items()}
+    spec = {
+        key: {"dtype": "F32", "shape": [2, 1], "data_offsets": at} for key, at in places.items()
+    }
     header = json.dumps(spec).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + os.urandom(8 * len(places)))
     return str(path)
@@ -102,6 +115,7 @@ def peak_memory(line: list[str], folder: Path, count: int) -> int:
 
 @pytest.mark.parametrize(("name", "gib"), MEMORY.items())
 def test_memory_for_a_million_keys_is_bounded(tmp_path, name, gib):
-    few, many = (peak_memory(LINES[name], tmp_path, count) for count in (FEW, SOME))  # both include the read buffers
+    # both include the read buffers
+    few, many = (peak_memory(LINES[name], tmp_path, count) for count in (FEW, SOME))
     a_key = (many - few) / (SOME - FEW)
     assert a_key < gib * A_KEY, f"{a_key:.0f} bytes a key"

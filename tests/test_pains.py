@@ -1,4 +1,6 @@
-"""Public issues: each from its symptom through the printed command to a strict load, or to the expected message."""
+"""Public issues: each from its symptom through the printed command to a strict load, or to the
+expected message.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def fix(done: Done) -> str:
 
 def said(done: Done) -> str:
     """Return the notes and the reasons for the differences."""
-    return " ".join([*notes_in(done.data), *(entry["reason"] for entry in done.data.get("entries", ()))])
+    return " ".join(
+        [*notes_in(done.data), *(entry["reason"] for entry in done.data.get("entries", ()))]
+    )
 
 
 def diff(ask: Run, *args: str) -> Done:
@@ -54,7 +58,9 @@ def diff(ask: Run, *args: str) -> Done:
 
 
 def run_printed(ask: Run, command: str, **operands: str) -> str:
-    """Run a printed command and return the file that it writes; `operands` replace its placeholders."""
+    """Run a printed command and return the file that it writes; `operands` replace its
+    placeholders.
+    """
     words = [operands.get(word, word) for word in shlex.split(command)]
     assert words[0] == "ckpttool"
     answer = ask(*words[1:])
@@ -75,8 +81,12 @@ def assert_loads(model: nn.Module, path: str, expected: State) -> None:
     assert all(torch.equal(held[key], expected[key]) for key in expected)
 
 
-def assert_fixed(ask: Run, state: Any, model: str, fresh: nn.Module, expected: State, name: str = "train.pt") -> Done:
-    """Check that a strict load fails, run the printed command, and check that a strict load succeeds."""
+def assert_fixed(
+    ask: Run, state: Any, model: str, fresh: nn.Module, expected: State, name: str = "train.pt"
+) -> Done:
+    """Check that a strict load fails, run the printed command, and check that a strict load
+    succeeds.
+    """
     with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key|size mismatch"):
         fresh.load_state_dict(state, strict=True)
     if name.endswith(".safetensors"):
@@ -110,13 +120,23 @@ def test_module_segments_of_data_parallel_at_any_depth(ask: Run, depth: str) -> 
     assert_fixed(ask, dict(wrapped.state_dict()), "net", net(), expected)
 
 
-ORDERS = (("a.pt", "_checkpoint_wrapped_module._orig_mod."), ("b.pt", "_orig_mod._checkpoint_wrapped_module."))
+ORDERS = (
+    ("a.pt", "_checkpoint_wrapped_module._orig_mod."),
+    ("b.pt", "_orig_mod._checkpoint_wrapped_module."),
+)
 
 
 def test_torchtitan_2622_order_of_wrappers_does_not_matter(ask: Run) -> None:
     expected = dict(net().state_dict())
     for name, prefix in ORDERS:
-        assert_fixed(ask, {prefix + key: value for key, value in expected.items()}, "net", net(), expected, name)
+        assert_fixed(
+            ask,
+            {prefix + key: value for key, value in expected.items()},
+            "net",
+            net(),
+            expected,
+            name,
+        )
     assert diff(ask, "a.serialized.pt", "b.serialized.pt", "--values").status == 0
 
 
@@ -185,7 +205,9 @@ def test_pytorch_3852_param_groups_of_another_size(ask: Run) -> None:
     with pytest.raises(ValueError, match="different number of parameter groups"):
         one.load_state_dict(optimizer.state_dict())
     ckpt = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    Path("opt.py").write_text("import torch\ndef adamw(model): return torch.optim.AdamW(model.parameters())\n")
+    Path("opt.py").write_text(
+        "import torch\ndef adamw(model): return torch.optim.AdamW(model.parameters())\n"
+    )
     words = ("--model", "model.py:net", "--optimizer", "opt.py:adamw")
     found = diff(ask, *words, ckpt)
     assert found.status == 1
@@ -194,7 +216,10 @@ def test_pytorch_3852_param_groups_of_another_size(ask: Run) -> None:
     one.load_state_dict(torch.load(out)["optimizer"])
     held = list(one.state_dict()["state"].values())
     saved_state = [optimizer.state[parameter] for parameter in (*first, *rest)]
-    assert all(torch.equal(mine["exp_avg"], theirs["exp_avg"]) for mine, theirs in zip(held, saved_state, strict=True))
+    assert all(
+        torch.equal(mine["exp_avg"], theirs["exp_avg"])
+        for mine, theirs in zip(held, saved_state, strict=True)
+    )
 
 
 def test_pytorch_124546_state_by_name_for_an_optimizer_with_ids(ask: Run) -> None:
@@ -204,8 +229,12 @@ def test_pytorch_124546_state_by_name_for_an_optimizer_with_ids(ask: Run) -> Non
     optimizer = torch.optim.AdamW(model.parameters())
     model(TOKENS).sum().backward()
     optimizer.step()
-    named = saved({"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)})
-    numbered = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "numbered.pt")
+    named = saved(
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    )
+    numbered = saved(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "numbered.pt"
+    )
     words = ("--model", "model.py:net")
     out = run_printed(ask, fix(diff(ask, *words, f"{named}::optimizer", f"{numbered}::optimizer")))
     fresh = torch.optim.AdamW(net().parameters())
@@ -244,7 +273,9 @@ def test_torch_mlir_4744_a_lifted_buffer(ask: Run) -> None:
     ckpt = saved({**model.state_dict(), "scale": model.scale})
     for words in ((), ("--model", "model.py:lifted")):
         out = run_printed(ask, fix(diff(ask, *words, ckpt, program)))
-        assert torch.equal(torch.export.load(out).module()(torch.ones(1, 4)), model(torch.ones(1, 4)))
+        assert torch.equal(
+            torch.export.load(out).module()(torch.ones(1, 4)), model(torch.ones(1, 4))
+        )
         Path(out).unlink()
 
 
@@ -270,7 +301,8 @@ def test_simpletuner_2714_the_source_is_never_overwritten(ask: Run) -> None:
     assert ask("remap", "m.safetensors", "--to", "serialized", "--in-place").status == 0
     assert all(torch.equal(mapped[f"module.{key}"], state[key]) for key in state)
     assert load_file("m.safetensors").keys() == state.keys()
-    assert ask("remap", "m.safetensors", "--to", "ddp(ddp)", "--in-place").status == 1  # no room for longer names
+    # no room for longer names
+    assert ask("remap", "m.safetensors", "--to", "ddp(ddp)", "--in-place").status == 1
 
 
 def test_safetensors_549_metadata_is_kept(ask: Run) -> None:
@@ -290,7 +322,9 @@ class Unknown:
 
 def test_comfyui_7425_weights_only_load_failed(ask: Run) -> None:
     state = dict(net().state_dict())
-    ckpt = saved({"state_dict": {f"module.{key}": value for key, value in state.items()}, "args": Unknown()})
+    ckpt = saved(
+        {"state_dict": {f"module.{key}": value for key, value in state.items()}, "args": Unknown()}
+    )
     with pytest.raises(Exception, match="Weights only load failed"):
         torch.load(ckpt)
     assert "Unknown" in ask("inspect", ckpt).out
@@ -316,7 +350,10 @@ def test_header_too_large_names_the_real_file_type(ask: Run, content: bytes, kin
 def test_vllm_19149_renamed_weights_are_found_before_they_are_sent(ask: Run) -> None:
     """Compare the trainer's checkpoint with the engine's, without a model."""
     state = dict(net().state_dict())
-    ckpt = saved({f"base.{key}": value for key, value in state.items()} | {"value_head.weight": torch.ones(4)})
+    ckpt = saved(
+        {f"base.{key}": value for key, value in state.items()}
+        | {"value_head.weight": torch.ones(4)}
+    )
     found = diff(ask, ckpt, saved(state, "engine.pt"))
     out = drop_keys(ask, run_printed(ask, fix(found)), "value_head.*")
     assert_loads(net(), out, state)
@@ -324,7 +361,9 @@ def test_vllm_19149_renamed_weights_are_found_before_they_are_sent(ask: Run) -> 
 
 
 def test_peft_a_checkpoint_with_adapters_for_the_plain_model(ask: Run) -> None:
-    """The base model is extracted by name; a file with only the adapter is reported as an adapter."""
+    """The base model is extracted by name; a file with only the adapter is reported as an
+    adapter.
+    """
     from peft import LoraConfig, get_peft_model
 
     model: Any = net()
@@ -334,20 +373,29 @@ def test_peft_a_checkpoint_with_adapters_for_the_plain_model(ask: Run) -> None:
     found = diff(ask, "--model", "model.py:net", saved(state))
     assert "--drop" not in fix(found)
     assert_loads(net(), drop_keys(ask, run_printed(ask, fix(found)), "*lora_*"), expected)
-    alone = diff(ask, "--model", "model.py:net", saved({k: v for k, v in state.items() if "lora_" in k}, "lora.pt"))
+    alone = diff(
+        ask,
+        "--model",
+        "model.py:net",
+        saved({k: v for k, v in state.items() if "lora_" in k}, "lora.pt"),
+    )
     assert fixes_in(alone.data) == []
     assert "the checkpoint is a LoRA adapter" in said(alone)
 
 
 def test_megatron_bridge_6032_missing_keys_are_reported(ask: Run) -> None:
     state = dict(net().state_dict())
-    found = diff(ask, "--model", "model.py:net", saved({k: v for k, v in state.items() if "head" not in k}))
+    found = diff(
+        ask, "--model", "model.py:net", saved({k: v for k, v in state.items() if "head" not in k})
+    )
     assert (found.status, fixes_in(found.data)) == (1, [])
     assert "head.weight" in said(found)
 
 
 def test_torchtune_2291_a_hook_with_absolute_keys_under_data_parallel(ask: Run) -> None:
-    """The hook renames its key only at the root. Both the model and a checkpoint saved under the wrapper show this."""
+    """The hook renames its key only at the root. Both the model and a checkpoint saved under the
+    wrapper show this.
+    """
     model = small_models.Absolute()
     expected = dict(model.state_dict())
     breaks = "a state_dict hook looks for absolute keys, and breaks under DDP too"
@@ -358,7 +406,9 @@ def test_torchtune_2291_a_hook_with_absolute_keys_under_data_parallel(ask: Run) 
 
 
 def moments_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    return {name: optimizer.state[parameter]["exp_avg"] for name, parameter in model.named_parameters()}
+    return {
+        name: optimizer.state[parameter]["exp_avg"] for name, parameter in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("make", ["adamw", "named"])
@@ -387,7 +437,9 @@ def test_pytorch_1489_reordered_parameters_get_their_own_moments(ask: Run, make:
 
 
 def test_pytorch_7499_state_of_another_optimizer_class(ask: Run) -> None:
-    """A remap cannot convert the state: the model is kept, and the optimizer starts from scratch."""
+    """A remap cannot convert the state: the model is kept, and the optimizer starts from
+    scratch.
+    """
     model, optimizer = train(optimizer_models.Net, optimizer_models.sgd, 1)
     ckpt, fresh = save(Path("sgd.pt"), model, optimizer), optimizer_models.Net()
     adamw = optimizer_models.adamw(fresh)
@@ -412,7 +464,10 @@ def test_pytorch_142246_package_constants_are_checked_before_loading(ask: Run) -
     from torch.export.pt2_archive._package import load_pt2
 
     inductor, x = torch._inductor, torch.linspace(-1, 1, 32).reshape(2, 16)
-    outside = {"package_constants_in_so": False, "package_constants_on_disk_format": "pickle_weights"}
+    outside = {
+        "package_constants_in_so": False,
+        "package_constants_on_disk_format": "pickle_weights",
+    }
     configs = {f"aot_inductor.{name}": value for name, value in outside.items()}
     model, new = small_models.Wide(), small_models.Wide()
     program = torch.export.export(model, (x,))
@@ -426,7 +481,10 @@ def test_pytorch_142246_package_constants_are_checked_before_loading(ask: Run) -
         loaded.load_constants({**state, "spare": torch.ones(1)}, check_full_update=False)
     for broken, message in (
         (wrong, "shape [16, 64], the program has [64, 16] (from fc.weight) @ fc.weight"),
-        ({**state, "fc.weight": state["fc.weight"].half()}, "dtype float16, the program has float32"),
+        (
+            {**state, "fc.weight": state["fc.weight"].half()},
+            "dtype float16, the program has float32",
+        ),
         ({**state, "spare": torch.ones(1)}, "@ spare"),
         ({key: value for key, value in state.items() if key != "out.weight"}, "@ out.weight"),
     ):
@@ -437,18 +495,24 @@ def test_pytorch_142246_package_constants_are_checked_before_loading(ask: Run) -
         assert not Path("no.pt2").exists()
     compiled = {f"_orig_mod.{key}": value for key, value in state.items()}
     out = run_printed(ask, fix(diff(ask, saved(compiled), "package.pt2")))
-    assert torch.allclose(load_pt2(out, load_weights_from_disk=True).aoti_runners["model"](x), new(x))
+    assert torch.allclose(
+        load_pt2(out, load_weights_from_disk=True).aoti_runners["model"](x), new(x)
+    )
 
 
 def test_torchtitan_1291_rotary_rows_in_another_order(ask: Run) -> None:
-    """All keys and shapes match, and a strict load succeeds: only the values differ. The named rules fix it."""
+    """All keys and shapes match, and a strict load succeeds: only the values differ. The named
+    rules fix it.
+    """
     model = real_models.llama()
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     heads = {"q": 4, "k": 2}  # of 8 rows
 
     def interleaved(key: str, value: torch.Tensor) -> torch.Tensor:
         count = next((heads[kind] for kind in heads if f".{kind}_proj." in key), 0)
-        return value.view(count, 2, 4, 32).transpose(1, 2).reshape(count * 8, 32) if count else value
+        return (
+            value.view(count, 2, 4, 32).transpose(1, 2).reshape(count * 8, 32) if count else value
+        )
 
     tokens = torch.arange(6)[None]
     right = model(tokens).logits
@@ -457,7 +521,9 @@ def test_torchtitan_1291_rotary_rows_in_another_order(ask: Run) -> None:
     assert not torch.allclose(model(tokens).logits, right)
     alone = diff(ask, "--model", "real_models:llama", ckpt)
     assert alone.status == 0
-    assert any("model.layers.0.self_attn.q_proj.weight" in keys for keys in alone.data["exchangeable"])
+    assert any(
+        "model.layers.0.self_attn.q_proj.weight" in keys for keys in alone.data["exchangeable"]
+    )
     found = diff(ask, ckpt, saved(expected, "ours.pt"), "--values")
     assert (found.status, found.data["summary"]["value"]) == (1, 4)
     assert "heads of 8: adjacent pairs in left, halves in right" in said(found)
@@ -485,20 +551,36 @@ def test_torchtitan_1441_swapped_norms(ask: Run) -> None:
 
 
 @pytest.mark.parametrize("ending", ["pt", "safetensors"])
-def test_safetensors_458_a_conversion_does_not_need_the_model_in_memory(ask: Run, ending: str) -> None:
+def test_safetensors_458_a_conversion_does_not_need_the_model_in_memory(
+    ask: Run, ending: str
+) -> None:
     peaks = []
     for count in (1, 1 << 17):  # 1 KiB and 128 MiB
         state = {f"module.layers.{layer}.weight": torch.ones(count, 64) for layer in range(4)}
-        command = ["remap", saved(state), "--rule", "module.{x*} => {x*}", "-o", f"out.{ending}", "--force"]
+        command = [
+            "remap",
+            saved(state),
+            "--rule",
+            "module.{x*} => {x*}",
+            "-o",
+            f"out.{ending}",
+            "--force",
+        ]
         peaks.append(run_measured([sys.executable, "-m", "ckpttool", *command], Path())[1])
     assert peaks[1] - peaks[0] < 32 << 20
-    found = load_file("out.safetensors") if ending == "safetensors" else torch.load("out.pt", mmap=True)
+    found = (
+        load_file("out.safetensors") if ending == "safetensors" else torch.load("out.pt", mmap=True)
+    )
     assert {key.removeprefix("module.") for key in state} == found.keys()
-    assert all(torch.equal(found[key.removeprefix("module.")], value) for key, value in state.items())
+    assert all(
+        torch.equal(found[key.removeprefix("module.")], value) for key, value in state.items()
+    )
 
 
 def test_safetensors_515_tensor_subclasses_are_kept_or_refused(ask: Run) -> None:
-    """They are never flattened: a torch file keeps them, safetensors cannot hold them, and rules cannot change them."""
+    """They are never flattened: a torch file keeps them, safetensors cannot hold them, and rules
+    cannot change them.
+    """
     state = dict(packed_weight().state_dict())
     ckpt = saved({f"module.{key}": value for key, value in state.items()})
     found = diff(ask, "--model", "loading_zoo:packed_weight", ckpt)
@@ -517,7 +599,10 @@ def test_safetensors_515_tensor_subclasses_are_kept_or_refused(ask: Run) -> None
     refused = ask("remap", out, "--rule", "weight => kernel", "-o", "out.safetensors")
     assert refused.status == 1
     assert "a subclass tensor has no place in the format: its class " in refused.err
-    assert f"{Packed.__name__}, and what each tensor in it is for would be lost @ kernel" in refused.err
+    assert (
+        f"{Packed.__name__}, and what each tensor in it is for would be lost @ kernel"
+        in refused.err
+    )
     assert "write a torch file (OUT ending in .pt)" in refused.err
     Path("rules.toml").write_text('[[rule]]\ncast = "weight"\ndtype = "bfloat16"\n')
     assert ask("remap", out, "--rules", "rules.toml", "-o", "cast.pt").status == 1
@@ -535,7 +620,10 @@ def test_activation_checkpoint_segment_is_hidden(ask: Run) -> None:
 def test_every_issue_on_the_page_has_a_test() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     tests = {name for name in globals() if name.startswith("test_")}
-    named = [(where.lower().replace("-", "_"), number) for where, number in re.findall(r"([\w-]+)#(\d+)", page)]
+    named = [
+        (where.lower().replace("-", "_"), number)
+        for where, number in re.findall(r"([\w-]+)#(\d+)", page)
+    ]
     assert named
     assert [one for one in named if not any(f"_{one[0]}_{one[1]}_" in name for name in tests)] == []
     tested = {found[1] for name in tests if (found := re.match(r"test_[a-z_]+_(\d+)_", name))}

@@ -1,4 +1,6 @@
-"""Untrusted files: pickle imports are reported and not copied, and the memory for unpickling is bounded."""
+"""Untrusted files: pickle imports are reported and not copied, and the memory for unpickling is
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def text(word: str) -> bytes:
 
 
 def archive(path: Path, pickled: bytes, method: int = zipfile.ZIP_STORED) -> Path:
-    """Write a torch file with this pickle (protocol and STOP are added) and one storage of a float."""
+    """Write a torch file with this pickle (protocol and STOP are added) and one storage of a
+    float.
+    """
     with zipfile.ZipFile(path, "w", method) as file:
         file.writestr("archive/data.pkl", b"\x80\x04" + pickled + b".")
         for name, data in {"byteorder": b"little", "data/0": bytes(4), "version": b"3\n"}.items():
@@ -69,20 +73,44 @@ SHAPES = {
     "INST": b"(" + text("id") + b"iposix\nsystem\n",
     "OBJ": b"(cposix\nsystem\n" + text("id") + b"o",
     "STACK_GLOBAL": text("posix") + text("system") + b"\x93" + text("id") + b"\x85R",
-    "memo": text("posix") + b"q\x000" + text("system") + b"q\x010" + b"h\x00h\x01\x93" + text("id") + b"\x85R",
+    "memo": text("posix")
+    + b"q\x000"
+    + text("system")
+    + b"q\x010"
+    + b"h\x00h\x01\x93"
+    + text("id")
+    + b"\x85R",
     "NEWOBJ": b"cposix\nsystem\n" + text("id") + b"\x85\x81",
     "popped": b"cposix\nsystem\n" + text("id") + b"\x85R0N",
     "python 2": b"ccommands\ngetoutput\n" + text("id") + b"\x85R",
     "through torch": text("torch") + text("os.system") + b"\x93" + text("id") + b"\x85R",
-    "through getattr": b"c__builtin__\ngetattr\nctorch\nos\n" + text("system") + b"\x86R" + text("id") + b"\x85R",
+    "through getattr": b"c__builtin__\ngetattr\nctorch\nos\n"
+    + text("system")
+    + b"\x86R"
+    + text("id")
+    + b"\x85R",
     "pickle in a pickle": b"cpickle\nloads\nC" + bytes([len(INSIDE)]) + INSIDE + b"\x85R",
-    "storage in bytes": b"ctorch.storage\n_load_from_bytes\nC" + bytes([len(INSIDE)]) + INSIDE + b"\x85R",
+    "storage in bytes": b"ctorch.storage\n_load_from_bytes\nC"
+    + bytes([len(INSIDE)])
+    + INSIDE
+    + b"\x85R",
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_dangerous_import_is_listed_first_with_its_offset_and_call(tmp_path: Path, run: Run, shape: str) -> None:
-    body = b"(" + text("m") + STATE + text("args") + b"cargparse\nNamespace\n)\x81" + text("x") + SHAPES[shape] + b"d"
+def test_dangerous_import_is_listed_first_with_its_offset_and_call(
+    tmp_path: Path, run: Run, shape: str
+) -> None:
+    body = (
+        b"("
+        + text("m")
+        + STATE
+        + text("args")
+        + b"cargparse\nNamespace\n)\x81"
+        + text("x")
+        + SHAPES[shape]
+        + b"d"
+    )
     path = archive(tmp_path / "evil.pth", body)
     listed = run("inspect", path, "--format", "json").data["imports"]
     bad = [one for one in listed if one["verdict"] == DANGEROUS]
@@ -96,16 +124,23 @@ def test_dangerous_import_is_listed_first_with_its_offset_and_call(tmp_path: Pat
     assert own or shape == "storage in bytes"
     shown = run("inspect", path).out
     assert shown.index(bad[0]["name"]) < shown.index("argparse.Namespace") < shown.index("Sections")
-    assert [one.verdict for one in ckpttool.inspect(str(path)).checkpoint.imports] == [o["verdict"] for o in listed]
+    assert [one.verdict for one in ckpttool.inspect(str(path)).checkpoint.imports] == [
+        o["verdict"] for o in listed
+    ]
 
 
-def test_check_fails_on_dangerous_or_unknown_imports_and_prints_how_to_allow_them(tmp_path: Path, run: Run) -> None:
+def test_check_fails_on_dangerous_or_unknown_imports_and_prints_how_to_allow_them(
+    tmp_path: Path, run: Run
+) -> None:
     value = {"m": {"w": torch.ones(1)}, "x": Runs(os.system, "id"), "a": argparse.Namespace(b=1)}
     torch.save(value, tmp_path / "evil.pth")
     done = run("check", tmp_path / "evil.pth", "--format", "json")
     assert done.status == 1
     (file,) = done.data["files"]
-    assert [problem["key"] for problem in file["problems"]] == ["posix.system", "argparse.Namespace"]
+    assert [problem["key"] for problem in file["problems"]] == [
+        "posix.system",
+        "argparse.Namespace",
+    ]
     assert "posix.system('id')" in file["problems"][0]["problem"]
     printed = shlex.split(file["hint"].partition(": ")[2])
     assert run(*printed[1:]).status == 0
@@ -116,7 +151,11 @@ def test_check_fails_on_dangerous_or_unknown_imports_and_prints_how_to_allow_the
 def test_long_calls_are_cut(tmp_path: Path, run: Run) -> None:
     calls = [Runs(os.system, *("x" * 90,) * count) for count in (1, 3)]
     torch.save({"w": torch.ones(1), "x": calls}, tmp_path / "evil.pth")
-    (bad,) = [one for one in run("inspect", tmp_path / "evil.pth", "--format", "json").data["imports"] if one["calls"]]
+    (bad,) = [
+        one
+        for one in run("inspect", tmp_path / "evil.pth", "--format", "json").data["imports"]
+        if one["calls"]
+    ]
     whole = [f"posix.system({', '.join([repr('x' * 90)] * count)})" for count in (1, 3)]
     assert bad["calls"] == [whole[0], whole[1][:200] + "..."]
 
@@ -160,11 +199,15 @@ def test_dcp_items_and_program_records_are_checked(tmp_path: Path, run: Run) -> 
 
 
 @pytest.mark.parametrize("name", ["extra/MORE.PKL", "more.pickle"])
-def test_other_records_of_a_program_that_are_called_pickles_are_checked(tmp_path: Path, run: Run, name: str) -> None:
+def test_other_records_of_a_program_that_are_called_pickles_are_checked(
+    tmp_path: Path, run: Run, name: str
+) -> None:
     """`torch.load(pickle_file=...)` runs them."""
     program, _ = programs(tmp_path)
     with zipfile.ZipFile(program, "a") as file:
-        file.writestr(f"{file.namelist()[0].partition('/')[0]}/{name}", pickle.dumps(Runs(os.getcwd)))
+        file.writestr(
+            f"{file.namelist()[0].partition('/')[0]}/{name}", pickle.dumps(Runs(os.getcwd))
+        )
     assert "posix.getcwd" in run("check", program).out
     refused = run("swap-weights", program, program, "-o", tmp_path / "out.pt2")
     assert (refused.status, "--keep-pickled-code" in refused.err) == (1, True)
@@ -210,8 +253,20 @@ def test_verdict_of_an_import(module: str, name: str, expected: str) -> None:
     assert verdict(module, name) == expected
 
 
-MODULES = ["torch", "torch.nn.functional", "torch._C._nn", "torch.serialization", "torch.storage", "torch._utils"]
-MODULES += ["torch.nn.modules.module", "torch.optim.optimizer", "torch.distributed.tensor", "torch.nn.utils.prune"]
+MODULES = [
+    "torch",
+    "torch.nn.functional",
+    "torch._C._nn",
+    "torch.serialization",
+    "torch.storage",
+    "torch._utils",
+]
+MODULES += [
+    "torch.nn.modules.module",
+    "torch.optim.optimizer",
+    "torch.distributed.tensor",
+    "torch.nn.utils.prune",
+]
 MODULES += [
     "torch.ao.quantization.observer",
     "torch.nn.parallel.data_parallel",
@@ -223,7 +278,18 @@ MODULES += [
 @pytest.mark.parametrize("module", MODULES)
 def test_torch_names_trusted_as_own_are_defined_in_torch(module: str) -> None:
     """A re-exported name of a module that can run code is not trusted as torch's own."""
-    bad = ("os", "sys", "subprocess", "pickle", "importlib", "inspect", "shutil", "tempfile", "threading", "io")
+    bad = (
+        "os",
+        "sys",
+        "subprocess",
+        "pickle",
+        "importlib",
+        "inspect",
+        "shutil",
+        "tempfile",
+        "threading",
+        "io",
+    )
     for name, value in vars(import_module(module)).items():
         if verdict(module, name) in (OWN, KNOWN):
             assert type(value) is not type(os), name
@@ -231,8 +297,12 @@ def test_torch_names_trusted_as_own_are_defined_in_torch(module: str) -> None:
 
 
 def test_modules_of_python_2_get_the_verdict_of_their_new_names() -> None:
-    assert {old for old, new in IMPORT_MAPPING.items() if verdict(old, "any") != verdict(new, "any")} == set()
-    assert {verdict(old, "any") for old in ("thread", "urllib2", "commands", "cPickle")} == {DANGEROUS}
+    assert {
+        old for old, new in IMPORT_MAPPING.items() if verdict(old, "any") != verdict(new, "any")
+    } == set()
+    assert {verdict(old, "any") for old in ("thread", "urllib2", "commands", "cPickle")} == {
+        DANGEROUS
+    }
 
 
 HARMLESS = tuple(
@@ -246,10 +316,15 @@ HARMLESS = tuple(
 
 @pytest.mark.filterwarnings("ignore")
 def test_reexported_class_of_another_package_is_not_torchs_own() -> None:
-    """A pickle can name a class through any module that imports it. `CKPTTOOL_SUITES=all` imports all torch modules."""
+    """A pickle can name a class through any module that imports it. `CKPTTOOL_SUITES=all` imports
+    all torch modules.
+    """
     modules = [name for name in sys.modules if name.startswith("torch.")]
     if os.environ.get("CKPTTOOL_SUITES") == "all":
-        modules = [one.name for one in pkgutil.walk_packages(torch.__path__, "torch.", onerror=lambda name: None)]
+        modules = [
+            one.name
+            for one in pkgutil.walk_packages(torch.__path__, "torch.", onerror=lambda name: None)
+        ]
     wrong = []
     for module in modules:
         if verdict(module, "AnyClass") != OWN or module.endswith("__main__"):
@@ -259,10 +334,15 @@ def test_reexported_class_of_another_package_is_not_torchs_own() -> None:
         except Exception:  # it needs another package
             continue
         for name, value in values.items():
-            home, own_name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+            home, own_name = (
+                getattr(value, "__module__", None),
+                getattr(value, "__qualname__", None),
+            )
             if verdict(module, name) not in (OWN, KNOWN) or not home or not own_name:
                 continue
-            if verdict(home, own_name) not in (OWN, KNOWN) and not f"{home}.{own_name}".startswith(HARMLESS):
+            if verdict(home, own_name) not in (OWN, KNOWN) and not f"{home}.{own_name}".startswith(
+                HARMLESS
+            ):
                 wrong.append((module, name, home))
     assert wrong == []
 
@@ -288,7 +368,12 @@ def test_code_is_not_copied_by_default(tmp_path: Path, run: Run, out: str) -> No
 
 def test_code_outside_the_chosen_section_is_not_copied(tmp_path: Path, run: Run) -> None:
     torch.save({"m": {"w": torch.ones(1)}, "x": Runs(os.getcwd)}, tmp_path / "evil.pth")
-    assert run("remap", f"{tmp_path / 'evil.pth'}::m", "-o", tmp_path / "a.pt", "--rule", "w => v").status == 0
+    assert (
+        run(
+            "remap", f"{tmp_path / 'evil.pth'}::m", "-o", tmp_path / "a.pt", "--rule", "w => v"
+        ).status
+        == 0
+    )
     assert run("check", tmp_path / "a.pt").status == 0
     edit = ["remap", tmp_path / "evil.pth", "--in-place", "--rule", "w => v"]
     assert run(*edit).status == 1
@@ -302,7 +387,9 @@ def test_code_outside_the_chosen_section_is_not_copied(tmp_path: Path, run: Run)
         *((kind, "a copy") for kind in ("zip", "legacy", "dcp", "shards")),
     ],
 )
-def test_dropped_imports_do_not_cause_a_refusal(tmp_path: Path, run: Run, kind: str, way: str) -> None:
+def test_dropped_imports_do_not_cause_a_refusal(
+    tmp_path: Path, run: Run, kind: str, way: str
+) -> None:
     value = {"w": torch.ones(2), "x": Runs(os.getcwd)}
     path = tmp_path / ("m" if kind in ("dcp", "shards") else "m.pt")
     if kind == "dcp":
@@ -326,8 +413,12 @@ def test_dropped_imports_do_not_cause_a_refusal(tmp_path: Path, run: Run, kind: 
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_popped_call_in_a_dcp_item_is_refused_until_the_item_is_dropped(tmp_path: Path, run: Run, twice: bool) -> None:
-    """The item's value does not show the call. If two items are equal, either may be kept, so both must be dropped."""
+def test_popped_call_in_a_dcp_item_is_refused_until_the_item_is_dropped(
+    tmp_path: Path, run: Run, twice: bool
+) -> None:
+    """The item's value does not show the call. If two items are equal, either may be kept, so both
+    must be dropped.
+    """
     items = {"model": {"w": torch.ones(2)}, "x": "a" * 200, **({"y": "a" * 200} if twice else {})}
     dcp.save(items, checkpoint_id=tmp_path / "d")
     (data,) = (tmp_path / "d").glob("*.distcp")
@@ -341,10 +432,17 @@ def test_popped_call_in_a_dcp_item_is_refused_until_the_item_is_dropped(tmp_path
     data.write_bytes(content.replace(old, new).replace(was, now))
     assert "posix.system" in run("check", tmp_path / "d").out
     for out in (["--in-place"], ["-o", tmp_path / "out.dcp"]):
-        done = run("remap", tmp_path / "d", "--rule", "w => v", *out, *(["--drop", "x"] if twice else []))
+        done = run(
+            "remap", tmp_path / "d", "--rule", "w => v", *out, *(["--drop", "x"] if twice else [])
+        )
         assert (done.status, "posix.system" in done.err) == (1, True)
     dropped = ["--drop", "x", *(["--drop", "y"] if twice else [])]
-    assert run("remap", tmp_path / "d", "--rule", "w => v", *dropped, "-o", tmp_path / "out.dcp").status == 0
+    assert (
+        run(
+            "remap", tmp_path / "d", "--rule", "w => v", *dropped, "-o", tmp_path / "out.dcp"
+        ).status
+        == 0
+    )
 
 
 @pytest.mark.parametrize("place", ["sample_inputs", "weights"])
@@ -373,10 +471,15 @@ def test_swap_names_pickles_that_cannot_be_read(tmp_path: Path, run: Run) -> Non
     for path, folder in ((program, program.stem), (tmp_path / "w.pt", "w")):
         with zipfile.ZipFile(path, "a") as file:
             file.writestr(f"{folder}/{folder}.pkl", b"\x80\x02cfoo\nbar\n\xff.")
-    done = run("swap-weights", program, tmp_path / "w.pt", "-o", tmp_path / "out.pt2", "--format", "json")
+    done = run(
+        "swap-weights", program, tmp_path / "w.pt", "-o", tmp_path / "out.pt2", "--format", "json"
+    )
     notes = json.loads(done.out)["notes"]
     assert {note["code"] for note in notes} == {"unknown-import"}
-    assert [note["text"].split(": ")[1] for note in notes] == ["w/w.pkl", f"{program.stem}/{program.stem}.pkl"]
+    assert [note["text"].split(": ")[1] for note in notes] == [
+        "w/w.pkl",
+        f"{program.stem}/{program.stem}.pkl",
+    ]
 
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -400,7 +503,12 @@ HOSTILE: dict[str, tuple[bytes, int]] = {
     "expanding text": (text("a" * 100_000_000), zipfile.ZIP_DEFLATED),
 }  # fmt: skip
 NEXT_TO_A_MODEL = {"lists": ["inspect", "diff"], "calls": ["inspect", "remap"], "imports": ["diff"]}
-COMMANDS = {"inspect": (), "diff": ("again",), "remap": ("--dry-run", "--rule", "w => v"), "check": ()}
+COMMANDS = {
+    "inspect": (),
+    "diff": ("again",),
+    "remap": ("--dry-run", "--rule", "w => v"),
+    "check": (),
+}
 CHILD = """
 import sys
 from ckpttool.cli.app import main
@@ -411,9 +519,13 @@ print("took", status, int(peak) * 1024, file=sys.stderr)
 
 
 def cost(*words: str) -> tuple[int, int, float, str]:
-    """Run a command in a new process; return its exit status, peak memory in bytes, CPU seconds and output."""
+    """Run a command in a new process; return its exit status, peak memory in bytes, CPU seconds and
+    output.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", CHILD, *words], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *words], capture_output=True, text=True, check=True
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     _, status, peak = done.stderr.splitlines()[-1].split()
     return int(status), int(peak), after.ru_utime - before.ru_utime, done.stdout + done.stderr
@@ -450,7 +562,9 @@ def test_shared_nesting_does_not_take_exponential_time(tmp_path: Path, command: 
 
 
 def test_only_step_counters_must_agree_between_ranks(tmp_path: Path, run: Run) -> None:
-    """Only complete words mark a counter: `criterion` and `writer` contain `iter` but are not counters."""
+    """Only complete words mark a counter: `criterion` and `writer` contain `iter` but are not
+    counters.
+    """
     names = {"criterion": "a", "writer": "log/0", "stepwise_lr": 1, "reiterate": 2}
     for rank in range(2):
         own = {name: f"{value}{rank}" for name, value in names.items()}
@@ -463,12 +577,18 @@ def test_only_step_counters_must_agree_between_ranks(tmp_path: Path, run: Run) -
         assert (done.status, name in done.err) == (2, True)
 
 
-def test_deepspeed_folder_without_a_stage_prints_the_command_to_run(tmp_path: Path, run: Run) -> None:
+def test_deepspeed_folder_without_a_stage_prints_the_command_to_run(
+    tmp_path: Path, run: Run
+) -> None:
     step = tmp_path / "global_step1"
     step.mkdir()
     (tmp_path / "latest").write_text("global_step1")
-    torch.save({"module": {"w": torch.ones(2)}, "ds_version": "0.19"}, step / "mp_rank_00_model_states.pt")
-    state = {"optimizer_state_dict": {"base_optimizer_state": {}, "clip_grad": 1.0, "partition_count": 1}}
+    torch.save(
+        {"module": {"w": torch.ones(2)}, "ds_version": "0.19"}, step / "mp_rank_00_model_states.pt"
+    )
+    state = {
+        "optimizer_state_dict": {"base_optimizer_state": {}, "clip_grad": 1.0, "partition_count": 1}
+    }
     torch.save(state, step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
     done = run("inspect", step)
     assert done.status == 2
@@ -489,26 +609,41 @@ def test_dangerous_imports_in_trainer_files_are_listed(name: str, run: Run, tmp_
     done = run("inspect", tmp_path)
     assert "1 dangerous import" in done.err
     assert str(tmp_path / name) in done.out
-    assert [one["verdict"] for one in run("inspect", tmp_path, "--format", "json").data["imports"]] == [DANGEROUS]
+    assert [
+        one["verdict"] for one in run("inspect", tmp_path, "--format", "json").data["imports"]
+    ] == [DANGEROUS]
     done = run("check", tmp_path)
     assert done.status == 1
     assert f"{tmp_path / name}: " in done.out + done.err
 
 
 @pytest.mark.parametrize("name", ["training_args.bin", "scheduler.pt", "own.pkl"])
-def test_other_files_with_dangerous_imports_are_not_copied(name: str, run: Run, tmp_path: Path) -> None:
+def test_other_files_with_dangerous_imports_are_not_copied(
+    name: str, run: Run, tmp_path: Path
+) -> None:
     folder, out = tmp_path / "run", tmp_path / "out"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     save_file({"w": torch.ones(2)}, folder / "model.safetensors")
     command = ["remap", folder, "-o", f"{out}/", "--rule", "w => v"]
     value = {"args": Runs(os.system, "id")}
-    (folder / name).write_bytes(pickle.dumps(value)) if name.endswith(".pkl") else torch.save(value, folder / name)
+    (folder / name).write_bytes(pickle.dumps(value)) if name.endswith(".pkl") else torch.save(
+        value, folder / name
+    )
     refused = run(*command)
     assert (refused.status, out.exists()) == (1, False)
     assert "posix.system" in refused.out + refused.err
     assert name in refused.out + refused.err
-    assert run("remap", folder / "model.safetensors", "-o", tmp_path / "alone.safetensors", *command[-2:]).status == 0
+    assert (
+        run(
+            "remap",
+            folder / "model.safetensors",
+            "-o",
+            tmp_path / "alone.safetensors",
+            *command[-2:],
+        ).status
+        == 0
+    )
     assert run(*command, "--keep-pickled-code", "--force").status == 0
     assert (out / name).read_bytes() == (folder / name).read_bytes()
     torch.save({"args": argparse.Namespace(lr=0.1)}, folder / name)
@@ -516,27 +651,41 @@ def test_other_files_with_dangerous_imports_are_not_copied(name: str, run: Run, 
 
 
 def test_what_the_safe_loader_of_torch_allows_is_torchs_own() -> None:
-    """Each new version of torch may allow more: these names belong in the table of `pickle_imports`."""
+    """Each new version of torch may allow more: these names belong in the table of
+    `pickle_imports`.
+    """
     from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
 
-    for module in ("distributed.tensor", "distributed.fsdp", "distributed.checkpoint", "nested", "_dynamo", "export"):
+    for module in (
+        "distributed.tensor",
+        "distributed.fsdp",
+        "distributed.checkpoint",
+        "nested",
+        "_dynamo",
+        "export",
+    ):
         import_module(f"torch.{module}")
     allowed = {*_get_allowed_globals()}
-    allowed |= {path for path in _get_user_allowed_globals() if path.startswith("torch.")}  # not those of other tests
+    # not those of other tests
+    allowed |= {path for path in _get_user_allowed_globals() if path.startswith("torch.")}
     refused = {path: verdict(*path.rpartition(".")[::2]) for path in allowed}
     assert {path: found for path, found in refused.items() if found not in (OWN, KNOWN)} == {}
 
 
 def test_check_of_a_jagged_tensor(tmp_path: Path, run: Run) -> None:
     parts = [torch.ones(2, 3), torch.ones(4, 3)]
-    torch.save({"w": torch.nested.nested_tensor(parts, layout=torch.jagged)}, tmp_path / "jagged.pt")
+    torch.save(
+        {"w": torch.nested.nested_tensor(parts, layout=torch.jagged)}, tmp_path / "jagged.pt"
+    )
     torch.load(tmp_path / "jagged.pt", weights_only=True)
     assert run("check", tmp_path / "jagged.pt").status == 0
     (section,) = ckpttool.open_checkpoint(tmp_path / "jagged.pt").sections
     assert section.tensors[0].dtype == "float32"
 
 
-@pytest.mark.parametrize("folder", sorted((Path(__file__).parent / "data").glob("dtensors-torch-*")), ids=str)
+@pytest.mark.parametrize(
+    "folder", sorted((Path(__file__).parent / "data").glob("dtensors-torch-*")), ids=str
+)
 def test_check_of_files_of_fully_shard(folder: Path, run: Run) -> None:
     """Every supported version of torch allows what its files import."""
     done = run("check", *sorted(folder.glob("*.pt")))

@@ -27,7 +27,8 @@ from pretrained_models import FEW, MANY
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(
-    int(transformers.__version__.split(".")[0]) < 5, reason="transformers 4 keeps no mapping of names as data"
+    int(transformers.__version__.split(".")[0]) < 5,
+    reason="transformers 4 keeps no mapping of names as data",
 )
 ALL = os.environ.get("CKPTTOOL_PRETRAINED") == "all"
 MODELS = [*FEW, *MANY] if ALL else list(FEW)
@@ -58,17 +59,35 @@ def _equal(left: State, right: State) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
-def test_roundtrip_between_state_dict_and_pretrained_names(saved: Saved, tmp_path: Path, run: Run) -> None:
-    """Convert to ``state_dict()`` names bit for bit, and back to files that from_pretrained loads without a warning."""
+def test_roundtrip_between_state_dict_and_pretrained_names(
+    saved: Saved, tmp_path: Path, run: Run
+) -> None:
+    """Convert to ``state_dict()`` names bit for bit, and back to files that from_pretrained loads
+    without a warning.
+    """
     model = f"hf:{saved.folder}"
-    done = run("remap", saved.folder, "--model", model, "--to", "serialized", "-o", tmp_path / "a.pt")
+    done = run(
+        "remap", saved.folder, "--model", model, "--to", "serialized", "-o", tmp_path / "a.pt"
+    )
     assert done.status == 0, done.err
     assert _equal(torch.load(tmp_path / "a.pt"), saved.model.state_dict())
-    words = ("--model", model, "--to", "pretrained", "-o", f"{tmp_path / 'out'}/", "--verify", "--format", "json")
+    words = (
+        "--model",
+        model,
+        "--to",
+        "pretrained",
+        "-o",
+        f"{tmp_path / 'out'}/",
+        "--verify",
+        "--format",
+        "json",
+    )
     done = run("remap", saved.plain, *words)
     assert done.status == 0, done.err
     assert done.data["to"] == "pretrained"
-    assert _equal(load_file(tmp_path / "out/model.safetensors"), load_file(saved.folder / "model.safetensors"))
+    assert _equal(
+        load_file(tmp_path / "out/model.safetensors"), load_file(saved.folder / "model.safetensors")
+    )
     shutil.copy(saved.folder / "config.json", tmp_path / "out")
     loaded, info = type(saved.model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
@@ -81,18 +100,25 @@ def _faults(state: State) -> dict[str, State]:
     faults = {"intact": state}
     for word, key in (("first", first), ("last", last)) if ALL else (("last", last),):
         faults[f"{word} is missing"] = {name: value for name, value in state.items() if name != key}
-        faults[f"{word} is renamed"] = {f"{name}x" if name == key else name: value for name, value in state.items()}
+        faults[f"{word} is renamed"] = {
+            f"{name}x" if name == key else name: value for name, value in state.items()
+        }
         faults[f"{word} has another shape"] = {**state, key: state[key].reshape(-1).repeat(2)}
         faults[f"{word} has another dtype"] = {**state, key: state[key].double()}
     return {**faults, "unexpected key": {**state, "more": torch.ones(2)}}
 
 
 def _loads(model: nn.Module, state: State) -> bool:
-    """Return whether from_pretrained reports no missing or unexpected key, and no other shape or dtype."""
+    """Return whether from_pretrained reports no missing or unexpected key, and no other shape or
+    dtype.
+    """
     kind: Any = type(model)
     try:
         _, info = kind.from_pretrained(
-            None, config=copy.deepcopy(model.config), state_dict=dict(state), output_loading_info=True
+            None,
+            config=copy.deepcopy(model.config),
+            state_dict=dict(state),
+            output_loading_info=True,
         )
     except RuntimeError:
         return False
@@ -100,11 +126,15 @@ def _loads(model: nn.Module, state: State) -> bool:
 
 
 @pytest.mark.parametrize("saved", MODELS if ALL else ["experts", "tied"], indirect=True)
-def test_status_0_means_that_from_pretrained_loads_it(saved: Saved, tmp_path: Path, run: Run) -> None:
+def test_status_0_means_that_from_pretrained_loads_it(
+    saved: Saved, tmp_path: Path, run: Run
+) -> None:
     shutil.copy(saved.folder / "config.json", tmp_path)
     for fault, state in _faults(load_file(saved.folder / "model.safetensors")).items():
         path = tmp_path / "model.safetensors"
-        save_file({key: value.clone() for key, value in state.items()}, path, metadata={"format": "pt"})
+        save_file(
+            {key: value.clone() for key, value in state.items()}, path, metadata={"format": "pt"}
+        )
         status = run("diff", "--model", f"hf:{tmp_path}", path).status
         assert status == (0 if _loads(saved.model, state) else 1), fault
 
@@ -115,20 +145,28 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def test_printed_commands_work(experts: Saved, tmp_path: Path, run: Run) -> None:
-    """The model's strict loading rejects the file until it is fixed. The reverse works too, between two files."""
+    """The model's strict loading rejects the file until it is fixed. The reverse works too, between
+    two files.
+    """
     model = tmp_path / "code.py"
-    model.write_text("import pretrained_models\ndef build():\n    return pretrained_models.build('experts')\n")
+    model.write_text(
+        "import pretrained_models\ndef build():\n    return pretrained_models.build('experts')\n"
+    )
     found = run("diff", "--model", f"{model}:build", experts.folder, "--format", "json")
     assert found.status == 1
     assert any("from_pretrained" in note for note in notes_in(found.data))
     (fix,) = fixes_in(found.data)
     assert run(*shlex.split(fix)[1:]).status == 0
     assert run("diff", "--model", f"{model}:build", shlex.split(fix)[-1]).status == 0
-    found = run("diff", experts.plain, experts.folder, "--model", f"{model}:build", "--format", "json")
+    found = run(
+        "diff", experts.plain, experts.folder, "--model", f"{model}:build", "--format", "json"
+    )
     (fix,) = fixes_in(found.data)
     assert "--to pretrained" in fix
     assert run(*shlex.split(fix)[1:]).status == 0
-    again = run("diff", shlex.split(fix)[-1], experts.folder, "--model", f"{model}:build", "--values")
+    again = run(
+        "diff", shlex.split(fix)[-1], experts.folder, "--model", f"{model}:build", "--values"
+    )
     assert again.status == 0, again.out
 
 
@@ -136,7 +174,14 @@ def test_into_an_exported_program(experts: Saved, tmp_path: Path, run: Run) -> N
     inputs = {"input_ids": torch.arange(12).reshape(2, 6), "use_cache": False}
     program = torch.export.export(pretrained_models.build("experts", 2), (), inputs, strict=False)
     torch.export.save(program, tmp_path / "p.pt2")
-    words = ["swap-weights", tmp_path / "p.pt2", experts.folder, "--model", f"hf:{experts.folder}", "-o"]
+    words = [
+        "swap-weights",
+        tmp_path / "p.pt2",
+        experts.folder,
+        "--model",
+        f"hf:{experts.folder}",
+        "-o",
+    ]
     for options in ([], ["--from", "pretrained"]):
         out = tmp_path / f"o{len(options)}.pt2"
         done = run(*words, out, *options)
@@ -147,17 +192,26 @@ def test_into_an_exported_program(experts: Saved, tmp_path: Path, run: Run) -> N
     assert run(*words, tmp_path / "no.pt2", "--from", "serialized").status == 1
 
 
-def test_model_without_pretrained_names_is_refused(experts: Saved, tmp_path: Path, run: Run) -> None:
+def test_model_without_pretrained_names_is_refused(
+    experts: Saved, tmp_path: Path, run: Run
+) -> None:
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
     words = ("remap", tmp_path / "a.pt", "-o", tmp_path / "b.pt", "--to", "pretrained")
     assert "needs the model's names" in run(*words).err
-    assert "not a model of transformers" in run(*words, "--model", "torch.nn:Linear(in_features=2, out_features=2)").err
+    assert (
+        "not a model of transformers"
+        in run(*words, "--model", "torch.nn:Linear(in_features=2, out_features=2)").err
+    )
     assert "no config.json" in run(*words, "--model", f"hf:{tmp_path}").err
-    (tmp_path / "config.json").write_text('{"model_type": "no_such", "auto_map": {"AutoConfig": "code.Config"}}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "no_such", "auto_map": {"AutoConfig": "code.Config"}}'
+    )
     (tmp_path / "code.py").write_text("raise SystemExit('the code of a folder was run')")
     refused = run(*words, "--model", f"hf:{tmp_path}")
     assert (refused.status, "was run" in refused.err) == (2, False)
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchForCausalLM"]}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "architectures": ["NoSuchForCausalLM"]}'
+    )
     assert "has no NoSuchForCausalLM" in run(*words, "--model", f"hf:{tmp_path}").err
 
 
@@ -166,7 +220,16 @@ def test_weights_at_a_url(experts: Saved, tmp_path: Path, run: Run) -> None:
     memory = fsspec.filesystem("memory")
     memory.put(f"{experts.folder}/", "memory://pretrained/", recursive=True)
     model = f"hf:{experts.folder}"
-    done = run("remap", "memory://pretrained", "--model", model, "--to", "serialized", "-o", tmp_path / "a.pt")
+    done = run(
+        "remap",
+        "memory://pretrained",
+        "--model",
+        model,
+        "--to",
+        "serialized",
+        "-o",
+        tmp_path / "a.pt",
+    )
     assert done.status == 0, done.err
     assert _equal(torch.load(tmp_path / "a.pt"), experts.model.state_dict())
     done = run("diff", "--model", "hf:memory://pretrained", "memory://pretrained")
@@ -197,7 +260,9 @@ def _tied_keys(model: Any) -> list[tuple[str, str]]:
 def test_tied_weights_with_two_values_are_judged_by_from_pretrained(
     name: str, values: str, tmp_path: Path, run: Run
 ) -> None:
-    """transformers does not tie weights that the file has two values for; nothing may be left out then."""
+    """transformers does not tie weights that the file has two values for; nothing may be left out
+    then.
+    """
     model: Any = pretrained_models.build(name)
     model.save_pretrained(tmp_path)
     state = {key: value.clone().contiguous() for key, value in model.state_dict().items()}
@@ -226,4 +291,9 @@ def test_tied_weights_with_two_values_are_judged_by_from_pretrained(
     assert not out.exists()
     keys = [key for _, key in pairs]
     drops = [word for key in keys for word in ("--drop", key)]
-    assert run("remap", tmp_path, "--model", operand, "--to", "pretrained", *drops, "-o", f"{out}/").status == 0
+    assert (
+        run(
+            "remap", tmp_path, "--model", operand, "--to", "pretrained", *drops, "-o", f"{out}/"
+        ).status
+        == 0
+    )

@@ -1,4 +1,6 @@
-"""Run every command on third-party models; torch, safetensors and the models themselves are the oracle."""
+"""Run every command on third-party models; torch, safetensors and the models themselves are the
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,16 @@ class Trained:
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     needs_torch("2.7", "torch.export of transformers' models")
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
-    torch.export.save(real_models.export(real_models.build(name, seed=0), name), folder / "deployed.pt2")
+    torch.export.save(
+        real_models.export(real_models.build(name, seed=0), name), folder / "deployed.pt2"
+    )
     model = real_models.build(name, seed=1)
     torch.save(model.state_dict(), folder / "new.pt")
     model.save_pretrained(folder / "pretrained")
     (pretrained,) = (folder / "pretrained").glob("*.safetensors")
-    return Trained(name, f"{MODELS}:{name}", model, folder / "new.pt", pretrained, folder / "deployed.pt2")
+    return Trained(
+        name, f"{MODELS}:{name}", model, folder / "new.pt", pretrained, folder / "deployed.pt2"
+    )
 
 
 RunJson = Callable[..., tuple[int, Any]]
@@ -86,7 +92,10 @@ def loads(name: str, state: State) -> bool:
 
 
 def runtime(model: nn.Module) -> State:
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
 
 
 def test_trace_gives_the_same_names_as_torch(trained: Trained, run_json: RunJson) -> None:
@@ -113,12 +122,15 @@ DAMAGES: dict[str, Callable[[State], object]] = {
     "unexpected key": lambda state: state.update(more=torch.zeros(1)),
     "misspelt key": lambda state: state.update(misspelt=state.pop(longest(state))),
     "another shape": lambda state: state.update({longest(state): torch.zeros(3)}),
-    "another dtype": lambda state: state.update({key: tensor.half() for key, tensor in state.items()}),
+    "another dtype": lambda state: state.update(
+        {key: tensor.half() for key, tensor in state.items()}
+    ),
 }
 
 
 def test_diff_judges_as_torch_does(trained: Trained, run_json: RunJson, tmp_path: Path) -> None:
-    """`save_pretrained` omits tied names, splits experts, and saves only adapters: that is not a full state dict.
+    """`save_pretrained` omits tied names, splits experts, and saves only adapters: that is not a
+    full state dict.
 
     Each model has another damage; tests of strict loading combine them at random.
     """
@@ -126,24 +138,42 @@ def test_diff_judges_as_torch_does(trained: Trained, run_json: RunJson, tmp_path
     list(DAMAGES.values())[real_models.ALL.index(trained.name) % len(DAMAGES)](damaged)
     torch.save(damaged, tmp_path / "damaged.pt")
     pretrained = loads(trained.name, load_file(trained.pretrained))
-    for path, fits in (trained.checkpoint, True), (trained.pretrained, pretrained), (tmp_path / "damaged.pt", False):
+    for path, fits in (
+        (trained.checkpoint, True),
+        (trained.pretrained, pretrained),
+        (tmp_path / "damaged.pt", False),
+    ):
         status, diff = run_json("diff", "--model", trained.operand, path)
         assert (status, diff["identical"]) == (0 if fits else 1, fits), path
 
 
-def test_remap_to_runtime_names_and_back(trained: Trained, run_json: RunJson, tmp_path: Path) -> None:
+def test_remap_to_runtime_names_and_back(
+    trained: Trained, run_json: RunJson, tmp_path: Path
+) -> None:
     there, back = tmp_path / "runtime.pt", tmp_path / "back.pt"
-    assert run_json("remap", trained.checkpoint, "-o", there, "--model", trained.operand, "--to", "runtime")[0] == 0
+    assert (
+        run_json(
+            "remap", trained.checkpoint, "-o", there, "--model", trained.operand, "--to", "runtime"
+        )[0]
+        == 0
+    )
     tensors = {fqn: t for fqn, t in runtime(trained.model).items() if fqn in trained.state}
     assert same(torch.load(there), {fqn: tensor.detach() for fqn, tensor in tensors.items()})
-    assert run_json("remap", there, "-o", back, "--model", trained.operand, "--to", "serialized")[0] == 0
+    assert (
+        run_json("remap", there, "-o", back, "--model", trained.operand, "--to", "serialized")[0]
+        == 0
+    )
     assert back.read_bytes() == trained.checkpoint.read_bytes()
 
 
-def test_conversion_to_safetensors_and_back(trained: Trained, run_json: RunJson, tmp_path: Path) -> None:
+def test_conversion_to_safetensors_and_back(
+    trained: Trained, run_json: RunJson, tmp_path: Path
+) -> None:
     there, back = tmp_path / "new.safetensors", tmp_path / "back.pt"
     tied = len({tensor.data_ptr() for tensor in trained.state.values()}) < len(trained.state)
-    assert run_json("remap", trained.checkpoint, "-o", tmp_path / "once.safetensors")[0] == (1 if tied else 0)
+    assert run_json("remap", trained.checkpoint, "-o", tmp_path / "once.safetensors")[0] == (
+        1 if tied else 0
+    )
     assert (tmp_path / "once.safetensors").exists() != tied
     assert run_json("remap", trained.checkpoint, "-o", there, "--keep-aliases")[0] == 0
     with safe_open(there, "pt") as file:
@@ -151,14 +181,23 @@ def test_conversion_to_safetensors_and_back(trained: Trained, run_json: RunJson,
     assert aliases.pop("format") == "pt"
     assert same({**kept, **{key: kept[first] for key, first in aliases.items()}}, trained.state)
     assert run_json("remap", there, "-o", back)[0] == 0
-    assert same(torch.load(back, mmap=True), trained.state)  # the recorded aliases are tensors again
+    # the recorded aliases are tensors again
+    assert same(torch.load(back, mmap=True), trained.state)
 
 
 def test_swapped_program_computes_what_the_trained_model_computes(
     trained: Trained, run_json: RunJson, tmp_path: Path
 ) -> None:
     swapped = tmp_path / "swapped.pt2"
-    status, _ = run_json("swap-weights", trained.program, trained.checkpoint, "-o", swapped, "--model", trained.operand)
+    status, _ = run_json(
+        "swap-weights",
+        trained.program,
+        trained.checkpoint,
+        "-o",
+        swapped,
+        "--model",
+        trained.operand,
+    )
     assert status == 0
     expected = real_models.first_output(trained.model, trained.name)
     before = real_models.first_output(torch.export.load(trained.program).module(), trained.name)
@@ -168,7 +207,15 @@ def test_swapped_program_computes_what_the_trained_model_computes(
 
 
 def test_trace_of_70_billion_parameters_needs_little_memory(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ckpttool", "trace", "--force", "-o", str(tmp_path / "names.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "ckpttool",
+        "trace",
+        "--force",
+        "-o",
+        str(tmp_path / "names.json"),
+    ]
     _, small = run_measured([*command, f"{MODELS}:llama"], tmp_path)
     _, peak = run_measured([*command, f"{MODELS}:llama_70b"], tmp_path)
     names = json.loads((tmp_path / "names.json").read_text())

@@ -1,4 +1,6 @@
-"""The schemas are valid, describe every object that is written, and agree with the readers of these objects."""
+"""The schemas are valid, describe every object that is written, and agree with the readers of these
+objects.
+"""
 
 from __future__ import annotations
 
@@ -70,15 +72,21 @@ LINES = [
 
 @pytest.mark.parametrize(("line", "name"), LINES, ids=[line for line, _ in LINES])
 def test_written_objects_match_their_schema(folder: Path, run: Run, line: str, name: str) -> None:
-    words = line.split() + (["missing lazy.* # not initialized yet"] if line.endswith("--ignore") else [])
+    words = line.split() + (
+        ["missing lazy.* # not initialized yet"] if line.endswith("--ignore") else []
+    )
     assert schemas.check(run(*words, "--format", "json").data) == name
 
 
 def test_python_results_match_the_json_of_the_commands(folder: Path, run: Run) -> None:
     rule, model = "net.{x*} => {x*}", "model.py:plain"
-    printed = run("remap", "b.pt", "--rule", rule, "--dry-run", "-o", "c.pt", "--format", "json").data
+    printed = run(
+        "remap", "b.pt", "--rule", rule, "--dry-run", "-o", "c.pt", "--format", "json"
+    ).data
     assert ckpttool.remap("b.pt", "c.pt", rule=[rule], dry_run=True).to_json() == printed
-    printed = run("swap-weights", "p.pt2", "a.pt", "--dry-run", "--model", model, "--format", "json").data
+    printed = run(
+        "swap-weights", "p.pt2", "a.pt", "--dry-run", "--model", model, "--format", "json"
+    ).data
     assert ckpttool.swap_weights("p.pt2", "a.pt", dry_run=True, model=model).to_json() == printed
 
 
@@ -103,7 +111,13 @@ def test_later_versions_may_add_members(folder: Path, run: Run) -> None:
 
 
 def paths(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [prefix, *(path for name, item in inner for path in paths(item, (*prefix, name)))]
 
 
@@ -113,7 +127,16 @@ def test_reader_and_schema_agree(folder: Path, run: Run, name: str) -> None:
     if name == "names":
         kind, data = NAMES, run("trace", "model.py:Net", "--format", "json").data
     else:
-        options = ("--dry-run", "--model", "model.py:Net", "--to", "serialized", "--partial", "--format", "json")
+        options = (
+            "--dry-run",
+            "--model",
+            "model.py:Net",
+            "--to",
+            "serialized",
+            "--partial",
+            "--format",
+            "json",
+        )
         kind, data = PLAN, run("remap", "b.pt", *options).data["plan"]
     validator = schemas.Draft202012Validator(schema(name))
     locations = [path for path in paths(data) if path and path != ("schema",)]

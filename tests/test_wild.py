@@ -1,7 +1,9 @@
-"""Read published files and compare them with torch, then diff and rewrite them: the small part of `make wild`.
+"""Read published files and compare them with torch, then diff and rewrite them: the small part of
+`make wild`.
 
-data/wild has files of packages, with their licences. Small files with the same pickle, saved by torch itself, replace
-the larger ones: a pickled module, packed parameters of dynamic quantization, TorchScript.
+data/wild has files of packages, with their licences. Small files with the same pickle, saved by
+torch itself, replace the larger ones: a pickled module, packed parameters of dynamic quantization,
+TorchScript.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from torch import nn
 from oracle import problems
 from places import DATA
 
-FILES = [*sorted(DATA.glob("wild/*.pt*")), *sorted(DATA.glob("*-torch-*.pt")), DATA / "lightning-2.6.6.ckpt"]
+FILES = [
+    *sorted(DATA.glob("wild/*.pt*")),
+    *sorted(DATA.glob("*-torch-*.pt")),
+    DATA / "lightning-2.6.6.ckpt",
+]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -40,7 +46,9 @@ def _quantized() -> object:
 
 @pytest.mark.parametrize("build", [_module, _quantized])
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_small_files_saved_by_torch(tmp_path: Path, build: Callable[[], object], is_zip: bool) -> None:
+def test_small_files_saved_by_torch(
+    tmp_path: Path, build: Callable[[], object], is_zip: bool
+) -> None:
     torch.manual_seed(0)
     torch.save(build(), tmp_path / "file.pt", _use_new_zipfile_serialization=is_zip)
     assert list(problems(str(tmp_path / "file.pt"), tmp_path)) == []

@@ -1,4 +1,6 @@
-"""Real wrappers over two ranks, alone and nested: canonical names, remaps in both directions, and resumed training."""
+"""Real wrappers over two ranks, alone and nested: canonical names, remaps in both directions, and
+resumed training.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_remap_back_to_the_plain_checkpoint(wrapped: Wrapped, form: str, tmp_pat
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export programs with other weights, from the plain model and from wrappers that torch can export."""
+    """Export programs with other weights, from the plain model and from wrappers that torch can
+    export.
+    """
     folder = tmp_path_factory.mktemp("programs")
     for form in EXPORTED:
         torch.export.save(torch.export.export(wrap(form, net(9)), EXAMPLE), folder / f"{form}.pt2")
@@ -38,18 +42,36 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_of_any_form_go_into_a_program_of_any_form(wrapped: Wrapped, programs: Path, form: str) -> None:
+def test_weights_of_any_form_go_into_a_program_of_any_form(
+    wrapped: Wrapped, programs: Path, form: str
+) -> None:
     """No model is needed, because the names differ only by wrappers."""
     source, out = wrapped.folder / f"{filename(form)}.pt", programs / "out.pt2"
     for program in EXPORTED if form in EXPORTED else ("plain",):
-        words = ["swap-weights", str(programs / f"{program}.pt2"), str(source), "-o", str(out), "--force", "--no-fsync"]
+        words = [
+            "swap-weights",
+            str(programs / f"{program}.pt2"),
+            str(source),
+            "-o",
+            str(out),
+            "--force",
+            "--no-fsync",
+        ]
         assert main(words) == 0
         assert torch.equal(torch.export.load(out).module()(*EXAMPLE), net(0)(*EXAMPLE)), program
 
 
-def test_averaging_counter_is_copied_into_programs(wrapped: Wrapped, programs: Path, run: Run) -> None:
-    """The weights' counter replaces the program's, which is kept if the weights have none. `--from` accepts chains."""
-    averaged, plain, out = wrapped.folder / "averaged.pt", wrapped.folder / "plain.pt", programs / "out.pt2"
+def test_averaging_counter_is_copied_into_programs(
+    wrapped: Wrapped, programs: Path, run: Run
+) -> None:
+    """The weights' counter replaces the program's, which is kept if the weights have none. `--from`
+    accepts chains.
+    """
+    averaged, plain, out = (
+        wrapped.folder / "averaged.pt",
+        wrapped.folder / "plain.pt",
+        programs / "out.pt2",
+    )
     torch.save({**torch.load(averaged), COUNTER: torch.tensor(7)}, programs / "seven.pt")
     words = ("swap-weights", programs / "averaged.pt2", "-o", out, "--force", "--format", "json")
     done = run(*words, programs / "seven.pt")
@@ -60,7 +82,9 @@ def test_averaging_counter_is_copied_into_programs(wrapped: Wrapped, programs: P
     assert run(*words, programs / "seven.pt", "--from", "averaged").status == 0
     assert run(*words, plain, "--from", "averaged").status == 1
     assert run(*words, plain, "--from", "averagd").status == 2
-    swapped = run("swap-weights", programs / "plain.pt2", programs / "seven.pt", "-o", out, "--force").out
+    swapped = run(
+        "swap-weights", programs / "plain.pt2", programs / "seven.pt", "-o", out, "--force"
+    ).out
     assert COUNTER in swapped.rpartition("that programs do not have")[2]
 
 
@@ -79,8 +103,12 @@ def moments(result: dict[str, Any]) -> dict[str, Any]:
     return result["optimizer"]["state"]
 
 
-def test_torchtitan_2622_compile_inside_an_activation_checkpoint(wrapped: Wrapped, tmp_path: Path) -> None:
-    """Keys are saved from a training model with ac(compile(block)); an inference model without wrappers lacks them."""
+def test_torchtitan_2622_compile_inside_an_activation_checkpoint(
+    wrapped: Wrapped, tmp_path: Path
+) -> None:
+    """Keys are saved from a training model with ac(compile(block)); an inference model without
+    wrappers lacks them.
+    """
     outer, inner = wrapped.names["block: ac(compile)"], wrapped.names["block: compile(ac)"]
     assert outer["torch"] != inner["torch"]
     assert tensors(outer["canonical"]) == tensors(inner["canonical"]) == sorted(PLAIN)

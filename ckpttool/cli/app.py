@@ -1,4 +1,6 @@
-"""The entry point: import the command's module, run it, and turn every exception into an exit status."""
+"""The entry point: import the command's module, run it, and turn every exception into an exit
+status.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish")
 def process() -> int:
     """Run `main` as the whole process, which does not search for cyclic garbage at its end.
 
-    What the exit handlers of a model's code print goes to stderr, so that it does not follow the result.
+    What the exit handlers of a model's code print goes to stderr, so that it does not follow the
+    result.
     """
     status = main()
     sys.stdout = sys.stderr
@@ -30,13 +33,23 @@ def process() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (default: the arguments of the process) and return its exit status. Never raise."""
+    """Run one command line (default: the arguments of the process) and return its exit status.
+    Never raise.
+    """
     set_up()
-    gc.set_threshold(100_000, 50, 100)  # an index is many small values without cycles: searching them is half the time
+    # an index is many small values without cycles: searching them is half the time
+    gc.set_threshold(100_000, 50, 100)
     args = sys.argv[1:] if argv is None else list(argv)
     try:
         sources.forget_all()
-        with on_command_line(), ended_by_signals(), nothing_left(), logged(), collected(), handles.kept():
+        with (
+            on_command_line(),
+            ended_by_signals(),
+            nothing_left(),
+            logged(),
+            collected(),
+            handles.kept(),
+        ):
             status = ranks.run(args, run) if _is_rank() else run(args)
         sys.stdout.flush()
         return status
@@ -59,7 +72,10 @@ def _is_rank() -> bool:
 
 def _is_started_by_rank(pid: int) -> bool:
     """Return whether the process is a rank, or a shell that a rank started. False without /proc."""
-    own = {f"{name}={os.environ.get(name)}".encode() for name in ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")}
+    own = {
+        f"{name}={os.environ.get(name)}".encode()
+        for name in ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
+    }
     try:
         with open(f"/proc/{pid}/stat") as file:
             name, _, rest = file.read().partition("(")[2].rpartition(")")
@@ -73,7 +89,8 @@ def _is_started_by_rank(pid: int) -> bool:
 
 
 def _is_worker(pid: int, parent: int) -> bool:
-    """Return whether the process runs a function, as a worker of ``elastic_launch`` does, which sets RANK itself.
+    """Return whether the process runs a function, as a worker of ``elastic_launch`` does, which
+    sets RANK itself.
 
     A launcher is another program; a worker was forked, or started by `multiprocessing`.
     """
@@ -86,13 +103,19 @@ def _is_worker(pid: int, parent: int) -> bool:
 
 def _format_of(args: Sequence[str]) -> str:
     """Return the format of the output, also if the command line is wrong."""
-    words = [part for word in args for part in (word.split("=", 1) if word.startswith("--format=") else [word])]
+    words = [
+        part
+        for word in args
+        for part in (word.split("=", 1) if word.startswith("--format=") else [word])
+    ]
     formats = [value for flag, value in pairwise(words) if flag == "--format"]
     return formats[-1] if formats else "text"
 
 
 def run(args: Sequence[str]) -> int:
-    """Run one command line and return 0 or 1. Raise whatever the command raises, and `CkptError` for bad usage."""
+    """Run one command line and return 0 or 1. Raise whatever the command raises, and `CkptError`
+    for bad usage.
+    """
     if "_CKPTTOOL_COMPLETE" in os.environ:  # a shell asks for completions
         return parser.complete()
     if not args or args[0] == "help":

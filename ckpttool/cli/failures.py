@@ -59,11 +59,14 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, BrokenPipeError):
         return Failure(128 + 13)  # the status of a program that SIGPIPE ended
     package = _failed_import(error)
-    if package and not isinstance(error, (ModuleNotFoundError, MemoryError, KeyboardInterrupt, Terminated)):
+    if package and not isinstance(
+        error, (ModuleNotFoundError, MemoryError, KeyboardInterrupt, Terminated)
+    ):
         return Failure(
             2,
             f"{package} cannot be imported: {type(error).__name__}: {error}",
-            f"install {package} again in this environment: python -c 'import {package}' has to succeed",
+            f"install {package} again in this environment: python -c 'import {package}' has to"
+            " succeed",
         )
     if isinstance(error, OSError):
         return _os_error(error)
@@ -75,7 +78,8 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(
             2,
             f"code of an operand ended the program: sys.exit({error.code!r})",
-            "MODEL and OPTIMIZER operands are imported: keep what a script runs under `if __name__ == '__main__':`",
+            "MODEL and OPTIMIZER operands are imported: keep what a script runs under `if __name__"
+            " == '__main__':`",
         )
     if isinstance(error, MemoryError):
         reason = f": {error}" if str(error) else ""
@@ -92,7 +96,9 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _failed_import(error: BaseException) -> str:
-    """Return the name of the package that ckpttool was importing; empty if the error came from somewhere else."""
+    """Return the name of the package that ckpttool was importing; empty if the error came from
+    somewhere else.
+    """
     trace, importer = error.__traceback__, False
     while trace is not None:
         package = str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
@@ -116,9 +122,11 @@ def _os_error(error: OSError) -> Failure:
 
 
 def say(failure: Failure, form: str = "text") -> int:
-    """Print the failure on stderr: the error, the problems, the hint, a line each. Return the exit status.
+    """Print the failure on stderr: the error, the problems, the hint, a line each. Return the exit
+    status.
 
-    If `form` is ``json``, also print it on stdout as one object, ``ckpttool.error/1``; if ``github``, as an annotation.
+    If `form` is ``json``, also print it on stdout as one object, ``ckpttool.error/1``; if
+    ``github``, as an annotation.
     """
     lines = [f"error: {visible(failure.message)}"] if failure.message else []
     lines += [f"  {visible(line)}" for line in problem_lines(failure.problems)]
@@ -136,12 +144,15 @@ def say(failure: Failure, form: str = "text") -> int:
             from ckpttool.report.renderers import json
 
             code = "refused" if failure.status == 1 else "error"
-            said = ERROR.write((failure.status, code, failure.message, failure.problems, failure.hint))
+            said = ERROR.write(
+                (failure.status, code, failure.message, failure.problems, failure.hint)
+            )
             sys.stdout.write(for_log(json.render(said), "json"))
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
             stream.flush()
-        except OSError:  # a closed pipe, a full disk: drop the rest, or the interpreter fails on it at its end
+        # a closed pipe, a full disk: drop the rest, or the interpreter fails on it at its end
+        except OSError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, descriptor)
             os.close(nowhere)
@@ -149,7 +160,9 @@ def say(failure: Failure, form: str = "text") -> int:
 
 
 def problem_lines(problems: Sequence[Problem]) -> list[str]:
-    """Return a line for each problem; if they are many, one line for the same problem in repeated layers."""
+    """Return a line for each problem; if they are many, one line for the same problem in repeated
+    layers.
+    """
     if len(problems) <= _MOST:
         return list(map(str, problems))
     from ckpttool.report.collapse import collapse
@@ -157,7 +170,11 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
     keys: dict[str, list[str]] = {}
     for problem in problems:
         keys.setdefault(problem.problem, []).append(problem.key)
-    groups = ((text, group) for text, own in keys.items() for group in collapse((key, None) for key in own))
+    groups = (
+        (text, group)
+        for text, own in keys.items()
+        for group in collapse((key, None) for key in own)
+    )
     shown = list(islice(groups, _MOST))
     hidden = len(problems) - sum(len(group.keys) for _, group in shown)
     lines = [f"{text} @ {group.pattern}" for text, group in shown]

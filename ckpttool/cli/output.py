@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from ckpttool.report.document import Document
     from ckpttool.report.renderers.text import Terminal
 
-All = Annotated[bool, Option("--all", "List every key instead of one line for each cause.", "Reports")]
-ExitZero = Annotated[bool, Option("--exit-zero", "Exit with 0 if they differ too; errors stay 2.", "What fails")]
+All = Annotated[
+    bool, Option("--all", "List every key instead of one line for each cause.", "Reports")
+]
+ExitZero = Annotated[
+    bool, Option("--exit-zero", "Exit with 0 if they differ too; errors stay 2.", "What fails")
+]
 
 
 def _check_reports(paths: list[str]) -> None:
@@ -30,9 +34,13 @@ def _check_reports(paths: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The options of a report: the format on stdout, files to write it to, and whether to overwrite them."""
+    """The options of a report: the format on stdout, files to write it to, and whether to overwrite
+    them.
+    """
 
-    format: Annotated[str, Option("--format FORMAT", f"{', '.join(FORMATS)}.", COMMON, check=check_format)] = "text"
+    format: Annotated[
+        str, Option("--format FORMAT", f"{', '.join(FORMATS)}.", COMMON, check=check_format)
+    ] = "text"
     report: Annotated[
         Sequence[str] | None,
         Option(
@@ -45,9 +53,11 @@ class Report:
     force: Annotated[bool, Option("--force", "Overwrite files that exist.", COMMON)] = False
 
     def check(self, operands: Iterable[str], *others: str | None, out: str | None = None) -> None:
-        """Raise `CkptError`, before any work, if a report file or one of the `others` must not be written.
+        """Raise `CkptError`, before any work, if a report file or one of the `others` must not be
+        written.
 
-        That is a file of an operand, a file that is written otherwise (`out`), or, without --force, a file that exists.
+        That is a file of an operand, a file that is written otherwise (`out`), or, without --force,
+        a file that exists.
         """
         from ckpttool.io.files import files_of
         from ckpttool.operands.checkpoint import split
@@ -60,16 +70,22 @@ class Report:
                 raise CkptError(f"{path} is named for two outputs", hint="give each its own name")
             _check_no_source(path, read)
             if os.path.isfile(path) and not self.force:
-                raise CkptError(f"{path} exists", hint="pass --force to overwrite it, or name another file")
+                raise CkptError(
+                    f"{path} exists", hint="pass --force to overwrite it, or name another file"
+                )
 
     def emit(
-        self, document: Callable[[], Document], data: Callable[[], Mapping[str, Any]], text: str | None = None
+        self,
+        document: Callable[[], Document],
+        data: Callable[[], Mapping[str, Any]],
+        text: str | None = None,
     ) -> None:
         """Write the report files, then print the result to stdout: data and nothing else.
 
-        `document` and `data` make the two shapes of the result; each is called only if a format needs it. `text` takes
-        the document's place on stdout. The files come first, so that stdout stays empty if one of them cannot be
-        written. The warnings of a text go to stderr, after it. Raise as `write_text`.
+        `document` and `data` make the two shapes of the result; each is called only if a format
+        needs it. `text` takes the document's place on stdout. The files come first, so that stdout
+        stays empty if one of them cannot be written. The warnings of a text go to stderr, after it.
+        Raise as `write_text`.
         """
         only_first()
         for path in self.report or ():
@@ -92,7 +108,9 @@ class Report:
         sys.stderr.writelines(f"{line}\n" for block in warnings for line in lines(block, at))
 
 
-def _rendered(format: str, document: Callable[[], Document], data: Callable[[], Mapping[str, Any]]) -> str:
+def _rendered(
+    format: str, document: Callable[[], Document], data: Callable[[], Mapping[str, Any]]
+) -> str:
     from ckpttool.report.renderers import json
 
     return json.render(data()) if format == "json" else render(format, document(), {})
@@ -106,10 +124,12 @@ def _check_no_source(path: str, read: Iterable[str]) -> None:
 
 
 def write_text(path: str, text: str, *, force: bool, in_place: bool = False) -> None:
-    """Write the file as UTF-8, under the rules of OUT: all or nothing, never over a source, over others with `force`.
+    """Write the file as UTF-8, under the rules of OUT: all or nothing, never over a source, over
+    others with `force`.
 
-    With `in_place` it may be a file that the command has read. Other than regular files (``/dev/stderr``, a pipe) are
-    written to directly. Raise `CkptError`, and OSError for the latter.
+    With `in_place` it may be a file that the command has read. Other than regular files
+    (``/dev/stderr``, a pipe) are written to directly. Raise `CkptError`, and OSError for the
+    latter.
     """
     only_first()
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
@@ -125,11 +145,17 @@ def write_text(path: str, text: str, *, force: bool, in_place: bool = False) -> 
     if not in_place:
         _check_no_source(path, sources.files_read())
     preflight(path, (), force=force, in_place=in_place)
-    write_file([Piece(text.encode("utf-8", "backslashreplace"))], path, WriteOptions(replace=force, in_place=in_place))
+    write_file(
+        [Piece(text.encode("utf-8", "backslashreplace"))],
+        path,
+        WriteOptions(replace=force, in_place=in_place),
+    )
 
 
 def _terminal(stream: TextIO) -> Terminal | None:
-    """Return the terminal behind the stream, or None. Respect ``NO_COLOR`` (no-color.org) and ``TERM=dumb``."""
+    """Return the terminal behind the stream, or None. Respect ``NO_COLOR`` (no-color.org) and
+    ``TERM=dumb``.
+    """
     if not stream.isatty():
         return None
     import shutil

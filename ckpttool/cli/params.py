@@ -15,20 +15,39 @@ from ckpttool.core.limits import limited, with_memory
 from ckpttool.core.options import COMMON, Argument, Option, OutputOptions
 from ckpttool.core.values import dataclass
 
-# Command -> its module, which defines `command`, and the first line of its help. Modules are imported when they run.
+# Command -> its module, which defines `command`, and the first line of its help. Modules are
+# imported when they run.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "inspect": ("ckpttool.cli.commands.inspect", "Show what is in a checkpoint: keys, dtypes, shapes, aliases."),
+    "inspect": (
+        "ckpttool.cli.commands.inspect",
+        "Show what is in a checkpoint: keys, dtypes, shapes, aliases.",
+    ),
     "trace": ("ckpttool.cli.commands.trace", "Every name of every tensor of a model."),
     "diff": ("ckpttool.cli.commands.diff", "What differs, why, and the command that fixes it."),
-    "explain": ("ckpttool.cli.commands.explain", "One tensor: all its names, and the hook that renames it."),
+    "explain": (
+        "ckpttool.cli.commands.explain",
+        "One tensor: all its names, and the hook that renames it.",
+    ),
     "fix": ("ckpttool.cli.commands.fix", "Write a checkpoint with the fix that `diff` suggests."),
-    "remap": ("ckpttool.cli.commands.remap", "Rewrite the keys, optimizer ids and format of a checkpoint."),
-    "convert": ("ckpttool.cli.commands.convert", "Write a checkpoint in another format or with other shards."),
-    "swap-weights": ("ckpttool.cli.commands.swap_weights", "Put new weights into an exported program."),
+    "remap": (
+        "ckpttool.cli.commands.remap",
+        "Rewrite the keys, optimizer ids and format of a checkpoint.",
+    ),
+    "convert": (
+        "ckpttool.cli.commands.convert",
+        "Write a checkpoint in another format or with other shards.",
+    ),
+    "swap-weights": (
+        "ckpttool.cli.commands.swap_weights",
+        "Put new weights into an exported program.",
+    ),
     "check": ("ckpttool.cli.commands.check", "Files of a repository: names, rules, pickles."),
     "undo": ("ckpttool.cli.commands.undo", "Roll back an interrupted or the last edit in place."),
     "rules": ("ckpttool.cli.commands.rules", "List the preset rules; with NAME print one as TOML."),
-    "schema": ("ckpttool.cli.commands.schema", "The JSON Schema of an object that the commands write."),
+    "schema": (
+        "ckpttool.cli.commands.schema",
+        "The JSON Schema of an object that the commands write.",
+    ),
 }
 
 
@@ -36,19 +55,30 @@ COMMANDS: dict[str, tuple[str, str]] = {
 class Common:
     """The options that all commands have."""
 
-    quiet: Annotated[bool, Option("-q, --quiet", "Print errors only; the exit status is the answer.", COMMON)] = False
+    quiet: Annotated[
+        bool, Option("-q, --quiet", "Print errors only; the exit status is the answer.", COMMON)
+    ] = False
     verbose: Annotated[
-        bool, Option("-v, --verbose", "Say on stderr what was read, moved, computed and fetched, and the time.", COMMON)
+        bool,
+        Option(
+            "-v, --verbose",
+            "Say on stderr what was read, moved, computed and fetched, and the time.",
+            COMMON,
+        ),
     ] = False
     max_memory: Annotated[
         str | None,
-        Option("--max-memory SIZE", "Memory for what a file describes (default 1G), as in 4G.", COMMON),
+        Option(
+            "--max-memory SIZE", "Memory for what a file describes (default 1G), as in 4G.", COMMON
+        ),
     ] = None
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """An option or argument: how it is written, its type for typer, its default (`Parameter.empty`: required)."""
+    """An option or argument: how it is written, its type for typer, its default (`Parameter.empty`:
+    required).
+    """
 
     mark: Option | Argument
     kind: Any
@@ -77,22 +107,29 @@ class Command:
         common = filled(Common)
         with limited(with_memory(common.max_memory)), quiet(common.quiet), watched(common.verbose):
             return self.function(
-                **{name: filled(self.groups[name]) if name in self.groups else values[name] for name in names}
+                **{
+                    name: filled(self.groups[name]) if name in self.groups else values[name]
+                    for name in names
+                }
             )
 
 
 def load(name: str) -> Command:
     """Import the module of the command, and read its signature.
 
-    A parameter that is a dataclass of options becomes one option for each of its fields. An option that several of
-    them have is given once.
+    A parameter that is a dataclass of options becomes one option for each of its fields. An option
+    that several of them have is given once.
     """
     function = import_module(COMMANDS[name][0]).command
     hints = get_type_hints(function, include_extras=True)
     groups = {key: hint for key, hint in hints.items() if is_dataclass(hint)}
     params: dict[str, Param] = {}
     for key, parameter in Signature.from_callable(function).parameters.items():
-        own = _params_of(groups[key]) if key in groups else {key: _param(hints[key], parameter.default)}
+        own = (
+            _params_of(groups[key])
+            if key in groups
+            else {key: _param(hints[key], parameter.default)}
+        )
         params |= {name: param for name, param in own.items() if name not in params}
     return Command(function, groups, params | _params_of(Common))
 
@@ -110,7 +147,8 @@ def _params_of(options: Any) -> dict[str, Param]:
 
 
 def _param(hint: Any, default: Any) -> Param:
-    kind, mark = get_args(_not_none(hint))  # Python 3.10 makes a union of a hint whose default is None
+    # Python 3.10 makes a union of a hint whose default is None
+    kind, mark = get_args(_not_none(hint))
     kind = _not_none(kind)
     if kind is Any:  # an object in Python
         kind = str

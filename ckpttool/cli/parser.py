@@ -20,9 +20,21 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.options import COMMON, Option
 from ckpttool.core.text import shell
 
-# The headings of the help in their order. `ckpttool help options` describes the common options; this only names them.
-_GROUPS = ("Arguments", "Options", "Names", "Optimizer", "What fails", "Output", "Reports", "Advanced", COMMON)
-ABOUT = f"""Inspect, diff and convert PyTorch checkpoints, and put new weights into exported programs.
+# The headings of the help in their order. `ckpttool help options` describes the common options;
+# this only names them.
+_GROUPS = (
+    "Arguments",
+    "Options",
+    "Names",
+    "Optimizer",
+    "What fails",
+    "Output",
+    "Reports",
+    "Advanced",
+    COMMON,
+)
+ABOUT = f"""\
+Inspect, diff and convert PyTorch checkpoints, and put new weights into exported programs.
 
 Exit status: {EXIT_STATUS} `ckpttool help COMMAND` has examples,
 `ckpttool help patterns` and `ckpttool help options` describe what all commands have in common.
@@ -30,9 +42,11 @@ Exit status: {EXIT_STATUS} `ckpttool help COMMAND` has examples,
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 _COMPLETION = ("--show-completion", "--install-completion")
-_NAMED_SHELL = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"  # typer then takes the name of a shell
+# typer then takes the name of a shell
+_NAMED_SHELL = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
 
-# click's UsageError; typer brings its own copy of click since 0.26, so it cannot be imported by name.
+# click's UsageError; typer brings its own copy of click since 0.26, so it cannot be imported by
+# name.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
@@ -52,7 +66,9 @@ def run(args: Sequence[str]) -> int:
 
 
 def _root_context(group: Any, args: Sequence[str]) -> Any:
-    """Return the context of the options before the command; typer's two about completion end the process."""
+    """Return the context of the options before the command; typer's two about completion end the
+    process.
+    """
     try:
         return group.make_context("ckpttool", list(args))
     except SystemExit as stop:
@@ -64,7 +80,9 @@ def _root_context(group: Any, args: Sequence[str]) -> Any:
 
 
 def complete() -> int:
-    """Answer the shell that set ``_CKPTTOOL_COMPLETE``: print what it can offer, or the script that it sources."""
+    """Answer the shell that set ``_CKPTTOOL_COMPLETE``: print what it can offer, or the script that
+    it sources.
+    """
     with suppress(SystemExit, typer.Exit):
         _group().main(prog_name="ckpttool")
     return 0
@@ -74,7 +92,9 @@ def _command_first(args: Sequence[str]) -> Sequence[str]:
     """Return the words with the common options that come before the command after it."""
     if not args[0].startswith("-"):
         return args
-    takes_value = {flag: mark.metavar is not None for mark in common_options() for flag in mark.flags}
+    takes_value = {
+        flag: mark.metavar is not None for mark in common_options() for flag in mark.flags
+    }
     at = 0
     while at < len(args) and (flag := args[at].partition("=")[0]) in takes_value:
         at += 2 if takes_value[flag] and flag == args[at] else 1
@@ -118,7 +138,8 @@ def _root(
 class _WithoutPydantic:
     """A command whose values typer converts as they are, if they need no conversion.
 
-    typer 0.29 and newer ask pydantic, also about texts and options that are left out. It takes 0.1 s to import.
+    typer 0.29 and newer ask pydantic, also about texts and options that are left out. It takes 0.1
+    s to import.
     """
 
     described: Mapping[str, Param] = {}
@@ -126,7 +147,10 @@ class _WithoutPydantic:
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
-            is_text = param.name in self.described and self.described[param.name].kind in (str, list[str])
+            is_text = param.name in self.described and self.described[param.name].kind in (
+                str,
+                list[str],
+            )
             param._runtime_param = _Conversion(param, is_text)
         return params
 
@@ -158,7 +182,11 @@ class _Group(_WithoutPydantic, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in COMMANDS and not ctx.resilient_parsing:
             near = get_close_matches(args[0], COMMANDS, 1)
-            hint = f"did you mean `ckpttool {near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}"
+            hint = (
+                f"did you mean `ckpttool {near[0]}`?"
+                if near
+                else (f"the commands are {', '.join(COMMANDS)}")
+            )
             raise CkptError(f"no such command: {args[0]}", hint=f"{hint} (more: ckpttool --help)")
         return super().resolve_command(ctx, args)
 
@@ -167,13 +195,20 @@ class _Command(_WithoutPydantic, TyperCommand):
     """A command whose help has the options under headings."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return ["[OPTIONS]", *(str(param.mark.metavar) for param in self.described.values() if not param.flags)]
+        return [
+            "[OPTIONS]",
+            *(str(param.mark.metavar) for param in self.described.values() if not param.flags),
+        ]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[Any]] = {title: [] for title in _GROUPS}
         for param in self.described.values():
             mark = param.mark
-            title, spelled = (mark.group, mark.spelled) if isinstance(mark, Option) else ("Arguments", mark.metavar)
+            title, spelled = (
+                (mark.group, mark.spelled)
+                if isinstance(mark, Option)
+                else ("Arguments", mark.metavar)
+            )
             groups[title].append((spelled, mark.help))
         common = ", ".join(spelled.split()[0].rstrip(",") for spelled, _ in groups.pop(COMMON))
         for title, rows in groups.items():
@@ -190,7 +225,8 @@ def _typed(name: str, command: Command) -> _Command:
     """Return the command with a signature that typer reads."""
 
     defaults = {
-        key: None if param.default is Parameter.empty else param.default for key, param in command.params.items()
+        key: None if param.default is Parameter.empty else param.default
+        for key, param in command.params.items()
     }
 
     def run_it(**values: Any) -> int | None:
@@ -199,7 +235,9 @@ def _typed(name: str, command: Command) -> _Command:
 
     parameters = [
         *(
-            Parameter(name, Parameter.KEYWORD_ONLY, default=param.default, annotation=_annotation(param))
+            Parameter(
+                name, Parameter.KEYWORD_ONLY, default=param.default, annotation=_annotation(param)
+            )
             for name, param in command.params.items()
         ),
     ]
@@ -225,7 +263,10 @@ def _annotation(param: Param) -> Any:
 
     callback = None if mark.check is None else checked
     return Annotated[
-        param.kind, typer.Option(*mark.flags, metavar=mark.metavar, help=mark.help, min=mark.least, callback=callback)
+        param.kind,
+        typer.Option(
+            *mark.flags, metavar=mark.metavar, help=mark.help, min=mark.least, callback=callback
+        ),
     ]
 
 
@@ -243,10 +284,17 @@ def _error_of(error: Any, args: Sequence[str]) -> CkptError:
     outs = {flag for param in context.command.params if param.name == "out" for flag in param.opts}
     if outs and outs.isdisjoint(args) and args.count(extra) == 1:
         place = args.index(extra)
-        return CkptError(message, hint=f"-o names the output: {shell('ckpttool', *args[:place], '-o', *args[place:])}")
+        return CkptError(
+            message,
+            hint=f"-o names the output: {shell('ckpttool', *args[:place], '-o', *args[place:])}",
+        )
     is_unknown = hasattr(error, "possibilities") and context.parent is not None
     flag = getattr(error, "option_name", "") if is_unknown else ""
-    others = [name for name in COMMANDS if flag in (f"--{name}", *_spellings(load(name)))] if flag else []
+    others = (
+        [name for name in COMMANDS if flag in (f"--{name}", *_spellings(load(name)))]
+        if flag
+        else []
+    )
     near = get_close_matches(flag, getattr(error, "possibilities", None) or (), 1)
     usage = " ".join(context.get_usage().split())[len("Usage:") :]
     hint = f"did you mean {near[0]}?" if near and not others else f"usage:{usage}"
@@ -256,4 +304,6 @@ def _error_of(error: Any, args: Sequence[str]) -> CkptError:
 
 
 def _spellings(command: Command) -> list[str]:
-    return [flag for name, param in command.params.items() for flag in (param.flags or (f"--{name}",))]
+    return [
+        flag for name, param in command.params.items() for flag in (param.flags or (f"--{name}",))
+    ]

@@ -1,4 +1,6 @@
-"""A progress bar on stderr, and with ``-v`` one line on the bytes that were read, moved and written."""
+"""A progress bar on stderr, and with ``-v`` one line on the bytes that were read, moved and
+written.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ PATIENCE = 1.0  # seconds before anything is shown
 
 @contextmanager
 def watched(verbose: bool) -> Iterator[None]:
-    """Show a bar for long work on a terminal while the block runs; at its end print the counts, if `verbose`."""
+    """Show a bar for long work on a terminal while the block runs; at its end print the counts, if
+    `verbose`.
+    """
     progress.begin()
     begun = time.monotonic()
     try:
@@ -32,7 +36,9 @@ def watched(verbose: bool) -> Iterator[None]:
 
 @contextmanager
 def _bar(title: str, total: int | None) -> Iterator[Callable[[int], object]]:
-    """Show on a terminal how many of `total` bytes are done, how fast, and the time left: a `Progress`."""
+    """Show on a terminal how many of `total` bytes are done, how fast, and the time left: a
+    `Progress`.
+    """
     if is_quiet() or not sys.stderr.isatty():
         yield lambda count: None
         return
@@ -44,7 +50,9 @@ def _bar(title: str, total: int | None) -> Iterator[Callable[[int], object]]:
 
 
 class _Bar:
-    """A bar that counts from the start, and appears after `PATIENCE`, also if nothing has been counted."""
+    """A bar that counts from the start, and appears after `PATIENCE`, also if nothing has been
+    counted.
+    """
 
     def __init__(self, title: str, total: int | None) -> None:
         from threading import Lock, Timer
@@ -78,7 +86,13 @@ class _Bar:
 
 def _rich(knows_the_end: bool) -> Any:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import TransferSpeedColumn as Rate
 
     left = TimeRemainingColumn() if knows_the_end else TimeElapsedColumn()
@@ -94,7 +108,10 @@ def _on_tracing(seconds: float) -> str:
     ):  # `trace` itself reads no file
         return ""
     ((command, taken),) = traced.items()
-    return f"hint: torch and the model's code took {taken:.2f} s; names.json in its place needs neither: {command}\n"
+    return (
+        f"hint: torch and the model's code took {taken:.2f} s; names.json in its place needs"
+        f" neither: {command}\n"
+    )
 
 
 def _line(seconds: float) -> str:
@@ -102,7 +119,8 @@ def _line(seconds: float) -> str:
     made = f"moved {human_bytes(counts.moved)}, computed {human_bytes(counts.computed)}"
     rank = "" if job is None else f" (rank {job.rank} of {job.size})"
     return (
-        f"summary: {seconds:.2f} s; read {human_bytes(counts.read)} of {plural(len(counts.files), 'file')}; "
+        f"summary: {seconds:.2f} s; read {human_bytes(counts.read)} of"
+        f" {plural(len(counts.files), 'file')}; "
         f"{made}, wrote {human_bytes(counts.written)}; "
         f"fetched {human_bytes(counts.fetched)} in {plural(counts.requests, 'request')}{rank}"
     )

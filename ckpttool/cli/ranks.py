@@ -1,4 +1,5 @@
-"""A command under torchrun: all ranks share the commands in `SHARED`; the first rank runs every other one.
+"""A command under torchrun: all ranks share the commands in `SHARED`; the first rank runs every
+other one.
 
 Only the first rank prints, and all of them end with the same status.
 """
@@ -20,7 +21,9 @@ _HEARD = Failure(2)  # of a rank that stopped because another one failed
 
 
 def run(args: list[str], run_one: Callable[[list[str]], int]) -> int:
-    """Return the status of the command line, the same on every rank. Raise `OfAllRanks` if any rank failed."""
+    """Return the status of the command line, the same on every rank. Raise `OfAllRanks` if any rank
+    failed.
+    """
     if os.environ.get("RANK", "0") != "0":
         sys.stdout = sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
     from ckpttool import __version__
@@ -45,7 +48,9 @@ def run(args: list[str], run_one: Callable[[list[str]], int]) -> int:
 
 
 def _verdict(job: Job, mine: Failure | int) -> int:
-    """Return the status of all ranks. Raise `OfAllRanks` if one failed; only the first rank's has a message."""
+    """Return the status of all ranks. Raise `OfAllRanks` if one failed; only the first rank's has a
+    message.
+    """
     job.tell(f"end/{job.rank}", asdict(mine) if isinstance(mine, Failure) else mine)
     if not job.is_first:
         status: int = job.hear("verdict", whatever=True)
@@ -70,10 +75,19 @@ def _failure(end: dict[str, object]) -> Failure:
 
 
 def _together(failures: dict[int, Failure]) -> Failure | None:
-    """Return the failure of the first rank that failed, with the other messages of the others as problems."""
+    """Return the failure of the first rank that failed, with the other messages of the others as
+    problems.
+    """
     if not failures:
         return None
     first = next(iter(failures.values()))
-    more = {one.message: rank for rank, one in reversed(failures.items()) if one.message != first.message}
-    others = (Problem(message, f"rank {rank}") for message, rank in sorted(more.items(), key=lambda item: item[1]))
+    more = {
+        one.message: rank
+        for rank, one in reversed(failures.items())
+        if one.message != first.message
+    }
+    others = (
+        Problem(message, f"rank {rank}")
+        for message, rank in sorted(more.items(), key=lambda item: item[1])
+    )
     return replace(first, problems=(*first.problems, *others))

@@ -1,4 +1,6 @@
-"""stdout and stderr: encoding, `--quiet`, warnings, the log; and the temporary folder that torch leaves behind."""
+"""stdout and stderr: encoding, `--quiet`, warnings, the log; and the temporary folder that torch
+leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _OLD_COMMAND = "##["
 
 
 def set_up() -> None:
-    r"""Write characters that the encoding of a stream lacks as ``\uXXXX``, which JSON reads back."""
+    r"""Write characters that the encoding of a stream lacks as ``\uXXXX``, which JSON reads
+    back.
+    """
     codecs.register_error(_ESCAPES, _escaped)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -36,7 +40,9 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
 
 
 def for_log(text: str, format: str) -> str:
-    """Return the output for the log of a GitHub job, whose runner must not obey a key in it as a command."""
+    """Return the output for the log of a GitHub job, whose runner must not obey a key in it as a
+    command.
+    """
     if os.environ.get("GITHUB_ACTIONS") != "true" or format == "github":
         return text
     from ckpttool.report.renderers.github import inert
@@ -76,7 +82,8 @@ LEVELS = ("debug", "info", "warning", "error")
 
 @contextmanager
 def logged() -> Iterator[None]:
-    """Log while the block runs, if ``CKPTTOOL_LOG`` is set: ``info`` reports fetched bytes, ``debug`` every request.
+    """Log while the block runs, if ``CKPTTOOL_LOG`` is set: ``info`` reports fetched bytes,
+    ``debug`` every request.
 
     Raise `CkptError` if it is not a level.
     """
@@ -85,7 +92,9 @@ def logged() -> Iterator[None]:
         yield
         return
     if level not in LEVELS:
-        raise CkptError(f"CKPTTOOL_LOG={level}: no such level", hint=f"choose one of {', '.join(LEVELS)}")
+        raise CkptError(
+            f"CKPTTOOL_LOG={level}: no such level", hint=f"choose one of {', '.join(LEVELS)}"
+        )
     import logging
 
     from ckpttool.io.remote import log_fetched
@@ -105,14 +114,17 @@ def logged() -> Iterator[None]:
 
 @contextmanager
 def collected() -> Iterator[None]:
-    """At the end of the block, write a ``warning:`` line for each place of torch or the user's code that warned.
+    """At the end of the block, write a ``warning:`` line for each place of torch or the user's code
+    that warned.
 
     It has the first text of the place, and how often it warned.
     """
     texts: dict[str, str] = {}
     count: Counter[str] = Counter()
 
-    def collect(message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any) -> None:
+    def collect(
+        message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any
+    ) -> None:
         place = f"{filename}:{lineno}"
         count[place] += 1
         first = next(iter(str(message).strip().splitlines()), "")
@@ -131,7 +143,9 @@ def collected() -> Iterator[None]:
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """Remove the empty folder that importing ``torch._dynamo`` leaves among the temporary files, if it is new."""
+    """Remove the empty folder that importing ``torch._dynamo`` leaves among the temporary files, if
+    it is new.
+    """
     begun = time.time()
     try:
         yield

@@ -18,7 +18,7 @@ ckpttool inspects, diffs and converts PyTorch checkpoints. The commands that you
   ckpttool swap-weights deployed.pt2 train.pt -o new.pt2             new weights for an exported program
 
 All commands: ckpttool --help
-"""
+"""  # noqa: E501
 _PATTERNS = """\
 Patterns name keys, in --drop, --filter, --ignore and --rule:
 
@@ -54,7 +54,9 @@ EXIT_STATUS = "0: no differences, or success; 1: differences, or refused; 2: err
 
 
 def text(topic: str = "") -> str | None:
-    """Return the text of a topic, of no topic what `ckpttool` alone prints; None if there is no such topic."""
+    """Return the text of a topic, of no topic what `ckpttool` alone prints; None if there is no
+    such topic.
+    """
     if topic == "options":
         marks = (*common_options(), Option("-h, --help", "The help of the command."))
         rows = [f"  {mark.spelled:<20} {mark.help}" for mark in marks]

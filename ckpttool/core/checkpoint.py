@@ -28,10 +28,11 @@ class _Weak:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lazy(_Weak):
-    """`length` bytes that do not exist yet: `produce()` yields them, part by part, when they are written.
+    """`length` bytes that do not exist yet: `produce()` yields them, part by part, when they are
+    written.
 
-    A buffer among the parts is valid until the next part. `produce` may raise `CkptError`. `reads`: bytes that are
-    read for them; `memory`: bytes that are held meanwhile, by default `length`.
+    A buffer among the parts is valid until the next part. `produce` may raise `CkptError`. `reads`:
+    bytes that are read for them; `memory`: bytes that are held meanwhile, by default `length`.
     """
 
     length: int
@@ -54,13 +55,17 @@ def length_of(part: Part) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """The bytes behind one or more tensors. Tensors that share a storage hold the same `Storage` object."""
+    """The bytes behind one or more tensors. Tensors that share a storage hold the same `Storage`
+    object.
+    """
 
     data: Span | Lazy
 
     @property
     def held(self) -> int:
-        """Bytes of memory that its content needs while it is computed; a file is read in small parts."""
+        """Bytes of memory that its content needs while it is computed; a file is read in small
+        parts.
+        """
         return 0 if isinstance(self.data, Span) else self.data.held
 
     @property
@@ -72,10 +77,11 @@ class Storage:
 class TensorEntry:
     """One named tensor: its geometry and its storage.
 
-    `shape`, `stride` and `offset` count elements, as in torch. `storage` is None if the bytes are not one strided block
-    (see `layout`: ``sparse_coo``, ``quantized``, ``subclass``, ``meta``, ...); such a tensor can be renamed and copied
-    within its format, but not computed with or converted. `packed_bytes` is its size. `payload` is the reader's own
-    record of the entry, for the writer of the same format.
+    `shape`, `stride` and `offset` count elements, as in torch. `storage` is None if the bytes are
+    not one strided block (see `layout`: ``sparse_coo``, ``quantized``, ``subclass``, ``meta``,
+    ...); such a tensor can be renamed and copied within its format, but not computed with or
+    converted. `packed_bytes` is its size. `payload` is the reader's own record of the entry, for
+    the writer of the same format.
     """
 
     key: str
@@ -96,7 +102,15 @@ class TensorEntry:
     @property
     def geometry(self) -> tuple[Any, ...]:
         """All fields but the key and the payload."""
-        return (self.dtype, self.shape, self.stride, self.offset, self.storage, self.layout, self.packed_bytes)
+        return (
+            self.dtype,
+            self.shape,
+            self.stride,
+            self.offset,
+            self.storage,
+            self.layout,
+            self.packed_bytes,
+        )
 
     @property
     def numel(self) -> int:
@@ -105,18 +119,26 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        return self.packed_bytes if self.storage is None else prod(self.shape) * itemsize(self.dtype)
+        return (
+            self.packed_bytes if self.storage is None else prod(self.shape) * itemsize(self.dtype)
+        )
 
     @property
     def end(self) -> int:
-        """One past the last element of the storage that the tensor reaches; 0 for a tensor without elements."""
+        """One past the last element of the storage that the tensor reaches; 0 for a tensor without
+        elements.
+        """
         if not self.numel:
             return 0
-        return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride))
+        return (
+            self.offset + 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride))
+        )
 
     @property
     def is_contiguous(self) -> bool:
-        """True if the elements are adjacent in row-major order, as in ``Tensor.is_contiguous()``."""
+        """True if the elements are adjacent in row-major order, as in
+        ``Tensor.is_contiguous()``.
+        """
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride)):
             if size != 1 and stride != expected and self.numel:
@@ -126,15 +148,23 @@ class TensorEntry:
 
     @property
     def span(self) -> Span | None:
-        """The bytes of the elements in row-major order, or None if they must be gathered or computed."""
-        if self.storage is None or not isinstance(self.storage.data, Span) or not self.is_contiguous:
+        """The bytes of the elements in row-major order, or None if they must be gathered or
+        computed.
+        """
+        if (
+            self.storage is None
+            or not isinstance(self.storage.data, Span)
+            or not self.is_contiguous
+        ):
             return None
         data = self.storage.data
         return Span(data.path, data.offset + self.offset * itemsize(self.dtype), self.nbytes)
 
     @property
     def identity(self) -> object:
-        """Equal for two entries if they are the same elements of the same storage (one tensor, two names)."""
+        """Equal for two entries if they are the same elements of the same storage (one tensor, two
+        names).
+        """
         if self.storage is None:
             return (id(self.payload),) if self.payload is not None else (self.key,)
         return (id(self.storage), self.offset, self.shape, self.stride, self.dtype)
@@ -147,17 +177,24 @@ def in_row_major(
 
 
 class Payload:
-    """A reader's own record of an entry, for the writer of the same format, and what its bytes alone do not tell."""
+    """A reader's own record of an entry, for the writer of the same format, and what its bytes
+    alone do not tell.
+    """
 
     __slots__ = ()
-    meaning: str = ""  # an entry that the values depend on: with another one the same bytes are another value
+    # an entry that the values depend on: with another one the same bytes are another value
+    meaning: str = ""
 
     def content(self) -> bytes | None:
-        """Return the complete content, equal for equal content in any file; None if unknown. Reads the storages."""
+        """Return the complete content, equal for equal content in any file; None if unknown. Reads
+        the storages.
+        """
         return None
 
     def resolved(self, entry: TensorEntry) -> TensorEntry:
-        """Return the entry as a dense tensor if it is lazily conjugated or negated; else the entry itself."""
+        """Return the entry as a dense tensor if it is lazily conjugated or negated; else the entry
+        itself.
+        """
         return entry
 
     def lost(self, entry: TensorEntry) -> str:
@@ -167,10 +204,12 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class ExtraEntry:
-    """An entry of a state_dict that is not a tensor (``_extra_state``, a version number); it is copied completely.
+    """An entry of a state_dict that is not a tensor (``_extra_state``, a version number); it is
+    copied completely.
 
-    `value` is the plain Python value (numbers, strings, lists, dicts), if it is one, else None. `tensors` are the
-    tensors inside it (a tuple of packed parameters, a nested dict), with keys relative to the entry.
+    `value` is the plain Python value (numbers, strings, lists, dicts), if it is one, else None.
+    `tensors` are the tensors inside it (a tuple of packed parameters, a nested dict), with keys
+    relative to the entry.
     """
 
     key: str
@@ -210,15 +249,17 @@ KINDS = ("state_dict", "optimizer", "other")
 @public
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One state dict in a file. `path` is the dotted way to it from the file's root (``""`` is the root itself).
+    """One state dict in a file. `path` is the dotted way to it from the file's root (``""`` is the
+    root itself).
 
-    `kind` is one of `KINDS`: ``other`` are tensors outside of all state dicts. `modules` are the module paths of the
-    state dict's ``_metadata`` with their payloads (versions), in file order, or None if it has none; torch ignores a
-    path that is not a string, and it is copied. `mapping` is an optimizer's complete state dict: Python's own dicts,
-    lists, tuples and scalars, with a `TensorEntry` for each of `tensors` and an `ExtraEntry` for any other object; None
-    for other kinds. `form` is the form of a model's names that
-    is recorded in the file, because the names alone do not tell it (`formats.form_mark`). `in_lightning`: the section
-    was picked from a Lightning checkpoint, so a common prefix of its keys is the LightningModule's attribute.
+    `kind` is one of `KINDS`: ``other`` are tensors outside of all state dicts. `modules` are the
+    module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or
+    None if it has none; torch ignores a path that is not a string, and it is copied. `mapping` is
+    an optimizer's complete state dict: Python's own dicts, lists, tuples and scalars, with a
+    `TensorEntry` for each of `tensors` and an `ExtraEntry` for any other object; None for other
+    kinds. `form` is the form of a model's names that is recorded in the file, because the names
+    alone do not tell it (`formats.form_mark`). `in_lightning`: the section was picked from a
+    Lightning checkpoint, so a common prefix of its keys is the LightningModule's attribute.
     """
 
     path: str
@@ -277,10 +318,12 @@ def own_storages(tensors: Collection[TensorEntry]) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Readings:
-    """Other readings of a file of nested dicts: only a model's names can tell which dict is one state dict.
+    """Other readings of a file of nested dicts: only a model's names can tell which dict is one
+    state dict.
 
-    `dicts` are the keys of each dict that was not read as a state dict, by its dotted path; `sections` is the result.
-    `again(paths)` reads the file with the dicts at these paths as state dicts.
+    `dicts` are the keys of each dict that was not read as a state dict, by its dotted path;
+    `sections` is the result. `again(paths)` reads the file with the dicts at these paths as state
+    dicts.
     """
 
     dicts: Mapping[str, Sequence[str]]
@@ -293,18 +336,20 @@ class Readings:
 class Checkpoint:
     """The index of one checkpoint.
 
-    `source` is what the user named, `format` its name in `formats.table.FORMATS`, `nbytes` the size of the file.
-    `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``), and
-    `objects` the values there, with the objects around sections and tensors (without these): each can be compared.
-    `imports` are the classes and functions that its pickles import, dangerous ones first, but for torch's own and
-    Python's containers; they are the imports of the whole file, also if one section of it was picked.
-    `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
-    modules of its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it is).
-    `notes` say, in sentences, what the reader found odd and read all the same. Every storage of the file belongs
-    to a tensor in `sections`, or is in `unreached`. `other_files` are files of the folder that belong to the checkpoint
-    and are not read (Megatron's ``common.pt``). `readings` are set where the file could be read
-    in another way, and are about nothing but the `sections` that were read. `files` are the paths and URLs that
-    were opened for the index, each as it was then (`io.sources.State`, `io.remote.Stat`).
+    `source` is what the user named, `format` its name in `formats.table.FORMATS`, `nbytes` the size
+    of the file. `others` are the dotted paths of everything in the file that belongs to no state
+    dict (``epoch``, ``args``), and `objects` the values there, with the objects around sections and
+    tensors (without these): each can be compared. `imports` are the classes and functions that its
+    pickles import, dangerous ones first, but for torch's own and Python's containers; they are the
+    imports of the whole file, also if one section of it was picked. `metadata` is the safetensors
+    ``__metadata__``. `container` is the reader's own view of the rest of the file; the modules of
+    its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it
+    is). `notes` say, in sentences, what the reader found odd and read all the same. Every storage
+    of the file belongs to a tensor in `sections`, or is in `unreached`. `other_files` are files of
+    the folder that belong to the checkpoint and are not read (Megatron's ``common.pt``). `readings`
+    are set where the file could be read in another way, and are about nothing but the `sections`
+    that were read. `files` are the paths and URLs that were opened for the index, each as it was
+    then (`io.sources.State`, `io.remote.Stat`).
     """
 
     source: str
@@ -335,31 +380,49 @@ class Checkpoint:
         return tuple(section for section in self.sections if section.kind == "optimizer")
 
     def read_as(self, paths: Iterable[str]) -> Checkpoint:
-        """Return the same file with the dicts at `paths` read as state dicts; itself if nothing changes."""
+        """Return the same file with the dicts at `paths` read as state dicts; itself if nothing
+        changes.
+        """
         other = self.readings
         if other is None or other.sections is not self.sections:
             return self
         found = [path for path in paths if path in other.dicts]
-        return replace(other.again(found), imports=self.imports, files=self.files) if found else self
+        return (
+            replace(other.again(found), imports=self.imports, files=self.files) if found else self
+        )
 
     def read_for(self, wanted: Iterable[tuple[str, str]]) -> Checkpoint:
-        """Return the reading of the same file that has most of the `wanted` pairs of a section's path and a key."""
+        """Return the reading of the same file that has most of the `wanted` pairs of a section's
+        path and a key.
+        """
         have = self.entries()
         return self.read_as({at[0] for at in wanted if at not in have})
 
     def entries(self) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
-        return {(section.path, key): entry for section in self.sections for key, entry in section.by_key().items()}
+        return {
+            (section.path, key): entry
+            for section in self.sections
+            for key, entry in section.by_key().items()
+        }
 
     def part(self, path: str) -> str:
-        """Return how the user names the section at `path`; for an object in memory, the Python expression."""
+        """Return how the user names the section at `path`; for an object in memory, the Python
+        expression.
+        """
         if self.format == "memory":
             return "ckpt" + "".join(f"[{name!r}]" for name in path.split("."))
         return f"{self.source}::{path}"
 
     @property
     def inspect_call(self) -> str:
-        """The command, or for an object in memory the Python call, that lists what the checkpoint holds."""
-        return "ckpttool.inspect(ckpt)" if self.format == "memory" else shell("ckpttool", "inspect", self.source)
+        """The command, or for an object in memory the Python call, that lists what the checkpoint
+        holds.
+        """
+        return (
+            "ckpttool.inspect(ckpt)"
+            if self.format == "memory"
+            else shell("ckpttool", "inspect", self.source)
+        )
 
     def section(self, path: str) -> Section:
         """Return the section at `path`. Raises KeyError if there is none."""

@@ -1,7 +1,7 @@
 """The codes of everything that a report says: what each means, an example, and what to do about it.
 
-They are the rows of ``codes.md``, which is also a page of the documentation. `ckpttool explain CODE` prints one. Codes
-are stable; sentences may change.
+They are the rows of ``codes.md``, which is also a page of the documentation. `ckpttool explain
+CODE` prints one. Codes are stable; sentences may change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ KINDS = {
 @public
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A code with its meaning, a line of a report that has it, and how to fix it. `kind` is one of `KINDS`."""
+    """A code with its meaning, a line of a report that has it, and how to fix it. `kind` is one of
+    `KINDS`.
+    """
 
     code: str
     kind: str

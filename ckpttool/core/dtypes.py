@@ -8,10 +8,11 @@ from ckpttool.core.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """A row of the table. `name` is torch's without ``torch.``; None where a format has no word for the dtype.
+    """A row of the table. `name` is torch's without ``torch.``; None where a format has no word for
+    the dtype.
 
-    `safetensors` is the header's code, `storage` the pickled storage class in ``torch``, `pt2` the number in
-    ``torch._export.serde.schema.ScalarType``.
+    `safetensors` is the header's code, `storage` the pickled storage class in ``torch``, `pt2` the
+    number in ``torch._export.serde.schema.ScalarType``.
     """
 
     name: str
@@ -63,14 +64,18 @@ BY_NAME = {row.name: row for row in TABLE}
 BY_SAFETENSORS = {row.safetensors: row for row in TABLE if row.safetensors}
 BY_STORAGE = {row.storage: row for row in TABLE if row.storage}
 BY_PT2 = {row.pt2: row for row in TABLE if row.pt2 is not None}
-PLAIN = frozenset(row.name for row in TABLE if row.pt2 is not None)  # torch converts from and to these
+# torch converts from and to these
+PLAIN = frozenset(row.name for row in TABLE if row.pt2 is not None)
 
 
 def itemsize(name: str) -> int:
-    """Bytes of one element of the dtype. Raises `CkptError` for a name that the table does not know."""
+    """Bytes of one element of the dtype. Raises `CkptError` for a name that the table does not
+    know.
+    """
     try:
         return BY_NAME[name].itemsize
     except KeyError:
         raise CkptError(
-            f"unknown dtype {name!r}", hint="this file needs a newer ckpttool: pip install -U ckpttool"
+            f"unknown dtype {name!r}",
+            hint="this file needs a newer ckpttool: pip install -U ckpttool",
         ) from None

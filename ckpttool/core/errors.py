@@ -35,8 +35,8 @@ _SHOWN = 20  # problems in a traceback
 class CkptError(Exception):
     """No answer: bad usage, unreadable or unsafe input, I/O failure (exit status 2).
 
-    `message` is one line; `hint` says what to do about it, with a command that can be pasted where there is one;
-    `problems` lists every place at once.
+    `message` is one line; `hint` says what to do about it, with a command that can be pasted where
+    there is one; `problems` lists every place at once.
     """
 
     exit_status = 2
@@ -52,18 +52,26 @@ class CkptError(Exception):
         """Set what a traceback shows after the message, from Python 3.11 on."""
         shown = [f"  {problem}" for problem in self.problems[:_SHOWN]]
         more = len(self.problems) - len(shown)
-        self.__notes__ = [*shown, *([f"  and {more} more"] if more > 0 else []), f"hint: {self.hint}"]
+        self.__notes__ = [
+            *shown,
+            *([f"  and {more} more"] if more > 0 else []),
+            f"hint: {self.hint}",
+        ]
 
     def rewrite(self, change: Callable[[str], str]) -> None:
         """Change the texts of the error."""
         self.message = change(self.message)
         self.hint = change(self.hint)
-        self.problems = tuple(Problem(change(one.problem), one.key, one.kind) for one in self.problems)
+        self.problems = tuple(
+            Problem(change(one.problem), one.key, one.kind) for one in self.problems
+        )
         self.args = (self.message,)
         self._add_notes()
 
 
 class Refused(CkptError):
-    """The answer is no: a change that would lose, collide, guess or not fit. Nothing was written (exit status 1)."""
+    """The answer is no: a change that would lose, collide, guess or not fit. Nothing was written
+    (exit status 1).
+    """
 
     exit_status = 1

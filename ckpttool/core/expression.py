@@ -1,4 +1,6 @@
-"""Expressions: how one tensor is computed from others. A `Ref` names a tensor, an `Op` applies a torch operator."""
+"""Expressions: how one tensor is computed from others. A `Ref` names a tensor, an `Op` applies a
+torch operator.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """An argument that JSON has no literal for: `kind` is ``dtype``, ``layout``, ``memory_format`` or ``device``."""
+    """An argument that JSON has no literal for: `kind` is ``dtype``, ``layout``, ``memory_format``
+    or ``device``.
+    """
 
     kind: str
     name: str
@@ -29,7 +33,9 @@ class Special:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """`op` is the operator's full name: ``aten.cat.default``, ``getitem``, or ``opaque`` (no operator)."""
+    """`op` is the operator's full name: ``aten.cat.default``, ``getitem``, or ``opaque`` (no
+    operator).
+    """
 
     op: str
     args: tuple["Argument", ...] = ()
@@ -40,13 +46,15 @@ Expression = Union[Ref, Op]
 Argument = Union[Ref, Op, Special, None, bool, int, float, str, tuple["Argument", ...]]
 
 CAST = "aten._to_copy.default"
-OPAQUE = "opaque"  # computed by code that cannot be written down as operators; args are the tensors that it read
+# computed by code that cannot be written down as operators; args are the tensors that it read
+OPAQUE = "opaque"
 LOADED, SAVED = (
     "model.load",
     "model.save",
 )  # a run of a model's own code; args are the name there, and the tensors that it read
 BY_CODE = {LOADED: "load_state_dict", SAVED: "state_dict"}  # way -> the model's method
-MAX_DEPTH = 200  # operators and lists inside each other that are read from JSON; evaluation recurses as deep
+# operators and lists inside each other that are read from JSON; evaluation recurses as deep
+MAX_DEPTH = 200
 _SPECIAL_KINDS = ("dtype", "layout", "memory_format", "device", "complex")
 
 
@@ -73,7 +81,11 @@ def refs(expression: Argument) -> Iterator[str]:
 
 def without_cast(expression: Expression) -> Expression:
     """Return what a cast converts; other expressions as they are."""
-    if isinstance(expression, Op) and expression.op == CAST and isinstance(expression.args[0], (Ref, Op)):
+    if (
+        isinstance(expression, Op)
+        and expression.op == CAST
+        and isinstance(expression.args[0], (Ref, Op))
+    ):
         return without_cast(expression.args[0])
     return expression
 
@@ -87,7 +99,9 @@ def operators(expression: Argument) -> Iterator[str]:
 
 
 def is_opaque(expression: Argument) -> bool:
-    """Return True if a part of the value was computed by code that cannot be recorded as operators."""
+    """Return True if a part of the value was computed by code that cannot be recorded as
+    operators.
+    """
     return OPAQUE in operators(expression)
 
 
@@ -124,24 +138,35 @@ def substitute(expression: Argument, replace: Callable[[str], Argument]) -> Argu
 
 
 def with_calls(expression: Expression, replace: Callable[[Op], Expression]) -> Expression:
-    made = _rebuilt(expression, lambda node: replace(node) if isinstance(node, Op) and node.op in BY_CODE else node)
+    made = _rebuilt(
+        expression,
+        lambda node: replace(node) if isinstance(node, Op) and node.op in BY_CODE else node,
+    )
     assert isinstance(made, (Ref, Op))
     return made
 
 
 def _rebuilt(expression: Argument, replace: Callable[[Expression], Argument]) -> Argument:
-    """Return the expression with the parts that `replace` changes, which is called from the outside in."""
+    """Return the expression with the parts that `replace` changes, which is called from the outside
+    in.
+    """
     if isinstance(expression, tuple):
         return tuple(_rebuilt(item, replace) for item in expression)
     made = replace(expression) if isinstance(expression, (Ref, Op)) else expression
     if made is not expression or not isinstance(expression, Op):
         return made
     args = tuple(_rebuilt(arg, replace) for arg in expression.args)
-    return Op(expression.op, args, tuple((name, _rebuilt(value, replace)) for name, value in expression.kwargs))
+    return Op(
+        expression.op,
+        args,
+        tuple((name, _rebuilt(value, replace)) for name, value in expression.kwargs),
+    )
 
 
 def to_json(expression: Argument) -> Any:
-    """Return the JSON form: ``{"ref": KEY}`` or ``{"op": NAME, "args": [...], "kwargs": {...}}``."""
+    """Return the JSON form: ``{"ref": KEY}`` or ``{"op": NAME, "args": [...], "kwargs":
+    {...}}``.
+    """
     if isinstance(expression, Ref):
         return {"ref": expression.key}
     if isinstance(expression, Op):
@@ -172,7 +197,12 @@ def _read(value: Any) -> Argument:
 
 
 def _leaf(kind: str, value: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": {kind: value}, "required": [kind], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": {kind: value},
+        "required": [kind],
+        "additionalProperties": False,
+    }
 
 
 _ANY_ARGUMENT, _TEXT = {"$ref": "#/$defs/argument"}, {"type": "string"}
@@ -219,7 +249,9 @@ def _problems(value: Any, path: Path, depth: int = 0) -> Iterator[Problem]:
             yield from _problems(item, ((path, "kwargs"), name), depth + 1)
     elif isinstance(value, dict):
         ((kind, name),) = value.items() if len(value) == 1 else ((None, None),)
-        special = kind in ("ref", *_SPECIAL_KINDS) or (kind == "float" and name in ("inf", "-inf", "nan"))
+        special = kind in ("ref", *_SPECIAL_KINDS) or (
+            kind == "float" and name in ("inf", "-inf", "nan")
+        )
         if not special or not isinstance(name, str):
             yield Problem(f"not an expression: {str(value)[:80]}", at(path))
     elif value is not None and not isinstance(value, (bool, int, float, str)):
@@ -233,7 +265,9 @@ def _problems_at_top(value: Any, path: Path) -> Iterator[Problem]:
 
 
 def _in_json(problems: Callable[[Any, Path], Iterator[Problem]], name: str) -> Kind:
-    """Return the kind; its schema refers to a definition that the JSON Schema must have (`DEFINITIONS`)."""
+    """Return the kind; its schema refers to a definition that the JSON Schema must have
+    (`DEFINITIONS`).
+    """
     return Kind(problems, lambda closed: {"$ref": f"#/$defs/{name}"}, _read, to_json)
 
 

@@ -31,21 +31,27 @@ from ckpttool.core.values import dataclass, public
 SCHEMA = "ckpttool.names/1"
 _HINT = "write one with `ckpttool trace MODEL -o names.json`"
 SERIALIZED, RUNTIME = "serialized", "runtime"  # the two forms of a model's names
-SPECIAL = "special-tensors"  # the code of the note on tensors that may not keep the values that they load
-ON_PLACE = "key-depends-on-place"  # the code of notes on keys that depend on the place of a module in the model
-# Of a buffer or parameter that is called so: torch expects the key only of modules that define set_extra_state().
+# the code of the note on tensors that may not keep the values that they load
+SPECIAL = "special-tensors"
+# the code of notes on keys that depend on the place of a module in the model
+ON_PLACE = "key-depends-on-place"
+# Of a buffer or parameter that is called so: torch expects the key only of modules that define
+# set_extra_state().
 NAMED_EXTRA_STATE = (
-    "a tensor called _extra_state: state_dict() writes the key, and a strict load_state_dict() refuses it"
+    "a tensor called _extra_state: state_dict() writes the key, and a strict load_state_dict()"
+    " refuses it"
 )
 FSDP_FLAT = "fsdp-flat"  # the form of files in which FSDP1 saved flat parameters
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeTensor:
-    """A tensor as ``named_parameters(remove_duplicate=False)`` / ``named_buffers(remove_duplicate=False)`` list it.
+    """A tensor as ``named_parameters(remove_duplicate=False)`` /
+    ``named_buffers(remove_duplicate=False)`` list it.
 
-    `canonical` is the FQN without the segments that wrappers added; `kind` is ``parameter`` or ``buffer``; `alias_of`
-    is the first FQN of the same tensor; `shape` is None for an uninitialized (lazy) parameter.
+    `canonical` is the FQN without the segments that wrappers added; `kind` is ``parameter`` or
+    ``buffer``; `alias_of` is the first FQN of the same tensor; `shape` is None for an uninitialized
+    (lazy) parameter.
     """
 
     fqn: str
@@ -71,7 +77,9 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class SerializedKey:
-    """A tensor of ``model.state_dict()``: its expression over runtime tensors (None: from none), and its hook."""
+    """A tensor of ``model.state_dict()``: its expression over runtime tensors (None: from none),
+    and its hook.
+    """
 
     key: str
     dtype: str
@@ -82,7 +90,9 @@ class SerializedKey:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTensor:
-    """A runtime tensor after ``load_state_dict``, as an expression over serialized keys (None: no key reaches it)."""
+    """A runtime tensor after ``load_state_dict``, as an expression over serialized keys (None: no
+    key reaches it).
+    """
 
     fqn: str
     source: Expression | None
@@ -90,7 +100,8 @@ class LoadedTensor:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerParam:
-    """A parameter's position in ``optimizer.state_dict()``: its id, its FQN, the index of its param group.
+    """A parameter's position in ``optimizer.state_dict()``: its id, its FQN, the index of its param
+    group.
 
     `state` are the names of its state after one step; empty if that is not known.
     """
@@ -106,9 +117,10 @@ class OptimizerParam:
 class Names:
     """All names of one model; the fields are as in the contract's `trace` object.
 
-    `modules` are the module paths of the state dict's ``_metadata``, or None if it has none; `versions` the versions of
-    modules whose loading depends on it, else None. `optimizer_groups` are the hyperparameters of each param group, if
-    they are plain values. `notes` say what was not examined, or could not be determined.
+    `modules` are the module paths of the state dict's ``_metadata``, or None if it has none;
+    `versions` the versions of modules whose loading depends on it, else None. `optimizer_groups`
+    are the hyperparameters of each param group, if they are plain values. `notes` say what was not
+    examined, or could not be determined.
     """
 
     model: str
@@ -129,7 +141,9 @@ class Names:
 
     @property
     def ids(self) -> tuple[OptimizerParam, ...]:
-        """The parameters by optimizer id: as the optimizer has them, else in ``model.parameters()`` order."""
+        """The parameters by optimizer id: as the optimizer has them, else in ``model.parameters()``
+        order.
+        """
         if self.optimizer_class is not None:
             return self.optimizer
         parameters = [t.fqn for t in self.runtime if t.kind == "parameter" and t.alias_of is None]
@@ -141,7 +155,9 @@ class Names:
 
     @staticmethod
     def from_json(value: Any, source: str) -> Names:
-        """Read the result of `to_json`; `source` names the file in the error. Raises `CkptError` on anything else."""
+        """Read the result of `to_json`; `source` names the file in the error. Raises `CkptError` on
+        anything else.
+        """
         check_titled(NAMES, value, source, "a names file", _HINT)
         check_none(_unknown_names(value), f"{source} is not a names file", _HINT)
         found: Names = NAMES.read(value)
@@ -165,7 +181,9 @@ _RUNTIME = record(
         "alias_of": nullable(TEXT),
     },
 )
-_SERIALIZED = record(SerializedKey, {"key": TEXT, **_TENSOR, **_FROM, "hook": nullable(HOOK)}, called=_SOURCE)
+_SERIALIZED = record(
+    SerializedKey, {"key": TEXT, **_TENSOR, **_FROM, "hook": nullable(HOOK)}, called=_SOURCE
+)
 _PARAM = record(OptimizerParam, {"id": COUNT, "fqn": TEXT, "group": COUNT}, {"state": TEXTS})
 NAMES = record(
     Names,
@@ -200,11 +218,17 @@ def _unknown_names(value: Any) -> Iterator[Problem]:
     groups = len(value.get("optimizer_groups", ()))
 
     def unknown(names: Iterator[str], known: set[str], path: str) -> Iterator[Problem]:
-        yield from (Problem(f"{name!r:.100} is not a name in this file", path) for name in names if name not in known)
+        yield from (
+            Problem(f"{name!r:.100} is not a name in this file", path)
+            for name in names
+            if name not in known
+        )
 
     for number, r in enumerate(value["runtime"]):
         yield from unknown(
-            iter([r["alias_of"]] if r["alias_of"] is not None else []), runtime, f"$.runtime[{number}].alias_of"
+            iter([r["alias_of"]] if r["alias_of"] is not None else []),
+            runtime,
+            f"$.runtime[{number}].alias_of",
         )
     for number, s in enumerate(value["serialized"]):
         yield from unknown(_refs(s["from"]), runtime, f"$.serialized[{number}].from")

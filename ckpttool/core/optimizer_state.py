@@ -18,14 +18,18 @@ Param = Union[int, str]
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
-    """A param group: its parameters, and its other entries (``param_names`` too) in the file's order."""
+    """A param group: its parameters, and its other entries (``param_names`` too) in the file's
+    order.
+    """
 
     params: tuple[Param, ...]
     options: Mapping[str, Any]
 
     @property
     def param_names(self) -> tuple[str, ...] | None:
-        """The FQNs that the optimizer was given with its parameters (torch 2.6 and later), or None."""
+        """The FQNs that the optimizer was given with its parameters (torch 2.6 and later), or
+        None.
+        """
         names = self.options.get(PARAM_NAMES)
         if not isinstance(names, (list, tuple)) or len(names) != len(self.params):
             return None
@@ -39,10 +43,12 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The saved state of an optimizer. Values are plain Python, a `TensorEntry`, or an `ExtraEntry` for other objects.
+    """The saved state of an optimizer. Values are plain Python, a `TensorEntry`, or an `ExtraEntry`
+    for other objects.
 
-    `state` maps a parameter to its state by name; a parameter that took no step has none. `loose` is state without a
-    parameter, `rest` the entries other than ``state`` and ``param_groups``; both are copied.
+    `state` maps a parameter to its state by name; a parameter that took no step has none. `loose`
+    is state without a parameter, `rest` the entries other than ``state`` and ``param_groups``; both
+    are copied.
     """
 
     form: str
@@ -61,13 +67,19 @@ class OptimizerState:
 
     @property
     def is_stateless(self) -> bool:
-        """True if no parameter has any state, as before the first step, or for SGD without momentum."""
+        """True if no parameter has any state, as before the first step, or for SGD without
+        momentum.
+        """
         return all(value is None for own in self.state.values() for value in own.values())
 
     def shapes(self, param: Param) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor in a parameter's state, by the name of the state."""
         found = self.state.get(param, {})
-        return {str(name): value.shape for name, value in found.items() if isinstance(value, TensorEntry)}
+        return {
+            str(name): value.shape
+            for name, value in found.items()
+            if isinstance(value, TensorEntry)
+        }
 
 
 def renamed(state: OptimizerState, names: Mapping[Param, str]) -> OptimizerState:
@@ -75,22 +87,39 @@ def renamed(state: OptimizerState, names: Mapping[Param, str]) -> OptimizerState
     groups = []
     for group in state.groups:
         params = tuple(names[param] for param in group.params)
-        options = group.options if group.param_names is None else {**group.options, PARAM_NAMES: [*params]}
+        options = (
+            group.options
+            if group.param_names is None
+            else {**group.options, PARAM_NAMES: [*params]}
+        )
         groups.append(ParamGroup(params, options))
-    by_name: dict[Param, Mapping[Any, Any]] = {names[param]: own for param, own in state.state.items()}
+    by_name: dict[Param, Mapping[Any, Any]] = {
+        names[param]: own for param, own in state.state.items()
+    }
     return replace(state, form=FQN, groups=tuple(groups), state=by_name)
 
 
 def numbered(state: OptimizerState) -> OptimizerState:
-    """Return the state with parameters numbered in the order of the groups, as ``Optimizer.state_dict`` does."""
+    """Return the state with parameters numbered in the order of the groups, as
+    ``Optimizer.state_dict`` does.
+    """
     ids: dict[Param, Param] = {param: index for index, param in enumerate(state.params)}
-    groups = tuple(replace(group, params=tuple(ids[param] for param in group.params)) for group in state.groups)
-    return replace(state, form=ID, groups=groups, state={ids[p]: state.state[p] for p in ids if p in state.state})
+    groups = tuple(
+        replace(group, params=tuple(ids[param] for param in group.params)) for group in state.groups
+    )
+    return replace(
+        state,
+        form=ID,
+        groups=groups,
+        state={ids[p]: state.state[p] for p in ids if p in state.state},
+    )
 
 
 def looks_flat(keys: Sequence[object]) -> bool:
     """Return True if a dict with these keys is a flattened optimizer state dict."""
-    own = [key for key in keys if isinstance(key, str) and key.startswith((f"{STATE}.", f"{GROUPS}."))]
+    own = [
+        key for key in keys if isinstance(key, str) and key.startswith((f"{STATE}.", f"{GROUPS}."))
+    ]
     return len(own) == len(keys) and any(key.startswith(f"{GROUPS}.") for key in own)
 
 
@@ -101,7 +130,9 @@ def kept(mapping: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:
         if isinstance(value, Mapping):
             found[name] = kept(value, keys)
         elif name == GROUPS and isinstance(value, list):
-            found[name] = [kept(group, keys) if isinstance(group, Mapping) else group for group in value]
+            found[name] = [
+                kept(group, keys) if isinstance(group, Mapping) else group for group in value
+            ]
         elif not isinstance(value, TensorEntry) or value.key in keys:
             found[name] = value
     return found
@@ -113,7 +144,8 @@ Leaf = Callable[["tuple[str, ...]", Any], Any]
 def rebuilt(value: Any, leaf: Leaf) -> Any:
     """Return the value with ``leaf(path, part)`` for every part that has no parts.
 
-    Unchanged parts stay shared: a flattened optimizer has one list of ``param_names`` for each of its parameters.
+    Unchanged parts stay shared: a flattened optimizer has one list of ``param_names`` for each of
+    its parameters.
     """
     same: set[int] = set()
 

@@ -23,10 +23,12 @@ COMMON = "Common options"  # the group of the options that nearly all commands h
 
 
 class Option:
-    """Marks a field as an option: ``Annotated[str | None, Option("-o, --output FILE", "The file to write.")]``.
+    """Marks a field as an option: ``Annotated[str | None, Option("-o, --output FILE", "The file to
+    write.")]``.
 
-    The first text has its `flags` and the `metavar` of its value, as in the help; `group` is its heading there. `least`
-    is the smallest number that it takes; `check` is called with a value, and raises `CkptError` for an invalid one.
+    The first text has its `flags` and the `metavar` of its value, as in the help; `group` is its
+    heading there. `least` is the smallest number that it takes; `check` is called with a value, and
+    raises `CkptError` for an invalid one.
     """
 
     def __init__(
@@ -41,7 +43,13 @@ class Option:
         words = spelled.split(" ")
         self.flags = tuple(word.rstrip(",") for word in words if word.startswith("-"))
         self.metavar = None if words[-1].startswith("-") else words[-1]
-        self.spelled, self.help, self.group, self.least, self.check = spelled, help, group, least, check
+        self.spelled, self.help, self.group, self.least, self.check = (
+            spelled,
+            help,
+            group,
+            least,
+            check,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +63,18 @@ class Argument:
 def expand_options(
     options: type[Any] | None = None, only: Collection[str] | None = None
 ) -> Callable[[Function], Function]:
-    """Show the fields of the dataclass, or `only` these, in the function's signature instead of ``**options``.
+    """Show the fields of the dataclass, or `only` these, in the function's signature instead of
+    ``**options``.
 
-    A call with another keyword raises TypeError, with the closest known name. The function gets an `os.PathLike` as
-    text, also in a list.
+    A call with another keyword raises TypeError, with the closest known name. The function gets an
+    `os.PathLike` as text, also in a list.
     """
 
     def decorate(function: Function) -> Function:
         named = [
-            p for p in Signature.from_callable(function).parameters.values() if p.kind is not Parameter.VAR_KEYWORD
+            p
+            for p in Signature.from_callable(function).parameters.values()
+            if p.kind is not Parameter.VAR_KEYWORD
         ]
         names = {parameter.name for parameter in named}
         more = [
@@ -79,8 +90,12 @@ def expand_options(
                 if name not in known:
                     from difflib import get_close_matches
 
-                    hint = "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, known, 1))
-                    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
+                    hint = "".join(
+                        f"; did you mean {near!r}?" for near in get_close_matches(name, known, 1)
+                    )
+                    raise TypeError(
+                        f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}"
+                    )
             spent.clear()
             texts = {name: _as_text(value) for name, value in keywords.items()}
             if _ON_COMMAND_LINE.get():
@@ -119,7 +134,16 @@ _VALUE = r"""'[^']*'|"[^"]*"|[A-Z][A-Z_.]*\b|[^\s;,()]*[.:*/_][^\s;,()]*|\w+(?=$
 _FLAG = re.compile(rf"(?<![\w-])(?:--([a-z][a-z-]*[a-z])|-o\b)(?:[ =]({_VALUE}))?")
 _FLAGS_WITHOUT_VALUE = frozenset(
     {
-        *("materialize", "force", "partial", "cast", "constants", "keep_constants", "in_place", "ignore_dtype"),
+        *(
+            "materialize",
+            "force",
+            "partial",
+            "cast",
+            "constants",
+            "keep_constants",
+            "in_place",
+            "ignore_dtype",
+        ),
         *("values", "whole", "dry_run", "verify", "reverse", "trainable_only", "keep_aliases"),
         *("keep_pickled_code", "no_fsync", "fail_on_unused"),
     }
@@ -164,7 +188,8 @@ def keywords_of(options: Any) -> dict[str, Any]:
 
 
 def call_of(operand: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of ``NAME(heads=32, tie=True)``; other operands have no arguments.
+    """Return the name and the arguments of ``NAME(heads=32, tie=True)``; other operands have no
+    arguments.
 
     The arguments are literals: nothing is evaluated. Raise `CkptError` if they are anything else.
     """
@@ -172,16 +197,25 @@ def call_of(operand: str) -> tuple[str, dict[str, Any]]:
         return operand, {}
     import ast
 
-    hint = "arguments have names, and values of Python as in 'model.py:build(layers=4, name=\"small\", sizes=[1, 2])'"
+    hint = (
+        "arguments have names, and values of Python as in 'model.py:build(layers=4,"
+        ' name="small", sizes=[1, 2])\''
+    )
     for at in (at for at, letter in enumerate(operand) if letter == "(" and at):
         try:
             call = ast.parse(f"_{operand[at:]}", mode="eval").body
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             continue
-        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+        if (
+            not isinstance(call, ast.Call)
+            or call.args
+            or any(word.arg is None for word in call.keywords)
+        ):
             break
         try:
-            return operand[:at], {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            return operand[:at], {
+                str(word.arg): ast.literal_eval(word.value) for word in call.keywords
+            }
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             break
     raise CkptError(f"{operand} has no arguments that can be read", hint=hint)
@@ -189,11 +223,17 @@ def call_of(operand: str) -> tuple[str, dict[str, Any]]:
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:
     """Return ``NAME(heads=32)``, which `call_of` reads; without arguments only the name."""
-    return f"{name}({', '.join(f'{word}={value!r}' for word, value in arguments.items())})" if arguments else name
+    return (
+        f"{name}({', '.join(f'{word}={value!r}' for word, value in arguments.items())})"
+        if arguments
+        else name
+    )
 
 
 def several(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """Return the values of an option that may be repeated: in Python a string is one value, not its letters."""
+    """Return the values of an option that may be repeated: in Python a string is one value, not its
+    letters.
+    """
     if value is None:
         return None
     return (value,) if isinstance(value, str) else tuple(value)
@@ -205,10 +245,19 @@ class ModelOptions:
 
     model: Annotated[
         Any,
-        Option("--model MODEL", "file.py:build, 'file.py:build(layers=4)', a names file or a .pt2 program.", "Names"),
+        Option(
+            "--model MODEL",
+            "file.py:build, 'file.py:build(layers=4)', a names file or a .pt2 program.",
+            "Names",
+        ),
     ] = None
     materialize: Annotated[
-        bool, Option("--materialize", "Build MODEL with real weights instead of on the meta device.", "Advanced")
+        bool,
+        Option(
+            "--materialize",
+            "Build MODEL with real weights instead of on the meta device.",
+            "Advanced",
+        ),
     ] = False
 
 
@@ -218,7 +267,11 @@ class OptimizerOptions(ModelOptions):
 
     optimizer: Annotated[
         Any,
-        Option("--optimizer OPTIMIZER", "A function of the model, or a class: 'file.py:make(lr=1)'.", "Optimizer"),
+        Option(
+            "--optimizer OPTIMIZER",
+            "A function of the model, or a class: 'file.py:make(lr=1)'.",
+            "Optimizer",
+        ),
     ] = None
 
 
@@ -228,16 +281,24 @@ class OutputOptions:
 
     out: Annotated[str | None, Option("-o, --output OUT", "The file to write.", "Output")] = None
     force: Annotated[bool, Option("--force", "Overwrite files that exist.", COMMON)] = False
-    dry_run: Annotated[bool, Option("--dry-run", "Say what would be written, and write nothing.", "Output")] = False
+    dry_run: Annotated[
+        bool, Option("--dry-run", "Say what would be written, and write nothing.", "Output")
+    ] = False
     verify: Annotated[
         bool,
         Option("--verify", "Prove that OUT holds every tensor: read it back.", "Output"),
     ] = False
     keep_pickled_code: Annotated[
         bool,
-        Option("--keep-pickled-code", "Write dangerous pickle imports too, which run when OUT is loaded.", "Advanced"),
+        Option(
+            "--keep-pickled-code",
+            "Write dangerous pickle imports too, which run when OUT is loaded.",
+            "Advanced",
+        ),
     ] = False
-    no_fsync: Annotated[bool, Option("--no-fsync", "Do not wait until the disk has the bytes.", COMMON)] = False
+    no_fsync: Annotated[
+        bool, Option("--no-fsync", "Do not wait until the disk has the bytes.", COMMON)
+    ] = False
 
     def target(self, source: str) -> str | None:
         """Return the path to write, or None if nothing is written."""
@@ -249,7 +310,12 @@ class EditOptions(OutputOptions):
     """The output, which may be the source itself."""
 
     in_place: Annotated[
-        bool, Option("--in-place", "Change the names in the source itself; `ckpttool undo` reverts it.", "Output")
+        bool,
+        Option(
+            "--in-place",
+            "Change the names in the source itself; `ckpttool undo` reverts it.",
+            "Output",
+        ),
     ] = False
 
     def target(self, source: str) -> str | None:

@@ -36,7 +36,9 @@ _HINT = "`ckpttool remap … --dry-run --format json` shows one"
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One entry of the result: `key` in `section` is the value of `source` (a `Ref` for a rename)."""
+    """One entry of the result: `key` in `section` is the value of `source` (a `Ref` for a
+    rename).
+    """
 
     section: str
     key: str
@@ -68,7 +70,9 @@ class ModuleRename:
 
 @dataclass(frozen=True, slots=True)
 class GroupMove:
-    """A param group of the result: its parameters, and the group whose hyperparameters it has, or these `options`."""
+    """A param group of the result: its parameters, and the group whose hyperparameters it has, or
+    these `options`.
+    """
 
     params: tuple[str, ...]
     like: int | None
@@ -79,8 +83,9 @@ class GroupMove:
 class OptimizerMove:
     """An optimizer's state under other parameters. `form` is ``id``, ``fqn`` or ``flat``.
 
-    `sources` maps each parameter that has state to what it is of the source's parameters, as these are called there (an
-    id as text); `shapes` are the shapes of the source's parameters of which others are made.
+    `sources` maps each parameter that has state to what it is of the source's parameters, as these
+    are called there (an id as text); `shapes` are the shapes of the source's parameters of which
+    others are made.
     """
 
     section: str
@@ -92,11 +97,12 @@ class OptimizerMove:
 
 @dataclass(frozen=True, slots=True)
 class ModelRun:
-    """A run of a model's own code, which computes values that no operators express: ``Op(way, (NAME, …))``.
+    """A run of a model's own code, which computes values that no operators express: ``Op(way,
+    (NAME, …))``.
 
-    With `way` `LOADED` a real instance of `model`, built with the arguments `kwargs`, loads `given` strictly, and NAME
-    is one of its tensors; with `SAVED` it gets `given` as its tensors, and NAME is a key of its ``state_dict()``.
-    `given` is made of the source's keys.
+    With `way` `LOADED` a real instance of `model`, built with the arguments `kwargs`, loads `given`
+    strictly, and NAME is one of its tensors; with `SAVED` it gets `given` as its tensors, and NAME
+    is a key of its ``state_dict()``. `given` is made of the source's keys.
     """
 
     section: str
@@ -119,11 +125,15 @@ class Plan:
 
     @property
     def sections(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([o.section for o in self.outputs] + [d.section for d in self.dropped]))
+        return tuple(
+            dict.fromkeys([o.section for o in self.outputs] + [d.section for d in self.dropped])
+        )
 
     @property
     def computed(self) -> tuple[Output, ...]:
-        """The outputs that are not renames. A plan without any only moves bytes and needs no torch."""
+        """The outputs that are not renames. A plan without any only moves bytes and needs no
+        torch.
+        """
         return tuple(output for output in self.outputs if not isinstance(output.source, Ref))
 
     @property
@@ -140,12 +150,21 @@ class Plan:
         """The keys that each run of a model's code computes, completely or in part."""
         ways = {(o.section, o.key): {call.op for call in ex.calls(o.source)} for o in self.computed}
         return [
-            (run, [key for (section, key), own in ways.items() if section == run.section and run.way in own])
+            (
+                run,
+                [
+                    key
+                    for (section, key), own in ways.items()
+                    if section == run.section and run.way in own
+                ],
+            )
             for run in self.runs
         ]
 
     def check(self, source: Checkpoint) -> list[Problem]:
-        """Return why the plan does not fit `source`: unknown refs, collisions, entries neither used nor dropped."""
+        """Return why the plan does not fit `source`: unknown refs, collisions, entries neither used
+        nor dropped.
+        """
         paths = self.sections
         outputs: dict[str, list[Output]] = {path: [] for path in paths}
         dropped: dict[str, list[str]] = {path: [] for path in paths}
@@ -160,25 +179,40 @@ class Plan:
         for section in source.sections:
             sections.setdefault(section.path, section)
         found = (
-            _check_section(path, outputs[path], dropped[path], given.get(path, ()), sections.get(path))
+            _check_section(
+                path, outputs[path], dropped[path], given.get(path, ()), sections.get(path)
+            )
             for path in paths
         )
         return [problem for problems in found for problem in problems] + self._without_code()
 
     def _without_code(self) -> list[Problem]:
-        """Return computed values whose run the plan does not name, or not before another run reads them."""
+        """Return computed values whose run the plan does not name, or not before another run reads
+        them.
+        """
         known: set[tuple[str, str]] = set()
         unknown: list[str] = []
         for run in self.runs:
-            unknown += [name for name, source in run.given.items() if not _is_said(run.section, source, known)]
+            unknown += [
+                name
+                for name, source in run.given.items()
+                if not _is_said(run.section, source, known)
+            ]
             known.add((run.section, run.way))
-        unknown += [output.key for output in self.computed if not _is_said(output.section, output.source, known)]
-        return [Problem("the plan does not say which model's code computes it", key) for key in unknown]
+        unknown += [
+            output.key
+            for output in self.computed
+            if not _is_said(output.section, output.source, known)
+        ]
+        return [
+            Problem("the plan does not say which model's code computes it", key) for key in unknown
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return the PLAN object of the contract.
 
-        It has ``modules`` if ``_metadata`` follows the renames, ``runs`` if a model's own code computes something.
+        It has ``modules`` if ``_metadata`` follows the renames, ``runs`` if a model's own code
+        computes something.
         """
         return dict(PLAN.write(self))
 
@@ -198,26 +232,46 @@ _PLACE: Members = {"section": TEXT, "key": TEXT}
 _SOURCES = replace(
     list_of(object_of({"name": TEXT, "from": EXPRESSION}), unique="name"),
     read=lambda value: {one["name"]: EXPRESSION.read(one["from"]) for one in value},
-    write=lambda made: [{"name": name, "from": EXPRESSION.write(source)} for name, source in made.items()],
+    write=lambda made: [
+        {"name": name, "from": EXPRESSION.write(source)} for name, source in made.items()
+    ],
 )
-_GROUP = record(GroupMove, {"params": TEXTS, "like": nullable(COUNT)}, {"options": map_of(ex.ARGUMENT)})
+_GROUP = record(
+    GroupMove, {"params": TEXTS, "like": nullable(COUNT)}, {"options": map_of(ex.ARGUMENT)}
+)
 _MOVE = record(
     OptimizerMove,
-    {"section": TEXT, "form": one_of("id", "fqn", "flat"), "groups": list_of(_GROUP), "params": _SOURCES},
+    {
+        "section": TEXT,
+        "form": one_of("id", "fqn", "flat"),
+        "groups": list_of(_GROUP),
+        "params": _SOURCES,
+    },
     {"shapes": map_of(SHAPE)},
     called={"params": "sources"},
 )
 _RUN = record(
-    ModelRun, {"section": TEXT, "way": one_of(*ex.BY_CODE), "model": TEXT, "kwargs": OBJECT, "given": _SOURCES}
+    ModelRun,
+    {
+        "section": TEXT,
+        "way": one_of(*ex.BY_CODE),
+        "model": TEXT,
+        "kwargs": OBJECT,
+        "given": _SOURCES,
+    },
 )
 PLAN = record(
     Plan,
     {
-        "outputs": list_of(record(Output, {**_PLACE, "from": EXPRESSION}, called={"from": "source"})),
+        "outputs": list_of(
+            record(Output, {**_PLACE, "from": EXPRESSION}, called={"from": "source"})
+        ),
         "dropped": list_of(record(Dropped, {**_PLACE, "reason": TEXT})),
     },
     {
-        "modules": unless_empty(list_of(record(ModuleRename, {"section": TEXT, "old": TEXT, "new": TEXT}))),
+        "modules": unless_empty(
+            list_of(record(ModuleRename, {"section": TEXT, "old": TEXT, "new": TEXT}))
+        ),
         "runs": unless_empty(list_of(_RUN)),
         "optimizers": unless_empty(list_of(_MOVE, unique="section")),
     },
@@ -227,27 +281,48 @@ PLAN = record(
 
 
 def _is_said(section: str, source: Expression, known: Collection[tuple[str, str]]) -> bool:
-    """Return True if every value that code computes in it comes from a run that is `known`, under a name."""
-    return all((section, call.op) in known and [*map(type, call.args[:1])] == [str] for call in ex.calls(source))
+    """Return True if every value that code computes in it comes from a run that is `known`, under a
+    name.
+    """
+    return all(
+        (section, call.op) in known and [*map(type, call.args[:1])] == [str]
+        for call in ex.calls(source)
+    )
 
 
 def _check_section(
-    path: str, outputs: list[Output], dropped: list[str], given: Iterable[Expression], section: Section | None
+    path: str,
+    outputs: list[Output],
+    dropped: list[str],
+    given: Iterable[Expression],
+    section: Section | None,
 ) -> list[Problem]:
     if section is None:
-        return [Problem("the plan rewrites a section that the checkpoint has not", path or "(root)")]
+        return [
+            Problem("the plan rewrites a section that the checkpoint has not", path or "(root)")
+        ]
     have = section.by_key()
     read = dict.fromkeys(output.source.key for output in outputs if isinstance(output.source, Ref))
     computed = [output for output in outputs if not isinstance(output.source, Ref)]
     read |= dict.fromkeys(key for output in computed for key in ex.refs(output.source))
     gone = set(dropped)
     wanted = read | dict.fromkeys(key for one in given for key in ex.refs(one))
-    problems = [Problem("the plan reads a key that the checkpoint has not", key) for key in wanted if key not in have]
-    problems += [Problem("the plan drops a key that the checkpoint has not", key) for key in dropped if key not in have]
+    problems = [
+        Problem("the plan reads a key that the checkpoint has not", key)
+        for key in wanted
+        if key not in have
+    ]
+    problems += [
+        Problem("the plan drops a key that the checkpoint has not", key)
+        for key in dropped
+        if key not in have
+    ]
     many = {key for key, count in Counter(output.key for output in outputs).items() if count > 1}
     writers: dict[str, list[str]] = {}
     for output in (output for output in outputs if output.key in many):
-        writers.setdefault(output.key, []).append(" + ".join(dict.fromkeys(ex.refs(output.source))) or "a constant")
+        writers.setdefault(output.key, []).append(
+            " + ".join(dict.fromkeys(ex.refs(output.source))) or "a constant"
+        )
     problems += [
         Problem(f"{len(sources)} sources would be written to one key ({', '.join(sources)})", key)
         for key, sources in writers.items()
@@ -257,14 +332,20 @@ def _check_section(
         for o in computed
         if ex.is_opaque(o.source)
     ]
-    problems += [Problem("neither used nor dropped", key) for key in have if key not in read and key not in gone]
+    problems += [
+        Problem("neither used nor dropped", key)
+        for key in have
+        if key not in read and key not in gone
+    ]
     return problems
 
 
 def compose(first: Plan, second: Plan) -> Plan:
-    """Return the plan that does `first` and then `second`, which reads the keys that the first writes.
+    """Return the plan that does `first` and then `second`, which reads the keys that the first
+    writes.
 
-    Keys that the second drops are dropped from the source too, unless something else is made from them.
+    Keys that the second drops are dropped from the source too, unless something else is made from
+    them.
     """
     made: dict[str, dict[str, Expression]] = {}
     for output in first.outputs:
@@ -272,32 +353,47 @@ def compose(first: Plan, second: Plan) -> Plan:
     outputs = []
     for output in second.outputs:
         source = ex.substitute(output.source, made[output.section].__getitem__)
-        outputs.append(output if source == output.source else replace(output, source=source))  # keys share outputs
+        # keys share outputs
+        outputs.append(output if source == output.source else replace(output, source=source))
     runs = []
     for run in second.runs:
-        given = {name: ex.substitute(one, made.get(run.section, {}).__getitem__) for name, one in run.given.items()}
+        given = {
+            name: ex.substitute(one, made.get(run.section, {}).__getitem__)
+            for name, one in run.given.items()
+        }
         runs.append(replace(run, given=given))
     used = {(output.section, key) for output in outputs for key in ex.refs(output.source)}
-    dropped = {(d.section, key): d.reason for d in second.dropped for key in ex.refs(made[d.section][d.key])}
+    dropped = {
+        (d.section, key): d.reason
+        for d in second.dropped
+        for key in ex.refs(made[d.section][d.key])
+    }
     late = tuple(Dropped(*place, reason) for place, reason in dropped.items() if place not in used)
     modules = in_turn(first.modules, second.modules)
     return Plan(tuple(outputs), (*first.dropped, *late), modules, (*first.runs, *runs))
 
 
-def in_turn(first: Iterable[ModuleRename], second: Iterable[ModuleRename]) -> tuple[ModuleRename, ...]:
+def in_turn(
+    first: Iterable[ModuleRename], second: Iterable[ModuleRename]
+) -> tuple[ModuleRename, ...]:
     """Return both renames of modules as one: the second applies to the results of the first."""
     after = {(m.section, m.old): m.new for m in second}
     before = {(m.section, m.old): m.new for m in first}
     whole = {place: after.get((place[0], new), new) for place, new in before.items()}
     whole.update((place, new) for place, new in after.items() if place not in whole)
-    return tuple(ModuleRename(section, old, new) for (section, old), new in whole.items() if new != old)
+    return tuple(
+        ModuleRename(section, old, new) for (section, old), new in whole.items() if new != old
+    )
 
 
-def module_renames(section: str, modules: Iterable[str], renames: Mapping[str, str]) -> tuple[ModuleRename, ...]:
+def module_renames(
+    section: str, modules: Iterable[str], renames: Mapping[str, str]
+) -> tuple[ModuleRename, ...]:
     """Return how the module paths of ``_metadata`` follow the renames of keys (old key -> new key).
 
-    A key and its new name tell which module became which while their last segments are equal; the evidence nearest to
-    the tensor wins. A module without tensors follows its nearest ancestor that moved.
+    A key and its new name tell which module became which while their last segments are equal; the
+    evidence nearest to the tensor wins. A module without tensors follows its nearest ancestor that
+    moved.
     """
     moved: dict[str, tuple[int, str]] = {}
     for old, new in renames.items():

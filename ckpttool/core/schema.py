@@ -33,9 +33,10 @@ _Problems = Iterable[Problem]
 class Kind:
     """A kind of JSON value.
 
-    `problems(value, path)` says what is wrong with a value, and where in the file; nothing if it fits. `schema(closed)`
-    is the kind as JSON Schema 2020-12; if it is closed, objects must not have other members. `title` is the
-    value of the member ``schema`` of an object: its name and version.
+    `problems(value, path)` says what is wrong with a value, and where in the file; nothing if it
+    fits. `schema(closed)` is the kind as JSON Schema 2020-12; if it is closed, objects must not
+    have other members. `title` is the value of the member ``schema`` of an object: its name and
+    version.
     """
 
     problems: Callable[[Any, Path], _Problems]
@@ -49,7 +50,8 @@ class Kind:
 
 
 Members = Mapping[str, Kind]
-Source = Union[str, Callable[[Any], Any]]  # of a member: the field, also of a field (``a.b``), or what says it
+# of a member: the field, also of a field (``a.b``), or what says it
+Source = Union[str, Callable[[Any], Any]]
 
 
 def at(path: Path) -> str:
@@ -67,8 +69,13 @@ def _is_not(value: Any, said: str, path: Path) -> _Problems:
 
 
 def plain(said: str, fits: Callable[[Any], bool], keywords: Mapping[str, Any]) -> Kind:
-    """A value that is looked at as a whole; `said` are the words for it, `keywords` what JSON Schema says of it."""
-    return Kind(lambda value, path: () if fits(value) else _is_not(value, said, path), lambda closed: dict(keywords))
+    """A value that is looked at as a whole; `said` are the words for it, `keywords` what JSON
+    Schema says of it.
+    """
+    return Kind(
+        lambda value, path: () if fits(value) else _is_not(value, said, path),
+        lambda closed: dict(keywords),
+    )
 
 
 def nullable(kind: Kind) -> Kind:
@@ -91,7 +98,9 @@ def list_of(kind: Kind, unique: str = "") -> Kind:
     def problems(value: Any, path: Path) -> _Problems:
         if not isinstance(value, list):
             return _is_not(value, "a list", path)
-        found = chain.from_iterable(kind.problems(item, (path, number)) for number, item in enumerate(value))
+        found = chain.from_iterable(
+            kind.problems(item, (path, number)) for number, item in enumerate(value)
+        )
         return chain(found, repeated(value, path)) if unique else found
 
     def repeated(value: list[Any], path: Path) -> _Problems:
@@ -99,7 +108,9 @@ def list_of(kind: Kind, unique: str = "") -> Kind:
         counts = Counter(name for name in names if isinstance(name, (str, int)))
         for number, name in enumerate(names if len(counts) < len(names) else ()):
             if isinstance(name, (str, int)) and counts[name] > 1:
-                yield Problem(f"{_shown(name)} stands {counts[name]} times", at(((path, number), unique)))
+                yield Problem(
+                    f"{_shown(name)} stands {counts[name]} times", at(((path, number), unique))
+                )
 
     return Kind(
         problems,
@@ -114,7 +125,8 @@ def items(*kinds: Kind) -> Kind:
         if not isinstance(value, list) or len(value) != len(kinds):
             return _is_not(value, f"a list of {len(kinds)} items", path)
         return chain.from_iterable(
-            kind.problems(item, (path, number)) for number, (kind, item) in enumerate(zip(kinds, value))
+            kind.problems(item, (path, number))
+            for number, (kind, item) in enumerate(zip(kinds, value))
         )
 
     def schema(closed: bool) -> dict[str, Any]:
@@ -131,7 +143,9 @@ def map_of(kind: Kind) -> Kind:
     def problems(value: Any, path: Path) -> _Problems:
         if not isinstance(value, dict):
             return _is_not(value, "an object", path)
-        return chain.from_iterable(kind.problems(member, (path, name)) for name, member in value.items())
+        return chain.from_iterable(
+            kind.problems(member, (path, name)) for name, member in value.items()
+        )
 
     return Kind(
         problems,
@@ -165,7 +179,9 @@ def object_of(needs: Members, may: Members | None = None) -> Kind:
 
 
 def row(needs: Members, may: Members | None = None) -> Kind:
-    """Return the kind of an object that is written from a tuple of its members; `LEFT_OUT` omits one."""
+    """Return the kind of an object that is written from a tuple of its members; `LEFT_OUT` omits
+    one.
+    """
     members = {**needs, **(may or {})}
 
     def write(made: Any) -> dict[str, Any]:
@@ -183,19 +199,29 @@ def record(
     title: str = "",
     is_file: bool = False,
 ) -> Kind:
-    """An object for a value of the class `of`: its members are the fields, or what `called` says of these.
+    """An object for a value of the class `of`: its members are the fields, or what `called` says of
+    these.
 
-    A member that is left out has the field's default. A member of `may` is not written if it is `LEFT_OUT`, or if it is
-    None and its kind is not nullable. Only fields are read. With a `title` it says what it is, and the tool and
-    version that wrote it, unless it `is_file`: a file that is kept, which another version must not change.
+    A member that is left out has the field's default. A member of `may` is not written if it is
+    `LEFT_OUT`, or if it is None and its kind is not nullable. Only fields are read. With a `title`
+    it says what it is, and the tool and version that wrote it, unless it `is_file`: a file that is
+    kept, which another version must not change.
     """
     members = {**needs, **(may or {})}
     sources = {name: name for name in members} | dict(called or {})
-    getters = {name: attrgetter(one) if isinstance(one, str) else one for name, one in sources.items()}
+    getters = {
+        name: attrgetter(one) if isinstance(one, str) else one for name, one in sources.items()
+    }
     nulls = {name for name, kind in members.items() if name in needs or kind.fits(None)}
 
     def read(value: Any) -> Any:
-        return of(**{str(sources[name]): kind.read(value[name]) for name, kind in members.items() if name in value})
+        return of(
+            **{
+                str(sources[name]): kind.read(value[name])
+                for name, kind in members.items()
+                if name in value
+            }
+        )
 
     def write(made: Any) -> dict[str, Any]:
         written = {}
@@ -211,12 +237,19 @@ def record(
 
 
 def titled(title: str, kind: Kind, is_file: bool = False) -> Kind:
-    first = {"schema": one_of(title), **({} if is_file else {"tool": one_of("ckpttool"), "version": TEXT})}
+    first = {
+        "schema": one_of(title),
+        **({} if is_file else {"tool": one_of("ckpttool"), "version": TEXT}),
+    }
 
     def schema(closed: bool) -> dict[str, Any]:
         found = kind.schema(closed)
         members = {name: one.schema(closed) for name, one in first.items()}
-        return {**found, "properties": {**members, **found["properties"]}, "required": [*first, *found["required"]]}
+        return {
+            **found,
+            "properties": {**members, **found["properties"]},
+            "required": [*first, *found["required"]],
+        }
 
     def write(made: Any) -> dict[str, Any]:
         values = {"schema": title}
@@ -238,7 +271,9 @@ def either(one: Kind, other: Kind) -> Kind:
 
 def one_of(*words: str) -> Kind:
     said = " or ".join(map(repr, words))
-    return plain(said, lambda value: isinstance(value, str) and value in words, {"enum": list(words)})
+    return plain(
+        said, lambda value: isinstance(value, str) and value in words, {"enum": list(words)}
+    )
 
 
 TEXT = plain("a string", lambda value: isinstance(value, str), {"type": "string"})
@@ -251,9 +286,15 @@ COUNT = plain(
 )
 SHAPE = list_of(COUNT)
 DTYPE = plain(
-    "a dtype that ckpttool knows", lambda value: isinstance(value, str) and value in BY_NAME, {"enum": sorted(BY_NAME)}
+    "a dtype that ckpttool knows",
+    lambda value: isinstance(value, str) and value in BY_NAME,
+    {"enum": sorted(BY_NAME)},
 )
-OBJECT = replace(plain("an object", lambda value: isinstance(value, dict), {"type": "object"}), read=dict, write=dict)
+OBJECT = replace(
+    plain("an object", lambda value: isinstance(value, dict), {"type": "object"}),
+    read=dict,
+    write=dict,
+)
 PROBLEM = record(Problem, {"problem": TEXT, "key": TEXT, "code": TEXT}, called={"code": "kind"})
 ERROR = titled(
     "ckpttool.error/1",
@@ -276,14 +317,22 @@ def _note(code: str) -> Kind:
 
 
 def notes_of_file(code: str) -> Kind:
-    """Return the kind of a list of notes in a file that is read again: in older ones they are plain sentences."""
+    """Return the kind of a list of notes in a file that is read again: in older ones they are plain
+    sentences.
+    """
     note = _note(code)
     kind = either(note, TEXT)
-    return list_of(replace(kind, write=note.write, read=lambda one: one if isinstance(one, str) else note.read(one)))
+    return list_of(
+        replace(
+            kind, write=note.write, read=lambda one: one if isinstance(one, str) else note.read(one)
+        )
+    )
 
 
 def check(kind: Kind, value: Any, message: str, hint: str) -> None:
-    """Raise `CkptError` with `message` and every problem at its JSON path if the value is not of the kind."""
+    """Raise `CkptError` with `message` and every problem at its JSON path if the value is not of
+    the kind.
+    """
     check_none(kind.problems(value, None), message, hint)
 
 
@@ -291,14 +340,20 @@ def check_titled(kind: Kind, value: Any, source: str, what: str, hint: str) -> N
     """Raise `CkptError` if the file `source` is not `what`, in this version."""
     found = value.get("schema") if isinstance(value, dict) else None
     if found != kind.title:
-        raise CkptError(f"{source} is not {what}: schema is {_shown(found)}, not {kind.title!r}", hint=hint)
+        raise CkptError(
+            f"{source} is not {what}: schema is {_shown(found)}, not {kind.title!r}", hint=hint
+        )
     check(kind, value, f"{source} is not {what}", hint)
 
 
 def check_none(problems: _Problems, message: str, hint: str) -> None:
     """Raise `CkptError` with these problems, or the first of very many, if there are any."""
     shown = list(islice(problems, _MOST + 1))
-    more = [Problem(f"more than {_MOST} problems: these are the first", "$")] if len(shown) > _MOST else []
+    more = (
+        [Problem(f"more than {_MOST} problems: these are the first", "$")]
+        if len(shown) > _MOST
+        else []
+    )
     if shown:
         raise CkptError(message, hint=hint, problems=[*shown[:_MOST], *more])
 

@@ -16,12 +16,16 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 def visible(text: str) -> str:
     r"""Return the text with unprintable characters as escapes (``\x1b``, ``\u202e``).
 
-    Keys come from untrusted files: control characters drive terminals, bidi overrides reorder the text, lone surrogates
-    cannot be encoded. Printable text is returned as it is, with its backslashes.
+    Keys come from untrusted files: control characters drive terminals, bidi overrides reorder the
+    text, lone surrogates cannot be encoded. Printable text is returned as it is, with its
+    backslashes.
     """
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
 
 
 def shell(*args: str) -> str:
@@ -49,7 +53,9 @@ def plural(n: int, word: str) -> str:
 
 
 class Note(str):
-    """A sentence of a report with its code (`ckpttool.core.codes`): a warning, unless it is `Info`."""
+    """A sentence of a report with its code (`ckpttool.core.codes`): a warning, unless it is
+    `Info`.
+    """
 
     code: str
 
@@ -100,18 +106,23 @@ def human_bytes(n: int) -> str:
 
 
 def shape_text(shape: Iterable[int] | None) -> str:
-    """Return ``[12, 6]`` as torch prints it, ``[]`` for a 0-dim tensor, ``?`` for a tensor without a shape."""
+    """Return ``[12, 6]`` as torch prints it, ``[]`` for a 0-dim tensor, ``?`` for a tensor without
+    a shape.
+    """
     return "?" if shape is None else f"[{', '.join(map(str, shape))}]"
 
 
-FLAT_PARAM = "_flat_param"  # FSDP1's name; FlattenParamsWrapper's is flat_param, fairscale's flat_param_0
+# FSDP1's name; FlattenParamsWrapper's is flat_param, fairscale's flat_param_0
+FLAT_PARAM = "_flat_param"
 _FLAT = re.compile(r"_flat_param|flat_param(_\d+)?")
 
 NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a segment that is a number, as of a layer
 
 
 def dotted(*parts: str) -> str:
-    """Return the parts joined by dots, without empty ones: the root of a file or a model has no name."""
+    """Return the parts joined by dots, without empty ones: the root of a file or a model has no
+    name.
+    """
     return ".".join(filter(None, parts))
 
 
@@ -121,7 +132,9 @@ def is_flat(key: str) -> bool:
 
 
 def free(path: str, taken: Container[str]) -> str:
-    """Return `path`, or if it is taken (keys may contain dots) the first of `path@1`, `path@2`, ... that is not."""
+    """Return `path`, or if it is taken (keys may contain dots) the first of `path@1`, `path@2`, ...
+    that is not.
+    """
     number, found = 0, path
     while found in taken:
         number += 1

@@ -15,12 +15,17 @@ Class = TypeVar("Class", bound=type)
 _WIDTH = 200  # characters of the repr of a public value
 _TEXT = 40  # characters of one of its fields
 
-# Turns a public value into HTML for a notebook; set by the package itself, which may import the reports.
+# Turns a public value into HTML for a notebook; set by the package itself, which may import the
+# reports.
 to_html: Callable[[Any], str | None] | None = None
 
 
 def _repr(self: Any) -> str:
-    shown = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self) if field.repr)
+    shown = ", ".join(
+        f"{field.name}={getattr(self, field.name)!r}"
+        for field in dataclasses.fields(self)
+        if field.repr
+    )
     return f"{type(self).__qualname__}({shown})"
 
 
@@ -39,7 +44,8 @@ def _comparison(cls: type) -> tuple[Callable[[Any, object], bool], Callable[[Any
 
 
 def public(cls: Class) -> Class:
-    """Make a frozen dataclass of results safe to hand out: really frozen, with a repr of one short line.
+    """Make a frozen dataclass of results safe to hand out: really frozen, with a repr of one short
+    line.
 
     A field can be set once, by ``__init__``: the class costs no compilation, and an instance some
     10 µs (a plain one 1 µs). Values that exist once per tensor are not decorated.
@@ -61,8 +67,14 @@ def _delete(self: Any, name: str) -> None:
 
 
 def _short_repr(self: Any) -> str:
-    """Plain fields with their values, the number of elements of the others; never what is inside of them."""
-    told = (f"{field.name}={_told(getattr(self, field.name))}" for field in dataclasses.fields(self) if field.repr)
+    """Plain fields with their values, the number of elements of the others; never what is inside of
+    them.
+    """
+    told = (
+        f"{field.name}={_told(getattr(self, field.name))}"
+        for field in dataclasses.fields(self)
+        if field.repr
+    )
     text = ""
     for one in told:
         if len(text) + len(one) > _WIDTH - len(type(self).__name__) - 10:
@@ -92,11 +104,15 @@ if TYPE_CHECKING:
     from dataclasses import dataclass
 else:
 
-    def dataclass(*, frozen: bool = False, slots: bool = False, eq: bool = True, kw_only: bool = False) -> object:
-        """`dataclasses.dataclass`, of which Python compiles `__init__` alone: it loads in a third of the time.
+    def dataclass(
+        *, frozen: bool = False, slots: bool = False, eq: bool = True, kw_only: bool = False
+    ) -> object:
+        """`dataclasses.dataclass`, of which Python compiles `__init__` alone: it loads in a third
+        of the time.
 
-        That nobody sets a field of a frozen one is held by mypy. Python would guard the fields against the class's own
-        `__init__` too: a `TensorEntry`, of which there is one for every tensor, would take five times as long to make.
+        That nobody sets a field of a frozen one is held by mypy. Python would guard the fields
+        against the class's own `__init__` too: a `TensorEntry`, of which there is one for every
+        tensor, would take five times as long to make.
         """
 
         def made(cls: type) -> type:

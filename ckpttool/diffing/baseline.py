@@ -17,7 +17,9 @@ _SYNTAX = "for example 'missing,shape head.* # the head is trained from scratch'
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
-    """One line: the statuses and keys (`pattern`, as in ``--drop``) that it accepts, and why. `place` is its origin."""
+    """One line: the statuses and keys (`pattern`, as in ``--drop``) that it accepts, and why.
+    `place` is its origin.
+    """
 
     text: str
     statuses: frozenset[str]
@@ -26,14 +28,20 @@ class Ignore:
     place: str
 
     def covers(self, entry: Entry, statuses: frozenset[str]) -> bool:
-        """Return True if it accepts one of these statuses of the entry: all keys of one of its sides match."""
+        """Return True if it accepts one of these statuses of the entry: all keys of one of its
+        sides match.
+        """
         if self.statuses.isdisjoint(statuses):
             return False
-        return any(side and all(matches(self.pattern, key) for key in side) for side in (entry.left, entry.right))
+        return any(
+            side and all(matches(self.pattern, key) for key in side)
+            for side in (entry.left, entry.right)
+        )
 
 
 def judged(diff: Diff, options: DiffOptions) -> Diff:
-    """Return the diff with what is ignored, and whether the rest is accepted. Raises `CkptError` for invalid lines.
+    """Return the diff with what is ignored, and whether the rest is accepted. Raises `CkptError`
+    for invalid lines.
 
     A difference that no entry shows is never accepted.
     """
@@ -50,7 +58,9 @@ def judged(diff: Diff, options: DiffOptions) -> Diff:
             left_over = statuses.difference(*(ignore.statuses for ignore in covering))
             remaining |= left_over
             if not left_over:
-                entry = replace(entry, ignored="; ".join(dict.fromkeys(ignore.reason for ignore in covering)))
+                entry = replace(
+                    entry, ignored="; ".join(dict.fromkeys(ignore.reason for ignore in covering))
+                )
         entries.append(entry)
     failing = remaining if options.fail_on is None else statuses_in(options.fail_on) | diff.refused
     fails = bool(diff.other_failure) or not remaining.isdisjoint(failing)
@@ -66,7 +76,9 @@ def judged(diff: Diff, options: DiffOptions) -> Diff:
 
 
 def _ignores(options: DiffOptions) -> tuple[Ignore, ...]:
-    """Return the ignore entries of the options and the file. Raises `CkptError` with every invalid line."""
+    """Return the ignore entries of the options and the file. Raises `CkptError` with every invalid
+    line.
+    """
     lines = [("--ignore", text) for text in options.ignore or ()]
     lines += [] if options.ignore_file is None else _lines(options.ignore_file)
     ignores, problems = [], []
@@ -79,7 +91,9 @@ def _ignores(options: DiffOptions) -> tuple[Ignore, ...]:
             if not reason.strip():
                 raise CkptError("has no reason", hint=_SYNTAX)
             matches(pattern, "")  # raises if it is not a pattern
-            ignores.append(Ignore(text.strip(), statuses_in(statuses), pattern, reason.strip(), place))
+            ignores.append(
+                Ignore(text.strip(), statuses_in(statuses), pattern, reason.strip(), place)
+            )
         except CkptError as error:
             problems.append(Problem(error.message, f"{place}: {text.strip():.100}"))
     if problems:
@@ -92,6 +106,12 @@ def _lines(path: str) -> list[tuple[str, str]]:
     with opened(path) as file:
         content = file.read(limits().rules_bytes + 1)
     if len(content) > limits().rules_bytes:
-        raise CkptError(f"{path} is too large for an ignore file: {limits().named('rules_bytes')}", hint=_SYNTAX)
+        raise CkptError(
+            f"{path} is too large for an ignore file: {limits().named('rules_bytes')}", hint=_SYNTAX
+        )
     lines = enumerate(content.decode("utf-8", "replace").splitlines(), 1)
-    return [(f"{path}:{n}", line) for n, line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return [
+        (f"{path}:{n}", line)
+        for n, line in lines
+        if line.strip() and not line.lstrip().startswith("#")
+    ]

@@ -35,7 +35,10 @@ class Code(Enum):
     STORAGE = "storage", "a storage that belongs to no known tensor"
     FLAT = (
         "flat-parameter",
-        ("FSDP1 flat parameter: all parameters of its module end to end, split over the files of all ranks"),
+        (
+            "FSDP1 flat parameter: all parameters of its module end to end, split over the files of"
+            " all ranks"
+        ),
     )
     # Names
     WRAPPED_LEFT = "wrapper-prefix", "{left} {0}"
@@ -49,7 +52,10 @@ class Code(Enum):
     LOAD_HOOK_DROPS = "load-hook", "a load hook removes it without an error"
     RUNTIME_NAME = (
         "runtime-name",
-        ("runtime name changed, key did not: affects exported programs and optimizers that use names"),
+        (
+            "runtime name changed, key did not: affects exported programs and optimizers that use"
+            " names"
+        ),
     )
     # Tensors
     SHAPE = "shape", "different shape"
@@ -57,19 +63,31 @@ class Code(Enum):
     PLACEHOLDER = "placeholder", PLACEHOLDER
     KIND = "kind", "different kind of tensor"
     DTYPE = "dtype", "{0} instead of {1}"
-    QUANTIZED = "quantized", "part of a quantized weight ({0}): its numbers are the values divided by a scale"
+    QUANTIZED = (
+        "quantized",
+        ("part of a quantized weight ({0}): its numbers are the values divided by a scale"),
+    )
     VALUE = "value", "different values"
     RANK_VALUE = "value", "different values on another rank"
     CONVERTED = "value", "different values even after conversion"
     UNREAD = "unread-value", "values not compared"
-    TIED_VALUE = "tied-value", "tied, but the file has different values under another of its names: loading loses one"
+    TIED_VALUE = (
+        "tied-value",
+        ("tied, but the file has different values under another of its names: loading loses one"),
+    )
     LOST_VALUE = "lost-value", "the model saves this key, and loading this file does not read it"
-    ALTERED = "altered-value", "loading does not keep this value: the model's tensor is quantized or of another class"
+    ALTERED = (
+        "altered-value",
+        ("loading does not keep this value: the model's tensor is quantized or of another class"),
+    )
     # Values that are found under another name or in another order
     MOVED = "moved", "{left} `{0}` is {right} `{1}`"
     TRANSPOSED = "transposed", "each is the transpose of the other"
     ROW_ORDER = "row-order", "same rows in a different order"
-    ROTARY_LEFT = "rotary-order", "rows in rotary order, heads of {0}: adjacent pairs in {left}, halves in {right}"
+    ROTARY_LEFT = (
+        "rotary-order",
+        ("rows in rotary order, heads of {0}: adjacent pairs in {left}, halves in {right}"),
+    )
     ROTARY_RIGHT = (
         "rotary-order",
         "rows in rotary order, heads of {0}: adjacent pairs in {right}, halves in {left}",
@@ -83,7 +101,10 @@ class Code(Enum):
     OBJECT_UNREAD = "object", "not a tensor: copied, not compared"
     EXTRA_STATE = "extra_state", "extra state"
     NAMED_EXTRA_STATE = "named-extra-state", NAMED_EXTRA_STATE
-    NOT_READ_BACK = "not-read-back", "state_dict() writes the key, and a strict load_state_dict() refuses it"
+    NOT_READ_BACK = (
+        "not-read-back",
+        ("state_dict() writes the key, and a strict load_state_dict() refuses it"),
+    )
     INSIDE_OBJECT = "inside-object", "saved inside an entry that is not a tensor"
     # Computed values
     PART = "part", "the other side has the parameter that is computed from it ({0})"
@@ -102,16 +123,31 @@ class Code(Enum):
     OPTION_MISSING = "option", "`{0}` is not in the param groups of {left}"
     OPTION_UNEXPECTED = "option", "`{0}` is not in the param groups of {right}"
     OPTION = "option", "different `{0}`"
-    OPTION_REQUIRED = "option-required", "`{0}` is not in the param groups of {left}, and loading by name needs it"
+    OPTION_REQUIRED = (
+        "option-required",
+        ("`{0}` is not in the param groups of {left}, and loading by name needs it"),
+    )
     PARAM_MISSING = "param", "parameter missing from {left}; in param group {0} of {right}"
     PARAM_UNEXPECTED = "param", "parameter not in {right}; in param group {0} of {left}"
     OTHER_GROUP = "other-group", "in param group {0} of {left}, {1} of {right}"
     KEY_ORDER = (
         "key-order",
-        ("the two files list the model's keys in different orders, so equal ids may be different parameters"),
+        (
+            "the two files list the model's keys in different orders, so equal ids may be different"
+            " parameters"
+        ),
     )
-    POSITION = "position", "same parameter, different position: loading by position would give its state to another one"
-    MISASSIGNED = "position", "torch assigns state by position: this parameter would get the state of another one"
+    POSITION = (
+        "position",
+        (
+            "same parameter, different position: loading by position would give its"
+            " state to another one"
+        ),
+    )
+    MISASSIGNED = (
+        "position",
+        ("torch assigns state by position: this parameter would get the state of another one"),
+    )
     DOUBT = "doubtful-ids", "{0}"
     OPTIMIZER_ID = "position", "optimizer id changed: torch assigns state by id"
     PARAM_REMOVED = "param", "no longer a parameter of the optimizer"
@@ -120,8 +156,14 @@ class Code(Enum):
     NO_STATE_RIGHT = "no-state", "{right} has no state for this parameter"
     NO_VALUE_LEFT = "no-state", "no `{0}` in the state of {left}"
     NO_VALUE_RIGHT = "no-state", "no `{0}` in the state of {right}"
-    NOT_STEPPABLE = "step-needs", "the next optimizer step needs it, but the saved state does not have it"
-    NO_STATE = "state-required", "trainable parameter without state, which set_optimizer_state_dict refuses"
+    NOT_STEPPABLE = (
+        "step-needs",
+        ("the next optimizer step needs it, but the saved state does not have it"),
+    )
+    NO_STATE = (
+        "state-required",
+        ("trainable parameter without state, which set_optimizer_state_dict refuses"),
+    )
     PYTHON_VALUE = "python-value", "a tensor on one side, a Python value on the other"
     OTHER_VALUE = "value", "different value"
     FORM = "optimizer-keys", "{left} identifies parameters by {0}, {right} by {1}"
@@ -129,11 +171,20 @@ class Code(Enum):
 
 # Entries of which one side at least is not a tensor.
 OBJECTS = frozenset(
-    {Code.OBJECT, Code.OBJECT_ONE_SIDE, Code.OBJECT_TENSORS, Code.OBJECT_TENSOR, Code.OBJECT_VALUE, Code.OBJECT_UNREAD}
+    {
+        Code.OBJECT,
+        Code.OBJECT_ONE_SIDE,
+        Code.OBJECT_TENSORS,
+        Code.OBJECT_TENSOR,
+        Code.OBJECT_VALUE,
+        Code.OBJECT_UNREAD,
+    }
 )
 
 # Why one tensor has two names.
-NAMES = frozenset({Code.WRAPPED_LEFT, Code.WRAPPED_RIGHT, Code.WRAPPERS_REORDERED, Code.HOOK, Code.RUNTIME_KEY})
+NAMES = frozenset(
+    {Code.WRAPPED_LEFT, Code.WRAPPED_RIGHT, Code.WRAPPERS_REORDERED, Code.HOOK, Code.RUNTIME_KEY}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +205,9 @@ class Cause:
 
     def has(self, *codes: Code) -> bool:
         """Return True if this cause, or one in `also`, has one of the codes."""
-        return self.code in codes or (bool(self.also) and any(cause.has(*codes) for cause in self.also))
+        return self.code in codes or (
+            bool(self.also) and any(cause.has(*codes) for cause in self.also)
+        )
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -163,7 +216,9 @@ class Cause:
 
     def and_also(self, *causes: Cause | None) -> Cause:
         """Return this cause with more causes."""
-        return Cause(self.code, self.args, (*self.also, *(cause for cause in causes if cause is not None)))
+        return Cause(
+            self.code, self.args, (*self.also, *(cause for cause in causes if cause is not None))
+        )
 
 
 def segment_change(old: str, new: str) -> str:
@@ -186,7 +241,9 @@ def _changed(old: str, new: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def wrapper_cause(left: str, right: str) -> Cause | None:
-    """Return why two names of one tensor differ if only the segments of wrappers do; None if they are equal."""
+    """Return why two names of one tensor differ if only the segments of wrappers do; None if they
+    are equal.
+    """
     return None if left == right else _wrapper_cause(*_changed(left, right))
 
 
@@ -194,7 +251,10 @@ def wrapper_cause(left: str, right: str) -> Cause | None:
 def _wrapper_cause(left: tuple[str, ...], right: tuple[str, ...]) -> Cause:
     causes = [
         Cause(code, (_wrapped_in(segments),))
-        for code, segments in ((Code.WRAPPED_LEFT, _more(left, right)), (Code.WRAPPED_RIGHT, _more(right, left)))
+        for code, segments in (
+            (Code.WRAPPED_LEFT, _more(left, right)),
+            (Code.WRAPPED_RIGHT, _more(right, left)),
+        )
         if segments
     ]
     return causes[0].and_also(*causes[1:]) if causes else Cause(Code.WRAPPERS_REORDERED)
@@ -217,7 +277,8 @@ def _wrapped_in(segments: Sequence[str]) -> str:
     prefix = []
     for segment in segments:
         title = " or ".join(row.title for row in TABLE if row.segment == segment)
-        if segment == "model" and "base_model" not in segments:  # PEFT's only below its `base_model`
+        # PEFT's only below its `base_model`
+        if segment == "model" and "base_model" not in segments:
             title = ""
         if title:
             by_title.setdefault(title, []).append(segment)

@@ -16,7 +16,13 @@ from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.diffing.moved import explain_moved
 from ckpttool.diffing.names import suggestions
 from ckpttool.diffing.one_model import compare_through
-from ckpttool.diffing.optimizer import UNKNOWN_CLASS, SavedOptimizer, compare_optimizers, is_named, optimizer_alone
+from ckpttool.diffing.optimizer import (
+    UNKNOWN_CLASS,
+    SavedOptimizer,
+    compare_optimizers,
+    is_named,
+    optimizer_alone,
+)
 from ckpttool.diffing.options import CompareOptions
 from ckpttool.diffing.result import EITHER_WAY, Diff, Entry, Remedy, only_left, only_right, outlines
 from ckpttool.diffing.sections import (
@@ -49,14 +55,22 @@ def checkpoints(
     infers: bool,
     sides: Sides = SIDES,
 ) -> Diff:
-    """Compare two checkpoints; if it `infers`, also find likely renames. `sides` are the names of the two in notes."""
+    """Compare two checkpoints; if it `infers`, also find likely renames. `sides` are the names of
+    the two in notes.
+    """
     values = compare_on_ranks(values, partial(read_all_values, left, right, model))
     saved = _saved_optimizers(left, right)
     if saved is not None:
         return _optimizers(left, right, saved, model, values, sides, options)
     mine, theirs, names = _models(left, right, model)
-    entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
-    entries = explain_quantized(explain_computed(explain_moved(entries, mine, theirs)), mine, theirs)
+    entries = (
+        compare(mine, theirs, values)
+        if names is None
+        else compare_through(names, mine, theirs, values)
+    )
+    entries = explain_quantized(
+        explain_computed(explain_moved(entries, mine, theirs)), mine, theirs
+    )
     entries = (*entries, *compare_outside(left, right, values))
     entries = without_dtypes(entries) if options.ignore_dtype else entries
     harmless = EITHER_WAY | ({"dtype"} if options.ignore_dtype else set())
@@ -64,8 +78,14 @@ def checkpoints(
         harmless |= OTHER_NAMES
     hidden = () if names is not None else hidden_segments(entries, sides)
     adapters = adapter_notes(mine.keys, theirs.keys, sides)
-    other_notes, compared = _compare_others(left, right, (mine, theirs), names, values, sides, options)
-    other_notes = [*_tie_notes(left, right, entries, sides), *_metadata_notes(left, right, sides), *other_notes]
+    other_notes, compared = _compare_others(
+        left, right, (mine, theirs), names, values, sides, options
+    )
+    other_notes = [
+        *_tie_notes(left, right, entries, sides),
+        *_metadata_notes(left, right, sides),
+        *other_notes,
+    ]
     versions, failure = _compare_versions(left, right, (mine, theirs), names, sides)
     return Diff(
         left.source,
@@ -74,7 +94,9 @@ def checkpoints(
         entries=entries,
         notes=(*one_rank(left), *one_rank(right), *versions, *hidden, *adapters, *other_notes),
         other_failure=failure,
-        inferred=suggestions(left, right, entries, values is not None) if infers and names is None else None,
+        inferred=suggestions(left, right, entries, values is not None)
+        if infers and names is None
+        else None,
         harmless=harmless,
         has_other_notes=any(not isinstance(note, Info) for note in other_notes),
         compared={"keys": True, "shapes": True, "dtypes": not options.ignore_dtype, **compared},
@@ -91,16 +113,28 @@ def is_program(*checkpoints: Checkpoint) -> bool:
     return any(checkpoint.format in ("pt2", "torchscript") for checkpoint in checkpoints)
 
 
-def _saved_optimizers(left: Checkpoint, right: Checkpoint) -> tuple[SavedOptimizer, SavedOptimizer] | None:
+def _saved_optimizers(
+    left: Checkpoint, right: Checkpoint
+) -> tuple[SavedOptimizer, SavedOptimizer] | None:
     """Return the two optimizers if both sides hold nothing but the state of one."""
     mine, theirs = optimizer_alone(left), optimizer_alone(right)
-    return None if mine is None or theirs is None else (SavedOptimizer.of(left, mine), SavedOptimizer.of(right, theirs))
+    return (
+        None
+        if mine is None or theirs is None
+        else (SavedOptimizer.of(left, mine), SavedOptimizer.of(right, theirs))
+    )
 
 
-def _models(left: Checkpoint, right: Checkpoint, model: ModelOperand | None) -> tuple[Section, Section, Names | None]:
+def _models(
+    left: Checkpoint, right: Checkpoint, model: ModelOperand | None
+) -> tuple[Section, Section, Names | None]:
     """Return the sections of the two models, and the names that both are read with."""
     mine, theirs = model_section(left), model_section(right)
-    names = None if model is None else as_read(as_read(model, mine, left.source), theirs, right.source).names()
+    names = (
+        None
+        if model is None
+        else as_read(as_read(model, mine, left.source), theirs, right.source).names()
+    )
     return mine, theirs, names
 
 
@@ -119,10 +153,18 @@ def _optimizers(
     entries = (*diff.entries, *compare_outside(left, right, values))
     notes: list[str] = []
     if diff.by_id:
-        notes.append(Info("parameters are compared by id: pass --model MODEL to compare them by name", "compared-by"))
+        notes.append(
+            Info(
+                "parameters are compared by id: pass --model MODEL to compare them by name",
+                "compared-by",
+            )
+        )
     if diff.classes[0] != diff.classes[1]:
         classes = [title or UNKNOWN_CLASS for title in diff.classes]
-        text = f"{sides[0]} is the state of {classes[0]}, {sides[1]} of {classes[1]}: neither loads the other's"
+        text = (
+            f"{sides[0]} is the state of {classes[0]}, {sides[1]} of {classes[1]}: neither"
+            " loads the other's"
+        )
         notes.append(Note(text, "optimizer-class"))
     other_notes, compared = _compare_others(
         left, right, (saved[0].section, saved[1].section), names, values, sides, options
@@ -131,10 +173,15 @@ def _optimizers(
     # What brings the first optimizer into the form, the order and the groups of the second
     form, wanted = (forms.read(one.section).form for one in saved)
     remedy = None
-    if any(e.status == "order" or (e.status == "renamed" and e.right[0].startswith(GROUPS)) for e in entries):
+    if any(
+        e.status == "order" or (e.status == "renamed" and e.right[0].startswith(GROUPS))
+        for e in entries
+    ):
         remedy = Remedy("like_right", None if form == wanted else wanted)
     elif form != wanted:
-        remedy = Remedy("keys_by_model" if model is not None or not is_named(saved[0]) else "keys", wanted)
+        remedy = Remedy(
+            "keys_by_model" if model is not None or not is_named(saved[0]) else "keys", wanted
+        )
     return Diff(
         left.source,
         right.source,
@@ -151,10 +198,13 @@ def _optimizers(
 # Tied tensors
 
 
-def _tie_notes(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], sides: Sides) -> Iterator[str]:
+def _tie_notes(
+    left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], sides: Sides
+) -> Iterator[str]:
     """Yield a note on keys that are one tensor on one side, and separate tensors on the other.
 
-    It is information only if the other side's format cannot hold one tensor under two names, as safetensors.
+    It is information only if the other side's format cannot hold one tensor under two names, as
+    safetensors.
     """
     left_first, right_first = model_section(left).aliases(), model_section(right).aliases()
     if not left_first and not right_first:
@@ -181,7 +231,9 @@ def _tie_notes(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], si
 
 
 def _metadata_notes(left: Checkpoint, right: Checkpoint, sides: Sides) -> Iterator[str]:
-    """Yield a note on the entries of ``__metadata__`` that differ; information if only one of the formats has it."""
+    """Yield a note on the entries of ``__metadata__`` that differ; information if only one of the
+    formats has it.
+    """
     if left.metadata == right.metadata:
         return
     differing = []
@@ -199,8 +251,12 @@ def _metadata_notes(left: Checkpoint, right: Checkpoint, sides: Sides) -> Iterat
 # Everything besides the two models
 
 
-def compare_outside(left: Checkpoint, right: Checkpoint, values: Values | None) -> tuple[Entry, ...]:
-    """Compare the entries outside of state dicts that both have, and all storages that belong to no known tensor."""
+def compare_outside(
+    left: Checkpoint, right: Checkpoint, values: Values | None
+) -> tuple[Entry, ...]:
+    """Compare the entries outside of state dicts that both have, and all storages that belong to no
+    known tensor.
+    """
     mine, theirs = loose_entries(left), loose_entries(right)
     entries = [compare_pair(mine[key], theirs[key], values) for key in mine if key in theirs]
     if left.format != right.format and "torchscript" in (left.format, right.format):
@@ -218,7 +274,11 @@ def compare_outside(left: Checkpoint, right: Checkpoint, values: Values | None) 
             entries.append(Entry("same", (storage.path,), (same.pop(0).path,)))
         else:
             alone.append(only_left(storage.path, _STORAGE_LEFT))
-    rest = (only_right(storage.path, _STORAGE_RIGHT) for storages in by_content.values() for storage in storages)
+    rest = (
+        only_right(storage.path, _STORAGE_RIGHT)
+        for storages in by_content.values()
+        for storage in storages
+    )
     return (*entries, *alone, *rest)
 
 
@@ -230,7 +290,12 @@ _STORAGE_LEFT, _STORAGE_RIGHT = (
 
 def loose_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry | ExtraEntry]:
     """Return the entries outside of state dicts and optimizers, by their dotted path."""
-    return {entry.key: entry for section in checkpoint.sections if section.kind == "other" for entry in section.entries}
+    return {
+        entry.key: entry
+        for section in checkpoint.sections
+        if section.kind == "other"
+        for entry in section.entries
+    }
 
 
 def _content(storage: Unreached) -> bytes | None:
@@ -249,7 +314,9 @@ def _compare_others(
     sides: Sides,
     options: CompareOptions,
 ) -> tuple[list[str], dict[str, bool]]:
-    """Return notes on what differs or was not compared, and which aspects were compared completely."""
+    """Return notes on what differs or was not compared, and which aspects were compared
+    completely.
+    """
     mine, theirs = _other_sections(left, right, models)
     notes, skipped = _section_notes(left, right, models, names, values, sides, options)
     loose = loose_entries(left), loose_entries(right)
@@ -268,18 +335,28 @@ def _compare_others(
             notes.append(Note(text, "not-compared"))
         skipped = skipped or bool(alone or keys)
     if values is not None:
-        mine_objects, their_objects = ({entry.key: entry for entry in side.objects} for side in (left, right))
+        mine_objects, their_objects = (
+            {entry.key: entry for entry in side.objects} for side in (left, right)
+        )
         for side, objects, other_objects in (
             (sides[0], mine_objects, their_objects),
             (sides[1], their_objects, mine_objects),
         ):
             alone = [path or "(root)" for path in objects if path not in other_objects]
             if alone:
-                notes.append(Note(f"non-tensor entries in {side} only: {some(alone)}", "other-sections"))
+                notes.append(
+                    Note(f"non-tensor entries in {side} only: {some(alone)}", "other-sections")
+                )
         both = [path for path in mine_objects if path in their_objects]
-        unlike = [path or "(root)" for path in both if not same_objects(mine_objects[path], their_objects[path])]
+        unlike = [
+            path or "(root)"
+            for path in both
+            if not same_objects(mine_objects[path], their_objects[path])
+        ]
         if unlike:
-            notes.append(Note(f"non-tensor entries with different values: {some(unlike)}", "other-sections"))
+            notes.append(
+                Note(f"non-tensor entries with different values: {some(unlike)}", "other-sections")
+            )
     compared = {
         "values": values is not None,
         **dict.fromkeys(("aliases", "metadata"), True),
@@ -292,31 +369,49 @@ def _compare_others(
 
 
 def _compare_versions(
-    left: Checkpoint, right: Checkpoint, models: tuple[Section, Section], names: Names | None, sides: Sides
+    left: Checkpoint,
+    right: Checkpoint,
+    models: tuple[Section, Section],
+    names: Names | None,
+    sides: Sides,
 ) -> tuple[list[str], str]:
-    """Return a note on module versions that differ, and why the two are not identical if loading depends on them.
+    """Return a note on module versions that differ, and why the two are not identical if loading
+    depends on them.
 
-    With the `names` of a model, loading is compared. A format that has no place for versions does not
-    count as a difference.
+    With the `names` of a model, loading is compared. A format that has no place for versions does
+    not count as a difference.
     """
     others = other_versions_of(*models)
     if not others:
         return [], ""
-    has_place = all(model.modules or holds_versions(side) for model, side in zip(models, (left, right)))
-    decisive = [one for one in others if one.effect is Effect.LOADING or (one.effect is Effect.UNKNOWN and has_place)]
+    has_place = all(
+        model.modules or holds_versions(side) for model, side in zip(models, (left, right))
+    )
+    decisive = [
+        one
+        for one in others
+        if one.effect is Effect.LOADING or (one.effect is Effect.UNKNOWN and has_place)
+    ]
     lost = sides[0] if not models[0].modules else sides[1]
-    cause = f"{lost} lost its module versions" if others[0].is_lost else "the module versions differ"
+    cause = (
+        f"{lost} lost its module versions" if others[0].is_lost else ("the module versions differ")
+    )
     if names is not None:  # the model's own loading was compared
         return [Info(f"{cause} (_metadata): {some([*map(str, others)])}", "module-versions")], ""
     if not decisive:
         doubt = "only the model's code tells if loading depends on them"
         known = all(one.effect is Effect.NOTHING for one in others)
         text = (
-            f"{cause} (_metadata); {'loading these keys is the same' if known else doubt}: {some([*map(str, others)])}"
+            f"{cause} (_metadata); {'loading these keys is the same' if known else doubt}:"
+            f" {some([*map(str, others)])}"
         )
         return [Info(text, "module-versions")], ""
     certain = all(one.effect is Effect.LOADING for one in decisive)
-    how = "torch loads these keys differently" if certain else "torch may load these keys differently"
+    how = (
+        "torch loads these keys differently"
+        if certain
+        else ("torch may load these keys differently")
+    )
     text = f"{cause} (_metadata), and {how}: {some([*map(str, decisive)])}"
     return [Note(text, "module-versions")], cause
 
@@ -341,7 +436,9 @@ def _section_notes(
     sides: Sides,
     options: CompareOptions,
 ) -> tuple[list[str], bool]:
-    """Compare the sections that both have under one path: a note on each difference, and if one was not compared."""
+    """Compare the sections that both have under one path: a note on each difference, and if one was
+    not compared.
+    """
     notes, skipped = list[str](), False
     mine, theirs = _other_sections(left, right, models)
     for path in [path for path in mine if path in theirs]:
@@ -366,23 +463,30 @@ def _section_notes(
         count = sum(not entry.is_one_of(harmless) for entry in entries)
         if count:
             again = command("diff", (f"{left.source}::{path}", f"{right.source}::{path}"), options)
-            notes.append(Note(f"{one.title}: {plural(count, 'difference')} ({again})", "other-sections"))
+            notes.append(
+                Note(f"{one.title}: {plural(count, 'difference')} ({again})", "other-sections")
+            )
     return notes, skipped
 
 
 # The same comparison shared by the ranks of a job
 
 
-def compare_on_ranks(values: Values | None, *comparisons: Callable[[Values], object]) -> Values | None:
-    """Return `values` with all answers that the comparisons need, found by the ranks of the job; then rank 0 goes on.
+def compare_on_ranks(
+    values: Values | None, *comparisons: Callable[[Values], object]
+) -> Values | None:
+    """Return `values` with all answers that the comparisons need, found by the ranks of the job;
+    then rank 0 goes on.
 
-    Every rank runs the comparisons once, as if all values were equal, to learn which tensors they compare. What they
-    compare only if values differ is computed when it is needed. Without a job, return `values`.
+    Every rank runs the comparisons once, as if all values were equal, to learn which tensors they
+    compare. What they compare only if values differ is computed when it is needed. Without a job,
+    return `values`.
     """
     if values is None or current() is None:
         return values
     compute = values
-    pairs: dict[tuple[object, object], tuple[TensorEntry, TensorEntry]] = {}  # keeps alive what the keys are ids of
+    # keeps alive what the keys are ids of
+    pairs: dict[tuple[object, object], tuple[TensorEntry, TensorEntry]] = {}
 
     def note(left: TensorEntry, right: TensorEntry) -> None:
         if left.storage is not None and right.storage is not None:
@@ -394,7 +498,10 @@ def compare_on_ranks(values: Values | None, *comparisons: Callable[[Values], obj
 
     for comparison in comparisons:
         comparison(note)
-    questions = {at: Question(a.key, a.nbytes + b.nbytes, partial(as_json, a, b)) for at, (a, b) in pairs.items()}
+    questions = {
+        at: Question(a.key, a.nbytes + b.nbytes, partial(as_json, a, b))
+        for at, (a, b) in pairs.items()
+    }
     known = answers("comparing values", questions)
     only_first()
 
@@ -405,13 +512,19 @@ def compare_on_ranks(values: Values | None, *comparisons: Callable[[Values], obj
         answer = known[at]
         if answer is None:
             return None
-        return Difference(answer["text"], tuple((exponent, count) for exponent, count in answer["spread"]))
+        return Difference(
+            answer["text"], tuple((exponent, count) for exponent, count in answer["spread"])
+        )
 
     return look_up
 
 
-def read_all_values(left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values: Values) -> None:
-    """Compare `values` of every pair of tensors that a diff of the two compares, and read nothing else."""
+def read_all_values(
+    left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values: Values
+) -> None:
+    """Compare `values` of every pair of tensors that a diff of the two compares, and read nothing
+    else.
+    """
     saved = _saved_optimizers(left, right)
     if saved is not None:
         compare_optimizers(*saved, None if model is None else model.names(), values)

@@ -1,4 +1,6 @@
-"""Compare a checkpoint with what a model loads, and the names that a model saves with its runtime names."""
+"""Compare a checkpoint with what a model loads, and the names that a model saves with its runtime
+names.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from ckpttool.core.text import Note, code_of, plural, shell, some
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.names import compare_load, compare_names, loads
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, names_outlines, outlines
-from ckpttool.diffing.sections import adapter_notes, explain_computed, explain_quantized, without_dtypes
+from ckpttool.diffing.sections import (
+    adapter_notes,
+    explain_computed,
+    explain_quantized,
+    without_dtypes,
+)
 from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MEMORY
 from ckpttool.formats.torch.legacy_file import UNREADABLE, refused_by_torch
@@ -31,12 +38,14 @@ if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
 
 FQN_MODIFIERS = Note(
-    "torch.distributed.checkpoint's get_model_state_dict raises an AttributeError for keys that hooks rename, unless "
+    "torch.distributed.checkpoint's get_model_state_dict raises an AttributeError for keys that"
+    " hooks rename, unless "
     "the module has a method `_fqn_modifiers` (pytorch#146557)",
     "fqn-modifiers",
 )
 FROM_PRETRAINED = Note(
-    "the keys are in the form of save_pretrained and from_pretrained, which load_state_dict() does not accept: "
+    "the keys are in the form of save_pretrained and from_pretrained, which load_state_dict() does"
+    " not accept: "
     "`--model hf:FOLDER` compares with what from_pretrained loads",
     "pretrained-keys",
 )
@@ -48,8 +57,13 @@ def names_alone(model: ModelOperand) -> Diff:
     names = model.names()
     entries = compare_names(names)
     lost = any(e.status == "not_serialized" and not e.has(Code.NON_PERSISTENT) for e in entries)
-    lossy = [Note(f"does not load what it saves: {problem}", "roundtrip") for problem in names.roundtrip_problems]
-    renamed = any(entry.hook is not None and entry.status in ("renamed", "transformed") for entry in entries)
+    lossy = [
+        Note(f"does not load what it saves: {problem}", "roundtrip")
+        for problem in names.roundtrip_problems
+    ]
+    renamed = any(
+        entry.hook is not None and entry.status in ("renamed", "transformed") for entry in entries
+    )
     return Diff(
         f"{names.model} (serialized)",
         f"{names.model} (runtime)",
@@ -57,13 +71,16 @@ def names_alone(model: ModelOperand) -> Diff:
         entries=entries,
         notes=(*lossy, *names.notes, *([FQN_MODIFIERS] if renamed else [])),
         other_failure="does not load what it saves" if lost else "",
-        compared=dict.fromkeys(("keys", "shapes", "dtypes"), True) | {"values": False, "aliases": True},
+        compared=dict.fromkeys(("keys", "shapes", "dtypes"), True)
+        | {"values": False, "aliases": True},
         outlines=names_outlines(names),
     )
 
 
 def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
-    """Compare a checkpoint with what the model loads; for a model's code the answer is torch's own."""
+    """Compare a checkpoint with what the model loads; for a model's code the answer is torch's
+    own.
+    """
     section = model_section(checkpoint)
     untied = []
     if model.is_folder:
@@ -77,13 +94,22 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         _check_names_suffice(model, names, checkpoint, section)
     unreadable = unreadable_note(checkpoint)
     fits = not unreadable and (loads(entries) if verdict is None else verdict.ok)
-    converts = any(e.status == "dtype" for e in entries) if verdict is None else bool(verdict.dtype_changes)
+    converts = (
+        any(e.status == "dtype" for e in entries)
+        if verdict is None
+        else bool(verdict.dtype_changes)
+    )
     loses = any(entry.status == "value" for entry in entries)
     identical = fits and not loses and (ignore_dtype or not converts)
     converted = [] if verdict is None or ignore_dtype else _conversions(verdict, entries)
 
     # What torch says in addition to the two lists of keys and the shapes that are listed
-    shown = {f"size mismatch for {key}:" for entry in entries if entry.status == "shape" for key in entry.right}
+    shown = {
+        f"size mismatch for {key}:"
+        for entry in entries
+        if entry.status == "shape"
+        for key in entry.right
+    }
     errors = () if verdict is None else verdict.errors
     others = [text for text in errors if text.partition(": ")[0] + ":" not in shown]
     lost_versions = _lost_versions(model, section) if verdict is not None and not verdict.ok else []
@@ -92,18 +118,29 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     notes = [*unreadable, *rank, *lost_versions, *torch_says]
     if fits and untied and model.pretrained:
         pairs = some([f"{key} and {twin}" for twin, key in untied])
-        text = f"the model ties {pairs}, and the file has different values for them: from_pretrained loads both, untied"
+        text = (
+            f"the model ties {pairs}, and the file has different values for them:"
+            " from_pretrained loads both, untied"
+        )
         notes.append(Note(text, "untied"))
     if verdict is not None and verdict.assigns and not rank:
-        text = "load_state_dict(..., assign=True) loads it: the file's tensors then replace the model's"
+        text = (
+            "load_state_dict(..., assign=True) loads it: the file's tensors then replace the"
+            " model's"
+        )
         notes.append(Note(text, "assign"))
     notes += converted
     matched = ("same", "renamed", "transformed", "value", "dtype", "shape")
     if not identical and not any(entry.status in matched and entry.left for entry in entries):
-        text = f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing"
+        text = (
+            f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load"
+            " nothing"
+        )
         notes.insert(0, Note(text, "nothing-matched"))
     if not identical:
-        notes += adapter_notes(section.by_key(), [key.key for key in names.serialized], ("the checkpoint", "the model"))
+        notes += adapter_notes(
+            section.by_key(), [key.key for key in names.serialized], ("the checkpoint", "the model")
+        )
         notes += [note for note in names.notes if code_of(note) == ON_PLACE]
         if not model.pretrained and _has_pretrained_keys(model, checkpoint, section):
             notes.append(FROM_PRETRAINED)
@@ -113,14 +150,18 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         command = shell("ckpttool", "diff", *model.words, part)
         if checkpoint.format == MEMORY.name:
             command = f"ckpttool.diff({part}, model=...)"
-        text = f"{other.path} holds the same model as {section.title}, and was not compared: {command}"
+        text = (
+            f"{other.path} holds the same model as {section.title}, and was not compared: {command}"
+        )
         notes.append(Note(text, "not-compared"))
 
     # What stops the load if no entry shows it as a difference
     failure = ""
     if not identical:
         differing = any(entry.status not in HARMLESS for entry in entries)
-        one_sided = any(entry.status in HARMLESS and not (entry.left and entry.right) for entry in entries)
+        one_sided = any(
+            entry.status in HARMLESS and not (entry.left and entry.right) for entry in entries
+        )
         if unreadable or converted or one_sided or not differing or torch_says:
             failure = "loads, and converts" if fits else "does not load"
     return Diff(
@@ -140,20 +181,25 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
 
 
 def _lost_versions(model: ModelOperand, section: Section) -> list[str]:
-    """Return a note if the model loads the section only with module versions, which the file lost."""
+    """Return a note if the model loads the section only with module versions, which the file
+    lost.
+    """
     restored = model.with_needed_versions(section)
     if restored is section or not restored.modules:
         return []
     paths = some([path or "(root)" for path in restored.modules])
     text = (
-        "the file lost its module versions (_metadata): torch takes it for an older version of the modules, and does "
+        "the file lost its module versions (_metadata): torch takes it for an older version of the"
+        " modules, and does "
         f"not load it ({paths})"
     )
     return [Note(text, "module-versions")]
 
 
 def _grouped(errors: Iterable[str]) -> Iterator[str]:
-    """Yield each error of copying a parameter once, with the names of all parameters that have it."""
+    """Yield each error of copying a parameter once, with the names of all parameters that have
+    it.
+    """
     groups: dict[str, list[str]] = {}
     for text in errors:
         groups.setdefault(text.rpartition(", an exception occurred : ")[2], []).append(text)
@@ -163,7 +209,9 @@ def _grouped(errors: Iterable[str]) -> Iterator[str]:
 
 
 def _verdict(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> Verdict:
-    """Return the answer of torch. Raises `CkptError` if torch cannot load it, with a hint for the part of one rank."""
+    """Return the answer of torch. Raises `CkptError` if torch cannot load it, with a hint for the
+    part of one rank.
+    """
     try:
         return model.verdict(section)
     except CkptError as error:
@@ -171,29 +219,44 @@ def _verdict(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> V
         raise
 
 
-def _check_names_suffice(model: ModelOperand, names: Names, checkpoint: Checkpoint, section: Section) -> None:
-    """Raise `CkptError` if loading depends on kinds of tensors or module versions, which names do not describe."""
-    strange = [Problem(f"a tensor of another kind ({kind(e)})", e.key) for e in section.tensors if not is_dense(e)]
+def _check_names_suffice(
+    model: ModelOperand, names: Names, checkpoint: Checkpoint, section: Section
+) -> None:
+    """Raise `CkptError` if loading depends on kinds of tensors or module versions, which names do
+    not describe.
+    """
+    strange = [
+        Problem(f"a tensor of another kind ({kind(e)})", e.key)
+        for e in section.tensors
+        if not is_dense(e)
+    ]
     if strange:
         raise CkptError(
-            f"names cannot tell if {model.title} loads it: {plural(len(strange), 'tensor')} of another kind",
+            f"names cannot tell if {model.title} loads it: {plural(len(strange), 'tensor')} of"
+            " another kind",
             hint="; ".join(one_rank(checkpoint)) or _PASS_CODE,
             problems=strange,
         )
     special = [note for note in names.notes if code_of(note) == SPECIAL]
     if special:
-        raise CkptError(f"names cannot tell if {model.title} loads it: its tensors are {special[0]}", hint=_PASS_CODE)
+        raise CkptError(
+            f"names cannot tell if {model.title} loads it: its tensors are {special[0]}",
+            hint=_PASS_CODE,
+        )
     others = other_versions(names, section, read_keys(NameTables(names), section, SERIALIZED))
     if others:
         raise CkptError(
-            f"names cannot tell if {model.title} loads it: {plural(len(others), 'module')} of another version",
+            f"names cannot tell if {model.title} loads it: {plural(len(others), 'module')} of"
+            " another version",
             hint=_PASS_CODE,
             problems=others,
         )
 
 
 def unreadable_note(checkpoint: Checkpoint) -> list[str]:
-    """Return a note if torch.load fails for the file, with the command that writes one that it loads."""
+    """Return a note if torch.load fails for the file, with the command that writes one that it
+    loads.
+    """
     if not refused_by_torch(checkpoint):
         return []
     path = split(checkpoint.source)[0]
@@ -216,15 +279,23 @@ def compared_by_loading(checkpoint: Checkpoint, ignore_dtype: bool) -> dict[str,
 def _has_pretrained_keys(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> bool:
     """Return True if save_pretrained writes every key."""
     other = as_read(model, section, checkpoint.source)
-    return other.pretrained and set(section.by_key()) <= {key.key for key in other.names().serialized}
+    return other.pretrained and set(section.by_key()) <= {
+        key.key for key in other.names().serialized
+    }
 
 
 def _conversions(verdict: Verdict, entries: Iterable[Entry]) -> list[str]:
-    """Return a note on tensors that loading converts although the file has the dtype that the model saves."""
+    """Return a note on tensors that loading converts although the file has the dtype that the model
+    saves.
+    """
     listed = [entry for entry in entries if entry.status == "dtype" or entry.has(Code.QUANTIZED)]
     shown = {key for entry in listed for key in (*entry.left, *entry.right)}
     sources = {fqn: set(refs(value)) for fqn, value in verdict.reads.items() if value is not None}
-    changes = [one for one in verdict.dtype_changes if shown.isdisjoint((one.fqn, one.key, *sources.get(one.fqn, ())))]
+    changes = [
+        one
+        for one in verdict.dtype_changes
+        if shown.isdisjoint((one.fqn, one.key, *sources.get(one.fqn, ())))
+    ]
     if not changes:
         return []
     what = some([f"{one.fqn} ({one.source} to {one.target})" for one in changes])
@@ -243,13 +314,20 @@ def _distinct(names: Names) -> Iterator[Tensor]:
 
 
 def _order_notes(names: Names, checkpoint: Checkpoint) -> list[str]:
-    """Return a note if optimizers in the file were saved by a model with another order of parameters."""
+    """Return a note if optimizers in the file were saved by a model with another order of
+    parameters.
+    """
     paths = [section.path for section in checkpoint.optimizers]
-    order = saved_order(saved_state_dicts(checkpoint), names, set(Parameters(names).shapes)) if paths else None
+    order = (
+        saved_order(saved_state_dicts(checkpoint), names, set(Parameters(names).shapes))
+        if paths
+        else None
+    )
     if not order:
         return []
     text = (
-        "the model that saved this file registers its parameters in another order, which decides whose state torch "
+        "the model that saved this file registers its parameters in another order, which decides"
+        " whose state torch "
         f"loads: {', '.join(paths)} is not compared without --optimizer"
     )
     return [Note(text, "optimizer-order")]

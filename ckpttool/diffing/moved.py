@@ -17,18 +17,22 @@ from ckpttool.evaluate.compare import elements
 
 _FIRST = 4096  # bytes that are enough to tell most tensors apart
 _ROWS = 1 << 20  # the order of more rows is not examined
-_HEADS = 256  # most rows of one head; with four rows the order is its own reverse, which says nothing
+# most rows of one head; with four rows the order is its own reverse, which says nothing
+_HEADS = 256
 
 
 def explain_moved(entries: Iterable[Entry], left: Section, right: Section) -> tuple[Entry, ...]:
-    """Return the entries; those with different values say where the values are, if they are anywhere."""
+    """Return the entries; those with different values say where the values are, if they are
+    anywhere.
+    """
     entries = tuple(entries)
     if all(entry.status != "value" for entry in entries):
         return entries
     have, want = left.by_key(), right.by_key()
     differing: dict[Entry, tuple[TensorEntry, TensorEntry]] = {}
     for entry in entries:
-        if entry.status == "value" and len(entry.left) == len(entry.right) == 1:  # else hooks compute it
+        # else hooks compute it
+        if entry.status == "value" and len(entry.left) == len(entry.right) == 1:
             old, new = have[entry.left[0]], want[entry.right[0]]
             if _is_dense(old) and _is_dense(new) and old.dtype == new.dtype:
                 differing[entry] = old, new
@@ -36,8 +40,8 @@ def explain_moved(entries: Iterable[Entry], left: Section, right: Section) -> tu
         return entries
     mine, theirs = Digests(have), Digests(want)
 
-    # (dtype, shape, hash) -> keys of the right. A tensor that is the same under its own name did not move: many hold
-    # nothing but ones.
+    # (dtype, shape, hash) -> keys of the right. A tensor that is the same under its own name did
+    # not move: many hold nothing but ones.
     in_place = {key for entry in entries if entry.status == "same" for key in entry.right}
     beginnings = {_beginning(old) for old, _ in differing.values()}
     likenesses, second_names = {likeness for likeness, _ in beginnings}, right.aliases()
@@ -111,14 +115,18 @@ def _row_order(left: TensorEntry, right: TensorEntry) -> Cause | None:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The two orders of rows for rotary embeddings: `size` rows a head, whose pairs are adjacent in one of the two."""
+    """The two orders of rows for rotary embeddings: `size` rows a head, whose pairs are adjacent in
+    one of the two.
+    """
 
     size: int
     left_is_adjacent: bool
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """The sizes that dimension 0 of the left splits into; with the last two swapped they are the right's."""
+        """The sizes that dimension 0 of the left splits into; with the last two swapped they are
+        the right's.
+        """
         half = self.size // 2
         return (-1, half, 2) if self.left_is_adjacent else (-1, 2, half)
 
@@ -131,7 +139,8 @@ def rotary(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> R
     if not 1 < count <= _ROWS or not left.numel or _likeness(left) != _likeness(right):
         return None
     mine, theirs = _rows(left, count), _rows(right, count)
-    return None if mine == theirs else _rotary(mine, theirs)  # equal rows (a norm of ones) say nothing
+    # equal rows (a norm of ones) say nothing
+    return None if mine == theirs else _rotary(mine, theirs)
 
 
 def _rotary(mine: Sequence[bytes], theirs: Sequence[bytes]) -> Rotary | None:
@@ -141,7 +150,8 @@ def _rotary(mine: Sequence[bytes], theirs: Sequence[bytes]) -> Rotary | None:
         for left_is_adjacent, adjacent, apart in (True, mine, theirs), (False, theirs, mine):
             # Row 2i of each head is row i of the other, and row 2i + 1 is row size / 2 + i.
             if all(
-                [*adjacent[at : at + size : 2], *adjacent[at + 1 : at + size : 2]] == [*apart[at : at + size]]
+                [*adjacent[at : at + size : 2], *adjacent[at + 1 : at + size : 2]]
+                == [*apart[at : at + size]]
                 for at in range(0, len(mine), size)
             ):
                 return Rotary(size, left_is_adjacent)
@@ -158,6 +168,8 @@ def _rows(entry: TensorEntry, count: int) -> list[bytes]:
         data = rest + bytes(chunk)
         complete = len(data) // size
         for at in range(complete):
-            hashes.append(hashlib.blake2b(data[at * size : (at + 1) * size], digest_size=12).digest())
+            hashes.append(
+                hashlib.blake2b(data[at * size : (at + 1) * size], digest_size=12).digest()
+            )
         rest = data[complete * size :]
     return hashes

@@ -44,23 +44,30 @@ P = TypeVar("P", Pair, Ambiguous)
 # Likely renames
 
 
-_DEFINED = frozenset({"torch_zip", "torch_legacy", "torchscript", "pt2", "memory"})  # keys in the order of definition
+# keys in the order of definition
+_DEFINED = frozenset({"torch_zip", "torch_legacy", "torchscript", "pt2", "memory"})
 
 
 def known(entries: Iterable[Entry]) -> dict[str, str]:
-    """Map keys of the left to keys of the right that name the same tensor, except if the shape differs."""
+    """Map keys of the left to keys of the right that name the same tensor, except if the shape
+    differs.
+    """
     both = (entry for entry in entries if len(entry.left) == len(entry.right) == 1)
     return {e.left[0]: e.right[0] for e in both if e.status != "shape" or e.has(Code.KIND)}
 
 
-def suggestions(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], values: bool) -> Inference:
+def suggestions(
+    left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], values: bool
+) -> Inference:
     """Pair the keys that `entries` leave open; with `values` the tensors are read and compared too.
 
     Segments of wrappers are not evidence: the keys are paired without them.
     """
     if {"missing", "unexpected", "shape"}.isdisjoint(entry.status for entry in entries):
         return Inference()
-    second_names = {key for entry in entries if entry.status == "alias" for key in (*entry.left, *entry.right)}
+    second_names = {
+        key for entry in entries if entry.status == "alias" for key in (*entry.left, *entry.right)
+    }
     sides, names = [], []
     for checkpoint, parts in zip((left, right), unpairable(entries)):
         section, left_out = model_section(checkpoint), second_names | parts
@@ -69,7 +76,9 @@ def suggestions(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], v
         if len(set(bare.values())) < len(bare):
             bare = {key: key for key in bare}
         tensors = [
-            entry if bare[entry.key] == entry.key else Tensor(bare[entry.key], entry.dtype, entry.shape)
+            entry
+            if bare[entry.key] == entry.key
+            else Tensor(bare[entry.key], entry.dtype, entry.shape)
             for entry in section.tensors
             if entry.key not in left_out and not is_placeholder(entry)
         ]
@@ -78,17 +87,23 @@ def suggestions(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], v
         names.append(bare)
     mine, theirs = names
     paired = infer(
-        sides[0], sides[1], {mine.get(key, key): theirs.get(other, other) for key, other in known(entries).items()}
+        sides[0],
+        sides[1],
+        {mine.get(key, key): theirs.get(other, other) for key, other in known(entries).items()},
     )
     if all(key == name for bare in names for key, name in bare.items()):
         return paired
     written = [{name: key for key, name in bare.items()} for bare in names]
 
     def with_keys_of(one: P) -> P:
-        left, right = (tuple(of[name] for name in side) for of, side in zip(written, (one.left, one.right)))
+        left, right = (
+            tuple(of[name] for name in side) for of, side in zip(written, (one.left, one.right))
+        )
         return replace(one, left=left, right=right)
 
-    return Inference(tuple(map(with_keys_of, paired.pairs)), tuple(map(with_keys_of, paired.ambiguous)))
+    return Inference(
+        tuple(map(with_keys_of, paired.pairs)), tuple(map(with_keys_of, paired.ambiguous))
+    )
 
 
 # A names file against the model's code
@@ -100,14 +115,16 @@ _NOT_KEYS = (Code.RUNTIME_NAME, Code.OPTIMIZER_ID, Code.PARAM_REMOVED, Code.PARA
 def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
     """Compare `old`, read from `path`, with the model's code: keys, runtime names, optimizer ids.
 
-    Identical if a checkpoint that the old code wrote has the keys, shapes and ids of one that the new code writes.
-    Raises `CkptError` if the file has optimizer ids and the operand has no optimizer.
+    Identical if a checkpoint that the old code wrote has the keys, shapes and ids of one that the
+    new code writes. Raises `CkptError` if the file has optimizer ids and the operand has no
+    optimizer.
     """
     new = model.names()
     if old.optimizer_class is not None and new.optimizer_class is None:
         command = shell("ckpttool", "diff", path, *model.words, "--optimizer")
         raise CkptError(
-            f"{path} has the ids of an optimizer ({old.optimizer_class}): name the optimizer to compare them with",
+            f"{path} has the ids of an optimizer ({old.optimizer_class}): name the optimizer to"
+            " compare them with",
             hint=f"{command} OPTIMIZER",
         )
     left, right = saved_by(old), saved_by(new)
@@ -122,19 +139,34 @@ def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
     other_class = old.optimizer_class != new.optimizer_class
     notes: list[str] = []
     if other_class:
-        text = f"the optimizer is {new.optimizer_class}; it was {old.optimizer_class or 'not named'}"
+        text = (
+            f"the optimizer is {new.optimizer_class}; it was {old.optimizer_class or 'not named'}"
+        )
         notes.append(Note(text, "optimizer-class"))
     if model.is_definition and any(entry.status not in EITHER_WAY for entry in entries):
         from ckpttool.tracing.loading import load_verdict
 
         try:
             if load_verdict(model.definition(), model_section(left)).ok:
-                notes.append(Info("load_state_dict(strict=True) of the new code accepts the old keys", "old-keys"))
+                notes.append(
+                    Info(
+                        "load_state_dict(strict=True) of the new code accepts the old keys",
+                        "old-keys",
+                    )
+                )
             else:
-                text = "load_state_dict(strict=True) of the new code rejects checkpoints with the old keys"
+                text = (
+                    "load_state_dict(strict=True) of the new code rejects checkpoints with the"
+                    " old keys"
+                )
                 notes.append(Note(text, "old-keys"))
         except CkptError as error:
-            notes.append(Note(f"could not check if the new code loads the old keys: {error.message}", "old-keys"))
+            notes.append(
+                Note(
+                    f"could not check if the new code loads the old keys: {error.message}",
+                    "old-keys",
+                )
+            )
     return Diff(
         f"{path} (keys in checkpoints)",
         f"{model.title} (keys from its code)",
@@ -156,15 +188,21 @@ def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
 
 
 def renamable(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries of state_dict keys that rules can rename: no runtime names, optimizer ids or computed keys."""
-    return [entry for entry in entries if entry.status != "transformed" and not entry.has(*_NOT_KEYS)]
+    """Return the entries of state_dict keys that rules can rename: no runtime names, optimizer ids
+    or computed keys.
+    """
+    return [
+        entry for entry in entries if entry.status != "transformed" and not entry.has(*_NOT_KEYS)
+    ]
 
 
 def _runtime_names(old: Names, new: Names, inferred: Inference | None = None) -> dict[str, str]:
     """Map old runtime names to new ones, for tensors whose key stays or is likely renamed."""
     now = {key.key: key for key in new.serialized}
     pairs = () if inferred is None else inferred.pairs
-    likely = {pair.left[0]: pair.right[0] for pair in pairs if len(pair.left) == len(pair.right) == 1}
+    likely = {
+        pair.left[0]: pair.right[0] for pair in pairs if len(pair.left) == len(pair.right) == 1
+    }
     names = {}
     for key in old.serialized:
         other = now.get(likely.get(key.key, key.key))
@@ -190,11 +228,16 @@ def _with_sources(entries: tuple[Entry, ...], old: Names, new: Names) -> Iterato
         yield entry
 
 
-def _optimizer_ids(old: Names, new: Names, keys: Iterable[Entry], renames: Mapping[str, str]) -> Iterator[Entry]:
+def _optimizer_ids(
+    old: Names, new: Names, keys: Iterable[Entry], renames: Mapping[str, str]
+) -> Iterator[Entry]:
     """Yield parameters with another id, and parameters that only one optimizer has."""
     if old.optimizer_class is None:
         new = replace(new, optimizer_class=None, optimizer=())
-    was, now = ({param.fqn: f"{GROUPS}.{param.group}.params.{param.id}" for param in names.ids} for names in (old, new))
+    was, now = (
+        {param.fqn: f"{GROUPS}.{param.group}.params.{param.id}" for param in names.ids}
+        for names in (old, new)
+    )
     was = {renames.get(name, name): key for name, key in was.items()}
     changed = any(entry.status in ("missing", "unexpected") for entry in keys)
     in_both = set(Parameters(old).canonical) & set(Parameters(new).canonical)
@@ -229,34 +272,47 @@ def compare_names(names: Names) -> tuple[Entry, ...]:
     computed = {key: source for key, source in tables.saved.items() if isinstance(source, Op)}
     for keys, fqns in components({key: list(ex.refs(source)) for key, source in computed.items()}):
         right = tuple(fqn for fqn in fqns if fqn not in taken)
-        entries.append(Entry("transformed", tuple(keys), right, _computed(computed[keys[0]]), hooks[keys[0]]))
+        entries.append(
+            Entry("transformed", tuple(keys), right, _computed(computed[keys[0]]), hooks[keys[0]])
+        )
     for key, source in tables.saved.items():
         if source is None:
             entries.append(only_left(key, Cause(Code.ADDED_BY_HOOK), hooks[key]))
         elif isinstance(source, Ref) and key not in tables.fqn_of:
             entries.append(_alias((key,), (), source.key, hooks[key]))
-    entries += [Entry("extra_state", (key,), (), Cause(Code.EXTRA_STATE)) for key in names.extra_state]
+    entries += [
+        Entry("extra_state", (key,), (), Cause(Code.EXTRA_STATE)) for key in names.extra_state
+    ]
 
     named = {fqn for entry in entries for fqn in entry.right}
     problems = {problem.key: str(problem) for problem in reversed(names.roundtrip_problems)}
     left_out = set(names.not_serialized)
     return (
         *entries,
-        *(_without_key(t, named, problems, t.fqn in left_out) for t in names.runtime if t.fqn not in named),
+        *(
+            _without_key(t, named, problems, t.fqn in left_out)
+            for t in names.runtime
+            if t.fqn not in named
+        ),
     )
 
 
-def _alias(left: tuple[str, ...], right: tuple[str, ...], first: str, hook: Hook | None = None) -> Entry:
+def _alias(
+    left: tuple[str, ...], right: tuple[str, ...], first: str, hook: Hook | None = None
+) -> Entry:
     return Entry("alias", left, right, Cause(Code.SECOND_NAME), hook, f"same as {first}")
 
 
-def _without_key(tensor: RuntimeTensor, named: Collection[str], problems: Mapping[str, str], left_out: bool) -> Entry:
+def _without_key(
+    tensor: RuntimeTensor, named: Collection[str], problems: Mapping[str, str], left_out: bool
+) -> Entry:
     """Return the entry of a runtime tensor that no key names."""
     fqn, first = tensor.fqn, tensor.alias_of
     if first is not None and first in named:
         return _alias((), (fqn,), first)
     if not left_out:
-        status = "missing" if tensor.persistent else "extra_state"  # a program expects the first among its weights
+        # a program expects the first among its weights
+        status = "missing" if tensor.persistent else "extra_state"
         return Entry(status, (), (fqn,), Cause(Code.INSIDE_OBJECT))
     if not tensor.persistent:
         return Entry("not_serialized", (), (fqn,), Cause(Code.NON_PERSISTENT))
@@ -267,7 +323,9 @@ def _computed(source: Expression) -> Cause:
     if ex.is_opaque(source):
         return Cause(Code.OPAQUE)
     names = (op.removeprefix("aten.").partition(".")[0] for op in ex.operators(source))
-    return Cause(Code.COMPUTED, (", ".join(dict.fromkeys(name for name in names if name != "getitem")),))
+    return Cause(
+        Code.COMPUTED, (", ".join(dict.fromkeys(name for name in names if name != "getitem")),)
+    )
 
 
 # A checkpoint and the model that loads it
@@ -276,13 +334,20 @@ def _computed(source: Expression) -> Cause:
 def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tuple[Entry, ...]:
     """Compare a checkpoint (left) with the serialized keys that the model loads (right).
 
-    `verdict` is what torch says about loading it; without one (a names file) keys and shapes decide.
+    `verdict` is what torch says about loading it; without one (a names file) keys and shapes
+    decide.
     """
     have = section.by_key()
-    want: dict[str, SerializedKey | None] = dict.fromkeys([*(s.key for s in names.serialized), *names.extra_state])
+    want: dict[str, SerializedKey | None] = dict.fromkeys(
+        [*(s.key for s in names.serialized), *names.extra_state]
+    )
     want.update((s.key, s) for s in names.serialized)
     rejected = () if verdict is None else verdict.unexpected
-    entries = [_loaded(have[key], expected, key in rejected) for key, expected in want.items() if key in have]
+    entries = [
+        _loaded(have[key], expected, key in rejected)
+        for key, expected in want.items()
+        if key in have
+    ]
     mine = {key: entry for key, entry in have.items() if key not in want}
     theirs = dict.fromkeys(key for key in want if key not in have)
     entries += _in_other_form(NameTables(names), section, mine, theirs, want)
@@ -294,7 +359,9 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
     # Keys that the file does not have; a tied one may be there under another name.
     optional = Cause(Code.OPTIONAL) if verdict is not None and verdict.ok else None
     held: dict[object, str] = {
-        s.source: s.key for s in reversed(names.serialized) if s.key in have and isinstance(s.source, Ref)
+        s.source: s.key
+        for s in reversed(names.serialized)
+        if s.key in have and isinstance(s.source, Ref)
     }
     sources = {s.key: s.source for s in names.serialized}
     for key in theirs:
@@ -302,30 +369,46 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
         if other is None:
             entries.append(only_right(key, Cause(Code.MISSING).and_also(optional)))
         else:
-            entries.append(only_right(key, Cause(Code.TIED).and_also(optional), None, f"same as {other}"))
-    lost = ({} if verdict is None else _otherwise(names, have, verdict)) | _overwritten(names, section, verdict)
+            entries.append(
+                only_right(key, Cause(Code.TIED).and_also(optional), None, f"same as {other}")
+            )
+    lost = ({} if verdict is None else _otherwise(names, have, verdict)) | _overwritten(
+        names, section, verdict
+    )
     altered = set() if verdict is None else {(key,) for key in verdict.altered}
 
     def with_loss(entry: Entry) -> Entry:
         if entry.status == "same" and entry.left in lost:
             return lost[entry.left]
-        return Entry("value", entry.left, entry.right, Cause(Code.ALTERED)) if entry.left in altered else entry
+        return (
+            Entry("value", entry.left, entry.right, Cause(Code.ALTERED))
+            if entry.left in altered
+            else entry
+        )
 
     return tuple(map(with_loss, entries))
 
 
 def _tied(names: Names) -> dict[str, list[str]]:
-    """Map each key that the model saves to the keys with the same value: itself, and its tied ones."""
+    """Map each key that the model saves to the keys with the same value: itself, and its tied
+    ones.
+    """
     groups: dict[Expression | str, list[str]] = {}
     of: dict[str, list[str]] = {}
     for s in names.serialized:
-        of[s.key] = groups.setdefault(s.key if s.source is None or ex.is_opaque(s.source) else s.source, [])
+        of[s.key] = groups.setdefault(
+            s.key if s.source is None or ex.is_opaque(s.source) else s.source, []
+        )
         of[s.key].append(s.key)
     return of
 
 
-def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dict[tuple[str, ...], Entry]:
-    """Return entries of tied keys for which the file has different values: loading keeps one of them."""
+def _overwritten(
+    names: Names, section: Section, verdict: Verdict | None
+) -> dict[tuple[str, ...], Entry]:
+    """Return entries of tied keys for which the file has different values: loading keeps one of
+    them.
+    """
     have = section.by_key()
     saved = {s.key: s.source for s in names.serialized}
     kept = keys_read(verdict)
@@ -339,7 +422,9 @@ def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dic
         last = next((key for key in read if key in keys), keys[-1])
         for key in keys:
             if key not in kept and not same_values(have[key], have[last]):
-                entries[key,] = Entry("value", (key,), (key,), Cause(Code.TIED_VALUE), None, f"loading keeps {last}")
+                entries[key,] = Entry(
+                    "value", (key,), (key,), Cause(Code.TIED_VALUE), None, f"loading keeps {last}"
+                )
     return entries
 
 
@@ -349,16 +434,22 @@ def keys_read(verdict: Verdict | None) -> set[str]:
     return {key for value in reads if value is not None for key in ex.refs(value)}
 
 
-def _loading(names: Names, verdict: Verdict) -> Iterator[tuple[Expression | None, Expression, Expression | None]]:
-    """Yield three expressions for each tensor of a known kind: its usual value, the expected one, and the file's.
+def _loading(
+    names: Names, verdict: Verdict
+) -> Iterator[tuple[Expression | None, Expression, Expression | None]]:
+    """Yield three expressions for each tensor of a known kind: its usual value, the expected one,
+    and the file's.
 
-    It usually gets the first, by loading the model's own state dict. Expected is the key that saves it, if there is
-    one, else the usual value. The last is what loading this file gives it, None if the file does not reach it.
+    It usually gets the first, by loading the model's own state dict. Expected is the key that saves
+    it, if there is one, else the usual value. The last is what loading this file gives it, None if
+    the file does not reach it.
     """
     key_of = {s.source: s.key for s in reversed(names.serialized) if isinstance(s.source, Ref)}
     for tensor in names.load:
         if tensor.fqn in verdict.reads and tensor.fqn not in verdict.special:
-            usual, here = (x and ex.without_cast(x) for x in (tensor.source, verdict.reads[tensor.fqn]))
+            usual, here = (
+                x and ex.without_cast(x) for x in (tensor.source, verdict.reads[tensor.fqn])
+            )
             key = key_of.get(Ref(tensor.fqn))
             expected = usual if key is None else Ref(key)
             if expected is not None:
@@ -366,9 +457,11 @@ def _loading(names: Names, verdict: Verdict) -> Iterator[tuple[Expression | None
 
 
 def _otherwise(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str, ...], Entry]:
-    """Return entries of keys that the model saves, and whose values it does not get by loading them.
+    """Return entries of keys that the model saves, and whose values it does not get by loading
+    them.
 
-    They are lost if loading takes other keys here, and not whenever the model loads its own state dict.
+    They are lost if loading takes other keys here, and not whenever the model loads its own state
+    dict.
     """
     tied = _tied(names)
     used = keys_read(verdict)
@@ -377,35 +470,54 @@ def _otherwise(names: Names, have: Objects, verdict: Verdict) -> dict[tuple[str,
     for usual, value, source in _loading(names, verdict):
         if source == value or (source is None and not verdict.ok):
             continue
-        if isinstance(source, Ref) and isinstance(value, Ref) and source.key in tied.get(value.key, ()):
+        if (
+            isinstance(source, Ref)
+            and isinstance(value, Ref)
+            and source.key in tied.get(value.key, ())
+        ):
             continue
         others = other_keys(value, source)
-        if others is not None and all(key in have and same_values(have[key], have[it]) for key, it in others.items()):
+        if others is not None and all(
+            key in have and same_values(have[key], have[it]) for key, it in others.items()
+        ):
             continue
         keys, taken = list(ex.refs(value)), [] if source is None else list(ex.refs(source))
         detail = f"it takes {', '.join(dict.fromkeys(taken))}" if {*taken} - {*keys} else None
         for key in (key for key in dict.fromkeys(keys) if key in have):
             if verdict.reads.get(saved_fqn.get(key, "")) == Ref(key):
-                continue  # its own tensor has it, and another one of the tied tensors has another key
-            if any(it != key and it in taken and same_values(have[key], have[it]) for it in tied.get(key, ())):
-                continue  # its module is at several paths, and the file has the same for two of them
+                # its own tensor has it, and another one of the tied tensors has another key
+                continue
+            if any(
+                it != key and it in taken and same_values(have[key], have[it])
+                for it in tied.get(key, ())
+            ):
+                # its module is at several paths, and the file has the same for two of them
+                continue
             if source == usual or key in used or (source is None and key not in verdict.replaced):
-                entries[key,] = Entry("transformed", (key,), (key,), Cause(Code.LOAD_HOOK_CHANGES), None, detail)
+                entries[key,] = Entry(
+                    "transformed", (key,), (key,), Cause(Code.LOAD_HOOK_CHANGES), None, detail
+                )
             else:
                 entries[key,] = Entry("value", (key,), (key,), Cause(Code.LOST_VALUE), None, detail)
     return entries
 
 
-def _loaded(entry: TensorEntry | ExtraEntry, expected: SerializedKey | None, rejected: bool) -> Entry:
+def _loaded(
+    entry: TensorEntry | ExtraEntry, expected: SerializedKey | None, rejected: bool
+) -> Entry:
     key = (entry.key,)
     if rejected and expected is not None:
         is_named = entry.key.rpartition(".")[2] == "_extra_state"
-        return only_left(entry.key, Cause(Code.NAMED_EXTRA_STATE if is_named else Code.NOT_READ_BACK))
+        return only_left(
+            entry.key, Cause(Code.NAMED_EXTRA_STATE if is_named else Code.NOT_READ_BACK)
+        )
     if expected is None:
         return Entry("extra_state", key, key, Cause(Code.EXTRA_STATE))
     if isinstance(entry, ExtraEntry):
         return Entry("shape", key, key, Cause(Code.OBJECT))
-    return shape_or_dtype(entry, expected.dtype, expected.shape, key, key) or Entry("same", key, key)
+    return shape_or_dtype(entry, expected.dtype, expected.shape, key, key) or Entry(
+        "same", key, key
+    )
 
 
 def _in_other_form(
@@ -415,12 +527,18 @@ def _in_other_form(
     theirs: dict[str, None],
     want: Mapping[str, SerializedKey | None],
 ) -> list[Entry]:
-    """Pair keys that name a tensor of the model in another form (wrapped, runtime), and remove them from both sides."""
+    """Pair keys that name a tensor of the model in another form (wrapped, runtime), and remove them
+    from both sides.
+    """
     entries = []
     for form in (SERIALIZED, RUNTIME):
         names = read(tables, section, form).match.names
         for key, name in names.items():
-            keys = [name] if form == SERIALIZED else tables.keys_of.get(tables.first.get(name, name), ())
+            keys = (
+                [name]
+                if form == SERIALIZED
+                else tables.keys_of.get(tables.first.get(name, name), ())
+            )
             target = next((key for key in keys if key in theirs), None)
             if target is None or key not in mine:
                 continue
@@ -433,23 +551,37 @@ def _in_other_form(
             unlike = None
             if isinstance(entry, TensorEntry) and expected is not None:
                 unlike = shape_or_dtype(entry, expected.dtype, expected.shape, (key,), (target,))
-            entries.append(under_another_name(unlike or Entry("renamed", (key,), (target,)), cause, hook))
+            entries.append(
+                under_another_name(unlike or Entry("renamed", (key,), (target,)), cause, hook)
+            )
         if form == RUNTIME:
-            entries += _computed_from(tables, {name: key for key, name in names.items()}, mine, theirs)
+            entries += _computed_from(
+                tables, {name: key for key, name in names.items()}, mine, theirs
+            )
     return entries
 
 
-def _computed_from(tables: NameTables, keys: dict[str, str], mine: Objects, theirs: dict[str, None]) -> list[Entry]:
-    """Pair serialized keys with the runtime tensors of the file that saving computes them from (`keys`: by FQN)."""
+def _computed_from(
+    tables: NameTables, keys: dict[str, str], mine: Objects, theirs: dict[str, None]
+) -> list[Entry]:
+    """Pair serialized keys with the runtime tensors of the file that saving computes them from
+    (`keys`: by FQN).
+    """
     held = {tables.first[fqn]: key for fqn, key in reversed(keys.items()) if fqn in tables.first}
-    links = {key: list(ex.refs(source)) for key in theirs if isinstance(source := tables.saved.get(key), Op)}
+    links = {
+        key: list(ex.refs(source))
+        for key in theirs
+        if isinstance(source := tables.saved.get(key), Op)
+    }
     entries = []
     for rights, fqns in components(links):
         lefts = [held[fqn] for fqn in fqns if held.get(fqn) in mine]
         source = tables.saved[rights[0]]
         if lefts and source is not None:
             cause = Cause(Code.RUNTIME_TENSORS).and_also(_computed(source))
-            entries.append(Entry("transformed", tuple(lefts), tuple(rights), cause, tables.hooks[rights[0]]))
+            entries.append(
+                Entry("transformed", tuple(lefts), tuple(rights), cause, tables.hooks[rights[0]])
+            )
             for key in lefts:
                 del mine[key]
             for key in rights:
@@ -457,8 +589,12 @@ def _computed_from(tables: NameTables, keys: dict[str, str], mine: Objects, thei
     return entries
 
 
-def _call_variants(names: Names, section: Section, mine: Objects, theirs: dict[str, None]) -> list[Entry]:
-    """Return entries of an unflattened program's call variants of tensors that both have; removes them from both."""
+def _call_variants(
+    names: Names, section: Section, mine: Objects, theirs: dict[str, None]
+) -> list[Entry]:
+    """Return entries of an unflattened program's call variants of tensors that both have; removes
+    them from both.
+    """
     have, first = section.by_key(), aliases(section)
     sources = {s.key: s.source for s in names.serialized}
     cause = Cause(Code.CALL_VARIANT)
@@ -474,8 +610,12 @@ def _call_variants(names: Names, section: Section, mine: Objects, theirs: dict[s
     return entries
 
 
-def _by_load_hook(names: Names, verdict: Verdict, mine: Objects, theirs: dict[str, None]) -> list[Entry]:
-    """Pair keys that a load hook accepts with the keys that the model saves, and remove them from both sides."""
+def _by_load_hook(
+    names: Names, verdict: Verdict, mine: Objects, theirs: dict[str, None]
+) -> list[Entry]:
+    """Pair keys that a load hook accepts with the keys that the model saves, and remove them from
+    both sides.
+    """
     tied = _tied(names)
     links: dict[str, list[str]] = {}
     computed: set[str] = set()
@@ -491,7 +631,12 @@ def _by_load_hook(names: Names, verdict: Verdict, mine: Objects, theirs: dict[st
     for keys, lefts in components(links):
         is_whole = len(keys) == len(lefts) == 1 and computed.isdisjoint(keys)
         entries.append(
-            Entry("renamed" if is_whole else "transformed", tuple(lefts), tuple(keys), Cause(Code.LOAD_HOOK))
+            Entry(
+                "renamed" if is_whole else "transformed",
+                tuple(lefts),
+                tuple(keys),
+                Cause(Code.LOAD_HOOK),
+            )
         )
         for key in lefts:
             del mine[key]
@@ -500,10 +645,15 @@ def _by_load_hook(names: Names, verdict: Verdict, mine: Objects, theirs: dict[st
     return entries
 
 
-def _only_in_file(keys: Iterable[str], unsaved: Collection[str], verdict: Verdict | None) -> list[Entry]:
-    """Return entries of keys that the model does not write: unexpected, unless its load hooks accept them."""
+def _only_in_file(
+    keys: Iterable[str], unsaved: Collection[str], verdict: Verdict | None
+) -> list[Entry]:
+    """Return entries of keys that the model does not write: unexpected, unless its load hooks
+    accept them.
+    """
     unexpected = set(keys if verdict is None else verdict.unexpected)
-    readers: dict[str, list[str]] = {}  # checkpoint key -> the runtime tensors that loading makes from it
+    # checkpoint key -> the runtime tensors that loading makes from it
+    readers: dict[str, list[str]] = {}
     for fqn, source in () if verdict is None else verdict.reads.items():
         for key in dict.fromkeys(() if source is None else ex.refs(source)):
             readers.setdefault(key, []).append(fqn)
@@ -518,10 +668,19 @@ def _only_in_file(keys: Iterable[str], unsaved: Collection[str], verdict: Verdic
         elif is_flat(key):
             entries.append(only_left(key, Cause(Code.FLAT)))
         else:
-            entries.append(only_left(key, cause.and_also(Cause(Code.NON_PERSISTENT)) if key in unsaved else cause))
+            entries.append(
+                only_left(
+                    key, cause.and_also(Cause(Code.NON_PERSISTENT)) if key in unsaved else cause
+                )
+            )
     return entries
 
 
 def loads(entries: Iterable[Entry]) -> bool:
-    """Return True if every key is there with its shape, and no other: what is known without the model's code."""
-    return all(entry.status in ("same", "extra_state", "dtype") and entry.left == entry.right for entry in entries)
+    """Return True if every key is there with its shape, and no other: what is known without the
+    model's code.
+    """
+    return all(
+        entry.status in ("same", "extra_state", "dtype") and entry.left == entry.right
+        for entry in entries
+    )

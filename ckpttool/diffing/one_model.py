@@ -1,4 +1,6 @@
-"""Compare two checkpoints of one model, each with keys in any form: both are read as the model's runtime tensors."""
+"""Compare two checkpoints of one model, each with keys in any form: both are read as the model's
+runtime tensors.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +24,34 @@ Objects = Mapping[str, TensorEntry | ExtraEntry]
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A value that the two checkpoints hold in different keys. `name` is the runtime FQN or the serialized key."""
+    """A value that the two checkpoints hold in different keys. `name` is the runtime FQN or the
+    serialized key.
+    """
 
     name: str
     left: Expression
     right: Expression
 
 
-def compare_through(names: Names, left: Section, right: Section, values: Values | None = None) -> tuple[Entry, ...]:
-    """Compare two checkpoints of one model: every tensor of the model, then the keys that only one side has.
+def compare_through(
+    names: Names, left: Section, right: Section, values: Values | None = None
+) -> tuple[Entry, ...]:
+    """Compare two checkpoints of one model: every tensor of the model, then the keys that only one
+    side has.
 
-    A tensor that both have under one key each is compared as it is. If a hook computes it (fused, split, cast), both
-    sides are computed and compared; a value that cannot be computed is never the same. Raises `CkptError` if the two
-    have different module versions, which the model reads differently.
+    A tensor that both have under one key each is compared as it is. If a hook computes it (fused,
+    split, cast), both sides are computed and compared; a value that cannot be computed is never the
+    same. Raises `CkptError` if the two have different module versions, which the model reads
+    differently.
     """
     tables = NameTables(names)
     _check_versions(tables, left, right)
     left_entries, right_entries = left.by_key(), right.by_key()
     left_values, right_values = runtime_values(tables, left), runtime_values(tables, right)
-    direct: dict[tuple[str, str], None] = {}  # pairs of keys with one tensor, in the order of the model
-    by_operators: dict[tuple[str, str], None] = {}  # pairs of keys that both sides compute the same tensor from
+    # pairs of keys with one tensor, in the order of the model
+    direct: dict[tuple[str, str], None] = {}
+    # pairs of keys that both sides compute the same tensor from
+    by_operators: dict[tuple[str, str], None] = {}
     computed: list[Computed] = []
     for fqn, source in left_values.items():
         other = right_values.get(fqn)
@@ -56,17 +66,26 @@ def compare_through(names: Names, left: Section, right: Section, values: Values 
         else:
             by_operators.update(dict.fromkeys(keys.items()))
 
-    entries = [_same_tensor(left_entries[key], right_entries[name], tables.hooks, values) for key, name in direct]
+    entries = [
+        _same_tensor(left_entries[key], right_entries[name], tables.hooks, values)
+        for key, name in direct
+    ]
     split_keys = {key for value in computed for key in ex.refs(value.left)}
     for key, name in by_operators:
         if key not in split_keys and (key, name) not in direct:
-            entries.append(_same_tensor(left_entries[key], right_entries[name], tables.hooks, values))
+            entries.append(
+                _same_tensor(left_entries[key], right_entries[name], tables.hooks, values)
+            )
     entries += _compare_computed(computed, left_entries, right_entries, values)
     for key, value in _saved_again(tables, left, right, left_values, right_values):
-        difference = _difference(Computed(key, Ref(key), value), left_entries, right_entries, values)
+        difference = _difference(
+            Computed(key, Ref(key), value), left_entries, right_entries, values
+        )
         entries.append(_transformed((key,), (), [(key, difference)]))
     for key, value in _saved_again(tables, right, left, right_values, left_values):
-        difference = _difference(Computed(key, value, Ref(key)), left_entries, right_entries, values)
+        difference = _difference(
+            Computed(key, value, Ref(key)), left_entries, right_entries, values
+        )
         entries.append(_transformed((), (key,), [(key, difference)]))
 
     # Other keys that both sides have: unknown to the model, or second names of one tensor.
@@ -76,8 +95,15 @@ def compare_through(names: Names, left: Section, right: Section, values: Values 
     tensors = set[tuple[str, str]]()
     for entry in entries:
         for key in entry.left:
-            tensors.update((left_first.get(key, key), right_first.get(name, name)) for name in entry.right)
-    of_model = {key for side in (left_values, right_values) for source in side.values() for key in ex.refs(source)}
+            tensors.update(
+                (left_first.get(key, key), right_first.get(name, name)) for name in entry.right
+            )
+    of_model = {
+        key
+        for side in (left_values, right_values)
+        for source in side.values()
+        for key in ex.refs(source)
+    }
     for key in left_entries:
         if key not in right_entries or key in named_left or key in named_right:
             continue
@@ -86,13 +112,19 @@ def compare_through(names: Names, left: Section, right: Section, values: Values 
             entries.append(compare_pair(left_entries[key], right_entries[key], values))
             named_left.add(key)
             named_right.add(key)
-    entries += leftover(only_left, left, [key for key in left_entries if key not in named_left], named_left)
-    entries += leftover(only_right, right, [key for key in right_entries if key not in named_right], named_right)
+    entries += leftover(
+        only_left, left, [key for key in left_entries if key not in named_left], named_left
+    )
+    entries += leftover(
+        only_right, right, [key for key in right_entries if key not in named_right], named_right
+    )
     return tuple(entries)
 
 
 def other_keys(value: Expression, source: Expression | None) -> dict[str, str] | None:
-    """Map each key in `value` to the key in its place in `source`; None if more than the keys differs."""
+    """Map each key in `value` to the key in its place in `source`; None if more than the keys
+    differs.
+    """
     if source is None:
         return None
     keys = dict(zip(ex.refs(value), ex.refs(source)))
@@ -100,7 +132,9 @@ def other_keys(value: Expression, source: Expression | None) -> dict[str, str] |
 
 
 def runtime_values(tables: NameTables, section: Section) -> dict[str, Expression]:
-    """Return each runtime FQN, and each entry that is no runtime tensor, as an expression over the section's keys."""
+    """Return each runtime FQN, and each entry that is no runtime tensor, as an expression over the
+    section's keys.
+    """
     reading = read(tables, section)
     keys = {name: key for key, name in reading.match.names.items()}
     if reading.form == RUNTIME:
@@ -108,18 +142,26 @@ def runtime_values(tables: NameTables, section: Section) -> dict[str, Expression
     values: dict[str, Expression] = {
         fqn: with_keys(source, keys) for fqn, source in tables.runtime_values(keys).items()
     }
-    extras = (*tables.names.extra_state, *(key for key, source in tables.saved.items() if source is None))
+    extras = (
+        *tables.names.extra_state,
+        *(key for key, source in tables.saved.items() if source is None),
+    )
     return values | {name: Ref(keys[name]) for name in extras if name in keys}
 
 
 def _check_versions(tables: NameTables, *sections: Section) -> None:
     if tables.names.versions is None:
         return
-    saved = [(section, reading) for section in sections if (reading := read(tables, section)).form == SERIALIZED]
+    saved = [
+        (section, reading)
+        for section in sections
+        if (reading := read(tables, section)).form == SERIALIZED
+    ]
     others = [other_versions(tables.names, section, reading) for section, reading in saved]
     if any(others) and (len(saved) < len(sections) or others[0] != others[1]):
         raise CkptError(
-            f"{tables.names.model} reads other versions of its modules differently, and the two files have different "
+            f"{tables.names.model} reads other versions of its modules differently, and the two"
+            " files have different "
             "versions",
             hint="load both into the model and save them again: then they can be compared",
             problems=[problem for problems in others for problem in problems],
@@ -152,9 +194,11 @@ def _saved_again(
     section_values: Mapping[str, Expression],
     other_values: Mapping[str, Expression],
 ) -> Iterator[tuple[str, Expression]]:
-    """Yield keys of `section` that a hook adds when the model is saved and that loading does not read.
+    """Yield keys of `section` that a hook adds when the model is saved and that loading does not
+    read.
 
-    Each comes with its value, computed from the keys of `other`, which has the runtime tensors only.
+    Each comes with its value, computed from the keys of `other`, which has the runtime tensors
+    only.
     """
     reading = read(tables, section)
     if reading.form != SERIALIZED or read(tables, other).form == SERIALIZED:
@@ -180,31 +224,50 @@ def _compare_computed(
     for value in computed:
         first = next(ex.refs(value.left), None)
         if first is not None:
-            differences[group_of[first]].append((value.name, _difference(value, left, right, values)))
+            differences[group_of[first]].append(
+                (value.name, _difference(value, left, right, values))
+            )
     for (left_keys, right_keys), of_group in zip(groups, differences):
         yield _transformed(tuple(left_keys), tuple(right_keys), of_group)
 
 
-def _transformed(left: tuple[str, ...], right: tuple[str, ...], differences: Sequence[tuple[str, Entry]]) -> Entry:
-    """Return the entry of keys that compute the same tensors, with the worst difference of these tensors."""
+def _transformed(
+    left: tuple[str, ...], right: tuple[str, ...], differences: Sequence[tuple[str, Entry]]
+) -> Entry:
+    """Return the entry of keys that compute the same tensors, with the worst difference of these
+    tensors.
+    """
     cause = Cause(Code.BY_HOOK)
     for status in ("shape", "value", "dtype"):
         for name, entry in differences:
             if entry.status == status and entry.cause is not None:
                 detail = f"{name}: {entry.detail}" if entry.detail else name
-                return Entry(status, left, right, entry.cause.and_also(cause), None, detail, entry.spread)
+                return Entry(
+                    status, left, right, entry.cause.and_also(cause), None, detail, entry.spread
+                )
     return Entry("transformed", left, right, cause)
 
 
 def _difference(value: Computed, left: Objects, right: Objects, values: Values | None) -> Entry:
-    """Compute both sides and compare them. A value that cannot be computed is reported as not compared."""
+    """Compute both sides and compare them. A value that cannot be computed is reported as not
+    compared.
+    """
     key = (value.name,)
     if ex.is_opaque(value.left) or ex.is_opaque(value.right):
         if values is None:
             return Entry("same", key, key)
-        return Entry("value", key, key, Cause(Code.UNREAD), None, "it is computed by code outside of torch operators")
+        return Entry(
+            "value",
+            key,
+            key,
+            Cause(Code.UNREAD),
+            None,
+            "it is computed by code outside of torch operators",
+        )
     try:
-        return compare_pair(_entry(value.name, value.left, left), _entry(value.name, value.right, right), values)
+        return compare_pair(
+            _entry(value.name, value.left, left), _entry(value.name, value.right, right), values
+        )
     except Refused as error:
         return Entry("value", key, key, Cause(Code.UNREAD), None, error.message)
 
@@ -216,11 +279,16 @@ def _entry(name: str, source: Expression, entries: Objects) -> TensorEntry | Ext
 
 
 def components(links: Mapping[str, Sequence[str]]) -> list[tuple[list[str], list[str]]]:
-    """Group left names with the right names that they are linked to, so that no link leaves its group."""
+    """Group left names with the right names that they are linked to, so that no link leaves its
+    group.
+    """
     groups: list[tuple[list[str], list[str]]] = []
     group_of: dict[str, tuple[list[str], list[str]]] = {}  # by right name
     for left, rights in links.items():
-        group: tuple[list[str], list[str]] = ([left], list(dict.fromkeys(r for r in rights if r not in group_of)))
+        group: tuple[list[str], list[str]] = (
+            [left],
+            list(dict.fromkeys(r for r in rights if r not in group_of)),
+        )
         for other in {id(group_of[r]): group_of[r] for r in rights if r in group_of}.values():
             group = (other[0] + group[0], other[1] + group[1])
             groups.remove(other)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def statuses_in(text: str | Sequence[str]) -> frozenset[str]:
-    """Return the statuses in ``missing,shape``, or in several such texts. Raises `CkptError` for an unknown one."""
+    """Return the statuses in ``missing,shape``, or in several such texts. Raises `CkptError` for an
+    unknown one.
+    """
     known = STATUSES[1:]
     texts = several(text) or ()
     statuses = [word.strip() for part in texts for word in part.split(",")]
@@ -37,8 +39,12 @@ class CompareOptions:
     """How tensors are compared."""
 
     values: Annotated[bool, Option("--values", "Compare the bytes of the tensors too.")] = False
-    rtol: Annotated[float, Option("--rtol N", "Relative tolerance of --values.", "Advanced", least=0)] = 0.0
-    atol: Annotated[float, Option("--atol N", "Absolute tolerance of --values.", "Advanced", least=0)] = 0.0
+    rtol: Annotated[
+        float, Option("--rtol N", "Relative tolerance of --values.", "Advanced", least=0)
+    ] = 0.0
+    atol: Annotated[
+        float, Option("--atol N", "Absolute tolerance of --values.", "Advanced", least=0)
+    ] = 0.0
     ignore_dtype: Annotated[bool, Option("--ignore-dtype", "Ignore dtype differences.")] = False
 
     @property
@@ -50,7 +56,9 @@ class CompareOptions:
 
     @property
     def comparison(self) -> Values | None:
-        """How the values of two tensors are compared, after the conversion that loading does; None if they are not."""
+        """How the values of two tensors are compared, after the conversion that loading does; None
+        if they are not.
+        """
         if not (self.values or self.rtol or self.atol):
             return None
         from ckpttool.evaluate.apply import entry_of
@@ -58,7 +66,11 @@ class CompareOptions:
 
         def compare(left: TensorEntry, right: TensorEntry) -> Difference | None:
             if left.dtype != right.dtype:
-                cast = Op("aten._to_copy.default", (Ref(left.key),), (("dtype", Special("dtype", right.dtype)),))
+                cast = Op(
+                    "aten._to_copy.default",
+                    (Ref(left.key),),
+                    (("dtype", Special("dtype", right.dtype)),),
+                )
                 left = entry_of("", cast, {left.key: left})
             with progress.part(left.nbytes + right.nbytes):
                 return difference(left, right, self.rtol, self.atol)
@@ -66,10 +78,14 @@ class CompareOptions:
         return compare
 
     def comparing(self, *checkpoints: Checkpoint | None) -> AbstractContextManager[None]:
-        """Return a context in which the values of these checkpoints are compared, as one task with progress."""
+        """Return a context in which the values of these checkpoints are compared, as one task with
+        progress.
+        """
         if self.comparison is None:
             return nullcontext()
-        sections = [section for checkpoint in checkpoints if checkpoint for section in checkpoint.sections]
+        sections = [
+            section for checkpoint in checkpoints if checkpoint for section in checkpoint.sections
+        ]
         return progress.doing("comparing values", sum(section.nbytes for section in sections))
 
 
@@ -77,23 +93,31 @@ class CompareOptions:
 class DiffOptions(OptimizerOptions, CompareOptions):
     """All options of a diff that say what is compared."""
 
-    whole: Annotated[bool, Option("--whole", "Also compare optimizer state and other entries.")] = False
+    whole: Annotated[bool, Option("--whole", "Also compare optimizer state and other entries.")] = (
+        False
+    )
 
     fail_on: Annotated[
         Sequence[str] | None,
         Option(
-            "--fail-on STATUS,...", "Status 1 for these differences only. Repeatable.", "What fails", check=statuses_in
+            "--fail-on STATUS,...",
+            "Status 1 for these differences only. Repeatable.",
+            "What fails",
+            check=statuses_in,
         ),
     ] = None
     ignore: Annotated[
         Sequence[str] | None,
-        Option("--ignore LINE", "'STATUS PATTERN # REASON': accept these. Repeatable.", "What fails"),
+        Option(
+            "--ignore LINE", "'STATUS PATTERN # REASON': accept these. Repeatable.", "What fails"
+        ),
     ] = None
     ignore_file: Annotated[
         str | None, Option("--ignore-file FILE", "File with lines as in --ignore.", "What fails")
     ] = None
     fail_on_unused: Annotated[
-        bool, Option("--fail-on-unused", "Status 1 if an ignore line matches nothing.", "What fails")
+        bool,
+        Option("--fail-on-unused", "Status 1 if an ignore line matches nothing.", "What fails"),
     ] = False
 
     def __post_init__(self) -> None:

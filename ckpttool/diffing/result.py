@@ -39,11 +39,12 @@ STATUSES = (
     *("missing", "unexpected", "not_serialized", "extra_state"),
 )
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
-# Statuses that are harmless for two checkpoints that replace each other: a strict load fails without a second name.
+# Statuses that are harmless for two checkpoints that replace each other: a strict load fails
+# without a second name.
 EITHER_WAY = HARMLESS - {"alias"}
 
-# What a diff can compare, in the order of reports. `objects` are entries that are not tensors (``epoch``, ``args``,
-# extra state), `code` is the code of a program.
+# What a diff can compare, in the order of reports. `objects` are entries that are not tensors
+# (``epoch``, ``args``, extra state), `code` is the code of a program.
 ASPECTS = (
     *("keys", "shapes", "dtypes", "values", "aliases", "metadata"),
     *("optimizers", "other_sections", "objects", "code"),
@@ -79,15 +80,18 @@ def outlines(section: Section) -> Outlines:
 
 def names_outlines(names: Names) -> tuple[Outlines, Outlines]:
     """Return the tensors that a model saves, by key, and its runtime tensors, by FQN."""
-    return {key.key: key for key in names.serialized}, {tensor.fqn: tensor for tensor in names.runtime}
+    return {key.key: key for key in names.serialized}, {
+        tensor.fqn: tensor for tensor in names.runtime
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One finding. Entries with the same cause are one line of a report; `detail` is about this entry only.
+    """One finding. Entries with the same cause are one line of a report; `detail` is about this
+    entry only.
 
-    `ignored` is the reason from an ignore entry. `spread` is how far the values differ, if it was measured: pairs of
-    ``(exponent of 2, elements)``.
+    `ignored` is the reason from an ignore entry. `spread` is how far the values differ, if it was
+    measured: pairs of ``(exponent of 2, elements)``.
     """
 
     status: str
@@ -120,10 +124,14 @@ class Entry:
         if self.cause is None or self.status not in ("shape", "dtype", "value"):
             return frozenset({self.status})
         also = {"dtype": (Code.DTYPE,), "renamed": NAMES}
-        return frozenset({self.status, *(status for status, codes in also.items() if self.cause.has(*codes))})
+        return frozenset(
+            {self.status, *(status for status, codes in also.items() if self.cause.has(*codes))}
+        )
 
     def is_one_of(self, kinds: frozenset[str]) -> bool:
-        """Return True if all its statuses, or its code, are among these; a status is not taken for a code."""
+        """Return True if all its statuses, or its code, are among these; a status is not taken for
+        a code.
+        """
         if self.cause is None:
             return self.status in kinds
         code = self.cause.code.code
@@ -137,12 +145,16 @@ class Entry:
 _UNEXPECTED, _MISSING = Cause(Code.UNEXPECTED), Cause(Code.MISSING)
 
 
-def only_left(key: str, cause: Cause = _UNEXPECTED, hook: Hook | None = None, detail: str | None = None) -> Entry:
+def only_left(
+    key: str, cause: Cause = _UNEXPECTED, hook: Hook | None = None, detail: str | None = None
+) -> Entry:
     """Return the finding that the right does not have the left's key."""
     return Entry("unexpected", (key,), (), cause, hook, detail)
 
 
-def only_right(key: str, cause: Cause = _MISSING, hook: Hook | None = None, detail: str | None = None) -> Entry:
+def only_right(
+    key: str, cause: Cause = _MISSING, hook: Hook | None = None, detail: str | None = None
+) -> Entry:
     """Return the finding that the left does not have the right's key."""
     return Entry("missing", (), (key,), cause, hook, detail)
 
@@ -151,18 +163,26 @@ def only_right(key: str, cause: Cause = _MISSING, hook: Hook | None = None, deta
 class Remedy:
     """How the state of a saved optimizer could be fixed.
 
-    `way`: order its parameters by name (``by_name``); put them into the groups of the optimizer that loads it
-    (``regroup``); name the model (``old_model``) or the optimizer (``old_optimizer``) that saved it; leave the state
-    out (``drop_state``). For two saved optimizers: bring the left into the right's order and groups (``like_right``),
-    or only into its form of keys (``keys``; ``keys_by_model`` if that needs a model). `form` is the form of the keys,
-    None if it stays.
+    `way`: order its parameters by name (``by_name``); put them into the groups of the optimizer
+    that loads it (``regroup``); name the model (``old_model``) or the optimizer (``old_optimizer``)
+    that saved it; leave the state out (``drop_state``). For two saved optimizers: bring the left
+    into the right's order and groups (``like_right``), or only into its form of keys (``keys``;
+    ``keys_by_model`` if that needs a model). `form` is the form of the keys, None if it stays.
 
-    For ``old_model``, `same_groups` says whether the same optimizer can have saved the file and load it (None:
-    its ids are in the model's order), and `foreign_keys` are tensors that the new model does not have.
+    For ``old_model``, `same_groups` says whether the same optimizer can have saved the file and
+    load it (None: its ids are in the model's order), and `foreign_keys` are tensors that the new
+    model does not have.
     """
 
     way: Literal[
-        "by_name", "regroup", "old_model", "old_optimizer", "drop_state", "like_right", "keys", "keys_by_model"
+        "by_name",
+        "regroup",
+        "old_model",
+        "old_optimizer",
+        "drop_state",
+        "like_right",
+        "keys",
+        "keys_by_model",
     ]
     form: str | None = None
     same_groups: bool | None = None
@@ -172,7 +192,8 @@ class Remedy:
 class Fix(str):
     """A command that can be pasted.
 
-    `complete`: nothing differs after it, or after the last of two. `tried`: on the index; it has no placeholder.
+    `complete`: nothing differs after it, or after the last of two. `tried`: on the index; it has no
+    placeholder.
     """
 
     complete: bool
@@ -181,7 +202,13 @@ class Fix(str):
     source: str  # the operand of that remap, if it is a section of left
 
     def __new__(
-        cls, command: str, *, complete: bool = False, tried: bool = False, options: Any = None, source: str = ""
+        cls,
+        command: str,
+        *,
+        complete: bool = False,
+        tried: bool = False,
+        options: Any = None,
+        source: str = "",
     ) -> Self:
         """Return the command."""
         fix = super().__new__(cls, command)
@@ -200,19 +227,20 @@ class Unfixed:
 @public
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """The answer of `diff`. `fix` are commands that can be pasted, `unfixed` is what none of them fixes; `notes` are
-    sentences about no single key.
+    """The answer of `diff`. `fix` are commands that can be pasted, `unfixed` is what none of them
+    fixes; `notes` are sentences about no single key.
 
-    `harmless` are the statuses and codes that do not stop `identical`; `other_failure` says what does if no entry
-    shows it. `inferred` are likely renames if no model was given (None if that was not asked), and `rules` is the
-    text of a rules file for them, and `rules_options` the options of a remap by that file; `identical` does not
-    depend on them. `exchangeable` are keys of one shape in the same layers, a tuple for each shape. `accepted` is
-    whether every difference is accepted, None without such options; `unused_ignores` are ignore entries that
-    matched nothing, and `failing_ignores` counts them if they are the only failure. `has_other_notes`: some notes
-    are about differences outside of the two models. `compared` says whether a difference in each of the `ASPECTS`
-    would be found, and `scope` how exactly values were compared, or what compares them. `refused` are statuses that
-    torch refuses even with ``strict=False``, which `--fail-on` cannot leave out. `outlines` are the known tensors
-    of each side by key, in its order.
+    `harmless` are the statuses and codes that do not stop `identical`; `other_failure` says what
+    does if no entry shows it. `inferred` are likely renames if no model was given (None if that was
+    not asked), and `rules` is the text of a rules file for them, and `rules_options` the options of
+    a remap by that file; `identical` does not depend on them. `exchangeable` are keys of one shape
+    in the same layers, a tuple for each shape. `accepted` is whether every difference is accepted,
+    None without such options; `unused_ignores` are ignore entries that matched nothing, and
+    `failing_ignores` counts them if they are the only failure. `has_other_notes`: some notes are
+    about differences outside of the two models. `compared` says whether a difference in each of the
+    `ASPECTS` would be found, and `scope` how exactly values were compared, or what compares them.
+    `refused` are statuses that torch refuses even with ``strict=False``, which `--fail-on` cannot
+    leave out. `outlines` are the known tensors of each side by key, in its order.
     """
 
     left: str
@@ -253,9 +281,13 @@ class Diff:
         return count_of(STATUSES, Counter(entry.status for entry in self.entries))
 
     def problems(self, sides: Sides = SIDES) -> list[Problem]:
-        """Return everything that differs as problems of an error, what no entry shows under the name of the left."""
+        """Return everything that differs as problems of an error, what no entry shows under the
+        name of the left.
+        """
         differing = filter(self.is_difference, self.entries)
-        problems = [entry.problem(" -> ".join((*entry.left, *entry.right)), sides) for entry in differing]
+        problems = [
+            entry.problem(" -> ".join((*entry.left, *entry.right)), sides) for entry in differing
+        ]
         return problems or [Problem(self.other_failure or "different", self.left, "torch-error")]
 
     @property
@@ -263,7 +295,9 @@ class Diff:
         """Status -> number of ignored entries; None if no option accepts differences."""
         if self.accepted is None:
             return None
-        return count_of(STATUSES, Counter(entry.status for entry in self.entries if entry.ignored is not None))
+        return count_of(
+            STATUSES, Counter(entry.status for entry in self.entries if entry.ignored is not None)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the `diff` object of the contract."""
@@ -282,7 +316,10 @@ _ENTRY = record(
     },
     called={"code": lambda entry: entry.cause and entry.cause.code.code},
 )
-_PAIR = record(Pair, {**_SIDES, "evidence": TEXT, "transposed": nullable(unless_empty(one_of("left", "right")))})
+_PAIR = record(
+    Pair,
+    {**_SIDES, "evidence": TEXT, "transposed": nullable(unless_empty(one_of("left", "right")))},
+)
 _COUNTS = object_of({}, dict.fromkeys(STATUSES, COUNT))
 COMPARED = object_of({}, dict.fromkeys(ASPECTS, FLAG))
 DIFF = record(

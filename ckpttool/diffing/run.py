@@ -28,20 +28,26 @@ def run(
 ) -> Diff:
     """Return what differs, and why; `ckpttool.fixes` adds the commands.
 
-    `left` is what you have, `right` is what is expected. With a model alone: its serialized keys and its runtime names.
-    With a model and `left`: the checkpoint and what the model loads; `identical` exactly if a strict load succeeds
-    (and converts no dtype, unless that is ignored). With an optimizer of the model: the saved state and what it loads.
-    Pass `model` and `values` if they were read from the options already; unless it `infers`, likely renames are not
-    searched. `sides` are the names of left and right in notes. Raises `CkptError` if there is nothing to compare.
+    `left` is what you have, `right` is what is expected. With a model alone: its serialized keys
+    and its runtime names. With a model and `left`: the checkpoint and what the model loads;
+    `identical` exactly if a strict load succeeds (and converts no dtype, unless that is ignored).
+    With an optimizer of the model: the saved state and what it loads. Pass `model` and `values` if
+    they were read from the options already; unless it `infers`, likely renames are not searched.
+    `sides` are the names of left and right in notes. Raises `CkptError` if there is nothing to
+    compare.
     """
     model = operand_of(options) if model is None else model
     values = values or options.comparison
     if options.whole and (left is None or right is None):
-        raise CkptError("--whole compares two checkpoints", hint="ckpttool diff LEFT RIGHT --values --whole")
+        raise CkptError(
+            "--whole compares two checkpoints", hint="ckpttool diff LEFT RIGHT --values --whole"
+        )
     if left is not None and right is not None:
         from ckpttool.diffing.checkpoints import checkpoints
 
-        compares = CompareOptions(**{field.name: getattr(options, field.name) for field in fields(CompareOptions)})
+        compares = CompareOptions(
+            **{field.name: getattr(options, field.name) for field in fields(CompareOptions)}
+        )
         diff = checkpoints(left, right, model, values, compares, infers, sides)
         diff = replace(diff, scope=options.scope)
         if options.whole and diff.has_other_notes:
@@ -49,7 +55,10 @@ def run(
             return replace(diff, identical=False, other_failure=failure)
         return diff
     if model is None or right is not None or values is not None:
-        raise CkptError("nothing to compare", hint="ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]")
+        raise CkptError(
+            "nothing to compare",
+            hint="ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]",
+        )
     from ckpttool.diffing.model import load, names_alone
 
     if left is None:

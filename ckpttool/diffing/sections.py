@@ -29,19 +29,27 @@ Values = Callable[[TensorEntry, TensorEntry], Difference | None]
 def compare(left: Section, right: Section, values: Values | None = None) -> tuple[Entry, ...]:
     """Compare two state dicts key by key; `values` compares the values too.
 
-    Names that differ by the segments of wrappers only are one tensor, if there is only one way to pair them.
+    Names that differ by the segments of wrappers only are one tensor, if there is only one way to
+    pair them.
     """
     have, want = left.by_key(), right.by_key()
     entries = [compare_pair(have[key], want[key], values) for key in have if key in want]
-    mine, theirs = [key for key in have if key not in want], [key for key in want if key not in have]
+    mine, theirs = (
+        [key for key in have if key not in want],
+        [key for key in want if key not in have],
+    )
     if not mine and not theirs:
         return tuple(entries)
     pairs = unlike(have, want, mine, theirs)
-    entries += [renamed(have[old], want[new], wrapper_cause(old, new), values) for old, new in pairs.items()]
+    entries += [
+        renamed(have[old], want[new], wrapper_cause(old, new), values) for old, new in pairs.items()
+    ]
     paired = set(pairs.values())
     known, known_right = ({*want, *pairs}, {*have, *paired}) if pairs else (want, have)
     entries += leftover(only_left, left, [key for key in mine if key not in pairs], known)
-    entries += leftover(only_right, right, [key for key in theirs if key not in paired], known_right)
+    entries += leftover(
+        only_right, right, [key for key in theirs if key not in paired], known_right
+    )
     return tuple(entries)
 
 
@@ -53,8 +61,12 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
         if type(left) is type(right):
             return _compare_objects(left, right, values)
         return Entry("shape", *keys, Cause(Code.OBJECT_ONE_SIDE))
-    if not (kind(left) == kind(right) or (is_dense(left) and is_dense(right)) or right.layout == "meta"):
-        return Entry("shape", *keys, Cause(Code.KIND), None, f"{kind(left)} instead of {kind(right)}")
+    if not (
+        kind(left) == kind(right) or (is_dense(left) and is_dense(right)) or right.layout == "meta"
+    ):
+        return Entry(
+            "shape", *keys, Cause(Code.KIND), None, f"{kind(left)} instead of {kind(right)}"
+        )
     unlike = shape_or_dtype(left, right.dtype, right.shape, *keys)
     if unlike is not None and unlike.status == "shape":
         return unlike
@@ -88,17 +100,23 @@ def _is_plain(entry: TensorEntry) -> bool:
 def shape_or_dtype(
     left: TensorEntry, dtype: str, shape: tuple[int, ...] | None, *keys: tuple[str, ...]
 ) -> Entry | None:
-    """Return the entry of a tensor that differs in shape or dtype from what is expected; a shape of None is any."""
+    """Return the entry of a tensor that differs in shape or dtype from what is expected; a shape of
+    None is any.
+    """
     if shape is not None and left.shape != shape:
         cause = Cause(Code.PLACEHOLDER if is_placeholder(left) else Code.SHAPE)
-        return Entry("shape", keys[0], keys[1], cause, None, f"{list(left.shape)} instead of {list(shape)}")
+        return Entry(
+            "shape", keys[0], keys[1], cause, None, f"{list(left.shape)} instead of {list(shape)}"
+        )
     if left.dtype != dtype:
         return Entry("dtype", keys[0], keys[1], Cause(Code.DTYPE, (left.dtype, dtype)))
     return None
 
 
 def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None) -> Entry:
-    """Compare two objects that are not tensors: the tensors inside them, and with `values` everything else."""
+    """Compare two objects that are not tensors: the tensors inside them, and with `values`
+    everything else.
+    """
     keys = (left.key,), (right.key,)
     mine, theirs = ({part.key: part for part in entry.tensors} for entry in (left, right))
     other_dtype = None
@@ -106,8 +124,11 @@ def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None)
         path = f"{left.key}.{key}"
         if key not in mine or key not in theirs:
             side = "left" if key in mine else "right"
-            return Entry("shape", *keys, Cause(Code.OBJECT_TENSORS), None, f"{path}: only in {side}")
-        same_dtype = mine[key].dtype == theirs[key].dtype  # loading converts no tensors inside objects
+            return Entry(
+                "shape", *keys, Cause(Code.OBJECT_TENSORS), None, f"{path}: only in {side}"
+            )
+        # loading converts no tensors inside objects
+        same_dtype = mine[key].dtype == theirs[key].dtype
         entry = compare_pair(mine[key], theirs[key], values if same_dtype else None)
         if entry.cause is not None:
             status, cause = entry.status, Cause(Code.OBJECT_TENSOR).and_also(entry.cause)
@@ -121,25 +142,37 @@ def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None)
         return other_dtype
     if values is None:
         return Entry("extra_state", *keys, Cause(Code.OBJECT_UNREAD))
-    return Entry("same", *keys) if same_objects(left, right) else Entry("value", *keys, Cause(Code.OBJECT_VALUE))
+    return (
+        Entry("same", *keys)
+        if same_objects(left, right)
+        else Entry("value", *keys, Cause(Code.OBJECT_VALUE))
+    )
 
 
 def renamed(
-    left: Any, right: Any, cause: Cause | None, values: Values | None = None, hook: Hook | None = None
+    left: Any,
+    right: Any,
+    cause: Cause | None,
+    values: Values | None = None,
+    hook: Hook | None = None,
 ) -> Entry:
     """Compare one tensor under two names."""
     return under_another_name(compare_pair(left, right, values), cause, hook)
 
 
 def under_another_name(entry: Entry, cause: Cause | None, hook: Hook | None) -> Entry:
-    """Return the entry of a tensor under two names; a difference in shape, dtype or values comes before the rename."""
+    """Return the entry of a tensor under two names; a difference in shape, dtype or values comes
+    before the rename.
+    """
     if entry.status in ("same", "extra_state") or entry.cause is None:
         return Entry("renamed", entry.left, entry.right, cause, hook)
     return replace(entry, cause=entry.cause.and_also(cause), hook=hook)
 
 
 def without_dtypes(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Return the entries if dtypes do not count: a tensor with another dtype and another name is only renamed."""
+    """Return the entries if dtypes do not count: a tensor with another dtype and another name is
+    only renamed.
+    """
     return tuple(_only_renamed(entry) if entry.status == "dtype" else entry for entry in entries)
 
 
@@ -147,14 +180,19 @@ def _only_renamed(entry: Entry) -> Entry:
     if entry.cause is None or entry.statuses != {"dtype", "renamed"}:
         return entry
     of_name = next(cause for cause in entry.cause.also if cause.code in NAMES)
-    others = [replace(entry.cause, also=()), *(cause for cause in entry.cause.also if cause is not of_name)]
+    others = [
+        replace(entry.cause, also=()),
+        *(cause for cause in entry.cause.also if cause is not of_name),
+    ]
     return replace(entry, status="renamed", cause=of_name.and_also(*others))
 
 
 def leftover(
     only: Callable[[str], Entry], section: Section, keys: Iterable[str], known: Collection[str]
 ) -> list[Entry]:
-    """Return the entries of keys that only one side has; a second name of a tensor that both have is an alias."""
+    """Return the entries of keys that only one side has; a second name of a tensor that both have
+    is an alias.
+    """
     first = aliases(section)
     names: dict[str, set[str]] = {}
     for key, name in first.items():
@@ -162,7 +200,9 @@ def leftover(
     entries = []
     for key in keys:
         entry = only(key)
-        others = [name for name in names.get(first.get(key, key), ()) if name in known] if names else ()
+        others = (
+            [name for name in names.get(first.get(key, key), ()) if name in known] if names else ()
+        )
         if others:
             cause = Cause(Code.SECOND_NAME)
             entry = Entry("alias", entry.left, entry.right, cause, None, f"same as {min(others)}")
@@ -174,7 +214,8 @@ def leftover(
 
 
 _PARAMETRIZED = "parametrizations"
-# Suffixes of the parts that always exist, and of optional ones; and what computes the parameter from them.
+# Suffixes of the parts that always exist, and of optional ones; and what computes the parameter
+# from them.
 _SUFFIXES = (
     (("_g", "_v"), (), "weight norm"),
     (("_orig", "_mask"), (), "pruning"),
@@ -196,13 +237,17 @@ def parts(keys: Collection[str]) -> dict[str, tuple[str, str]]:
         for needed, optional, how in _SUFFIXES:
             name = key.removesuffix(needed[0])
             if name != key and all(name + suffix in keys for suffix in needed):
-                present = [name + suffix for suffix in (*needed, *optional) if name + suffix in keys]
+                present = [
+                    name + suffix for suffix in (*needed, *optional) if name + suffix in keys
+                ]
                 parameters.update(dict.fromkeys(present, (name, how)))
     return parameters
 
 
 def explain_computed(entries: Sequence[Entry]) -> tuple[Entry, ...]:
-    """Return the entries; parts and parameters without a counterpart say that one is computed from the other."""
+    """Return the entries; parts and parameters without a counterpart say that one is computed from
+    the other.
+    """
     left, right = _only(entries, "unexpected"), _only(entries, "missing")
     causes = {}
     for side, other in ((left, right), (right, left)):
@@ -215,8 +260,11 @@ def explain_computed(entries: Sequence[Entry]) -> tuple[Entry, ...]:
     return tuple(replace(entry, cause=causes.get(id(entry), entry.cause)) for entry in entries)
 
 
-def explain_quantized(entries: Sequence[Entry], left: Section, right: Section | None = None) -> tuple[Entry, ...]:
-    """Return the entries; parts of quantized weights that differ say so, since no cast and no rename converts these.
+def explain_quantized(
+    entries: Sequence[Entry], left: Section, right: Section | None = None
+) -> tuple[Entry, ...]:
+    """Return the entries; parts of quantized weights that differ say so, since no cast and no
+    rename converts these.
 
     A weight that only one side has quantized has other values there, whatever its dtype is.
     """
@@ -225,13 +273,23 @@ def explain_quantized(entries: Sequence[Entry], left: Section, right: Section | 
         return tuple(entries)
     explained = []
     for entry in entries:
-        schemes = [left_schemes.get(key) for key in entry.left] + [right_schemes.get(key) for key in entry.right]
+        schemes = [left_schemes.get(key) for key in entry.left] + [
+            right_schemes.get(key) for key in entry.right
+        ]
         scheme = next((title for title in schemes if title is not None), None)
-        if scheme is None or entry.cause is None or entry.status not in ("dtype", "shape", "missing", "unexpected"):
+        if (
+            scheme is None
+            or entry.cause is None
+            or entry.status not in ("dtype", "shape", "missing", "unexpected")
+        ):
             explained.append(entry)
             continue
         status = "value" if entry.status == "dtype" and None in schemes else entry.status
-        explained.append(replace(entry, status=status, cause=Cause(Code.QUANTIZED, (scheme,)).and_also(entry.cause)))
+        explained.append(
+            replace(
+                entry, status=status, cause=Cause(Code.QUANTIZED, (scheme,)).and_also(entry.cause)
+            )
+        )
     return tuple(explained)
 
 
@@ -241,10 +299,17 @@ def _schemes(section: Section) -> dict[str, str]:
 
 
 def unpairable(entries: Sequence[Entry]) -> tuple[set[str], set[str]]:
-    """Return the keys of each side that cannot be renamed keys of the other: parts, if the other side has none."""
+    """Return the keys of each side that cannot be renamed keys of the other: parts, if the other
+    side has none.
+    """
     sides = [_only(entries, status) for status in ("unexpected", "missing")]
     codes = (Code.PART, Code.COMPUTED_FROM)
-    known = {key for side in sides for key, entry in side.items() if entry.cause and entry.cause.code in codes}
+    known = {
+        key
+        for side in sides
+        for key, entry in side.items()
+        if entry.cause and entry.cause.code in codes
+    }
     left, right = (set(parts(side)) for side in sides)
     return known | (left if not right else set()), known | (right if not left else set())
 
@@ -257,7 +322,8 @@ def _only(entries: Iterable[Entry], status: str) -> dict[str, Entry]:
 
 
 def hidden_segments(entries: Iterable[Entry], sides: Sides = SIDES) -> tuple[str, ...]:
-    """Return notes on keys that differ from a key of the other side by one segment: a hook may hide it.
+    """Return notes on keys that differ from a key of the other side by one segment: a hook may hide
+    it.
 
     It is a hint only: nobody knows without the model.
     """
@@ -271,7 +337,8 @@ def hidden_segments(entries: Iterable[Entry], sides: Sides = SIDES) -> tuple[str
         counts.update((side, one[1]) for one in found if one is not None)
     return tuple(
         Note(
-            f"{plural(count, 'key')} in {side} without the segment `{segment}` of the other side: a state_dict hook "
+            f"{plural(count, 'key')} in {side} without the segment `{segment}` of the other side:"
+            " a state_dict hook "
             "may hide it (pass --model to know)",
             "hidden-segment",
         )
@@ -280,7 +347,9 @@ def hidden_segments(entries: Iterable[Entry], sides: Sides = SIDES) -> tuple[str
 
 
 def without_segment(key: str, known: Container[str]) -> tuple[str, str] | None:
-    """Return the one known key that is this key without a segment, and the segment; None if there are none or more."""
+    """Return the one known key that is this key without a segment, and the segment; None if there
+    are none or more.
+    """
     hits, start = {}, 0
     for segment in key.split("."):
         end = start + len(segment) + 1
@@ -297,7 +366,9 @@ def adapter_notes(left: Collection[str], right: Collection[str], sides: Sides) -
     if (adapters[0] is None) == (adapters[1] is None):
         return ()
     adapter, base, (side, other) = (
-        (adapters[0], right, sides) if adapters[0] is not None else (adapters[1], left, (sides[1], sides[0]))
+        (adapters[0], right, sides)
+        if adapters[0] is not None
+        else (adapters[1], left, (sides[1], sides[0]))
     )
     assert adapter is not None
     lost = missing_modules(adapter, base)
@@ -305,13 +376,20 @@ def adapter_notes(left: Collection[str], right: Collection[str], sides: Sides) -
     touched = f"{len(adapter.modules) - len(lost) if lost else 'all'} of them are in {other}"
     if adapter.alone:
         note = (
-            f"{side} is {adapter.title} for {count}, {touched}; it does not have the weights of the model: PEFT's "
-            "PeftModel.from_pretrained(BASE, FOLDER) adds it to its base, and merge_and_unload() merges the two"
+            f"{side} is {adapter.title} for {count}, {touched}; it does not have the weights of"
+            " the model: PEFT's "
+            "PeftModel.from_pretrained(BASE, FOLDER) adds it to its base, and merge_and_unload()"
+            " merges the two"
         )
     else:
         note = (
-            f"{side} has {adapter.title} next to {count}, {touched}; without it the weights are not the trained ones: "
+            f"{side} has {adapter.title} next to {count}, {touched}; without it the weights are"
+            " not the trained ones: "
             "PEFT's merge_and_unload() merges it"
         )
-    texts = [note, f"{plural(len(lost), 'adapted module')} not in {other}: {some(lost)}"] if lost else [note]
+    texts = (
+        [note, f"{plural(len(lost), 'adapted module')} not in {other}: {some(lost)}"]
+        if lost
+        else [note]
+    )
     return tuple(Note(text, "adapter") for text in texts)

@@ -1,4 +1,6 @@
-"""The ranks write the files of one output: each rank its share, by an assignment that all of them compute alike."""
+"""The ranks write the files of one output: each rank its share, by an assignment that all of them
+compute alike.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +19,42 @@ from ckpttool.distributed.job import Job, RankDone, assigned
 from ckpttool.io import progress, sources
 from ckpttool.io.files import size
 from ckpttool.io.paths import is_url, join
-from ckpttool.io.pieces import Files, Link, Piece, Pieces, Ready, digest_on_disk, nbytes_of, new_digest
+from ckpttool.io.pieces import (
+    Files,
+    Link,
+    Piece,
+    Pieces,
+    Ready,
+    digest_on_disk,
+    nbytes_of,
+    new_digest,
+)
 from ckpttool.io.syscalls import lock
 from ckpttool.io.temporary import is_mine, remove
 from ckpttool.io.write import NEW, Contents, WriteOptions, check_space, failing, fill
 
 
 def is_text(content: Pieces) -> bool:
-    """Return True if all bytes of the file are literal: an index, an empty file. Only the first rank writes it."""
+    """Return True if all bytes of the file are literal: an index, an empty file. Only the first
+    rank writes it.
+    """
     return all(isinstance(piece.data, bytes) for piece in content)
 
 
 def as_pieces(content: Pieces | Link) -> Pieces:
     """Return the file's pieces; a file that is used as it is, is copied."""
-    return [Piece(Span(content.path, 0, size(content.path)))] if isinstance(content, Link) else content
+    return (
+        [Piece(Span(content.path, 0, size(content.path)))] if isinstance(content, Link) else content
+    )
 
 
 def digest(files: Mapping[str, Pieces], *more: object) -> str:
-    """Return the SHA-256 of everything that decides what is written: all layouts, the sources, and `more` (JSON)."""
-    spans = [piece.data for pieces in files.values() for piece in pieces if isinstance(piece.data, Span)]
+    """Return the SHA-256 of everything that decides what is written: all layouts, the sources, and
+    `more` (JSON).
+    """
+    spans = [
+        piece.data for pieces in files.values() for piece in pieces if isinstance(piece.data, Span)
+    ]
     urls = sorted({span.path for span in spans if is_url(span.path)})
     versions = {}
     if urls:
@@ -58,11 +77,14 @@ def digest(files: Mapping[str, Pieces], *more: object) -> str:
 
 
 def _share(job: Job, files: Mapping[str, Pieces], plan: object) -> list[str]:
-    """Return the names of the files that this rank writes. Raises `CkptError` if the ranks mean different outputs."""
+    """Return the names of the files that this rank writes. Raises `CkptError` if the ranks mean
+    different outputs.
+    """
     job.agree(digest(files, job.command, plan, sources.states()))
     sizes = {name: nbytes_of(pieces) for name, pieces in files.items() if not is_text(pieces)}
     share = assigned(sizes, job.size)[job.rank]
-    progress.advance(sum(nbytes for name, nbytes in sizes.items() if name not in share))  # other ranks write these
+    # other ranks write these
+    progress.advance(sum(nbytes for name, nbytes in sizes.items() if name not in share))
     return share
 
 
@@ -71,13 +93,21 @@ def _share(job: Job, files: Mapping[str, Pieces], plan: object) -> list[str]:
 
 @contextmanager
 def written(
-    job: Job, files: Files, out: str, home: Path, plan: object, options: WriteOptions, *, verify: bool
+    job: Job,
+    files: Files,
+    out: str,
+    home: Path,
+    plan: object,
+    options: WriteOptions,
+    *,
+    verify: bool,
 ) -> Iterator[Contents]:
-    """Yield the files, those with tensors written by all ranks; `home` is the folder, on OUT's disk, to make them in.
+    """Yield the files, those with tensors written by all ranks; `home` is the folder, on OUT's
+    disk, to make them in.
 
-    `plan` is what else decides the bytes, as JSON. To `verify` the files they are read back. The block, in which the
-    files are moved into their places, runs on the first rank only. Raises `CkptError` if the ranks mean different
-    outputs, if a source changes and if the disk fails.
+    `plan` is what else decides the bytes, as JSON. To `verify` the files they are read back. The
+    block, in which the files are moved into their places, runs on the first rank only. Raises
+    `CkptError` if the ranks mean different outputs, if a source changes and if the disk fails.
     """
     contents = {name: as_pieces(content) for name, content in files.items()}
     share = _share(job, contents, plan)
@@ -98,10 +128,14 @@ def written(
 
 
 def _write(pieces: Pieces, path: Path, options: WriteOptions, *, verify: bool) -> list[str]:
-    """Write the file; return the files whose bytes it has. Raises OSError, and `CkptError` if a source changes."""
+    """Write the file; return the files whose bytes it has. Raises OSError, and `CkptError` if a
+    source changes.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     expected = new_digest() if verify else None
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
+    descriptor = os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600
+    )
     try:
         fill(descriptor, pieces, expected, flush=options.fsync)
         read = sorted(sources.streamed())
@@ -127,12 +161,17 @@ def _short(name: str) -> str:
 
 def is_staging(found: str, name: str) -> bool:
     """Return True if it is the name of a folder in which ranks make the output `name`."""
-    return re.fullmatch(rf"\.{re.escape(_short(name))}\.[0-9a-f]{{16}}{re.escape(_ENDING)}", found) is not None
+    return (
+        re.fullmatch(rf"\.{re.escape(_short(name))}\.[0-9a-f]{{16}}{re.escape(_ENDING)}", found)
+        is not None
+    )
 
 
 @contextmanager
 def _staging(job: Job, out: str, home: Path, nbytes: int) -> Iterator[Path]:
-    """Yield the folder that the first rank makes and locks, in place of what a killed job left; removed at the end."""
+    """Yield the folder that the first rank makes and locks, in place of what a killed job left;
+    removed at the end.
+    """
     if not job.is_first:
         yield Path(job.hear("begun"))
         return
@@ -142,7 +181,9 @@ def _staging(job: Job, out: str, home: Path, nbytes: int) -> Iterator[Path]:
             continue
         with _locked(path) as is_left:
             if is_left is False:
-                raise CkptError(f"{out} is being written by another job", hint="wait until it has ended")
+                raise CkptError(
+                    f"{out} is being written by another job", hint="wait until it has ended"
+                )
             if is_left:
                 remove(path)
     check_space(out, home, nbytes)
@@ -158,7 +199,9 @@ def _staging(job: Job, out: str, home: Path, nbytes: int) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool | None]:
-    """Lock the folder until the block ends; False if another process has it, None on a file system without locks."""
+    """Lock the folder until the block ends; False if another process has it, None on a file system
+    without locks.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield lock(descriptor)
@@ -171,10 +214,11 @@ def _locked(folder: Path) -> Iterator[bool | None]:
 
 @contextmanager
 def put(job: Job, files: Files, folder: str, plan: object) -> Iterator[Files]:
-    """Put the files with tensors into the folder of a store, each by one rank; yield the others, on the first rank.
+    """Put the files with tensors into the folder of a store, each by one rank; yield the others, on
+    the first rank.
 
-    They have their final names, but without the index, which is among the others, nothing refers to them. If this or
-    the block raises, they are removed.
+    They have their final names, but without the index, which is among the others, nothing refers to
+    them. If this or the block raises, they are removed.
     """
     from ckpttool.io import write_remote
 

@@ -1,4 +1,6 @@
-"""The ranks of one job of torchrun: messages through its key-value store, and work that they share."""
+"""The ranks of one job of torchrun: messages through its key-value store, and work that they
+share.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from ckpttool.core.values import dataclass
 from ckpttool.io import progress, sources
 
 _FAILED = "failed"
-_SHORTEST, _LONGEST = 0.01, 0.2  # seconds between two looks at the store: a thousand waiting ranks do not load it
+# seconds between two looks at the store: a thousand waiting ranks do not load it
+_SHORTEST, _LONGEST = 0.01, 0.2
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -44,7 +47,9 @@ class FailedElsewhere(BaseException):
 
 @dataclass(slots=True)
 class Job:
-    """This rank of a job of `size` ranks, all of which run `command`. `rounds`: how often they have agreed."""
+    """This rank of a job of `size` ranks, all of which run `command`. `rounds`: how often they have
+    agreed.
+    """
 
     rank: int
     size: int
@@ -63,7 +68,8 @@ class Job:
         self.store.set(key, json.dumps(value))
 
     def hear(self, key: str, *, whatever: bool = False) -> Any:
-        """Wait until a rank sets the key. Raises `FailedElsewhere` if one fails meanwhile, unless `whatever` happens.
+        """Wait until a rank sets the key. Raises `FailedElsewhere` if one fails meanwhile, unless
+        `whatever` happens.
 
         It waits without a time limit: if a rank dies, torchrun ends the others.
         """
@@ -80,7 +86,9 @@ class Job:
         return [self.hear(f"{key}/{rank}", whatever=whatever) for rank in range(self.size)]
 
     def agree(self, digest: str) -> None:
-        """Wait until all ranks have the same digest of one plan. Raises `CkptError` if one has another."""
+        """Wait until all ranks have the same digest of one plan. Raises `CkptError` if one has
+        another.
+        """
         self.rounds += 1
         name = f"plan/{self.rounds}"
         self.tell(f"{name}/{self.rank}", digest)
@@ -89,8 +97,11 @@ class Job:
             if others:
                 raise CkptError(
                     "the ranks do not mean the same",
-                    hint="give all of them the same command, files and model; a model's code must not draw lots",
-                    problems=[Problem("another plan than rank 0", f"rank {rank}") for rank in others],
+                    hint="give all of them the same command, files and model; a model's code must"
+                    " not draw lots",
+                    problems=[
+                        Problem("another plan than rank 0", f"rank {rank}") for rank in others
+                    ],
                 )
             self.tell(name, digest)
         self.hear(name)
@@ -118,7 +129,9 @@ class Job:
 
 
 def assigned(sizes: Mapping[Key, int], ranks: int) -> list[list[Key]]:
-    """Return the keys of each rank, the same on all of them: the largest first, each to the rank with the least."""
+    """Return the keys of each rank, the same on all of them: the largest first, each to the rank
+    with the least.
+    """
     loads = [(0, rank) for rank in range(ranks)]
     shares: list[list[Key]] = [[] for _ in range(ranks)]
     for key in sorted(sizes, key=lambda key: -sizes[key]):
@@ -163,8 +176,8 @@ class Question:
 def answers(title: str, questions: Mapping[Key, Question]) -> dict[Key, Any]:
     """Return the answer to each question, found by this process or shared by all ranks of its job.
 
-    Raises `CkptError` if the ranks do not ask the same about the same files, and what an answer raises;
-    `FailedElsewhere` if it did so on another rank.
+    Raises `CkptError` if the ranks do not ask the same about the same files, and what an answer
+    raises; `FailedElsewhere` if it did so on another rank.
     """
     job = current()
     with progress.doing(title, sum(question.nbytes for question in questions.values())):
@@ -173,14 +186,18 @@ def answers(title: str, questions: Mapping[Key, Question]) -> dict[Key, Any]:
         import hashlib  # loads OpenSSL
 
         asked = list(questions.values())
-        known = {} if job.rounds else sources.states()  # later, each rank has opened files that others have not
+        # later, each rank has opened files that others have not
+        known = {} if job.rounds else sources.states()
         what = [[question.what, question.nbytes] for question in asked]
-        digest = hashlib.sha256(json.dumps([job.rounds, list(job.command), known, what]).encode()).hexdigest()
+        digest = hashlib.sha256(
+            json.dumps([job.rounds, list(job.command), known, what]).encode()
+        ).hexdigest()
         job.agree(digest)
         name = f"answers/{digest}"
         sizes = {number: question.nbytes for number, question in enumerate(asked)}
         share = assigned(sizes, job.size)[job.rank]
-        progress.advance(sum(sizes.values()) - sum(sizes[number] for number in share))  # other ranks answer these
+        # other ranks answer these
+        progress.advance(sum(sizes.values()) - sum(sizes[number] for number in share))
         own = []
         for number in share:
             job.check()
@@ -196,13 +213,16 @@ PATIENCE = 120.0  # seconds until all ranks have imported torch and joined
 
 
 def join(command: Sequence[str]) -> Job:
-    """Return this rank of the job, once all ranks are there. Raises `CkptError` if some are missing."""
+    """Return this rank of the job, once all ranks are there. Raises `CkptError` if some are
+    missing.
+    """
     from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     try:
         whole, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives ranks that it restarts
+        # torchrun's store outlives ranks that it restarts
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"ckpttool/{attempt}/{size}", whole)
         come = store.add("come", 1)
         until = time.monotonic() + PATIENCE
@@ -210,7 +230,9 @@ def join(command: Sequence[str]) -> Job:
             time.sleep(0.05)
             come = store.add("come", 0)
     except (RuntimeError, ValueError) as error:
-        raise CkptError(f"the ranks do not find each other: {str(error).partition(chr(10))[0]}", hint=_ALONE) from error
+        raise CkptError(
+            f"the ranks do not find each other: {str(error).partition(chr(10))[0]}", hint=_ALONE
+        ) from error
     if come != size:
         raise CkptError(f"{come} processes take part in a job of {size} ranks", hint=_ALONE)
     return Job(rank, size, store, tuple(command))

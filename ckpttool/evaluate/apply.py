@@ -1,5 +1,5 @@
-"""Evaluate expressions, and apply a plan to a checkpoint. No byte moves here: a renamed tensor keeps its storage, and a
-computed one gets a storage that is filled when it is written.
+"""Evaluate expressions, and apply a plan to a checkpoint. No byte moves here: a renamed tensor
+keeps its storage, and a computed one gets a storage that is filled when it is written.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from ckpttool.evaluate import ops
 from ckpttool.evaluate.compare import digest
 
 Entries = Mapping[str, TensorEntry | ExtraEntry]
-# Runs a model's code on the entries of a section, under the model's names, and returns the values of the given names.
+# Runs a model's code on the entries of a section, under the model's names, and returns the values
+# of the given names.
 Runner = Callable[[ModelRun, Section, Sequence[str]], Mapping[str, TensorEntry]]
 NO_CODE: Mapping[str, Runner] = {}
 
 
 def entry_of(key: str, source: Expression, entries: Entries) -> TensorEntry:
-    """Return the entry `key` with the value of `source`: on the index if its bytes only move, else with torch.
+    """Return the entry `key` with the value of `source`: on the index if its bytes only move, else
+    with torch.
 
-    Dtype and shape are known at once; values are computed when they are read. Raises `Refused` if an operator does not
-    fit its arguments, or if an argument is not a dense tensor.
+    Dtype and shape are known at once; values are computed when they are read. Raises `Refused` if
+    an operator does not fit its arguments, or if an argument is not a dense tensor.
     """
     entry = ops.on_index(key, source, entries)
     if entry is None:
@@ -39,16 +41,24 @@ def entry_of(key: str, source: Expression, entries: Entries) -> TensorEntry:
 
 
 class Digests:
-    """Hashes of expressions over the keys of one section. Each is computed once, when it is first requested."""
+    """Hashes of expressions over the keys of one section. Each is computed once, when it is first
+    requested.
+    """
 
     def __init__(self, entries: Entries) -> None:
         self._entries = entries
         self._known: dict[Expression, bytes | None] = {}
 
     def __call__(self, value: Expression) -> bytes | None:
-        """Return the hash of the value's bytes in row-major order; None for a key that is not a dense tensor."""
+        """Return the hash of the value's bytes in row-major order; None for a key that is not a
+        dense tensor.
+        """
         if value not in self._known:
-            entry = self._entries[value.key] if isinstance(value, Ref) else entry_of("", value, self._entries)
+            entry = (
+                self._entries[value.key]
+                if isinstance(value, Ref)
+                else entry_of("", value, self._entries)
+            )
             self._known[value] = None
             if isinstance(entry, TensorEntry) and entry.storage is not None:
                 self._known[value] = digest(entry)
@@ -58,14 +68,18 @@ class Digests:
 def apply(plan: Plan, source: Checkpoint, runners: Mapping[str, Runner] = NO_CODE) -> Checkpoint:
     """Return `source` with the plan's sections rewritten; `runners` (by way) run the models' code.
 
-    Raises `Refused`, with all problems, if the plan does not fit, and `CkptError` for operators that are not allowed.
+    Raises `Refused`, with all problems, if the plan does not fit, and `CkptError` for operators
+    that are not allowed.
     """
     used = ((name, output.key) for output in plan.computed for name in ex.operators(output.source))
-    refused = dict.fromkeys((ops.refused(name), key) for name, key in used if name not in (ex.OPAQUE, *ex.BY_CODE))
+    refused = dict.fromkeys(
+        (ops.refused(name), key) for name, key in used if name not in (ex.OPAQUE, *ex.BY_CODE)
+    )
     problems = [Problem(reason, key) for reason, key in refused if reason is not None]
     if problems:
         raise CkptError(
-            f"the plan has {plural(len(problems), 'output')} made by what is not an operator that a plan may hold",
+            f"the plan has {plural(len(problems), 'output')} made by what is not an operator that"
+            " a plan may hold",
             hint="docs/safety.md lists the operators that a plan may hold",
             problems=problems,
         )
@@ -73,7 +87,10 @@ def apply(plan: Plan, source: Checkpoint, runners: Mapping[str, Runner] = NO_COD
     if problems:
         hint = "`ckpttool inspect` lists its keys"
         if any(problem.kind == "opaque" for problem in problems):
-            hint = "only the model's own code can do it: name that, as in --model file.py:build, and no file of names"
+            hint = (
+                "only the model's own code can do it: name that, as in --model file.py:build,"
+                " and no file of names"
+            )
         raise Refused("the plan does not fit the checkpoint", hint=hint, problems=problems)
     outputs: dict[str, list[Output]] = {path: [] for path in plan.sections}
     modules: dict[str, dict[str, str]] = defaultdict(dict)
@@ -89,18 +106,28 @@ def apply(plan: Plan, source: Checkpoint, runners: Mapping[str, Runner] = NO_COD
         own = outputs[section.path]
         entries: Entries = section.by_key()
         if runs[section.path]:
-            sources, entries = run_code(section, [output.source for output in own], runs[section.path], runners)
+            sources, entries = run_code(
+                section, [output.source for output in own], runs[section.path], runners
+            )
             own = [replace(output, source=source) for output, source in zip(own, sources)]
-        aliases = section.aliases() if any(not isinstance(output.source, Ref) for output in own) else {}
+        aliases = (
+            section.aliases() if any(not isinstance(output.source, Ref) for output in own) else {}
+        )
         return _with_outputs(section, own, entries, aliases, modules[section.path])
 
-    return replace(source, sections=tuple(rewritten(s) if s.path in outputs else s for s in source.sections))
+    return replace(
+        source, sections=tuple(rewritten(s) if s.path in outputs else s for s in source.sections)
+    )
 
 
 def run_code(
-    section: Section, sources: Sequence[Expression], runs: Sequence[ModelRun], runners: Mapping[str, Runner]
+    section: Section,
+    sources: Sequence[Expression],
+    runs: Sequence[ModelRun],
+    runners: Mapping[str, Runner],
 ) -> tuple[list[Expression], Entries]:
-    """Run the models' code. Return `sources` with refs instead of calls, and the entries that the refs name.
+    """Run the models' code. Return `sources` with refs instead of calls, and the entries that the
+    refs name.
 
     Raises `Refused` if the code is missing, and the errors of the runs.
     """
@@ -111,7 +138,9 @@ def run_code(
 
     for number, run in enumerate(runs):
         later = [source for other in runs[number + 1 :] for source in other.given.values()]
-        calls = (call for source in (*sources, *later) for call in ex.calls(source) if call.op == run.way)
+        calls = (
+            call for source in (*sources, *later) for call in ex.calls(source) if call.op == run.way
+        )
         names = list(dict.fromkeys(str(call.args[0]) for call in calls))
         if not names:
             continue
@@ -120,11 +149,22 @@ def run_code(
             raise Refused(
                 f"{plural(len(names), 'tensor')} can only be computed by the code of {run.model}",
                 hint=f"name it: {option} {shell(call_text(run.model, run.kwargs))}",
-                problems=[Problem("computed by code that is not a tensor operator", name, "opaque") for name in names],
+                problems=[
+                    Problem("computed by code that is not a tensor operator", name, "opaque")
+                    for name in names
+                ],
             )
-        given = [Output(section.path, name, without_calls(source)) for name, source in run.given.items()]
-        renames = {o.source.key: o.key for o in given if isinstance(o.source, Ref) and o.source.key != o.key}
-        modules = {m.old: m.new for m in module_renames(section.path, section.modules or (), renames)}
+        given = [
+            Output(section.path, name, without_calls(source)) for name, source in run.given.items()
+        ]
+        renames = {
+            o.source.key: o.key
+            for o in given
+            if isinstance(o.source, Ref) and o.source.key != o.key
+        }
+        modules = {
+            m.old: m.new for m in module_renames(section.path, section.modules or (), renames)
+        }
         values = runners[run.way](run, _with_outputs(section, given, entries, {}, modules), names)
         for name, entry in values.items():
             key = f"{run.way}({name})"
@@ -144,8 +184,8 @@ def _with_outputs(
 ) -> Section:
     """Return the section with these outputs and module paths.
 
-    Two outputs with one expression share one storage, as their sources do. `aliases` maps a tensor's further names to
-    its first: values computed from tied weights stay tied.
+    Two outputs with one expression share one storage, as their sources do. `aliases` maps a
+    tensor's further names to its first: values computed from tied weights stay tied.
     """
     computed: dict[ex.Argument, TensorEntry] = {}
     results: list[TensorEntry | ExtraEntry] = []
@@ -169,12 +209,16 @@ def _with_outputs(
         section,
         tensors=tuple(entry for entry in results if isinstance(entry, TensorEntry)),
         extras=tuple(entry for entry in results if isinstance(entry, ExtraEntry)),
-        modules=None if section.modules is None else _rename_modules(section.modules, renamed_modules),
+        modules=None
+        if section.modules is None
+        else _rename_modules(section.modules, renamed_modules),
     )
 
 
 def _rename_modules(modules: Mapping[str, object], renamed: Mapping[str, str]) -> dict[str, object]:
-    """Rename the paths of `_metadata`. If two become one, the renamed one wins: its tensors are there."""
+    """Rename the paths of `_metadata`. If two become one, the renamed one wins: its tensors are
+    there.
+    """
     kept = {path: payload for path, payload in modules.items() if path not in renamed}
     moved = {renamed[path]: payload for path, payload in modules.items() if path in renamed}
     order = dict.fromkeys(renamed.get(path, path) for path in modules)

@@ -7,19 +7,31 @@ from dataclasses import replace
 from threading import RLock
 from weakref import WeakKeyDictionary
 
-from ckpttool.core.checkpoint import Lazy, Part, Span, Storage, TensorEntry, contiguous_stride, length_of
+from ckpttool.core.checkpoint import (
+    Lazy,
+    Part,
+    Span,
+    Storage,
+    TensorEntry,
+    contiguous_stride,
+    length_of,
+)
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.values import dataclass
 
 
 def row_major(entry: TensorEntry) -> TensorEntry:
-    """Return the entry with its elements in row-major order; a strided view is gathered when it is written."""
+    """Return the entry with its elements in row-major order; a strided view is gathered when it is
+    written.
+    """
     if entry.storage is None or entry.is_contiguous:
         return entry
     from ckpttool.evaluate.numpy_eval import TILE, in_order
 
     tiles = 3 * min(entry.nbytes, TILE)  # one that is read, in its new order, and the one before it
-    storage = Storage(Lazy(entry.nbytes, lambda: in_order(entry), memory=tiles + 2 * entry.storage.held))
+    storage = Storage(
+        Lazy(entry.nbytes, lambda: in_order(entry), memory=tiles + 2 * entry.storage.held)
+    )
     return replace(entry, stride=contiguous_stride(entry.shape), offset=0, storage=storage)
 
 
@@ -32,7 +44,9 @@ def window(entry: TensorEntry, start: int, count: int) -> Part:
 
 
 def across(entries: Iterable[TensorEntry], start: int, count: int) -> list[Part]:
-    """Return elements `start` to `start + count` of entries laid end to end, each in row-major order."""
+    """Return elements `start` to `start + count` of entries laid end to end, each in row-major
+    order.
+    """
     parts, at = [], 0
     for entry in map(row_major, entries):
         low, high = max(start, at), min(start + count, at + entry.numel)
@@ -43,7 +57,9 @@ def across(entries: Iterable[TensorEntry], start: int, count: int) -> list[Part]
 
 
 def concatenated(parts: Sequence[Part]) -> Storage:
-    """Return one storage of these bytes; a span of a file if they are one, else read when it is written."""
+    """Return one storage of these bytes; a span of a file if they are one, else read when it is
+    written.
+    """
     if len(parts) == 1 and isinstance(parts[0], (Span, Lazy)):
         return Storage(parts[0])
     memory = max((part.held for part in parts if isinstance(part, Lazy)), default=0)
@@ -51,11 +67,15 @@ def concatenated(parts: Sequence[Part]) -> Storage:
 
 
 def in_own_storage(entry: TensorEntry) -> TensorEntry:
-    """Return the same values in a new storage: torch.load would tie views of one, and add up their ``step += 1``."""
+    """Return the same values in a new storage: torch.load would tie views of one, and add up their
+    ``step += 1``.
+    """
     if entry.storage is None:
         return entry
     ordered = row_major(entry)
-    return replace(ordered, storage=concatenated([window(ordered, 0, ordered.numel)]), offset=0, payload=None)
+    return replace(
+        ordered, storage=concatenated([window(ordered, 0, ordered.numel)]), offset=0, payload=None
+    )
 
 
 def _cut(part: Part, start: int, nbytes: int) -> Part:
@@ -84,7 +104,9 @@ def _cut(part: Part, start: int, nbytes: int) -> Part:
 
 @dataclass(slots=True, eq=False)
 class _Produced:
-    """The parts that were produced for the first window, and how many of their bytes no window has read."""
+    """The parts that were produced for the first window, and how many of their bytes no window has
+    read.
+    """
 
     parts: list[Part]
     left: int
@@ -96,14 +118,20 @@ _lock = RLock()
 
 
 def _produced(part: Lazy, nbytes: int) -> Iterable[Part]:
-    """Produce the parts for a window of `nbytes`, once for all windows as long as there is memory to keep them."""
+    """Produce the parts for a window of `nbytes`, once for all windows as long as there is memory
+    to keep them.
+    """
     with _lock:
         produced = _kept.get(part)
         if produced is None:
             if part.length > _KEPT - sum(one.length for one in _kept):
                 return part.produce()
             parts = part.produce()
-            kept = parts if isinstance(parts, list) else [p if isinstance(p, (Span, Lazy)) else bytes(p) for p in parts]
+            kept = (
+                parts
+                if isinstance(parts, list)
+                else [p if isinstance(p, (Span, Lazy)) else bytes(p) for p in parts]
+            )
             produced = _kept[part] = _Produced(kept, part.length)
         produced.left -= nbytes
         if produced.left <= 0:

@@ -30,12 +30,17 @@ EQUAL = "the values are equal, their bytes are not (-0.0, or another kind of NaN
 
 
 def same_values(left: Entry, right: Entry) -> bool:
-    """Return whether two entries are the same: tensors of one dtype and shape with the same bytes, or equal objects.
+    """Return whether two entries are the same: tensors of one dtype and shape with the same bytes,
+    or equal objects.
 
     False also if that is unknown.
     """
     if isinstance(left, ExtraEntry) or isinstance(right, ExtraEntry):
-        return isinstance(left, ExtraEntry) and isinstance(right, ExtraEntry) and same_objects(left, right)
+        return (
+            isinstance(left, ExtraEntry)
+            and isinstance(right, ExtraEntry)
+            and same_objects(left, right)
+        )
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
     if left.layout != right.layout:
@@ -54,7 +59,9 @@ def same_values(left: Entry, right: Entry) -> bool:
 
 
 def same_objects(left: ExtraEntry, right: ExtraEntry) -> bool:
-    """Return whether two objects are equal, including the tensors inside them; False also if that is unknown."""
+    """Return whether two objects are equal, including the tensors inside them; False also if that
+    is unknown.
+    """
     if isinstance(left.payload, Payload) and isinstance(right.payload, Payload):
         return left.payload is right.payload or _same_content(left.payload, right.payload)
     return left.value is not None and repr(left.value) == repr(right.value)
@@ -90,7 +97,9 @@ def _in_order(entry: TensorEntry) -> Span | Lazy | None:
 
 
 def elements(entry: TensorEntry) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a dense tensor in row-major order; a chunk is valid until the next one is requested."""
+    """Yield the bytes of a dense tensor in row-major order; a chunk is valid until the next one is
+    requested.
+    """
     data = _in_order(entry)
     if data is not None:
         yield from stream([Piece(data)])
@@ -128,19 +137,23 @@ def _in_step(left: Chunks, right: Chunks, size: int) -> Iterator[tuple[bytes, by
 class Difference:
     """How the values of two tensors differ: a text, and the distances.
 
-    `spread` are sorted pairs ``(exponent, count)``: the distance of so many elements is at least 2**exponent, and less
-    than twice that; from 1023 on, it is not a number. Empty if it was not measured.
+    `spread` are sorted pairs ``(exponent, count)``: the distance of so many elements is at least
+    2**exponent, and less than twice that; from 1023 on, it is not a number. Empty if it was not
+    measured.
     """
 
     text: str
     spread: tuple[tuple[int, int], ...] = ()
 
 
-def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) -> Difference | None:
-    """Return how the values of two tensors of one dtype and shape differ, or None if they are the same.
+def difference(
+    left: TensorEntry, right: TensorEntry, rtol: float, atol: float
+) -> Difference | None:
+    """Return how the values of two tensors of one dtype and shape differ, or None if they are the
+    same.
 
-    Bitwise if both tolerances are 0, and for dtypes without numbers (``bits8``, ``float4_e2m1fn_x2``); else
-    ``|left - right| <= atol + rtol * |right|`` as in ``torch.isclose``.
+    Bitwise if both tolerances are 0, and for dtypes without numbers (``bits8``,
+    ``float4_e2m1fn_x2``); else ``|left - right| <= atol + rtol * |right|`` as in ``torch.isclose``.
     """
     if same_values(left, right):
         return None
@@ -150,9 +163,11 @@ def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) 
     return difference_of_elements(left.dtype, elements(left), elements(right), rtol, atol)
 
 
-def difference_of_elements(dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float) -> Difference | None:
-    """Return how two tensors differ that are known to differ in some byte; None if all elements are within tolerance
-    (NaN equals NaN).
+def difference_of_elements(
+    dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float
+) -> Difference | None:
+    """Return how two tensors differ that are known to differ in some byte; None if all elements are
+    within tolerance (NaN equals NaN).
     """
     import numpy as np
 
@@ -170,22 +185,40 @@ def difference_of_elements(dtype: str, left: Chunks, right: Chunks, rtol: float,
         for left_bytes, right_bytes in _in_step(left, right, size):
             x, y = read(left_bytes), read(right_bytes)
             if x.dtype.kind in "fc":
-                x, y = (values.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for values in (x, y))
+                x, y = (
+                    values.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+                    for values in (x, y)
+                )
                 equal, distance = (x == y) | (np.isnan(x) & np.isnan(y)), np.abs(x - y)
                 for side, elements_of_side in (("left", x), ("right", y)):
-                    not_finite[f"NaN in {side}"] += int(np.count_nonzero(np.isnan(elements_of_side)))
-                    not_finite[f"infinite in {side}"] += int(np.count_nonzero(np.isinf(elements_of_side)))
+                    not_finite[f"NaN in {side}"] += int(
+                        np.count_nonzero(np.isnan(elements_of_side))
+                    )
+                    not_finite[f"infinite in {side}"] += int(
+                        np.count_nonzero(np.isinf(elements_of_side))
+                    )
             else:  # float64 cannot hold all integers, only their distance (modulo 2^64)
-                larger, smaller = np.maximum(x, y).astype(np.uint64), np.minimum(x, y).astype(np.uint64)
-                equal, distance, y = x == y, (larger - smaller).astype(np.float64), y.astype(np.float64)
+                larger, smaller = (
+                    np.maximum(x, y).astype(np.uint64),
+                    np.minimum(x, y).astype(np.uint64),
+                )
+                equal, distance, y = (
+                    x == y,
+                    (larger - smaller).astype(np.float64),
+                    y.astype(np.float64),
+                )
             far = np.nan_to_num(np.where(equal, 0.0, distance), nan=np.inf, posinf=np.inf)
             within = np.isfinite(distance) & (distance <= atol + rtol * np.abs(y))
             close = equal | within if rtol or atol else equal
             count, total = count + int(np.count_nonzero(~close)), total + x.size
             farthest = max(farthest, float(far[np.isfinite(far)].max(initial=0.0)))
-            exponents += np.bincount(far.view(np.uint64).astype(np.int64).reshape(-1) >> 52, minlength=2048)
+            exponents += np.bincount(
+                far.view(np.uint64).astype(np.int64).reshape(-1) >> 52, minlength=2048
+            )
     if count:
-        spread = tuple((int(at) - 1023, int(exponents[at])) for at in np.flatnonzero(exponents) if at)
+        spread = tuple(
+            (int(at) - 1023, int(exponents[at])) for at in np.flatnonzero(exponents) if at
+        )
         text = f"{count:,} of {total:,} elements differ"
         text += f", by {farthest:.3g} at most" if farthest else ""
         counts = [f"{number:,} {what}" for what, number in not_finite.items() if number]
@@ -215,7 +248,9 @@ def _hash(chunks: Chunks, algorithm: str, **options: Any) -> bytes:
 
 
 def fingerprint(entry: Entry) -> tuple[object, ...]:
-    """Return values that are equal for two entries that are the same, with a None if that is unknown."""
+    """Return values that are equal for two entries that are the same, with a None if that is
+    unknown.
+    """
     if isinstance(entry, ExtraEntry):
         return (_content(entry.payload),) if entry.value is None else (repr(entry.value),)
     if entry.storage is None:
@@ -225,13 +260,19 @@ def fingerprint(entry: Entry) -> tuple[object, ...]:
 
 
 def fingerprints(checkpoint: Checkpoint) -> Fingerprints:
-    """Return the fingerprint of each section and key: they remain known after the files are replaced."""
+    """Return the fingerprint of each section and key: they remain known after the files are
+    replaced.
+    """
     return {place: fingerprint(entry) for place, entry in checkpoint.entries().items()}
 
 
 def verify(written: Checkpoint, expected: Checkpoint | Fingerprints) -> list[Problem]:
-    """Return how the `written` file differs from `expected`: every key, dtype, shape and byte is compared."""
-    wanted: Mapping[tuple[str, str], object] = expected.entries() if isinstance(expected, Checkpoint) else expected
+    """Return how the `written` file differs from `expected`: every key, dtype, shape and byte is
+    compared.
+    """
+    wanted: Mapping[tuple[str, str], object] = (
+        expected.entries() if isinstance(expected, Checkpoint) else expected
+    )
     entries = written.read_for(wanted).entries()
     both = [place for place in wanted if place in entries]
     if isinstance(expected, Checkpoint):
@@ -239,10 +280,18 @@ def verify(written: Checkpoint, expected: Checkpoint | Fingerprints) -> list[Pro
         different = [place for place in both if not same_values(sources[place], entries[place])]
     else:
         different = [
-            place for place in both if None in expected[place] or fingerprint(entries[place]) != expected[place]
+            place
+            for place in both
+            if None in expected[place] or fingerprint(entries[place]) != expected[place]
         ]
-    problems = [Problem("not in the output", dotted(*place)) for place in wanted if place not in entries]
-    problems += [Problem("in the output, and not planned", dotted(*place)) for place in entries if place not in wanted]
+    problems = [
+        Problem("not in the output", dotted(*place)) for place in wanted if place not in entries
+    ]
+    problems += [
+        Problem("in the output, and not planned", dotted(*place))
+        for place in entries
+        if place not in wanted
+    ]
     return problems + [Problem("other bytes in the output", dotted(*place)) for place in different]
 
 
@@ -251,8 +300,9 @@ def verify(written: Checkpoint, expected: Checkpoint | Fingerprints) -> list[Pro
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """`minimum`, `maximum` and `mean` are of the finite values, None if there are none; all but `sha256`, which is of
-    the elements in row-major order, are None for a dtype without real numbers.
+    """`minimum`, `maximum` and `mean` are of the finite values, None if there are none; all but
+    `sha256`, which is of the elements in row-major order, are None for a dtype without real
+    numbers.
     """
 
     minimum: float | int | None
@@ -265,7 +315,9 @@ class Statistics:
 
 
 def statistics(entry: TensorEntry) -> Statistics:
-    """Return the statistics of a dense tensor, read in chunks. Raises `CkptError` if it cannot be read."""
+    """Return the statistics of a dense tensor, read in chunks. Raises `CkptError` if it cannot be
+    read.
+    """
     import hashlib
 
     import numpy as np

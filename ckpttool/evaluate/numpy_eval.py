@@ -1,4 +1,6 @@
-"""Read, cast and reorder the elements of tensors with numpy. Import it late: numpy takes time to load."""
+"""Read, cast and reorder the elements of tensors with numpy. Import it late: numpy takes time to
+load.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ Array = np.ndarray[Any, Any]
 
 TILE = 1 << 26  # bytes of a tensor that are put in order at a time; three times as much is held
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
-_DIRECT = {name: f"<{name[0]}{itemsize(name)}" for name in ("float64", "float32", "float16", "complex128", "complex64")}
+_DIRECT = {
+    name: f"<{name[0]}{itemsize(name)}"
+    for name in ("float64", "float32", "float16", "complex128", "complex64")
+}
 _DIRECT |= {f"int{bits}": f"<i{bits // 8}" for bits in (64, 32, 16, 8)}
 _DIRECT |= {f"uint{bits}": f"<u{bits // 8}" for bits in (64, 32, 16, 8)} | {"bool": "u1"}
-# dtype -> bits of the exponent, its bias, and which patterns are not numbers: IEEE's infinities and NaNs, NaN if all
-# bits are set, or NaN instead of -0 (https://arxiv.org/abs/2209.05433, https://arxiv.org/abs/2206.02915).
+# dtype -> bits of the exponent, its bias, and which patterns are not numbers: IEEE's infinities and
+# NaNs, NaN if all bits are set, or NaN instead of -0 (https://arxiv.org/abs/2209.05433,
+# https://arxiv.org/abs/2206.02915).
 _EIGHT_BITS = {
     "float8_e5m2": (5, 15, "ieee"),
     "float8_e4m3fn": (4, 7, "all"),
@@ -31,7 +37,9 @@ _EIGHT_BITS = {
 
 
 def reader(dtype: str) -> Callable[[bytes], Array] | None:
-    """Return a function that reads little-endian bytes as numbers, exactly; None for a dtype without numbers."""
+    """Return a function that reads little-endian bytes as numbers, exactly; None for a dtype
+    without numbers.
+    """
     if dtype in _DIRECT:
         return partial(np.frombuffer, dtype=_DIRECT[dtype])
     if dtype == "bfloat16":  # the upper halves of float32
@@ -60,14 +68,17 @@ def _all_values(dtype: str) -> Array:
             return float("nan") if fraction else sign * float("inf")
         if (special == "all" and bits & 0x7F == 0x7F) or (special == "-0" and bits == 0x80):
             return float("nan")
-        steps = fraction + ((1 << fraction_bits) if exponent else 0)  # a subnormal number has no leading one
+        # a subnormal number has no leading one
+        steps = fraction + ((1 << fraction_bits) if exponent else 0)
         return sign * steps * 2.0 ** (max(exponent, 1) - bias - fraction_bits)
 
     return np.array([value(bits) for bits in range(256)], np.float32)
 
 
 def cast(old: str, new: str) -> Callable[[bytes], memoryview] | None:
-    """Return a function that casts elements and rounds as torch does (a NaN stays a NaN); None for other dtypes."""
+    """Return a function that casts elements and rounds as torch does (a NaN stays a NaN); None for
+    other dtypes.
+    """
     read = reader(old)
     if read is None or not {old, new} <= _FLOATS:
         return None
@@ -77,7 +88,9 @@ def cast(old: str, new: str) -> Callable[[bytes], memoryview] | None:
         with np.errstate(all="ignore"):
             if new in ("float16", "bfloat16"):  # torch converts a double to float32 first
                 values = values.astype("<f4", copy=False)
-            result = _round_to_bfloat16(values) if new == "bfloat16" else values.astype(_DIRECT[new])
+            result = (
+                _round_to_bfloat16(values) if new == "bfloat16" else values.astype(_DIRECT[new])
+            )
         return result.view(np.uint8).data
 
     return convert
@@ -96,7 +109,9 @@ def _round_to_bfloat16(values: Array) -> Array:
 
 
 def in_order(entry: TensorEntry) -> Iterator[memoryview]:
-    """Yield the bytes of a dense tensor in row-major order, whatever its dtype and strides, `TILE` bytes at a time."""
+    """Yield the bytes of a dense tensor in row-major order, whatever its dtype and strides, `TILE`
+    bytes at a time.
+    """
     assert entry.storage is not None
     is_lazy = isinstance(entry.storage.data, Lazy)  # it would be computed for each tile
     if is_lazy or entry.nbytes <= TILE or not entry.shape:
@@ -122,14 +137,19 @@ def gathered(entry: TensorEntry) -> memoryview:
     else:
         start = data.offset + entry.offset * size
         extents = [(length - 1) * step for length, step in zip(entry.shape, stride)]
-        axis = max(range(len(extents)), key=lambda dim: stride[dim] if extents[dim] else -1, default=-1)
-        count = 1 + sum(extents) - (extents[axis] if extents else 0)  # elements at each place along the longest stride
-        if extents and 2 * count * entry.shape[axis] <= 1 + sum(extents):  # as in a tile of a transposed matrix
+        axis = max(
+            range(len(extents)), key=lambda dim: stride[dim] if extents[dim] else -1, default=-1
+        )
+        # elements at each place along the longest stride
+        count = 1 + sum(extents) - (extents[axis] if extents else 0)
+        # as in a tile of a transposed matrix
+        if extents and 2 * count * entry.shape[axis] <= 1 + sum(extents):
             places = (start + index * stride[axis] * size for index in range(entry.shape[axis]))
             buffer = read_spans([Span(data.path, place, count * size) for place in places])
             stride = (*stride[:axis], count, *stride[axis + 1 :])
         else:
             buffer = read_span(Span(data.path, start, (1 + sum(extents)) * size))
     strides = [step * size for step in stride]
-    view = np.ndarray(entry.shape, f"V{size}", buffer, offset, strides)  # raises ValueError if strides lead outside
+    # raises ValueError if strides lead outside
+    view = np.ndarray(entry.shape, f"V{size}", buffer, offset, strides)
     return np.ascontiguousarray(view).reshape(-1).view(np.uint8).data

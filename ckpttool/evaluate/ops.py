@@ -1,5 +1,6 @@
-"""The operators that an expression may hold: a closed table. Each row says what an operator needs, and how to apply it
-to an index entry if it only moves bytes. Needs no torch; `torch_eval` runs all of them.
+"""The operators that an expression may hold: a closed table. Each row says what an operator needs,
+and how to apply it to an index entry if it only moves bytes. Needs no torch; `torch_eval` runs all
+of them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ from itertools import zip_longest
 from math import isfinite, prod
 from typing import Any, NamedTuple
 
-from ckpttool.core.checkpoint import ExtraEntry, Lazy, Storage, TensorEntry, contiguous_stride, in_row_major
+from ckpttool.core.checkpoint import (
+    ExtraEntry,
+    Lazy,
+    Storage,
+    TensorEntry,
+    contiguous_stride,
+    in_row_major,
+)
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.expression import Argument, Expression, Op, Ref, Special, refs
 from ckpttool.core.limits import limits
@@ -23,12 +31,15 @@ Entries = Mapping[str, TensorEntry | ExtraEntry]
 
 GETITEM = "getitem"  # one of the tensors that another operator returns
 CONTIGUOUS = Special("memory_format", "contiguous_format")
-ROW_MAJOR = (("memory_format", CONTIGUOUS),)  # the keywords of a clone whose elements are in row-major order
+# the keywords of a clone whose elements are in row-major order
+ROW_MAJOR = (("memory_format", CONTIGUOUS),)
 _INTEGERS = range(-(2**63), 2**63)  # the integers that a kernel takes
 
 
 class OnIndex(NamedTuple):
-    """How to apply an operator to index entries. `takes` are the kinds of its arguments, optional ones after ``|``."""
+    """How to apply an operator to index entries. `takes` are the kinds of its arguments, optional
+    ones after ``|``.
+    """
 
     run: Callable[..., Any]
     takes: str
@@ -37,10 +48,11 @@ class OnIndex(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """`check` says what is wrong with arguments. `most_bytes` is an upper bound for a result whose shape depends on
-    values. `moves`: each element of the result is an element of an argument, at most cast to another dtype. `effect`
-    tells `tracing.simplify` what it can combine: ``same`` (the result is the argument), ``reshape``, ``permute``, or
-    ``undo`` (applied again it gives the argument back).
+    """`check` says what is wrong with arguments. `most_bytes` is an upper bound for a result whose
+    shape depends on values. `moves`: each element of the result is an element of an argument, at
+    most cast to another dtype. `effect` tells `tracing.simplify` what it can combine: ``same`` (the
+    result is the argument), ``reshape``, ``permute``, or ``undo`` (applied again it gives the
+    argument back).
     """
 
     check: Callable[[Arguments], str | None] = lambda given: None
@@ -55,7 +67,8 @@ def is_integer(value: object) -> bool:
     return type(value) is int and value in _INTEGERS
 
 
-# Checks of arguments. Torch itself does not make them: a bad argument would read foreign memory or end the process.
+# Checks of arguments. Torch itself does not make them: a bad argument would read foreign memory or
+# end the process.
 
 
 def _check_stride(given: Arguments) -> str | None:
@@ -77,7 +90,11 @@ def _check_parts(given: Arguments) -> str | None:
     if size < 1:
         return "the split size must be positive"
     count = given["chunks"] if "chunks" in given else -(-shape[dim] // size)
-    return None if count <= limits().made_parts else f"{count:,} parts; {limits().named('made_parts')}"
+    return (
+        None
+        if count <= limits().made_parts
+        else (f"{count:,} parts; {limits().named('made_parts')}")
+    )
 
 
 def _check_divisor(given: Arguments) -> str | None:
@@ -88,7 +105,9 @@ def _check_divisor(given: Arguments) -> str | None:
     if _has(divisor, 0):
         return "integers are divided by zero"
     least = {f"torch.int{bits}": -(2 ** (bits - 1)) for bits in (64, 32, 16, 8)}
-    is_least = isinstance(value, int) or (str(value.dtype) in least and _has(value, least[str(value.dtype)]))
+    is_least = isinstance(value, int) or (
+        str(value.dtype) in least and _has(value, least[str(value.dtype)])
+    )
     return "the least integer is divided by -1" if is_least and _has(divisor, -1) else None
 
 
@@ -112,7 +131,9 @@ def _check_index(given: Arguments) -> str | None:
 
 
 def _check_indices(given: Arguments) -> str | None:
-    """Check a list of indices, one for each dimension. Masks are fine: torch checks their shapes."""
+    """Check a list of indices, one for each dimension. Masks are fine: torch checks their
+    shapes.
+    """
     shape, indices = given["self"].shape, given["indices"]
     if len(indices) > len(shape):
         return f"{len(indices)} indices for {len(shape)} dimensions"
@@ -120,7 +141,9 @@ def _check_indices(given: Arguments) -> str | None:
     masks = [str(index.dtype) == "torch.bool" for index, _ in present]
     if any(masks):
         return None if all(masks) else "masks and numbers as indices of one tensor"
-    return next(filter(None, (_check_range(index, -length, length) for index, length in present)), None)
+    return next(
+        filter(None, (_check_range(index, -length, length) for index, length in present)), None
+    )
 
 
 def _check_range(index: Any, start: int, end: int) -> str | None:
@@ -135,7 +158,9 @@ def _check_scales(given: Arguments) -> str | None:
     """Check that the factors of an interpolation lead from the input's size to the output's."""
     size = given.get("output_size")
     before = (given.get("self", given.get("input"))).shape[2:]
-    factors = given.get("scale_factors") or [value for name, value in given.items() if name.startswith("scales")]
+    factors = given.get("scale_factors") or [
+        value for name, value in given.items() if name.startswith("scales")
+    ]
     if not before or 0 in before or (size is not None and len(size) != len(before)):
         return "the tensor does not have the dimensions to interpolate"
     if size is None and not factors:
@@ -156,7 +181,8 @@ def _most_bytes_masked(given: Arguments) -> int:
     return prod(int(max(pair)) for pair in pairs) * int(given["self"].element_size())
 
 
-# Operators on the index. Arguments have the right kinds; what else does not fit raises `NotOnIndex`.
+# Operators on the index. Arguments have the right kinds; what else does not fit raises
+# `NotOnIndex`.
 
 
 class NotOnIndex(Exception):
@@ -192,7 +218,11 @@ def _select(entry: TensorEntry, dim: int, index: int) -> TensorEntry:
 def _split(entry: TensorEntry, size: int, dim: int = 0) -> _Parts:
     if dim >= len(entry.shape) or size < 1 or -(-entry.shape[dim] // size) > limits().made_parts:
         raise NotOnIndex
-    return _Parts(entry, dim, [min(size, entry.shape[dim] - start) for start in range(0, entry.shape[dim], size)])
+    return _Parts(
+        entry,
+        dim,
+        [min(size, entry.shape[dim] - start) for start in range(0, entry.shape[dim], size)],
+    )
 
 
 def _chunk(entry: TensorEntry, count: int, dim: int = 0) -> _Parts:
@@ -254,13 +284,17 @@ def _to_copy(entry: TensorEntry, dtype: Special) -> TensorEntry:
 def _cat(parts: tuple[TensorEntry, ...], dim: int = 0) -> TensorEntry:
     """Put contiguous tensors end to end: dimensions before `dim` must be 1."""
     head, tail = parts[0].shape[:dim], parts[0].shape[dim + 1 :]
-    layouts = {(part.dtype, part.shape[:dim], part.shape[dim + 1 :], len(part.shape)) for part in parts}
+    layouts = {
+        (part.dtype, part.shape[:dim], part.shape[dim + 1 :], len(part.shape)) for part in parts
+    }
     contiguous = all(part.is_contiguous for part in parts)
     if len(layouts) > 1 or prod(head) != 1 or not contiguous or dim >= len(parts[0].shape):
         raise NotOnIndex
     shape = (*head, sum(part.shape[dim] for part in parts), *tail)
     storage = concatenated([window(part, 0, part.numel) for part in parts])
-    return replace(parts[0], shape=shape, stride=contiguous_stride(shape), offset=0, storage=storage)
+    return replace(
+        parts[0], shape=shape, stride=contiguous_stride(shape), offset=0, storage=storage
+    )
 
 
 def _stack(parts: tuple[TensorEntry, ...], dim: int) -> TensorEntry:
@@ -279,7 +313,9 @@ def _is_size(value: object) -> bool:
 
 _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "t": lambda value: isinstance(value, TensorEntry),
-    "T": lambda value: type(value) is tuple and bool(value) and all(isinstance(one, TensorEntry) for one in value),
+    "T": lambda value: (
+        type(value) is tuple and bool(value) and all(isinstance(one, TensorEntry) for one in value)
+    ),
     "i": _is_size,
     "I": lambda value: type(value) is tuple and all(map(_is_size, value)),
     "p": lambda value: isinstance(value, _Parts),
@@ -287,7 +323,8 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def on_index(key: str, source: Expression, entries: Entries) -> TensorEntry | None:
-    """Return the entry `key` with the value of `source`: as in torch a view if it is one, else bytes laid end to end.
+    """Return the entry `key` with the value of `source`: as in torch a view if it is one, else
+    bytes laid end to end.
 
     Return None if the value must be computed, or if an operator does not fit its arguments.
     """
@@ -297,9 +334,12 @@ def on_index(key: str, source: Expression, entries: Entries) -> TensorEntry | No
         return None
     sources = (entries[name] for name in set(refs(source)))
     nbytes = sum(one.nbytes for one in sources if isinstance(one, TensorEntry))
-    if not isinstance(entry, TensorEntry) or entry.nbytes > max(limits().made_bytes, limits().made_times * nbytes):
+    if not isinstance(entry, TensorEntry) or entry.nbytes > max(
+        limits().made_bytes, limits().made_times * nbytes
+    ):
         return None
-    shape, stride = (*entry.shape,), (*entry.stride,)  # new tuples: a pickle refers back to a tuple it has written
+    # new tuples: a pickle refers back to a tuple it has written
+    shape, stride = (*entry.shape,), (*entry.stride,)
     return replace(entry, key=key, shape=shape, stride=stride, payload=None)
 
 
@@ -319,8 +359,12 @@ def _value(node: Argument, entries: Entries) -> Any:
     needed, _, optional = row.takes.partition("|")
     kinds = needed + optional
     args, kwargs = [_value(arg, entries) for arg in node.args], dict(node.kwargs)
-    fits = len(needed) <= len(args) <= len(kinds) and all(_KINDS[kind](arg) for kind, arg in zip(kinds, args))
-    if not fits or any(name != row.keyword or not isinstance(value, Special) for name, value in kwargs.items()):
+    fits = len(needed) <= len(args) <= len(kinds) and all(
+        _KINDS[kind](arg) for kind, arg in zip(kinds, args)
+    )
+    if not fits or any(
+        name != row.keyword or not isinstance(value, Special) for name, value in kwargs.items()
+    ):
         raise NotOnIndex
     if row.run is _to_copy and not kwargs:
         raise NotOnIndex
@@ -337,13 +381,20 @@ _COMPUTES, _MOVES = Operator(), Operator(moves=True)
 
 def _rows(names: str, row: Operator = _COMPUTES, overloads: str = "default") -> None:
     for name in names.split():
-        OPS.update({f"aten.{name}": row} if "." in name else {f"aten.{name}.{one}": row for one in overloads.split()})
+        OPS.update(
+            {f"aten.{name}": row}
+            if "." in name
+            else {f"aten.{name}.{one}": row for one in overloads.split()}
+        )
 
 
 # Other order or shape of the same elements
 _rows("alias detach contiguous", Operator(moves=True, effect="same"))
 _rows("clone", Operator(moves=True, on_index=OnIndex(_clone, "t", "memory_format"), effect="same"))
-_rows("view unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints", Operator(moves=True, effect="reshape"))
+_rows(
+    "view unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints",
+    Operator(moves=True, effect="reshape"),
+)
 _rows("reshape", Operator(moves=True, on_index=OnIndex(_reshape, "tI"), effect="reshape"))
 _rows("t transpose.int", Operator(moves=True, effect="permute"))
 _rows("permute", Operator(moves=True, on_index=OnIndex(_permute, "tI"), effect="permute"))
@@ -352,7 +403,8 @@ _rows("flip", Operator(moves=True, effect="undo"))
 _rows("movedim.int movedim.intlist swapaxes _unsafe_view view.dtype unflatten.int roll", _MOVES)
 _rows("_to_copy", Operator(moves=True, on_index=OnIndex(_to_copy, "t", "dtype")))
 _rows(
-    "copy resolve_conj resolve_neg view_as_real view_as_complex real imag _conj conj_physical rot90 pixel_shuffle "
+    "copy resolve_conj resolve_neg view_as_real view_as_complex real imag _conj conj_physical"
+    " rot90 pixel_shuffle "
     "pixel_unshuffle channel_shuffle"
 )
 # Fewer or more elements
@@ -369,28 +421,41 @@ _rows("unbind.int", Operator(_check_parts, moves=True))
 _rows("unsafe_split.Tensor unsafe_chunk", Operator(_check_parts))
 _rows("unsafe_split_with_sizes")
 _rows("index_select", Operator(_check_index, moves=True))
-_rows("gather scatter.src scatter.value scatter_add index_copy index_add index_fill.int_Scalar", Operator(_check_index))
+_rows(
+    "gather scatter.src scatter.value scatter_add index_copy index_add index_fill.int_Scalar",
+    Operator(_check_index),
+)
 _rows("index.Tensor", Operator(_check_indices, lambda given: sizes(given["self"]), moves=True))
 _rows("index_put", Operator(_check_indices))
 _rows("as_strided as_strided_scatter", Operator(_check_stride))
 _rows("masked_select", Operator(most_bytes=_most_bytes_masked))
 _rows(
-    "nonzero", Operator(most_bytes=lambda given: 8 * max(1, given["self"].dim()) * max(1, int(given["self"].numel())))
+    "nonzero",
+    Operator(
+        most_bytes=lambda given: (
+            8 * max(1, given["self"].dim()) * max(1, int(given["self"].numel()))
+        )
+    ),
 )
 _rows(
-    "diagonal unfold repeat tile repeat_interleave.self_int tril triu constant_pad_nd diag diag_embed slice_scatter "
+    "diagonal unfold repeat tile repeat_interleave.self_int tril triu constant_pad_nd diag"
+    " diag_embed slice_scatter "
     "select_scatter diagonal_scatter block_diag"
 )
 # Constants
 _rows(
-    "full zeros ones scalar_tensor eye eye.m arange arange.start arange.start_step linspace tril_indices triu_indices"
+    "full zeros ones scalar_tensor eye eye.m arange arange.start arange.start_step linspace"
+    " tril_indices triu_indices"
 )
 # Of one tensor, element by element
 _rows("neg bitwise_not", Operator(effect="undo"))
 _rows(
-    "abs sign sqrt rsqrt square reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh "
-    "cosh tanh asinh acosh atanh sigmoid erf erfc floor ceil round round.decimals trunc frac relu silu gelu softplus "
-    "leaky_relu elu nan_to_num isnan isinf isposinf isneginf isfinite logical_not signbit sgn angle "
+    "abs sign sqrt rsqrt square reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin"
+    " acos atan sinh "
+    "cosh tanh asinh acosh atanh sigmoid erf erfc floor ceil round round.decimals trunc frac relu"
+    " silu gelu softplus "
+    "leaky_relu elu nan_to_num isnan isinf isposinf isneginf isfinite logical_not signbit sgn"
+    " angle "
     "positive logit erfinv"
 )
 # Of two tensors, element by element
@@ -401,7 +466,8 @@ _rows("bitwise_left_shift bitwise_right_shift", overloads="Tensor Tensor_Scalar 
 _rows("lerp masked_fill", overloads="Scalar Tensor")
 _rows("where", overloads="self ScalarSelf ScalarOther Scalar")
 _rows(
-    "maximum minimum fmax fmin logical_and logical_or logical_xor atan2 hypot copysign.Tensor copysign.Scalar complex "
+    "maximum minimum fmax fmin logical_and logical_or logical_xor atan2 hypot copysign.Tensor"
+    " copysign.Scalar complex "
     "polar ldexp.Tensor xlogy.Tensor logaddexp heaviside addcmul addcdiv"
 )
 _rows("clamp clamp_min clamp_max", overloads="default Tensor")
@@ -412,8 +478,10 @@ _rows("floor_divide floor_divide.Scalar", Operator(_check_divisor))
 _rows("any all max min", overloads="default dim")
 _rows("std var std_mean var_mean", overloads="correction")
 _rows(
-    "sum sum.dim_IntList mean mean.dim prod prod.dim_int amax amin argmax argmin norm.Scalar norm.ScalarOpt_dim "
-    "linalg_vector_norm logsumexp cumsum cumprod count_nonzero.dim_IntList _softmax _log_softmax nansum aminmax trace "
+    "sum sum.dim_IntList mean mean.dim prod prod.dim_int amax amin argmax argmin norm.Scalar"
+    " norm.ScalarOpt_dim "
+    "linalg_vector_norm logsumexp cumsum cumprod count_nonzero.dim_IntList _softmax _log_softmax"
+    " nansum aminmax trace "
     "sort sort.stable argsort argsort.stable topk"
 )
 # Products
@@ -423,8 +491,10 @@ _rows("_foreach_add _foreach_sub _foreach_mul _foreach_div", overloads="Scalar L
 _rows("_foreach_neg _foreach_abs _foreach_sqrt")
 # Interpolations
 _rows(
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
-    "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d "
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d"
+    " _upsample_nearest_exact2d "
+    "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
+    " upsample_trilinear3d "
     "_upsample_bilinear2d_aa _upsample_bicubic2d_aa",
     Operator(_check_scales),
     "default vec",

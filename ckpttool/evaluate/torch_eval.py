@@ -23,11 +23,15 @@ Load = Callable[[str], torch.Tensor]
 
 
 class NeedsValues(Refused):
-    """The shape of an operator's result depends on values, so it cannot run on tensors without data."""
+    """The shape of an operator's result depends on values, so it cannot run on tensors without
+    data.
+    """
 
 
 class Held:
-    """Count the bytes that are held while an expression is computed, each view as if it were a copy."""
+    """Count the bytes that are held while an expression is computed, each view as if it were a
+    copy.
+    """
 
     def __init__(self, leaves: Iterable[torch.Tensor]) -> None:
         self.most = max(limits().made_bytes, limits().made_times * sum(map(sizes, leaves)))
@@ -37,15 +41,20 @@ class Held:
         if self.bytes + more > self.most:
             raise Refused(
                 f"{name} makes {human_bytes(more)} where {human_bytes(self.most)} may be held: "
-                + limits().named("made_bytes" if self.most == limits().made_bytes else "made_times", self.bytes + more),
+                + limits().named(
+                    "made_bytes" if self.most == limits().made_bytes else "made_times",
+                    self.bytes + more,
+                ),
                 hint="a larger --max-memory allows it",
             )
 
 
 def evaluate(expression: Expression, load: Load, held: Held | None = None) -> torch.Tensor:
-    """Return the value of `expression`. `load(key)` is called once for each key; the result is on the same device.
+    """Return the value of `expression`. `load(key)` is called once for each key; the result is on
+    the same device.
 
-    Raises `Refused` if an operator does not fit its arguments, `CkptError` for an operator that is not allowed.
+    Raises `Refused` if an operator does not fit its arguments, `CkptError` for an operator that is
+    not allowed.
     """
     leaves = {key: load(key) for key in dict.fromkeys(refs(expression))}
     device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
@@ -65,7 +74,10 @@ def evaluate(expression: Expression, load: Load, held: Held | None = None) -> to
         if id(node) in known:
             return known[id(node)]
         before = held.bytes
-        arguments = [value(arg) for arg in node.args], {name: value(arg) for name, arg in node.kwargs}
+        arguments = (
+            [value(arg) for arg in node.args],
+            {name: value(arg) for name, arg in node.kwargs},
+        )
         result = _apply(node.op, *arguments, device, held)
         if id(node) in repeated:
             known[id(node)] = result
@@ -86,13 +98,20 @@ def evaluate(expression: Expression, load: Load, held: Held | None = None) -> to
     return result
 
 
-def _apply(name: str, args: list[Any], kwargs: dict[str, Any], device: torch.device, held: Held) -> Any:
+def _apply(
+    name: str, args: list[Any], kwargs: dict[str, Any], device: torch.device, held: Held
+) -> Any:
     """Apply an operator, once its arguments are known to fit and its result to have room."""
     reason = refused(name)
     if reason is not None:
         raise CkptError(reason, hint="docs/safety.md lists the operators that a plan may hold")
     if name == GETITEM:
-        if kwargs or len(args) != 2 or not isinstance(args[0], (list, tuple)) or type(args[1]) is not int:
+        if (
+            kwargs
+            or len(args) != 2
+            or not isinstance(args[0], (list, tuple))
+            or type(args[1]) is not int
+        ):
             raise _unfit(name, "it takes one of several tensors, by its number")
         if not 0 <= args[1] < len(args[0]):
             raise _unfit(name, f"tensor {args[1]} of {len(args[0])} does not exist")
@@ -100,7 +119,9 @@ def _apply(name: str, args: list[Any], kwargs: dict[str, Any], device: torch.dev
     _, packet, overload = name.split(".")
     operator = getattr(getattr(torch.ops.aten, packet, None), overload, None)
     if not isinstance(operator, torch._ops.OpOverload):
-        raise CkptError(f"this torch has no operator {name}", hint="the plan was made by another torch")
+        raise CkptError(
+            f"this torch has no operator {name}", hint="the plan was made by another torch"
+        )
     given = _bind(name, operator, args, kwargs)
     if any(arg.name == "device" for arg in operator._schema.arguments):
         kwargs = {**kwargs, "device": device}  # constants must be on the device of the tensors
@@ -118,11 +139,18 @@ def _apply(name: str, args: list[Any], kwargs: dict[str, Any], device: torch.dev
 
 
 def _unfit(name: str, reason: str, kind: type[Refused] = Refused) -> Refused:
-    return kind(f"{name} does not fit: {reason}", hint="the checkpoint's shapes or dtypes are not the model's")
+    return kind(
+        f"{name} does not fit: {reason}",
+        hint="the checkpoint's shapes or dtypes are not the model's",
+    )
 
 
-def _result_bytes(name: str, call: Any, args: list[Any], kwargs: dict[str, Any], given: Mapping[str, Any]) -> int:
-    """Run the operator on tensors without data; if its result depends on values, use the bound in its row."""
+def _result_bytes(
+    name: str, call: Any, args: list[Any], kwargs: dict[str, Any], given: Mapping[str, Any]
+) -> int:
+    """Run the operator on tensors without data; if its result depends on values, use the bound in
+    its row.
+    """
 
     def without_data(arg: Any) -> Any:
         if isinstance(arg, torch.Tensor):
@@ -132,7 +160,11 @@ def _result_bytes(name: str, call: Any, args: list[Any], kwargs: dict[str, Any],
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "meta"}
     try:
-        return sizes(call(*map(without_data, args), **{key: without_data(arg) for key, arg in kwargs.items()}))
+        return sizes(
+            call(
+                *map(without_data, args), **{key: without_data(arg) for key, arg in kwargs.items()}
+            )
+        )
     except Exception as error:
         most_bytes = OPS[name].most_bytes
         if most_bytes is not None and isinstance(error, NotImplementedError):
@@ -140,23 +172,35 @@ def _result_bytes(name: str, call: Any, args: list[Any], kwargs: dict[str, Any],
         raise _unfit(name, first_line(error)) from error
 
 
-def _bind(name: str, operator: torch._ops.OpOverload, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name, with defaults. Raises `Refused` for arguments of another type."""
+def _bind(
+    name: str, operator: torch._ops.OpOverload, args: list[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments by name, with defaults. Raises `Refused` for arguments of another
+    type.
+    """
     schema = {arg.name: arg for arg in operator._schema.arguments}
     positions = [arg for arg in schema.values() if not arg.kwarg_only]
     given = dict(zip((arg.name for arg in positions), args)) | kwargs
-    if len(args) > len(positions) or len(given) < len(args) + len(kwargs) or not given.keys() <= schema.keys():
+    if (
+        len(args) > len(positions)
+        or len(given) < len(args) + len(kwargs)
+        or not given.keys() <= schema.keys()
+    ):
         raise _unfit(name, "too many arguments, or unknown ones")
     for arg in schema.values():
         if arg.name not in given and not arg.has_default_value():
             raise _unfit(name, f"it needs {arg.name}")
         if arg.name in given and not _has_type(str(arg.real_type), given[arg.name]):
             raise _unfit(name, f"{arg.name} is not a {arg.real_type}")
-    return {arg.name: arg.default_value for arg in schema.values() if arg.has_default_value()} | given
+    return {
+        arg.name: arg.default_value for arg in schema.values() if arg.has_default_value()
+    } | given
 
 
 def _has_type(kind: str, value: Any) -> bool:
-    """Return whether the value has that type of torch's schemas. Numbers are accepted for tensors, as in torch."""
+    """Return whether the value has that type of torch's schemas. Numbers are accepted for tensors,
+    as in torch.
+    """
     inner = re.fullmatch(r"(Optional|List)\[(.*)\]", kind)
     if inner is None:
         return _TYPES[kind](value)
@@ -184,21 +228,27 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-def _as_strided(tensor: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
+def _as_strided(
+    tensor: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> torch.Tensor:
     row_major = tensor.contiguous()
     return row_major.as_strided(size, stride, row_major.storage_offset() + (storage_offset or 0))
 
 
 def _as_strided_scatter(
-    tensor: torch.Tensor, src: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+    tensor: torch.Tensor,
+    src: torch.Tensor,
+    size: Any,
+    stride: Any,
+    storage_offset: int | None = None,
 ) -> torch.Tensor:
     changed = tensor.clone(memory_format=torch.contiguous_format)
     changed.as_strided(size, stride, storage_offset or 0).copy_(src)
     return changed
 
 
-# Operators that count elements of a storage. Here they count the tensor's elements in row-major order: a file may
-# store them in another order.
+# Operators that count elements of a storage. Here they count the tensor's elements in row-major
+# order: a file may store them in another order.
 _ON_ELEMENTS: Mapping[str, Callable[..., torch.Tensor]] = {
     "aten.as_strided.default": _as_strided,
     "aten.as_strided_scatter.default": _as_strided_scatter,
@@ -215,12 +265,17 @@ def _special(node: Special, device: torch.device) -> Any:
         except ValueError:
             value = None
     if not isinstance(value, (torch.dtype, torch.layout, torch.memory_format, complex)):
-        raise CkptError(f"torch has no {node.kind} {node.name!r}", hint="the plan was made by another torch")
+        raise CkptError(
+            f"torch has no {node.kind} {node.name!r}", hint="the plan was made by another torch"
+        )
     return value
 
 
-def entry_of(key: str, source: Expression, entries: Mapping[str, TensorEntry | ExtraEntry]) -> TensorEntry:
-    """Return the entry `key` with the value of `source`: a view if it is one, else bytes computed when written.
+def entry_of(
+    key: str, source: Expression, entries: Mapping[str, TensorEntry | ExtraEntry]
+) -> TensorEntry:
+    """Return the entry `key` with the value of `source`: a view if it is one, else bytes computed
+    when written.
 
     Dtype and shape are inferred now. Raises `Refused` if an operator does not fit its arguments.
     """
@@ -252,10 +307,17 @@ def entry_of(key: str, source: Expression, entries: Mapping[str, TensorEntry | E
             size = result.element_size()
             nbytes = read[name].offset * leaf.element_size() + int(result.storage_offset()) * size
             if nbytes % size == 0:
-                return TensorEntry(key, dtype, shape, result.stride(), nbytes // size, read[name].storage)
+                return TensorEntry(
+                    key, dtype, shape, result.stride(), nbytes // size, read[name].storage
+                )
     reads, nbytes = sum(one.nbytes for one in read.values()), result.numel() * result.element_size()
     copied = 0 if result.is_contiguous() else nbytes
-    memory = reads + held.peak + copied + max((one.storage.held for one in read.values() if one.storage), default=0)
+    memory = (
+        reads
+        + held.peak
+        + copied
+        + max((one.storage.held for one in read.values() if one.storage), default=0)
+    )
     lazy = Lazy(nbytes, lambda: [to_bytes(compute())], reads=reads, memory=memory)
     return in_row_major(key, dtype, shape, Storage(lazy))
 
@@ -268,15 +330,21 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def load(entry: TensorEntry) -> torch.Tensor:
-    """Return the entry as a tensor on the CPU with its strides in the file. Reads only the bytes that it spans."""
+    """Return the entry as a tensor on the CPU with its strides in the file. Reads only the bytes
+    that it spans.
+    """
     assert entry.storage is not None
     dtype, data = _dtype(entry.dtype), entry.storage.data
     if not entry.numel:
         return torch.empty(entry.shape, dtype=dtype)
     if isinstance(data, Lazy):
-        return torch.frombuffer(read_all(data), dtype=dtype).as_strided(entry.shape, entry.stride, entry.offset)
+        return torch.frombuffer(read_all(data), dtype=dtype).as_strided(
+            entry.shape, entry.stride, entry.offset
+        )
     size = dtype.itemsize
-    read = read_span(Span(data.path, data.offset + entry.offset * size, (entry.end - entry.offset) * size))
+    read = read_span(
+        Span(data.path, data.offset + entry.offset * size, (entry.end - entry.offset) * size)
+    )
     return torch.frombuffer(read, dtype=dtype).as_strided(entry.shape, entry.stride)
 
 
@@ -311,11 +379,14 @@ def arrange(old: Storage, values: Sequence[tuple[TensorEntry, TensorEntry]]) -> 
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors of one dtype and shape have the same bytes (NaN equals itself, 0.0 is not -0.0)."""
+    """Return whether two tensors of one dtype and shape have the same bytes (NaN equals itself, 0.0
+    is not -0.0).
+    """
 
     def bits(tensor: torch.Tensor) -> torch.Tensor:
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single element may have the stride 0
+        # a single element may have the stride 0
+        return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
     return torch.equal(bits(left), bits(right))
 
@@ -324,6 +395,10 @@ def to_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the tensor's elements in row-major order, without a copy if it is contiguous."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     nbytes = tensor.numel() * tensor.element_size()
-    buffer = (ctypes.c_char * nbytes).from_address(tensor.data_ptr()) if nbytes else (ctypes.c_char * 0)()
+    buffer = (
+        (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+        if nbytes
+        else (ctypes.c_char * 0)()
+    )
     buffer._keep_alive = tensor  # type: ignore[attr-defined]  # the memory belongs to the tensor
     return memoryview(buffer).cast("B")

@@ -26,12 +26,17 @@ def to_load(question: Question) -> Iterator[Candidate]:
     assert left is not None
     assert model is not None
     by_model = RemapOptions(**question.model_options, to="serialized")
-    if model.is_folder and is_folder(left.source):  # from_pretrained reads a folder, with one name of tied tensors
+    # from_pretrained reads a folder, with one name of tied tensors
+    if model.is_folder and is_folder(left.source):
         yield "pretrained", replace(by_model, to="pretrained")
     for options in (*own_keys(left, by_model), *own_keys(left, RemapOptions())):
         yield "serialized", options
     yield from _without_second_names(left, question.diff, by_model, RemapOptions())
-    yield from [one for found in question.prefixes for one in _select(left, found, RemapOptions(to="serialized"))]
+    yield from [
+        one
+        for found in question.prefixes
+        for one in _select(left, found, RemapOptions(to="serialized"))
+    ]
     yield from _inferred_renames(question)
 
 
@@ -44,7 +49,9 @@ def to_load_model(question: Question) -> Iterator[Candidate]:
 
 
 def own_keys(left: Checkpoint, options: RemapOptions) -> Iterator[RemapOptions]:
-    """Yield `options` with the keys that the model saves, for all state dicts, or else for the one in question."""
+    """Yield `options` with the keys that the model saves, for all state dicts, or else for the one
+    in question.
+    """
     path = model_path(left) if len(left.state_dicts) > 1 else None
     for sections in (None, path) if path else (None,):
         yield replace(options, to="serialized", sections=sections)
@@ -63,11 +70,14 @@ def to_compare(question: Question) -> Iterator[Candidate]:
             form = str(ModelForm.PRETRAINED)
         for to in dict.fromkeys((form, "serialized", "runtime", "exported")):
             base.append(RemapOptions(**question.model_options, to=to))
-    # --like is refused if no name is common. If all common names are equal, it changes nothing, and these formats
+    # --like is refused if no name is common. If all common names are equal, it changes nothing, and
+    # these formats
     # would be written the same again, except for module versions that left lost.
     same_names = [entry.left == entry.right for entry in diff.entries if entry.left and entry.right]
     lost_versions = not model_section(left).modules and bool(model_section(right).modules)
-    no_change = left.format in ("safetensors", "torch_zip") and all(same_names) and not lost_versions
+    no_change = (
+        left.format in ("safetensors", "torch_zip") and all(same_names) and not lost_versions
+    )
     is_idle = not base and (no_change or not same_names)
     base.append(RemapOptions(like=right if right.format == "memory" else right.source))
     for options in () if is_idle else base:
@@ -84,23 +94,36 @@ def _inferred_renames(question: Question) -> Iterator[Candidate]:
         yield "renamed", few
 
 
-def _without_second_names(source: Checkpoint, diff: Diff, *options: RemapOptions) -> Iterator[Candidate]:
-    """Yield remaps that drop second names that only the left has: their values stay under another name."""
-    extra = [key for entry in diff.entries if entry.status == "alias" and not entry.right for key in entry.left]
+def _without_second_names(
+    source: Checkpoint, diff: Diff, *options: RemapOptions
+) -> Iterator[Candidate]:
+    """Yield remaps that drop second names that only the left has: their values stay under another
+    name.
+    """
+    extra = [
+        key
+        for entry in diff.entries
+        if entry.status == "alias" and not entry.right
+        for key in entry.left
+    ]
     if not extra:
         return
     keys = {key for section in source.sections for key in section.by_key()}
     paths = {dotted(section.path, key) for section in source.sections for key in section.by_key()}
     own_paths = {dotted(model_section(source).path, key) for key in extra}
     kept = keys - set(extra)
-    texts = drops(extra, {*kept, *(paths - set(extra) - own_paths), *source.others}) if kept else None
+    texts = (
+        drops(extra, {*kept, *(paths - set(extra) - own_paths), *source.others}) if kept else None
+    )
     if texts:
         for one in options:
             yield one.to or "without", replace(one, drop=texts)
 
 
 def _select(source: Checkpoint, found: list[str], *options: RemapOptions) -> Iterator[Candidate]:
-    """Yield remaps that select the names of the other side if the checkpoint has them below one prefix (``net.``)."""
+    """Yield remaps that select the names of the other side if the checkpoint has them below one
+    prefix (``net.``).
+    """
     if len(found) != 1 or not found[0]:
         return
     prefix = found[0]
@@ -109,7 +132,12 @@ def _select(source: Checkpoint, found: list[str], *options: RemapOptions) -> Ite
     yield word, RemapOptions(select=prefix)
     for one in options:
         yield word, replace(one, select=prefix)
-    below = {key: name.removeprefix(f"{prefix}.") for key, name in keys.items() if name.startswith(f"{prefix}.")}
-    written = {key.removesuffix(f".{name}") for key, name in below.items()}  # with the segments of wrappers
+    below = {
+        key: name.removeprefix(f"{prefix}.")
+        for key, name in keys.items()
+        if name.startswith(f"{prefix}.")
+    }
+    # with the segments of wrappers
+    written = {key.removesuffix(f".{name}") for key, name in below.items()}
     if len(written) == 1:  # a rule keeps what is not below it
         yield word, RemapOptions(rule=(f"{written.pop()}.{{x*}} => {{x*}}",))

@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 
 
 @expand_options(DiffOptions)
-def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Unpack[DiffKeywords]) -> Diff:
+def diff(
+    left: Ckpt | None = None, right: Ckpt | None = None, **options: Unpack[DiffKeywords]
+) -> Diff:
     """Return what differs, why, and the commands that fix it; `Diff.identical` is the answer.
 
-    `left` is what there is, `right` what is expected. With `model` alone: what ``state_dict()`` writes against the
-    runtime names. With `model` and `left`: identical exactly if ``load_state_dict(strict=True)`` would succeed and
-    convert no dtype (`ignore_dtype` leaves that out). `values` compares the bytes too, `rtol` and `atol` as in
-    ``torch.isclose``; `whole` also compares optimizer state and other entries. Raises `CkptError` if something cannot
-    be read, or if there is nothing to compare.
+    `left` is what there is, `right` what is expected. With `model` alone: what ``state_dict()``
+    writes against the runtime names. With `model` and `left`: identical exactly if
+    ``load_state_dict(strict=True)`` would succeed and convert no dtype (`ignore_dtype` leaves that
+    out). `values` compares the bytes too, `rtol` and `atol` as in ``torch.isclose``; `whole` also
+    compares optimizer state and other entries. Raises `CkptError` if something cannot be read, or
+    if there is nothing to compare.
     """
     return diff_with_fixes(left, right, DiffOptions(**options))
 
@@ -41,7 +44,8 @@ def diff_with_fixes(
     suggest_rules: bool = False,
     model: ModelOperand | None = None,
 ) -> Diff:
-    """Return what `diff` returns; `suggest_rules`: also the rules that lead from a checkpoint to a model.
+    """Return what `diff` returns; `suggest_rules`: also the rules that lead from a checkpoint to a
+    model.
 
     `model` is the model of the options, if its names may be read already.
     """
@@ -54,7 +58,11 @@ def diff_with_fixes(
 
 
 def _diff(
-    left: Ckpt | None, right: Ckpt | None, options: DiffOptions, suggest_rules: bool, model: ModelOperand | None
+    left: Ckpt | None,
+    right: Ckpt | None,
+    options: DiffOptions,
+    suggest_rules: bool,
+    model: ModelOperand | None,
 ) -> Diff:
     if options.comparison is None:
         only_first()
@@ -65,7 +73,8 @@ def _diff(
         if right is not None and other is None:
             ckpt = right if isinstance(right, str) else "CKPT"
             raise CkptError(
-                f"{left} is a names file: it is compared with a model, or is the model of a checkpoint",
+                f"{left} is a names file: it is compared with a model, or is the model of a"
+                " checkpoint",
                 hint=shell("ckpttool", "diff", "--model", str(left), ckpt),
             )
         return diff_names_file(str(left), other or model, options)
@@ -76,7 +85,10 @@ def _diff(
     only_other_entries = options.whole and not any(map(diff.is_difference, diff.entries))
     if diff.identical or only_other_entries:  # nothing to fix
         return diff
-    from ckpttool.fixes.suggest import answered  # a third of the program, which the cases above need not load
+    # a third of the program, which the cases above need not load
+    from ckpttool.fixes.suggest import answered
     from ckpttool.fixes.trial import Question
 
-    return answered(Question(first, second, options, model, diff, opened=(opened[0], opened[1])), suggest_rules)
+    return answered(
+        Question(first, second, options, model, diff, opened=(opened[0], opened[1])), suggest_rules
+    )

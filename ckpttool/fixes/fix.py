@@ -28,17 +28,25 @@ if TYPE_CHECKING:
 
 @expand_options(FixOptions)
 def fix(
-    ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = None, **options: Unpack[FixKeywords]
+    ckpt: Ckpt,
+    out: str | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[FixKeywords],
 ) -> Remap:
-    """Write the checkpoint as `model` loads it, and `optimizer` if it is named: what `diff` suggests.
+    """Write the checkpoint as `model` loads it, and `optimizer` if it is named: what `diff`
+    suggests.
 
-    Only a fix that was tried, after which nothing differs, and that guesses no name is applied. Raise `Refused`, with
-    the reasons, if there is none or if the checkpoint already fits, and otherwise as `remap` does.
+    Only a fix that was tried, after which nothing differs, and that guesses no name is applied.
+    Raise `Refused`, with the reasons, if there is none or if the checkpoint already fits, and
+    otherwise as `remap` does.
     """
     chosen = FixOptions(out=out, **options)
     if chosen.model is None:
         raise CkptError("a fix is for a model", hint="pass --model MODEL")
-    asked = DiffOptions(**{name: getattr(chosen, name) for name in ("model", "materialize", "optimizer")})
+    asked = DiffOptions(
+        **{name: getattr(chosen, name) for name in ("model", "materialize", "optimizer")}
+    )
     model = operand_of(asked)
     assert model is not None
     found = diff_with_fixes(ckpt, None, asked, model=model)
@@ -49,26 +57,36 @@ def fix(
         read_already = None if request.model is None else model.with_optimizer(request.optimizer)
         result = remap_by(done.source or ckpt, request, progress, read_already)
     except CkptError as error:
-        if {*re.findall(r"--[a-z-]+", error.hint)} <= {f"--{field.name.replace('_', '-')}" for field in fields(chosen)}:
+        if {*re.findall(r"--[a-z-]+", error.hint)} <= {
+            f"--{field.name.replace('_', '-')}" for field in fields(chosen)
+        }:
             raise
         line = command("remap", (done.source or found.left,), request)
         hint = f"{error.hint}; `fix` has no such option, add it to: {line}"
         raise type(error)(error.message, hint=hint, problems=error.problems) from None
-    about_fix = (note for note in found.notes if code_of(note) and CODES[code_of(note)].kind == "fix")
+    about_fix = (
+        note for note in found.notes if code_of(note) and CODES[code_of(note)].kind == "fix"
+    )
     return replace(result, notes=(*result.notes, *about_fix))
 
 
 def applicable(found: Diff, shows: str) -> Fix:
-    """Return the fix that needs nobody to look at it: it was tried, nothing differs after it, and it guesses nothing.
+    """Return the fix that needs nobody to look at it: it was tried, nothing differs after it, and
+    it guesses nothing.
 
-    Raise `Refused`, with the reasons, if there is none. `shows` is the command that prints the diff.
+    Raise `Refused`, with the reasons, if there is none. `shows` is the command that prints the
+    diff.
     """
     done = next((one for one in found.fix if one.options is not None), None)
     if done is not None:
         return done
     if found.identical:
         raise Refused(f"nothing to fix: {found.left} already loads", hint=f"{shows} shows it")
-    if any(code_of(note) == "inferred-fix" for note in found.notes) and found.fix and found.fix[-1].complete:
+    if (
+        any(code_of(note) == "inferred-fix" for note in found.notes)
+        and found.fix
+        and found.fix[-1].complete
+    ):
         message = f"{found.left} fits only by renames that are guessed from names and shapes"
         raise Refused(message, hint=f"if they are right, run {'; '.join(found.fix)}")
     several = next((note for note in found.notes if code_of(note) == "several-parts"), None)
@@ -76,7 +94,9 @@ def applicable(found: Diff, shows: str) -> Fix:
         raise Refused(f"{found.left} has the names of the model several times", hint=several)
     unfixed = {key for one in found.unfixed for key in one.keys}
     differences = list(filter(found.is_difference, found.entries))
-    left_over = [entry for entry in differences if unfixed.intersection((*entry.left, *entry.right))]
+    left_over = [
+        entry for entry in differences if unfixed.intersection((*entry.left, *entry.right))
+    ]
     problems = [entry.problem((*entry.right, *entry.left)[0]) for entry in left_over or differences]
     problems = problems or found.problems()
     hint = f"{shows} shows what differs, why, and what fixes a part of it"

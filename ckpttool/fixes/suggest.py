@@ -36,13 +36,28 @@ from ckpttool.swap.swap import Misfit, SwapOptions
 CKPT = "CKPT"
 
 PART = Note("the suggested command fixes only some of the differences", "partial-fix")
-INFERRED = Note("the suggested rules are inferred from names and shapes; check the values", "inferred-fix")
-DROPPED = Info("--drop leaves out second names only: their values are in the output under another name", "drops-names")
-OWN_NAMES = Info("swap-weights gives the program all of the weights; the program keeps its names", "program-names")
-FOREIGN = "no fix is suggested because the new model does not have these keys, and their values would be lost"
-NO_REMAP = Note("no remap makes this state fit: load the model only, and start the optimizer from scratch", "no-fix")
+INFERRED = Note(
+    "the suggested rules are inferred from names and shapes; check the values", "inferred-fix"
+)
+DROPPED = Info(
+    "--drop leaves out second names only: their values are in the output under another name",
+    "drops-names",
+)
+OWN_NAMES = Info(
+    "swap-weights gives the program all of the weights; the program keeps its names",
+    "program-names",
+)
+FOREIGN = (
+    "no fix is suggested because the new model does not have these keys, and their values"
+    " would be lost"
+)
+NO_REMAP = Note(
+    "no remap makes this state fit: load the model only, and start the optimizer from scratch",
+    "no-fix",
+)
 _ADAPTER = Note(
-    "left is an adapter without its base model: load it with PeftModel.from_pretrained(base, FOLDER), and save "
+    "left is an adapter without its base model: load it with PeftModel.from_pretrained(base,"
+    " FOLDER), and save "
     "merge_and_unload() for a model without adapters",
     "adapter",
 )
@@ -53,7 +68,9 @@ _WORD = re.compile(r"[\w.]+")  # of a Python call
 
 
 class Fixes(NamedTuple):
-    """Commands, and notes on them. `is_partial`: they leave some of the differences, those in `unfixed`."""
+    """Commands, and notes on them. `is_partial`: they leave some of the differences, those in
+    `unfixed`.
+    """
 
     commands: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -72,17 +89,28 @@ class Fixes(NamedTuple):
             tried = words.isdisjoint(unknown)
             is_all = not (self.is_partial or self.unfixed)
             complete = tried and is_all and (line.complete if isinstance(line, Fix) else True)
-            options = line.options if is_all and not self.is_inferred and isinstance(line, Fix) else None
+            options = (
+                line.options if is_all and not self.is_inferred and isinstance(line, Fix) else None
+            )
             source = line.source if options is not None and isinstance(line, Fix) else ""
             fix.append(Fix(line, complete=complete, tried=tried, options=options, source=source))
-        notes = [*diff.notes, *[PART] * self.is_partial, *[INFERRED] * self.is_inferred, *self.notes]
+        notes = [
+            *diff.notes,
+            *[PART] * self.is_partial,
+            *[INFERRED] * self.is_inferred,
+            *self.notes,
+        ]
         if unknown:
-            notes.append(Info(f"not tried, because the result depends on {' and '.join(unknown)}", "untried"))
+            notes.append(
+                Info(f"not tried, because the result depends on {' and '.join(unknown)}", "untried")
+            )
         return replace(diff, fix=tuple(fix), notes=tuple(notes), unfixed=self.unfixed)
 
 
 def answered(question: Question, suggests: bool = False) -> Diff:
-    """Return the diff with fixes. `suggests`: also give the rules to a model's keys if no command needs their file."""
+    """Return the diff with fixes. `suggests`: also give the rules to a model's keys if no command
+    needs their file.
+    """
     left, right, model, diff = question.left, question.right, question.model, question.diff
     fixes = _fixes(question)
     if fixes.unfixed and question.parts:
@@ -96,14 +124,24 @@ def answered(question: Question, suggests: bool = False) -> Diff:
         return fixes._replace(notes=(*fixes.notes, note)).added_to(replace(diff, inferred=None))
     if left is not None and right is not None:
         values = question.options.comparison is not None
-        rules = suggested(diff.entries, diff.inferred, left, right, values) if values else question.rules
+        rules = (
+            suggested(diff.entries, diff.inferred, left, right, values)
+            if values
+            else question.rules
+        )
         if rules is None or diff.inferred is None:
             return fixes.added_to(diff)
         trial = None
-        if rules.few is None and "pt2" not in (left.format, right.format) and (not fixes.commands or fixes.is_partial):
+        if (
+            rules.few is None
+            and "pt2" not in (left.format, right.format)
+            and (not fixes.commands or fixes.is_partial)
+        ):
             trial = _by_rules(question, rules.text())
         if trial is not None:
-            commands = with_file(left.source, right.source, *["--values"] * values, options=_printed(trial))
+            commands = with_file(
+                left.source, right.source, *["--values"] * values, options=_printed(trial)
+            )
             unfixed = _unfixed(question, trial)
             is_partial = bool(rules.undone) or not trial.after.identical
             advice = () if rules.undone else tuple(filter(None, map(_advice, unfixed)))
@@ -124,7 +162,11 @@ def answered(question: Question, suggests: bool = False) -> Diff:
     if trial is None and suggests:
         notes = (*fixes.notes, *rules.undone) if rules.undone else ()
         return replace(Fixes(fixes.commands, notes, False, True).added_to(diff), rules=rules.text())
-    if trial is None or (fixes.commands and not suggests and not _fixes_more(_unfixed(question, trial), fixes.unfixed)):
+    if trial is None or (
+        fixes.commands
+        and not suggests
+        and not _fixes_more(_unfixed(question, trial), fixes.unfixed)
+    ):
         return fixes.added_to(diff)
     to_file, line = with_file(left.source, *model.words, options=_printed(trial))
     fix = Fix(line, complete=trial.after.identical, options=trial.options)
@@ -134,7 +176,9 @@ def answered(question: Question, suggests: bool = False) -> Diff:
         notes = (*filter(None, map(_advice, unfixed)), *rules.undone)
         by_rules = Fixes((to_file, fix), notes, True, True, unfixed)
     answer = by_rules.added_to(diff)
-    return replace(answer, rules=rules.text(), rules_options=_printed(trial)) if suggests else answer
+    return (
+        replace(answer, rules=rules.text(), rules_options=_printed(trial)) if suggests else answer
+    )
 
 
 def _fixes_more(unfixed: Sequence[Unfixed], other: Sequence[Unfixed]) -> bool:
@@ -143,10 +187,11 @@ def _fixes_more(unfixed: Sequence[Unfixed], other: Sequence[Unfixed]) -> bool:
 
 
 def _by_rules(question: Question, rules: str) -> Trial | None:
-    """Return the remap by inferred rules; for a model only if it fixes half of the differences or more.
+    """Return the remap by inferred rules; for a model only if it fixes half of the differences or
+    more.
 
-    If the rules make other parameters, the optimizer in the file needs their order from the model that loads the
-    output, or their names.
+    If the rules make other parameters, the optimizer in the file needs their order from the model
+    that loads the output, or their names.
     """
     asked, plain = question.options, RemapOptions(rules=rules)
     if question.right is not None:
@@ -155,7 +200,9 @@ def _by_rules(question: Question, rules: str) -> Trial | None:
         )
     most = question.remaining(question.diff) // 2 + 1
     with_model = replace(plain, to_model=asked.model, materialize=asked.materialize)
-    return try_remap(question, plain, "renamed", most) or try_remap(question, with_model, "renamed", most)
+    return try_remap(question, plain, "renamed", most) or try_remap(
+        question, with_model, "renamed", most
+    )
 
 
 def _printed(trial: Trial) -> RemapOptions:
@@ -173,7 +220,8 @@ def _fixes(question: Question) -> Fixes:
         return _model_fixes(question)
     if not left.state_dicts:
         return Fixes()
-    if question.options.optimizer is not None and question.right is None:  # the state fits, the model may not
+    # the state fits, the model may not
+    if question.options.optimizer is not None and question.right is None:
         if diff.identical:
             return Fixes()
         tried = (try_remap(question, options, word) for word, options in to_load_model(question))
@@ -200,9 +248,17 @@ def _fixes(question: Question) -> Fixes:
     if best is not None and best.code:
         text = f"the command leaves out {some(best.code)}, which would run code when it is loaded"
         notes.append(Info(text, "drops-code"))
-    if best is not None and isinstance(best.options, RemapOptions) and best.options.select and best.left_out:
+    if (
+        best is not None
+        and isinstance(best.options, RemapOptions)
+        and best.options.select
+        and best.left_out
+    ):
         count = plural(len(best.left_out), "entry")
-        text = f"the command leaves out {count} of left that the model does not have: {some(best.left_out)}"
+        text = (
+            f"the command leaves out {count} of left that the model does not have:"
+            f" {some(best.left_out)}"
+        )
         notes.append(Info(text, "leaves-keys"))
     is_partial, unfixed = False, tuple[Unfixed, ...]()
     if not with_model and swap is None:
@@ -210,13 +266,17 @@ def _fixes(question: Question) -> Fixes:
         if not one_rank(left):  # else a note of the diff says everything
             unfixed = _unfixed(question, best)
             notes += (
-                [_ADAPTER] if best is None and is_adapter(model_section(left)) else filter(None, map(_advice, unfixed))
+                [_ADAPTER]
+                if best is None and is_adapter(model_section(left))
+                else filter(None, map(_advice, unfixed))
             )
     return Fixes((*with_model, *commands), tuple(notes), is_partial, infers, unfixed)
 
 
 def _best_remap(question: Question) -> Trial | None:
-    """Return the first remap after which the two are the same, or else the remap that leaves the fewest differences."""
+    """Return the first remap after which the two are the same, or else the remap that leaves the
+    fewest differences.
+    """
     left = question.left
     assert left is not None
     if one_rank(left):
@@ -230,7 +290,8 @@ def _best_remap(question: Question) -> Trial | None:
     best, fewest = None, question.remaining(question.diff)
     for word, options in to_load(question) if question.right is None else to_compare(question):
         fix = try_remap(question, options, word, fewest)
-        if fix is not None and (fix.after.identical or question.different_values(fix.after)):  # only values are left
+        # only values are left
+        if fix is not None and (fix.after.identical or question.different_values(fix.after)):
             return fix
         if fix is not None:
             best, fewest = fix, question.remaining(fix.after)
@@ -238,12 +299,18 @@ def _best_remap(question: Question) -> Trial | None:
 
 
 def _with_rules_after(question: Question, best: Trial, most: int) -> Trial | None:
-    """Return the same remap with a few inferred renames of the names that it leads to, if that fixes everything.
+    """Return the same remap with a few inferred renames of the names that it leads to, if that
+    fixes everything.
 
     The names of wrapped keys are compared best without the wrappers, which `best` removes.
     """
     options, left = best.options, question.left
-    if not isinstance(options, RemapOptions) or options.has_rules or left is None or question.model is None:
+    if (
+        not isinstance(options, RemapOptions)
+        or options.has_rules
+        or left is None
+        or question.model is None
+    ):
         return None
     options = replace(options, out=None, partial=False)
     try:
@@ -261,21 +328,33 @@ def _with_rules_after(question: Question, best: Trial, most: int) -> Trial | Non
 
 
 def _selected(question: Question) -> Trial | None:
-    """Return the remap that takes the model's keys from below the only prefix under which left has all of them.
+    """Return the remap that takes the model's keys from below the only prefix under which left has
+    all of them.
 
-    What is not below the prefix is left out: the model has no place for it. If other sections stand against that, such
-    as an optimizer of all parameters, the section of the model is taken alone.
+    What is not below the prefix is left out: the model has no place for it. If other sections stand
+    against that, such as an optimizer of all parameters, the section of the model is taken alone.
     """
     left = question.left
-    if left is None or question.right is not None or question.model is None or question.parts or one_rank(left):
+    if (
+        left is None
+        or question.right is not None
+        or question.model is None
+        or question.parts
+        or one_rank(left)
+    ):
         return None
     sources = [question]
     path = model_path(left)
     if path and split(left.source)[1] is None and left.format != MEMORY.name:
         sources.append(replace(question, left=open_operand(left.part(path)), opened=None))
-    for prefix in dict.fromkeys(found[0] for found in question.prefixes if len(found) == 1 and found[0]):
+    for prefix in dict.fromkeys(
+        found[0] for found in question.prefixes if len(found) == 1 and found[0]
+    ):
         for number, asked in enumerate(sources):
-            for options in (RemapOptions(select=prefix), RemapOptions(select=prefix, to="serialized")):
+            for options in (
+                RemapOptions(select=prefix),
+                RemapOptions(select=prefix, to="serialized"),
+            ):
                 trial = try_remap(asked, options, prefix.rpartition(".")[2], loses_keys=True)
                 if trial is not None and trial.after.identical and not trial.stateless:
                     return replace(trial, part=number > 0)
@@ -283,7 +362,9 @@ def _selected(question: Question) -> Trial | None:
 
 
 def _swap_fix(question: Question) -> tuple[Trial | None, list[str]]:
-    """Return the swap that works if one of two checkpoints is a program; else why none does, if that is final."""
+    """Return the swap that works if one of two checkpoints is a program; else why none does, if
+    that is final.
+    """
     options = SwapOptions(**question.model_options)
     fix = try_swap(question, options)
     for _ in range(2):  # constants, and then another dtype
@@ -299,7 +380,11 @@ def _swap_fix(question: Question) -> tuple[Trial | None, list[str]]:
     if len(fix.problems) > _FEW:
         problems += f"; and {plural(len(fix.problems) - _FEW, 'problem')} more"
     hint = f"; {fix.hint}" if isinstance(fix, Misfit) and fix.advice == "values" else ""
-    text = f"swap-weights would be refused: {fix.message} ({problems}){hint}" if problems else fix.message
+    text = (
+        f"swap-weights would be refused: {fix.message} ({problems}){hint}"
+        if problems
+        else fix.message
+    )
     return None, [Note(text, "no-fix")]
 
 
@@ -352,13 +437,20 @@ def _advice(unfixed: Unfixed) -> Note | None:
         return None
     noun, what = _UNFIXED[unfixed.code]
     advice = CODES[unfixed.code].fix.rstrip(".")
-    text = f"{plural(len(unfixed.keys), noun)} {what} ({some(unfixed.keys, _FEW)}): {advice[0].lower()}{advice[1:]}"
+    text = (
+        f"{plural(len(unfixed.keys), noun)} {what} ({some(unfixed.keys, _FEW)}):"
+        f" {advice[0].lower()}{advice[1:]}"
+    )
     return Note(text, unfixed.code)
 
 
 def _code(entry: Entry) -> str:
     """Return the code that says best what could fix the entry."""
-    if entry.status in ("shape", "dtype", "value") and entry.cause is not None and entry.cause.code in OBJECTS:
+    if (
+        entry.status in ("shape", "dtype", "value")
+        and entry.cause is not None
+        and entry.cause.code in OBJECTS
+    ):
         return "object"
     if entry.has(Code.QUANTIZED):
         return "quantized"
@@ -367,16 +459,21 @@ def _code(entry: Entry) -> str:
 
 
 def is_adapter(section: Section) -> bool:
-    """Return True if all tensors belong to adapters (LoRA and the like), without the layers that they adapt."""
+    """Return True if all tensors belong to adapters (LoRA and the like), without the layers that
+    they adapt.
+    """
     keys = [entry.key for entry in section.tensors]
-    return bool(keys) and all(any(part.startswith(ADAPTERS) for part in key.split(".")) for key in keys)
+    return bool(keys) and all(
+        any(part.startswith(ADAPTERS) for part in key.split(".")) for key in keys
+    )
 
 
 # Two checkpoints whose relation only the model's code could tell
 
 
 def _commands_with_a_model(question: Question, is_program: bool) -> tuple[str, ...]:
-    """Return commands with the placeholder MODEL if all differences look like the work of a hook, or of a rank.
+    """Return commands with the placeholder MODEL if all differences look like the work of a hook,
+    or of a rank.
 
     The weights of a program may be in wrappers too.
     """
@@ -388,11 +485,23 @@ def _commands_with_a_model(question: Question, is_program: bool) -> tuple[str, .
     statuses = {entry.status for entry in diff.entries}
     # If left lacks only second names of tensors that it has, the model ties them.
     lacks_second_names = any(entry.status == "alias" and not entry.left for entry in diff.entries)
-    if left.format == "rank_files" or (lacks_second_names and statuses <= {"same", "alias", "extra_state"}):
+    if left.format == "rank_files" or (
+        lacks_second_names and statuses <= {"same", "alias", "extra_state"}
+    ):
         to = "serialized"
-    elif statuses - ({"renamed"} if is_program else set()) <= {"same", "alias", "extra_state", "missing", "unexpected"}:
-        only_left = [key for entry in diff.entries if entry.status == "unexpected" for key in entry.left]
-        only_right = [key for entry in diff.entries if entry.status == "missing" for key in entry.right]
+    elif statuses - ({"renamed"} if is_program else set()) <= {
+        "same",
+        "alias",
+        "extra_state",
+        "missing",
+        "unexpected",
+    }:
+        only_left = [
+            key for entry in diff.entries if entry.status == "unexpected" for key in entry.left
+        ]
+        only_right = [
+            key for entry in diff.entries if entry.status == "missing" for key in entry.right
+        ]
         if not only_left or len(only_left) != len(only_right):
             return ()
         if _are_shortened(mine, only_left, theirs, only_right):
@@ -414,7 +523,8 @@ def _commands_with_a_model(question: Question, is_program: bool) -> tuple[str, .
 
 
 def _are_shortened(short: Section, shorter: list[str], long: Section, longer: list[str]) -> bool:
-    """Return True if each shorter key is exactly one longer key without a segment, with the same dtype and shape.
+    """Return True if each shorter key is exactly one longer key without a segment, with the same
+    dtype and shape.
 
     Segments of wrappers do not count.
     """
@@ -441,7 +551,9 @@ def _outline(entry: TensorEntry | ExtraEntry | None) -> object:
 
 
 def _model_fixes(question: Question) -> Fixes:
-    """Return the commands that bring what the model saves to its runtime names; the checkpoint is not known."""
+    """Return the commands that bring what the model saves to its runtime names; the checkpoint is
+    not known.
+    """
     assert question.model is not None
     names = question.model.names()
     options = RemapOptions(model=names, to="exported", partial=True)
@@ -453,25 +565,34 @@ def _model_fixes(question: Question) -> Fixes:
         text = f"no command brings this model's checkpoints to its runtime names: {reason}"
         return Fixes(notes=(Note(text, "no-fix"),))
     keys = done.result.section("").by_key()
-    lost = [t.fqn for t in names.runtime if t.persistent and t.alias_of is None and t.fqn not in keys]
+    lost = [
+        t.fqn for t in names.runtime if t.persistent and t.alias_of is None and t.fqn not in keys
+    ]
     notes = []
     if lost:
         count = f"{plural(len(lost), 'tensor')} {'is' if len(lost) == 1 else 'are'}"
         text = (
-            f"{count} not in any key that state_dict() writes ({some(lost, _FEW)}), so no command can restore them "
-            "from a checkpoint of this model: save them in a hook, or fix the hook that removes them"
+            f"{count} not in any key that state_dict() writes ({some(lost, _FEW)}), so no command"
+            " can restore them "
+            "from a checkpoint of this model: save them in a hook, or fix the hook that removes"
+            " them"
         )
         notes.append(Note(text, "not-saved"))
     if not any(entry.status in ("renamed", "transformed") for entry in question.diff.entries):
         return Fixes(notes=tuple(notes))
     model = question.model_options
-    renamed = command("remap", (CKPT,), RemapOptions(**model, to="exported", partial=bool(done.missing), out="OUT.pt"))
+    renamed = command(
+        "remap",
+        (CKPT,),
+        RemapOptions(**model, to="exported", partial=bool(done.missing), out="OUT.pt"),
+    )
     swap = command("swap-weights", ("PROGRAM.pt2", CKPT), SwapOptions(**model, out="OUT.pt2"))
     return Fixes((renamed,) if lost else (swap, renamed), tuple(notes))
 
 
 def diff_names_file(path: str, model: ModelOperand | None, options: DiffOptions) -> Diff:
-    """Compare the names file at `path` with the model's code, with commands that rename a checkpoint with old names.
+    """Compare the names file at `path` with the model's code, with commands that rename a
+    checkpoint with old names.
 
     Raises `CkptError` if no model is named, or if the options ask for values.
     """
@@ -482,7 +603,9 @@ def diff_names_file(path: str, model: ModelOperand | None, options: DiffOptions)
         raise CkptError(f"{path} is a names file, which has no values", hint="remove --values")
     old = read_names(path)
     diff = compare_with_code(old, path, model)
-    rules = suggested(renamable(diff.entries), diff.inferred, saved_by(old), saved_by(model.names()))
+    rules = suggested(
+        renamable(diff.entries), diff.inferred, saved_by(old), saved_by(model.names())
+    )
     commands: tuple[str, ...] = ()
     if rules is not None and rules.few is not None:
         commands = (renamed(CKPT, rules.few),)
@@ -497,12 +620,17 @@ def diff_names_file(path: str, model: ModelOperand | None, options: DiffOptions)
     if any(entry.status == "order" for entry in diff.entries):
         if commands:
             words = [*model.words, *(["--optimizer", optimizer] if optimizer else [])]
-            text = f"{_THEN_OPTIMIZER}: {shell('ckpttool', 'diff', free(CKPT, 'renamed', '.pt'), *words)}"
+            text = (
+                f"{_THEN_OPTIMIZER}:"
+                f" {shell('ckpttool', 'diff', free(CKPT, 'renamed', '.pt'), *words)}"
+            )
             notes = (*notes, Note(text, "optimizer-order"))
         else:
             words = ["--model", path, "--to-model", model.words[1]]
             words += ["--to-optimizer", optimizer] if optimizer else []
-            commands = (shell("ckpttool", "remap", CKPT, *words, "-o", free(CKPT, "migrated", ".pt")),)
+            commands = (
+                shell("ckpttool", "remap", CKPT, *words, "-o", free(CKPT, "migrated", ".pt")),
+            )
     fixes = Fixes(commands, notes, bool(rules and rules.undone), rules is not None)
     return replace(fixes.added_to(diff), rules=None if rules is None else rules.text())
 
@@ -511,7 +639,9 @@ def diff_names_file(path: str, model: ModelOperand | None, options: DiffOptions)
 
 
 def _optimizer_fixes(question: Question, remedy: Remedy) -> Fixes:
-    """Return the command that fixes the state: tried, unless it names what only the user knows; else a note."""
+    """Return the command that fixes the state: tried, unless it names what only the user knows;
+    else a note.
+    """
     assert question.left is not None
     if remedy.foreign_keys:
         return Fixes(notes=(Note(f"{FOREIGN}: {some(remedy.foreign_keys)}", "no-fix"),))
@@ -520,18 +650,24 @@ def _optimizer_fixes(question: Question, remedy: Remedy) -> Fixes:
         file = question.left if optimizer_path is None else open_operand(path)
         word, options = optimizer_remap(question, remedy)
         if has_placeholder(options):
-            return Fixes((command("remap", (path,), replace(options, out=next(outputs(path, word)))),))
+            return Fixes(
+                (command("remap", (path,), replace(options, out=next(outputs(path, word)))),)
+            )
         opened = question.opened if optimizer_path is None else None
         asked = replace(question, left=file, opened=opened, optimizer_path=optimizer_path)
         most = question.remaining(question.diff)
-        fix = try_remap(asked, options, word, most) or try_remap(asked, options, word, most, loses_state=True)
+        fix = try_remap(asked, options, word, most) or try_remap(
+            asked, options, word, most, loses_state=True
+        )
         is_partial = fix is not None and not fix.after.identical and not fix.stateless
-        if is_partial and file.state_dicts and options.model is not None:  # also fix the keys of the model in the file
+        # also fix the keys of the model in the file
+        if is_partial and file.state_dicts and options.model is not None:
             tried = (try_remap(asked, one, word, most) for one in own_keys(file, options))
             fix = next((one for one in tried if one is not None and one.after.identical), fix)
         if fix is not None:
             left_out = (
-                f"the command leaves out the state of {some(fix.stateless)}, which the optimizer of right does not have"
+                f"the command leaves out the state of {some(fix.stateless)}, which the optimizer"
+                " of right does not have"
             )
             return Fixes((fix.fix,), (Note(left_out, "leaves-state"),) if fix.stateless else ())
     return Fixes(notes=(NO_REMAP,))
@@ -552,8 +688,12 @@ def optimizer_remap(question: Question, remedy: Remedy) -> Candidate:
     if remedy.way == "regroup":
         return "mapped", RemapOptions(**model, to_optimizer=optimizer)
     if remedy.way == "old_optimizer":
-        return "mapped", RemapOptions(**model, optimizer="OLD_OPTIMIZER", to_optimizer=optimizer or "OPTIMIZER")
-    if remedy.way == "like_right" and any(e.has(Code.KEY_ORDER, Code.DOUBT) for e in question.diff.entries):
+        return "mapped", RemapOptions(
+            **model, optimizer="OLD_OPTIMIZER", to_optimizer=optimizer or "OPTIMIZER"
+        )
+    if remedy.way == "like_right" and any(
+        e.has(Code.KEY_ORDER, Code.DOUBT) for e in question.diff.entries
+    ):
         # the files' models have their parameters in different orders, so two models are needed
         options = RemapOptions(
             model="OLD",
@@ -571,11 +711,14 @@ def optimizer_remap(question: Question, remedy: Remedy) -> Candidate:
     if remedy.way == "keys":
         return form or "", RemapOptions(optimizer_keys=form)
     old_optimizer = {True: optimizer, False: "OLD_OPTIMIZER", None: None}[remedy.same_groups]
-    lacks_values = False  # the model has values that no tensor of the file can become, whatever its name
+    # the model has values that no tensor of the file can become, whatever its name
+    lacks_values = False
     if question.model is not None and left is not None and left.state_dicts:
         largest = max(left.state_dicts, key=lambda section: len(section.keys))
         in_file = Counter(entry.shape for entry in largest.tensors)
-        in_model = Counter(key.shape for key in question.model.names().serialized if key.shape is not None)
+        in_model = Counter(
+            key.shape for key in question.model.names().serialized if key.shape is not None
+        )
         missing, left_over = (in_model - in_file).elements(), (in_file - in_model).elements()
         lacks_values = sum(map(math.prod, missing)) > sum(map(math.prod, left_over))
     return "mapped", RemapOptions(

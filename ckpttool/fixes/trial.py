@@ -36,10 +36,12 @@ from ckpttool.swap.swap import SwapOptions
 
 @dataclass(frozen=True)
 class Question:
-    """A diff with its operands and options, to ask the same about other checkpoints. `model` is read once.
+    """A diff with its operands and options, to ask the same about other checkpoints. `model` is
+    read once.
 
-    `optimizer_path` is the section of the only optimizer in question, if a command changes the complete file. `opened`
-    are left and right as a command without the model reads them, if that differs.
+    `optimizer_path` is the section of the only optimizer in question, if a command changes the
+    complete file. `opened` are left and right as a command without the model reads them, if that
+    differs.
     """
 
     left: Checkpoint | None
@@ -73,7 +75,9 @@ class Question:
 
     @cached_property
     def prefixes(self) -> tuple[list[str], ...]:
-        """The prefixes of left below which it has the most names of right, or of the model in both of its forms."""
+        """The prefixes of left below which it has the most names of right, or of the model in both
+        of its forms.
+        """
         assert self.left is not None
         if self.right is not None:
             wanted: tuple[Iterable[str], ...] = (model_section(self.right).keys,)
@@ -86,13 +90,16 @@ class Question:
 
     @cached_property
     def parts(self) -> list[str]:
-        """The prefixes of left below which it has the names of right, if there are several: a choice is a guess.
+        """The prefixes of left below which it has the names of right, if there are several: a
+        choice is a guess.
 
         If the shapes below some of them are those of right, only these.
         """
         if self.left is None or not self.left.state_dicts:
             return []
-        several = next((several for several in self.prefixes if len(several) > 1 and "" not in several), [])
+        several = next(
+            (several for several in self.prefixes if len(several) > 1 and "" not in several), []
+        )
         if not several:
             return []
         section = model_section(self.left)
@@ -102,14 +109,19 @@ class Question:
         shapes = {name: theirs[key].shape for key, name in canonical_keys(theirs).items()}
 
         def fits(prefix: str) -> bool:
-            below = ((mine.get(keys.get(f"{prefix}.{name}", "")), shape) for name, shape in shapes.items())
+            below = (
+                (mine.get(keys.get(f"{prefix}.{name}", "")), shape)
+                for name, shape in shapes.items()
+            )
             return all(tensor.shape == shape for tensor, shape in below if tensor is not None)
 
         return [prefix for prefix in several if fits(prefix)] or several
 
     @cached_property
     def rules(self) -> Rules | None:
-        """The rules that lead from the left's names to the names of the right, or to the keys that the model saves."""
+        """The rules that lead from the left's names to the names of the right, or to the keys that
+        the model saves.
+        """
         assert self.left is not None
         if self.right is not None:
             return suggested(self.diff.entries, self.diff.inferred, self.left, self.right)
@@ -118,15 +130,20 @@ class Question:
         entries = explain_computed(compare(model_section(self.left), model_section(saved)))
         return suggested(entries, suggestions(self.left, saved, entries, False), self.left, saved)
 
-    def ask_again(self, left: Checkpoint, right: Checkpoint | None, *, reads_values: bool = False) -> Diff:
+    def ask_again(
+        self, left: Checkpoint, right: Checkpoint | None, *, reads_values: bool = False
+    ) -> Diff:
         """Ask the same question about other checkpoints, without suggestions.
 
-        Values that were compared are compared again only if it `reads_values`: a rename does not change them.
+        Values that were compared are compared again only if it `reads_values`: a rename does not
+        change them.
         """
         if self.optimizer_path is not None and self.right is not None:
             left = replace(left, sections=(replace(left.section(self.optimizer_path), path=""),))
         elif self.optimizer_path is not None:
-            sections = (s for s in left.sections if s.kind != "optimizer" or s.path == self.optimizer_path)
+            sections = (
+                s for s in left.sections if s.kind != "optimizer" or s.path == self.optimizer_path
+            )
             left = replace(left, sections=tuple(sections))
         if reads_values:
             with self.options.comparing(left, right):
@@ -136,29 +153,41 @@ class Question:
 
     @property
     def has_unread_values(self) -> bool:
-        """Whether values are compared, and some were not because their tensors have no counterpart by name."""
+        """Whether values are compared, and some were not because their tensors have no counterpart
+        by name.
+        """
         unpaired = any(entry.status in ("missing", "transformed") for entry in self.diff.entries)
         return self.options.comparison is not None and unpaired
 
     def remaining(self, diff: Diff) -> int:
-        """Return how much a remap could fix: a name counts more than a shape or dtype, and values do not count."""
+        """Return how much a remap could fix: a name counts more than a shape or dtype, and values
+        do not count.
+        """
         harmless = HARMLESS | diff.harmless
         of_one_name = {"shape": 1, "dtype": 1, "value": 1 if self.right is None else 0}
         differing = [entry for entry in diff.entries if not entry.is_one_of(harmless)]
-        return sum(of_one_name.get(entry.status, 2) if entry.left == entry.right else 2 for entry in differing)
+        return sum(
+            of_one_name.get(entry.status, 2) if entry.left == entry.right else 2
+            for entry in differing
+        )
 
     def different_values(self, diff: Diff) -> list[Entry]:
         """Return the tensors of two checkpoints with different values, under one name or two."""
-        return [] if self.right is None else [entry for entry in diff.entries if entry.status == "value"]
+        return (
+            []
+            if self.right is None
+            else [entry for entry in diff.entries if entry.status == "value"]
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A command that works, as its options, and the answer after it has run.
 
-    `stateless` are parameters that it leaves out of an optimizer, with their state, `left_out` are the paths of
-    tensors and other entries of the state dict that it leaves out. `part`: the operand is a section of left.
-    `code` are the paths of entries that it leaves out because loading them would run code.
+    `stateless` are parameters that it leaves out of an optimizer, with their state, `left_out` are
+    the paths of tensors and other entries of the state dict that it leaves out. `part`: the operand
+    is a section of left. `code` are the paths of entries that it leaves out because loading them
+    would run code.
     """
 
     verb: str
@@ -174,14 +203,20 @@ class Trial:
     def fix(self) -> Fix:
         """The command line."""
         line = command(self.verb, self.operands, self.options)
-        remap = self.options if self.after.identical and self.verb == "remap" and not self.stateless else None
+        remap = (
+            self.options
+            if self.after.identical and self.verb == "remap" and not self.stateless
+            else None
+        )
         source = self.operands[0] if self.part else ""
         return Fix(line, complete=self.after.identical, tried=True, options=remap, source=source)
 
     @property
     def drops(self) -> bool:
         """Whether it leaves tensors out."""
-        return isinstance(self.options, RemapOptions) and not set(self.options.drop or ()) <= set(self.code)
+        return isinstance(self.options, RemapOptions) and not set(self.options.drop or ()) <= set(
+            self.code
+        )
 
     @property
     def infers(self) -> bool:
@@ -199,13 +234,14 @@ def try_remap(
     loses_keys: bool = False,
     code: tuple[str, ...] = (),
 ) -> Trial | None:
-    """Return the remap of the left checkpoint with these options; None if it is refused, if no format can hold the
-    result, if it loses something, or if `most` differences or more are left. With `loses_state` it may leave parameters
-    of an optimizer out, with `loses_keys` keys of the state dict. Entries that would run code when the output is
-    loaded are dropped too; `code` are the paths that are dropped already.
+    """Return the remap of the left checkpoint with these options; None if it is refused, if no
+    format can hold the result, if it loses something, or if `most` differences or more are left.
+    With `loses_state` it may leave parameters of an optimizer out, with `loses_keys` keys of the
+    state dict. Entries that would run code when the output is loaded are dropped too; `code` are
+    the paths that are dropped already.
 
-    `options` are as printed; what is read already is reused. `word` is part of the output's name, whose ending may
-    change to the ending of a format that holds more.
+    `options` are as printed; what is read already is reused. `word` is part of the output's name,
+    whose ending may change to the ending of a format that holds more.
     """
     (source, right), model = question.opened or (question.left, question.right), None
     if options.model is not None:
@@ -222,9 +258,13 @@ def try_remap(
     except CkptError:
         return None
     stateless = tuple(name for optimizer in result.optimizers for name in optimizer.dropped)
-    if (stateless and not loses_state) or (not loses_keys and _loses(source, result, question.model, code)):
+    if (stateless and not loses_state) or (
+        not loses_keys and _loses(source, result, question.model, code)
+    ):
         return None
-    left_out = tuple(dotted(one.section, one.key) for one in result.plan.dropped if one.reason != NO_COUNTER)
+    left_out = tuple(
+        dotted(one.section, one.key) for one in result.plan.dropped if one.reason != NO_COUNTER
+    )
     for out in outputs(source.source, word):
         try:
             target = target_for(out, source)
@@ -233,7 +273,9 @@ def try_remap(
             after = question.ask_again(fitted, question.right)
             if not after.identical and most is not None:
                 # A key that is missing may be one of those left out.
-                drops_missing = options.drop and any(entry.status == "missing" for entry in after.entries)
+                drops_missing = options.drop and any(
+                    entry.status == "missing" for entry in after.entries
+                )
                 if drops_missing or question.remaining(after) >= most:
                     return None
             target.lay_out(fitted)
@@ -242,18 +284,27 @@ def try_remap(
         except CkptError:
             continue
         missing = result.missing
-        if not after.identical or question.right is not None:  # else the model of the question loads it
+        # else the model of the question loads it
+        if not after.identical or question.right is not None:
             loads = loading(result, read, loaded_by(read, model, to_model))
             missing = missing if loads is None else loads.missing
         printed = replace(options, out=out, partial=bool(missing))
         try:
             remap.run(source, replace(read, out=out, partial=printed.partial))
         except CkptError:
-            found = tuple(dict.fromkeys(path for path, _ in entries_with_code(fitted) if path not in code))
+            found = tuple(
+                dict.fromkeys(path for path, _ in entries_with_code(fitted) if path not in code)
+            )
             if found:
                 more = replace(options, drop=(*(options.drop or ()), *found))
                 return try_remap(
-                    question, more, word, most, loses_state=loses_state, loses_keys=loses_keys, code=(*code, *found)
+                    question,
+                    more,
+                    word,
+                    most,
+                    loses_state=loses_state,
+                    loses_keys=loses_keys,
+                    code=(*code, *found),
                 )
             continue
         return Trial("remap", (source.source,), printed, after, stateless, left_out, code=code)
@@ -276,23 +327,32 @@ def try_swap(question: Question, options: SwapOptions) -> Trial | CkptError:
 
 
 def model_path(checkpoint: Checkpoint) -> str | None:
-    """Return the path of the model's state dict, None if the file has none or if it is unclear which it is."""
+    """Return the path of the model's state dict, None if the file has none or if it is unclear
+    which it is.
+    """
     try:
         return model_section(checkpoint).path
     except CkptError:
         return None
 
 
-def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None, code: tuple[str, ...]) -> bool:
+def _loses(
+    source: Checkpoint, result: Remap, model: ModelOperand | None, code: tuple[str, ...]
+) -> bool:
     """Return True if the output does not have the values of a tensor of the source, under any name.
 
     Entries that run `code` when they are loaded are not counted.
 
-    Not lost are the counter of AveragedModel in the state dict in question, non-persistent buffers, and keys that the
-    model's saving computes from other tensors: its code creates them again.
+    Not lost are the counter of AveragedModel in the state dict in question, non-persistent buffers,
+    and keys that the model's saving computes from other tensors: its code creates them again.
     """
-    created_again = () if model is None else tuple(t.fqn for t in model.names().runtime if not t.persistent)
-    unneeded = {(NO_COUNTER, model_path(source)), *((MADE_AGAIN, section.path) for section in source.sections)}
+    created_again = (
+        () if model is None else tuple(t.fqn for t in model.names().runtime if not t.persistent)
+    )
+    unneeded = {
+        (NO_COUNTER, model_path(source)),
+        *((MADE_AGAIN, section.path) for section in source.sections),
+    }
     dropped = [
         one
         for one in result.plan.dropped
@@ -302,11 +362,19 @@ def _loses(source: Checkpoint, result: Remap, model: ModelOperand | None, code: 
         return False
     kept = {(output.section, key) for output in result.plan.outputs for key in refs(output.source)}
     sections = {section.path: section for section in source.sections}
-    second_names = {path: aliases(sections[path]) for path in {one.section for one in dropped} if path in sections}
+    second_names = {
+        path: aliases(sections[path])
+        for path in {one.section for one in dropped}
+        if path in sections
+    }
     for one in dropped:
         names = second_names.get(one.section, {})
         first = names.get(one.key, one.key)
-        same = [key for key in (first, *(key for key, other in names.items() if other == first)) if key != one.key]
+        same = [
+            key
+            for key in (first, *(key for key, other in names.items() if other == first))
+            if key != one.key
+        ]
         if any(one.key == fqn or one.key.endswith(f".{fqn}") for fqn in created_again):
             continue
         if not any((one.section, key) in kept for key in same):

@@ -1,7 +1,8 @@
 """Read the folder of a model that accelerate or the Trainer of transformers saved under FSDP.
 
-The weights are in a folder of torch.distributed.checkpoint or in a torch file, and so is the optimizer's state
-(``accelerate/utils/fsdp_utils.py``, accelerate 0.21 to 1.15). Several models have the sections ``model``, ``model_1`` …
+The weights are in a folder of torch.distributed.checkpoint or in a torch file, and so is the
+optimizer's state (``accelerate/utils/fsdp_utils.py``, accelerate 0.21 to 1.15). Several models have
+the sections ``model``, ``model_1`` …
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ FORMAT = "accelerate"
 def read(folder: str) -> Checkpoint:
     """Read the index of the models and optimizers in the folder.
 
-    Raises `CkptError` if a part cannot be read, or holds more than the one state dict that accelerate saves in it.
+    Raises `CkptError` if a part cannot be read, or holds more than the one state dict that
+    accelerate saves in it.
     """
     parts: dict[str, Checkpoint] = {}
     for section, name in fsdp_parts(folder).items():
@@ -46,7 +48,9 @@ def read(folder: str) -> Checkpoint:
             *(note for part in parts.values() for note in part.notes),
             *(f"{name} is in the same folder, and is not read" for name in other_weights(folder)),
         ),
-        unreached=tuple(storage.of(section) for section, part in parts.items() for storage in part.unreached),
+        unreached=tuple(
+            storage.of(section) for section, part in parts.items() for storage in part.unreached
+        ),
         other_files=state_files(folder),
     )
 
@@ -56,4 +60,6 @@ def _problems(section: str, part: Checkpoint) -> Iterable[Problem]:
     if [own.kind for own in part.sections] != [expected]:
         listed = ", ".join(f"{own.title} ({own.kind})" for own in part.sections) or "no state dict"
         yield Problem(f"holds {listed} instead of the one of {section}", part.source)
-    yield from (Problem("is not expected there", f"{part.source}::{other}") for other in part.others)
+    yield from (
+        Problem("is not expected there", f"{part.source}::{other}") for other in part.others
+    )

@@ -19,18 +19,27 @@ Data = Union[Span, bytes]  # elements in row-major order
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor: its first index and its size in each dimension (torch: ``ChunkStorageMetadata``)."""
+    """A box of a tensor: its first index and its size in each dimension (torch:
+    ``ChunkStorageMetadata``).
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 def cover_problem(shape: tuple[int, ...], chunks: Collection[Chunk]) -> str | None:
-    """Return why the chunks do not hold each element of the tensor exactly once; None if they do."""
+    """Return why the chunks do not hold each element of the tensor exactly once; None if they
+    do.
+    """
     for chunk in chunks:
         ranks_fit = len(chunk.offsets) == len(chunk.sizes) == len(shape)
-        if not ranks_fit or any(at + size > extent for at, size, extent in zip(chunk.offsets, chunk.sizes, shape)):
-            return f"a chunk at {list(chunk.offsets)} of {list(chunk.sizes)} elements is not inside {list(shape)}"
+        if not ranks_fit or any(
+            at + size > extent for at, size, extent in zip(chunk.offsets, chunk.sizes, shape)
+        ):
+            return (
+                f"a chunk at {list(chunk.offsets)} of {list(chunk.sizes)} elements is not"
+                f" inside {list(shape)}"
+            )
     filled = [chunk for chunk in chunks if 0 not in chunk.sizes]
     covered = sum(prod(chunk.sizes) for chunk in filled)
     if covered != prod(shape):
@@ -52,11 +61,15 @@ def cover_problem(shape: tuple[int, ...], chunks: Collection[Chunk]) -> str | No
 
 
 def row_major_data(entry: TensorEntry) -> Data:
-    """Return the place of the entry's elements in row-major order; their bytes if the entry is a strided view."""
+    """Return the place of the entry's elements in row-major order; their bytes if the entry is a
+    strided view.
+    """
     return entry.span if entry.span is not None else b"".join(map(bytes, elements(entry)))
 
 
-def assemble(shape: tuple[int, ...], itemsize: int, chunks: Sequence[tuple[Chunk, Data]]) -> Iterator[Part]:
+def assemble(
+    shape: tuple[int, ...], itemsize: int, chunks: Sequence[tuple[Chunk, Data]]
+) -> Iterator[Part]:
     """Yield the bytes of the tensor that the chunks cover. No chunk is empty."""
     if len(chunks) == 1:
         yield chunks[0][1]
@@ -71,13 +84,19 @@ def assemble(shape: tuple[int, ...], itemsize: int, chunks: Sequence[tuple[Chunk
             yield _slab(shape, itemsize, start, min(start + step, last), members)
 
 
-def _bands(chunks: Sequence[tuple[Chunk, Data]]) -> Iterator[tuple[int, int, list[tuple[Chunk, Data]]]]:
+def _bands(
+    chunks: Sequence[tuple[Chunk, Data]],
+) -> Iterator[tuple[int, int, list[tuple[Chunk, Data]]]]:
     """Yield ranges of rows (first dimension) that the same chunks hold, in order."""
-    edges = {chunk.offsets[0] for chunk, _ in chunks} | {chunk.offsets[0] + chunk.sizes[0] for chunk, _ in chunks}
+    edges = {chunk.offsets[0] for chunk, _ in chunks} | {
+        chunk.offsets[0] + chunk.sizes[0] for chunk, _ in chunks
+    }
     waiting = sorted(chunks, key=lambda pair: pair[0].offsets, reverse=True)
     active: list[tuple[Chunk, Data]] = []
     for first, last in pairwise(sorted(edges)):
-        active = [(chunk, data) for chunk, data in active if chunk.offsets[0] + chunk.sizes[0] > first]
+        active = [
+            (chunk, data) for chunk, data in active if chunk.offsets[0] + chunk.sizes[0] > first
+        ]
         while waiting and waiting[-1][0].offsets[0] == first:
             active.append(waiting.pop())
         yield first, last, active
@@ -93,7 +112,11 @@ def _rows(member: tuple[Chunk, Data], first: int, last: int, itemsize: int) -> D
 
 
 def _slab(
-    shape: tuple[int, ...], itemsize: int, first: int, last: int, members: Sequence[tuple[Chunk, Data]]
+    shape: tuple[int, ...],
+    itemsize: int,
+    first: int,
+    last: int,
+    members: Sequence[tuple[Chunk, Data]],
 ) -> memoryview:
     import numpy as np
 
@@ -102,6 +125,9 @@ def _slab(
     for chunk, data in members:
         rows = _rows((chunk, data), first, last, itemsize)
         elements = np.frombuffer(read_span(rows) if isinstance(rows, Span) else rows, element)
-        box = [slice(None), *(slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.sizes[1:]))]
+        box = [
+            slice(None),
+            *(slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.sizes[1:])),
+        ]
         slab[tuple(box)] = elements.reshape(last - first, *chunk.sizes[1:])
     return slab.reshape(-1).view(np.uint8).data

@@ -1,7 +1,8 @@
-"""Read and write folders of torch.distributed.checkpoint (DCP): ``.metadata`` describes what ``*.distcp`` files hold.
+"""Read and write folders of torch.distributed.checkpoint (DCP): ``.metadata`` describes what
+``*.distcp`` files hold.
 
-A folder is read to the tree that torch.save would have written. Its chunks are assembled when they are needed. A rename
-writes ``.metadata`` only: items that do not change stay in their files.
+A folder is read to the tree that torch.save would have written. Its chunks are assembled when they
+are needed. A rename writes ``.metadata`` only: items that do not change stay in their files.
 """
 
 from __future__ import annotations
@@ -38,7 +39,14 @@ from ckpttool.formats.pickle_read import Persistent, Pickle
 from ckpttool.formats.pickle_write import dumps
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.nodes import pairs_of
-from ckpttool.formats.torch.tensors import Carried, Rebuilder, Storages, entry_of, is_tensor, typed_storage
+from ckpttool.formats.torch.tensors import (
+    Carried,
+    Rebuilder,
+    Storages,
+    entry_of,
+    is_tensor,
+    typed_storage,
+)
 from ckpttool.formats.torch.tree import Container, read_tree
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.formats.zip_read import read_archive
@@ -55,7 +63,8 @@ class _Branch(dict[Any, Any]):
 
 
 def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
-    """Return the state dict with these leaves. In a path, a string is a key of a dict and a number an index of a list.
+    """Return the state dict with these leaves. In a path, a string is a key of a dict and a number
+    an index of a list.
 
     Raises `CkptError`, all problems at once, if paths contradict each other.
     """
@@ -87,17 +96,27 @@ def _resolved(branch: Any, path: Path, problems: list[Problem]) -> Any:
     inside = {step: _resolved(child, (*path, step), problems) for step, child in branch.items()}
     if all(type(step) is str for step in inside):
         return _optimizer(inside) if type(inside.get("param_groups")) is list else inside
-    if all(type(step) is int for step in inside) and min(inside) >= 0 and max(inside) < len(inside) + _MAX_HOLES:
+    if (
+        all(type(step) is int for step in inside)
+        and min(inside) >= 0
+        and max(inside) < len(inside) + _MAX_HOLES
+    ):
         return [inside.get(index) for index in range(max(inside) + 1)]
     problems.append(Problem("neither a dict nor a list", _key(path)))
     return {}
 
 
 def _optimizer(mapping: dict[Any, Any]) -> dict[Any, Any]:
-    """Restore what flattening loses of an optimizer's state dict: an empty state, and ids that are numbers."""
+    """Restore what flattening loses of an optimizer's state dict: an empty state, and ids that are
+    numbers.
+    """
     mapping = {"state": {}, **mapping}
     state = mapping["state"]
-    groups = [group for group in mapping["param_groups"] if type(group) is dict and type(group.get("params")) is list]
+    groups = [
+        group
+        for group in mapping["param_groups"]
+        if type(group) is dict and type(group.get("params")) is list
+    ]
     ids = {str(param): param for group in groups for param in group["params"] if type(param) is int}
     if ids and type(state) is dict:
         mapping["state"] = {ids.get(key, key): value for key, value in state.items()}
@@ -107,8 +126,9 @@ def _optimizer(mapping: dict[Any, Any]) -> dict[Any, Any]:
 def flattened(root: Any, nbytes: int = 0) -> dict[str, tuple[Path, Any]]:
     """Return flat key -> the path and the node of each leaf of the state dict at the node `root`.
 
-    `nbytes` are those of the file: a pickle can share, and each place takes memory of its own. Raises `Refused`, all
-    problems at once, if torch cannot flatten it: other keys than text, or a key of two leaves.
+    `nbytes` are those of the file: a pickle can share, and each place takes memory of its own.
+    Raises `Refused`, all problems at once, if torch cannot flatten it: other keys than text, or a
+    key of two leaves.
     """
     leaves: dict[str, tuple[Path, Any]] = {}
     problems: list[Problem] = []
@@ -122,7 +142,8 @@ def flattened(root: Any, nbytes: int = 0) -> dict[str, tuple[Path, Any]]:
     if problems:
         raise Refused(
             "torch.distributed.checkpoint cannot hold this",
-            hint="rename the keys with --rule 'FROM => TO', or write a torch file (OUT ending in .pt)",
+            hint="rename the keys with --rule 'FROM => TO', or write a torch file (OUT ending in"
+            " .pt)",
             problems=problems,
         )
     return leaves
@@ -154,7 +175,9 @@ def _is_terminal(node: Any, known: dict[int, bool], depth: int) -> bool:
         return True
     if id(node) not in known:
         known[id(node)] = True  # a list inside itself
-        known[id(node)] = not any(is_tensor(part) or not _is_terminal(part, known, depth + 1) for part in node)
+        known[id(node)] = not any(
+            is_tensor(part) or not _is_terminal(part, known, depth + 1) for part in node
+        )
     return known[id(node)]
 
 
@@ -171,11 +194,12 @@ _PLACE = 200  # bytes of memory for a place in the state dict, from above
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Folder(Container):
-    """The tree of the folder, as of a torch file, and the parts of the folder that its writer uses again.
+    """The tree of the folder, as of a torch file, and the parts of the folder that its writer uses
+    again.
 
-    `items` are the tensors, and the objects that hold tensors, by the id of their node in the tree. `values` are the
-    places of all other objects by their pickle and flat key, and by their pickle alone (flat key ``""``). `names` are
-    the data files in the folder `home`.
+    `items` are the tensors, and the objects that hold tensors, by the id of their node in the tree.
+    `values` are the places of all other objects by their pickle and flat key, and by their pickle
+    alone (flat key ``""``). `names` are the data files in the folder `home`.
     """
 
     home: str = ""
@@ -206,7 +230,8 @@ def read(path: str) -> Checkpoint:
         pickled = len(data)
         if pickled > limits().pickle_bytes:
             raise CkptError(
-                f"{source} is too long: {limits().named('pickle_bytes')}", hint="copy it again: it is damaged"
+                f"{source} is too long: {limits().named('pickle_bytes')}",
+                hint="copy it again: it is damaged",
             )
         metadata = parse(data, source)
     sizes = _check_files(path, metadata)
@@ -222,11 +247,17 @@ def read(path: str) -> Checkpoint:
         ],
     )
     reader = _Reader(path)
-    root = nested({metadata.paths[key]: reader.node(key, item) for key, item in metadata.items.items()})
+    root = nested(
+        {metadata.paths[key]: reader.node(key, item) for key, item in metadata.items.items()}
+    )
     nbytes = pickled + sum(sizes.values())
-    values = sum(item.place.length for item in metadata.items.values() if isinstance(item, BytesItem))
+    values = sum(
+        item.place.length for item in metadata.items.values() if isinstance(item, BytesItem)
+    )
     pickled = max(pickled, _PICKLED * len(metadata.items)) + values
-    storages = Storages(lambda key, nbytes: reader.rebuilder.storages[key], memory=Memory(nbytes), pickled=pickled)
+    storages = Storages(
+        lambda key, nbytes: reader.rebuilder.storages[key], memory=Memory(nbytes), pickled=pickled
+    )
     return read_tree(
         path,
         FORMAT,
@@ -234,14 +265,17 @@ def read(path: str) -> Checkpoint:
         Pickle(root, 2),
         storages,
         {key: storage.nbytes for key, storage in reader.rebuilder.storages.items()},
-        made=partial(Folder, home=path, items=reader.items, values=reader.values, names=tuple(sizes)),
+        made=partial(
+            Folder, home=path, items=reader.items, values=reader.values, names=tuple(sizes)
+        ),
         notes=notes,
         other_files=other_files(path),
     )
 
 
 def holds_each_option(checkpoint: Checkpoint, path: str) -> bool:
-    """Return True if the folder holds each entry of the param groups of the optimizer at `path` under its own key.
+    """Return True if the folder holds each entry of the param groups of the optimizer at `path`
+    under its own key.
 
     Then `dcp.load` needs a key for each of them. Until torch 2.3 all groups were one value.
     """
@@ -254,13 +288,16 @@ def _refuse(folder: str, problems: list[Problem]) -> None:
     if problems:
         raise CkptError(
             f"{folder}: {DCP_METADATA} and the data files do not fit",
-            hint="copy the folder again; if an extension encoded the data, save it again without the extension",
+            hint="copy the folder again; if an extension encoded the data, save it again without"
+            " the extension",
             problems=problems,
         )
 
 
 def _check_files(folder: str, metadata: Metadata) -> dict[str, int]:
-    """Return the data files with their sizes in bytes. Raises `CkptError`, all problems at once, for bad items."""
+    """Return the data files with their sizes in bytes. Raises `CkptError`, all problems at once,
+    for bad items.
+    """
     places = {place: key for key, item in metadata.items.items() for place in item.places}
     sizes: dict[str, int] = {}
     problems = []
@@ -276,7 +313,9 @@ def _check_files(folder: str, metadata: Metadata) -> dict[str, int]:
             sizes[name] = size(path)
     for place, key in places.items():
         if place.name in sizes and place.offset + place.length > sizes[place.name]:
-            problems.append(Problem(f"{place.name} ends at byte {sizes[place.name]:,}, before its data", key))
+            problems.append(
+                Problem(f"{place.name} ends at byte {sizes[place.name]:,}, before its data", key)
+            )
         if not place.length and not place.raw:
             problems.append(Problem("it has no bytes: torch.save writes some for every item", key))
         if place.transforms:
@@ -292,7 +331,11 @@ def tensor_data(folder: str, key: str, item: TensorItem) -> Lazy:
     """
 
     def produce() -> Iterator[Part]:
-        chunks = [(c, _chunk_data(folder, key, item.dtype, c, place)) for c, place in item.chunks if prod(c.sizes)]
+        chunks = [
+            (c, _chunk_data(folder, key, item.dtype, c, place))
+            for c, place in item.chunks
+            if prod(c.sizes)
+        ]
         return assemble(item.shape, dtypes.itemsize(item.dtype), chunks)
 
     return Lazy(item.nbytes, produce)
@@ -305,7 +348,11 @@ def _chunk_data(folder: str, key: str, dtype: str, chunk: Chunk, place: Place) -
     entries = [entry for section in saved.sections for entry in section.tensors]
     entry = entries[0] if len(entries) == 1 else None
     if entry is None or (entry.dtype, entry.shape) != (dtype, chunk.sizes) or entry.storage is None:
-        actual = "not one tensor" if entry is None else f"{entry.layout} {entry.dtype} {list(entry.shape)}"
+        actual = (
+            "not one tensor"
+            if entry is None
+            else (f"{entry.layout} {entry.dtype} {list(entry.shape)}")
+        )
         raise CkptError(
             f"{saved.source}: {actual} instead of a chunk of {key} ({dtype} {list(chunk.sizes)}), "
             "which .metadata describes",
@@ -322,7 +369,9 @@ def _saved(folder: str, place: Place) -> Checkpoint:
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """Makes the nodes of a folder's items. Items at the same place in a file share a storage or a node."""
+    """Makes the nodes of a folder's items. Items at the same place in a file share a storage or a
+    node.
+    """
 
     folder: str
     rebuilder: Rebuilder = field(default_factory=Rebuilder)
@@ -343,9 +392,14 @@ class _Reader:
         return node
 
     def _value(self, key: str, place: Place) -> Any:
-        """Return the root of the object that torch.save wrote at `place`. Equal bytes are read once."""
+        """Return the root of the object that torch.save wrote at `place`. Equal bytes are read
+        once.
+        """
         if place.length > _MAX_VALUE:
-            raise CkptError(f"{self.folder}: {key} is {place.length:,} bytes and not a tensor", hint="it is damaged")
+            raise CkptError(
+                f"{self.folder}: {key} is {place.length:,} bytes and not a tensor",
+                hint="it is damaged",
+            )
         raw = bytes(read_span(Span(join(self.folder, place.name), place.offset, place.length)))
         import hashlib  # loads OpenSSL
 
@@ -356,7 +410,9 @@ class _Reader:
             except CkptError as error:
                 problem = Problem(error.message, key)
                 raise CkptError(
-                    f"{self.folder}: {key} is not as torch.save writes it", hint=error.hint, problems=[problem]
+                    f"{self.folder}: {key} is not as torch.save writes it",
+                    hint=error.hint,
+                    problems=[problem],
                 ) from error
         node, pickled = self.known[digest]
         if pickled:
@@ -367,7 +423,9 @@ class _Reader:
         return node
 
     def _read_value(self, place: Place) -> tuple[Any, bytes]:
-        """Return the object's node and its pickle, which is empty for an object that holds tensors."""
+        """Return the object's node and its pickle, which is empty for an object that holds
+        tensors.
+        """
         container = _saved(self.folder, place).container
         assert isinstance(container, Container)
         node = container.pickle.root
@@ -385,10 +443,11 @@ class _Reader:
 def layout_files(
     checkpoint: Checkpoint, kind: str = FORMAT, name: str = "", max_shard_size: int | None = None
 ) -> Files:
-    """Return the files of the folder, ``.metadata`` last. Items of the source's folder stay in their files.
+    """Return the files of the folder, ``.metadata`` last. Items of the source's folder stay in
+    their files.
 
-    Each of several ranks gets a file of about the same size, as if it had saved its part. Raises `Refused`, all
-    problems at once, for what torch.distributed.checkpoint cannot hold.
+    Each of several ranks gets a file of about the same size, as if it had saved its part. Raises
+    `Refused`, all problems at once, for what torch.distributed.checkpoint cannot hold.
     """
     rebuilder = Rebuilder()
     container = checkpoint.container
@@ -398,11 +457,14 @@ def layout_files(
         root = changed_root(checkpoint, container.pickle.root, container.tree, rebuilder)
     else:
         root = fresh_root(checkpoint, rebuilder)
-    leaves = flattened(root, max(checkpoint.nbytes, sum(section.nbytes for section in checkpoint.sections)))
+    leaves = flattened(
+        root, max(checkpoint.nbytes, sum(section.nbytes for section in checkpoint.sections))
+    )
 
     def storage(key: str, nbytes: int) -> Storage:
         if key not in rebuilder.storages and isinstance(container, Container):
-            rebuilder.adopt(container.tree.storages.get(key, nbytes), key)  # one that only other objects hold
+            # one that only other objects hold
+            rebuilder.adopt(container.tree.storages.get(key, nbytes), key)
         return rebuilder.storages[key]
 
     job = current()
@@ -419,12 +481,16 @@ def layout_files(
     files: dict[str, Pieces | Link] = {}
     for data in dict.fromkeys(place.name for item in items.values() for place in item.places):
         files[data] = writer.files.get(data) or Link(join(source.home, data) if source else "")
-    files[DCP_METADATA] = [Piece(spelled(Metadata(items, {key: path for key, (path, _) in leaves.items()})))]
+    files[DCP_METADATA] = [
+        Piece(spelled(Metadata(items, {key: path for key, (path, _) in leaves.items()})))
+    ]
     return files
 
 
 def layout_in_place(checkpoint: Checkpoint) -> dict[str, Edited] | None:
-    """Return the edit of ``.metadata``; None if the data files would change too. Raises as `layout_files`."""
+    """Return the edit of ``.metadata``; None if the data files would change too. Raises as
+    `layout_files`.
+    """
     folder = checkpoint.container
     if not isinstance(folder, Folder):
         return None
@@ -448,7 +514,9 @@ def _free_name(source: Folder | None, rank: int) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Writer:
-    """Returns the item of each leaf: the item that was read, or a new item at the end of the smallest of `files`."""
+    """Returns the item of each leaf: the item that was read, or a new item at the end of the
+    smallest of `files`.
+    """
 
     rebuilder: Rebuilder
     storages: Storages
@@ -472,13 +540,17 @@ class _Writer:
         if place is None:
             for reference in references:
                 typed_storage(reference, self.storages)
-            place = self.values[pickled] = self._append(torch_zip.new_archive(node, 2, self.rebuilder))
+            place = self.values[pickled] = self._append(
+                torch_zip.new_archive(node, 2, self.rebuilder)
+            )
         return BytesItem(place)
 
     def _tensor(self, key: str, node: Any) -> Item:
         entry = entry_of(key, node, self.storages)
         if entry.storage is None:
-            self.problems.append(Problem(f"a {entry.layout} tensor has no place in the format", key))
+            self.problems.append(
+                Problem(f"a {entry.layout} tensor has no place in the format", key)
+            )
             return BytesItem(Place("", 0, 0))
         identity = entry.identity
         item = self.tensors.get(identity)

@@ -29,8 +29,9 @@ Path = tuple[Union[str, int], ...]
 class Place:
     """The place of an item or chunk: `length` bytes from `offset` of the file `name` in the folder.
 
-    `transforms` are the stream extensions (compression, encryption) that encoded the bytes. `raw` bytes are the
-    elements themselves instead of a torch file; torch's own ``.metadata`` cannot say that.
+    `transforms` are the stream extensions (compression, encryption) that encoded the bytes. `raw`
+    bytes are the elements themselves instead of a torch file; torch's own ``.metadata`` cannot say
+    that.
     """
 
     name: str
@@ -44,7 +45,8 @@ class Place:
 class TensorItem:
     """A tensor: chunks that cover it, with their places.
 
-    `more` are properties that later versions of torch added, copied unchanged: since 2.15 its strides, or None.
+    `more` are properties that later versions of torch added, copied unchanged: since 2.15 its
+    strides, or None.
     """
 
     dtype: str
@@ -84,8 +86,10 @@ class Metadata:
 
 
 _MAX_SIZE = 1 << 62  # bytes of a tensor; every later sum stays a plain number
-_MAX_CHUNKS = 4_000_000  # of all tensors: more do not fit into a pickle that is read, unless it repeats itself
-_MISREAD = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # what reading an unexpected node raises
+# of all tensors: more do not fit into a pickle that is read, unless it repeats itself
+_MAX_CHUNKS = 4_000_000
+# what reading an unexpected node raises
+_MISREAD = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 
 
 def parse(data: bytes, source: str) -> Metadata:
@@ -130,7 +134,10 @@ def parse(data: bytes, source: str) -> Metadata:
 
 
 def _tensor(
-    key: str, state: Mapping[str, Any], listed: Sequence[Any], places: Mapping[tuple[str, Any], Place]
+    key: str,
+    state: Mapping[str, Any],
+    listed: Sequence[Any],
+    places: Mapping[tuple[str, Any], Place],
 ) -> TensorItem:
     properties = _state(state["properties"], "TensorProperties")
     dtype = properties[0]
@@ -147,10 +154,13 @@ def _tensor(
     problem = cover_problem(shape, chunks)
     if problem:
         raise ValueError(problem)
-    more = properties[5:]  # after dtype, layout, requires_grad, memory format, pinned: what every version of torch has
+    # after dtype, layout, requires_grad, memory format, pinned: what every version of torch has
+    more = properties[5:]
     if len(more) > 1:
         raise ValueError("a newer torch wrote its properties: pip install -U ckpttool")
-    return TensorItem(dtype.name, shape, placed, tuple(None if sizes is None else _sizes(sizes) for sizes in more))
+    return TensorItem(
+        dtype.name, shape, placed, tuple(None if sizes is None else _sizes(sizes) for sizes in more)
+    )
 
 
 def _places(node: Any) -> dict[tuple[str, Any], Place]:
@@ -158,16 +168,26 @@ def _places(node: Any) -> dict[tuple[str, Any], Place]:
     for index_node, info_node in node.items():
         index, info = _state(index_node, "MetadataIndex"), _state(info_node, "_StorageInfo")
         name, start, length = info["relative_path"], info["offset"], info["length"]
-        if type(name) is not str or type(start) is not int or type(length) is not int or start < 0 or length < 0:
+        if (
+            type(name) is not str
+            or type(start) is not int
+            or type(length) is not int
+            or start < 0
+            or length < 0
+        ):
             raise ValueError(f"{name!r}, byte {start!r}, {length!r} bytes")
         transforms = tuple(str(text) for text in _list(info.get("transform_descriptors") or []))
         offset = index.get("offset")
-        places[index["fqn"], None if offset is None else _sizes(offset)] = Place(name, start, length, transforms)
+        places[index["fqn"], None if offset is None else _sizes(offset)] = Place(
+            name, start, length, transforms
+        )
     return places
 
 
 def _paths(node: Any, items: Mapping[str, Item]) -> dict[str, Path]:
-    """Return the paths of the flattened state dict. One that was saved flat (``flatten_state_dict=False``) has none."""
+    """Return the paths of the flattened state dict. One that was saved flat
+    (``flatten_state_dict=False``) has none.
+    """
     paths: dict[str, Path] = {key: (key,) for key in items}
     for key, path in node.items() if node is not None else ():
         if not _is_flat_key(key, path):
@@ -187,7 +207,9 @@ def _is_flat_key(key: str, path: Any) -> bool:
 
 
 def _is(node: Any, name: str) -> bool:
-    """Return True if the node makes an object of this class of torch, in whichever module the class was then."""
+    """Return True if the node makes an object of this class of torch, in whichever module the class
+    was then.
+    """
     return (
         type(node) is Call
         and type(node.func) is Global
@@ -198,7 +220,9 @@ def _is(node: Any, name: str) -> bool:
 
 def _state(node: Any, name: str) -> Any:
     if not _is(node, name):
-        raise ValueError(f"{node.func if type(node) is Call else type(node).__name__} instead of a {name}")
+        raise ValueError(
+            f"{node.func if type(node) is Call else type(node).__name__} instead of a {name}"
+        )
     return node.state
 
 
@@ -233,7 +257,9 @@ def spelled(metadata: Metadata) -> bytes:
             chunks = [(chunk.offsets, place) for chunk, place in item.chunks]
         for offsets, place in chunks:
             size = None if offsets is None else nodes.size(offsets)
-            index = nodes.object(_MODULE, "MetadataIndex", {"fqn": key, "index": None, "offset": size})
+            index = nodes.object(
+                _MODULE, "MetadataIndex", {"fqn": key, "index": None, "offset": size}
+            )
             info = {"relative_path": place.name, "offset": place.offset, "length": place.length}
             places[index] = nodes.object(_STORAGE_MODULE, "_StorageInfo", info)
     state = {
@@ -266,8 +292,18 @@ class _Nodes:
     def item(self, item: Item) -> Call:
         if isinstance(item, BytesItem):
             return self.object(_MODULE, "BytesStorageMetadata")
-        properties = (self.name("torch", item.dtype), self.layout, False, self.format, False, *item.more)
-        chunks = [{"offsets": self.size(chunk.offsets), "sizes": self.size(chunk.sizes)} for chunk, _ in item.chunks]
+        properties = (
+            self.name("torch", item.dtype),
+            self.layout,
+            False,
+            self.format,
+            False,
+            *item.more,
+        )
+        chunks = [
+            {"offsets": self.size(chunk.offsets), "sizes": self.size(chunk.sizes)}
+            for chunk, _ in item.chunks
+        ]
         state = {
             "properties": self.object(_MODULE, "TensorProperties", properties),
             "size": self.size(item.shape),
@@ -277,17 +313,21 @@ class _Nodes:
 
 
 _INFO = "DCP_SHARDING_INFO"
-_HEAD = 9  # bytes that show a safetensors file: the length of its header, and the header's first character
+# bytes that show a safetensors file: the length of its header, and the header's first character
+_HEAD = 9
 _OBJECTS = 1 << 17  # bytes of objects to fetch together with the head
 _AHEAD = 64  # files whose heads are fetched concurrently
 
 
 def locate_chunks(folder: str, metadata: Metadata) -> Metadata:
-    """Return `metadata` with the places of chunks in safetensors files, which ``.metadata`` does not give."""
+    """Return `metadata` with the places of chunks in safetensors files, which ``.metadata`` does
+    not give.
+    """
     tensors = [item for item in metadata.items.values() if isinstance(item, TensorItem)]
     heads = dict.fromkeys((place.name for item in tensors for place in item.places), _HEAD)
     for item in metadata.items.values():
-        if isinstance(item, BytesItem) and item.place.name in heads:  # objects precede the tensors of a file
+        # objects precede the tensors of a file
+        if isinstance(item, BytesItem) and item.place.name in heads:
             end = item.place.offset + item.place.length
             if end <= _OBJECTS:
                 heads[item.place.name] = max(heads[item.place.name], end)
@@ -303,16 +343,24 @@ def locate_chunks(folder: str, metadata: Metadata) -> Metadata:
             files[name] = {entry.key: entry for entry in safetensors.read(path).sections[0].tensors}
     items = dict(metadata.items)
     for key, item in metadata.items.items():
-        if not isinstance(item, TensorItem) or not any(place.name in files for place in item.places):
+        if not isinstance(item, TensorItem) or not any(
+            place.name in files for place in item.places
+        ):
             continue
         chunks = []
         for chunk, place in item.chunks:
             if place.name in files:
                 entry = files[place.name].get(key)
-                if entry is None or entry.span is None or (entry.dtype, entry.shape) != (item.dtype, chunk.sizes):
+                if (
+                    entry is None
+                    or entry.span is None
+                    or (entry.dtype, entry.shape) != (item.dtype, chunk.sizes)
+                ):
                     raise CkptError(
-                        f"{join(folder, place.name)} has no chunk of {key} as .metadata describes it",
-                        hint="the folder holds files of two checkpoints, or is damaged: copy it again",
+                        f"{join(folder, place.name)} has no chunk of {key} as .metadata describes"
+                        " it",
+                        hint="the folder holds files of two checkpoints, or is damaged: copy it"
+                        " again",
                     )
                 place = _raw_place(place.name, entry.span)
             chunks.append((chunk, place))
@@ -325,11 +373,13 @@ def _raw_place(name: str, span: Span) -> Place:
 
 
 def read_shards(folder: str, names: Sequence[str]) -> tuple[Metadata, str]:
-    """Assemble these safetensors files by the offsets in their ``__metadata__``; also return a note.
+    """Assemble these safetensors files by the offsets in their ``__metadata__``; also return a
+    note.
 
     Raises `CkptError`, all problems at once, if the chunks do not cover the tensors.
     """
-    chunks: dict[str, dict[Chunk, TensorEntry]] = {}  # a chunk that several ranks saved is one chunk
+    # a chunk that several ranks saved is one chunk
+    chunks: dict[str, dict[Chunk, TensorEntry]] = {}
     places: dict[str, dict[Chunk, Place]] = {}
     problems: list[Problem] = []
     for name in names:
@@ -338,12 +388,19 @@ def read_shards(folder: str, names: Sequence[str]) -> tuple[Metadata, str]:
         for entry in shard.sections[0].tensors:
             at = offsets.get(entry.key)
             if at is None or len(at) != len(entry.shape) or entry.span is None:
-                problems.append(Problem(f"{name} does not give the offsets of its chunk", entry.key))
+                problems.append(
+                    Problem(f"{name} does not give the offsets of its chunk", entry.key)
+                )
                 continue
             chunk = Chunk(at, entry.shape)
             first = chunks.setdefault(entry.key, {}).setdefault(chunk, entry)
             if not same_values(first, entry):
-                problems.append(Problem(f"{name} has other values at {list(at)} than another rank's shard", entry.key))
+                problems.append(
+                    Problem(
+                        f"{name} has other values at {list(at)} than another rank's shard",
+                        entry.key,
+                    )
+                )
             places.setdefault(entry.key, {})[chunk] = _raw_place(name, entry.span)
     items = {}
     for key, entries in chunks.items():
@@ -364,7 +421,10 @@ def read_shards(folder: str, names: Sequence[str]) -> tuple[Metadata, str]:
     ranks = sorted({int(name.split("-")[1]) for name in names})
     missing = [str(rank) for rank in range(1, ranks[-1]) if rank not in ranks]
     gap = f", without {some(missing, 8)}" if missing else ""
-    note = f"assembled from the shards up to rank {ranks[-1]}{gap}: no file says how many ranks there were"
+    note = (
+        f"assembled from the shards up to rank {ranks[-1]}{gap}: no file says how many ranks"
+        " there were"
+    )
     return Metadata(items, {key: (key,) for key in items}), note
 
 
@@ -376,6 +436,8 @@ def _offsets(text: str) -> dict[str, tuple[int, ...]]:
     offsets = {}
     for key, value in info.items() if isinstance(info, dict) else ():
         saved = value.get("saved_offsets") if isinstance(value, dict) else None
-        if isinstance(saved, list) and all(type(offset) is int and 0 <= offset < 1 << 62 for offset in saved):
+        if isinstance(saved, list) and all(
+            type(offset) is int and 0 <= offset < 1 << 62 for offset in saved
+        ):
             offsets[key] = tuple(saved)
     return offsets

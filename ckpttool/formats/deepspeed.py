@@ -1,4 +1,6 @@
-"""Read a DeepSpeed checkpoint (ZeRO or universal) from the files of all ranks as an ordinary one."""
+"""Read a DeepSpeed checkpoint (ZeRO or universal) from the files of all ranks as an ordinary
+one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from math import prod
 from shlex import quote
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Part, Section, TensorEntry, contiguous_stride, in_row_major
+from ckpttool.core.checkpoint import (
+    Checkpoint,
+    ExtraEntry,
+    Part,
+    Section,
+    TensorEntry,
+    contiguous_stride,
+    in_row_major,
+)
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.text import shell, some
 from ckpttool.core.values import dataclass, many_objects
@@ -27,12 +37,18 @@ from ckpttool.formats.zip_read import read_archive
 from ckpttool.io.files import is_dir, is_file, names_in
 from ckpttool.io.paths import join, parent, safe_path
 
-COPY = "copy the folder again, or take an older step: the file `latest` next to it names the step that DeepSpeed loads"
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
+COPY = (
+    "copy the folder again, or take an older step: the file `latest` next to it names the step"
+    " that DeepSpeed loads"
+)
+_OPTIMIZER = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt"
+)
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
 _EXPERTS = re.compile(r"(?:layer_\d+[-_]|expp?_).*_states\.pt")
 UNIVERSAL = "zero"  # the folder of a universal checkpoint with one folder for each parameter
-UNIVERSAL_REST = "optimizer_state.pt"  # the file next to these, of state that belongs to no parameter
+# the file next to these, of state that belongs to no parameter
+UNIVERSAL_REST = "optimizer_state.pt"
 _LEVELS = 4  # of nested lists; paddings and options have two
 _MOST_MISSING = 20  # ranks that are listed
 
@@ -50,11 +66,19 @@ class File:
         entries: dict[str, TensorEntry | ExtraEntry] = {}
         for name, node in mapping(self.items, key).items():
             own = str(name)
-            entries[own] = entry_of(own, node, self.storages) if is_tensor(node) else extra_of(own, node, self.storages)
+            entries[own] = (
+                entry_of(own, node, self.storages)
+                if is_tensor(node)
+                else extra_of(own, node, self.storages)
+            )
         return entries
 
     def tensors(self, key: str) -> dict[str, TensorEntry]:
-        return {name: entry for name, entry in self.entries(key).items() if isinstance(entry, TensorEntry)}
+        return {
+            name: entry
+            for name, entry in self.entries(key).items()
+            if isinstance(entry, TensorEntry)
+        }
 
     def flat(self, key: str, node: Any) -> TensorEntry:
         """Return the entry of a contiguous tensor. Raises `CkptError` for any other node."""
@@ -68,7 +92,8 @@ class File:
 class Files:
     """The files of all ranks in order: of the model one, or with ZeRO-3 one for each rank.
 
-    `universal` is the folder of the parameters of a universal checkpoint, which has one optimizer file for all ranks.
+    `universal` is the folder of the parameters of a universal checkpoint, which has one optimizer
+    file for all ranks.
     """
 
     stage: int
@@ -78,7 +103,9 @@ class Files:
 
 
 def read_files(folder: str) -> Files:
-    """Read the files in `folder`. Raises `CkptError`, all problems at once, if one is missing or of another run."""
+    """Read the files in `folder`. Raises `CkptError`, all problems at once, if one is missing or of
+    another run.
+    """
     names = [name for name in names_in(folder) if is_file(join(folder, name))]
     optimizers, models = _numbered(names, _OPTIMIZER), _numbered(names, _MODEL)
     others = [name for name in names if _EXPERTS.fullmatch(name)]
@@ -86,7 +113,8 @@ def read_files(folder: str) -> Files:
     universal = join(folder, UNIVERSAL)
     if others:
         raise CkptError(
-            f"{folder} is a DeepSpeed checkpoint of a model that is split by layers, by experts or within tensors",
+            f"{folder} is a DeepSpeed checkpoint of a model that is split by layers, by experts or"
+            " within tensors",
             hint=f'{_TAKE_OUT}: python -c "{_WEIGHTS}" {quote(universal)} OUT.pt'
             if is_dir(universal)
             else _to_universal(folder),
@@ -109,17 +137,25 @@ def read_files(folder: str) -> Files:
     problems = [] if files.universal is not None else _rank_problems("optimizer", optimizers, count)
     if files.stage == 3 or len(models) > 1:
         problems += _rank_problems("model", models, count)
-    problems += _differences(files.optimizers, ("zero_stage", "partition_count", "ds_version"), "optimizer_state_dict")
+    problems += _differences(
+        files.optimizers, ("zero_stage", "partition_count", "ds_version"), "optimizer_state_dict"
+    )
     problems += _differences(files.models, ("global_steps", "dp_world_size", "ds_version"))
     if problems:
-        raise CkptError(f"{folder} does not hold the files of all ranks of one step", hint=COPY, problems=problems)
+        raise CkptError(
+            f"{folder} does not hold the files of all ranks of one step",
+            hint=COPY,
+            problems=problems,
+        )
     return files
 
 
 def _numbered(names: Sequence[str], kind: re.Pattern[str]) -> dict[str, tuple[int, int]]:
     """Return name -> (rank, model part) of the files of a kind, in order."""
     matches = {name: kind.fullmatch(name) for name in names}
-    numbers = {name: (int(m["rank"] or 0), int(m["part"])) for name, m in matches.items() if m is not None}
+    numbers = {
+        name: (int(m["rank"] or 0), int(m["part"])) for name, m in matches.items() if m is not None
+    }
     return dict(sorted(numbers.items(), key=lambda pair: pair[1]))
 
 
@@ -128,16 +164,25 @@ def _rank_problems(what: str, numbers: Mapping[str, tuple[int, int]], count: int
     missing = islice((rank for rank in range(count) if rank not in ranks), _MOST_MISSING)
     return [
         *(Problem(f"no file of this rank's {what} states", f"rank {rank}") for rank in missing),
-        *(Problem("two files are of this rank", f"rank {rank}") for rank in ranks if ranks[rank] > 1),
+        *(
+            Problem("two files are of this rank", f"rank {rank}")
+            for rank in ranks
+            if ranks[rank] > 1
+        ),
         *(Problem(f"the run had {count} ranks", f"rank {rank}") for rank in ranks if rank >= count),
     ]
 
 
-def _differences(files: Sequence[File], keys: Sequence[str], inside: str | None = None) -> list[Problem]:
+def _differences(
+    files: Sequence[File], keys: Sequence[str], inside: str | None = None
+) -> list[Problem]:
     """Return the values that should be equal in all files, and are not."""
     values = [file.items if inside is None else mapping(file.items, inside) for file in files]
     return [
-        Problem(f"{key} is {plain(own.get(key))!r}, in {files[0].path} {plain(values[0].get(key))!r}", file.path)
+        Problem(
+            f"{key} is {plain(own.get(key))!r}, in {files[0].path} {plain(values[0].get(key))!r}",
+            file.path,
+        )
         for key in keys
         for file, own in zip(files, values)
         if plain(own.get(key)) != plain(values[0].get(key))
@@ -145,7 +190,9 @@ def _differences(files: Sequence[File], keys: Sequence[str], inside: str | None 
 
 
 def read_file(path: str) -> File:
-    """Read a file that holds a dict, or one tensor, which becomes the item ``param``. Raises `CkptError` for others."""
+    """Read a file that holds a dict, or one tensor, which becomes the item ``param``. Raises
+    `CkptError` for others.
+    """
     if sniff(path) != "torch_zip":
         raise CkptError(f"{path} was not written by torch.save", hint=COPY)
     archive = read_archive(path)
@@ -157,19 +204,26 @@ def read_file(path: str) -> File:
 
 
 _TAKE_OUT = (
-    "this takes out the weights without their optimizer, trained ones in fp32, second names of shared ones in the "
+    "this takes out the weights without their optimizer, trained ones in fp32, second names of"
+    " shared ones in the "
     "model's precision"
 )
 _WEIGHTS = (
     "import sys, torch; from pathlib import Path; "
     "found = {p.parent.name: torch.load(p) for p in Path(sys.argv[1]).glob('*/fp32.pt')}; "
-    "torch.save({k: v['param'] if isinstance(v, dict) else v for k, v in found.items()}, sys.argv[2])"
+    "torch.save({k: v['param'] if isinstance(v, dict) else v for k, v in found.items()},"
+    " sys.argv[2])"
 )
 
 
 def _to_universal(folder: str) -> str:
-    args = f"--input_folder {quote(folder)} --output_folder {quote(folder.rstrip('/') + '_universal')}"
-    return f"let DeepSpeed convert it, then name the output: python -m deepspeed.checkpoint.ds_to_universal {args}"
+    args = (
+        f"--input_folder {quote(folder)} --output_folder {quote(folder.rstrip('/') + '_universal')}"
+    )
+    return (
+        "let DeepSpeed convert it, then name the output: python -m"
+        f" deepspeed.checkpoint.ds_to_universal {args}"
+    )
 
 
 def _zero_stage(file: File) -> int:
@@ -183,7 +237,8 @@ def _zero_stage(file: File) -> int:
         run = parent(folder) if is_file(join(parent(folder), "latest")) else folder
         command = shell("python", "-m", "deepspeed.utils.zero_to_fp32", run, "OUT")
         raise CkptError(
-            f"{file.path}: {said}, and only the optimizer states of stages 1, 2 and 3 can be assembled; "
+            f"{file.path}: {said}, and only the optimizer states of stages 1, 2 and 3 can be"
+            " assembled; "
             f"its optimizer_state_dict holds {keys}",
             hint=f"let DeepSpeed gather the weights: {command}; or {_to_universal(folder)}",
         )
@@ -223,14 +278,20 @@ def sequence(items: Mapping[Any, Any], key: str) -> list[Any]:
 
 
 def plain(node: Any, levels: int = _LEVELS) -> Any:
-    """Return a number, a text or a list of these; the value of an enum; None for other nodes and for deeper lists."""
+    """Return a number, a text or a list of these; the value of an enum; None for other nodes and
+    for deeper lists.
+    """
     if type(node) is int and abs(node) >= MOST:
         return None
     if type(node) in (bool, int, float, str, type(None)):
         return node
     if levels and type(node) in (list, tuple):
         return type(node)(plain(item, levels - 1) for item in node)
-    return plain(node.args[0], levels - 1) if levels and type(node) is Call and len(node.args) == 1 else None
+    return (
+        plain(node.args[0], levels - 1)
+        if levels and type(node) is Call and len(node.args) == 1
+        else None
+    )
 
 
 def is_plain(node: Any, levels: int = _LEVELS) -> bool:
@@ -242,15 +303,33 @@ def is_plain(node: Any, levels: int = _LEVELS) -> bool:
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-# Keys of the model's file that describe the run and its partitions. Without them, the tensors lose nothing.
-_OWN = {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
-_OWN |= {"shared_params", "ds_config", "ds_version", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
+# Keys of the model's file that describe the run and its partitions. Without them, the tensors lose
+# nothing.
+_OWN = {
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+}
+_OWN |= {
+    "shared_params",
+    "ds_config",
+    "ds_version",
+    "dp_world_size",
+    "mp_world_size",
+    "data_sampler",
+    "random_ltd",
+}
 _OWN |= {"checkpoint_parallel_dimensions"}
 
 
 @many_objects()
 def read(folder: str) -> Checkpoint:
-    """Read the index of one step's folder. Raises `CkptError` if files are missing or do not fit."""
+    """Read the index of one step's folder. Raises `CkptError` if files are missing or do not
+    fit.
+    """
     files = read_files(folder)
     groups = tuple(
         {str(name): sizes_of(size) for name, size in mapping({"": group}, "").items()}
@@ -271,7 +350,11 @@ def read(folder: str) -> Checkpoint:
         optimizer = _optimizer(files, layout, notes)
     else:
         optimizer = _universal_optimizer(files.optimizers[0], groups, states, notes)
-    lost = [str(key) for key, value in files.models[0].items.items() if key not in _OWN and value is not None]
+    lost = [
+        str(key)
+        for key, value in files.models[0].items.items()
+        if key not in _OWN and value is not None
+    ]
     if lost:
         notes.append(f"not copied: {', '.join(lost)} of {files.models[0].path}")
     return Checkpoint(
@@ -290,9 +373,9 @@ def read(folder: str) -> Checkpoint:
 class _Layout:
     """The positions of parameters in the flat tensors of the ranks.
 
-    `groups` are the shapes of the parameters of each param group in order. `gaps` is the padding after each parameter,
-    in elements (ZeRO-1 and -2). `sizes` are the numbers of elements of each rank's flat tensors: one for each param
-    group, or with ZeRO-3 for each part of one.
+    `groups` are the shapes of the parameters of each param group in order. `gaps` is the padding
+    after each parameter, in elements (ZeRO-1 and -2). `sizes` are the numbers of elements of each
+    rank's flat tensors: one for each param group, or with ZeRO-3 for each part of one.
     """
 
     stage: int
@@ -301,7 +384,9 @@ class _Layout:
     sizes: tuple[tuple[int, ...], ...]
 
     def places(self) -> Iterator[tuple[int, str, tuple[int, ...], int]]:
-        """Yield the param group, name, shape and first element of each parameter, of ZeRO-1 and -2."""
+        """Yield the param group, name, shape and first element of each parameter, of ZeRO-1 and
+        -2.
+        """
         for index, (shapes, gaps) in enumerate(zip(self.groups, self.gaps)):
             at = 0
             for (name, shape), gap in zip(shapes.items(), gaps):
@@ -329,7 +414,9 @@ class _Layout:
                     at += part
         dtypes = sorted({tensor.dtype for tensors in flats for tensor in tensors})
         if len(dtypes) > 1:
-            raise CkptError(f"the ranks' partitions have several dtypes: {', '.join(dtypes)}", hint=COPY)
+            raise CkptError(
+                f"the ranks' partitions have several dtypes: {', '.join(dtypes)}", hint=COPY
+            )
         gathered = {}
         for name, (shape, own) in parts.items():
             storage = concatenated(own)
@@ -337,21 +424,29 @@ class _Layout:
             if storage.nbytes != gathered[name].nbytes:
                 problem = Problem("the ranks hold too few elements", name)
                 raise CkptError(
-                    "the ranks' partitions do not hold a parameter completely", hint=COPY, problems=[problem]
+                    "the ranks' partitions do not hold a parameter completely",
+                    hint=COPY,
+                    problems=[problem],
                 )
         return gathered
 
 
 def _partitions(files: Files, groups: tuple[Shapes, ...]) -> tuple[_Layout, dict[str, TensorEntry]]:
-    """Return the layout and the fp32 weights. Raises `CkptError` if shapes and partitions do not fit.
+    """Return the layout and the fp32 weights. Raises `CkptError` if shapes and partitions do not
+    fit.
 
     Every element of the partitions must be a parameter's or padding.
     """
     states = [mapping(file.items, "optimizer_state_dict") for file in files.optimizers]
     key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
-    flats = [[file.flat(key, node) for node in sequence(own, key)] for file, own in zip(files.optimizers, states)]
+    flats = [
+        [file.flat(key, node) for node in sequence(own, key)]
+        for file, own in zip(files.optimizers, states)
+    ]
     key = "param_alignment_paddings"
-    gaps = [sequence({key: own}, key) for own in sequence(states[0], key)] or [[0] * len(own) for own in groups]
+    gaps = [sequence({key: own}, key) for own in sequence(states[0], key)] or [
+        [0] * len(own) for own in groups
+    ]
     sizes = tuple(tuple(flat.numel for flat in own) for own in flats)
     layout = _Layout(files.stage, groups, tuple(tuple(plain(own)) for own in gaps), sizes)
     problems = _layout_problems(layout)
@@ -359,7 +454,8 @@ def _partitions(files: Files, groups: tuple[Shapes, ...]) -> tuple[_Layout, dict
         problems = _slice_problems(layout, files, states)
     if problems:
         raise CkptError(
-            f"{files.optimizers[0].path}: the partitions do not fit the parameters of {files.models[0].path}",
+            f"{files.optimizers[0].path}: the partitions do not fit the parameters of"
+            f" {files.models[0].path}",
             hint=COPY,
             problems=problems,
         )
@@ -374,41 +470,65 @@ def _layout_problems(layout: _Layout) -> list[Problem]:
     if not is_number or list(map(len, gaps)) != list(map(len, groups)):
         return [Problem("not one for each parameter", "param_alignment_paddings")]
     if len(set(map(len, sizes))) > 1 or (layout.stage < 3 and len(sizes[0]) != len(groups)):
-        return [Problem(f"{len(groups)} param groups, the ranks have {list(map(len, sizes))}", "param_shapes")]
+        return [
+            Problem(
+                f"{len(groups)} param groups, the ranks have {list(map(len, sizes))}",
+                "param_shapes",
+            )
+        ]
     problems = []
     if layout.stage == 3:
-        expected = sum(-(-prod(shape) // len(sizes)) for shapes in groups for shape in shapes.values())
+        expected = sum(
+            -(-prod(shape) // len(sizes)) for shapes in groups for shape in shapes.values()
+        )
         for rank, own in enumerate(sizes):
             if sum(own) != expected:
                 text = f"holds {sum(own):,} elements, its parts of the parameters are {expected:,}"
                 problems.append(Problem(text, f"rank {rank}"))
         return problems
     for index, shapes in enumerate(groups):
-        # The end of a group is padded to a multiple of twice the number of ranks, and not always saved.
+        # The end of a group is padded to a multiple of twice the number of ranks, and not always
+        # saved.
         expected = sum(map(prod, shapes.values())) + sum(gaps[index])
         actual = sum(own[index] for own in sizes)
-        if not expected - (gaps[index][-1] if gaps[index] else 0) <= actual < expected + 2 * len(sizes):
+        if (
+            not expected - (gaps[index][-1] if gaps[index] else 0)
+            <= actual
+            < expected + 2 * len(sizes)
+        ):
             text = f"the ranks hold {actual:,} elements, its parameters are {expected:,}"
             problems.append(Problem(text, f"param group {index}"))
     return problems
 
 
-def _slice_problems(layout: _Layout, files: Files, states: Sequence[Mapping[Any, Any]]) -> list[Problem]:
-    """Compare the layout with ``param_slice_mappings``, which gives each rank's slice of each parameter."""
+def _slice_problems(
+    layout: _Layout, files: Files, states: Sequence[Mapping[Any, Any]]
+) -> list[Problem]:
+    """Compare the layout with ``param_slice_mappings``, which gives each rank's slice of each
+    parameter.
+    """
     problems = []
     ends = {(index, name): (at, at + prod(shape)) for index, name, shape, at in layout.places()}
     for index in range(len(layout.groups)):
         before = 0
         for file, state, own in zip(files.optimizers, states, layout.sizes):
             slices = sequence(state, "param_slice_mappings")
-            for name, node in mapping({"": slices[index]}, "").items() if index < len(slices) else ():
+            for name, node in (
+                mapping({"": slices[index]}, "").items() if index < len(slices) else ()
+            ):
                 # A dataclass: fragment_address(numel, start)
                 fragment = node.state if type(getattr(node, "state", None)) is dict else {}
                 numel, start = fragment.get("numel"), fragment.get("start")
                 low, high = ends.get((index, str(name)), (-1, -1))
                 here = max(low, before), min(high, before + own[index])
-                if type(numel) is not int or type(start) is not int or here != (before + start, before + start + numel):
-                    problems.append(Problem(f"{file.path} gives another place for its part", str(name)))
+                if (
+                    type(numel) is not int
+                    or type(start) is not int
+                    or here != (before + start, before + start + numel)
+                ):
+                    problems.append(
+                        Problem(f"{file.path} gives another place for its part", str(name))
+                    )
             before += own[index]
     return problems
 
@@ -419,7 +539,8 @@ def _slice_problems(layout: _Layout, files: Files, states: Sequence[Mapping[Any,
 def _read_parameters(
     files: Files, root: str, groups: Sequence[Shapes], notes: list[str]
 ) -> tuple[dict[str, dict[str, TensorEntry]], list[File]]:
-    """Return parameter -> name of a file -> its tensor, and the files. `notes` get what is left out.
+    """Return parameter -> name of a file -> its tensor, and the files. `notes` get what is left
+    out.
 
     Raises `CkptError`, all problems at once, if a parameter is missing or does not fit.
     """
@@ -440,26 +561,45 @@ def _read_parameters(
                 text = f"{name} has the shape {list(entry.shape)}, the parameter {list(shape)}"
                 problems.append(Problem(text, param))
             state[kind] = entry
-    problems += [Problem("no file fp32.pt of it", name) for name, state in states.items() if "fp32" not in state]
+    problems += [
+        Problem("no file fp32.pt of it", name)
+        for name, state in states.items()
+        if "fp32" not in state
+    ]
     if problems or not states:
-        raise CkptError(f"{root} does not hold every parameter completely", hint=COPY, problems=problems)
+        raise CkptError(
+            f"{root} does not hold every parameter completely", hint=COPY, problems=problems
+        )
     known = {*states, UNIVERSAL_REST, *files.models[0].tensors("module")}
-    notes += [f"not copied: {join(root, name)} belongs to no parameter" for name in names_in(root) if name not in known]
+    notes += [
+        f"not copied: {join(root, name)} belongs to no parameter"
+        for name in names_in(root)
+        if name not in known
+    ]
     return states, read
 
 
 def _universal_optimizer(
-    rest: File, groups: Sequence[Shapes], states: Mapping[str, Mapping[str, TensorEntry]], notes: list[str]
+    rest: File,
+    groups: Sequence[Shapes],
+    states: Mapping[str, Mapping[str, TensorEntry]],
+    notes: list[str],
 ) -> Section | None:
-    """Return the optimizer's section; None, and a note, if it does not have the model's param groups."""
+    """Return the optimizer's section; None, and a note, if it does not have the model's param
+    groups.
+    """
     base = mapping(rest.items, "optimizer_state_dict")
     options = [pairs_of(group) for group in sequence(base, "param_groups")]
     known = [group for group in options if group is not None]
     if len(known) != len(groups) or len(options) != len(known):
-        notes.append(f"the optimizer is not read: {len(options)} param groups in {rest.path}, {len(groups)} of shapes")
+        notes.append(
+            f"the optimizer is not read: {len(options)} param groups in {rest.path},"
+            f" {len(groups)} of shapes"
+        )
         return None
     state: dict[str, dict[str, Any]] = {name: dict(own) for name, own in states.items()}
-    kept = mapping(mapping(base, "optimizer_state_dict"), "state")  # of ZeRO-3: rank 0's own, with its step
+    # of ZeRO-3: rank 0's own, with its step
+    kept = mapping(mapping(base, "optimizer_state_dict"), "state")
     for at, shapes in enumerate(groups):
         for name, node in mapping(kept, at).items():
             value = rest.flat(str(name), node) if is_tensor(node) else plain(node)
@@ -477,13 +617,20 @@ def _universal_optimizer(
 def _model(
     files: Files, weights: Mapping[str, TensorEntry], notes: list[str]
 ) -> tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]:
-    """Return the tensors in the module's order (weights, frozen parameters, buffers, shared names), and the objects."""
+    """Return the tensors in the module's order (weights, frozen parameters, buffers, shared names),
+    and the objects.
+    """
     first = files.models[0]
     entries = first.entries("module")
     module = {name: entry for name, entry in entries.items() if isinstance(entry, TensorEntry)}
     gathered = {**weights, **_frozen(files)}
-    buffers = [name for name in sequence(first.items, "buffer_names") if type(name) is str and name in module]
-    whole = [name for name, entry in module.items() if files.stage < 3 or entry.numel]  # ZeRO-3 leaves a placeholder
+    buffers = [
+        name
+        for name in sequence(first.items, "buffer_names")
+        if type(name) is str and name in module
+    ]
+    # ZeRO-3 leaves a placeholder
+    whole = [name for name, entry in module.items() if files.stage < 3 or entry.numel]
     own = {name: module[name] for name in (*whole, *buffers) if name not in gathered}
     tensors = {**own, **gathered}
     for name, other in mapping(first.items, "shared_params").items():
@@ -496,15 +643,23 @@ def _model(
         raise CkptError(
             f"{first.path}: no partition holds the values of some entries of the module",
             hint=COPY,
-            problems=[Problem("neither a parameter, a buffer nor shared", name) for name in unknown],
+            problems=[
+                Problem("neither a parameter, a buffer nor shared", name) for name in unknown
+            ],
         )
     objects = {name: entry for name, entry in entries.items() if isinstance(entry, ExtraEntry)}
     expected: dict[str, TensorEntry | ExtraEntry] = {**own, **objects}
     for file in files.models[1:]:
         others = file.entries("module")
-        differing = [name for name in expected if name not in others or not same_values(others[name], expected[name])]
+        differing = [
+            name
+            for name in expected
+            if name not in others or not same_values(others[name], expected[name])
+        ]
         notes += [f"{name} differs between the ranks: rank 0's is used" for name in differing]
-    return tuple(tensors[name] for name in dict.fromkeys((*module, *tensors))), tuple(objects.values())
+    return tuple(tensors[name] for name in dict.fromkeys((*module, *tensors))), tuple(
+        objects.values()
+    )
 
 
 def _frozen(files: Files) -> dict[str, TensorEntry]:
@@ -519,22 +674,33 @@ def _frozen(files: Files) -> dict[str, TensorEntry]:
     gathered: dict[str, TensorEntry] = {}
     for key, size in mapping(first.items, "frozen_param_shapes").items():
         name = str(key)
-        missing = [Problem("a rank has no part of it", name) for own in fragments if name not in own]
+        missing = [
+            Problem("a rank has no part of it", name) for own in fragments if name not in own
+        ]
         if missing:
-            raise CkptError(f"{first.path}: parts of frozen parameters are missing", hint=COPY, problems=missing)
+            raise CkptError(
+                f"{first.path}: parts of frozen parameters are missing", hint=COPY, problems=missing
+            )
         layout = _Layout(3, ({name: sizes_of(size)},), (), ())
-        gathered |= layout.gather([[file.flat(name, own[name])] for file, own in zip(files.models, fragments)])
+        gathered |= layout.gather(
+            [[file.flat(name, own[name])] for file, own in zip(files.models, fragments)]
+        )
     return gathered
 
 
 def _optimizer(files: Files, layout: _Layout, notes: list[str]) -> Section | None:
-    """Return the optimizer's state by the names of its parameters; None, and a note, if its layout is not known."""
+    """Return the optimizer's state by the names of its parameters; None, and a note, if its layout
+    is not known.
+    """
     key = "optimizer_state_dict" if files.stage == 3 else "base_optimizer_state"
     bases: list[Any] = []
     for file in files.optimizers:
         base = mapping(file.items, "optimizer_state_dict").get(key)
         if not _is_known(base, len(layout.groups)):
-            notes.append(f"the optimizer is not read: {key} of {file.path} does not have DeepSpeed's current layout")
+            notes.append(
+                f"the optimizer is not read: {key} of {file.path} does not have"
+                " DeepSpeed's current layout"
+            )
             return None
         bases.append(base)
     problems: list[Problem] = []
@@ -555,13 +721,23 @@ def _optimizer(files: Files, layout: _Layout, notes: list[str]) -> Section | Non
         for param, value in _gathered(name, nodes, files.optimizers, layout, problems).items():
             state[param][name] = value
     if problems:
-        raise CkptError(f"{files.optimizers[0].path}: the ranks' optimizers do not fit", hint=COPY, problems=problems)
+        raise CkptError(
+            f"{files.optimizers[0].path}: the ranks' optimizers do not fit",
+            hint=COPY,
+            problems=problems,
+        )
     return _optimizer_section(layout.groups, bases[0]["param_groups"], state, notes)
 
 
 def _is_known(base: Any, groups: int) -> bool:
-    """Return True if this is the state of an optimizer with as many param groups, of flat parameters with numbers."""
-    if type(base) is not dict or type(base.get("state")) is not dict or type(base.get("param_groups")) is not list:
+    """Return True if this is the state of an optimizer with as many param groups, of flat
+    parameters with numbers.
+    """
+    if (
+        type(base) is not dict
+        or type(base.get("state")) is not dict
+        or type(base.get("param_groups")) is not list
+    ):
         return False
     params = [group.get("params") for group in base["param_groups"] if type(group) is dict]
     return len(base["param_groups"]) == len(params) == groups and all(
@@ -570,24 +746,41 @@ def _is_known(base: Any, groups: int) -> bool:
 
 
 def _gathered(
-    name: str, nodes: Sequence[Sequence[Any]], files: Sequence[File], layout: _Layout, problems: list[Problem]
+    name: str,
+    nodes: Sequence[Sequence[Any]],
+    files: Sequence[File],
+    layout: _Layout,
+    problems: list[Problem],
 ) -> dict[str, Any]:
-    """Return parameter -> its value of the state `name`: from the flat tensors, or one value that all ranks have."""
-    entries = [[file.flat(name, node) if is_tensor(node) else None for node in own] for file, own in zip(files, nodes)]
+    """Return parameter -> its value of the state `name`: from the flat tensors, or one value that
+    all ranks have.
+    """
+    entries = [
+        [file.flat(name, node) if is_tensor(node) else None for node in own]
+        for file, own in zip(files, nodes)
+    ]
     flats = [[entry for entry in own if entry is not None] for own in entries]
     if all(
-        len(own) == len(sizes) and all(e.numel >= size and len(e.shape) == 1 for e, size in zip(own, sizes))
+        len(own) == len(sizes)
+        and all(e.numel >= size and len(e.shape) == 1 for e, size in zip(own, sizes))
         for own, sizes in zip(flats, layout.sizes)
     ):
-        return {param: replace(entry, key=f"state.{param}.{name}") for param, entry in layout.gather(flats).items()}
+        return {
+            param: replace(entry, key=f"state.{param}.{name}")
+            for param, entry in layout.gather(flats).items()
+        }
     tensor, number = entries[0][0], plain(nodes[0][0])
     if tensor is None:
         values = [plain(node) for own in nodes for node in own]
         same = all(type(value) in (int, float, bool) and value == number for value in values)
     else:
-        same = tensor.numel == 1 and all(e is not None and same_values(tensor, e) for own in entries for e in own)
+        same = tensor.numel == 1 and all(
+            e is not None and same_values(tensor, e) for own in entries for e in own
+        )
     if not same:
-        problems.append(Problem("has neither the shape of the partitions nor one value on all ranks", name))
+        problems.append(
+            Problem("has neither the shape of the partitions nor one value on all ranks", name)
+        )
         return {}
     value = number if tensor is None else tensor
     return {param: _copy(value, param, name) for shapes in layout.groups for param in shapes}
@@ -603,11 +796,22 @@ def _optimizer_section(
     for index, shapes in enumerate(groups):
         own = {name: value for name, value in options[index].items() if name != "params"}
         lost = [name for name, value in own.items() if not is_plain(value)]
-        notes += [f"not copied: {name} of param group {index}, which is neither a number nor text" for name in lost]
-        param_groups.append({"params": list(shapes), **{k: plain(v) for k, v in own.items() if k not in lost}})
+        notes += [
+            f"not copied: {name} of param group {index}, which is neither a number nor text"
+            for name in lost
+        ]
+        param_groups.append(
+            {"params": list(shapes), **{k: plain(v) for k, v in own.items() if k not in lost}}
+        )
     tensors = tuple(v for own in state.values() for v in own.values() if isinstance(v, TensorEntry))
-    return Section("optimizer", "optimizer", tensors, mapping={"state": state, "param_groups": param_groups})
+    return Section(
+        "optimizer", "optimizer", tensors, mapping={"state": state, "param_groups": param_groups}
+    )
 
 
 def _copy(value: Any, param: str, name: str) -> Any:
-    return replace(in_own_storage(value), key=f"state.{param}.{name}") if isinstance(value, TensorEntry) else value
+    return (
+        replace(in_own_storage(value), key=f"state.{param}.{name}")
+        if isinstance(value, TensorEntry)
+        else value
+    )

@@ -26,21 +26,34 @@ from ckpttool.io.paths import join, safe_path
 INDEX = re.compile(r"(?P<stem>.+)\.(?P<kind>safetensors|bin)\.index(\.[\w-]+)?\.json")
 DCP_METADATA = ".metadata"
 
-HF_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # of one rank, by torch's own writer
+# of one rank, by torch's own writer
+HF_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
 _ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
-_OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".distcp", ".metadata", ".ot", ".tflite")
+_OTHER_WEIGHTS = (
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".gguf",
+    ".npz",
+    ".distcp",
+    ".metadata",
+    ".ot",
+    ".tflite",
+)
 # Files that a trainer saves next to the weights; never a candidate if there are others.
 _NO_WEIGHTS = re.compile(
     r"(training_args|optimizer(_\d+)?|scheduler(_\d+)?|sampler(_\d+)?|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)"
 )
-# The names that accelerate uses under FSDP: a folder or a file for each model and optimizer, or files of the ranks.
+# The names that accelerate uses under FSDP: a folder or a file for each model and optimizer, or
+# files of the ranks.
 _FSDP = re.compile(r"(?P<kind>pytorch_model_fsdp|optimizer)(_(?P<number>\d+))?(\.bin)?")
 _FSDP_RANK = re.compile(r"((pytorch_model_fsdp|optimizer)(_\d+)?_rank)\d+\.bin")
 _OPTIMIZER = re.compile(r"optimizer\.(bin|pt|pth)")
 _DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)_states\.pt")
 
-_STEP = re.compile(r"global_step\d+(_universal)?")  # DeepSpeed's folder of a step, whose tag one of these files names
+# DeepSpeed's folder of a step, whose tag one of these files names
+_STEP = re.compile(r"global_step\d+(_universal)?")
 _LATEST = ("latest", "latest_universal")
 
 _MOST_PICKLES = 1000  # one after the other in a file that torch.save did not write
@@ -66,7 +79,10 @@ def locate(folder: str) -> Found:
             f"{folder} holds several checkpoints",
             hint=f"name one of them: {quote(found[0].path)}",
             problems=[
-                Problem("a sharded checkpoint" if one.format == "sharded" else "a file", os.path.basename(one.path))
+                Problem(
+                    "a sharded checkpoint" if one.format == "sharded" else "a file",
+                    os.path.basename(one.path),
+                )
                 for one in found
             ],
         )
@@ -76,7 +92,9 @@ def locate(folder: str) -> Found:
 
 
 def _candidates(folder: str, names: list[str]) -> list[Found]:
-    """List every checkpoint in the folder; the format of a single file is empty: its content decides."""
+    """List every checkpoint in the folder; the format of a single file is empty: its content
+    decides.
+    """
     files = [name for name in names if is_file(join(folder, name))]
     if DCP_METADATA in files or any(HF_SHARD.fullmatch(name) for name in files):
         return [Found("dcp", folder)]
@@ -87,7 +105,8 @@ def _candidates(folder: str, names: list[str]) -> list[Found]:
         globs = [join(folder, f"{stem}*.bin") for stem in ranks]
         model = next((glob for glob in globs if "pytorch_model_fsdp" in glob), globs[0])
         raise CkptError(
-            f"{folder} holds files of ranks, as accelerate saves them without torch.distributed.checkpoint",
+            f"{folder} holds files of ranks, as accelerate saves them without"
+            " torch.distributed.checkpoint",
             hint=f"name the files of all ranks together: {quote(model)}",
             problems=[Problem("the files of all ranks", glob) for glob in globs],
         )
@@ -95,14 +114,19 @@ def _candidates(folder: str, names: list[str]) -> list[Found]:
         return [Found("accelerate", folder)]
     found = [Found("sharded", join(folder, name)) for name in files if INDEX.fullmatch(name)]
     shards = {shard for index in found for shard in _shards_of(index.path)}
-    single = [name for name in files if name.endswith(_ENDINGS) and not (_SHARD.fullmatch(name) or name in shards)]
+    single = [
+        name
+        for name in files
+        if name.endswith(_ENDINGS) and not (_SHARD.fullmatch(name) or name in shards)
+    ]
     weights = [name for name in single if not _NO_WEIGHTS.fullmatch(name)]
     single = weights if weights or found or parts_in(folder, names) else single
     return found + [Found("", join(folder, name)) for name in single]
 
 
 def fsdp_parts(folder: str) -> dict[str, str]:
-    """Return the parts that accelerate saved under FSDP: ``model``, ``optimizer``, ``model_1`` … -> its file name.
+    """Return the parts that accelerate saved under FSDP: ``model``, ``optimizer``, ``model_1`` … ->
+    its file name.
 
     Raises `CkptError` if two are of one model: they are from runs with different settings.
     """
@@ -117,7 +141,10 @@ def fsdp_parts(folder: str) -> dict[str, str]:
             raise CkptError(
                 f"{folder} holds the same twice, as accelerate saves it with other settings",
                 hint=f"name one of them: {quote(join(folder, name))}",
-                problems=[Problem(f"a part of the checkpoint: {section}", own) for own in (found[section], name)],
+                problems=[
+                    Problem(f"a part of the checkpoint: {section}", own)
+                    for own in (found[section], name)
+                ],
             )
         found[section] = name
     return dict(sorted(found.items()))
@@ -132,15 +159,22 @@ def _files(folder: str, is_one: Callable[[str], object]) -> tuple[str, ...]:
 
 
 def other_weights(folder: str) -> tuple[str, ...]:
-    """List files with weights that are not parts of accelerate's checkpoint: the Trainer's own copy."""
+    """List files with weights that are not parts of accelerate's checkpoint: the Trainer's own
+    copy.
+    """
     parts = fsdp_parts(folder).values()
     return _files(folder, lambda name: is_weights(name) and name not in parts)
 
 
 def state_files(folder: str) -> tuple[str, ...]:
-    """List the other files for resuming a training: of the scheduler, random numbers, the user's own."""
+    """List the other files for resuming a training: of the scheduler, random numbers, the user's
+    own.
+    """
     parts = fsdp_parts(folder).values()
-    return _files(folder, lambda name: (_NO_WEIGHTS.fullmatch(name) or name.endswith(".pkl")) and name not in parts)
+    return _files(
+        folder,
+        lambda name: (_NO_WEIGHTS.fullmatch(name) or name.endswith(".pkl")) and name not in parts,
+    )
 
 
 def parts_in(folder: str, names: list[str]) -> list[str]:
@@ -150,12 +184,17 @@ def parts_in(folder: str, names: list[str]) -> list[str]:
 
 def is_part(folder: str, names: list[str]) -> bool:
     """Return whether files of these names in the folder are parts of one checkpoint."""
-    shards = any(INDEX.fullmatch(name) or _SHARD.fullmatch(name) or HF_SHARD.fullmatch(name) for name in names)
+    shards = any(
+        INDEX.fullmatch(name) or _SHARD.fullmatch(name) or HF_SHARD.fullmatch(name)
+        for name in names
+    )
     return shards or DCP_METADATA in names or _is_deepspeed(folder, names)
 
 
 def is_weights(name: str) -> bool:
-    """Return whether a file of this name holds weights, by its ending; a trainer's other files do not."""
+    """Return whether a file of this name holds weights, by its ending; a trainer's other files do
+    not.
+    """
     return name.endswith(_ENDINGS) and not _NO_WEIGHTS.fullmatch(name)
 
 
@@ -177,7 +216,8 @@ def _is_deepspeed(folder: str, names: list[str]) -> bool:
 
 
 def _step_of(folder: str, names: list[str]) -> str:
-    """Return the folder of one step: ``latest`` names it, as for DeepSpeed itself, or it is `folder`.
+    """Return the folder of one step: ``latest`` names it, as for DeepSpeed itself, or it is
+    `folder`.
 
     If there are only universal checkpoints, ``latest_universal`` names it.
     """
@@ -190,8 +230,11 @@ def _step_of(folder: str, names: list[str]) -> str:
     if path is None or not is_dir(path):
         steps = [name for name in names if is_dir(join(folder, name)) and not name.startswith(".")]
         raise CkptError(
-            f"{folder} is a DeepSpeed checkpoint, and the step {tag!r} that its file `{latest}` names is not there",
-            hint=f"name one: {quote(join(folder, steps[-1]))}" if steps else "copy the folder again",
+            f"{folder} is a DeepSpeed checkpoint, and the step {tag!r} that its file `{latest}`"
+            " names is not there",
+            hint=f"name one: {quote(join(folder, steps[-1]))}"
+            if steps
+            else "copy the folder again",
         )
     return path
 
@@ -209,11 +252,13 @@ def _nothing(folder: str, names: list[str]) -> CkptError:
     if shards:
         return CkptError(
             f"{folder} holds {len(shards)} shards without their index",
-            hint="download or copy the *.index.json too, or name one shard: " + quote(join(folder, shards[0])),
+            hint="download or copy the *.index.json too, or name one shard: "
+            + quote(join(folder, shards[0])),
         )
     if any(re.fullmatch(r"__\d+\.metadata", name) for name in names):
         return CkptError(
-            f"{folder} is a torch.distributed.checkpoint folder without collectives: each rank has its own index",
+            f"{folder} is a torch.distributed.checkpoint folder without collectives: each rank has"
+            " its own index",
             hint="load it with as many ranks and save it again with use_collectives=True",
         )
     if any(name.endswith(".distcp") for name in names):
@@ -224,24 +269,35 @@ def _nothing(folder: str, names: list[str]) -> CkptError:
     if ".snapshot_metadata" in names:
         return CkptError(
             f"{folder} is a snapshot of torchsnapshot, a format that ckpttool does not read",
-            hint=f"restore it, and save that: torchsnapshot.Snapshot({folder!r}).restore({{'model': model}}); "
+            hint="restore it, and save that:"
+            f" torchsnapshot.Snapshot({folder!r}).restore({{'model': model}}); "
             "torch.save(model.state_dict(), 'model.pt')",
         )
     inside = [name for name in names if is_dir(join(folder, name)) and not name.startswith(".")]
-    hint = f"name one of its folders: {quote(join(folder, inside[-1]))}" if inside else "check the path"
+    hint = (
+        f"name one of its folders: {quote(join(folder, inside[-1]))}"
+        if inside
+        else ("check the path")
+    )
     what = "a model's configuration but no weights" if "config.json" in names else "no checkpoint"
     return CkptError(f"{folder} holds {what if names else 'nothing'}", hint=hint)
 
 
 def companions(folder: str) -> dict[str, str]:
-    """Return name -> path of a model's other files: configuration, tokenizer, model card, and a trainer's files.
+    """Return name -> path of a model's other files: configuration, tokenizer, model card, and a
+    trainer's files.
 
     Hidden files, subfolders and files with weights are left out.
     """
     read = fsdp_parts(folder).values() if is_fsdp(folder) else ()
 
     def is_read(name: str) -> bool:
-        return is_weights(name) or name.endswith(_OTHER_WEIGHTS) or name in read or INDEX.fullmatch(name) is not None
+        return (
+            is_weights(name)
+            or name.endswith(_OTHER_WEIGHTS)
+            or name in read
+            or INDEX.fullmatch(name) is not None
+        )
 
     names = [name for name in names_in(folder) if not (name.startswith(".") or is_read(name))]
     paths = {name: path for name in names if (path := safe_path(folder, name)) is not None}
@@ -249,24 +305,34 @@ def companions(folder: str) -> dict[str, str]:
 
 
 def other_files(folder: str) -> tuple[str, ...]:
-    """List the torch files in a folder of torch.distributed.checkpoint: Megatron-Core saves some of its state there."""
+    """List the torch files in a folder of torch.distributed.checkpoint: Megatron-Core saves some of
+    its state there.
+    """
     return _files(folder, lambda name: name.endswith(_ENDINGS) and not HF_SHARD.fullmatch(name))
 
 
 def checkpoint_files(folder: str, like: str) -> set[str]:
-    """Return the files in `folder` of a checkpoint like the new one, whose index or only file is called `like`.
+    """Return the files in `folder` of a checkpoint like the new one, whose index or only file is
+    called `like`.
 
     The new checkpoint replaces them: an old index or single file would be read instead of it.
     """
     names = set(names_in(folder)) if is_dir(folder) else set()
     if like == DCP_METADATA:
         return {name for name in names if name == DCP_METADATA or name.endswith(".distcp")}
-    kind, single = ".bin" if ".bin" in like else ".safetensors", ("model.safetensors", "pytorch_model.bin")
-    return {n for n in names if kind in n and (n in single or INDEX.fullmatch(n) or _SHARD.fullmatch(n))}
+    kind, single = (
+        ".bin" if ".bin" in like else ".safetensors",
+        ("model.safetensors", "pytorch_model.bin"),
+    )
+    return {
+        n for n in names if kind in n and (n in single or INDEX.fullmatch(n) or _SHARD.fullmatch(n))
+    }
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """Return the index of the file or folder at `path`. Raises `CkptError` if it cannot be read as a checkpoint."""
+    """Return the index of the file or folder at `path`. Raises `CkptError` if it cannot be read as
+    a checkpoint.
+    """
     files.look_anew(path)
     look = sources.begin_look()
     with handles.kept(), one_reading(), collected() as imports:
@@ -303,18 +369,26 @@ def _open(path: str) -> Checkpoint:
 
 
 def note_on(names: Sequence[str]) -> tuple[str, ...]:
-    return (f"{', '.join(names)}: other files in the folder, copied if the output is a folder too",) if names else ()
+    return (
+        (f"{', '.join(names)}: other files in the folder, copied if the output is a folder too",)
+        if names
+        else ()
+    )
 
 
 def unsafe_in_folder(path: str) -> tuple[Import, ...]:
-    """Return what `unsafe_in` finds in files that a trainer saves next to the weights in the folder `path`."""
+    """Return what `unsafe_in` finds in files that a trainer saves next to the weights in the folder
+    `path`.
+    """
     if files.is_glob(path) or not files.is_dir(path):
         return ()
     return unsafe_in(join(path, name) for name in state_files(path))
 
 
 def unsafe_in(paths: Iterable[str]) -> tuple[Import, ...]:
-    """Return the dangerous imports in the pickles of these files, and pickles that cannot be read."""
+    """Return the dangerous imports in the pickles of these files, and pickles that cannot be
+    read.
+    """
     with one_reading(), collected() as imports:
         for path in paths:
             try:
@@ -326,7 +400,8 @@ def unsafe_in(paths: Iterable[str]) -> tuple[Import, ...]:
                 origin = Origin(path, nbytes, end=len(data))
                 try:
                     part = loads(data, origin=origin)
-                    for _ in range(_MOST_PICKLES):  # more may follow, for another call of `pickle.load`
+                    # more may follow, for another call of `pickle.load`
+                    for _ in range(_MOST_PICKLES):
                         if part.end == nbytes:
                             break
                         part = loads(data, part.end, origin=origin)

@@ -27,16 +27,21 @@ DEFAULT_SIZE = 5 * 10**9  # bytes; the default of transformers up to version 4
 
 _INDEX = object_of({"weight_map": map_of(TEXT)}, {"metadata": OBJECT})
 _KINDS = {"safetensors": SAFETENSORS, "torch_zip": BIN}
-_LAYOUT = {SAFETENSORS: ("model", ".safetensors", safetensors.layout), BIN: ("pytorch_model", ".bin", torch_zip.layout)}
+_LAYOUT = {
+    SAFETENSORS: ("model", ".safetensors", safetensors.layout),
+    BIN: ("pytorch_model", ".bin", torch_zip.layout),
+}
 _AHEAD = 64  # shards whose headers are fetched concurrently
-# Estimates in bytes: a header's entry without its name and offsets, the rest of a header, the shortest header that is
-# worth a request, and the header of another format.
+# Estimates in bytes: a header's entry without its name and offsets, the rest of a header, the
+# shortest header that is worth a request, and the header of another format.
 _AN_ENTRY, _METADATA, _HEAD, _UNKNOWN = 60, 64, 4096, 1 << 17
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """The container of this format: the name of the index, its text and value, and each shard's index by name."""
+    """The container of this format: the name of the index, its text and value, and each shard's
+    index by name.
+    """
 
     name: str
     text: str
@@ -56,7 +61,8 @@ class Item(NamedTuple):
 
 
 def plan_shards(items: Iterable[Item], limit: int) -> list[list[str]]:
-    """Return the keys of each shard: filled in order, up to `limit` bytes each. A larger tensor gets its own shard.
+    """Return the keys of each shard: filled in order, up to `limit` bytes each. A larger tensor
+    gets its own shard.
 
     The items of one group count once and stay together. `huggingface_hub` makes the same plan.
     """
@@ -81,13 +87,19 @@ def plan_shards(items: Iterable[Item], limit: int) -> list[list[str]]:
 
 
 def shard_names(stem: str, ending: str, count: int) -> list[str]:
-    """Return ``model-00001-of-00003.safetensors`` and so on, for `stem` ``model`` and `ending` ``.safetensors``."""
+    """Return ``model-00001-of-00003.safetensors`` and so on, for `stem` ``model`` and `ending`
+    ``.safetensors``.
+    """
     return [f"{stem}-{number:05d}-of-{count:05d}{ending}" for number in range(1, count + 1)]
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of ``5GB`` (10^9), ``512MiB`` (2^20) or ``1000``. Raises `CkptError` for any other text."""
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGTkmgt])([Ii]?)[Bb]|[Bb])?", text.strip())
+    """Return the bytes of ``5GB`` (10^9), ``512MiB`` (2^20) or ``1000``. Raises `CkptError` for any
+    other text.
+    """
+    match = re.fullmatch(
+        r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGTkmgt])([Ii]?)[Bb]|[Bb])?", text.strip()
+    )
     size = 0
     if match:
         power = " KMGT".index((match[2] or " ").upper())
@@ -101,7 +113,8 @@ def parse_size(text: str) -> int:
 
 
 def read_index(path: str) -> tuple[str, dict[str, Any]]:
-    """Return the index as text and as an object: ``weight_map`` maps keys to names of shards, which are not checked.
+    """Return the index as text and as an object: ``weight_map`` maps keys to names of shards, which
+    are not checked.
 
     Raises `CkptError`, every problem at its JSON path, for anything else.
     """
@@ -123,7 +136,8 @@ def read_index(path: str) -> tuple[str, dict[str, Any]]:
 
 
 def read(path: str) -> Checkpoint:
-    """Read the checkpoint whose ``*.index.json`` is at `path`: one section, with its keys in the index's order.
+    """Read the checkpoint whose ``*.index.json`` is at `path`: one section, with its keys in the
+    index's order.
 
     Raises `CkptError`, with every disagreement between index and shards, if they do not fit.
     """
@@ -148,9 +162,15 @@ def read(path: str) -> Checkpoint:
         if name in entries and key not in entries[name]:
             problems.append(Problem(f"in the index, but not in {name}", key))
     for name, by_key in entries.items():
-        problems += [Problem(f"in {name}, but not in the index", key) for key in by_key if weight_map.get(key) != name]
+        problems += [
+            Problem(f"in {name}, but not in the index", key)
+            for key in by_key
+            if weight_map.get(key) != name
+        ]
     if len({shard.format for shard in shards.values()}) > 1:
-        problems += [Problem(f"a {shard.format} file among others", name) for name, shard in shards.items()]
+        problems += [
+            Problem(f"a {shard.format} file among others", name) for name, shard in shards.items()
+        ]
     if problems:
         raise CkptError(
             f"{path} and its shards disagree",
@@ -160,8 +180,14 @@ def read(path: str) -> Checkpoint:
     ordered = [entries[name][key] for key, name in weight_map.items()]
     tensors = tuple(entry for entry in ordered if isinstance(entry, TensorEntry))
     extras = tuple(entry for entry in ordered if isinstance(entry, ExtraEntry))
-    versions = [shard.sections[0].modules for shard in shards.values() if shard.sections[0].modules is not None]
-    modules = {path: own for modules in versions for path, own in modules.items()} if versions else None
+    versions = [
+        shard.sections[0].modules
+        for shard in shards.values()
+        if shard.sections[0].modules is not None
+    ]
+    modules = (
+        {path: own for modules in versions for path, own in modules.items()} if versions else None
+    )
     return Checkpoint(
         path,
         _KINDS[next(iter(shards.values())).format],
@@ -170,21 +196,30 @@ def read(path: str) -> Checkpoint:
         metadata=_common([shard.metadata for shard in shards.values()]),
         container=Shards(name_of(path), text, index, shards),
         notes=(*_size_notes(index, tensors), *torchao.remark(tensors)),
-        unreached=tuple(storage.of(name) for name, shard in shards.items() for storage in shard.unreached),
+        unreached=tuple(
+            storage.of(name) for name, shard in shards.items() for storage in shard.unreached
+        ),
     )
 
 
 def _heads(index: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]:
-    """Estimate the size of each shard's header from the index: rarely fewer bytes than it really has.
+    """Estimate the size of each shard's header from the index: rarely fewer bytes than it really
+    has.
 
-    One of safetensors has ``"KEY":{"dtype":"BF16","shape":[4096,4096],"data_offsets":[4294967296,4328521728]},``.
+    One of safetensors has
+    ``"KEY":{"dtype":"BF16","shape":[4096,4096],"data_offsets":[4294967296,4328521728]},``.
     """
     total = index.get("metadata", {}).get("total_size")
-    digits = min(10, (total // len(names)).bit_length() * 3 // 10 + 1) if isinstance(total, int) else 10
+    digits = (
+        min(10, (total // len(names)).bit_length() * 3 // 10 + 1) if isinstance(total, int) else 10
+    )
     heads = dict.fromkeys(names, _METADATA)
     for key, name in index["weight_map"].items():
         heads[name] += len(key) + _AN_ENTRY + 2 * digits
-    return {name: max(_HEAD, nbytes) if name.endswith(".safetensors") else _UNKNOWN for name, nbytes in heads.items()}
+    return {
+        name: max(_HEAD, nbytes) if name.endswith(".safetensors") else _UNKNOWN
+        for name, nbytes in heads.items()
+    }
 
 
 def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
@@ -197,9 +232,9 @@ def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
         kind = sniff(path)
         shard = FORMATS[kind].read(path) if kind in _KINDS else None
     except CkptError as error:
-        return [Problem(problem.problem, f"{name}: {problem.key}") for problem in error.problems] or [
-            Problem(error.message.removeprefix(f"{path}: "), name)
-        ]
+        return [
+            Problem(problem.problem, f"{name}: {problem.key}") for problem in error.problems
+        ] or [Problem(error.message.removeprefix(f"{path}: "), name)]
     if shard is None:
         return [Problem(f"is in a format that shards cannot have: {FORMATS[kind].title}", name)]
     if [(section.path, section.kind) for section in shard.sections] != [("", "state_dict")]:
@@ -208,11 +243,15 @@ def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
 
 
 def _size_notes(index: Mapping[str, Any], tensors: Sequence[TensorEntry]) -> tuple[str, ...]:
-    """Return a note about a wrong ``total_size``. No reader needs it, and many published indexes have it wrong."""
+    """Return a note about a wrong ``total_size``. No reader needs it, and many published indexes
+    have it wrong.
+    """
     total = index.get("metadata", {}).get("total_size")
     if total is None or total in (_total_size(tensors), sum(entry.nbytes for entry in tensors)):
         return ()
-    return (f"the index says total_size {total!r:.40}, the tensors are {_total_size(tensors)} bytes",)
+    return (
+        f"the index says total_size {total!r:.40}, the tensors are {_total_size(tensors)} bytes",
+    )
 
 
 def _total_size(tensors: Iterable[TensorEntry]) -> int:
@@ -231,12 +270,14 @@ def _common(metadatas: Sequence[Mapping[str, str]]) -> dict[str, str]:
 # Writing
 
 
-def layout_files(checkpoint: Checkpoint, kind: str, name: str = "", max_shard_size: int | None = None) -> Files:
+def layout_files(
+    checkpoint: Checkpoint, kind: str, name: str = "", max_shard_size: int | None = None
+) -> Files:
     """Return the files of the sharded checkpoint, shards first and the index last.
 
-    `kind` is `SAFETENSORS` or `BIN`. Tensors stay in their shards. They are sharded again with `max_shard_size`
-    (bytes), and if they come from no shards. One shard gets an index only if `name` asks for one. Raises `Refused` for
-    entries that the shards' format cannot hold.
+    `kind` is `SAFETENSORS` or `BIN`. Tensors stay in their shards. They are sharded again with
+    `max_shard_size` (bytes), and if they come from no shards. One shard gets an index only if
+    `name` asks for one. Raises `Refused` for entries that the shards' format cannot hold.
     """
     checkpoint, source = _with_new_names(checkpoint)
     stem, ending, layout = _LAYOUT[kind]
@@ -244,7 +285,9 @@ def layout_files(checkpoint: Checkpoint, kind: str, name: str = "", max_shard_si
         shards = _kept(checkpoint, source)
     else:
         stem = name.partition(f"{ending}.index")[0] or stem
-        shards = _sharded_again(checkpoint, stem, ending, max_shard_size or DEFAULT_SIZE, bool(name))
+        shards = _sharded_again(
+            checkpoint, stem, ending, max_shard_size or DEFAULT_SIZE, bool(name)
+        )
     files: dict[str, Pieces] = {shard: layout(content) for shard, content in shards.items()}
     if list(shards) == [stem + ending]:
         return files
@@ -254,7 +297,9 @@ def layout_files(checkpoint: Checkpoint, kind: str, name: str = "", max_shard_si
 
 
 def layout_in_place(checkpoint: Checkpoint) -> Mapping[str, Edited] | None:
-    """Return the files with all data in its present position; None if one of them has to be rewritten."""
+    """Return the files with all data in its present position; None if one of them has to be
+    rewritten.
+    """
     checkpoint, source = _with_new_names(checkpoint)
     if source is None:
         return None
@@ -272,21 +317,31 @@ def layout_in_place(checkpoint: Checkpoint) -> Mapping[str, Edited] | None:
 
 
 def _with_new_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Shards | None]:
-    """Return the checkpoint and its container, with torchao's metadata under the tensors' new names.
+    """Return the checkpoint and its container, with torchao's metadata under the tensors' new
+    names.
 
     The parts of a tensor of torchao may be in several shards.
     """
     source = checkpoint.container if isinstance(checkpoint.container, Shards) else None
     names = torchao.new_names(checkpoint)
     if names is not None and source is not None:
-        shards = {n: replace(s, metadata=torchao.renamed(s.metadata, names)) for n, s in source.shards.items()}
+        shards = {
+            n: replace(s, metadata=torchao.renamed(s.metadata, names))
+            for n, s in source.shards.items()
+        }
         source = replace(source, shards=shards)
     return torchao.settled(checkpoint), source
 
 
 def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
-    """Return the shards with their entries. A computed entry is in the shard of the entry before it."""
-    home = {_origin(entry): name for name, shard in source.shards.items() for entry in shard.sections[0].tensors}
+    """Return the shards with their entries. A computed entry is in the shard of the entry before
+    it.
+    """
+    home = {
+        _origin(entry): name
+        for name, shard in source.shards.items()
+        for entry in shard.sections[0].tensors
+    }
     content: dict[str, list[TensorEntry]] = {name: [] for name in source.shards}
     name = next(iter(content))
     for entry in checkpoint.sections[0].tensors:
@@ -299,8 +354,14 @@ def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
     for name, entries in content.items():
         if entries:
             own = source.shards[name].metadata
-            metadata = {k: checkpoint.metadata[k] if k in common else own[k] for k in own if k not in removed}
-            kept[name] = replace(_shard(source.shards[name], entries, modules), metadata=metadata | new)
+            metadata = {
+                k: checkpoint.metadata[k] if k in common else own[k]
+                for k in own
+                if k not in removed
+            }
+            kept[name] = replace(
+                _shard(source.shards[name], entries, modules), metadata=metadata | new
+            )
     return kept
 
 
@@ -308,30 +369,47 @@ def _origin(entry: TensorEntry) -> int:
     return id(entry.payload if entry.storage is None else entry.storage)
 
 
-def _shard(checkpoint: Checkpoint, entries: Iterable[TensorEntry], modules: Mapping[str, object] | None) -> Checkpoint:
+def _shard(
+    checkpoint: Checkpoint, entries: Iterable[TensorEntry], modules: Mapping[str, object] | None
+) -> Checkpoint:
     section = replace(checkpoint.sections[0], tensors=tuple(entries), extras=(), modules=modules)
     return replace(checkpoint, sections=(section,))
 
 
-def _sharded_again(checkpoint: Checkpoint, stem: str, ending: str, limit: int, indexed: bool) -> dict[str, Checkpoint]:
+def _sharded_again(
+    checkpoint: Checkpoint, stem: str, ending: str, limit: int, indexed: bool
+) -> dict[str, Checkpoint]:
     by_key = {entry.key: entry for entry in checkpoint.sections[0].tensors}
-    plan = plan_shards([Item(key, entry.nbytes, _origin(entry)) for key, entry in by_key.items()], limit)
+    plan = plan_shards(
+        [Item(key, entry.nbytes, _origin(entry)) for key, entry in by_key.items()], limit
+    )
     names = shard_names(stem, ending, len(plan)) if len(plan) > 1 or indexed else [stem + ending]
     # transformers assumes another framework if __metadata__ has no format
-    metadata = {"format": "pt", **checkpoint.metadata} if ending == ".safetensors" else checkpoint.metadata
+    metadata = (
+        {"format": "pt", **checkpoint.metadata} if ending == ".safetensors" else checkpoint.metadata
+    )
     whole = replace(checkpoint, container=None, metadata=metadata)
     modules = checkpoint.sections[0].modules
-    return {name: _shard(whole, (by_key[key] for key in keys), modules) for name, keys in zip(names, plan)}
+    return {
+        name: _shard(whole, (by_key[key] for key in keys), modules)
+        for name, keys in zip(names, plan)
+    }
 
 
-def _index(checkpoint: Checkpoint, shards: Mapping[str, Checkpoint], source: Shards | None) -> bytes:
+def _index(
+    checkpoint: Checkpoint, shards: Mapping[str, Checkpoint], source: Shards | None
+) -> bytes:
     """Return the text of the index in the style of the source's. Its other items are kept."""
     shard_of = {key: shard for shard, content in shards.items() for key in content.sections[0].keys}
     weight_map = {key: shard_of[key] for key in checkpoint.sections[0].keys}
     total_size = _total_size(checkpoint.sections[0].tensors)
     old: Mapping[str, Any] = source.index if source is not None else {}
     metadata = dict(old.get("metadata", {}))
-    before = [entry for shard in source.shards.values() for entry in shard.sections[0].tensors] if source else []
+    before = (
+        [entry for shard in source.shards.values() for entry in shard.sections[0].tensors]
+        if source
+        else []
+    )
     if source is None or total_size != _total_size(before) or _size_notes(old, before):
         metadata.pop("total_parameters", None)
         metadata["total_size"] = total_size
@@ -349,4 +427,6 @@ def _index(checkpoint: Checkpoint, shards: Mapping[str, Checkpoint], source: Sha
     return (json.dumps(index, indent=2) + "\n").encode()  # as transformers writes it
 
 
-_STYLES = [(indent, ascii, end) for indent in (2, 4, None) for ascii in (True, False) for end in ("\n", "")]
+_STYLES = [
+    (indent, ascii, end) for indent in (2, 4, None) for ascii in (True, False) for end in ("\n", "")
+]

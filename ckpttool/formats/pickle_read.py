@@ -1,4 +1,6 @@
-"""Read a pickle into a tree of inert nodes, without executing any of it, in bounded time and memory."""
+"""Read a pickle into a tree of inert nodes, without executing any of it, in bounded time and
+memory.
+"""
 
 from __future__ import annotations
 
@@ -69,10 +71,12 @@ ABSENT = object()  # the state of a `Call` that has none; None would be a state
 
 
 class Call:
-    """An object that the pickle makes by a call, and the changes that it makes to the object afterwards.
+    """An object that the pickle makes by a call, and the changes that it makes to the object
+    afterwards.
 
-    `how` is the opcode: ``REDUCE`` (func(*args)), ``NEWOBJ`` (func.__new__(func, *args)), ``NEWOBJ_EX`` (with `kwargs`)
-    or ``OBJ``. Then come `items` (appended), `pairs` (set), and `state` (handed to ``__setstate__``, or to `setter`).
+    `how` is the opcode: ``REDUCE`` (func(*args)), ``NEWOBJ`` (func.__new__(func, *args)),
+    ``NEWOBJ_EX`` (with `kwargs`) or ``OBJ``. Then come `items` (appended), `pairs` (set), and
+    `state` (handed to ``__setstate__``, or to `setter`).
     """
 
     __slots__ = ("args", "func", "how", "items", "kwargs", "pairs", "setter", "state")
@@ -95,9 +99,9 @@ class Call:
 class Pickle:
     """One pickle: its object, its protocol, and the offset after its last byte.
 
-    `globals` are all its imports, in order and with repeats, even if nothing in the tree refers to them; `imports` are
-    the imports that are not torch's own, once each, with their calls. `memory` may still be taken by values made from
-    the tree; None for a tree that was not read.
+    `globals` are all its imports, in order and with repeats, even if nothing in the tree refers to
+    them; `imports` are the imports that are not torch's own, once each, with their calls. `memory`
+    may still be taken by values made from the tree; None for a tree that was not read.
     """
 
     root: Any
@@ -109,7 +113,9 @@ class Pickle:
 
 
 class Origin(NamedTuple):
-    """The place of a pickle: the file and its size, the record of an archive, and its bytes in the file."""
+    """The place of a pickle: the file and its size, the record of an archive, and its bytes in the
+    file.
+    """
 
     file: str = ""
     nbytes: int = 0
@@ -123,7 +129,9 @@ class Origin(NamedTuple):
 
 @dataclass(slots=True)
 class _Imported:
-    """An import that is not torch's own: the byte of its opcode, and every call of it or of what it returned."""
+    """An import that is not torch's own: the byte of its opcode, and every call of it or of what it
+    returned.
+    """
 
     name: Global
     verdict: str
@@ -136,15 +144,17 @@ class _Imported:
 class _State:
     """What reading a pickle collects: `left` are the bytes of memory that the tree may still take.
 
-    `imported` are the imports that are not torch's own, `watched` the same by the id of the nodes that they made;
-    `copies` are the calls that may make a dict of another container, `mappings` the ids of their functions.
+    `imported` are the imports that are not torch's own, `watched` the same by the id of the nodes
+    that they made; `copies` are the calls that may make a dict of another container, `mappings` the
+    ids of their functions.
     """
 
     left: int
     globals: list[Global] = field(default_factory=list)
     imported: dict[Global, _Imported] = field(default_factory=dict)
     watched: dict[int, _Imported] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)  # the nodes in `watched`, so that their ids are not reused
+    # the nodes in `watched`, so that their ids are not reused
+    kept: list[Any] = field(default_factory=list)
     copies: list[Call] = field(default_factory=list)
     mappings: set[int] = field(default_factory=set)
 
@@ -184,7 +194,9 @@ class _State:
         return call
 
     def take_copies(self) -> None:
-        """Count the pairs of the dicts that calls make of other containers: several may make theirs of the same one."""
+        """Count the pairs of the dicts that calls make of other containers: several may make theirs
+        of the same one.
+        """
         sizes: dict[int, int] = {}
         for call in self.copies:  # one that is an argument of another comes before it
             part, size = call.args[-1], 0
@@ -196,13 +208,18 @@ class _State:
             self.left -= _FIRST_PAIR + _PAIR * sizes[id(call)]
 
     def error(self, at: int, message: str) -> CkptError:
-        """Return the error for a damaged pickle. It lists the dangerous imports so far: Python would run them."""
+        """Return the error for a damaged pickle. It lists the dangerous imports so far: Python
+        would run them.
+        """
         dangerous = [one for one in self.imported.values() if one.verdict == DANGEROUS]
         return CkptError(
             f"damaged pickle at byte {at}: {message}",
             hint="the file is incomplete, damaged or hostile: download or save it again",
             problems=[
-                Problem(f"imported at byte {one.offset:,}, and runs code when it is loaded", str(one.name))
+                Problem(
+                    f"imported at byte {one.offset:,}, and runs code when it is loaded",
+                    str(one.name),
+                )
                 for one in dangerous
             ],
         )
@@ -229,13 +246,22 @@ def unreadable(origin: Origin, error: CkptError) -> None:
     """Note a pickle that cannot be read: only its dangerous imports up to the error are known."""
     imports = _collected.get()
     if imports is not None:
-        found = partial(Import, file=origin.file, member=origin.member, offset=0, start=origin.start, end=origin.end)
+        found = partial(
+            Import,
+            file=origin.file,
+            member=origin.member,
+            offset=0,
+            start=origin.start,
+            end=origin.end,
+        )
         imports += (found(problem.key, DANGEROUS) for problem in error.problems)
         imports.append(found(UNREADABLE, UNKNOWN, reason=error.message))
 
 
 def look_into(data: bytes, origin: Origin, most: int) -> None:
-    """Read up to `most` pickles, one after the other, for their imports. Raises `CkptError` as `loads`."""
+    """Read up to `most` pickles, one after the other, for their imports. Raises `CkptError` as
+    `loads`.
+    """
     at = 0
     for _ in range(most):
         if at < len(data):
@@ -244,9 +270,18 @@ def look_into(data: bytes, origin: Origin, most: int) -> None:
 
 # Parts of the pickle that opcodes read
 
-# Bytes of memory that a node takes in Python, from above: `_State.left` counts them. A value that is only pushed
-# takes less than ten bytes for each of the pickle's (`_PUSHED`), and is not counted.
-_LIST, _DICT, _SET, _TUPLE, _CALL, _GLOBAL, _IMPORT, _REFERENCE = 72, 72, 128, 64, 112, 200, 600, 120
+# Bytes of memory that a node takes in Python, from above: `_State.left` counts them. A value that
+# is only pushed takes less than ten bytes for each of the pickle's (`_PUSHED`), and is not counted.
+_LIST, _DICT, _SET, _TUPLE, _CALL, _GLOBAL, _IMPORT, _REFERENCE = (
+    72,
+    72,
+    128,
+    64,
+    112,
+    200,
+    600,
+    120,
+)
 _ITEM, _PAIR, _FIRST_PAIR, _MEMO, _TEXT = 10, 72, 168, 80, 64
 _PUSHED = 10
 _MOST_CALLS = 5  # of an import that are kept with their arguments
@@ -257,7 +292,8 @@ _LAST_PROTOCOL = 5
 
 def _text(data: bytes) -> str:
     if len(data) == 1 and data.isdigit():
-        return str(int(data))  # a new string: decoding gives one for all, and what the pickle does not share would be
+        # a new string: decoding gives one for all, and what the pickle does not share would be
+        return str(int(data))
     return str(data, "utf-8", "surrogatepass")
 
 
@@ -272,7 +308,8 @@ def _quoted(line: bytes) -> str | ByteString:
 
 
 def _integer(line: bytes) -> int:
-    if len(line) > 4300:  # the time to read decimal digits grows with their square; Python 3.11 has the same limit
+    # the time to read decimal digits grows with their square; Python 3.11 has the same limit
+    if len(line) > 4300:
         raise ValueError("an integer of too many digits")
     value = int(line)
     if b"%d" % value != line:  # Python's two unpicklers read 010 and " 1" differently
@@ -284,12 +321,16 @@ def _little_endian(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-_CONSTANTS: dict[int, Any] = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}  # NONE, NEWTRUE, NEWFALSE, EMPTY_TUPLE
+# NONE, NEWTRUE, NEWFALSE, EMPTY_TUPLE
+_CONSTANTS: dict[int, Any] = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
 _NUMBERS = {0x4D: "<H", 0x4A: "<i", 0x47: ">d"}  # BININT2, BININT, BINFLOAT
-_UNPACK = {opcode: (struct.calcsize(code), struct.Struct(code).unpack_from) for opcode, code in _NUMBERS.items()}
+_UNPACK = {
+    opcode: (struct.calcsize(code), struct.Struct(code).unpack_from)
+    for opcode, code in _NUMBERS.items()
+}
 
-# Opcode -> the width of the length, what makes the object of the bytes after it, and the memory for each that is not
-# ASCII.
+# Opcode -> the width of the length, what makes the object of the bytes after it, and the memory for
+# each that is not ASCII.
 _SIZED: dict[int, tuple[int, Callable[[bytes], Any], int]] = {
     0x58: (4, _text, 4),  # BINUNICODE
     0x8C: (1, _text, 4),  # SHORT_BINUNICODE
@@ -361,12 +402,16 @@ def _update(owner: Any, keys: list[Any], values: list[Any]) -> None:
     owner.update(zip(keys, values))
 
 
-_ATOMS = frozenset((str, bytes, int, float, bool, type(None), Global, Persistent, ByteString, Call, PickledSet))
+_ATOMS = frozenset(
+    (str, bytes, int, float, bool, type(None), Global, Persistent, ByteString, Call, PickledSet)
+)
 _LARGEST_KEY = 100
 
 
 def check_key(key: Any) -> None:
-    """Raise for a key that would be slow to hash: the author of the file chooses the size of ints and tuples."""
+    """Raise for a key that would be slow to hash: the author of the file chooses the size of ints
+    and tuples.
+    """
     todo = [key]
     for _ in range(_LARGEST_KEY):
         part = todo.pop()
@@ -383,7 +428,9 @@ def check_key(key: Any) -> None:
 
 
 def check_size(nbytes: int, origin: Origin) -> Memory:
-    """Return the memory for a pickle of `nbytes`. Raises `CkptError` if it was compressed to far fewer bytes."""
+    """Return the memory for a pickle of `nbytes`. Raises `CkptError` if it was compressed to far
+    fewer bytes.
+    """
     memory, more = Memory(origin.nbytes), max(0, nbytes - origin.nbytes)
     if _PUSHED * more > memory.left:
         raise CkptError(
@@ -396,21 +443,28 @@ def check_size(nbytes: int, origin: Origin) -> Memory:
 
 
 def loads(
-    data: bytes, start: int = 0, persistent: Callable[[Any], Any] = Persistent, origin: Origin | None = None
+    data: bytes,
+    start: int = 0,
+    persistent: Callable[[Any], Any] = Persistent,
+    origin: Origin | None = None,
 ) -> Pickle:
-    """Read the pickle that begins at byte `start`. Raises `CkptError` if it is damaged or exceeds a limit.
+    """Read the pickle that begins at byte `start`. Raises `CkptError` if it is damaged or exceeds a
+    limit.
 
-    `persistent` makes the node of a persistent id; if it raises ValueError or TypeError the pickle is damaged.
-    `origin` is where `data` comes from. An error names the dangerous imports before the place where reading failed:
-    Python would run them.
+    `persistent` makes the node of a persistent id; if it raises ValueError or TypeError the pickle
+    is damaged. `origin` is where `data` comes from. An error names the dangerous imports before the
+    place where reading failed: Python would run them.
 
-    Time and memory are bounded by the number of opcodes, whatever the lengths and memo indexes in the pickle say.
+    Time and memory are bounded by the number of opcodes, whatever the lengths and memo indexes in
+    the pickle say.
     """
     most, origin = limits(), origin or Origin(nbytes=len(data))
     memory = check_size(len(data), origin)
     state = _State(memory.left)
     if len(data) - start > most.pickle_bytes:
-        raise state.error(start, f"it has {len(data) - start:,} bytes: {most.named('pickle_bytes')}")
+        raise state.error(
+            start, f"it has {len(data) - start:,} bytes: {most.named('pickle_bytes')}"
+        )
     stack: list[Any] = []
     marks: list[int] = []  # the stack's height at each open mark
     memo: dict[int, Any] = {}
@@ -453,7 +507,9 @@ def loads(
                     length = int.from_bytes(data[end:begin], "little")
                     end = begin + length
                     if end > len(data):
-                        raise ValueError(f"{length} bytes are announced, {len(data) - begin} are left")
+                        raise ValueError(
+                            f"{length} bytes are announced, {len(data) - begin} are left"
+                        )
                     part = data[begin:end]
                     state.left -= _TEXT + (length if wide == 1 or part.isascii() else wide * length)
                     stack.append(make(part))
@@ -563,8 +619,13 @@ def loads(
                     else:
                         dropped = stack.pop()
                         owner = stack[-1] if stack else None
-                        if type(owner) is type(dropped) is Call and len(dropped.args) == 2 and dropped.args[0] is owner:
-                            owner.state = dropped.args[1]  # how Python pickles a state setter: setter(object, state),
+                        if (
+                            type(owner) is type(dropped) is Call
+                            and len(dropped.args) == 2
+                            and dropped.args[0] is owner
+                        ):
+                            # how Python pickles a state setter: setter(object, state),
+                            owner.state = dropped.args[1]
                             owner.setter = dropped.func  # the result dropped
                 elif opcode == 0x31:  # POP_MARK
                     _above_mark(stack, marks)
@@ -596,7 +657,8 @@ def loads(
                     if data[end] > _LAST_PROTOCOL:
                         raise ValueError(f"protocol {data[end]} is not known")
                     end += 1
-                elif opcode == 0x95:  # FRAME: Python reads all of its bytes, and skips the rest if an opcode needs more
+                # FRAME: Python reads all of its bytes, and skips the rest if an opcode needs more
+                elif opcode == 0x95:
                     if frame != _NO_FRAME:
                         raise ValueError("a frame begins inside another")
                     end += 8
@@ -614,7 +676,9 @@ def loads(
     except KeyError as error:
         raise state.error(at, f"no object was memoized as {error}") from error
     except IndexError as error:
-        message = "the pickle is cut off" if at >= len(data) else "an opcode finds nothing to work on"
+        message = (
+            "the pickle is cut off" if at >= len(data) else ("an opcode finds nothing to work on")
+        )
         raise state.error(at, message) from error
     except (struct.error, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise state.error(at, str(error)) from error
@@ -636,7 +700,9 @@ def _imports(state: _State, origin: Origin) -> Iterator[Import]:
     for one in state.imported.values():
         calls = tuple(map(_shown_call, one.calls[:_MOST_CALLS]))
         place = (origin.file, origin.member, one.offset)
-        yield Import(str(one.name), one.verdict, *place, calls, one.called, origin.start, origin.end)
+        yield Import(
+            str(one.name), one.verdict, *place, calls, one.called, origin.start, origin.end
+        )
         for call in one.calls if str(one.name) in _LOADERS else ():
             yield from _inside(call, origin)
 
@@ -671,7 +737,8 @@ def _inside(call: Call, origin: Origin) -> Iterator[Import]:
 
 
 def _pickles_in(data: bytes) -> Iterator[bytes]:
-    """Yield the pickles in bytes that torch loads: in a zip archive its ``data.pkl``, else the bytes themselves.
+    """Yield the pickles in bytes that torch loads: in a zip archive its ``data.pkl``, else the
+    bytes themselves.
 
     Raises `CkptError` for a damaged archive.
     """
@@ -701,7 +768,11 @@ def _bytes_of(node: Any) -> bytes | None:
         return bytes(node)
     if type(node) is ByteString:
         return node.value
-    is_encoded = type(node) is Call and node.func == Global("_codecs", "encode") and node.args[1:] == ("latin1",)
+    is_encoded = (
+        type(node) is Call
+        and node.func == Global("_codecs", "encode")
+        and node.args[1:] == ("latin1",)
+    )
     if is_encoded and type(node.args[0]) is str:
         try:
             return node.args[0].encode("latin1")
@@ -715,7 +786,10 @@ _MOST_TEXT, _MOST_PARTS, _MOST_LEVELS = 200, 8, 4  # of a call that is shown
 
 def _shown_call(call: Call) -> str:
     parts = _shown_parts(call.args, 0)
-    parts += [f"{_shown(key, 1)}={_shown(value, 1)}" for key, value in list((call.kwargs or {}).items())[:_MOST_PARTS]]
+    parts += [
+        f"{_shown(key, 1)}={_shown(value, 1)}"
+        for key, value in list((call.kwargs or {}).items())[:_MOST_PARTS]
+    ]
     text = f"{_shown(call.func, 0)}({', '.join(parts)})"
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
 
@@ -741,9 +815,14 @@ def _shown(node: Any, level: int) -> str:
     if type(node) is Call:
         return f"{_shown(node.func, level + 1)}({', '.join(_shown_parts(node.args, level))})"
     if type(node) is dict:
-        pairs = [f"{_shown(key, level + 1)}: {_shown(node[key], level + 1)}" for key in list(node)[:_MOST_PARTS]]
+        pairs = [
+            f"{_shown(key, level + 1)}: {_shown(node[key], level + 1)}"
+            for key in list(node)[:_MOST_PARTS]
+        ]
         return f"{{{', '.join(pairs)}}}"
     if type(node) in (list, tuple):
         opening, closing = "[]" if type(node) is list else "()"
         return f"{opening}{', '.join(_shown_parts(node, level))}{closing}"
-    return {Persistent: "<a storage>", PickledSet: "{...}", ByteString: "<bytes>"}.get(type(node), "...")
+    return {Persistent: "<a storage>", PickledSet: "{...}", ByteString: "<bytes>"}.get(
+        type(node), "..."
+    )

@@ -10,7 +10,15 @@ from itertools import chain, islice
 from typing import Any
 
 from ckpttool.core.pickle_imports import DANGEROUS, verdict
-from ckpttool.formats.pickle_read import ABSENT, ByteString, Call, Global, Persistent, Pickle, PickledSet
+from ckpttool.formats.pickle_read import (
+    ABSENT,
+    ByteString,
+    Call,
+    Global,
+    Persistent,
+    Pickle,
+    PickledSet,
+)
 
 _BATCH = 1000  # items an APPENDS or SETITEMS takes, as in CPython
 
@@ -32,13 +40,17 @@ class _Opcode(bytes):
     """A step of the writer: these bytes are written."""
 
 
-_MARK, _APPEND, _APPENDS, _SETITEM, _SETITEMS, _PERSID = map(_Opcode, (b"(", b"a", b"e", b"s", b"u", b"Q"))
+_MARK, _APPEND, _APPENDS, _SETITEM, _SETITEMS, _PERSID = map(
+    _Opcode, (b"(", b"a", b"e", b"s", b"u", b"Q")
+)
 _POP, _POP_MARK = b"0", b"1"
 _TUPLES = (b")", b"\x85", b"\x86", b"\x87")  # by the number of elements
 _CALLS = {"REDUCE": b"R", "NEWOBJ": b"\x81", "NEWOBJ_EX": b"\x92", "OBJ": b"o"}
 
 
-_END = object()  # a step of the writer, before a node: all its parts are written, and the opcode that makes it follows
+# a step of the writer, before a node: all its parts are written, and the opcode that makes it
+# follows
+_END = object()
 
 
 def dumps(pickle: Pickle, references: list[Persistent] | None = None) -> bytes:
@@ -65,7 +77,8 @@ def dumps(pickle: Pickle, references: list[Persistent] | None = None) -> bytes:
 
 
 class _Writer:
-    """The output so far, the memo (id of a node -> its index), and the nodes and steps still to do, the next one last.
+    """The output so far, the memo (id of a node -> its index), and the nodes and steps still to do,
+    the next one last.
 
     A stack instead of recursion, since the file's author chooses how deep the tree is nested.
     """
@@ -85,14 +98,20 @@ class _Writer:
         if self.protocol >= 4:
             self.out.append(b"\x94")
         else:
-            self.out.append(b"q" + bytes((index,)) if index < 256 else b"r" + index.to_bytes(4, "little"))
+            self.out.append(
+                b"q" + bytes((index,)) if index < 256 else b"r" + index.to_bytes(4, "little")
+            )
 
     def get(self, node: Any) -> None:
         index = self.memo[id(node)]
-        self.out.append(b"h" + bytes((index,)) if index < 256 else b"j" + index.to_bytes(4, "little"))
+        self.out.append(
+            b"h" + bytes((index,)) if index < 256 else b"j" + index.to_bytes(4, "little")
+        )
 
     def sized(self, node: Any, data: bytes, *opcodes: bytes) -> None:
-        """Write `data` after its length, by the first opcode whose length field (1, 4, 8 bytes) is wide enough."""
+        """Write `data` after its length, by the first opcode whose length field (1, 4, 8 bytes) is
+        wide enough.
+        """
         for opcode, width in zip(opcodes, (1, 4, 8)):
             if opcode and len(data) < 1 << 8 * width:
                 self.out.append(opcode + len(data).to_bytes(width, "little") + data)
@@ -114,7 +133,8 @@ class _Writer:
         elif kind is int:
             out.append(b"K" + bytes((node,)) if 0 <= node < 0x100 else _integer(node))
             if out[-1][:1] == b"\x8b":
-                self.memoize(node)  # CPython does not; but a hostile pickle could repeat the number without end
+                # CPython does not; but a hostile pickle could repeat the number without end
+                self.memoize(node)
         elif kind is Call:
             if node.how == "OBJ":
                 self.then(_MARK, node.func, *node.args, _END, node)
@@ -160,7 +180,9 @@ class _Writer:
                 self.then(*steps, *extra)  # only here CPython writes an empty last batch
 
     def end(self, node: Any) -> None:
-        """Write the opcode that makes a node of its parts; if they hold it, it is made already, and is taken."""
+        """Write the opcode that makes a node of its parts; if they hold it, it is made already, and
+        is taken.
+        """
         kind, out, is_made = type(node), self.out, id(node) in self.memo
         if kind is tuple:
             if is_made:
@@ -188,10 +210,14 @@ class _Writer:
         self.then(*steps)
 
 
-def _in_batches(parts: Iterable[tuple[Any, ...]], one: _Opcode, many: _Opcode, *, whole: bool) -> Iterator[Any]:
-    """Yield the steps that append items (tuples of one) or set pairs: `one` alone by an opcode, `many` after a mark.
+def _in_batches(
+    parts: Iterable[tuple[Any, ...]], one: _Opcode, many: _Opcode, *, whole: bool
+) -> Iterator[Any]:
+    """Yield the steps that append items (tuples of one) or set pairs: `one` alone by an opcode,
+    `many` after a mark.
 
-    CPython writes a batch of one without a mark; of a `whole` list or dict only if it is the only batch.
+    CPython writes a batch of one without a mark; of a `whole` list or dict only if it is the only
+    batch.
     """
     rest, is_first = iter(parts), True
     while batch := list(islice(rest, _BATCH)):
@@ -211,4 +237,8 @@ def _integer(node: int) -> bytes:
     data = node.to_bytes((node.bit_length() >> 3) + 1, "little", signed=True)
     if node < 0 and data[-1] == 0xFF and data[-2] >= 0x80:  # the shortest two's complement
         data = data[:-1]
-    return b"\x8a" + bytes((len(data),)) + data if len(data) < 0x100 else b"\x8b" + struct.pack("<i", len(data)) + data
+    return (
+        b"\x8a" + bytes((len(data),)) + data
+        if len(data) < 0x100
+        else b"\x8b" + struct.pack("<i", len(data)) + data
+    )

@@ -1,4 +1,6 @@
-"""The programs of a `.pt2` file: their tensors and graphs, in the layout of each range of torch versions."""
+"""The programs of a `.pt2` file: their tensors and graphs, in the layout of each range of torch
+versions.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,31 @@ from dataclasses import field, replace
 from shlex import quote
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Payload, Section, Storage, TensorEntry, Unreached
+from ckpttool.core.checkpoint import (
+    Checkpoint,
+    ExtraEntry,
+    Payload,
+    Section,
+    Storage,
+    TensorEntry,
+    Unreached,
+)
 from ckpttool.core.dtypes import BY_PT2, itemsize
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.limits import limits
-from ckpttool.core.schema import COUNT, FLAG, SHAPE, TEXT, Kind, check, items, list_of, map_of, nullable, object_of
+from ckpttool.core.schema import (
+    COUNT,
+    FLAG,
+    SHAPE,
+    TEXT,
+    Kind,
+    check,
+    items,
+    list_of,
+    map_of,
+    nullable,
+    object_of,
+)
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import content_of_storage
 from ckpttool.formats import strict_json
@@ -35,8 +57,8 @@ _AGAIN = "copy it or export it again"
 class Role(Payload):
     """The payload of one tensor: the record that holds it, and its role in the program.
 
-    `alone`: the record is a torch file of this tensor and nothing else, and can be replaced. `source` has the content
-    of a packed tensor.
+    `alone`: the record is a torch file of this tensor and nothing else, and can be replaced.
+    `source` has the content of a packed tensor.
     """
 
     record: str
@@ -59,7 +81,9 @@ class RecordOf(Payload):
     def content(self) -> bytes | None:
         """Return the content of the object if the record is a torch file, else of the bytes."""
         try:
-            inner = read_archive(self.archive.path, self.archive.base + self.record.data, self.record.nbytes)
+            inner = read_archive(
+                self.archive.path, self.archive.base + self.record.data, self.record.nbytes
+            )
             _, pickle, storages = torch_zip.open_tree(inner)
         except CkptError:
             return content_of_storage(Storage(self.archive.span(self.record)))
@@ -68,7 +92,9 @@ class RecordOf(Payload):
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A place in the file: a record, or the record `key` (without its folder) of the torch zip `inner` in it."""
+    """A place in the file: a record, or the record `key` (without its folder) of the torch zip
+    `inner` in it.
+    """
 
     record: str
     inner: Archive | None = None
@@ -79,10 +105,11 @@ class Home:
 class Program:
     """The file itself, `Checkpoint.container` of this format.
 
-    `layout` says which torch wrote it, `model` is the record of the graph (empty for compiled code), `sections` are the
-    state dict and the constants as the file holds them, `indexes` the record that names the entries of each,
-    `unreached` storages that these do not refer to. `shared` are records that other programs use too, with these.
-    `compiled` is True where the program is code that AOTInductor compiled.
+    `layout` says which torch wrote it, `model` is the record of the graph (empty for compiled
+    code), `sections` are the state dict and the constants as the file holds them, `indexes` the
+    record that names the entries of each, `unreached` storages that these do not refer to. `shared`
+    are records that other programs use too, with these. `compiled` is True where the program is
+    code that AOTInductor compiled.
     """
 
     archive: Archive
@@ -115,15 +142,23 @@ def root_of(archive: Archive) -> str:
 def read_json(archive: Archive, name: str, kind: Kind, writer: str) -> Any:
     """Return the JSON value of a record, checked to be of the kind that `writer` writes.
 
-    Raises `CkptError`, with the JSON path of every problem, if it is missing, damaged, not JSON, or something else.
+    Raises `CkptError`, with the JSON path of every problem, if it is missing, damaged, not JSON, or
+    something else.
     """
     if name not in archive.by_name:
         raise damaged(archive.path, f"its record {name} is missing")
     try:
-        value = strict_json.loads(read_record(archive, archive.by_name[name], limits().json_bytes).decode())
+        value = strict_json.loads(
+            read_record(archive, archive.by_name[name], limits().json_bytes).decode()
+        )
     except ValueError as error:
         raise damaged(archive.path, f"its record {name} is not valid JSON: {error}") from error
-    check(kind, value, f"{archive.path} is not a program that can be read: {name} is not as {writer} writes it", _AGAIN)
+    check(
+        kind,
+        value,
+        f"{archive.path} is not a program that can be read: {name} is not as {writer} writes it",
+        _AGAIN,
+    )
     return value
 
 
@@ -146,7 +181,8 @@ def _sections(weights: Entries, constants: Entries) -> tuple[Section, ...]:
     return (found, Section(CONSTANTS, "other", *constants)) if any(constants) else (found,)
 
 
-# The field that names a tensor or an object in a specification of each kind, and kinds without (torch/_export/serde).
+# The field that names a tensor or an object in a specification of each kind, and kinds without
+# (torch/_export/serde).
 FIELDS = {
     "parameter": "parameter_name",
     "buffer": "buffer_name",
@@ -167,27 +203,32 @@ _MODEL = object_of({"torch_version": TEXT, "graph_module": _GRAPH})
 
 # The attributes of the modules that torch makes of a program: names that a tensor cannot have.
 _ATTRIBUTES = """
-    T_destination _adapt_flat_args _apply _backward_hooks _backward_pre_hooks _boxed_call _buffers _call_impl _code
-    _compiled_call_impl _create_node_hooks _deepcopy_hooks _deepcopy_init _dispatch_modules _erase_node_hooks
-    _forward_hooks _forward_hooks_always_called _forward_hooks_with_kwargs _forward_pre_hooks
-    _forward_pre_hooks_with_kwargs _get_backward_hooks _get_backward_pre_hooks _get_name _graph _guards_fn _in_spec
-    _is_full_backward_hook _lineno_map _load_from_state_dict _load_state_dict_post_hooks _load_state_dict_pre_hooks
-    _maybe_warn_non_full_backward_hook _modules _named_members _non_persistent_buffers_set _out_spec _parameters
-    _print_graph _prologue_start _recompile_submodules _register_create_node_hook _register_deepcopy_hook
-    _register_erase_node_hook _register_load_state_dict_pre_hook _register_replace_node_hook
-    _register_state_dict_hook _replace_hooks _replicate_for_data_parallel _run_with_interpreter _save_to_state_dict
-    _set_replace_hook _slow_forward _state_dict_hooks _state_dict_pre_hooks _tracer_cls _tracer_extras _ty
-    _unregister_create_node_hook _unregister_deepcopy_hook _unregister_erase_node_hook _unregister_replace_node_hook
-    _version _wrapped_call _wrapped_call_impl adapted add_module add_submodule apply bfloat16 buffers call_super_init
-    check_input_constraints children code compile cpu cuda delete_all_unused_submodules delete_submodule double
-    dump_patches equality_constraints eval extra_repr finalize flat_args_adapter float forward get_buffer
-    get_extra_state get_parameter get_submodule graph graph_module graph_signature half input_placeholders ipu ivals
-    load_state_dict meta module_call_graph modules mtia named_buffers named_children named_modules named_parameters
-    parameters print_readable process_forward_inputs range_constraints recompile register_backward_hook
-    register_buffer register_forward_hook register_forward_pre_hook register_full_backward_hook
-    register_full_backward_pre_hook register_load_state_dict_post_hook register_load_state_dict_pre_hook
-    register_module register_parameter register_state_dict_post_hook register_state_dict_pre_hook requires_grad_
-    set_extra_state set_submodule shape_env share_memory state_dict to to_empty to_folder train training type
+    T_destination _adapt_flat_args _apply _backward_hooks _backward_pre_hooks _boxed_call _buffers
+    _call_impl _code _compiled_call_impl _create_node_hooks _deepcopy_hooks _deepcopy_init
+    _dispatch_modules _erase_node_hooks _forward_hooks _forward_hooks_always_called
+    _forward_hooks_with_kwargs _forward_pre_hooks _forward_pre_hooks_with_kwargs _get_backward_hooks
+    _get_backward_pre_hooks _get_name _graph _guards_fn _in_spec _is_full_backward_hook _lineno_map
+    _load_from_state_dict _load_state_dict_post_hooks _load_state_dict_pre_hooks
+    _maybe_warn_non_full_backward_hook _modules _named_members _non_persistent_buffers_set _out_spec
+    _parameters _print_graph _prologue_start _recompile_submodules _register_create_node_hook
+    _register_deepcopy_hook _register_erase_node_hook _register_load_state_dict_pre_hook
+    _register_replace_node_hook _register_state_dict_hook _replace_hooks
+    _replicate_for_data_parallel _run_with_interpreter _save_to_state_dict _set_replace_hook
+    _slow_forward _state_dict_hooks _state_dict_pre_hooks _tracer_cls _tracer_extras _ty
+    _unregister_create_node_hook _unregister_deepcopy_hook _unregister_erase_node_hook
+    _unregister_replace_node_hook _version _wrapped_call _wrapped_call_impl adapted add_module
+    add_submodule apply bfloat16 buffers call_super_init check_input_constraints children code
+    compile cpu cuda delete_all_unused_submodules delete_submodule double dump_patches
+    equality_constraints eval extra_repr finalize flat_args_adapter float forward get_buffer
+    get_extra_state get_parameter get_submodule graph graph_module graph_signature half
+    input_placeholders ipu ivals load_state_dict meta module_call_graph modules mtia named_buffers
+    named_children named_modules named_parameters parameters print_readable process_forward_inputs
+    range_constraints recompile register_backward_hook register_buffer register_forward_hook
+    register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook
+    register_load_state_dict_post_hook register_load_state_dict_pre_hook register_module
+    register_parameter register_state_dict_post_hook register_state_dict_pre_hook requires_grad_
+    set_extra_state set_submodule shape_env share_memory state_dict to to_empty to_folder train
+    training type
     type_name validate_inputs xpu zero_grad"""
 ATTRIBUTES = frozenset(_ATTRIBUTES.split())
 
@@ -197,7 +238,8 @@ def read_graph(program: Program) -> Any:
     model = read_json(program.archive, program.model, _MODEL, "torch.export.save")
     if not all(_specs(model)):
         raise damaged(
-            program.archive.path, f"{program.model} is not as torch.export.save writes it: an input of no kind"
+            program.archive.path,
+            f"{program.model} is not as torch.export.save writes it: an input of no kind",
         )
     return model
 
@@ -225,7 +267,9 @@ def _specs(model: Any) -> list[dict[str, Any]]:
 
 
 def _unfit(keys: Sequence[str], names: Mapping[str, str], graph: Any) -> Iterator[Problem]:
-    """Yield the new names that no module could have; torch makes modules of the graph's calls and subgraphs."""
+    """Yield the new names that no module could have; torch makes modules of the graph's calls and
+    subgraphs.
+    """
 
     def parents(name: str) -> list[str]:
         return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
@@ -236,14 +280,22 @@ def _unfit(keys: Sequence[str], names: Mapping[str, str], graph: Any) -> Iterato
     paths = {path for key in (*count, *modules) for path in parents(key)} | modules
     for new in (names[key] for key in keys if key in names):
         parts = new.split(".")
-        taken = [part for part in parts if part in ATTRIBUTES or part.startswith("__") or part in subgraphs]
+        taken = [
+            part
+            for part in parts
+            if part in ATTRIBUTES or part.startswith("__") or part in subgraphs
+        ]
         below = [path for path in parents(new) if path in count]
         if count[new] > 1 or new in paths:
             yield Problem("the program has a tensor or a module of that name", new)
         elif below:
             yield Problem(f"{below[0]} is a tensor, and has nothing below it", new)
         elif taken or not all(parts):
-            yield Problem(f"not a name that a module of torch can have: {taken[0] if taken else 'an empty part'}", new)
+            yield Problem(
+                "not a name that a module of torch can have:"
+                f" {taken[0] if taken else 'an empty part'}",
+                new,
+            )
 
 
 def _subgraphs(graph: Any) -> Iterator[str]:
@@ -262,7 +314,10 @@ def _subgraphs(graph: Any) -> Iterator[str]:
 SINCE_2_9 = "torch>=2.9"
 
 _LAYOUTS = dict(
-    enumerate(("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "mkldnn", "strided"), start=1)
+    enumerate(
+        ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "mkldnn", "strided"),
+        start=1,
+    )
 )
 
 
@@ -277,17 +332,23 @@ _TENSOR = object_of(
         "requires_grad": FLAG,
     }
 )
-_PAYLOAD = object_of({"path_name": TEXT, "is_param": FLAG, "use_pickle": FLAG, "tensor_meta": nullable(_TENSOR)})
+_PAYLOAD = object_of(
+    {"path_name": TEXT, "is_param": FLAG, "use_pickle": FLAG, "tensor_meta": nullable(_TENSOR)}
+)
 _CONFIG = object_of({"config": map_of(_PAYLOAD)})
 
 
 def read_since_2_9(archive: Archive, root: str, name: str) -> Program:
-    """Read the program `name`. Raises `CkptError` if its configs are not as torch.export.save writes them."""
+    """Read the program `name`. Raises `CkptError` if its configs are not as torch.export.save
+    writes them.
+    """
     homes: dict[Storage, Home] = {}
     folders = [f"{root}data/{kind}/" for kind in ("weights", "constants")]
     configs = [f"{folder}{name}_{folder.split('/')[-2]}_config.json" for folder in folders]
     found = [_payloads(archive, folder, config, homes) for folder, config in zip(folders, configs)]
-    return Program(archive, name, SINCE_2_9, f"{root}models/{name}.json", _sections(*found), configs, homes)
+    return Program(
+        archive, name, SINCE_2_9, f"{root}models/{name}.json", _sections(*found), configs, homes
+    )
 
 
 def renamed_config(program: Program, index: str, names: Mapping[str, str]) -> bytes:
@@ -297,7 +358,9 @@ def renamed_config(program: Program, index: str, names: Mapping[str, str]) -> by
 
 
 def _payloads(archive: Archive, folder: str, config: str, homes: dict[Storage, Home]) -> Entries:
-    """Return the tensors and the other objects that the config lists; their records are in the folder."""
+    """Return the tensors and the other objects that the config lists; their records are in the
+    folder.
+    """
     value = read_json(archive, config, _CONFIG, "torch.export.save")
     tensors: list[TensorEntry] = []
     objects: list[ExtraEntry] = []
@@ -312,19 +375,30 @@ def _payloads(archive: Archive, folder: str, config: str, homes: dict[Storage, H
             else:
                 tensors.append(_tensor(archive, record, fqn, meta, storages))
     except ValueError as error:
-        raise damaged(archive.path, f"{config} is not as torch.export.save writes it: {error}") from error
+        raise damaged(
+            archive.path, f"{config} is not as torch.export.save writes it: {error}"
+        ) from error
     homes.update((storage, Home(record)) for record, storage in storages.items())
     return tuple(tensors), tuple(objects)
 
 
 def _tensor(
-    archive: Archive, record: Record, fqn: str, meta: Mapping[str, Any], storages: dict[str, Storage]
+    archive: Archive,
+    record: Record,
+    fqn: str,
+    meta: Mapping[str, Any],
+    storages: dict[str, Storage],
 ) -> TensorEntry:
     tensor = meta["tensor_meta"]
     if tensor["dtype"] not in BY_PT2:
-        raise damaged(archive.path, f"{fqn} has the dtype number {tensor['dtype']!r}, which ckpttool does not know")
+        raise damaged(
+            archive.path,
+            f"{fqn} has the dtype number {tensor['dtype']!r}, which ckpttool does not know",
+        )
     dtype = BY_PT2[tensor["dtype"]].name
-    shape, stride = (tuple(size["as_int"] for size in tensor[which]) for which in ("sizes", "strides"))
+    shape, stride = (
+        tuple(size["as_int"] for size in tensor[which]) for which in ("sizes", "strides")
+    )
     offset = tensor["storage_offset"]["as_int"]
     if len(shape) != len(stride):
         raise ValueError(f"{fqn} has {len(shape)} sizes and {len(stride)} strides")
@@ -339,7 +413,9 @@ def _tensor(
     if layout != "strided":
         return entry
     if reach > record.nbytes:
-        raise damaged(archive.path, f"{fqn} needs {reach} bytes, its record {record.name} has {record.nbytes}")
+        raise damaged(
+            archive.path, f"{fqn} needs {reach} bytes, its record {record.name} has {record.nbytes}"
+        )
     if record.method != STORED:
         raise compressed(archive.path, record.name)
     # tensors without elements may share a record without sharing anything
@@ -353,30 +429,51 @@ UP_TO_2_7, IN_2_8 = "torch<=2.7", "torch 2.8"
 
 
 def read_up_to_2_7(archive: Archive, _root: str, name: str) -> Program:
-    """Read the only program of the file. Raises `CkptError` if its state dict or its constants cannot be read."""
+    """Read the only program of the file. Raises `CkptError` if its state dict or its constants
+    cannot be read.
+    """
     stems = [f"serialized_{what}" for what in ("state_dict", "constants")]
-    records = [f"{stem}.json" if f"{stem}.json" in archive.by_name else f"{stem}.pt" for stem in stems]
+    records = [
+        f"{stem}.json" if f"{stem}.json" in archive.by_name else f"{stem}.pt" for stem in stems
+    ]
     return _read_nested(archive, name, UP_TO_2_7, GRAPH, records)
 
 
 def read_2_8(archive: Archive, root: str, name: str) -> Program:
-    """Read the program `name`. Raises `CkptError` if its state dict or its constants cannot be read."""
+    """Read the program `name`. Raises `CkptError` if its state dict or its constants cannot be
+    read.
+    """
     records = [f"{root}data/{kind}/{name}.pt" for kind in ("weights", "constants")]
     return _read_nested(archive, name, IN_2_8, f"{root}models/{name}.json", records)
 
 
-def _read_nested(archive: Archive, name: str, layout: str, model: str, records: list[str]) -> Program:
+def _read_nested(
+    archive: Archive, name: str, layout: str, model: str, records: list[str]
+) -> Program:
     homes: dict[Storage, Home] = {}
     left: list[Unreached] = []
     weights = _nested_entries(archive, records[0], homes, left)
     constants: Entries = ((), ())
     if records[1] in archive.by_name:  # torch 2.1 wrote no constants
         constants = _nested_entries(archive, records[1], homes, left)
-    return Program(archive, name, layout, model, _sections(weights, constants), records, homes, unreached=tuple(left))
+    return Program(
+        archive,
+        name,
+        layout,
+        model,
+        _sections(weights, constants),
+        records,
+        homes,
+        unreached=tuple(left),
+    )
 
 
-def renamed_until_2_8(program: Program, index: str, names: Mapping[str, str]) -> tuple[Archive, bytes]:
-    """Return the torch zip `index` of the program, and its pickle with new `names` for the entries."""
+def renamed_until_2_8(
+    program: Program, index: str, names: Mapping[str, str]
+) -> tuple[Archive, bytes]:
+    """Return the torch zip `index` of the program, and its pickle with new `names` for the
+    entries.
+    """
     pickle, _, inner = open_record(program.archive, index)
     pairs = {names.get(key, key): node for key, node in (pairs_of(pickle.root) or {}).items()}
     if type(pickle.root) is Call:
@@ -384,7 +481,9 @@ def renamed_until_2_8(program: Program, index: str, names: Mapping[str, str]) ->
     return inner, dumped(pickle.root if type(pickle.root) is Call else pairs, pickle.protocol)[0]
 
 
-def _nested_entries(archive: Archive, record: str, homes: dict[Storage, Home], left: list[Unreached]) -> Entries:
+def _nested_entries(
+    archive: Archive, record: str, homes: dict[Storage, Home], left: list[Unreached]
+) -> Entries:
     """Return the tensors and the other objects of the dict in the record."""
     pickle, storages, inner = open_record(archive, record)
     pairs = pairs_of(pickle.root)
@@ -392,10 +491,16 @@ def _nested_entries(archive: Archive, record: str, homes: dict[Storage, Home], l
         raise damaged(archive.path, f"its record {record} is not a state dict")
     entries = [entry_of(key, node, storages) for key, node in pairs.items() if is_tensor(node)]
     tensors = tuple(replace(entry, payload=payload_of(record, entry)) for entry in entries)
-    objects = tuple(extra_of(key, node, storages) for key, node in pairs.items() if not is_tensor(node))
-    for found in unreached(pickle.root, storages, torch_zip.sizes_in(inner, torch_zip.folder_of(inner))):
+    objects = tuple(
+        extra_of(key, node, storages) for key, node in pairs.items() if not is_tensor(node)
+    )
+    for found in unreached(
+        pickle.root, storages, torch_zip.sizes_in(inner, torch_zip.folder_of(inner))
+    ):
         left.append(replace(found, path=f"{record}: {found.path}"))
-    homes.update((storage, Home(record, inner, f"data/{key}")) for key, storage in storages.found.items())
+    homes.update(
+        (storage, Home(record, inner, f"data/{key}")) for key, storage in storages.found.items()
+    )
     return tensors, objects
 
 
@@ -403,7 +508,12 @@ def payload_of(record: str, entry: TensorEntry) -> Role:
     """Return the role of a tensor: its node says whether it is a Parameter."""
     assert isinstance(entry.payload, Carried)
     node = entry.payload.node
-    return Role(record, is_parameter(node), is_parameter(node) and node.args[1] is True, source=entry.payload)
+    return Role(
+        record,
+        is_parameter(node),
+        is_parameter(node) and node.args[1] is True,
+        source=entry.payload,
+    )
 
 
 def open_record(archive: Archive, name: str) -> tuple[Pickle, Storages, Archive]:
@@ -420,13 +530,16 @@ def open_record(archive: Archive, name: str) -> tuple[Pickle, Storages, Archive]
 COMPILED = "data/aotinductor/"
 AOTINDUCTOR = "AOTInductor"
 OUTSIDE = (
-    "compile it again with its weights outside: torch._inductor.aoti_compile_and_package(program, package_path=..., "
+    "compile it again with its weights outside: torch._inductor.aoti_compile_and_package(program,"
+    " package_path=..., "
     "inductor_configs={'aot_inductor.package_constants_in_so': False, "
     "'aot_inductor.package_constants_on_disk_format': 'pickle_weights'})"
 )
 INSIDE = (
-    "small weights (up to 8 elements in one dimension) are in the compiled code itself: compile it again for new ones. "
-    "Leave out what it does not use, such as BatchNorm's num_batches_tracked: ckpttool remap NEW --drop KEY -o OUT"
+    "small weights (up to 8 elements in one dimension) are in the compiled code itself: compile it"
+    " again for new ones. "
+    "Leave out what it does not use, such as BatchNorm's num_batches_tracked: ckpttool remap NEW"
+    " --drop KEY -o OUT"
 )
 
 MOST_INLINED = 8  # elements
@@ -452,43 +565,65 @@ def read_compiled(archive: Archive, root: str, name: str) -> Program:
         inside = "compiled into its shared library, or left out of the package"
         if any(file.endswith((".blob", "_weights.bin")) for file in files):
             inside = "one block of bytes without names"
-        return Program(archive, name, AOTINDUCTOR, "", (), notes=(f"the weights of {name} are {inside}: {OUTSIDE}",))
+        return Program(
+            archive,
+            name,
+            AOTINDUCTOR,
+            "",
+            (),
+            notes=(f"the weights of {name} are {inside}: {OUTSIDE}",),
+        )
     entries, homes = _compiled_entries(archive, root, config)
     lifted = _lifted(archive, files)
     weights = tuple(entry for entry in entries if entry.key not in lifted)
     constants = tuple(entry for entry in entries if entry.key in lifted)
     note = (
-        f"{name} is compiled code: weights that it does not use are not in the file, and small ones "
+        f"{name} is compiled code: weights that it does not use are not in the file, and small"
+        " ones "
         "(up to 8 elements in one dimension) are in the code itself"
     )
     sections = _sections((weights, ()), (constants, ()))
-    return Program(archive, name, AOTINDUCTOR, "", sections, (), homes, _shared(archive, root, name), (note,))
+    return Program(
+        archive, name, AOTINDUCTOR, "", sections, (), homes, _shared(archive, root, name), (note,)
+    )
 
 
 def is_inlined(entry: TensorEntry) -> bool:
-    """Return whether the compiler writes a tensor of this shape into the code; it cannot be replaced there."""
+    """Return whether the compiler writes a tensor of this shape into the code; it cannot be
+    replaced there.
+    """
     return len(entry.shape) <= 1 and entry.numel <= MOST_INLINED
 
 
 def _lifted(archive: Archive, files: list[str]) -> set[str]:
-    """Return the constants of the model's code, which are not weights, by the C++ source in the package."""
+    """Return the constants of the model's code, which are not weights, by the C++ source in the
+    package.
+    """
     found: set[str] = set()
     for file in files:
         if file.endswith(".cpp") and archive.by_name[file].nbytes <= limits().json_bytes:
-            text = read_record(archive, archive.by_name[file], limits().json_bytes).decode(errors="replace")
+            text = read_record(archive, archive.by_name[file], limits().json_bytes).decode(
+                errors="replace"
+            )
             kinds = {match[1]: match[2] for match in _KIND.finditer(text)}
             names = {match[1]: match[2] for match in _FQN.finditer(text)}
             found.update(name for number, name in names.items() if kinds.get(number) in _LIFTED)
     return found
 
 
-def _compiled_entries(archive: Archive, root: str, config: str) -> tuple[tuple[TensorEntry, ...], dict[Storage, Home]]:
-    """Return the weights: each is ``tensor.as_strided(sizes, strides, offset)`` of the one tensor in its record."""
+def _compiled_entries(
+    archive: Archive, root: str, config: str
+) -> tuple[tuple[TensorEntry, ...], dict[Storage, Home]]:
+    """Return the weights: each is ``tensor.as_strided(sizes, strides, offset)`` of the one tensor
+    in its record.
+    """
     entries: list[TensorEntry] = []
     homes: dict[Storage, Home] = {}
     complete: dict[str, TensorEntry] = {}
     try:
-        for fqn, (file, sizes, strides, offset) in read_json(archive, config, _WEIGHTS, "torch").items():
+        for fqn, (file, sizes, strides, offset) in read_json(
+            archive, config, _WEIGHTS, "torch"
+        ).items():
             record = f"{root}data/weights/{file}"
             if record not in complete:
                 pickle, storages, inner = open_record(archive, record)
@@ -496,13 +631,20 @@ def _compiled_entries(archive: Archive, root: str, config: str) -> tuple[tuple[T
                     raise damaged(archive.path, f"its record {record} is not a tensor")
                 tensor = entry_of(record, pickle.root, storages)
                 complete[record] = replace(tensor, payload=payload_of(record, tensor))
-                homes.update((storage, Home(record, inner, f"data/{key}")) for key, storage in storages.found.items())
+                homes.update(
+                    (storage, Home(record, inner, f"data/{key}"))
+                    for key, storage in storages.found.items()
+                )
             if len(sizes) != len(strides):
                 raise ValueError(f"{fqn} has {len(sizes)} sizes and {len(strides)} strides")
-            view = replace(complete[record], key=fqn, shape=tuple(sizes), stride=tuple(strides), offset=offset)
+            view = replace(
+                complete[record], key=fqn, shape=tuple(sizes), stride=tuple(strides), offset=offset
+            )
             reach = view.end * itemsize(view.dtype)
             if view.storage is None or reach > view.storage.nbytes:
-                raise ValueError(f"{fqn} needs {reach} bytes of a strided tensor, which its record does not have")
+                raise ValueError(
+                    f"{fqn} needs {reach} bytes of a strided tensor, which its record does not have"
+                )
             entries.append(view)
     except ValueError as error:
         raise damaged(archive.path, f"{config} is not as torch writes it: {error}") from error

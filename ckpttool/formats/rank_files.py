@@ -11,7 +11,16 @@ from itertools import islice
 from math import prod
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Lazy, Part, Section, Storage, TensorEntry, in_row_major
+from ckpttool.core.checkpoint import (
+    Checkpoint,
+    ExtraEntry,
+    Lazy,
+    Part,
+    Section,
+    Storage,
+    TensorEntry,
+    in_row_major,
+)
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.text import Note, dotted, is_flat, shell, some
@@ -41,7 +50,9 @@ _RANK = re.compile(r"(rank[-_.]?)\d+", re.IGNORECASE)  # in a file's name
 _MOST_MISSING = 20  # ranks that are listed: a hostile file may claim millions
 
 # Words in the name of a number that must be equal on all ranks.
-_COUNTERS = frozenset(("step", "steps", "epoch", "epochs", "iter", "iters", "iteration", "iterations"))
+_COUNTERS = frozenset(
+    ("step", "steps", "epoch", "epochs", "iter", "iters", "iteration", "iterations")
+)
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # in snake_case or CamelCase
 _ABSENT = object()
 
@@ -58,7 +69,8 @@ def one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
     pattern = _RANK.sub(r"\1*", path) if _RANK.search(name(path)) else "rank_*.pt"
     unless = "" if certain else ", unless one rank alone saved it"
     text = (
-        f"{checkpoint.source} is the part of one rank{unless}: name the files of all ranks at once, as in '{pattern}'"
+        f"{checkpoint.source} is the part of one rank{unless}: name the files of all ranks at"
+        f" once, as in '{pattern}'"
     )
     return (Note(text, "rank-part"),)
 
@@ -66,13 +78,15 @@ def one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
 def read(pattern: str) -> Checkpoint:
     """Read the files matching `pattern` as one checkpoint.
 
-    Raises `CkptError`, all problems at once, if a rank's file is missing or given twice, if the files come from runs
-    with different numbers of ranks, or if torch.save did not write one of them.
+    Raises `CkptError`, all problems at once, if a rank's file is missing or given twice, if the
+    files come from runs with different numbers of ranks, or if torch.save did not write one of
+    them.
     """
     paths = glob(pattern)
     if not paths:
         raise CkptError(
-            f"no file matches {pattern}", hint="check the path; quote the pattern, so that the shell keeps it"
+            f"no file matches {pattern}",
+            hint="check the path; quote the pattern, so that the shell keeps it",
         )
     files: dict[str, Checkpoint] = {}
     for path in paths:
@@ -85,11 +99,13 @@ def read(pattern: str) -> Checkpoint:
             )
         if kind != "torch_zip":
             raise CkptError(
-                f"{path} was not written by torch.save, but a glob names the files that the ranks of one run saved",
+                f"{path} was not written by torch.save, but a glob names the files that the ranks"
+                " of one run saved",
                 hint="name the one checkpoint that you want to read",
             )
         files[path] = torch_zip.read(path)
-    saved_by: dict[str, tuple[int, int] | None] = {}  # rank and number of ranks, if a tensor of the file is sharded
+    # rank and number of ranks, if a tensor of the file is sharded
+    saved_by: dict[str, tuple[int, int] | None] = {}
     for path, file in files.items():
         entries = (entry for section in file.sections for entry in section.by_key().values())
         sharded = next(filter(shard_kind, entries), None)
@@ -109,7 +125,9 @@ def read(pattern: str) -> Checkpoint:
     notes.append(f"the files of {len(ordered)} ranks: {some(shown, 8)}")
     if merge.problems:
         raise CkptError(
-            f"the files of {pattern} are not the parts of one checkpoint", hint=merge.hint, problems=merge.problems
+            f"the files of {pattern} are not the parts of one checkpoint",
+            hint=merge.hint,
+            problems=merge.problems,
         )
     return Checkpoint(
         pattern,
@@ -120,29 +138,45 @@ def read(pattern: str) -> Checkpoint:
         objects=ranks[0].objects,
         container=ranks[0].container,
         notes=(*notes, *merge.notes),
-        unreached=tuple(own.of(f"rank {number}") for number, rank in enumerate(ranks) for own in rank.unreached),
+        unreached=tuple(
+            own.of(f"rank {number}") for number, rank in enumerate(ranks) for own in rank.unreached
+        ),
     )
 
 
 # Ranks
 
 
-def _in_rank_order(pattern: str, saved_by: Mapping[str, tuple[int, int] | None]) -> tuple[list[str], list[str]]:
+def _in_rank_order(
+    pattern: str, saved_by: Mapping[str, tuple[int, int] | None]
+) -> tuple[list[str], list[str]]:
     numbers = _numbers(list(saved_by))
     known = {path: found for path, found in saved_by.items() if found is not None}
     ranks = {path: rank for path, (rank, _) in known.items()} or numbers
     sizes = {size for _, size in known.values()} or {max(len(ranks), *ranks.values(), 0)}
     why = "other files do" if known else "nor does a number in its name"
-    problems = [Problem(f"does not say its rank, {why}", path) for path in saved_by if path not in ranks]
+    problems = [
+        Problem(f"does not say its rank, {why}", path) for path in saved_by if path not in ranks
+    ]
     if len(sizes) > 1:
-        problems += [Problem(f"comes from a run of {size} ranks", path) for path, (_, size) in known.items()]
+        problems += [
+            Problem(f"comes from a run of {size} ranks", path) for path, (_, size) in known.items()
+        ]
     else:
         count = Counter(ranks.values())
-        problems += [Problem(f"is rank {rank}, as another file is", p) for p, rank in ranks.items() if count[rank] > 1]
+        problems += [
+            Problem(f"is rank {rank}, as another file is", p)
+            for p, rank in ranks.items()
+            if count[rank] > 1
+        ]
         missing = islice((rank for rank in range(sizes.pop()) if rank not in count), _MOST_MISSING)
         problems += [Problem("no file is of this rank", f"rank {rank}") for rank in missing]
     if problems:
-        raise CkptError(f"{pattern} does not name the files of all ranks of one run", hint=ALL_RANKS, problems=problems)
+        raise CkptError(
+            f"{pattern} does not name the files of all ranks of one run",
+            hint=ALL_RANKS,
+            problems=problems,
+        )
     notes = [
         f"rank {rank} saved {path}, although the number in its name is {numbers[path]}"
         for path, (rank, _) in known.items()
@@ -152,7 +186,9 @@ def _in_rank_order(pattern: str, saved_by: Mapping[str, tuple[int, int] | None])
 
 
 def _numbers(paths: Sequence[str]) -> dict[str, int]:
-    """Return the number in which the paths differ, or of several the number that counts the paths; empty if none."""
+    """Return the number in which the paths differ, or of several the number that counts the paths;
+    empty if none.
+    """
     digits = [[int(number) for number in re.findall(r"\d{1,9}", path)] for path in paths]
     alike = len({len(numbers) for numbers in digits}) == 1
     varying = {column for column in zip(*digits) if len(set(column)) > 1} if alike else set()
@@ -178,22 +214,34 @@ class _Merge:
         for rank in ranks:
             assert isinstance(rank.container, Container)
             pairs = pairs_of(rank.container.pickle.root) or {}
-            values.append({k: v for k, v in pairs.items() if type(k) is str and type(v) in (bool, int, float, str)})
-        lost = dict.fromkeys(key for rank in ranks for key in rank.others if key not in ranks[0].others)
+            values.append(
+                {
+                    k: v
+                    for k, v in pairs.items()
+                    if type(k) is str and type(v) in (bool, int, float, str)
+                }
+            )
+        lost = dict.fromkeys(
+            key for rank in ranks for key in rank.others if key not in ranks[0].others
+        )
         self.notes += [f"not copied: {key}, which rank 0 does not have" for key in lost]
         for key in dict.fromkeys(key for plain in values for key in plain):
             if not _COUNTERS.isdisjoint(word.lower() for word in _WORD.findall(key)):
                 self._is_same(key, [plain.get(key, _ABSENT) for plain in values])
 
     def _is_same(self, path: str, values: Sequence[Any]) -> bool:
-        """Return True if all ranks that have the value have the same, or one of the same kind; else note a problem."""
+        """Return True if all ranks that have the value have the same, or one of the same kind; else
+        note a problem.
+        """
         ranks: dict[str, int] = {}
         for rank, value in enumerate(values):
             if value is not _ABSENT:
                 ranks.setdefault(_described(value), rank)
         if len(ranks) > 1:
             (one, first), (other, second), *_ = ranks.items()
-            self.problems.append(Problem(f"is {one} on rank {first}, and {other} on rank {second}", path))
+            self.problems.append(
+                Problem(f"is {one} on rank {first}, and {other} on rank {second}", path)
+            )
         return len(ranks) == 1
 
     def section(self, path: str, sections: Sequence[Section | None]) -> Section:
@@ -201,11 +249,15 @@ class _Merge:
         self._is_same(path, [_ABSENT if section is None else section.kind for section in sections])
         if first.mapping is not None:
             tensors: list[TensorEntry] = []
-            mapping = self._value([_ABSENT if s is None else s.mapping for s in sections], tensors, path)
+            mapping = self._value(
+                [_ABSENT if s is None else s.mapping for s in sections], tensors, path
+            )
             return replace(first, tensors=tuple(tensors), mapping=mapping)
         by_key = [{} if section is None else section.by_key() for section in sections]
         keys = dict.fromkeys(key for entries in by_key for key in entries)
-        merged = [self._entry([entries.get(key) for entries in by_key], dotted(path, key)) for key in keys]
+        merged = [
+            self._entry([entries.get(key) for entries in by_key], dotted(path, key)) for key in keys
+        ]
         return replace(
             first,
             modules=self._modules(path, sections),
@@ -213,21 +265,28 @@ class _Merge:
             extras=tuple(entry for entry in merged if isinstance(entry, ExtraEntry)),
         )
 
-    def _modules(self, path: str, sections: Sequence[Section | None]) -> Mapping[str, object] | None:
+    def _modules(
+        self, path: str, sections: Sequence[Section | None]
+    ) -> Mapping[str, object] | None:
         """Return the versions of modules (``_metadata``) of the first rank that has some."""
-        by_rank = {rank: section.modules for rank, section in enumerate(sections) if section is not None}
+        by_rank = {
+            rank: section.modules for rank, section in enumerate(sections) if section is not None
+        }
         first = next((rank for rank, modules in by_rank.items() if modules is not None), None)
         modules = None if first is None else by_rank[first]
         other = [f"rank {rank}" for rank, others in by_rank.items() if others != modules]
         if other:
             self.notes.append(
-                f"{dotted(path, '_metadata')} (module versions) differs or is missing on {some(other, 8)}: "
+                f"{dotted(path, '_metadata')} (module versions) differs or is missing on"
+                f" {some(other, 8)}: "
                 f"rank {first}'s is used"
             )
         return modules
 
     def _value(self, values: Sequence[Any], tensors: list[TensorEntry], path: str) -> Any:
-        """Merge the values at `path` of an optimizer's state dict. Its tensors are added to `tensors`."""
+        """Merge the values at `path` of an optimizer's state dict. Its tensors are added to
+        `tensors`.
+        """
         first = next(value for value in values if value is not _ABSENT)
         if not self._is_same(path, values):
             return first
@@ -238,27 +297,46 @@ class _Merge:
         if isinstance(first, Mapping):
             maps = [{} if value is _ABSENT else value for value in values]
             return {
-                key: self._value([one.get(key, _ABSENT) for one in maps], tensors, f"{path}.{key}".lstrip("."))
+                key: self._value(
+                    [one.get(key, _ABSENT) for one in maps], tensors, f"{path}.{key}".lstrip(".")
+                )
                 for key in dict.fromkeys(key for one in maps for key in one)
             }
         if isinstance(first, (list, tuple)):
-            columns = [[v[at] if v is not _ABSENT else v for v in values] for at in range(len(first))]
-            return type(first)(self._value(column, tensors, f"{path}.{at}") for at, column in enumerate(columns))
+            columns = [
+                [v[at] if v is not _ABSENT else v for v in values] for at in range(len(first))
+            ]
+            return type(first)(
+                self._value(column, tensors, f"{path}.{at}") for at, column in enumerate(columns)
+            )
         return first
 
-    def _entry(self, entries: Sequence[TensorEntry | ExtraEntry | None], path: str) -> TensorEntry | ExtraEntry:
+    def _entry(
+        self, entries: Sequence[TensorEntry | ExtraEntry | None], path: str
+    ) -> TensorEntry | ExtraEntry:
         present = [entry for entry in entries if entry is not None]
         first = present[0]
         try:
-            kind = next((kind for kind in (SHARDED_TENSOR, DTENSOR) if kind in map(shard_kind, present)), None)
+            kind = next(
+                (kind for kind in (SHARDED_TENSOR, DTENSOR) if kind in map(shard_kind, present)),
+                None,
+            )
             if kind is not None:
                 return _assembled(entries, first.key, kind)
-            parts = [entry for entry in present if isinstance(entry, TensorEntry) and entry.storage is not None]
+            parts = [
+                entry
+                for entry in present
+                if isinstance(entry, TensorEntry) and entry.storage is not None
+            ]
             if len(parts) == len(present):
-                by_rank = tuple(entry if isinstance(entry, TensorEntry) else None for entry in entries)
+                by_rank = tuple(
+                    entry if isinstance(entry, TensorEntry) else None for entry in entries
+                )
                 if is_flat(first.key):
                     return _end_to_end(by_rank, first.key)
-                return replace(parts[0], payload=RankParts(by_rank, whole=False, copies=(tuple(parts),)))
+                return replace(
+                    parts[0], payload=RankParts(by_rank, whole=False, copies=(tuple(parts),))
+                )
         except CkptError as error:
             self.hint = error.hint if isinstance(error, Unsupported) else self.hint
             self.problems += error.problems or [Problem(error.message, first.key)]
@@ -266,7 +344,9 @@ class _Merge:
         # Objects, and tensors that are not dense: rank 0's, if all ranks have the same.
         if not all(same_values(first, entry) for entry in present[1:]):
             if any(isinstance(entry, TensorEntry) for entry in present):
-                self.problems.append(Problem("differs between the ranks, and has no parts to assemble", path))
+                self.problems.append(
+                    Problem("differs between the ranks, and has no parts to assemble", path)
+                )
             else:
                 self.notes.append(f"{path} differs between the ranks: rank 0's is used")
         return first
@@ -283,7 +363,9 @@ def _described(value: Any) -> str:
     return {dict: "a dict", ExtraEntry: "an object"}.get(type(value)) or repr(value)
 
 
-def _assembled(entries: Sequence[TensorEntry | ExtraEntry | None], key: str, kind: str) -> TensorEntry:
+def _assembled(
+    entries: Sequence[TensorEntry | ExtraEntry | None], key: str, kind: str
+) -> TensorEntry:
     sharded = [entry for entry in entries if entry is not None and shard_kind(entry) == kind]
     if len(sharded) < len(entries):
         raise _misfit(f"a {kind} on some ranks, and not on all", key)
@@ -324,7 +406,10 @@ def _end_to_end(parts: tuple[TensorEntry | None, ...], key: str) -> TensorEntry:
     present = [part for part in parts if part is not None]
     dtype, numel = present[0].dtype, sum(part.numel for part in present)
     if any(len(part.shape) != 1 or part.dtype != dtype for part in present):
-        raise _misfit("it has the name of a flat parameter, but is not one-dimensional or not of one dtype", key)
+        raise _misfit(
+            "it has the name of a flat parameter, but is not one-dimensional or not of one dtype",
+            key,
+        )
     storage = concatenated(across(present, 0, numel))
     return in_row_major(key, dtype, (numel,), storage, payload=RankParts(parts, whole=True))
 

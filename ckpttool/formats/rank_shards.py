@@ -1,4 +1,6 @@
-"""``DTensor`` and ``ShardedTensor`` in a rank's file: which chunk of the tensor does the file hold?"""
+"""``DTensor`` and ``ShardedTensor`` in a rank's file: which chunk of the tensor does the file
+hold?
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ ONE_STEP = "name the files that the ranks of one run saved at one step, and no o
 class RankParts:
     """The payload of an entry: what each rank holds under its key, by rank.
 
-    `whole`: the parts together are the entry. Otherwise the entry is the first of them, and they may be copies of one
-    tensor or parts of one. `copies` are groups of parts that should be equal: the replicas of a DTensor's chunk, or all
-    parts that may be copies.
+    `whole`: the parts together are the entry. Otherwise the entry is the first of them, and they
+    may be copies of one tensor or parts of one. `copies` are groups of parts that should be equal:
+    the replicas of a DTensor's chunk, or all parts that may be copies.
     """
 
     parts: tuple[TensorEntry | None, ...]
@@ -45,7 +47,9 @@ class RankParts:
 
 
 def parts_of(entry: TensorEntry) -> tuple[TensorEntry | None, ...]:
-    """Return what each rank holds of the entry, by rank. An entry of a single file is its only part."""
+    """Return what each rank holds of the entry, by rank. An entry of a single file is its only
+    part.
+    """
     return entry.payload.parts if isinstance(entry.payload, RankParts) else (entry,)
 
 
@@ -64,15 +68,19 @@ def _copies(entry: TensorEntry) -> list[tuple[TensorEntry, TensorEntry]]:
 
 
 def ranks_agree(entry: TensorEntry) -> bool:
-    """Return True if all ranks that hold a copy of the entry, or of one of its chunks, hold the same values."""
+    """Return True if all ranks that hold a copy of the entry, or of one of its chunks, hold the
+    same values.
+    """
     return all(same_values(one, other) for one, other in _copies(entry))
 
 
-def rank_pairs(left: TensorEntry, right: TensorEntry) -> Sequence[tuple[TensorEntry | None, TensorEntry | None]]:
+def rank_pairs(
+    left: TensorEntry, right: TensorEntry
+) -> Sequence[tuple[TensorEntry | None, TensorEntry | None]]:
     """Return the pairs of parts that must be equal if the two entries are.
 
-    If both come from the same number of ranks and may be copies or parts, compare rank by rank. Otherwise compare the
-    copies on each side.
+    If both come from the same number of ranks and may be copies or parts, compare rank by rank.
+    Otherwise compare the copies on each side.
     """
     if type(left.payload) is not RankParts and type(right.payload) is not RankParts:
         return ()  # almost all entries, and there may be very many
@@ -87,7 +95,8 @@ def rank_pairs(left: TensorEntry, right: TensorEntry) -> Sequence[tuple[TensorEn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalShard:
-    """One rank's shard of a tensor of `shape`: the entry `local` is its `chunk`. A rank without a shard has None.
+    """One rank's shard of a tensor of `shape`: the entry `local` is its `chunk`. A rank without a
+    shard has None.
 
     `layout` is what all ranks have in common: the mesh's shape and the placements.
     """
@@ -103,13 +112,16 @@ class Unsupported(CkptError):
     """The file alone does not say which chunk of the tensor a rank holds."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, hint="save it with torch.distributed.checkpoint, or its full_tensor()")
+        super().__init__(
+            message, hint="save it with torch.distributed.checkpoint, or its full_tensor()"
+        )
 
 
 _SHARD = "torch.distributed._shard"
 _SHARDED_TENSOR_CLASS = Global(f"{_SHARD}.sharded_tensor.api", "ShardedTensor")
 DTENSOR, SHARDED_TENSOR = "DTensor", "sharded tensor"
-_MISREAD = (IndexError, TypeError, ValueError, AttributeError, KeyError)  # what reading an unexpected node raises
+# what reading an unexpected node raises
+_MISREAD = (IndexError, TypeError, ValueError, AttributeError, KeyError)
 
 
 def shard_kind(entry: TensorEntry | ExtraEntry) -> str | None:
@@ -126,7 +138,11 @@ def _shard_state(entry: TensorEntry | ExtraEntry) -> tuple[str | None, Any]:
     if len(args) == 4 and type(args[1]) is Global and args[1].name == "DTensor":
         return DTENSOR, args[3]
     if type(node) is Call and type(node.func) is Global:
-        if node.func.name == "_rebuild_from_type_v2" and len(node.args) == 4 and node.args[1] == _SHARDED_TENSOR_CLASS:
+        if (
+            node.func.name == "_rebuild_from_type_v2"
+            and len(node.args) == 4
+            and node.args[1] == _SHARDED_TENSOR_CLASS
+        ):
             return SHARDED_TENSOR, node.args[3]
         if node.func == _SHARDED_TENSOR_CLASS:  # up to torch 1.13
             return SHARDED_TENSOR, node.state
@@ -134,13 +150,17 @@ def _shard_state(entry: TensorEntry | ExtraEntry) -> tuple[str | None, Any]:
 
 
 def rank_and_world_size(entry: TensorEntry | ExtraEntry) -> tuple[int, int]:
-    """Return the rank that saved a sharded entry, and the number of ranks. Raises `CkptError` if it is damaged."""
+    """Return the rank that saved a sharded entry, and the number of ranks. Raises `CkptError` if it
+    is damaged.
+    """
     kind, state = _shard_state(entry)
     try:
         if kind == SHARDED_TENSOR:
             return _process_group(state)
         mesh = _attributes(_attributes(state[1]["_spec"])["mesh"])
-        ranks = _counts(mesh["_flatten_rank_map" if "_flatten_rank_map" in mesh else "_flatten_mesh_list"])
+        ranks = _counts(
+            mesh["_flatten_rank_map" if "_flatten_rank_map" in mesh else "_flatten_mesh_list"]
+        )
         rank = mesh.get("_rank")
         if rank is None:
             number = 0
@@ -157,7 +177,8 @@ def rank_and_world_size(entry: TensorEntry | ExtraEntry) -> tuple[int, int]:
 def local_shard(entry: TensorEntry | ExtraEntry) -> LocalShard:
     """Return what the file of a sharded entry holds of it.
 
-    Raises `CkptError` if it is damaged, and `Unsupported` if its placements do not say which chunk the part is.
+    Raises `CkptError` if it is damaged, and `Unsupported` if its placements do not say which chunk
+    the part is.
     """
     assert isinstance(entry.payload, Carried)
     kind, state = _shard_state(entry)
@@ -187,19 +208,24 @@ def _local_dtensor(key: str, state: Any, storages: Storages) -> LocalShard:
     for dim, mesh_dims in order:
         if not 0 <= dim < len(shape):
             raise ValueError(f"cut along dimension {dim} of {len(shape)}")
-        for mesh_dim in mesh_dims:  # each cut gives pieces of the rounded-up size, as torch.chunk does
+        # each cut gives pieces of the rounded-up size, as torch.chunk does
+        for mesh_dim in mesh_dims:
             piece = -(-sizes[dim] // mesh_shape[mesh_dim])
             start = min(piece * at[mesh_dim], sizes[dim])
             offsets[dim] += start
             sizes[dim] = min(piece, sizes[dim] - start)
     if local.shape != tuple(sizes) and (local.numel or prod(sizes)):
-        raise Unsupported(f"its part has the shape {list(local.shape)}, but its placements give {sizes}")
+        raise Unsupported(
+            f"its part has the shape {list(local.shape)}, but its placements give {sizes}"
+        )
     chunk = Chunk(tuple(offsets), tuple(sizes))
     return LocalShard(shape, local.dtype, (mesh_shape, placements, order), chunk, local)
 
 
 def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
-    """Read the shape from the tensor of ranks (up to torch 2.9), or from the layout (later versions)."""
+    """Read the shape from the tensor of ranks (up to torch 2.9), or from the layout (later
+    versions).
+    """
     if "mesh" in mesh:
         return _counts(mesh["mesh"].args[2])
     layout = _attributes(mesh["_layout"])
@@ -211,25 +237,32 @@ def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _placement(node: Any) -> tuple[str, int, int]:
-    """Return ``("Replicate", -1, 1)``, ``("Shard", dim, 1)`` or ``("_StridedShard", dim, split factor)``."""
+    """Return ``("Replicate", -1, 1)``, ``("Shard", dim, 1)`` or ``("_StridedShard", dim, split
+    factor)``.
+    """
     name, state = node.func.name, _attributes(node) if type(node.state) in (dict, tuple) else {}
     if name == "Replicate":
         return name, -1, 1
     if name not in ("Shard", "_StridedShard"):
         raise Unsupported(f"is {name.lstrip('_')}: a part of a sum over ranks, not of a tensor")
-    dim, factor, *_ = (*node.args, 1, 1) if node.args else (state["dim"], state.get("split_factor", 1))
+    dim, factor, *_ = (
+        (*node.args, 1, 1) if node.args else (state["dim"], state.get("split_factor", 1))
+    )
     if factor < 1:
         raise ValueError(f"{factor} pieces")
     return name, dim, factor
 
 
 def _shard_order(
-    placements: tuple[tuple[str, int, int], ...], mesh_shape: tuple[int, ...], spec: Mapping[str, Any]
+    placements: tuple[tuple[str, int, int], ...],
+    mesh_shape: tuple[int, ...],
+    spec: Mapping[str, Any],
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Return each sharded dimension with the mesh dimensions that cut it, in the order of the cuts.
 
-    A strided shard is cut after the shards that follow it, which have as many pieces as its split factor: FSDP2 makes
-    it from a tensor that tensor parallelism has sharded (torch/distributed/tensor/placement_types.py).
+    A strided shard is cut after the shards that follow it, which have as many pieces as its split
+    factor: FSDP2 makes it from a tensor that tensor parallelism has sharded
+    (torch/distributed/tensor/placement_types.py).
     """
     plain: dict[int, list[int]] = {}
     strided: dict[int, int] = {}
@@ -237,7 +270,9 @@ def _shard_order(
         if name == "_StridedShard" and factor > 1:
             after = [i for i, (_, d, _) in enumerate(placements) if i > index and d == dim]
             if dim in strided or prod(mesh_shape[i] for i in after) != factor:
-                raise Unsupported(f"is cut in strides ({factor} pieces) that the mesh does not explain")
+                raise Unsupported(
+                    f"is cut in strides ({factor} pieces) that the mesh does not explain"
+                )
             strided[dim] = index
         elif name != "Replicate":
             plain.setdefault(dim, []).append(index)
@@ -294,7 +329,9 @@ def _attributes(node: Any) -> Any:
 
 
 def _counts(node: Any) -> tuple[int, ...]:
-    """Return the numbers of a list or tuple. Raises `ValueError` or `TypeError` for anything else."""
+    """Return the numbers of a list or tuple. Raises `ValueError` or `TypeError` for anything
+    else.
+    """
     if not all(type(count) is int and 0 <= count < MOST for count in node):
         raise ValueError("not counts")
     return tuple(node)

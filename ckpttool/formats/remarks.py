@@ -12,12 +12,15 @@ from ckpttool.core.text import human_bytes, is_flat, plural, some
 
 _GATHER = "`ckpttool remap FOLDER -o whole.pt` gathers them from the folder of all ranks' files"
 PLACEHOLDER = (
-    "no elements, as in a ZeRO-3 placeholder or in what another rank of FSDP holds: the ranks' files hold its values; "
+    "no elements, as in a ZeRO-3 placeholder or in what another rank of FSDP holds: the ranks'"
+    " files hold its values; "
     f"of ZeRO-3 {_GATHER}"
 )
 
 # Names of weights that have two dimensions in every architecture.
-_MATRIX = re.compile(r"embed\w*|\w*_?embeddings?|wte|wpe|lm_head|\w+_proj|query|key|value|dense|c_attn|c_fc|fc\d*")
+_MATRIX = re.compile(
+    r"embed\w*|\w*_?embeddings?|wte|wpe|lm_head|\w+_proj|query|key|value|dense|c_attn|c_fc|fc\d*"
+)
 
 _DEEPSPEED = {"ds_version", "ds_config"}  # keys in every file that DeepSpeed saves
 
@@ -29,22 +32,29 @@ def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
         names = some([unreached.path for unreached in checkpoint.unreached])
         size = human_bytes(sum(unreached.storage.nbytes for unreached in checkpoint.unreached))
         notes.append(
-            f"{plural(len(checkpoint.unreached), 'storage')} ({size}) of no tensor that is understood: {names}"
+            f"{plural(len(checkpoint.unreached), 'storage')} ({size}) of no tensor that is"
+            f" understood: {names}"
         )
     is_deepspeed = bool(_DEEPSPEED & set(checkpoint.others))
     if is_deepspeed:
         part = "the model's part" if "param_shapes" in checkpoint.others else "one rank's part"
         notes.append(
-            f"{part} of a DeepSpeed checkpoint: with ZeRO every rank's file holds some of the fp32 weights; {_GATHER}"
+            f"{part} of a DeepSpeed checkpoint: with ZeRO every rank's file holds some of the fp32"
+            f" weights; {_GATHER}"
         )
     # FSDP1 may leave empty tensors, on ranks that hold nothing of a parameter.
-    states = [s for s in checkpoint.state_dicts if not any(map(is_flat, [entry.key for entry in s.tensors]))]
+    states = [
+        s
+        for s in checkpoint.state_dicts
+        if not any(map(is_flat, [entry.key for entry in s.tensors]))
+    ]
     states = [] if checkpoint.format == "rank_files" else states
     floating = [entry for section in states for entry in section.tensors if "float" in entry.dtype]
     hollow = sum(map(is_placeholder, floating))
     if hollow and (is_deepspeed or 1 < hollow == len(floating)):
         notes.append(
-            f"{hollow} tensors have shape [0]: ZeRO-3 placeholders, the values are in the ranks' files; {_GATHER}"
+            f"{hollow} tensors have shape [0]: ZeRO-3 placeholders, the values are in the ranks'"
+            f" files; {_GATHER}"
         )
     notes += (note for note in map(_partitioned, states) if note)
     return tuple(notes)
@@ -53,15 +63,23 @@ def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
 def _partitioned(section: Section) -> str:
     """Return a note on weights of which ZeRO-3 has left one element; empty if there are none.
 
-    A weight of one element can be right (a norm of one channel, PReLU), but not if its own bias has more elements:
-    DeepSpeed does not partition small parameters. The weight of a linear layer or an embedding has two dimensions,
-    which only the names show.
+    A weight of one element can be right (a norm of one channel, PReLU), but not if its own bias has
+    more elements: DeepSpeed does not partition small parameters. The weight of a linear layer or an
+    embedding has two dimensions, which only the names show.
     """
     floating = [entry for entry in section.tensors if "float" in entry.dtype]
     single = [entry.key for entry in floating if entry.shape == (1,)]
     weights = [key for key in single if key.endswith(".weight")]
-    biases = {entry.key: entry.numel for entry in floating if entry.key.endswith("bias") and entry.numel > 1}
-    small = next((key for key in weights if key.removesuffix("weight") + "bias" in biases), None) if biases else None
+    biases = {
+        entry.key: entry.numel
+        for entry in floating
+        if entry.key.endswith("bias") and entry.numel > 1
+    }
+    small = (
+        next((key for key in weights if key.removesuffix("weight") + "bias" in biases), None)
+        if biases
+        else None
+    )
     matrix = next((key for key in weights if _MATRIX.fullmatch(key.rsplit(".", 2)[-2])), None)
     if small is None and (matrix is None or 2 * len(single) <= len(floating)):
         return ""
@@ -70,7 +88,10 @@ def _partitioned(section: Section) -> str:
     else:
         evidence = f"{small} next to a bias of {biases[small.removesuffix('weight') + 'bias']}"
     count = plural(len(single), "tensor")
-    return f"{count} of shape [1], as ZeRO-3 leaves parameters that it has partitioned ({evidence}); {_GATHER}"
+    return (
+        f"{count} of shape [1], as ZeRO-3 leaves parameters that it has partitioned"
+        f" ({evidence}); {_GATHER}"
+    )
 
 
 def is_placeholder(entry: TensorEntry) -> bool:
@@ -90,10 +111,14 @@ def read_form(checkpoint: Checkpoint) -> Checkpoint:
         if section.modules is not None and MARK in section.modules:
             mark = section.modules[MARK]
             own = _known(mark.get("form") if isinstance(mark, Mapping) else None)
-            section = replace(section, modules={path: v for path, v in section.modules.items() if path != MARK})
+            section = replace(
+                section, modules={path: v for path, v in section.modules.items() if path != MARK}
+            )
         sections.append(section if own is None else replace(section, form=own))
     marked = tuple(sections) != checkpoint.sections or metadata != checkpoint.metadata
-    return replace(checkpoint, sections=tuple(sections), metadata=metadata) if marked else checkpoint
+    return (
+        replace(checkpoint, sections=tuple(sections), metadata=metadata) if marked else checkpoint
+    )
 
 
 def _known(form: object) -> str | None:
@@ -101,7 +126,9 @@ def _known(form: object) -> str | None:
 
 
 def write_form(checkpoint: Checkpoint, *, in_metadata: bool) -> Checkpoint:
-    """Return `checkpoint` with the mark for each section's form; `in_metadata`: in ``__metadata__``."""
+    """Return `checkpoint` with the mark for each section's form; `in_metadata`: in
+    ``__metadata__``.
+    """
     forms = [section.form for section in checkpoint.sections if section.form is not None]
     if not forms:
         return checkpoint

@@ -1,9 +1,10 @@
-"""safetensors: an 8-byte length, a JSON header, the tensors' bytes. Reader and writer, without torch or safetensors.
+"""safetensors: an 8-byte length, a JSON header, the tensors' bytes. Reader and writer, without
+torch or safetensors.
 
-If only names changed, the new header is the source's own text with the names replaced, and the data is one span. A
-rename and its inverse give back the same bytes if the length of the source's header is a multiple of 8, it is padded
-with spaces only, and its names have no needless escapes (as in files of the reference writer). Everything else is laid
-out as the reference writer does it.
+If only names changed, the new header is the source's own text with the names replaced, and the data
+is one span. A rename and its inverse give back the same bytes if the length of the source's header
+is a multiple of 8, it is padded with spaces only, and its names have no needless escapes (as in
+files of the reference writer). Everything else is laid out as the reference writer does it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ PACKED = "packed"  # layout of tensors whose elements are smaller than a byte
 _U64_MAX = 2**64 - 1
 _FIELDS = {"dtype", "shape", "data_offsets"}
 PAIRS_IN_A_BYTE = "F4"  # counts single elements; torch's float4_e2m1fn_x2 counts bytes of two
-_SUB_BYTE = {"F4": ("float4_e2m1fn", 4), "F6_E2M3": ("float6_e2m3", 6), "F6_E3M2": ("float6_e3m2", 6)}
+_SUB_BYTE = {
+    "F4": ("float4_e2m1fn", 4),
+    "F6_E2M3": ("float6_e2m3", 6),
+    "F6_E3M2": ("float6_e3m2", 6),
+}
 _BITS = {code: row.itemsize * 8 for code, row in BY_SAFETENSORS.items()} | {
     c: bits for c, (_, bits) in _SUB_BYTE.items()
 }
@@ -52,7 +57,8 @@ _TENSOR = re.compile(
     rf'(\{{"dtype": ?"[A-Z0-9_]+", ?"shape": ?\[(?:{_SIZE}(?:, ?{_SIZE})*)?\]), ?'
     rf'"data_offsets": ?\[({_SIZE}), ?({_SIZE})\]\}}(, ?|\}}[ \t\n\r]*\Z)'
 )
-# A member of the outermost object, however it is written: its name, and an object without objects in it.
+# A member of the outermost object, however it is written: its name, and an object without objects
+# in it.
 _MEMBER = re.compile(
     r'("[^"\\]*(?:\\.[^"\\]*)*")\s*:\s*(?:null|\{[^"{}]*(?:"[^"\\]*(?:\\.[^"\\]*)*"[^"{}]*)*\})\s*[,}]\s*'
 )
@@ -60,7 +66,9 @@ _MEMBER = re.compile(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Payload of a tensor whose elements are smaller than a byte: dtype code and shape in the header, its bytes."""
+    """Payload of a tensor whose elements are smaller than a byte: dtype code and shape in the
+    header, its bytes.
+    """
 
     code: str
     shape: tuple[int, ...]
@@ -71,7 +79,8 @@ class Packed:
 class Header:
     """The header of a file; `Checkpoint.container` of this format.
 
-    `place` is its text without the padding, `data` are all bytes after it; `tensors` are in the header's order.
+    `place` is its text without the padding, `data` are all bytes after it; `tensors` are in the
+    header's order.
     """
 
     place: Span
@@ -93,7 +102,9 @@ _Alike = tuple[str, tuple[int, ...], tuple[int, ...], int]
 
 
 def _alike(described: str) -> _Alike | None:
-    """Read a dtype and shape (``{"dtype":"F32","shape":[2]}``); None if they must be read strictly."""
+    """Read a dtype and shape (``{"dtype":"F32","shape":[2]}``); None if they must be read
+    strictly.
+    """
     info = strict_json.loads(described)
     code, shape = info["dtype"], tuple(info["shape"])
     bits = _bits(shape, _BITS.get(code, _U64_MAX + 1))
@@ -103,7 +114,8 @@ def _alike(described: str) -> _Alike | None:
 
 
 def _plain_tensors(text: str, at: int, data: Span) -> dict[str, TensorEntry] | None:
-    """Return the tensors of the header `text` from character `at` on, by name; None if it must be read strictly.
+    """Return the tensors of the header `text` from character `at` on, by name; None if it must be
+    read strictly.
 
     `data` are the bytes after the header.
     """
@@ -123,7 +135,9 @@ def _plain_tensors(text: str, at: int, data: Span) -> dict[str, TensorEntry] | N
         if likeness is None or end - begin != likeness[3]:
             return None
         dtype, shape, stride, length = likeness
-        found[key] = TensorEntry(key, dtype, shape, stride, 0, Storage(Span(path, start + begin, length)))
+        found[key] = TensorEntry(
+            key, dtype, shape, stride, 0, Storage(Span(path, start + begin, length))
+        )
         count += 1
         in_order = in_order and begin == reach
         reach = end
@@ -136,7 +150,9 @@ def _plain_tensors(text: str, at: int, data: Span) -> dict[str, TensorEntry] | N
 def _is_covered(tensors: Iterable[TensorEntry], data: Span) -> bool:
     """Return whether the tensors, in some order, cover `data` without gaps and overlaps."""
     reach = data.offset
-    for offset, length in sorted((span.offset, span.length) for entry in tensors if (span := entry.span)):
+    for offset, length in sorted(
+        (span.offset, span.length) for entry in tensors if (span := entry.span)
+    ):
         if offset != reach:
             return False
         reach += length
@@ -144,7 +160,9 @@ def _is_covered(tensors: Iterable[TensorEntry], data: Span) -> bool:
 
 
 def quoted_names(text: str) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each tensor's quoted name in the text of a header that was read, in the header's order."""
+    """Yield begin and end of each tensor's quoted name in the text of a header that was read, in
+    the header's order.
+    """
     quoted = strict_json.quoted(METADATA)
     for match in _MEMBER.finditer(text, text.index("{") + 1):
         name = match[1]
@@ -152,11 +170,14 @@ def quoted_names(text: str) -> Iterator[tuple[int, int]]:
             yield match.span(1)
 
 
-_Content = tuple[dict[str, str], tuple[TensorEntry, ...]]  # the metadata, and the tensors in the header's order
+# the metadata, and the tensors in the header's order
+_Content = tuple[dict[str, str], tuple[TensorEntry, ...]]
 
 
 def _as_usual(text: str, data: Span) -> _Content | None:
-    """Read a header that is spelled as writers spell it; return None for any other, which must be read strictly."""
+    """Read a header that is spelled as writers spell it; return None for any other, which must be
+    read strictly.
+    """
     start, at = f'{{"{METADATA}":', 0
     metadata: Any = {}
     if text.startswith(start):
@@ -182,7 +203,9 @@ def _strictly(text: str, data: Span) -> _Content:
     if not _is_metadata(metadata):
         raise _invalid(data.path, f"{METADATA} is not a dict of strings")
     _check(data.path, infos, data.length)
-    return metadata, tuple(_entry(data.path, data.offset, name, info) for name, info in infos.items())
+    return metadata, tuple(
+        _entry(data.path, data.offset, name, info) for name, info in infos.items()
+    )
 
 
 def _read_text(path: str) -> tuple[str, Span, Span]:
@@ -194,18 +217,30 @@ def _read_text(path: str) -> tuple[str, Span, Span]:
         if len(start) < 8:
             raise _invalid(path, f"{nbytes} bytes are too few for a safetensors file")
         if length > MAX_HEADER:
-            raise _invalid(path, f"its header claims {length} bytes, the format allows {MAX_HEADER}")
+            raise _invalid(
+                path, f"its header claims {length} bytes, the format allows {MAX_HEADER}"
+            )
         if 8 + length > nbytes:
-            raise _invalid(path, f"the file is truncated: the header alone needs {8 + length} bytes, it has {nbytes}")
+            raise _invalid(
+                path,
+                f"the file is truncated: the header alone needs {8 + length}"
+                f" bytes, it has {nbytes}",
+            )
         raw = file.read(length)
     begin = length - len(raw.lstrip(BLANKS))
     raw = raw.strip(BLANKS)
     if not raw.startswith(b"{"):
         raise _invalid(path, "its header does not begin with '{'")
     try:
-        return raw.decode(), Span(path, 8 + begin, len(raw)), Span(path, 8 + length, nbytes - 8 - length)
+        return (
+            raw.decode(),
+            Span(path, 8 + begin, len(raw)),
+            Span(path, 8 + length, nbytes - 8 - length),
+        )
     except UnicodeDecodeError as error:
-        raise _invalid(path, f"its header is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise _invalid(
+            path, f"its header is not UTF-8: {error.reason} at byte {error.start}"
+        ) from error
 
 
 def _is_metadata(value: Any) -> bool:
@@ -213,20 +248,31 @@ def _is_metadata(value: Any) -> bool:
 
 
 def _check(path: str, infos: Mapping[str, Any], data_length: int) -> None:
-    """Run every check of the reference reader: on each entry, then that the entries cover the data without gaps."""
-    problems = [Problem(problem, name) for name, info in infos.items() if (problem := _problem(info))]
+    """Run every check of the reference reader: on each entry, then that the entries cover the data
+    without gaps.
+    """
+    problems = [
+        Problem(problem, name) for name, info in infos.items() if (problem := _problem(info))
+    ]
     end = 0
     if not problems:
-        for (begin, next_end), name in sorted((info["data_offsets"], name) for name, info in infos.items()):
+        for (begin, next_end), name in sorted(
+            (info["data_offsets"], name) for name, info in infos.items()
+        ):
             if begin != end:
                 problems.append(
-                    Problem(f"its data begins at byte {begin}, the data before it ends at byte {end}", name)
+                    Problem(
+                        f"its data begins at byte {begin}, the data before it ends at byte {end}",
+                        name,
+                    )
                 )
             end = next_end
     if problems:
         raise _invalid(path, "its header describes tensors wrongly", problems)
     if end > data_length:
-        raise _invalid(path, f"the file is truncated: its tensors need {end} bytes, {data_length} are there")
+        raise _invalid(
+            path, f"the file is truncated: its tensors need {end} bytes, {data_length} are there"
+        )
     if end < data_length:
         raise _invalid(path, f"{data_length - end} bytes after the last tensor belong to none")
 
@@ -242,18 +288,25 @@ def _problem(info: Any) -> str | None:
         return "its shape is not a list of sizes"
     if not _are_sizes(offsets) or len(offsets) != 2:
         return "its data_offsets are not a begin and an end"
-    if len(info) > 3 and any(isinstance(value, (dict, list)) for name, value in info.items() if name not in _FIELDS):
+    if len(info) > 3 and any(
+        isinstance(value, (dict, list)) for name, value in info.items() if name not in _FIELDS
+    ):
         return "it has fields that the format does not know"
     bits = _bits(shape, _BITS[code])
     if bits is None:
         return "its size overflows"
     if bits != (offsets[1] - offsets[0]) * 8:
-        return f"{code} of shape {shape} is {bits / 8:.15g} bytes, its data_offsets hold {offsets[1] - offsets[0]}"
+        return (
+            f"{code} of shape {shape} is {bits / 8:.15g} bytes, its data_offsets hold"
+            f" {offsets[1] - offsets[0]}"
+        )
     return None
 
 
 def _bits(shape: Sequence[int], per_element: int) -> int | None:
-    """Return the size in bits, or None if a product on the way overflows 64 bits, even if a later size is 0."""
+    """Return the size in bits, or None if a product on the way overflows 64 bits, even if a later
+    size is 0.
+    """
     bits = 1
     for factor in (*shape, per_element):
         bits *= factor
@@ -274,9 +327,13 @@ def _entry(path: str, data_start: int, key: str, info: Mapping[str, Any]) -> Ten
     if code in _SUB_BYTE:
         if code != PAIRS_IN_A_BYTE or shape[-1] % 2:
             name = _SUB_BYTE[code][0]
-            return TensorEntry(key, name, shape, (), 0, None, PACKED, span.length, Packed(code, shape, span))
+            return TensorEntry(
+                key, name, shape, (), 0, None, PACKED, span.length, Packed(code, shape, span)
+            )
         shape = (*shape[:-1], shape[-1] // 2)
-    return TensorEntry(key, BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), 0, Storage(span))
+    return TensorEntry(
+        key, BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), 0, Storage(span)
+    )
 
 
 def _invalid(path: str, problem: str, problems: Sequence[Problem] = ()) -> CkptError:
@@ -288,10 +345,11 @@ def _invalid(path: str, problem: str, problems: Sequence[Problem] = ()) -> CkptE
 
 
 def overlapping(tensors: Iterable[TensorEntry]) -> dict[str, str]:
-    """Return for each key an earlier key whose bytes it shares, completely or in part; empty if no two share bytes.
+    """Return for each key an earlier key whose bytes it shares, completely or in part; empty if no
+    two share bytes.
 
-    Of many that share the same bytes not every pair is named. A view with gaps counts with all bytes from its first
-    element to its last.
+    Of many that share the same bytes not every pair is named. A view with gaps counts with all
+    bytes from its first element to its last.
     """
     tensors = tuple(tensors)
     if own_storages(tensors):
@@ -316,7 +374,8 @@ def overlapping(tensors: Iterable[TensorEntry]) -> dict[str, str]:
 
 FORMAT = "safetensors"
 
-# The reference writer's order, by ascending alignment; the data is laid out from the last to the first.
+# The reference writer's order, by ascending alignment; the data is laid out from the last to the
+# first.
 _ORDER = """
     BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ
     I16 U16 F16 BF16 I32 U32 F32 C64 F64 I64 U64
@@ -328,9 +387,11 @@ _RANK = {code: rank for rank, code in enumerate(_ORDER)}
 
 
 def read(path: str) -> Checkpoint:
-    """Return the index of the file: one section, its tensors in the header's order. Reads the header only.
+    """Return the index of the file: one section, its tensors in the header's order. Reads the
+    header only.
 
-    Raises `CkptError` if the file is not valid; `problems` lists every tensor that is described wrongly.
+    Raises `CkptError` if the file is not valid; `problems` lists every tensor that is described
+    wrongly.
     """
     text, place, data = _read_text(path)
     with many_objects():
@@ -352,7 +413,9 @@ def read(path: str) -> Checkpoint:
 
 
 def layout(checkpoint: Checkpoint) -> list[Piece]:
-    """Return the file of the checkpoint. Raises `Refused`, with every problem, if the format cannot hold it."""
+    """Return the file of the checkpoint. Raises `Refused`, with every problem, if the format cannot
+    hold it.
+    """
     unfit = problems(checkpoint)
     if unfit:
         raise Refused(
@@ -371,7 +434,8 @@ def layout(checkpoint: Checkpoint) -> list[Piece]:
 
 
 def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
-    """Return the file with its data at the same place; None if more than names and metadata changed.
+    """Return the file with its data at the same place; None if more than names and metadata
+    changed.
 
     Raises `Refused` if the new header does not fit into the place of the old one.
     """
@@ -384,11 +448,14 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
         return None
     if checkpoint.metadata != header.metadata:
         metadata = {METADATA: dict(checkpoint.metadata)} if checkpoint.metadata else {}
-        infos = {name: info for name, info in strict_json.loads(raw.decode()).items() if name != METADATA}
+        infos = {
+            name: info for name, info in strict_json.loads(raw.decode()).items() if name != METADATA
+        }
         raw = _encoded(strict_json.dumps(metadata | infos))
     if len(raw) > header.length:
         raise Refused(
-            f"{checkpoint.source} cannot be edited in place: its header has room for {header.length:,} bytes, and the "
+            f"{checkpoint.source} cannot be edited in place: its header has room for"
+            f" {header.length:,} bytes, and the "
             f"new names need {len(raw):,}",
             hint="write another file: -o OUT",
         )
@@ -396,18 +463,32 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
 
 
 def problems(checkpoint: Checkpoint) -> list[Problem]:
-    """List everything that the format cannot hold: sections, extras, dtypes, layouts, shared bytes."""
+    """List everything that the format cannot hold: sections, extras, dtypes, layouts, shared
+    bytes.
+    """
     if not checkpoint.sections:
         return [Problem("holds no state dict", checkpoint.source)]
     if len(checkpoint.sections) > 1 or checkpoint.sections[0].path:
-        return [Problem("only one state dict, at the root, fits into a file", s.path) for s in checkpoint.sections]
+        return [
+            Problem("only one state dict, at the root, fits into a file", s.path)
+            for s in checkpoint.sections
+        ]
     section = checkpoint.sections[0]
     found = [Problem("not a tensor", extra.key) for extra in section.extras]
-    found += [Problem(problem, entry.key) for entry in section.tensors if (problem := tensor_problem(entry))]
     found += [
-        Problem("the name is there twice", key) for key, n in Counter(e.key for e in section.tensors).items() if n > 1
+        Problem(problem, entry.key)
+        for entry in section.tensors
+        if (problem := tensor_problem(entry))
     ]
-    found += [Problem(f"shares its bytes with {other}", key) for key, other in overlapping(section.tensors).items()]
+    found += [
+        Problem("the name is there twice", key)
+        for key, n in Counter(e.key for e in section.tensors).items()
+        if n > 1
+    ]
+    found += [
+        Problem(f"shares its bytes with {other}", key)
+        for key, other in overlapping(section.tensors).items()
+    ]
     return found
 
 
@@ -419,14 +500,20 @@ def tensor_problem(entry: TensorEntry) -> str | None:
         return None
     if entry.storage is None:
         lost = entry.payload.lost(entry) if isinstance(entry.payload, Payload) else ""
-        return f"a {entry.layout} tensor has no place in the format" + (f": {lost} would be lost" if lost else "")
+        return f"a {entry.layout} tensor has no place in the format" + (
+            f": {lost} would be lost" if lost else ""
+        )
     if BY_NAME[entry.dtype].safetensors is None:
         return f"the format has no dtype {entry.dtype}"
     if entry.dtype == "float4_e2m1fn_x2" and not entry.shape:
         return f"the format has no {entry.dtype} without dimensions"
     if not entry.is_contiguous:
-        return f"a view of shape {list(entry.shape)} and stride {list(entry.stride)}, not contiguous"
-    if isinstance(entry.storage.data, Lazy) and (entry.offset or entry.nbytes != entry.storage.nbytes):
+        return (
+            f"a view of shape {list(entry.shape)} and stride {list(entry.stride)}, not contiguous"
+        )
+    if isinstance(entry.storage.data, Lazy) and (
+        entry.offset or entry.nbytes != entry.storage.nbytes
+    ):
         return "a part of a storage that is still to be computed"
     return None
 
@@ -445,8 +532,12 @@ def _rename(header: Header, tensors: Sequence[TensorEntry]) -> bytes | None:
     return renamed.getvalue()
 
 
-def _in_order_of(source: Sequence[TensorEntry], tensors: Sequence[TensorEntry]) -> Sequence[TensorEntry] | None:
-    """Return the tensors in the order of the same ones in `source`; None if they are not the same tensors."""
+def _in_order_of(
+    source: Sequence[TensorEntry], tensors: Sequence[TensorEntry]
+) -> Sequence[TensorEntry] | None:
+    """Return the tensors in the order of the same ones in `source`; None if they are not the same
+    tensors.
+    """
 
     def data_of(entry: TensorEntry) -> object:
         return entry.payload if entry.storage is None else entry.storage
@@ -465,10 +556,11 @@ def _with_data(header: Header, raw: bytes, length: int) -> list[Piece]:
 
 
 def _length(header: Header, raw: bytes) -> int:
-    """Return the length for the header `raw`, with as many spare bytes as `header` had, if the data stays the same.
+    """Return the length for the header `raw`, with as many spare bytes as `header` had, if the data
+    stays the same.
 
-    Large data keeps its place within a block, so that files can share it; the spare bytes are then whole blocks. Both
-    ways a rename and its inverse give the same length.
+    Large data keeps its place within a block, so that files can share it; the spare bytes are then
+    whole blocks. Both ways a rename and its inverse give the same length.
     """
     needed, had = _aligned(len(raw)), _aligned(header.place.length)
     spare = max(0, header.length - had)
@@ -489,12 +581,15 @@ def _layout_afresh(tensors: Sequence[TensorEntry], metadata: Any) -> list[Piece]
             coded.append((entry.payload.code, entry.payload.shape, entry))
         else:
             code = BY_NAME[entry.dtype].safetensors or ""
-            shape = (*entry.shape[:-1], entry.shape[-1] * 2) if code == PAIRS_IN_A_BYTE else entry.shape
+            shape = (
+                (*entry.shape[:-1], entry.shape[-1] * 2) if code == PAIRS_IN_A_BYTE else entry.shape
+            )
             coded.append((code, shape, entry))
     coded.sort(key=lambda item: (-_RANK[item[0]], item[2].key))
     infos = [strict_json.dumps({METADATA: dict(metadata)})[1:-1]] if metadata else []
     end, pieces = 0, []
-    for code, dims, entry in coded:  # text at once: a million dicts would take more memory than all else
+    # text at once: a million dicts would take more memory than all else
+    for code, dims, entry in coded:
         begin, end = end, end + entry.nbytes
         sizes, key = ",".join(map(str, dims)), strict_json.quoted(entry.key)
         infos.append(f'{key}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}')
@@ -513,7 +608,9 @@ def _encoded(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         bad = error.object[error.start : error.end]
-        raise Refused(f"a name holds {bad!r}, which is not text", hint="rename it with --rule 'FROM => TO'") from error
+        raise Refused(
+            f"a name holds {bad!r}, which is not text", hint="rename it with --rule 'FROM => TO'"
+        ) from error
 
 
 def _header(raw: bytes, length: int) -> Piece:

@@ -31,7 +31,8 @@ def loads(text: str, *, surrogates: bool = False) -> Any:
 
     With `surrogates` strings may hold lone surrogates, as keys of a pickle may.
     """
-    decoder = _DECODER if "-0" in text else _PLAIN_DECODER  # reading integers in Python is half of the time
+    # reading integers in Python is half of the time
+    decoder = _DECODER if "-0" in text else _PLAIN_DECODER
     value, end = _value(text, len(text) - len(text.lstrip(_BLANKS)), decoder)
     if text[end:].strip(_BLANKS):
         raise ValueError(f"more text after the end of the JSON value at character {end}")
@@ -41,7 +42,9 @@ def loads(text: str, *, surrogates: bool = False) -> Any:
 
 
 def value_at(text: str, at: int) -> tuple[Any, int]:
-    """Return the value that begins at character `at` of the text, and its end. Raises ValueError as `loads` does."""
+    """Return the value that begins at character `at` of the text, and its end. Raises ValueError as
+    `loads` does.
+    """
     value, end = _value(text, at, _DECODER)
     _check_surrogates(text[at:end], value)
     return value, end
@@ -60,7 +63,9 @@ def dumps(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return the text as a string of JSON, as `dumps` spells it, but without an encoder for each call."""
+    """Return the text as a string of JSON, as `dumps` spells it, but without an encoder for each
+    call.
+    """
     return json.encoder.encode_basestring(text)
 
 
@@ -72,7 +77,9 @@ def _check_surrogates(text: str, value: Any) -> None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        twice = next(
+            name for name, count in Counter(name for name, _ in pairs).items() if count > 1
+        )
         raise ValueError(f"{twice!r} is there twice in one object")
     return value
 
@@ -92,5 +99,9 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_int, parse_float=_float, parse_constant=_no_number)
-_PLAIN_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_float, parse_constant=_no_number)
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_int=_int, parse_float=_float, parse_constant=_no_number
+)
+_PLAIN_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_float=_float, parse_constant=_no_number
+)

@@ -1,9 +1,11 @@
-"""Tensor subclasses of torchao in safetensors: each is saved in parts, and ``__metadata__`` lists the parts.
+"""Tensor subclasses of torchao in safetensors: each is saved in parts, and ``__metadata__`` lists
+the parts.
 
-``0.weight`` of the class ``Float8Tensor`` is ``0._weight_qdata`` and ``0._weight_scale``; the metadata holds, as JSON,
-``tensor_names``, and under each name the class, its attributes and its ``_tensor_data_names`` (torchao 0.14 to 0.18,
-``torchao/prototype/safetensors/safetensors_support.py``). torchao looks for the parts by these names, so if they are
-renamed the metadata is changed too, or the rename is refused.
+``0.weight`` of the class ``Float8Tensor`` is ``0._weight_qdata`` and ``0._weight_scale``; the
+metadata holds, as JSON, ``tensor_names``, and under each name the class, its attributes and its
+``_tensor_data_names`` (torchao 0.14 to 0.18,
+``torchao/prototype/safetensors/safetensors_support.py``). torchao looks for the parts by these
+names, so if they are renamed the metadata is changed too, or the rename is refused.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ from ckpttool.core.values import dataclass
 from ckpttool.formats import strict_json
 
 _NAMES, _PARTS, _CLASS = "tensor_names", "_tensor_data_names", "_type"
-_APART = "rename all parts of a tensor alike, or drop all of them; the last segment of their keys is _TENSOR_PART"
+_APART = (
+    "rename all parts of a tensor alike, or drop all of them; the last segment of their keys"
+    " is _TENSOR_PART"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Part(Payload):
-    """The payload of a tensor that for torchao is the `part` of the tensor `name`, or `name` itself.
+    """The payload of a tensor that for torchao is the `part` of the tensor `name`, or `name`
+    itself.
 
     `parts` is the number of its parts, `kind` its class, `meaning` its entry in the metadata.
     """
@@ -38,12 +44,17 @@ class Part(Payload):
     meaning: str = ""
 
 
-def marked(tensors: tuple[TensorEntry, ...], metadata: Mapping[str, str]) -> tuple[TensorEntry, ...]:
+def marked(
+    tensors: tuple[TensorEntry, ...], metadata: Mapping[str, str]
+) -> tuple[TensorEntry, ...]:
     """Return the tensors of a file, with a `Part` for each that its metadata lists."""
     known = _parts(metadata)
     if not known:
         return tensors
-    return tuple(replace(e, payload=known[e.key]) if e.key in known and e.payload is None else e for e in tensors)
+    return tuple(
+        replace(e, payload=known[e.key]) if e.key in known and e.payload is None else e
+        for e in tensors
+    )
 
 
 def _parts(metadata: Mapping[str, str]) -> dict[str, Part]:
@@ -58,7 +69,8 @@ def _parts(metadata: Mapping[str, str]) -> dict[str, Part]:
             found[name] = Part(name, kind, None, 1)
         elif isinstance(parts, list) and all(isinstance(part, str) for part in parts):
             found.update(
-                (f"{module}._{last}_{part}", Part(name, kind, part, len(parts), metadata[name])) for part in parts
+                (f"{module}._{last}_{part}", Part(name, kind, part, len(parts), metadata[name]))
+                for part in parts
             )
     return found
 
@@ -89,7 +101,8 @@ def remark(tensors: Iterable[TensorEntry]) -> tuple[str, ...]:
 
 
 def settled(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with the current names of its tensors in the metadata, and without `Part`s.
+    """Return the checkpoint with the current names of its tensors in the metadata, and without
+    `Part`s.
 
     Raises `Refused`, all problems at once, if torchao would no longer find the parts of a tensor.
     """
@@ -98,9 +111,13 @@ def settled(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     sections = []
     for section in checkpoint.sections:
-        tensors = (replace(e, payload=None) if isinstance(e.payload, Part) else e for e in section.tensors)
+        tensors = (
+            replace(e, payload=None) if isinstance(e.payload, Part) else e for e in section.tensors
+        )
         sections.append(replace(section, tensors=tuple(tensors)))
-    return replace(checkpoint, sections=tuple(sections), metadata=renamed(checkpoint.metadata, names))
+    return replace(
+        checkpoint, sections=tuple(sections), metadata=renamed(checkpoint.metadata, names)
+    )
 
 
 def new_names(checkpoint: Checkpoint) -> dict[str, str] | None:
@@ -121,7 +138,9 @@ def new_names(checkpoint: Checkpoint) -> dict[str, str] | None:
             names[name] = str(called.pop())
         else:
             reason = (
-                "torchao would not find its parts together" if whole else "not all of its parts are there as they were"
+                "torchao would not find its parts together"
+                if whole
+                else "not all of its parts are there as they were"
             )
             problems.append(Problem(f"{reason}: {', '.join(parts)}", name))
     if problems:
@@ -160,7 +179,9 @@ _TAKEN_APART = (
 
 
 def way(checkpoint: Checkpoint) -> str:
-    """Return the end of a hint: how torchao itself writes its tensors to safetensors; empty without such tensors."""
+    """Return the end of a hint: how torchao itself writes its tensors to safetensors; empty without
+    such tensors.
+    """
     if not any(name.startswith("torchao.") for name in checkpoint.globals):
         return ""
     source = quote(checkpoint.source.partition("::")[0])
@@ -175,5 +196,11 @@ def joined(source: str) -> str:
 def come_apart(checkpoint: Checkpoint) -> list[Problem]:
     """List the tensors in parts, for a format that has no place for their metadata."""
     tensors = (entry for section in checkpoint.sections for entry in section.tensors)
-    found = {entry.payload.name: entry.payload for entry in tensors if isinstance(entry.payload, Part)}
-    return [Problem(f"a {own.kind} in {own.parts} parts", name) for name, own in found.items() if own.part is not None]
+    found = {
+        entry.payload.name: entry.payload for entry in tensors if isinstance(entry.payload, Part)
+    }
+    return [
+        Problem(f"a {own.kind} in {own.parts} parts", name)
+        for name, own in found.items()
+        if own.part is not None
+    ]

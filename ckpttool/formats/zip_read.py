@@ -1,4 +1,6 @@
-"""Read the zip archives of torch.save, torch.jit.save and torch.export.save: the place of each record."""
+"""Read the zip archives of torch.save, torch.jit.save and torch.export.save: the place of each
+record.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ from ckpttool.io.checksums import note_archive, version_of
 from ckpttool.io.files import Source, assume, check_assumed, opened
 from ckpttool.io.paths import is_url
 
-ALIGNMENT = 64  # of every record's data; torch.utils.serialization.config.save.storage_alignment changes it
+# of every record's data; torch.utils.serialization.config.save.storage_alignment changes it
+ALIGNMENT = 64
 U32 = 0xFFFFFFFF
 
 _LOCAL, _FIELD = 30, 4  # bytes of a local header, and of the tag and length of an extra field
-# Records that are read for their values only: of torch.save, TorchScript, and torch.export since 2.9.
-_STORAGE = re.compile(rb"[^/]+/(?:data|constants|tensors)/\d+|(?:[^/]+/)?data/(?:weights|constants)/\w+_\d+")
+# Records that are read for their values only: of torch.save, TorchScript, and torch.export since
+# 2.9.
+_STORAGE = re.compile(
+    rb"[^/]+/(?:data|constants|tensors)/\d+|(?:[^/]+/)?data/(?:weights|constants)/\w+_\d+"
+)
 
 
 def is_storage(raw_name: bytes) -> bool:
@@ -61,7 +67,8 @@ _ENCRYPTED = 0x0001 | 0x0040 | 0x2000
 _FOLDER = 0x10  # among the external attributes
 HAS_DESCRIPTOR, UTF8 = 0x0008, 0x0800
 _LONGEST_DESCRIPTOR = 24
-_SMALL, _MOST_PADDING = 1 << 20, 128  # bytes of a record that is fetched with its header; of the fields behind a name
+# bytes of a record that is fetched with its header; of the fields behind a name
+_SMALL, _MOST_PADDING = 1 << 20, 128
 _AT_A_TIME = 4096  # local headers: of a remote file they are fetched side by side
 ZIP64_FIELD = 1
 
@@ -69,9 +76,10 @@ ZIP64_FIELD = 1
 class Record(NamedTuple):
     """One record of an archive; offsets and sizes are bytes, offsets from the archive's first byte.
 
-    `start` is the offset of its local header, `data` of its data, `nbytes` the stored size, `size` the size after
-    decompression, and `end` the end of its region: after the data descriptor, if it has one. `central` is its entry
-    in the central directory. (A NamedTuple, because archives hold 100,000 of them.)
+    `start` is the offset of its local header, `data` of its data, `nbytes` the stored size, `size`
+    the size after decompression, and `end` the end of its region: after the data descriptor, if it
+    has one. `central` is its entry in the central directory. (A NamedTuple, because archives hold
+    100,000 of them.)
     """
 
     name: str
@@ -87,16 +95,20 @@ class Record(NamedTuple):
 
     @property
     def has_crc(self) -> bool:
-        """False for a record whose CRC was not computed (`torch.serialization.set_crc32_options`): it is 0 then."""
+        """False for a record whose CRC was not computed (`torch.serialization.set_crc32_options`):
+        it is 0 then.
+        """
         return self.crc != 0 or not self.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Archive:
-    """The index of the archive that begins at byte `base` of the file `path` and is `length` bytes long.
+    """The index of the archive that begins at byte `base` of the file `path` and is `length` bytes
+    long.
 
-    `records` are in the directory's order; `is_tight` if the file has them in this order with nothing between them: an
-    archive that was changed in place holds unused records, and the new ones at its end.
+    `records` are in the directory's order; `is_tight` if the file has them in this order with
+    nothing between them: an archive that was changed in place holds unused records, and the new
+    ones at its end.
     """
 
     path: str
@@ -111,9 +123,11 @@ class Archive:
 
 
 def read_archive(path: str, base: int = 0, length: int | None = None) -> Archive:
-    """Return the index of the zip archive in bytes `base` to `base + length` (default: to the end) of the file.
+    """Return the index of the zip archive in bytes `base` to `base + length` (default: to the end)
+    of the file.
 
-    Raises `CkptError` if it is not a zip archive, is truncated, or its directory and records contradict each other.
+    Raises `CkptError` if it is not a zip archive, is truncated, or its directory and records
+    contradict each other.
     """
     try:
         state = None if is_url(path) else os.stat(path)
@@ -121,14 +135,22 @@ def read_archive(path: str, base: int = 0, length: int | None = None) -> Archive
         state = None
     version = None if state is None else version_of(state)
     archive = (_read.__wrapped__ if version is None else _read)(path, base, length, version)
-    checked = ((base + r.data, r.nbytes, r.crc) for r in archive.records if r.has_crc and r.method == STORED)
+    checked = (
+        (base + r.data, r.nbytes, r.crc)
+        for r in archive.records
+        if r.has_crc and r.method == STORED
+    )
     note_archive(path, base, version, checked, partial(_name_at, path, base, length))
     return archive
 
 
 def _name_at(path: str, base: int, length: int | None, start: int) -> str:
     """Return the name of the archive's record whose data begin at byte `start` of the file."""
-    return next(r.name for r in read_archive(path, base, length).records if base + r.data == start and r.nbytes)
+    return next(
+        r.name
+        for r in read_archive(path, base, length).records
+        if base + r.data == start and r.nbytes
+    )
 
 
 @lru_cache(maxsize=1)  # `detect` reads the directory just before the reader does
@@ -147,11 +169,15 @@ def _read(path: str, base: int, length: int | None, version: object) -> Archive:
 def read_record(archive: Archive, record: Record, limit: int) -> bytes:
     """Return the record's data, decompressed, its CRC-32 checked if it has one.
 
-    Raises `CkptError` if it holds more than `limit` bytes, is compressed by a method other than deflate, or is damaged.
+    Raises `CkptError` if it holds more than `limit` bytes, is compressed by a method other than
+    deflate, or is damaged.
     """
     nbytes = max(record.size, record.nbytes)
     if nbytes > limit:
-        raise _corrupt(archive.path, f"record {record.name} is {nbytes} bytes, at most {limit} are expected there")
+        raise _corrupt(
+            archive.path,
+            f"record {record.name} is {nbytes} bytes, at most {limit} are expected there",
+        )
     data = _read_span(archive.span(record))
     if record.method == DEFLATED:
         try:  # one byte more than announced shows a size that is wrong
@@ -159,9 +185,15 @@ def read_record(archive: Archive, record: Record, limit: int) -> bytes:
         except zlib.error as error:
             raise _corrupt(archive.path, f"record {record.name} is damaged: {error}") from error
     elif record.method != STORED:
-        raise _corrupt(archive.path, f"record {record.name} is compressed by method {record.method}, not deflate")
+        raise _corrupt(
+            archive.path,
+            f"record {record.name} is compressed by method {record.method}, not deflate",
+        )
     if len(data) != record.size:
-        raise _corrupt(archive.path, f"record {record.name} has {len(data)} bytes, its directory says {record.size}")
+        raise _corrupt(
+            archive.path,
+            f"record {record.name} has {len(data)} bytes, its directory says {record.size}",
+        )
     if record.has_crc and zlib.crc32(data) != record.crc:
         raise _corrupt(archive.path, f"record {record.name} is damaged: its CRC-32 does not match")
     return data
@@ -194,14 +226,20 @@ def _read_archive(window: _Window) -> Archive:
     by_name = {record.name: record for record in records}
     spelled = Counter(entry.raw_name.lower() for entry in entries)
     if len(spelled) != len(records) or len(by_name) != len(records):
-        twice = {record.name: None for entry, record in zip(entries, records) if spelled[entry.raw_name.lower()] > 1}
+        twice = {
+            record.name: None
+            for entry, record in zip(entries, records)
+            if spelled[entry.raw_name.lower()] > 1
+        }
         message = "without regard to case, as for torch, the archive holds two records of one name"
         raise _corrupt(window.path, message, twice)
     return Archive(window.path, window.base, window.length, tuple(records), by_name, is_tight)
 
 
 def _located(window: _Window, entries: Sequence[_Entry]) -> dict[int, Record]:
-    """Return the records by their places, read from local headers; small records are fetched with their headers."""
+    """Return the records by their places, read from local headers; small records are fetched with
+    their headers.
+    """
 
     def head(entry: _Entry) -> int:
         header = LOCAL.size + len(entry.raw_name)
@@ -217,7 +255,8 @@ def _located(window: _Window, entries: Sequence[_Entry]) -> dict[int, Record]:
 
 
 def _by_layout(window: _Window, entries: Sequence[_Entry], directory: int) -> dict[int, Record]:
-    """Return the storages of a remote file that are where torch's writer puts them, by their places.
+    """Return the storages of a remote file that are where torch's writer puts them, by their
+    places.
 
     Their local headers, a request each, are read with the data.
     """
@@ -227,7 +266,11 @@ def _by_layout(window: _Window, entries: Sequence[_Entry], directory: int) -> di
     placed = sorted(entries, key=lambda entry: entry.start)
     for entry, end in zip(placed, [*(entry.start for entry in placed[1:]), directory]):
         usual = entry.method == STORED and entry.flags & HAS_DESCRIPTOR
-        data = data_of(entry.raw_name, entry.start, entry.size, end) if usual and is_storage(entry.raw_name) else None
+        data = (
+            data_of(entry.raw_name, entry.start, entry.size, end)
+            if usual and is_storage(entry.raw_name)
+            else None
+        )
         if data is not None:
             found[entry.start] = _record(window, entry, data)
     return found
@@ -236,7 +279,9 @@ def _by_layout(window: _Window, entries: Sequence[_Entry], directory: int) -> di
 def _check(window: _Window, entries: Sequence[_Entry], assumed: Mapping[int, Record]) -> None:
     wrong = [own.name for start, own in _located(window, entries).items() if own != assumed[start]]
     if wrong:
-        raise _corrupt(window.path, "the zip directory and the records contradict each other", wrong)
+        raise _corrupt(
+            window.path, "the zip directory and the records contradict each other", wrong
+        )
 
 
 def _find_end(window: _Window) -> tuple[int, int, int]:
@@ -246,10 +291,17 @@ def _find_end(window: _Window) -> tuple[int, int, int]:
     tail = window.read(tail_offset, tail_length)
     at = tail.rfind(END_SIGNATURE, 0, max(0, tail_length - END.size + len(END_SIGNATURE)))
     if at < 0:
-        raise _corrupt(window.path, "no end of a zip archive found: the file is truncated, or not a zip archive")
+        raise _corrupt(
+            window.path,
+            "no end of a zip archive found: the file is truncated, or not a zip archive",
+        )
     _, disk, directory_disk, here, count, size, offset, comment = END.unpack_from(tail, at)
-    if at + END.size + comment != tail_length:  # torch takes the last signature, other readers one whose comment fits
-        message = "the end of the zip archive is not at the end of the file: it is truncated, or bytes follow"
+    # torch takes the last signature, other readers one whose comment fits
+    if at + END.size + comment != tail_length:
+        message = (
+            "the end of the zip archive is not at the end of the file: it is truncated, or"
+            " bytes follow"
+        )
         raise _corrupt(window.path, message)
     limit = tail_offset + at
     locator = window.read(limit - LOCATOR.size, LOCATOR.size) if limit >= LOCATOR.size else b""
@@ -258,7 +310,9 @@ def _find_end(window: _Window) -> tuple[int, int, int]:
         fields = window.read(limit, END64.size)
         signature, _, _, _, disk, directory_disk, here, count, size, offset = END64.unpack(fields)
         if signature != END64_SIGNATURE:
-            raise _corrupt(window.path, "the zip64 end of the archive is not where its locator says")
+            raise _corrupt(
+                window.path, "the zip64 end of the archive is not where its locator says"
+            )
     if disk or directory_disk or here != count:
         raise _corrupt(window.path, "the archive is one part of several (multi-disk)")
     if offset + size > limit:
@@ -284,14 +338,32 @@ def _parse_directory(path: str, directory: bytes, count: int) -> list[_Entry]:
     at = 0
     unpack = CENTRAL.unpack_from
     if count * CENTRAL.size > len(directory):
-        raise _corrupt(path, f"the zip directory is too small for the {count} records that it announces")
+        raise _corrupt(
+            path, f"the zip directory is too small for the {count} records that it announces"
+        )
     for _ in range(count):
         if at + CENTRAL.size > len(directory):
             raise _corrupt(path, "the zip directory is cut off")
         fields = unpack(directory, at)
-        signature, _, _, flags, method, _, _, crc, nbytes, size, name, extra, comment, disk, _, attributes, start = (
-            fields
-        )
+        (
+            signature,
+            _,
+            _,
+            flags,
+            method,
+            _,
+            _,
+            crc,
+            nbytes,
+            size,
+            name,
+            extra,
+            comment,
+            disk,
+            _,
+            attributes,
+            start,
+        ) = fields
         after = at + CENTRAL.size + name + extra + comment
         if signature != CENTRAL_SIGNATURE or after > len(directory):
             raise _corrupt(path, "the zip directory is damaged")
@@ -300,22 +372,34 @@ def _parse_directory(path: str, directory: bytes, count: int) -> list[_Entry]:
             raise _corrupt(path, "the archive is encrypted", [raw_name.decode("utf-8", "replace")])
         if U32 in (nbytes, size, start):
             extra_at = at + CENTRAL.size + name
-            size, nbytes, start = _zip64_values(path, directory[extra_at : extra_at + extra], (size, nbytes, start))
+            size, nbytes, start = _zip64_values(
+                path, directory[extra_at : extra_at + extra], (size, nbytes, start)
+            )
         if disk not in (0, U16):
             raise _corrupt(path, "the archive is one part of several (multi-disk)")
         if attributes & _FOLDER and nbytes:  # torch then leaves the memory for its data as it is
-            raise _corrupt(path, "a record with data is marked as a folder", [_decode(path, raw_name, flags)])
+            raise _corrupt(
+                path, "a record with data is marked as a folder", [_decode(path, raw_name, flags)]
+            )
         if method == STORED and size != nbytes:
-            raise _corrupt(path, "a stored record has two different sizes", [_decode(path, raw_name, flags)])
-        entries.append(_Entry(raw_name, flags, method, crc, nbytes, size, start, directory[at:after]))
+            raise _corrupt(
+                path, "a stored record has two different sizes", [_decode(path, raw_name, flags)]
+            )
+        entries.append(
+            _Entry(raw_name, flags, method, crc, nbytes, size, start, directory[at:after])
+        )
         at = after
     if at != len(directory):
-        raise _corrupt(path, f"the zip directory holds more than the {count} records that it announces")
+        raise _corrupt(
+            path, f"the zip directory holds more than the {count} records that it announces"
+        )
     return entries
 
 
 def _zip64_values(path: str, extra: bytes, values: tuple[int, int, int]) -> list[int]:
-    """Return `values` with each 0xFFFFFFFF replaced by its 64-bit value from the zip64 extra field."""
+    """Return `values` with each 0xFFFFFFFF replaced by its 64-bit value from the zip64 extra
+    field.
+    """
     for tag, content in extra_fields(extra):
         if tag == ZIP64_FIELD and len(content) >= 8 * values.count(U32):
             wide = iter(struct.unpack_from(f"<{len(content) // 8}Q", content))
@@ -337,16 +421,31 @@ def _locate(window: _Window, entry: _Entry) -> Record:
     raw_name, start = entry.raw_name, entry.start
     header = window.read(start, LOCAL.size + len(raw_name))
     name_length, extra_length = header[26] | header[27] << 8, header[28] | header[29] << 8
-    if not header.startswith(LOCAL_SIGNATURE) or name_length != len(raw_name) or header[LOCAL.size :] != raw_name:
+    if (
+        not header.startswith(LOCAL_SIGNATURE)
+        or name_length != len(raw_name)
+        or header[LOCAL.size :] != raw_name
+    ):
         name = _decode(window.path, raw_name, entry.flags)
-        raise _corrupt(window.path, "the zip directory points to a place without such a record", [name])
+        raise _corrupt(
+            window.path, "the zip directory points to a place without such a record", [name]
+        )
     return _record(window, entry, start + LOCAL.size + name_length + extra_length)
 
 
 def _record(window: _Window, entry: _Entry, data: int) -> Record:
     raw_name, flags, method, crc, nbytes, size, start, central = entry
     return Record(
-        _decode(window.path, raw_name, flags), start, data, nbytes, size, crc, method, flags, data + nbytes, central
+        _decode(window.path, raw_name, flags),
+        start,
+        data,
+        nbytes,
+        size,
+        crc,
+        method,
+        flags,
+        data + nbytes,
+        central,
     )
 
 
@@ -357,8 +456,11 @@ def _decode(path: str, raw_name: bytes, flags: int) -> str:
         raise _corrupt(path, f"a record's name is not UTF-8: {raw_name[:80]!r}") from None
 
 
-def _close_regions(window: _Window, records: list[Record], directory: int) -> tuple[list[Record], bool]:
-    """Return the records with `end` after their data descriptors, and whether the file has them in order without gaps.
+def _close_regions(
+    window: _Window, records: list[Record], directory: int
+) -> tuple[list[Record], bool]:
+    """Return the records with `end` after their data descriptors, and whether the file has them in
+    order without gaps.
 
     Raises `CkptError` if two overlap.
     """
@@ -374,12 +476,16 @@ def _close_regions(window: _Window, records: list[Record], directory: int) -> tu
             if record.flags & HAS_DESCRIPTOR:
                 is_signed = window.read(record.end, 4) == DESCRIPTOR_SIGNATURE
                 gap = (24 if is_wide(record.start, record.size) else 16) - (0 if is_signed else 4)
-        closed[record.start] = Record(*record[:8], record.end + gap, record.central) if gap else record
+        closed[record.start] = (
+            Record(*record[:8], record.end + gap, record.central) if gap else record
+        )
     return [closed[record.start] for record in records], is_tight
 
 
 def read_span(span: Span) -> bytes:
-    """Return the bytes of the span. Raises `CkptError` if the file cannot be read, or has become shorter."""
+    """Return the bytes of the span. Raises `CkptError` if the file cannot be read, or has become
+    shorter.
+    """
     check_assumed(span.path)
     return _read_span(span)
 

@@ -20,7 +20,9 @@ _CRC_AT, _SIZES_AT, _LENGTHS_AT, _OFFSET_AT = 16, 20, 28, 42  # in a central dir
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewRecord:
-    """A record to write, stored without compression. A `crc` of None (or 0: none) is computed while it is written."""
+    """A record to write, stored without compression. A `crc` of None (or 0: none) is computed while
+    it is written.
+    """
 
     name: str
     data: bytes | Span | Lazy
@@ -34,11 +36,12 @@ class NewRecord:
 def layout_archive(
     source: Archive | None, entries: Sequence[Record | NewRecord], alignment: int = ALIGNMENT
 ) -> list[Piece]:
-    """Return the pieces of an archive of `entries`, in order: `Record`s are kept from `source`, `NewRecord`s are new.
+    """Return the pieces of an archive of `entries`, in order: `Record`s are kept from `source`,
+    `NewRecord`s are new.
 
-    Data and CRC of a kept record are copied; if its header need not change either, neighbors are copied as one span.
-    New records are laid out as torch's own writer does it, data at multiples of `alignment` bytes. A CRC that `source`
-    left out is computed.
+    Data and CRC of a kept record are copied; if its header need not change either, neighbors are
+    copied as one span. New records are laid out as torch's own writer does it, data at multiples of
+    `alignment` bytes. A CRC that `source` left out is computed.
     """
     if source is not None:
         entries = [
@@ -60,10 +63,14 @@ def layout_archive(
     return layout.pieces
 
 
-def layout_behind(source: Archive, entries: Sequence[Record | NewRecord], alignment: int = ALIGNMENT) -> list[Piece]:
-    """Return the pieces of an archive of `entries` that keeps `source` in place: new records and a directory follow.
+def layout_behind(
+    source: Archive, entries: Sequence[Record | NewRecord], alignment: int = ALIGNMENT
+) -> list[Piece]:
+    """Return the pieces of an archive of `entries` that keeps `source` in place: new records and a
+    directory follow.
 
-    The bytes that they replace, with the old directory, are unused; truncating the file restores the old archive.
+    The bytes that they replace, with the old directory, are unused; truncating the file restores
+    the old archive.
     """
     layout = _Layout(alignment)
     layout.put(_region(source, 0, source.length))
@@ -76,8 +83,11 @@ def layout_behind(source: Archive, entries: Sequence[Record | NewRecord], alignm
     return layout.pieces
 
 
-def edit_behind(source: Archive, entries: Sequence[Record | NewRecord], alignment: int = ALIGNMENT) -> Edited | None:
-    """Return the edit of the file by which `source` becomes an archive of `entries` (`layout_behind`).
+def edit_behind(
+    source: Archive, entries: Sequence[Record | NewRecord], alignment: int = ALIGNMENT
+) -> Edited | None:
+    """Return the edit of the file by which `source` becomes an archive of `entries`
+    (`layout_behind`).
 
     None if some of the new data is not literal bytes.
     """
@@ -96,14 +106,18 @@ def edit_behind(source: Archive, entries: Sequence[Record | NewRecord], alignmen
 
 @dataclass(slots=True)
 class _Layout:
-    """An archive in the making: the pieces so far, and the central directory that will follow them."""
+    """An archive in the making: the pieces so far, and the central directory that will follow
+    them.
+    """
 
     alignment: int
     pieces: list[Piece] = field(default_factory=list)
     cursor: int = 0
     directory: list[tuple[bytes, Crc | None]] = field(default_factory=list)
 
-    def put(self, data: bytes | Span | Lazy, crc: Crc | None = None, needs: tuple[Crc, ...] = ()) -> None:
+    def put(
+        self, data: bytes | Span | Lazy, crc: Crc | None = None, needs: tuple[Crc, ...] = ()
+    ) -> None:
         piece = Piece(data, crc, needs)
         self.cursor += piece.nbytes
         last = self.pieces[-1].data if self.pieces and self.pieces[-1].crc is crc is None else None
@@ -118,7 +132,8 @@ class _Layout:
 
     def add(self, record: NewRecord) -> None:
         start, size, name = self.cursor, record.nbytes, record.name.encode()
-        flags = za.UTF8 | (za.HAS_DESCRIPTOR if size else 0)  # torch writes no descriptor after an empty record
+        # torch writes no descriptor after an empty record
+        flags = za.UTF8 | (za.HAS_DESCRIPTOR if size else 0)
         crc = record.crc or (zlib.crc32(record.data) if isinstance(record.data, bytes) else 0)
         fixed = za.LOCAL.pack(za.LOCAL_SIGNATURE, 0, flags, za.STORED, 0, 0, 0, 0, 0, 0, 0)
         header = _local_header(fixed, name, b"", start, size, self.alignment)
@@ -132,18 +147,43 @@ class _Layout:
             if late is None:
                 self.put(descriptor)
             else:
-                crc_known = Lazy(len(descriptor), lambda: [_descriptor(start, size, size, late.value)])
+                crc_known = Lazy(
+                    len(descriptor), lambda: [_descriptor(start, size, size, late.value)]
+                )
                 self.put(crc_known, needs=(late,))
-        made = (za.CENTRAL_SIGNATURE, 0, 0, flags, za.STORED, 0, 0, crc, 0, 0, len(name), 0, 0, 0, 0, 0, 0)
-        self.directory.append((_central_entry(za.CENTRAL.pack(*made) + name, start, size, size), late))
+        made = (
+            za.CENTRAL_SIGNATURE,
+            0,
+            0,
+            flags,
+            za.STORED,
+            0,
+            0,
+            crc,
+            0,
+            0,
+            len(name),
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+        )
+        self.directory.append(
+            (_central_entry(za.CENTRAL.pack(*made) + name, start, size, size), late)
+        )
 
     def keep(self, source: Archive, record: Record) -> None:
         start = self.cursor
-        # Data may move by a multiple of `step`: large data keeps its place within a block, so that files can share it.
+        # Data may move by a multiple of `step`: large data keeps its place within a block, so that
+        # files can share it.
         aligned = not record.data % self.alignment and not BLOCK % self.alignment
         step = BLOCK if aligned and record.nbytes >= LEAST else self.alignment
         # Torch writes a large offset into the local header.
-        fits = start == record.start or (max(start, record.start) < U32 and (start - record.start) % step == 0)
+        fits = start == record.start or (
+            max(start, record.start) < U32 and (start - record.start) % step == 0
+        )
         header = None if fits else _padded_header(source, record, start, step)
         if header is None:
             self.put(_region(source, record.start, record.end))
@@ -158,7 +198,9 @@ class _Layout:
             else:
                 self.put(_region(source, record.data, data_end))
                 self.put(descriptor)
-        self.directory.append((_central_entry(record.central, start, record.nbytes, record.size), None))
+        self.directory.append(
+            (_central_entry(record.central, start, record.nbytes, record.size), None)
+        )
 
     def finish(self) -> None:
         """Append the central directory and the three end records, as torch writes them."""
@@ -169,7 +211,9 @@ class _Layout:
             self.put(Lazy(size, partial(_late_directory, self.directory)), needs=needs)
         else:
             self.put(b"".join(entry for entry, _ in self.directory))
-        end64 = za.END64.pack(za.END64_SIGNATURE, za.END64.size - 12, 0x031E, 45, 0, 0, count, count, size, offset)
+        end64 = za.END64.pack(
+            za.END64_SIGNATURE, za.END64.size - 12, 0x031E, 45, 0, 0, count, count, size, offset
+        )
         locator = za.LOCATOR.pack(za.LOCATOR_SIGNATURE, 0, self.cursor, 1)
         few = min(count, za.U16)
         end = za.END.pack(za.END_SIGNATURE, 0, 0, few, few, min(size, U32), min(offset, U32), 0)
@@ -183,7 +227,8 @@ def _region(archive: Archive, start: int, end: int) -> Span:
 def _local_header(
     fixed: bytes, name: bytes, others: bytes, start: int, size: int, alignment: int, place: int = 0
 ) -> bytes:
-    """Return a local header at `start`, padded as torch does to put the data after it at `place` modulo `alignment`.
+    """Return a local header at `start`, padded as torch does to put the data after it at `place`
+    modulo `alignment`.
 
     `fixed` are its first 30 bytes, `others` the extra fields to keep.
     """
@@ -195,7 +240,8 @@ def _local_header(
 
 
 def _padded_header(archive: Archive, record: Record, start: int, step: int) -> bytes | None:
-    """Return the record's local header padded for `start`: its data stays at the same place in a block, or is aligned.
+    """Return the record's local header padded for `start`: its data stays at the same place in a
+    block, or is aligned.
 
     None if the header has no padding.
     """
@@ -211,7 +257,11 @@ def _padded_header(archive: Archive, record: Record, start: int, step: int) -> b
 
 
 def _zip64_field(values: Sequence[int]) -> bytes:
-    return struct.pack(f"<HH{len(values)}Q", za.ZIP64_FIELD, 8 * len(values), *values) if values else b""
+    return (
+        struct.pack(f"<HH{len(values)}Q", za.ZIP64_FIELD, 8 * len(values), *values)
+        if values
+        else b""
+    )
 
 
 def _without(extra: bytes, tags: Sequence[int]) -> bytes:
@@ -220,12 +270,18 @@ def _without(extra: bytes, tags: Sequence[int]) -> bytes:
 
 
 def _descriptor(start: int, nbytes: int, size: int, crc: int) -> bytes:
-    return za.DESCRIPTOR_SIGNATURE + struct.pack("<IQQ" if is_wide(start, size) else "<III", crc, nbytes, size)
+    return za.DESCRIPTOR_SIGNATURE + struct.pack(
+        "<IQQ" if is_wide(start, size) else "<III", crc, nbytes, size
+    )
 
 
 def _late_directory(directory: Sequence[tuple[bytes, Crc | None]]) -> Iterable[bytes]:
     for entry, late in directory:
-        yield entry if late is None else entry[:_CRC_AT] + struct.pack("<I", late.value) + entry[_SIZES_AT:]
+        yield (
+            entry
+            if late is None
+            else entry[:_CRC_AT] + struct.pack("<I", late.value) + entry[_SIZES_AT:]
+        )
 
 
 def _central_entry(entry: bytes, start: int, nbytes: int, size: int) -> bytes:
@@ -235,9 +291,17 @@ def _central_entry(entry: bytes, start: int, nbytes: int, size: int) -> bytes:
     offset = struct.pack("<I", min(start, U32))
     name_length, extra_length = struct.unpack_from("<HH", entry, _LENGTHS_AT)
     if not wide and not extra_length:
-        return entry[:_SIZES_AT] + sizes + entry[_LENGTHS_AT:_OFFSET_AT] + offset + entry[za.CENTRAL.size :]
+        return (
+            entry[:_SIZES_AT]
+            + sizes
+            + entry[_LENGTHS_AT:_OFFSET_AT]
+            + offset
+            + entry[za.CENTRAL.size :]
+        )
     extra_at = za.CENTRAL.size + name_length
-    extra = _zip64_field(wide) + _without(entry[extra_at : extra_at + extra_length], (za.ZIP64_FIELD,))
+    extra = _zip64_field(wide) + _without(
+        entry[extra_at : extra_at + extra_length], (za.ZIP64_FIELD,)
+    )
     lengths = struct.pack("<HH", name_length, len(extra))
     middle = entry[_LENGTHS_AT + 4 : _OFFSET_AT] + offset + entry[za.CENTRAL.size : extra_at]
     return entry[:_SIZES_AT] + sizes + lengths + middle + extra + entry[extra_at + extra_length :]

@@ -31,7 +31,8 @@ _STATE = re.compile(r"(?:(?:optimizer|optim)\.)?state\.(.+)\.[^.]+")
 @public
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`serialized` are the keys with the tensor or a part of it; `forms` maps each form to the name in it.
+    """`serialized` are the keys with the tensor or a part of it; `forms` maps each form to the name
+    in it.
 
     `also` are the FQNs of other tensors that `name` names in another form.
     """
@@ -76,7 +77,9 @@ EXPLAIN = record(
     called={
         "canonical": "tensor.canonical",
         "runtime": "tensor.fqn",
-        "serialized": lambda found: found.serialized[0] if len(found.serialized) == 1 else found.serialized or None,
+        "serialized": lambda found: (
+            found.serialized[0] if len(found.serialized) == 1 else found.serialized or None
+        ),
         "optimizer_id": lambda found: found.optimizer and found.optimizer.id,
         "optimizer_group": lambda found: found.optimizer and found.optimizer.group,
         "optimizer_state": "states",
@@ -89,16 +92,22 @@ EXPLAIN = record(
 
 @expand_options(OptimizerOptions)
 def explain(name: str, model: Any, **options: Unpack[OptimizerKeywords]) -> Explanation:
-    """Return a tensor's name in every form, its aliases, its optimizer id and the hook that renames it.
+    """Return a tensor's name in every form, its aliases, its optimizer id and the hook that renames
+    it.
 
-    `name` is its name in any form: runtime, canonical or serialized, inside of wrappers, or as the key of its
-    optimizer's state. Raises `CkptError`, with similar names, if the model has no tensor of this name.
+    `name` is its name in any form: runtime, canonical or serialized, inside of wrappers, or as the
+    key of its optimizer's state. Raises `CkptError`, with similar names, if the model has no tensor
+    of this name.
     """
     names = trace(model, **options)
     tables = NameTables(names)
     tensor, *others = _named(names, tables, name)
     first = tables.first[tensor.fqn]
-    held = [key for key, source in tables.saved.items() if source is not None and first in ex.refs(source)]
+    held = [
+        key
+        for key, source in tables.saved.items()
+        if source is not None and first in ex.refs(source)
+    ]
     of_others = {key for key, fqn in tables.fqn_of.items() if fqn != tensor.fqn}
     forms = {"runtime": tensor.fqn, "exported": tensor.fqn, "canonical": tensor.canonical}
     forms.update(("serialized", key) for key, fqn in tables.fqn_of.items() if fqn == tensor.fqn)
@@ -117,9 +126,14 @@ def explain(name: str, model: Any, **options: Unpack[OptimizerKeywords]) -> Expl
 
 
 def _named(names: Names, tables: NameTables, name: str) -> list[RuntimeTensor]:
-    """Return the tensors with this name: as it is, or without the fewest segments of wrappers and optimizers."""
+    """Return the tensors with this name: as it is, or without the fewest segments of wrappers and
+    optimizers.
+    """
     canonical: dict[str, list[str]] = {}
-    for key, fqn in (*tables.serialized_names.items(), *((t.fqn, t.canonical) for t in names.runtime)):
+    for key, fqn in (
+        *tables.serialized_names.items(),
+        *((t.fqn, t.canonical) for t in names.runtime),
+    ):
         canonical.setdefault(fqn, []).append(key)
     for candidates in _readings(names, name):
         tensors: dict[str, RuntimeTensor] = {}
@@ -135,7 +149,11 @@ def _named(names: Names, tables: NameTables, name: str) -> list[RuntimeTensor]:
             return list(tensors.values())
     known = {*tables.tensors, *tables.fqn_of, *(t.canonical for t in names.runtime)}
     similar = difflib.get_close_matches(name, known, 3)
-    hint = f"similar names: {', '.join(similar)}" if similar else f"list them: ckpttool trace {names.model} --all"
+    hint = (
+        f"similar names: {', '.join(similar)}"
+        if similar
+        else (f"list them: ckpttool trace {names.model} --all")
+    )
     raise CkptError(f"{names.model} has no tensor {name!r}", hint=hint)
 
 

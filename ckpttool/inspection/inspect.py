@@ -44,7 +44,9 @@ from ckpttool.ruleset.patterns import names_entry
 
 
 class InspectedTensor(NamedTuple):
-    """A tensor with its first name if it is an alias, the entry that it is inside of, and its statistics."""
+    """A tensor with its first name if it is an alias, the entry that it is inside of, and its
+    statistics.
+    """
 
     section: str
     entry: TensorEntry
@@ -63,9 +65,10 @@ class InspectedTensor(NamedTuple):
 class Inspection:
     """A checkpoint, and what its names show.
 
-    `wrappers` are the segments that wrappers added to the keys of each section (``module``, ``_orig_mod``, ...), and
-    `aliases` maps the second names of tensors to the first; both by section path. `statistics` are by the identity of
-    each dense tensor; None if values were not read.
+    `wrappers` are the segments that wrappers added to the keys of each section (``module``,
+    ``_orig_mod``, ...), and `aliases` maps the second names of tensors to the first; both by
+    section path. `statistics` are by the identity of each dense tensor; None if values were not
+    read.
     """
 
     checkpoint: Checkpoint
@@ -89,7 +92,9 @@ class Inspection:
 
             notes += [Note(UNREADABLE, "unreadable")] if refused_by_torch(checkpoint) else []
         entries = [entry for section in checkpoint.sections for entry in section.entries]
-        if any(is_flat(e.key) or isinstance(e, ExtraEntry) or e.layout != "strided" for e in entries):
+        if any(
+            is_flat(e.key) or isinstance(e, ExtraEntry) or e.layout != "strided" for e in entries
+        ):
             from ckpttool.formats.rank_files import one_rank
 
             notes += one_rank(checkpoint)
@@ -113,13 +118,16 @@ class Inspection:
     def tensors(self) -> Iterator[InspectedTensor]:
         """Yield every tensor, section by section, those inside of other entries last.
 
-        Keys may repeat: a list `a` has a tensor ``a.0`` inside it, and there may also be a tensor of that name.
+        Keys may repeat: a list `a` has a tensor ``a.0`` inside it, and there may also be a tensor
+        of that name.
         """
         known = self.statistics or {}
         for section in self.checkpoint.sections:
             path, aliases = section.path, self.aliases[section.path]
             for entry in section.tensors:
-                yield InspectedTensor(path, entry, aliases.get(entry.key), None, known.get(entry.identity))
+                yield InspectedTensor(
+                    path, entry, aliases.get(entry.key), None, known.get(entry.identity)
+                )
             for extra in section.extras:
                 for entry in extra.inside():
                     yield InspectedTensor(path, entry, None, extra.key, known.get(entry.identity))
@@ -131,7 +139,9 @@ class Inspection:
     @property
     def adapters(self) -> dict[str, Adapter]:
         """The adapters among the keys of state dicts, by section path."""
-        adapters = ((section.path, adapter_of(section.keys)) for section in self.checkpoint.state_dicts)
+        adapters = (
+            (section.path, adapter_of(section.keys)) for section in self.checkpoint.state_dicts
+        )
         return {path: adapter for path, adapter in adapters if adapter is not None}
 
     @property
@@ -159,7 +169,11 @@ def _tensors(inspection: Inspection) -> Iterator[tuple[object, ...]]:
 def _optimizers(inspection: Inspection) -> Iterator[tuple[object, ...]]:
     for path, state in inspection.optimizers.items():
         names = names_in_file(state)
-        yield path, state.form, [(group.params, [*map(names.get, group.params)]) for group in state.groups]
+        yield (
+            path,
+            state.form,
+            [(group.params, [*map(names.get, group.params)]) for group in state.groups],
+        )
 
 
 _NUMBER = plain("a number", lambda value: isinstance(value, (int, float)), {"type": "number"})
@@ -173,7 +187,9 @@ _STATISTICS = record(
     called={"min": "minimum", "max": "maximum"},
 )
 _PLACE: Members = {"section": TEXT, "key": TEXT}
-_SECTION = row({"path": TEXT, "kind": one_of(*KINDS), "tensors": COUNT, "bytes": COUNT, "wrappers": TEXTS})
+_SECTION = row(
+    {"path": TEXT, "kind": one_of(*KINDS), "tensors": COUNT, "bytes": COUNT, "wrappers": TEXTS}
+)
 _TENSOR = row(
     {**_PLACE, "dtype": TEXT, "shape": SHAPE, "bytes": COUNT, "alias_of": nullable(TEXT)},
     {"inside": TEXT, "stats": nullable(_STATISTICS)},
@@ -206,36 +222,49 @@ INSPECT = record(
         "others": TEXTS,
         "flat_parameters": list_of(row({**_PLACE, "unit": TEXT, "elements": COUNT})),
         "adapters": list_of(_ADAPTER),
-        "optimizers": list_of(row({"section": TEXT, "form": one_of(*FORMS), "groups": list_of(_GROUP)})),
+        "optimizers": list_of(
+            row({"section": TEXT, "form": one_of(*FORMS), "groups": list_of(_GROUP)})
+        ),
         "metadata": OBJECT,
         "notes": notes_as("reader"),
         "unreached": list_of(row({"path": TEXT, "bytes": COUNT, "referred": FLAG})),
     },
     called={
-        **{name: f"checkpoint.{name}" for name in ("source", "format", "globals", "imports", "others", "metadata")},
+        **{
+            name: f"checkpoint.{name}"
+            for name in ("source", "format", "globals", "imports", "others", "metadata")
+        },
         "bytes": "checkpoint.nbytes",
         "sections": lambda all: (
             (one.path, one.kind, len(one.all_tensors()), one.nbytes, all.wrappers[one.path])
             for one in all.checkpoint.sections
         ),
         "tensors": _tensors,
-        "extras": lambda all: ((one.path, extra.key) for one in all.checkpoint.sections for extra in one.extras),
+        "extras": lambda all: (
+            (one.path, extra.key) for one in all.checkpoint.sections for extra in one.extras
+        ),
         "flat_parameters": lambda all: (
-            (one.path, flat.key, flat.unit, flat.numel) for one in all.checkpoint.sections for flat in flat_params(one)
+            (one.path, flat.key, flat.unit, flat.numel)
+            for one in all.checkpoint.sections
+            for flat in flat_params(one)
         ),
         "adapters": lambda all: (
             (path, one.kinds, one.modules, sum(map(len, one.modules.values())), one.alone)
             for path, one in all.adapters.items()
         ),
         "optimizers": _optimizers,
-        "unreached": lambda all: ((one.path, one.storage.nbytes, one.is_referred) for one in all.checkpoint.unreached),
+        "unreached": lambda all: (
+            (one.path, one.storage.nbytes, one.is_referred) for one in all.checkpoint.unreached
+        ),
     },
     title="ckpttool.inspect/1",
 )
 
 
 def names_in_file(state: OptimizerState) -> dict[Param, str]:
-    """Return the names of an optimizer's parameters in the file: in its keys, or in ``param_names`` of its groups."""
+    """Return the names of an optimizer's parameters in the file: in its keys, or in ``param_names``
+    of its groups.
+    """
     return {
         param: name
         for group in state.groups
@@ -246,10 +275,12 @@ def names_in_file(state: OptimizerState) -> dict[Param, str]:
 
 @expand_options()
 def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> Inspection:
-    """Return what is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers; with `stats` its values.
+    """Return what is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers; with
+    `stats` its values.
 
-    `filter` is a pattern, like `drop` of `remap`, that names the tensors to look at; a note says how many there are
-    in all. `stats` reads every dense tensor, in chunks. Raises `CkptError` if something cannot be read.
+    `filter` is a pattern, like `drop` of `remap`, that names the tensors to look at; a note says
+    how many there are in all. `stats` reads every dense tensor, in chunks. Raises `CkptError` if
+    something cannot be read.
     """
     checkpoint = open_checkpoint(ckpt)
     if isinstance(ckpt, str) and split(ckpt)[1] is None:
@@ -272,31 +303,47 @@ def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> In
         return asdict(statistics(entry))
 
     # By identity: a tensor with several names is read once.
-    dense = (entry for section in checkpoint.sections for entry in section.all_tensors() if entry.storage)
-    questions = {entry.identity: Question(entry.key, entry.nbytes, partial(read, entry)) for entry in dense}
+    dense = (
+        entry for section in checkpoint.sections for entry in section.all_tensors() if entry.storage
+    )
+    questions = {
+        entry.identity: Question(entry.key, entry.nbytes, partial(read, entry)) for entry in dense
+    }
     values = answers(f"reading the values of {checkpoint.source}", questions)
-    return Inspection(checkpoint, wrappers, second_names, {at: Statistics(**one) for at, one in values.items()})
+    return Inspection(
+        checkpoint, wrappers, second_names, {at: Statistics(**one) for at, one in values.items()}
+    )
 
 
 def _filtered(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
-    """Return the checkpoint with the entries that match the pattern, and with matching tensors inside other entries."""
+    """Return the checkpoint with the entries that match the pattern, and with matching tensors
+    inside other entries.
+    """
 
     def kept(section: Section) -> Section:
         extras = []
         for extra in section.extras:
             inside = zip(extra.tensors, extra.inside())
-            tensors = tuple(tensor for tensor, entry in inside if names_entry(pattern, section.path, entry.key))
+            tensors = tuple(
+                tensor for tensor, entry in inside if names_entry(pattern, section.path, entry.key)
+            )
             if names_entry(pattern, section.path, extra.key):
                 extras.append(extra)
             elif tensors:
                 extras.append(replace(extra, tensors=tensors))
-        named = tuple(entry for entry in section.tensors if names_entry(pattern, section.path, entry.key))
+        named = tuple(
+            entry for entry in section.tensors if names_entry(pattern, section.path, entry.key)
+        )
         return replace(section, tensors=named, extras=tuple(extras))
 
     sections = tuple(kept(section) for section in checkpoint.sections)
-    total, count = (sum(len(one.all_tensors()) for one in each) for each in (checkpoint.sections, sections))
+    total, count = (
+        sum(len(one.all_tensors()) for one in each) for each in (checkpoint.sections, sections)
+    )
     if not count:
         hint = f"`{checkpoint.inspect_call}` lists what is there"
         raise CkptError(f"{pattern!r} names none of {plural(total, 'tensor')}", hint=hint)
-    note = Info(f"only what {pattern!r} names: {number(count)} of {plural(total, 'tensor')}", "filter")
+    note = Info(
+        f"only what {pattern!r} names: {number(count)} of {plural(total, 'tensor')}", "filter"
+    )
     return replace(checkpoint, sections=sections, notes=(*checkpoint.notes, note))

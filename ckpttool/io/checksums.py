@@ -24,7 +24,9 @@ _comparing: ContextVar[bool] = ContextVar("comparing", default=False)
 
 @cache
 def fastest_crc32() -> Callable[..., int]:
-    """Return ISA-L's `zlib.crc32`, several times as fast as zlib's; zlib's on processors that it has no wheels for."""
+    """Return ISA-L's `zlib.crc32`, several times as fast as zlib's; zlib's on processors that it
+    has no wheels for.
+    """
     try:
         from isal import isal_zlib
     except ImportError:
@@ -34,11 +36,12 @@ def fastest_crc32() -> Callable[..., int]:
 
 @dataclass(slots=True, eq=False)
 class _Archive:
-    """The records of an archive in the file `path`, in order: the bytes at which they start and end, and their CRCs.
+    """The records of an archive in the file `path`, in order: the bytes at which they start and
+    end, and their CRCs.
 
-    `name_at` returns the name of the record that begins at a byte. `running`: by record, how far it was read from its
-    start on, and the CRC of that. `parts` are records of which other parts were read, `intact` and `damaged` those that
-    were read completely.
+    `name_at` returns the name of the record that begins at a byte. `running`: by record, how far it
+    was read from its start on, and the CRC of that. `parts` are records of which other parts were
+    read, `intact` and `damaged` those that were read completely.
     """
 
     path: str
@@ -86,7 +89,11 @@ _archives: dict[tuple[str, int], _Archive] = {}  # by path and the archive's fir
 
 
 def note_archive(
-    path: str, base: int, version: object, records: Iterable[tuple[int, int, int]], name_at: Callable[[int], str]
+    path: str,
+    base: int,
+    version: object,
+    records: Iterable[tuple[int, int, int]],
+    name_at: Callable[[int], str],
 ) -> None:
     """Note first byte, length and CRC of the records of the archive at byte `base` of the file.
 
@@ -114,7 +121,9 @@ def version_of(stat: os.stat_result) -> object:
 
 
 def forget_others(path: str, version: object) -> None:
-    """Forget the archives of the path in other versions of it: another file may have taken its place."""
+    """Forget the archives of the path in other versions of it: another file may have taken its
+    place.
+    """
     for place, archive in list(_archives.items()):
         if archive.path == path and (version is None or archive.version != version):
             del _archives[place]
@@ -127,7 +136,10 @@ def note_bytes(path: str, at: int, data: memoryview) -> None:
     for archive in _of(path):
         for number in archive.within(at, at + len(data)):
             if number not in archive.intact:
-                start, end = max(at, archive.starts[number]), min(at + len(data), archive.ends[number])
+                start, end = (
+                    max(at, archive.starts[number]),
+                    min(at + len(data), archive.ends[number]),
+                )
                 archive.compare(number, start, data[start - at : end - at])
 
 
@@ -172,11 +184,14 @@ def comparing(read: Callable[[Span], Iterable[memoryview]]) -> Iterator[None]:
     if damaged:
         paths = ", ".join(dict.fromkeys(archive.path for archive, _ in damaged))
         raise CkptError(
-            f"{paths}: damaged, because the CRC-32 of what was read differs from the CRC-32 in the file",
-            hint="download or save it again (`unzip -t` checks it); torch.load does not compare CRCs",
+            f"{paths}: damaged, because the CRC-32 of what was read differs from the CRC-32 in the"
+            " file",
+            hint="download or save it again (`unzip -t` checks it); torch.load does not compare"
+            " CRCs",
             problems=[
                 Problem(
-                    f"damaged: its CRC-32 does not match{f' ({archive.path})' if ', ' in paths else ''}",
+                    "damaged: its CRC-32 does not"
+                    f" match{f' ({archive.path})' if ', ' in paths else ''}",
                     archive.name_at(archive.starts[number]),
                     "damaged",
                 )

@@ -1,7 +1,8 @@
-"""Local paths and URLs alike: what readers and writers ask of a file or a folder, before any format is known.
+"""Local paths and URLs alike: what readers and writers ask of a file or a folder, before any format
+is known.
 
-Only this module tells the two apart. A path goes straight to the operating system, a URL (``s3://…``) to `remote`,
-which is imported for the first one.
+Only this module tells the two apart. A path goes straight to the operating system, a URL
+(``s3://…``) to `remote`, which is imported for the first one.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Pipe(LocalFile):
 def opened(path: str, *, pipes: bool = False) -> Iterator[Source]:
     """Open the file for reading. Raises `CkptError` if it cannot be opened or read.
 
-    A terminal or a device is refused without waiting for it. With `pipes`, a pipe is read; it can be read only once.
+    A terminal or a device is refused without waiting for it. With `pipes`, a pipe is read; it can
+    be read only once.
     """
     if "\0" in path:
         raise CkptError(f"cannot read {path!r}: a null byte in the path", hint=_HINT)
@@ -108,7 +110,8 @@ def opened(path: str, *, pipes: bool = False) -> Iterator[Source]:
 
 @contextmanager
 def sources_stay() -> Iterator[None]:
-    """Raise `CkptError` at the end if a file whose tensors were read inside is not, or no longer, what its index says.
+    """Raise `CkptError` at the end if a file whose tensors were read inside is not, or no longer,
+    what its index says.
 
     Records of archives are compared with their CRCs.
     """
@@ -133,7 +136,8 @@ def opened_at(urls: Iterable[str]) -> dict[str, object]:
 def read_on(opened: Mapping[str, Any]) -> None:
     """Use an index again for which these files and URLs were opened, each with its state then.
 
-    Raises `CkptError` if one has changed: its bytes would be taken from the places that the old one had.
+    Raises `CkptError` if one has changed: its bytes would be taken from the places that the old one
+    had.
     """
     for path, state in opened.items():
         if not is_url(path):
@@ -143,16 +147,22 @@ def read_on(opened: Mapping[str, Any]) -> None:
 
             is_same = remote.is_still(path, state)
         if not is_same:
-            raise CkptError(f"{path} is no longer the file that was opened", hint="open the checkpoint again")
+            raise CkptError(
+                f"{path} is no longer the file that was opened", hint="open the checkpoint again"
+            )
 
 
 def is_file(path: str) -> bool:
-    """Return True if there is such a file. Raises `CkptError` if the store of a URL does not answer."""
+    """Return True if there is such a file. Raises `CkptError` if the store of a URL does not
+    answer.
+    """
     return _is_there(path, folder=False) if is_url(path) else os.path.isfile(path)
 
 
 def is_dir(path: str) -> bool:
-    """Return True if there is such a folder; in an object store, anything under that name. Raises like `is_file`."""
+    """Return True if there is such a folder; in an object store, anything under that name. Raises
+    like `is_file`.
+    """
     return _is_there(path, folder=True) if is_url(path) else os.path.isdir(path)
 
 
@@ -177,7 +187,9 @@ def size(path: str) -> int:
 
 
 def look_ahead(heads: Mapping[str, int]) -> None:
-    """Announce that about so many bytes at the start of each file will be read: from one store, side by side."""
+    """Announce that about so many bytes at the start of each file will be read: from one store,
+    side by side.
+    """
     if any(map(is_url, heads)):
         from ckpttool.io import remote
 
@@ -185,7 +197,9 @@ def look_ahead(heads: Mapping[str, int]) -> None:
 
 
 def assume(path: str, check: Callable[[], None]) -> None:
-    """Note a check of the file's index for `check_assumed`: of places of tensors that were not read there."""
+    """Note a check of the file's index for `check_assumed`: of places of tensors that were not read
+    there.
+    """
     if is_url(path):
         from ckpttool.io import remote
 
@@ -225,7 +239,9 @@ def is_glob(path: str) -> bool:
 
 
 def files_of(source: str) -> list[str]:
-    """Return the local files that a CKPT operand names: a file, the matches of a pattern, or the files of a folder."""
+    """Return the local files that a CKPT operand names: a file, the matches of a pattern, or the
+    files of a folder.
+    """
     if is_url(source) or "\0" in source:
         return []
     if os.path.isdir(source):
@@ -234,9 +250,11 @@ def files_of(source: str) -> list[str]:
 
 
 def places(path: str) -> dict[str, set[str] | None]:
-    """Return the names of the local files at the path (a file, a folder, a glob) by folder; None: all of the folder.
+    """Return the names of the local files at the path (a file, a folder, a glob) by folder; None:
+    all of the folder.
 
-    Symbolic links are followed, as journals are next to the file itself. An index means all of its folder.
+    Symbolic links are followed, as journals are next to the file itself. An index means all of its
+    folder.
     """
     found: dict[str, set[str] | None] = {}
     if "\0" in path:
@@ -272,10 +290,13 @@ def look_anew(path: str) -> None:
 
 
 def settle(path: str) -> None:
-    """Roll back interrupted edits of the local files at the path before it is written. Raises `CkptError`."""
+    """Roll back interrupted edits of the local files at the path before it is written. Raises
+    `CkptError`.
+    """
     if is_url(path):
         return
     for folder, names in places(path).items():
         if names is None:
-            transaction.recover(os.path.dirname(folder), ())  # a new folder is staged next to the old one
+            # a new folder is staged next to the old one
+            transaction.recover(os.path.dirname(folder), ())
         transaction.recover(folder, names)

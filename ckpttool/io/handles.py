@@ -1,4 +1,6 @@
-"""Local files that are open for reading. Inside of `kept`, a file is opened once, however often it is asked for."""
+"""Local files that are open for reading. Inside of `kept`, a file is opened once, however often it
+is asked for.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _NO_FILES = (
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """An open file. `users` read it just now; `stays` until `kept` ends, or until another file has its path."""
+    """An open file. `users` read it just now; `stays` until `kept` ends, or until another file has
+    its path.
+    """
 
     path: str
     descriptor: int
@@ -56,7 +60,8 @@ def kept() -> Iterator[None]:
 def acquire(path: str, *, pipes: bool = False) -> Handle:
     """Return the open file at the path; `release` it. Raises OSError if it cannot be opened.
 
-    Raises `CkptError` for a terminal, a device and, without `pipes`, a pipe, and does not wait for them.
+    Raises `CkptError` for a terminal, a device and, without `pipes`, a pipe, and does not wait for
+    them.
     """
     with _lock:
         place = os.path.abspath(path)
@@ -115,7 +120,9 @@ def _opened(path: str, pipes: bool) -> int:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         kind = next((text for is_kind, text in _NO_FILES if is_kind(mode)), None)
         if kind is not None and not (pipes and stat.S_ISFIFO(mode)):
-            raise CkptError(f"cannot read {path}: it is {kind}, not a file", hint="write it to a file first")
+            raise CkptError(
+                f"cannot read {path}: it is {kind}, not a file", hint="write it to a file first"
+            )
         os.set_blocking(descriptor, True)
     except BaseException:
         os.close(descriptor)

@@ -1,4 +1,5 @@
-"""Patch a file in place: write other bytes before and after the rest, which keeps its place and is not read.
+"""Patch a file in place: write other bytes before and after the rest, which keeps its place and is
+not read.
 
 The inverse is a patch too.
 """
@@ -40,11 +41,19 @@ class Patch:
 
 
 def of_pieces(pieces: Pieces, path: str, before: int) -> Patch | None:
-    """Return the patch that makes the file at `path`, of `before` bytes, the pieces; None if that needs a copy."""
-    stays = [(at, piece.data) for at, piece in enumerate(pieces) if not isinstance(piece.data, bytes)]
+    """Return the patch that makes the file at `path`, of `before` bytes, the pieces; None if that
+    needs a copy.
+    """
+    stays = [
+        (at, piece.data) for at, piece in enumerate(pieces) if not isinstance(piece.data, bytes)
+    ]
     if not stays:  # a small file, an index: all bytes are written
         return Patch(before, 0, 0, b"", _literal(pieces))
-    if len(stays) != 1 or not isinstance(span := stays[0][1], Span) or os.path.realpath(span.path) != path:
+    if (
+        len(stays) != 1
+        or not isinstance(span := stays[0][1], Span)
+        or os.path.realpath(span.path) != path
+    ):
         return None
     head, tail = _literal(pieces[: stays[0][0]]), _literal(pieces[stays[0][0] :])
     if len(head) != span.offset or len(head) + len(tail) > _MOST:
@@ -76,7 +85,9 @@ def apply(descriptor: int, patch: Patch, *, fsync: bool) -> None:
 
 
 def fits(descriptor: int, patch: Patch, sample: bytes) -> bool:
-    """Return True if `patch` is for the open file, maybe partly patched: by its size, and the bytes that stay."""
+    """Return True if `patch` is for the open file, maybe partly patched: by its size, and the bytes
+    that stay.
+    """
     size = os.fstat(descriptor).st_size
     least, most = sorted((patch.before, patch.after))
     return least <= size <= most and sample_of(descriptor, patch.start, patch.length) == sample

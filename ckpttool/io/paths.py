@@ -19,7 +19,9 @@ def is_url(path: str) -> bool:
 
 
 def _parts(url: str) -> tuple[str, str, str]:
-    """Return the text before the path of the URL's file, that path, and the rest of a chain of URLs."""
+    """Return the text before the path of the URL's file, that path, and the rest of a chain of
+    URLs.
+    """
     start = url.index("://") + 3
     end = url.find("::", start)
     return (url[:start], url[start:], "") if end < 0 else (url[:start], url[start:end], url[end:])
@@ -46,9 +48,17 @@ def name(path: str) -> str:
 
 
 def is_inside(name: str) -> bool:
-    """Return True if the name, as a path, stays inside its folder and is spelled in the usual way."""
+    """Return True if the name, as a path, stays inside its folder and is spelled in the usual
+    way.
+    """
     pure = PurePosixPath(name)
-    strange = "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts or str(pure) != name
+    strange = (
+        "\0" in name
+        or "\\" in name
+        or pure.is_absolute()
+        or ".." in pure.parts
+        or str(pure) != name
+    )
     return bool(name) and name != "." and not strange and bool(_encoded(name))
 
 
@@ -66,10 +76,12 @@ def _encoded(name: str) -> bytes:
 
 
 def safe_path(folder: str | Path, name: str) -> str | None:
-    """Return the path of the file with an untrusted name in `folder`, or None if that is outside of the folder.
+    """Return the path of the file with an untrusted name in `folder`, or None if that is outside of
+    the folder.
 
-    Symbolic links may lead outside only into the ``blobs`` of a Hugging Face cache, whose ``snapshots`` hold nothing
-    but such links. Names under a URL must not hold anything that has a meaning in a URL.
+    Symbolic links may lead outside only into the ``blobs`` of a Hugging Face cache, whose
+    ``snapshots`` hold nothing but such links. Names under a URL must not hold anything that has a
+    meaning in a URL.
     """
     if not is_inside(name):
         return None
@@ -77,5 +89,11 @@ def safe_path(folder: str | Path, name: str) -> str | None:
         return None if _IN_URLS.search(name) else join(str(folder), name)
     home = Path(os.path.realpath(folder))
     real = Path(os.path.realpath(home / name))
-    blobs = [parent.parent / "blobs" for parent in (home, *home.parents) if parent.name == "snapshots"]
-    return os.path.join(folder, name) if any(real.is_relative_to(root) for root in (home, *blobs)) else None
+    blobs = [
+        parent.parent / "blobs" for parent in (home, *home.parents) if parent.name == "snapshots"
+    ]
+    return (
+        os.path.join(folder, name)
+        if any(real.is_relative_to(root) for root in (home, *blobs))
+        else None
+    )

@@ -23,14 +23,17 @@ LEAST = 1 << 20  # bytes of data that are worth keeping at their place within a 
 
 @dataclass(slots=True, eq=False)
 class Crc:
-    """The running CRC-32 of the pieces that carry it, in writing order; a later `Lazy` piece may read `value`."""
+    """The running CRC-32 of the pieces that carry it, in writing order; a later `Lazy` piece may
+    read `value`.
+    """
 
     value: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next bytes of the file: literal, copied from another file, or computed when they are written.
+    """The next bytes of the file: literal, copied from another file, or computed when they are
+    written.
 
     `needs` are the checksums, of earlier pieces, that computed bytes contain.
     """
@@ -49,14 +52,18 @@ Pieces = Sequence[Piece]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A data file that is used as it is: a copy, whose blocks are shared with it if the file system can."""
+    """A data file that is used as it is: a copy, whose blocks are shared with it if the file system
+    can.
+    """
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A complete file on the disk of its place, made from the files `read`: it only has to be moved."""
+    """A complete file on the disk of its place, made from the files `read`: it only has to be
+    moved.
+    """
 
     path: str
     read: tuple[str, ...]
@@ -66,7 +73,8 @@ class Ready:
 class Edited:
     """A file that is changed where it lies.
 
-    `before` and `index` say what the old and the new file say about their data; equal ones say the same.
+    `before` and `index` say what the old and the new file say about their data; equal ones say the
+    same.
     """
 
     pieces: Pieces
@@ -74,7 +82,8 @@ class Edited:
     index: bytes
 
 
-# The files of a folder by name. They are written in this order; the last one makes the folder complete.
+# The files of a folder by name. They are written in this order; the last one makes the folder
+# complete.
 Files = Mapping[str, Union[Pieces, Link]]
 
 
@@ -85,14 +94,18 @@ def nbytes_of(pieces: Iterable[Piece]) -> int:
 def amounts(pieces: Pieces) -> tuple[int, int]:
     """Return the number of bytes that are copied from a source, and of computed bytes."""
     moved = sum(piece.nbytes for piece in pieces if isinstance(piece.data, Span))
-    return moved, sum(piece.nbytes for piece in pieces if isinstance(piece.data, Lazy) and not piece.needs)
+    return moved, sum(
+        piece.nbytes for piece in pieces if isinstance(piece.data, Lazy) and not piece.needs
+    )
 
 
 if TYPE_CHECKING:
     from ckpttool.io.remote import Stream
 
-CHUNK = 1 << 18  # bytes a read, which a processor's cache holds until they are written, hashed or compared
-_POPULATE_READ = 22  # of madvise, Linux 5.14: reads all pages now: an error is raised here, and no signal comes later
+# bytes a read, which a processor's cache holds until they are written, hashed or compared
+CHUNK = 1 << 18
+# of madvise, Linux 5.14: reads all pages now: an error is raised here, and no signal comes later
+_POPULATE_READ = 22
 _GAP = 1 << 16  # bytes between two spans of a remote file that are fetched with one request
 
 
@@ -114,10 +127,11 @@ class SpanReader:
         self.buffer = bytearray(max(1, min(size, CHUNK)))
 
     def chunks(self, span: Span, until: int = 0) -> Iterator[memoryview]:
-        """Yield the span's bytes; every chunk but the last fills the buffer, and is valid until the next one.
+        """Yield the span's bytes; every chunk but the last fills the buffer, and is valid until the
+        next one.
 
-        Later spans of the same file follow up to byte `until`: a remote file is fetched ahead up to there. Raises
-        `CkptError` if the file cannot be read, or ends before the span does.
+        Later spans of the same file follow up to byte `until`: a remote file is fetched ahead up to
+        there. Raises `CkptError` if the file cannot be read, or ends before the span does.
         """
         self._open(span.path)
         view = memoryview(self.buffer)
@@ -145,10 +159,13 @@ class SpanReader:
                     count = len(data)
                     chunk[filled : filled + count] = data
             except OSError as error:
-                raise CkptError(f"{span.path}: {error.strerror}", hint="check the disk it is on") from error
+                raise CkptError(
+                    f"{span.path}: {error.strerror}", hint="check the disk it is on"
+                ) from error
             if not count:
                 raise CkptError(
-                    f"{span.path} ends at byte {offset + filled:,}, it was longer when it was opened",
+                    f"{span.path} ends at byte {offset + filled:,}, it was longer when it was"
+                    " opened",
                     hint="it was changed while it was read: copy it again",
                 )
             filled += count
@@ -167,7 +184,8 @@ class SpanReader:
             self._handle = handles.acquire(path)
         except OSError as error:
             raise CkptError(
-                f"{path}: {error.strerror}", hint="the source must stay where it is until all of it is read"
+                f"{path}: {error.strerror}",
+                hint="the source must stay where it is until all of it is read",
             ) from error
         self._path = path
         sources.note_streamed(path)
@@ -212,7 +230,8 @@ def read_spans(spans: Sequence[Span]) -> bytearray:
 
 
 def map_span(span: Span) -> memoryview:
-    """Return the bytes of a span of a local file, in the memory of its pages; what is written there stays private.
+    """Return the bytes of a span of a local file, in the memory of its pages; what is written there
+    stays private.
 
     Raise `CkptError` if they cannot be read.
     """
@@ -222,12 +241,16 @@ def map_span(span: Span) -> memoryview:
         reader._open(span.path)
         assert reader._handle is not None
         pages = mmap.mmap(
-            reader._handle.descriptor, span.offset + span.length - page, access=mmap.ACCESS_COPY, offset=page
+            reader._handle.descriptor,
+            span.offset + span.length - page,
+            access=mmap.ACCESS_COPY,
+            offset=page,
         )
         try:
             pages.madvise(_POPULATE_READ)
         except (AttributeError, OSError) as error:
-            if getattr(error, "errno", errno.EINVAL) != errno.EINVAL:  # EINVAL: an older or another system
+            # EINVAL: an older or another system
+            if getattr(error, "errno", errno.EINVAL) != errno.EINVAL:
                 raise
     except (OSError, ValueError) as error:
         raise CkptError(f"{span.path}: {error}", hint="check the disk it is on") from error
@@ -257,7 +280,9 @@ def new_digest() -> Digest:
 
 
 def digest_on_disk(path: str, offset: int = 0, length: int | None = None) -> bytes:
-    """Return BLAKE2b of the local file or a part of it, read from the disk again if possible. Raises OSError."""
+    """Return BLAKE2b of the local file or a part of it, read from the disk again if possible.
+    Raises OSError.
+    """
     digest = new_digest()
     with open(path, "rb", buffering=0) as file:
         progress.has_opened(path)
@@ -279,7 +304,9 @@ def same_bytes(left: Span, right: Span) -> bool:
     a, b = SpanReader(left.length), SpanReader(right.length)
     try:
         # Comparing two views is a hundred times slower.
-        return all(a.buffer.startswith(theirs) for _, theirs in zip(a.chunks(left), b.chunks(right)))
+        return all(
+            a.buffer.startswith(theirs) for _, theirs in zip(a.chunks(left), b.chunks(right))
+        )
     finally:
         a.close()
         b.close()
@@ -289,7 +316,9 @@ def same_data(left: Span | Lazy, right: Span | Lazy) -> bool:
     """Return True if both are the same bytes, read or computed; streamed."""
     if isinstance(left, Span) and isinstance(right, Span):
         return same_bytes(left, right)
-    chunks = [(bytes(chunk) for chunk in stream([Piece(side)]) if len(chunk)) for side in (left, right)]
+    chunks = [
+        (bytes(chunk) for chunk in stream([Piece(side)]) if len(chunk)) for side in (left, right)
+    ]
     a = b = b""
     while True:
         a, b = a or next(chunks[0], b""), b or next(chunks[1], b"")
@@ -302,7 +331,9 @@ def same_data(left: Span | Lazy, right: Span | Lazy) -> bool:
 
 
 def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of the pieces in order; each chunk is valid until the next one. Raises `CkptError`."""
+    """Yield the bytes of the pieces in order; each chunk is valid until the next one. Raises
+    `CkptError`.
+    """
     reader, crc = SpanReader(), fastest_crc32()
     ends = _remote_ends(pieces)
     try:
@@ -317,7 +348,9 @@ def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
 
 
 def _remote_ends(pieces: Pieces) -> dict[int, int]:
-    """Return, by the number of each piece of a remote file, the end of its run of adjacent pieces."""
+    """Return, by the number of each piece of a remote file, the end of its run of adjacent
+    pieces.
+    """
     ends: dict[int, int] = {}
     if not any(map(is_url, {piece.data.path for piece in pieces if isinstance(piece.data, Span)})):
         return ends
@@ -342,6 +375,8 @@ def _data(part: Part, reader: SpanReader, until: int = 0) -> Iterator[bytes | me
                 written += len(data)
                 yield data
         if written != part.length:
-            raise CkptError(f"computed {written:,} bytes, not {part.length:,}", hint="this is a bug: report it")
+            raise CkptError(
+                f"computed {written:,} bytes, not {part.length:,}", hint="this is a bug: report it"
+            )
     else:
         yield part

@@ -10,7 +10,8 @@ from typing import Literal, Union
 
 from ckpttool.core.values import dataclass
 
-# Called for each long task with its title and its bytes (None: unknown); yields a function that takes the bytes done.
+# Called for each long task with its title and its bytes (None: unknown); yields a function that
+# takes the bytes done.
 Progress = Callable[[str, Union[int, None]], AbstractContextManager[Callable[[int], object]]]
 
 By = Literal["read", "written"]  # which bytes a task counts
@@ -20,8 +21,9 @@ By = Literal["read", "written"]  # which bytes a task counts
 class Counts:
     """Bytes since `begin`: `read` from `files` of this machine, `fetched` from URLs in `requests`.
 
-    Bytes of the outputs: `moved` from a source (also shared, or copied by a store), `computed`, and `written` in all,
-    names and headers too. `traced`: seconds in torch and models' code, by the command that would save them.
+    Bytes of the outputs: `moved` from a source (also shared, or copied by a store), `computed`, and
+    `written` in all, names and headers too. `traced`: seconds in torch and models' code, by the
+    command that would save them.
     """
 
     read: int = 0
@@ -38,7 +40,8 @@ class Counts:
 class _Task:
     """The task that counts bytes `by` reading or writing.
 
-    `before`: bytes that were written before it. `room`: bytes that the current part may still count.
+    `before`: bytes that were written before it. `room`: bytes that the current part may still
+    count.
     """
 
     by: By

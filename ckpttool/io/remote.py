@@ -24,7 +24,8 @@ from ckpttool.io import paths, progress
 from ckpttool.io.remote_errors import CameShort, SendsTooMuch, answered, is_failure, patiently
 from ckpttool.io.sources import note_streamed
 
-BLOCK = 1 << 17  # bytes of a small request: most headers, or the directory of a zip archive of 2,000 tensors
+# bytes of a small request: most headers, or the directory of a zip archive of 2,000 tensors
+BLOCK = 1 << 17
 PART = 1 << 23  # bytes of a request for large tensors
 BATCH = 1 << 25  # bytes of the requests that are made side by side, and of the ranges that are held
 _LARGE = 8 * BLOCK  # bytes of a tensor that is fetched alone
@@ -33,21 +34,35 @@ _SLOWEST = 10_000  # bytes a second; slower answers are given up
 _LISTING = 1 << 26  # bytes of an answer without a range: a page that lists files
 _CHUNK = 1 << 16
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
-_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "created", "sha256")
+_VERSIONS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "created",
+    "sha256",
+)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """The answer of a store: `size` in bytes; `version`: a name and a value that change with the content."""
+    """The answer of a store: `size` in bytes; `version`: a name and a value that change with the
+    content.
+    """
 
     folder: bool
     size: int | None
     version: tuple[str, str] = ("", "")
 
     def is_still(self, before: Stat) -> bool:
-        """Return True if the content can be the same. Listings and single answers may tell different versions."""
+        """Return True if the content can be the same. Listings and single answers may tell
+        different versions.
+        """
         told = self.version == before.version or self.version[0] != before.version[0]
         return told and (self.folder, self.size) == (before.folder, before.size)
 
@@ -61,7 +76,9 @@ class Ranges:
         self._data: dict[int, bytes] = {}
 
     def get(self, start: int, end: int) -> bytes:
-        """Return the bytes from `start` on, up to `end` or to the end of the range that holds `start`."""
+        """Return the bytes from `start` on, up to `end` or to the end of the range that holds
+        `start`.
+        """
         number = bisect_right(self._starts, start) - 1
         if number < 0:
             return b""
@@ -87,8 +104,8 @@ class Ranges:
 class Known:
     """What stores have said and sent, by URL.
 
-    `stats`, and the `names` in folders; `assumed`: checks of the index that were not made yet; `ranges` of files that
-    are held, of `nbytes` in all; counts of `requests` and `fetched` bytes.
+    `stats`, and the `names` in folders; `assumed`: checks of the index that were not made yet;
+    `ranges` of files that are held, of `nbytes` in all; counts of `requests` and `fetched` bytes.
     """
 
     stats: dict[str, Stat | None] = field(default_factory=dict)
@@ -115,7 +132,9 @@ class Known:
         return ranges.get(start, end) if ranges is not None else b""
 
     def hold(self, url: str, start: int, data: bytes) -> None:
-        """Hold a range of the file for the next reads. If there is no room, the oldest files' ranges are dropped."""
+        """Hold a range of the file for the next reads. If there is no room, the oldest files'
+        ranges are dropped.
+        """
         if len(data) > BATCH:
             return
         while self.nbytes + len(data) > BATCH:
@@ -130,7 +149,9 @@ known = Known()
 
 
 class BoundedResponse(aiohttp.ClientResponse):
-    """An HTTP answer that is read in chunks, and refused when it is longer than the requested range."""
+    """An HTTP answer that is read in chunks, and refused when it is longer than the requested
+    range.
+    """
 
     async def read(self) -> bytes:
         """Return the body. Raises `SendsTooMuch` if it is longer than the requested range."""
@@ -155,7 +176,10 @@ def filesystem(url: str) -> tuple[Any, str]:
     options: dict[str, Any] = {}
     if url.partition("://")[0] in ("http", "https"):
         configured = {**fsspec.config.conf.get("http", {}), **fsspec.config.conf.get("https", {})}
-        client = {"timeout": aiohttp.ClientTimeout(total=None), **configured.get("client_kwargs", {})}
+        client = {
+            "timeout": aiohttp.ClientTimeout(total=None),
+            **configured.get("client_kwargs", {}),
+        }
         options = {"client_kwargs": {**client, "response_class": BoundedResponse}}
     with answered(url):
         fs, path = fsspec.core.url_to_fs(url, **options)
@@ -163,12 +187,20 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 def _patience(fs: Any, nbytes: int = 0) -> dict[str, float]:
-    """Return the argument that ends the wait for an answer of so many bytes; only asynchronous drivers have one."""
-    return {"timeout": limits().remote_seconds + nbytes / _SLOWEST} if isinstance(fs, AsyncFileSystem) else {}
+    """Return the argument that ends the wait for an answer of so many bytes; only asynchronous
+    drivers have one.
+    """
+    return (
+        {"timeout": limits().remote_seconds + nbytes / _SLOWEST}
+        if isinstance(fs, AsyncFileSystem)
+        else {}
+    )
 
 
 def stat(url: str) -> Stat | None:
-    """Return what the URL is, or None if there is nothing. Raises `CkptError` if the store does not answer."""
+    """Return what the URL is, or None if there is nothing. Raises `CkptError` if the store does not
+    answer.
+    """
     if url in known.stats:
         return known.stats[url]
     fs, path = filesystem(url)
@@ -256,7 +288,9 @@ def check_unchanged(urls: Iterable[str]) -> None:
         _invalidate(url)
         if before is None or not is_still(url, before):
             forget(url)
-            raise CkptError(f"{url} was changed while it was read", hint="nothing was written: run it again")
+            raise CkptError(
+                f"{url} was changed while it was read", hint="nothing was written: run it again"
+            )
 
 
 def is_still(url: str, before: Stat) -> bool:
@@ -312,7 +346,9 @@ class RemoteFile:
         return b"".join(parts)
 
     def _fetch(self, offset: int, end: int) -> bytes:
-        """Fetch the bytes from `offset` to `end`, or to the next range that is held. A short range is made longer."""
+        """Fetch the bytes from `offset` to `end`, or to the next range that is held. A short range
+        is made longer.
+        """
         stop = min(max(end, offset + BLOCK), self.size)
         held = known.ranges.get(self.url)
         following = held.next_start(offset) if held is not None else None
@@ -338,17 +374,24 @@ class RemoteFile:
 
 
 def open_file(url: str) -> RemoteFile:
-    """Return the file at the URL. Raises `CkptError` if there is none, or if its store cannot give a part of it."""
+    """Return the file at the URL. Raises `CkptError` if there is none, or if its store cannot give
+    a part of it.
+    """
     found = there(url)
     if found.folder:
         raise CkptError(f"{url} is a folder, not a file", hint="name one of its files")
     if found.size is None:
-        raise CkptError(f"{url}: its server does not say how long it is", hint="download it, and name the local file")
+        raise CkptError(
+            f"{url}: its server does not say how long it is",
+            hint="download it, and name the local file",
+        )
     return RemoteFile(url, found.size)
 
 
 class Stream:
-    """Read tensors front to back: large ones in large ranges, several at a time, of which it holds the last few."""
+    """Read tensors front to back: large ones in large ranges, several at a time, of which it holds
+    the last few.
+    """
 
     def __init__(self, url: str) -> None:
         check_assumed(url)
@@ -387,7 +430,8 @@ def _parts(url: str, start: int, end: int) -> list[Range]:
 
 
 def fetch(ranges: Sequence[Range]) -> list[bytes]:
-    """Return the bytes of each range of files of one store: those of a batch are fetched side by side.
+    """Return the bytes of each range of files of one store: those of a batch are fetched side by
+    side.
 
     A batch is asked for again after errors that may pass. Raises `CkptError`.
     """
@@ -407,7 +451,9 @@ def fetch(ranges: Sequence[Range]) -> list[bytes]:
 
 
 def _answers(batch: Sequence[Range]) -> list[bytes]:
-    """Return the answers of the store to one request for each range. Raises what its driver raises, and `CameShort`."""
+    """Return the answers of the store to one request for each range. Raises what its driver raises,
+    and `CameShort`.
+    """
     first = batch[0][0]
     fs, _ = filesystem(first)
     places = [filesystem(url)[1] for url, _, _ in batch]
@@ -415,12 +461,22 @@ def _answers(batch: Sequence[Range]) -> list[bytes]:
     ends = [end for _, _, end in batch]
     nbytes = sum(ends) - sum(starts)
     try:
-        answers = list(fs.cat_ranges(places, starts, ends, on_error="raise", **_patience(fs, nbytes)))
+        answers = list(
+            fs.cat_ranges(places, starts, ends, on_error="raise", **_patience(fs, nbytes))
+        )
     except AttributeError:  # simplecache:: of fsspec before 2026.9, unless it has the file
-        answers = [fs.cat_file(place, start, end) for place, start, end in zip(places, starts, ends)]
+        answers = [
+            fs.cat_file(place, start, end) for place, start, end in zip(places, starts, ends)
+        ]
     came = sum(map(len, answers))
     progress.has_fetched(came, len(batch))
-    log.debug("%s: %s bytes in %d requests, from byte %s", first, f"{came:,}", len(batch), f"{starts[0]:,}")
+    log.debug(
+        "%s: %s bytes in %d requests, from byte %s",
+        first,
+        f"{came:,}",
+        len(batch),
+        f"{starts[0]:,}",
+    )
     for (url, start, end), data in zip(batch, answers):
         known.requests[url] += 1
         known.fetched[url] += len(data)
@@ -430,9 +486,11 @@ def _answers(batch: Sequence[Range]) -> list[bytes]:
 
 
 def look_ahead(heads: Mapping[str, int]) -> None:
-    """Fetch so many bytes at the start of each file of one folder, side by side, if a listing tells their sizes.
+    """Fetch so many bytes at the start of each file of one folder, side by side, if a listing tells
+    their sizes.
 
-    After an error nothing is held: the files are fetched again, and the error reported, when they are read.
+    After an error nothing is held: the files are fetched again, and the error reported, when they
+    are read.
     """
     urls = [*heads]
     if any(url not in known.stats for url in urls):

@@ -18,18 +18,38 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import limits
 
 # Modules that drivers import, if the package to install has another name.
-_PACKAGES = {"smbclient": "smbprotocol", "dropboxdrivefs": "dropboxdrivefs", "yarl": "aiohttp", "git": "pygit2"}
-_EXTRAS = {"s3fs": "s3", "gcsfs": "gcs", "huggingface_hub": "hf"}  # of ckpttool, with versions that work
+_PACKAGES = {
+    "smbclient": "smbprotocol",
+    "dropboxdrivefs": "dropboxdrivefs",
+    "yarl": "aiohttp",
+    "git": "pygit2",
+}
+# of ckpttool, with versions that work
+_EXTRAS = {"s3fs": "s3", "gcsfs": "gcs", "huggingface_hub": "hf"}
 _LOGIN = "check the credentials that the driver finds, and that they may do this"
 _NETWORK = "check the network, and the endpoint that the driver is set to"
 _ANY = "check the URL, the network, and what the driver is set to"
 # Drivers share no classes for these, but their names are similar.
 _NAMES = (
-    (re.compile("Credential|TokenRetrieval|Login|Auth|Gated|Profile|Forbidden|AccessDenied|Unauthorized"), _LOGIN),
-    (re.compile("Connect|Timeout|Endpoint|DNS|gaierror|SSL|ServerDisconnected|IncompleteRead|Payload"), _NETWORK),
+    (
+        re.compile(
+            "Credential|TokenRetrieval|Login|Auth|Gated|Profile|Forbidden|AccessDenied|Unauthorized"
+        ),
+        _LOGIN,
+    ),
+    (
+        re.compile(
+            "Connect|Timeout|Endpoint|DNS|gaierror|SSL|ServerDisconnected|IncompleteRead|Payload"
+        ),
+        _NETWORK,
+    ),
 )
-_PASSING = re.compile("Timeout|Disconnected|IncompleteRead|Payload|ConnectionReset|ConnectionClosed|SlowDown|Throttl")
-_PASSING_NUMBERS = frozenset((errno.ECONNRESET, errno.EPIPE, errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT))
+_PASSING = re.compile(
+    "Timeout|Disconnected|IncompleteRead|Payload|ConnectionReset|ConnectionClosed|SlowDown|Throttl"
+)
+_PASSING_NUMBERS = frozenset(
+    (errno.ECONNRESET, errno.EPIPE, errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT)
+)
 _PASSING_STATUS = frozenset((408, 425, 429, 500, 502, 503, 504))
 
 _WAITS = (0.2, 0.5, 1.0, 2.0)  # seconds before a request is made again
@@ -49,7 +69,9 @@ class CameShort(OSError):
 
 
 def patiently(url: str, ask: Callable[[], Answer]) -> Answer:
-    """Return the result of `ask`; retry for some seconds after errors that may pass. Raises `CkptError`."""
+    """Return the result of `ask`; retry for some seconds after errors that may pass. Raises
+    `CkptError`.
+    """
     for wait in _WAITS:
         try:
             return ask()
@@ -75,7 +97,8 @@ def answered(url: str) -> Iterator[None]:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Return True if the same request may succeed a moment later: throttled, cut off, a busy server.
+    """Return True if the same request may succeed a moment later: throttled, cut off, a busy
+    server.
 
     A server that is silent for too long, or that refuses the connection, is not asked again.
     """
@@ -84,8 +107,13 @@ def is_passing(error: BaseException) -> bool:
     if isinstance(error, CameShort):
         return True
     known = getattr(error, "response", None) or {}
-    said = known.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(known, dict) else None
-    if getattr(error, "status", said) in _PASSING_STATUS or getattr(error, "errno", None) in _PASSING_NUMBERS:
+    said = (
+        known.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(known, dict) else None
+    )
+    if (
+        getattr(error, "status", said) in _PASSING_STATUS
+        or getattr(error, "errno", None) in _PASSING_NUMBERS
+    ):
         return True
     if any(_PASSING.search(kind.__name__) for kind in type(error).__mro__):
         return True
@@ -93,9 +121,12 @@ def is_passing(error: BaseException) -> bool:
 
 
 def is_failure(cause: BaseException | None) -> TypeGuard[BaseException]:
-    """Return True if a file that a driver calls missing may exist: access was denied, or the store did not answer."""
+    """Return True if a file that a driver calls missing may exist: access was denied, or the store
+    did not answer.
+    """
     return getattr(cause, "status", 404) not in (404, 410) or (
-        isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError))
+        isinstance(cause, OSError)
+        and not isinstance(cause, (FileNotFoundError, NotADirectoryError))
     )
 
 
@@ -108,25 +139,39 @@ def _explained(url: str, error: Exception) -> CkptError:
 
         unknown = str(error).partition(": ")[2]
         near = get_close_matches(unknown, known_implementations, 1)
-        hint = f"did you mean {near[0]}://?" if near else "fsspec reads s3://, gs://, az://, hf://, https:// and others"
+        hint = (
+            f"did you mean {near[0]}://?"
+            if near
+            else ("fsspec reads s3://, gs://, az://, hf://, https:// and others")
+        )
         if "::" in url:
             hint += "; in a chain (simplecache::s3://…) every part with a path is a URL"
         return CkptError(f"{url}: no driver is known for {unknown}://", hint=hint)
     if isinstance(error, FileNotFoundError):
-        return CkptError(f"no such file, folder or bucket: {url}", hint="check the URL: scheme, bucket and key")
+        return CkptError(
+            f"no such file, folder or bucket: {url}", hint="check the URL: scheme, bucket and key"
+        )
     if isinstance(error, FileExistsError):
         return CkptError(
-            f"{url} exists: another process has written it meanwhile", hint="look at it, then name another place"
+            f"{url} exists: another process has written it meanwhile",
+            hint="look at it, then name another place",
         )
     if isinstance(error, SendsTooMuch):
-        return CkptError(f"{url}: {error}", hint="its server cannot send a part, or is hostile: download it first")
+        return CkptError(
+            f"{url}: {error}",
+            hint="its server cannot send a part, or is hostile: download it first",
+        )
     if isinstance(error, CameShort):
-        hint = "it was changed while it was read, or its server cannot send a part: download it first"
+        hint = (
+            "it was changed while it was read, or its server cannot send a part: download it first"
+        )
         return CkptError(f"{url}: {error}", hint=hint)
     if isinstance(error, FSTimeoutError):
         return CkptError(f"{url}: no answer: {limits().named('remote_seconds')}", hint=_NETWORK)
     if isinstance(error, NotImplementedError):
-        return CkptError(f"{url}: the driver of {scheme}:// cannot do this", hint="use a local file")
+        return CkptError(
+            f"{url}: the driver of {scheme}:// cannot do this", hint="use a local file"
+        )
     if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
         return CkptError(f"{url}: {_text(error)}", hint=_LOGIN)
     names = " ".join(kind.__name__ for kind in type(error).__mro__)

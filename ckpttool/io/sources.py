@@ -15,11 +15,13 @@ from pathlib import Path
 from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
 
-_TICK = 20_000_000  # nanoseconds; before Linux 6.13 all writes within one tick of the clock get the same time
+# nanoseconds; before Linux 6.13 all writes within one tick of the clock get the same time
+_TICK = 20_000_000
 _PATIENCE = 5  # ticks
 
 
-# Device, inode, size and the times of the last changes (ns): tells one content of a file from another.
+# Device, inode, size and the times of the last changes (ns): tells one content of a file from
+# another.
 State = tuple[int, int, int, int, int]
 
 
@@ -27,10 +29,10 @@ State = tuple[int, int, int, int, int]
 class _Sources:
     """The sources of a command.
 
-    `streamed`: paths and URLs whose tensors were read since `note_anew`. `opened`: local files by path, with the number
-    of the look. `read`: local files that are not checkpoints (rules, names, code). `looks` counts `forget`: an
-    index that is read again may be of another file. Files that were opened before the look `begun` belong to earlier
-    calls of the library.
+    `streamed`: paths and URLs whose tensors were read since `note_anew`. `opened`: local files by
+    path, with the number of the look. `read`: local files that are not checkpoints (rules, names,
+    code). `looks` counts `forget`: an index that is read again may be of another file. Files that
+    were opened before the look `begun` belong to earlier calls of the library.
     """
 
     streamed: set[str] = field(default_factory=set)
@@ -50,7 +52,9 @@ def forget_all() -> None:
 
 
 def begin_call() -> None:
-    """Begin a new call of the library: it may overwrite what earlier calls have read, but not what it reads itself."""
+    """Begin a new call of the library: it may overwrite what earlier calls have read, but not what
+    it reads itself.
+    """
     _sources.begun = begin_look()
 
 
@@ -79,7 +83,8 @@ def note_opened(path: str, descriptor: int) -> None:
     place = os.path.abspath(path)
     if place in _sources.opened and _sources.opened[place][0] >= _sources.looks:
         return
-    for _ in range(_PATIENCE):  # until the clock has moved on, so that every later write gets another time
+    # until the clock has moved on, so that every later write gets another time
+    for _ in range(_PATIENCE):
         young = _TICK - (time.time_ns() - os.fstat(descriptor).st_ctime_ns)
         if not 0 < young <= _TICK:
             break
@@ -102,7 +107,10 @@ def others_read() -> list[str]:
 
 def files_read() -> list[str]:
     """Return the local files that the command, or call of the library, has read."""
-    return [*(path for path, (look, _) in _sources.opened.items() if look >= _sources.begun), *_sources.read]
+    return [
+        *(path for path, (look, _) in _sources.opened.items() if look >= _sources.begun),
+        *_sources.read,
+    ]
 
 
 def states() -> dict[str, list[int]]:
@@ -115,7 +123,9 @@ def states() -> dict[str, list[int]]:
 
 
 def check_open(path: str, descriptor: int) -> None:
-    """Raise `CkptError` if the local file has changed since its index was read; before its tensors are read."""
+    """Raise `CkptError` if the local file has changed since its index was read; before its tensors
+    are read.
+    """
     place = os.path.abspath(path)
     if place not in _sources.opened:
         note_opened(path, descriptor)
@@ -136,7 +146,9 @@ def check_unchanged(paths: Iterable[str]) -> None:
 
 
 def read_on(path: str, state: State) -> bool:
-    """Return True if the local file still has the state in which it was opened; it must keep it from now on."""
+    """Return True if the local file still has the state in which it was opened; it must keep it
+    from now on.
+    """
     with suppress(OSError):
         if _state(os.stat(path)) == state:
             _sources.opened[path] = _sources.looks, state
@@ -157,4 +169,6 @@ def _state(stat: os.stat_result) -> State:
 
 
 def _changed(path: str) -> CkptError:
-    return CkptError(f"{path} was changed while it was read", hint="run it again, once nobody writes to it")
+    return CkptError(
+        f"{path} was changed while it was read", hint="run it again, once nobody writes to it"
+    )

@@ -16,7 +16,9 @@ from types import FrameType
 from ckpttool.core.errors import CkptError
 from ckpttool.io.paths import is_url
 
-_ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_ENDING = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 
 
 class Terminated(KeyboardInterrupt):
@@ -31,8 +33,9 @@ class Terminated(KeyboardInterrupt):
 def uninterrupted(*, insisting: bool = False) -> Iterator[None]:
     """Postpone signals that end the program until the block has ended.
 
-    For short blocks of local calls. With `insisting`, a second signal is not postponed: for calls that may wait for a
-    network. Signals reach the main thread only; in other threads nothing is postponed.
+    For short blocks of local calls. With `insisting`, a second signal is not postponed: for calls
+    that may wait for a network. Signals reach the main thread only; in other threads nothing is
+    postponed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -46,7 +49,11 @@ def uninterrupted(*, insisting: bool = False) -> Iterator[None]:
         came.append(number)
 
     handlers = {number: signal.getsignal(number) for number in _ENDING}
-    before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    before = {
+        number: handler
+        for number, handler in handlers.items()
+        if handler not in (signal.SIG_IGN, None)
+    }
     try:
         for number in before:
             signal.signal(number, note)
@@ -60,9 +67,11 @@ def uninterrupted(*, insisting: bool = False) -> Iterator[None]:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise `Terminated` inside, so that everything is cleaned up; a second one ends at once.
+    """Let SIGTERM and SIGHUP raise `Terminated` inside, so that everything is cleaned up; a second
+    one ends at once.
 
-    A signal that is ignored, as by nohup, stays ignored; outside of the main thread nothing changes.
+    A signal that is ignored, as by nohup, stays ignored; outside of the main thread nothing
+    changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -72,7 +81,11 @@ def ended_by_signals() -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)
         raise Terminated(number)
 
-    handlers = [number for number in _ENDING if number != signal.SIGINT and signal.getsignal(number) == signal.SIG_DFL]
+    handlers = [
+        number
+        for number in _ENDING
+        if number != signal.SIGINT and signal.getsignal(number) == signal.SIG_DFL
+    ]
     for number in handlers:
         signal.signal(number, end)
     try:
@@ -83,7 +96,9 @@ def ended_by_signals() -> Iterator[None]:
 
 
 # Errors of a call that this file system or platform does not have.
-NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.EMLINK})
+NOT_HERE = frozenset(
+    {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.EMLINK}
+)
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2  # linux/fs.h
@@ -111,7 +126,9 @@ def renameat2(old: Path, new: Path, flags: int) -> None:
 
 
 def exchange(left: Path, right: Path) -> None:
-    """Swap two files or folders in one call. Raises OSError, one of `NOT_HERE` if that is not possible here."""
+    """Swap two files or folders in one call. Raises OSError, one of `NOT_HERE` if that is not
+    possible here.
+    """
     renameat2(left, right, _RENAME_EXCHANGE)
 
 
@@ -140,12 +157,16 @@ def put(staged: Path, place: Path, *, replace: bool) -> None:
         if error.errno not in NOT_HERE:
             raise
         if os.path.lexists(place):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(place)) from error
+            raise FileExistsError(
+                errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(place)
+            ) from error
         os.rename(staged, place)
 
 
 def lock(descriptor: int, *, wait: bool = False) -> bool | None:
-    """Lock the open file or folder. False: another process has it locked; None: this file system has no locks."""
+    """Lock the open file or folder. False: another process has it locked; None: this file system
+    has no locks.
+    """
     try:
         import fcntl
 
@@ -173,13 +194,17 @@ def sync_folder(folder: Path) -> None:
 
 
 def confirm(out: str, folder: Path) -> None:
-    """Flush the folder that `out` was moved into. Raises `CkptError` that says what is true then."""
+    """Flush the folder that `out` was moved into. Raises `CkptError` that says what is true
+    then.
+    """
     try:
         sync_folder(folder)
     except OSError as error:
         raise CkptError(
-            f"{out} is written and complete, but the disk does not confirm that it stays: {error.strerror}",
-            hint="check the disk; until it has flushed its caches, a loss of power could bring the old state back",
+            f"{out} is written and complete, but the disk does not confirm that it stays:"
+            f" {error.strerror}",
+            hint="check the disk; until it has flushed its caches, a loss of power could bring the"
+            " old state back",
         ) from error
 
 
@@ -198,7 +223,9 @@ def fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
 
 
 def reserve(descriptor: int, offset: int, length: int) -> None:
-    """Allocate blocks before they are written, if the file system can: a full disk is noticed at once."""
+    """Allocate blocks before they are written, if the file system can: a full disk is noticed at
+    once.
+    """
     try:
         fallocate(descriptor, 0, offset, length)
     except OSError as error:
@@ -211,7 +238,13 @@ def write_back(descriptor: int, offset: int, length: int) -> None:
     import ctypes
 
     with suppress(OSError):
-        _call("sync_file_range", descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
+        _call(
+            "sync_file_range",
+            descriptor,
+            ctypes.c_int64(offset),
+            ctypes.c_int64(length),
+            _SYNC_FILE_RANGE_WRITE,
+        )
 
 
 def evict(descriptor: int, offset: int, length: int) -> None:
@@ -233,7 +266,8 @@ _RWX = 0o777
 def set_mode(descriptor: int, place: Path, sources: Iterable[str]) -> None:
     """Set owner and mode of the new file before it is moved to `place`. Raises OSError.
 
-    It gets the owner and mode of the file that it replaces, without bits for reading or writing that a source lacks.
+    It gets the owner and mode of the file that it replaces, without bits for reading or writing
+    that a source lacks.
     """
     bits, group = _allowed(sources)
     old = _stat(place)
@@ -243,13 +277,16 @@ def set_mode(descriptor: int, place: Path, sources: Iterable[str]) -> None:
         _give(descriptor, old.st_uid, -1)
     else:
         bits &= 0o666 & ~umask()
-    if not _give(descriptor, -1, group):  # a group that is not the sources' own may do no more than everybody else
+    # a group that is not the sources' own may do no more than everybody else
+    if not _give(descriptor, -1, group):
         bits = bits & ~stat.S_IRWXG | (bits & stat.S_IRWXO) << 3 & bits
     os.fchmod(descriptor, bits)
 
 
 def set_folder_mode(folder: Path, sources: Iterable[str]) -> None:
-    """Set the mode of the new folder: only users who can read its sources can look into it. Raises OSError."""
+    """Set the mode of the new folder: only users who can read its sources can look into it. Raises
+    OSError.
+    """
     inherited = folder.stat().st_mode & stat.S_ISGID
     folder.chmod(_allowed(sources)[0] & ~umask() | stat.S_IRWXU | inherited)
 
@@ -260,11 +297,14 @@ def umask() -> int:
         for line in status:
             if line.startswith(b"Umask:"):
                 return int(line.split()[1], 8)
-    # Without /proc: asking with `os.umask(0)` would let other threads create files that everybody can write.
+    # Without /proc: asking with `os.umask(0)` would let other threads create files that everybody
+    # can write.
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        descriptor = os.open(os.path.join(folder, "new"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, _RWX)
+        descriptor = os.open(
+            os.path.join(folder, "new"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, _RWX
+        )
         try:
             return _RWX & ~(os.fstat(descriptor).st_mode & _RWX)
         finally:
@@ -277,7 +317,8 @@ def _allowed(sources: Iterable[str]) -> tuple[int, int]:
     for state in filter(None, (_stat(Path(source)) for source in sources if not is_url(source))):
         mode = state.st_mode
         if not stat.S_ISDIR(mode):
-            mode |= (mode & 0o444) >> 2  # who can read a file can look into the folder that is made of it
+            # who can read a file can look into the folder that is made of it
+            mode |= (mode & 0o444) >> 2
         bits &= mode | 0o700
         groups.add(state.st_gid)
     return bits, groups.pop() if len(groups) == 1 else -1

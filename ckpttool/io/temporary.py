@@ -1,7 +1,8 @@
-"""Names of temporary files and folders. They say whose they are, so leftovers of dead processes are recognized.
+"""Names of temporary files and folders. They say whose they are, so leftovers of dead processes are
+recognized.
 
-A name holds the machine, its boot and the process; a later process with the same number is told apart by its start
-time: ``.model.pt.HOST-BOOT-SPACE-PID-STARTED-RANDOM.ckpttool.tmp``.
+A name holds the machine, its boot and the process; a later process with the same number is told
+apart by its start time: ``.model.pt.HOST-BOOT-SPACE-PID-STARTED-RANDOM.ckpttool.tmp``.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ _NAME = re.compile(
     r"\.ckpttool\.(?:tmp|edit)",
     re.DOTALL,
 )
-_DAY = 86_400  # seconds after which something that another machine left, and nobody touched, has no owner any more
+# seconds after which something that another machine left, and nobody touched, has no owner any more
+_DAY = 86_400
 
 _in_work: set[str] = set()  # names, without their endings, that this process is writing to
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process: its machine and that machine's boot, its PID namespace, its PID, its start time (ticks)."""
+    """A process: its machine and that machine's boot, its PID namespace, its PID, its start time
+    (ticks).
+    """
 
     host: str
     boot: str
@@ -53,7 +57,9 @@ def owner_of(name: str) -> Owner | None:
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    return Owner(match["host"], match["boot"], int(match["space"]), int(match["pid"]), int(match["started"]))
+    return Owner(
+        match["host"], match["boot"], int(match["space"]), int(match["pid"]), int(match["started"])
+    )
 
 
 def is_edit(name: str) -> bool:
@@ -62,7 +68,9 @@ def is_edit(name: str) -> bool:
 
 def shortened(name: str) -> str:
     """Return as much of the name as fits into a longer one: file systems allow 255 bytes."""
-    return os.fsdecode(os.fsencode(name)[:100]).encode("utf-8", "replace").decode().replace("/", "_")
+    return (
+        os.fsdecode(os.fsencode(name)[:100]).encode("utf-8", "replace").decode().replace("/", "_")
+    )
 
 
 def temporary_name(name: str) -> str:
@@ -81,7 +89,8 @@ def _owner(pid: int) -> Owner:
     except OSError:
         space = 0
     host, boot = (
-        f"{zlib.crc32(text.encode()):08x}" for text in (os.uname().nodename, _text("/proc/sys/kernel/random/boot_id"))
+        f"{zlib.crc32(text.encode()):08x}"
+        for text in (os.uname().nodename, _text("/proc/sys/kernel/random/boot_id"))
     )
     return Owner(host, boot, space, pid, _started(pid) or 0)
 
@@ -94,7 +103,9 @@ def _text(path: str) -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Return when the process started, in ticks since boot; 0 if the platform does not tell, None if it has ended."""
+    """Return when the process started, in ticks since boot; 0 if the platform does not tell, None
+    if it has ended.
+    """
     fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if fields:
         return int(fields[19])
@@ -108,7 +119,8 @@ def _started(pid: int) -> int | None:
 
 
 def is_dead(name: str, touched: float) -> bool:
-    """Return True if the owner of this temporary name has ended. `touched`: the time of the last write (since 1970).
+    """Return True if the owner of this temporary name has ended. `touched`: the time of the last
+    write (since 1970).
 
     Nothing but that time is known about processes of another machine or container.
     """
@@ -126,7 +138,11 @@ def is_dead(name: str, touched: float) -> bool:
 
 def is_alive(name: str) -> bool:
     owner = owner_of(name)
-    return owner is not None and owner.process_space == me().process_space and not is_dead(name, time.time())
+    return (
+        owner is not None
+        and owner.process_space == me().process_space
+        and not is_dead(name, time.time())
+    )
 
 
 def remove_left(folder: str | Path) -> None:
@@ -140,7 +156,11 @@ def remove_left(folder: str | Path) -> None:
         for name in names:
             with suppress(OSError):
                 state = os.lstat(os.path.join(folder, name))
-                if owner_of(name) not in unfinished and is_mine(state) and is_dead(name, state.st_mtime):
+                if (
+                    owner_of(name) not in unfinished
+                    and is_mine(state)
+                    and is_dead(name, state.st_mtime)
+                ):
                     remove(os.path.join(folder, name))
 
 
@@ -161,7 +181,8 @@ def remove(path: str | Path) -> None:
 
 @contextmanager
 def staged_file(place: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the descriptor and path of a new file next to `place` that only its owner can read; removed at the end.
+    """Yield the descriptor and path of a new file next to `place` that only its owner can read;
+    removed at the end.
 
     Raises OSError if it cannot be made.
     """
@@ -170,7 +191,9 @@ def staged_file(place: Path) -> Iterator[tuple[int, Path]]:
     try:
         with uninterrupted():
             _in_work.add(path.stem)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
+            descriptor = os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600
+            )
         yield descriptor, path
     finally:
         with uninterrupted():
@@ -182,7 +205,9 @@ def staged_file(place: Path) -> Iterator[tuple[int, Path]]:
 
 @contextmanager
 def staged_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Yield a new folder in `parent` that only its owner can open; removed at the end. Raises OSError."""
+    """Yield a new folder in `parent` that only its owner can open; removed at the end. Raises
+    OSError.
+    """
     path = parent / temporary_name(name)
     try:
         with uninterrupted():

@@ -1,9 +1,10 @@
 """Several changes of files in one folder as one: all are made, or none.
 
-Before the first file changes, a record of how to restore every file is on the disk, next to them: the bytes that a
-patch overwrites, or the hidden name of a file that is replaced. While it is a journal (``.NAME….ckpttool.edit``),
-nobody reads the files: `ckpttool undo`, or the next command that writes them, rolls back first. When all is done, the
-journal is renamed to the record that `undo` reads (``.NAME.ckpttool.undo``), or removed.
+Before the first file changes, a record of how to restore every file is on the disk, next to them:
+the bytes that a patch overwrites, or the hidden name of a file that is replaced. While it is a
+journal (``.NAME….ckpttool.edit``), nobody reads the files: `ckpttool undo`, or the next command
+that writes them, rolls back first. When all is done, the journal is renamed to the record that
+`undo` reads (``.NAME.ckpttool.undo``), or removed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _Stat = Union[tuple[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A patch, and hashes of what the file says about its data `before` the patch and after it (`index`)."""
+    """A patch, and hashes of what the file says about its data `before` the patch and after it
+    (`index`).
+    """
 
     patch: Patch
     before: bytes
@@ -61,7 +64,9 @@ class Patched:
         return fits and min(numbers) >= 0 and "/" not in self.name and is_nameable(self.name)
 
     def restore(self, folder: Path) -> bool:
-        """Restore the file, also one that is partly restored already; False if it is another file. Raises OSError."""
+        """Restore the file, also one that is partly restored already; False if it is another file.
+        Raises OSError.
+        """
         with suppress(FileNotFoundError), locked(folder / self.name) as descriptor:
             back = self.back.patch
             if not patches.fits(descriptor, back, self.sample):
@@ -84,7 +89,11 @@ class Replaced:
 
     def is_sound(self, folder: Path) -> bool:
         """Return True if the row can be one that we wrote."""
-        named = isinstance(self.name, str) and is_nameable(self.name) and safe_path(folder, self.name) is not None
+        named = (
+            isinstance(self.name, str)
+            and is_nameable(self.name)
+            and safe_path(folder, self.name) is not None
+        )
         if self.old is None:
             return named and self.state is not None
         hidden = isinstance(self.old, str) and owner_of(self.old) is not None
@@ -131,14 +140,24 @@ def text(rows: Sequence[Row], *, is_undo: bool = False) -> bytes:
         patch = row.back.patch
         hashes = [own.hex() for own in (row.back.before, row.back.index, row.sample, row.content)]
         numbers = {name: getattr(patch, name) for name in _NUMBERS}
-        files.append({"name": row.name, **numbers, "head": len(patch.head), "tail": len(patch.tail), "hashes": hashes})
+        files.append(
+            {
+                "name": row.name,
+                **numbers,
+                "head": len(patch.head),
+                "tail": len(patch.tail),
+                "hashes": hashes,
+            }
+        )
         data += [patch.head, patch.tail]
     line = json.dumps({"schema": _SCHEMA, "files": files, **({"undo": True} if is_undo else {})})
     return b"".join([line.encode(), b"\n", *data])
 
 
 def parse(data: bytes, place: Path) -> list[Row]:
-    """Return the rows of the record that was read at `place`. Raises `CkptError` if it is damaged or hostile."""
+    """Return the rows of the record that was read at `place`. Raises `CkptError` if it is damaged
+    or hostile.
+    """
     line, _, rest = data.partition(b"\n")
     rows: list[Row] = []
     are_sound = True
@@ -147,7 +166,9 @@ def parse(data: bytes, place: Path) -> list[Row]:
         for file in value["files"]:
             if "old" in file:
                 state = file["state"]
-                replaced = Replaced(file["name"], file["old"], state and (int(state[0]), int(state[1])))
+                replaced = Replaced(
+                    file["name"], file["old"], state and (int(state[0]), int(state[1]))
+                )
                 are_sound = are_sound and replaced.is_sound(place.parent)
                 rows.append(replaced)
                 continue
@@ -184,12 +205,17 @@ def unlink(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def _journaled(
-    last: Path, rows: Sequence[Row], back: Callable[[], object], keep: bool, fsync: bool, is_undo: bool = False
+    last: Path,
+    rows: Sequence[Row],
+    back: Callable[[], object],
+    keep: bool,
+    fsync: bool,
+    is_undo: bool = False,
 ) -> Iterator[None]:
     """Inside the block the files of the rows change: all of them, or none if it raises OSError.
 
-    `back` restores them. With `keep`, the record stays next to the file `last`. Raises `CkptError` if restoring fails;
-    the journal then stays.
+    `back` restores them. With `keep`, the record stays next to the file `last`. Raises `CkptError`
+    if restoring fails; the journal then stays.
     """
     folder, record = last.parent, record_of(last)
     with staged_file(last) as (descriptor, staged):
@@ -218,26 +244,32 @@ def _journaled(
 def edit(folder: Path, changes: Mapping[str, Change], *, fsync: bool) -> None:
     """Patch files of the folder, all or none, and keep the record for `undo`.
 
-    A patch that reverts the last edit restores every byte. Raises OSError if all is as it was; `CkptError` if another
-    process was faster, and if restoring failed too: the journal then stays.
+    A patch that reverts the last edit restores every byte. Raises OSError if all is as it was;
+    `CkptError` if another process was faster, and if restoring failed too: the journal then stays.
     """
     last = folder / list(changes)[-1]
     back: dict[str, Change] = {}
     with suppress(CkptError):
         back = _ways_back(last)
-    reverts = {name: own.index for name, own in back.items()} == {name: own.index for name, own in changes.items()}
+    reverts = {name: own.index for name, own in back.items()} == {
+        name: own.index for name, own in changes.items()
+    }
     _edit(last, back if reverts else changes, True, fsync)
 
 
 def undo_edit(path: Path, *, fsync: bool) -> None:
-    """Restore the file, and the others that were edited with it, as they were before the last edit in place.
+    """Restore the file, and the others that were edited with it, as they were before the last edit
+    in place.
 
-    Raises `CkptError` if the record is missing, or if one of them has changed since; OSError as `edit`.
+    Raises `CkptError` if the record is missing, or if one of them has changed since; OSError as
+    `edit`.
     """
     _edit(path, _ways_back(path), False, fsync, is_undo=True)
 
 
-def _edit(last: Path, changes: Mapping[str, Change], keep: bool, fsync: bool, is_undo: bool = False) -> None:
+def _edit(
+    last: Path, changes: Mapping[str, Change], keep: bool, fsync: bool, is_undo: bool = False
+) -> None:
     folder = last.parent
     with ExitStack() as stack:
         files = {name: stack.enter_context(locked(folder / name)) for name in changes}
@@ -248,7 +280,8 @@ def _edit(last: Path, changes: Mapping[str, Change], keep: bool, fsync: bool, is
             sample = patches.sample_of(descriptor, patch.start, patch.length)
             back = Change(patches.inverse(descriptor, patch), change.index, change.before)
             rows.append(Patched(name, back, sample, patches.hash_of(patch)))
-            sources.forget(str(folder / name))  # from now on it is this process that changes the file
+            # from now on it is this process that changes the file
+            sources.forget(str(folder / name))
 
         def restore() -> None:
             for row in rows:
@@ -262,7 +295,9 @@ def _edit(last: Path, changes: Mapping[str, Change], keep: bool, fsync: bool, is
 
 
 def _ways_back(path: Path) -> dict[str, Change]:
-    """Return the patches that revert the last edit. Raises `CkptError` if there are none, or a file has changed."""
+    """Return the patches that revert the last edit. Raises `CkptError` if there are none, or a file
+    has changed.
+    """
     record = record_of(path)
     try:
         rows = [row for row in parse(record.read_bytes(), record) if isinstance(row, Patched)]
@@ -273,7 +308,9 @@ def _ways_back(path: Path) -> dict[str, Change]:
     for row in rows:
         place, back = path.parent / row.name, row.back.patch
         with suppress(FileNotFoundError), locked(place) as descriptor:
-            fits = os.fstat(descriptor).st_size == back.before and patches.fits(descriptor, back, row.sample)
+            fits = os.fstat(descriptor).st_size == back.before and patches.fits(
+                descriptor, back, row.sample
+            )
             if fits and patches.content_of(descriptor, back) == row.content:
                 continue
         raise changed_since(place, [record])
@@ -281,7 +318,9 @@ def _ways_back(path: Path) -> dict[str, Change]:
 
 
 def replaced_rows(new: Path, folder: Path, names: Iterable[str]) -> list[Replaced]:
-    """Return the rows for files of the folder that those in `new` replace; the others are removed."""
+    """Return the rows for files of the folder that those in `new` replace; the others are
+    removed.
+    """
     rows = []
     for name in names:
         old = None
@@ -293,10 +332,11 @@ def replaced_rows(new: Path, folder: Path, names: Iterable[str]) -> list[Replace
 
 
 def replace_files(new: Path, folder: Path, rows: Sequence[Replaced], *, fsync: bool) -> None:
-    """Move files from `new` into the folder, all or none; the last one of them makes the set complete.
+    """Move files from `new` into the folder, all or none; the last one of them makes the set
+    complete.
 
-    It is the first to go and the last to come. Raises OSError if all is as it was, `CkptError` if restoring failed
-    too: the journal then stays.
+    It is the first to go and the last to come. Raises OSError if all is as it was, `CkptError` if
+    restoring failed too: the journal then stays.
     """
     put = [row for row in rows if row.state is not None]
     last = folder / Path((put or rows)[-1].name).name
@@ -321,7 +361,8 @@ def replace_files(new: Path, folder: Path, rows: Sequence[Replaced], *, fsync: b
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[int]:
-    """Open and lock the file or folder; the descriptor is open for writing too, if this user may write.
+    """Open and lock the file or folder; the descriptor is open for writing too, if this user may
+    write.
 
     Raises OSError, and `CkptError` if another process has it locked.
     """
@@ -343,7 +384,9 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A transaction that has not ended: its journal, the names of its files (None: this user may not read them)."""
+    """A transaction that has not ended: its journal, the names of its files (None: this user may
+    not read them).
+    """
 
     journal: Path
     names: tuple[str, ...] | None
@@ -353,7 +396,9 @@ class Begun:
     is_undo: bool
 
     def roll_back(self, target: str) -> None:
-        """Restore the files, unless another process has. Raises `CkptError` if that is not possible."""
+        """Restore the files, unless another process has. Raises `CkptError` if that is not
+        possible.
+        """
         if not self.is_mine:
             raise CkptError(
                 f"{target}: an interrupted edit of another user (number {self.user}) was found",
@@ -366,7 +411,8 @@ class Begun:
                     if not row.restore(folder):
                         raise CkptError(
                             f"{folder / row.name} is not the file that an interrupted edit was of",
-                            hint=f"if another, complete file has replaced it: {shell('rm', str(self.journal))}",
+                            hint="if another, complete file has replaced it:"
+                            f" {shell('rm', str(self.journal))}",
                         )
                 os.unlink(self.journal)
             sync_folder(folder)
@@ -377,12 +423,15 @@ class Begun:
 
 
 def begun(folder: str | Path, names: Collection[str] | None = None) -> list[Begun]:
-    """Return the unfinished transactions of the folder that are about one of these files (default: any).
+    """Return the unfinished transactions of the folder that are about one of these files (default:
+    any).
 
     Changes nothing. Raises `CkptError` for a damaged journal.
     """
     try:
-        journals = sorted(Path(folder, name) for name in os.listdir(folder) if temporary.is_edit(name))
+        journals = sorted(
+            Path(folder, name) for name in os.listdir(folder) if temporary.is_edit(name)
+        )
     except OSError:
         return []
     found = []
@@ -397,12 +446,17 @@ def begun(folder: str | Path, names: Collection[str] | None = None) -> list[Begu
             except PermissionError:
                 pass
             if names is None or (names and about is None) or not set(names).isdisjoint(about or ()):
-                found.append(Begun(path, about, state.st_uid, temporary.is_mine(state), state.st_mtime, is_undo))
+                found.append(
+                    Begun(
+                        path, about, state.st_uid, temporary.is_mine(state), state.st_mtime, is_undo
+                    )
+                )
     return found
 
 
 def check(folder: str | Path, names: Collection[str] | None, target: str) -> None:
-    """Raise `CkptError`, with the way out, if a transaction of these files (None: of any) has not ended.
+    """Raise `CkptError`, with the way out, if a transaction of these files (None: of any) has not
+    ended.
 
     `target` is what the user calls them.
     """
@@ -412,17 +466,27 @@ def check(folder: str | Path, names: Collection[str] | None, target: str) -> Non
 
 
 def recover(
-    folder: str | Path, names: Collection[str] | None = None, *, target: str = "", force: bool = False
+    folder: str | Path,
+    names: Collection[str] | None = None,
+    *,
+    target: str = "",
+    force: bool = False,
 ) -> list[Begun]:
-    """Roll back the transactions of dead processes with these files (None: any), and remove what they left.
+    """Roll back the transactions of dead processes with these files (None: any), and remove what
+    they left.
 
-    `force`: processes of other machines and containers are dead too. Returns what was rolled back. Raises `CkptError`
-    if this user cannot roll something back, or if its process may be alive.
+    `force`: processes of other machines and containers are dead too. Returns what was rolled back.
+    Raises `CkptError` if this user cannot roll something back, or if its process may be alive.
     """
     found = []
     for one in begun(folder, names):
         path = one.journal.parent
-        found.append((one, target or str(path / one.names[-1] if one.names and len(one.names) == 1 else path)))
+        found.append(
+            (
+                one,
+                target or str(path / one.names[-1] if one.names and len(one.names) == 1 else path),
+            )
+        )
     for one, name in found:
         check_over(one.journal.name, name, one.since, force=force)
     for one, name in found:
@@ -432,7 +496,8 @@ def recover(
 
 
 def check_over(name: str, target: str, since: float | None, *, force: bool = False) -> None:
-    """Raise `CkptError` if the owner of the temporary name is alive; if that is not known, unless `force` is set.
+    """Raise `CkptError` if the owner of the temporary name is alive; if that is not known, unless
+    `force` is set.
 
     `since`: when it began (seconds since 1970).
     """
@@ -441,18 +506,22 @@ def check_over(name: str, target: str, since: float | None, *, force: bool = Fal
     if not force and not temporary.is_dead(name, time.time()):
         ago = "" if since is None else f", {max(0, time.time() - since):,.0f} seconds ago,"
         raise CkptError(
-            f"{target}: an edit was begun on another machine or in another container{ago} and may still go on",
+            f"{target}: an edit was begun on another machine or in another container{ago} and may"
+            " still go on",
             hint=f"if that process has ended: {shell('ckpttool', 'undo', target, '--force')}",
         )
 
 
 def being_edited(target: object) -> CkptError:
-    return CkptError(f"{target} is just being edited by another process", hint="run it again when that has ended")
+    return CkptError(
+        f"{target} is just being edited by another process", hint="run it again when that has ended"
+    )
 
 
 def interrupted(target: str) -> CkptError:
     return CkptError(
-        f"{target}: an interrupted edit was found", hint=f"roll it back: {shell('ckpttool', 'undo', target)}"
+        f"{target}: an interrupted edit was found",
+        hint=f"roll it back: {shell('ckpttool', 'undo', target)}",
     )
 
 
@@ -462,7 +531,9 @@ def nothing(path: object) -> CkptError:
 
 
 def changed_since(place: Path, records: Sequence[Path]) -> CkptError:
-    """Return the error of `undo` for a file that has changed since its edit. `records` is what undo would need."""
+    """Return the error of `undo` for a file that has changed since its edit. `records` is what undo
+    would need.
+    """
     return CkptError(
         f"{place} has changed since it was edited in place",
         hint=f"it cannot be undone any more: {shell('rm', *map(str, records))}",

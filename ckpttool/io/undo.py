@@ -27,20 +27,29 @@ _LARGE = "more changes than names"
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How a file is written in place: `nbytes` change where they lie. `kept` are the old bytes kept for undo."""
+    """How a file is written in place: `nbytes` change where they lie. `kept` are the old bytes kept
+    for undo.
+    """
 
     nbytes: int
     kept: int = 0
 
     def __str__(self) -> str:
-        return f"in place, {self.nbytes:,} bytes of it" if self.nbytes else "not at all: nothing of it changes"
+        return (
+            f"in place, {self.nbytes:,} bytes of it"
+            if self.nbytes
+            else ("not at all: nothing of it changes")
+        )
 
 
-def edit(files: Mapping[str, Edited], folder: str, *, fsync: bool, dry_run: bool = False) -> Written:
-    """Edit the files of the folder, all or none, without moving a byte that stays. The old bytes are kept for undo.
+def edit(
+    files: Mapping[str, Edited], folder: str, *, fsync: bool, dry_run: bool = False
+) -> Written:
+    """Edit the files of the folder, all or none, without moving a byte that stays. The old bytes
+    are kept for undo.
 
-    Raises `Refused` if that is not possible, and `CkptError` if the disk fails, or if another process was faster: all
-    is as it was.
+    Raises `Refused` if that is not possible, and `CkptError` if the disk fails, or if another
+    process was faster: all is as it was.
     """
     changes: dict[str, Change] = {}
     with failing(os.path.join(folder, [*files][-1])):
@@ -88,8 +97,9 @@ Way = Literal["undone", "rolled back"]
 def undo(path: str, last: Callable[[], str], *, fsync: bool, force: bool) -> Way:
     """Roll back an interrupted edit of the path, or else revert its last edit in place.
 
-    `last` finds the file, or the folder, that has the record of that edit. `force`: a process of another machine or
-    container that began something has ended. Raises `CkptError` if there is nothing to undo any more.
+    `last` finds the file, or the folder, that has the record of that edit. `force`: a process of
+    another machine or container that began something has ended. Raises `CkptError` if there is
+    nothing to undo any more.
     """
     if is_url(path):
         raise CkptError(f"{path}: nothing to undo", hint="files of a URL are never edited in place")

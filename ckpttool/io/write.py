@@ -1,7 +1,9 @@
-"""Write files and folders: complete or not at all, and never over a source that nobody asked to change.
+"""Write files and folders: complete or not at all, and never over a source that nobody asked to
+change.
 
-A file is staged next to its place, flushed, and moved into it with one call. The files of a folder are staged together;
-then the whole folder is exchanged with the old one in one call, or the files are moved in a transaction.
+A file is staged next to its place, flushed, and moved into it with one call. The files of a folder
+are staged together; then the whole folder is exchanged with the old one in one call, or the files
+are moved in a transaction.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ from ckpttool.io.syscalls import NOT_HERE, confirm, exchange, put, sync_folder, 
 from ckpttool.io.temporary import staged_file, staged_folder
 from ckpttool.io.transaction import Replaced, forget_undo, locked, record_of, recover
 
-# Bytes of a write, at multiples of it in the file: as fast as `cp`, which lets the kernel copy in this size. Larger
-# writes make the kernel look for larger pages, which took two to five times as long on a machine whose free memory is
-# split up or lent out; smaller ones cost more calls.
+# Bytes of a write, at multiples of it in the file: as fast as `cp`, which lets the kernel copy in
+# this size. Larger writes make the kernel look for larger pages, which took two to five times as
+# long on a machine whose free memory is split up or lent out; smaller ones cost more calls.
 BLOCK = 1 << 16
 FLUSHED = 1 << 23  # bytes that are written before the disk starts with them
-# The part of the memory up to which an output, a file or a folder, stays in the page cache for its next reader. More
-# would displace other data, and needs fresh memory all the time, while evicted pages are at hand: 8 GiB took half as
-# long.
+# The part of the memory up to which an output, a file or a folder, stays in the page cache for its
+# next reader. More would displace other data, and needs fresh memory all the time, while evicted
+# pages are at hand: 8 GiB took half as long.
 KEPT = 0.25
 BEHIND = 32 * FLUSHED  # bytes before the last ones that are evicted if the disk has them by now
 
@@ -61,7 +63,9 @@ def failing(out: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-        raise CkptError(f"{out}: {reason}", hint="it is as it was; free some space, or write elsewhere") from error
+        raise CkptError(
+            f"{out}: {reason}", hint="it is as it was; free some space, or write elsewhere"
+        ) from error
 
 
 def check_space(out: str, folder: Path, nbytes: int) -> None:
@@ -69,14 +73,25 @@ def check_space(out: str, folder: Path, nbytes: int) -> None:
 
     free = shutil.disk_usage(folder).free
     if nbytes > free:
-        raise CkptError(f"{out} needs {nbytes:,} bytes, {free:,} are free", hint="free some space, or write elsewhere")
+        raise CkptError(
+            f"{out} needs {nbytes:,} bytes, {free:,} are free",
+            hint="free some space, or write elsewhere",
+        )
 
 
-def fill(descriptor: int, pieces: Pieces, digest: Digest | None = None, at: int = 0, *, flush: bool = False) -> None:
-    """Write the pieces into the open file, which is empty from byte `at` on; share blocks with sources if possible.
+def fill(
+    descriptor: int,
+    pieces: Pieces,
+    digest: Digest | None = None,
+    at: int = 0,
+    *,
+    flush: bool = False,
+) -> None:
+    """Write the pieces into the open file, which is empty from byte `at` on; share blocks with
+    sources if possible.
 
-    With `flush` the disk writes meanwhile, so that a following `os.fsync` is short. With a `digest` all bytes are read.
-    Raises OSError, and `CkptError` if a source changes meanwhile.
+    With `flush` the disk writes meanwhile, so that a following `os.fsync` is short. With a `digest`
+    all bytes are read. Raises OSError, and `CkptError` if a source changes meanwhile.
     """
     size = nbytes_of(pieces)
     evict = progress.written() + size > KEPT * syscalls.memory()
@@ -96,7 +111,8 @@ def fill(descriptor: int, pieces: Pieces, digest: Digest | None = None, at: int 
 
 
 def _share(descriptor: int, pieces: Pieces, at: int) -> list[tuple[int, Pieces]]:
-    """Share blocks with the sources; return the pieces left to write, with the offset of the first of each segment.
+    """Share blocks with the sources; return the pieces left to write, with the offset of the first
+    of each segment.
 
     Raises `CkptError` if a source is no longer what it was when its index was read.
     """
@@ -104,8 +120,18 @@ def _share(descriptor: int, pieces: Pieces, at: int) -> list[tuple[int, Pieces]]
     able = True
     for piece in pieces:
         span, rest = piece.data, piece
-        aligned = isinstance(span, Span) and span.length >= LEAST and span.offset % FILE_BLOCK == at % FILE_BLOCK
-        if able and aligned and piece.crc is None and isinstance(span, Span) and not is_url(span.path):
+        aligned = (
+            isinstance(span, Span)
+            and span.length >= LEAST
+            and span.offset % FILE_BLOCK == at % FILE_BLOCK
+        )
+        if (
+            able
+            and aligned
+            and piece.crc is None
+            and isinstance(span, Span)
+            and not is_url(span.path)
+        ):
             skip = -at % FILE_BLOCK
             count = (span.length - skip) // FILE_BLOCK * FILE_BLOCK
             able = _clone(descriptor, Span(span.path, span.offset + skip, count), at + skip)
@@ -180,7 +206,9 @@ class _Blocks:
         if self._at - self._flushed >= FLUSHED:
             syscalls.write_back(self._descriptor, self._flushed, self._at - self._flushed)
             if self._evict and self._flushed:
-                syscalls.evict(self._descriptor, max(0, self._flushed - BEHIND), min(self._flushed, BEHIND))
+                syscalls.evict(
+                    self._descriptor, max(0, self._flushed - BEHIND), min(self._flushed, BEHIND)
+                )
             self._flushed = self._at
 
 
@@ -194,9 +222,9 @@ _STAYS = NOT_HERE | {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EROFS}
 class WriteOptions:
     """How an output is written.
 
-    `replace`: existing files may be replaced, also files that appear meanwhile. `in_place`: the output is a source, and
-    must still be what was read. Nobody who cannot read `readers_of` and the sources can read the output.
-    `digests` gets a hash of each local file that is copied.
+    `replace`: existing files may be replaced, also files that appear meanwhile. `in_place`: the
+    output is a source, and must still be what was read. Nobody who cannot read `readers_of` and the
+    sources can read the output. `digests` gets a hash of each local file that is copied.
     """
 
     replace: bool = True
@@ -219,9 +247,11 @@ DEFAULT = WriteOptions()
 
 
 def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -> None:
-    """Raise `CkptError` if the file `out` cannot or must not be written. Called before any work is done.
+    """Raise `CkptError` if the file `out` cannot or must not be written. Called before any work is
+    done.
 
-    `source` are the files that are read; `force` never allows writing over one of them, `in_place` does.
+    `source` are the files that are read; `force` never allows writing over one of them, `in_place`
+    does.
     """
     path = Path(out)
     if is_url(out):
@@ -236,7 +266,10 @@ def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -
         if path.exists() and not path.is_file():
             raise CkptError(f"{out} is not a regular file", hint="name a file that can be replaced")
         if not os.access(path.resolve().parent, os.W_OK):
-            raise CkptError(f"{path.resolve().parent}: not writable", hint="choose another folder for the output")
+            raise CkptError(
+                f"{path.resolve().parent}: not writable",
+                hint="choose another folder for the output",
+            )
     if not in_place:
         check_no_source(out, source)
     if not (force or in_place) and exists(out):
@@ -252,8 +285,11 @@ def _check_url(out: str, in_place: bool) -> None:
 def _check_link(path: Path, force: bool) -> None:
     link, folder = path.lstat(), path.parent.stat()
     shared = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
-    if shared and link.st_uid not in (os.geteuid(), folder.st_uid):  # as the kernel's fs.protected_symlinks
-        raise CkptError(f"{path} is a link that another user made, in a folder of all", hint="name another file")
+    # as the kernel's fs.protected_symlinks
+    if shared and link.st_uid not in (os.geteuid(), folder.st_uid):
+        raise CkptError(
+            f"{path} is a link that another user made, in a folder of all", hint="name another file"
+        )
     try:
         path.stat()
     except FileNotFoundError:
@@ -263,7 +299,9 @@ def _check_link(path: Path, force: bool) -> None:
                 hint="pass --force to write the file that it points to, or name another file",
             ) from None
     except OSError as error:
-        raise CkptError(f"{path}: {error.strerror}", hint=f"look at the links: ls -l {path}") from error
+        raise CkptError(
+            f"{path}: {error.strerror}", hint=f"look at the links: ls -l {path}"
+        ) from error
 
 
 def check_no_source(out: str, source: Iterable[str]) -> None:
@@ -280,14 +318,17 @@ def is_one_of(out: str, files: Iterable[str]) -> bool:
     """Return True if the file is one of these, maybe under another name."""
     if is_url(out):
         return out.rstrip("/") in {name.rstrip("/") for name in files}
-    return os.path.exists(out) and any(os.path.samefile(out, name) for name in files if os.path.exists(name))
+    return os.path.exists(out) and any(
+        os.path.samefile(out, name) for name in files if os.path.exists(name)
+    )
 
 
 def write_file(content: Pieces, out: str, options: WriteOptions = DEFAULT) -> None:
     """Write `content` to `out`, which appears complete or not at all.
 
-    An existing `out` is replaced atomically: a process that has it mapped keeps the old bytes. Raises `CkptError` on a
-    source that changed while it was read, and on a full or failing disk; `out` is then as it was.
+    An existing `out` is replaced atomically: a process that has it mapped keeps the old bytes.
+    Raises `CkptError` on a source that changed while it was read, and on a full or failing disk;
+    `out` is then as it was.
     """
     if is_url(out):
         from ckpttool.io import write_remote as remote
@@ -310,7 +351,9 @@ def write_file(content: Pieces, out: str, options: WriteOptions = DEFAULT) -> No
 
 
 def _put(staged: Path, path: Path, out: str, options: WriteOptions) -> None:
-    """Move the file into its place. The lock keeps out a process that edits the old file where it lies."""
+    """Move the file into its place. The lock keeps out a process that edits the old file where it
+    lies.
+    """
     try:
         with ExitStack() as stack:
             if options.in_place and path.exists():
@@ -332,7 +375,9 @@ def _put(staged: Path, path: Path, out: str, options: WriteOptions) -> None:
 # Folders
 
 
-def preflight_folder(out: str, present: Collection[str], source: str, *, force: bool, in_place: bool) -> None:
+def preflight_folder(
+    out: str, present: Collection[str], source: str, *, force: bool, in_place: bool
+) -> None:
     """Raise `CkptError` if a checkpoint cannot or must not be written into the folder `out`.
 
     `present` are the files of a checkpoint that is there already, `source` the path that is read.
@@ -356,11 +401,13 @@ def preflight_folder(out: str, present: Collection[str], source: str, *, force: 
     if present and is_url(out):
         raise CkptError(
             f"{out} holds a checkpoint: {min(present)}",
-            hint="name another folder, or remove it first: a store cannot replace several files at once",
+            hint="name another folder, or remove it first: a store cannot replace several files at"
+            " once",
         )
     if present and not (force or in_place):
         raise CkptError(
-            f"{out} holds a checkpoint: {min(present)}", hint="pass --force to replace it, or name another folder"
+            f"{out} holds a checkpoint: {min(present)}",
+            hint="pass --force to replace it, or name another folder",
         )
 
 
@@ -375,7 +422,11 @@ def _can_move(folder: Path) -> bool:
         current = Path.cwd()
     except OSError:  # it was removed
         return False
-    return os.access(folder.parent, os.W_OK) and not os.path.ismount(folder) and not current.is_relative_to(folder)
+    return (
+        os.access(folder.parent, os.W_OK)
+        and not os.path.ismount(folder)
+        and not current.is_relative_to(folder)
+    )
 
 
 def write_folder(
@@ -387,11 +438,12 @@ def write_folder(
 ) -> None:
     """Write `files` into the folder `out`, all of them or none.
 
-    In a folder that exists, `files` replace the files of their names and those named `stale`; everything else stays. In
-    a folder of a store nothing is replaced. If
-    the platform can, the whole folder is exchanged with a new one in one call. Else the files are moved in a
-    transaction; meanwhile the last of `files`, which makes the set complete, is missing. Raises `CkptError` on a source
-    that changed while it was read, a folder that another process changed, a full disk; `out` is then as it was.
+    In a folder that exists, `files` replace the files of their names and those named `stale`;
+    everything else stays. In a folder of a store nothing is replaced. If the platform can, the
+    whole folder is exchanged with a new one in one call. Else the files are moved in a transaction;
+    meanwhile the last of `files`, which makes the set complete, is missing. Raises `CkptError` on a
+    source that changed while it was read, a folder that another process changed, a full disk; `out`
+    is then as it was.
     """
     if is_url(out):
         from ckpttool.io import write_remote as remote
@@ -408,7 +460,9 @@ def write_folder(
             if not isinstance(content, Link) or not is_one_of(str(folder / name), [content.path])
         }
         copied = [content for content in new.values() if isinstance(content, Link)]
-        needed = sum(nbytes_of(content) for content in new.values() if not isinstance(content, (Link, Ready)))
+        needed = sum(
+            nbytes_of(content) for content in new.values() if not isinstance(content, (Link, Ready))
+        )
         place = folder if folder.is_dir() else folder.parent
         check_space(out, place, needed + sum(size(content.path) for content in copied))
         names = (*new, *sorted({*stale}.difference(files)))
@@ -437,9 +491,16 @@ def write_folder(
 
 
 def _make(
-    name: str, content: Pieces | Link | Ready, new: Path, out: str, options: WriteOptions, read: set[str]
+    name: str,
+    content: Pieces | Link | Ready,
+    new: Path,
+    out: str,
+    options: WriteOptions,
+    read: set[str],
 ) -> None:
-    """Make the file of that name in the folder `new`; `read` gets its sources. Raises OSError and `CkptError`."""
+    """Make the file of that name in the folder `new`; `read` gets its sources. Raises OSError and
+    `CkptError`.
+    """
     place, replaced = new / name, Path(os.path.realpath(out)) / name
     place.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, Ready):
@@ -451,7 +512,9 @@ def _make(
     if isinstance(content, Link):
         path = content.path if is_url(content.path) else os.path.realpath(content.path)
         content = [Piece(Span(path, 0, size(path)))]
-    descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
+    descriptor = os.open(
+        place, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600
+    )
     try:
         fill(descriptor, content, options.new_digest(os.path.join(out, name)), flush=options.fsync)
         streamed = sources.streamed()
@@ -483,11 +546,19 @@ def _sync_all(folder: Path) -> None:
         sync_folder(Path(home))
 
 
-def _switch(staging: Path, out: str, folder: Path, names: Sequence[str], before: object, options: WriteOptions) -> None:
+def _switch(
+    staging: Path,
+    out: str,
+    folder: Path,
+    names: Sequence[str],
+    before: object,
+    options: WriteOptions,
+) -> None:
     """Make the new files the folder's own. Raises OSError, and `CkptError` if outrun."""
     outrun = CkptError(
         f"{out} was changed by another process meanwhile",
-        hint="nothing was written: look at it, then run it again, with --force to replace what is there",
+        hint="nothing was written: look at it, then run it again, with --force to replace what is"
+        " there",
     )
     if before == [None] * (1 + len(names)):
         try:
@@ -504,14 +575,18 @@ def _switch(staging: Path, out: str, folder: Path, names: Sequence[str], before:
         rows = transaction.replaced_rows(staging / NEW, folder, names)
         if not rows:
             return
-        if staging.parent == folder or not _exchange(staging / NEW, out, folder, rows, options.fsync):
+        if staging.parent == folder or not _exchange(
+            staging / NEW, out, folder, rows, options.fsync
+        ):
             transaction.replace_files(staging / NEW, folder, rows, fsync=options.fsync)
             if options.fsync:
                 confirm(out, folder)
 
 
 def _exchange(new: Path, out: str, folder: Path, rows: Sequence[Replaced], fsync: bool) -> bool:
-    """Complete the new folder with everything that stays, and exchange it with the old one; False if impossible."""
+    """Complete the new folder with everything that stays, and exchange it with the old one; False
+    if impossible.
+    """
     skip = {row.name for row in rows} | {record_of(folder / row.name).name for row in rows}
     try:
         _link_all(folder, new, skip)
@@ -526,7 +601,8 @@ def _exchange(new: Path, out: str, folder: Path, rows: Sequence[Replaced], fsync
                     exchange(new, folder)
                 except OSError:
                     raise CkptError(
-                        f"{out} is replaced and complete, but not what another process put into it meanwhile",
+                        f"{out} is replaced and complete, but not what another process put into it"
+                        " meanwhile",
                         hint="check the disk, then what else writes into that folder",
                     ) from error
                 raise
@@ -538,7 +614,9 @@ def _exchange(new: Path, out: str, folder: Path, rows: Sequence[Replaced], fsync
 
 
 def _link_all(old: Path, new: Path, skip: set[str], inside: str = "") -> None:
-    """Link every file that stays into the new folder, subfolders too, with the bits of the old folders."""
+    """Link every file that stays into the new folder, subfolders too, with the bits of the old
+    folders.
+    """
     for entry in [*os.scandir(old)]:
         name, place = inside + entry.name, new / entry.name
         if name in skip:

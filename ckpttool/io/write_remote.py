@@ -31,12 +31,15 @@ def check_url(out: str, *, in_place: bool) -> None:
     scheme, _, path = out.partition("://")
     if in_place:
         raise CkptError(
-            f"{out} cannot be changed in place: objects are only written completely, and the bytes would cross the"
+            f"{out} cannot be changed in place: objects are only written completely, and the bytes"
+            " would cross the"
             " network twice",
             hint="write a new object with -o OUT, then remove the old one",
         )
     if "::" in out:
-        raise CkptError(f"{out}: a chain of URLs is read, not written", hint="name the URL of the store alone")
+        raise CkptError(
+            f"{out}: a chain of URLs is read, not written", hint="name the URL of the store alone"
+        )
     if scheme in _LOCAL:
         raise CkptError(f"{out} is written as a path of this machine", hint=f"-o {path}")
     filesystem(out)  # raises where the driver is missing
@@ -45,8 +48,8 @@ def check_url(out: str, *, in_place: bool) -> None:
 def write(pieces: Pieces, out: str, *, replace: bool = True) -> None:
     """Write `pieces` to the URL, which appears complete or not at all.
 
-    Without `replace`, an object that appears meanwhile stays. Raises `CkptError` on a source that changed while it was
-    read, and if the store refuses; `out` is then as it was.
+    Without `replace`, an object that appears meanwhile stays. Raises `CkptError` on a source that
+    changed while it was read, and if the store refuses; `out` is then as it was.
     """
     with _appearing(out, nbytes_of(pieces), replace) as file, sources_stay():
         for data in stream(pieces):
@@ -59,13 +62,16 @@ def write(pieces: Pieces, out: str, *, replace: bool = True) -> None:
 
 @contextmanager
 def _appearing(url: str, nbytes: int, replace: bool) -> Iterator[Any]:
-    """Yield a file of about `nbytes` that is at the URL once the block ends, and never if the block raises.
+    """Yield a file of about `nbytes` that is at the URL once the block ends, and never if the block
+    raises.
 
-    Without `replace`, S3 itself refuses to replace an object, if the driver can ask for it; for other stores it is
-    checked at the end that there is none.
+    Without `replace`, S3 itself refuses to replace an object, if the driver can ask for it; for
+    other stores it is checked at the end that there is none.
     """
     fs, path = filesystem(url)
-    at_close = not _AT_CLOSE.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
+    at_close = not _AT_CLOSE.isdisjoint(
+        [fs.protocol] if isinstance(fs.protocol, str) else fs.protocol
+    )
     place = path if at_close else join(fs._parent(path), temporary_name(name(path)))
     with answered(url):
         if not at_close:
@@ -118,8 +124,8 @@ def _check_absent(url: str) -> None:
 def write_folder(files: Mapping[str, Pieces | Link], out: str) -> None:
     """Write `files` into the folder `out`, a URL, the last one last. No file is replaced.
 
-    Raises `CkptError` on a source that changed while it was read, if the store refuses, and if a file is there already.
-    Then it removes what it wrote.
+    Raises `CkptError` on a source that changed while it was read, if the store refuses, and if a
+    file is there already. Then it removes what it wrote.
     """
     for filename in files:
         _check_absent(join(out, filename))

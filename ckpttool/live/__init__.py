@@ -1,4 +1,6 @@
-"""Swaps in memory: new weights, submodules and attributes for live modules and programs, all or nothing."""
+"""Swaps in memory: new weights, submodules and attributes for live modules and programs, all or
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Call variants of unflattened programs: ``foo``, ``foo@1``, ... are one submodule, and change together.
+"""Call variants of unflattened programs: ``foo``, ``foo@1``, ... are one submodule, and change
+together.
 
-`torch.export.unflatten` gives a submodule one graph for each way it is called (pytorch#137013), each with its own name;
-if the call signature was preserved, a dispatcher holds some of them, to which no FQN leads.
+`torch.export.unflatten` gives a submodule one graph for each way it is called (pytorch#137013),
+each with its own name; if the call signature was preserved, a dispatcher holds some of them, to
+which no FQN leads.
 """
 
 from __future__ import annotations
@@ -29,22 +31,30 @@ class _Home(NamedTuple):
 
 
 def variants(module: nn.Module, fqn: str, *, shared: bool = True) -> tuple[str, ...]:
-    """Return every FQN of the submodule `fqn` (in any of its spellings) in `module`: its call variants at every level.
+    """Return every FQN of the submodule `fqn` (in any of its spellings) in `module`: its call
+    variants at every level.
 
-    `shared` adds the variants of other paths to the same submodule, as far as an unflattened program can tell: the same
-    class with the same tensors, at least one. Raises `CkptError` if there is no such submodule.
+    `shared` adds the variants of other paths to the same submodule, as far as an unflattened
+    program can tell: the same class with the same tensors, at least one. Raises `CkptError` if
+    there is no such submodule.
     """
     return _fqns(_homes(module, fqn, shared))
 
 
-def swap_module(module: nn.Module, fqn: str, new: nn.Module, *, shared: bool = True) -> tuple[str, ...]:
+def swap_module(
+    module: nn.Module, fqn: str, new: nn.Module, *, shared: bool = True
+) -> tuple[str, ...]:
     """Replace every variant of the submodule `fqn` by `new`, and return their FQNs.
 
-    The surrounding graphs call `new` as they called the old graph: with tensors, positionally, unless its signature
-    was preserved at export. Raises `Refused`, with nothing changed, if `new` cannot be called like that.
+    The surrounding graphs call `new` as they called the old graph: with tensors, positionally,
+    unless its signature was preserved at export. Raises `Refused`, with nothing changed, if `new`
+    cannot be called like that.
     """
     if not isinstance(new, nn.Module):
-        raise CkptError(f"{fqn}: {a(new)} is not an nn.Module", hint="swap_attribute changes parameters and buffers")
+        raise CkptError(
+            f"{fqn}: {a(new)} is not an nn.Module",
+            hint="swap_attribute changes parameters and buffers",
+        )
     homes = _homes(module, fqn, shared)
     problems: dict[Problem, None] = {}
     for home in homes:
@@ -55,11 +65,14 @@ def swap_module(module: nn.Module, fqn: str, new: nn.Module, *, shared: bool = T
                     inspect.signature(new.forward).bind(*node.args, **node.kwargs)
                 except TypeError as error:
                     given = ", ".join([*map(str, node.args), *(f"{key}=…" for key in node.kwargs)])
-                    problems[Problem(f"called with ({given}): {error}", home.fqn or home.name)] = None
+                    problems[Problem(f"called with ({given}): {error}", home.fqn or home.name)] = (
+                        None
+                    )
     if problems:
         raise Refused(
             f"{type(new).__name__} cannot take the calls of {fqn}",
-            hint="export with preserve_module_call_signature=(FQN,) to have the submodule called as in the model",
+            hint="export with preserve_module_call_signature=(FQN,) to have the submodule called"
+            " as in the model",
             problems=list(problems),
         )
     for home in homes:
@@ -70,16 +83,20 @@ def swap_module(module: nn.Module, fqn: str, new: nn.Module, *, shared: bool = T
 def swap_attribute(
     module: nn.Module, fqn: str, new: Any | Callable[[Any], Any], *, shared: bool = True
 ) -> tuple[str, ...]:
-    """Set the parameter, buffer or plain attribute `fqn` in every variant of its submodule, and return the FQNs.
+    """Set the parameter, buffer or plain attribute `fqn` in every variant of its submodule, and
+    return the FQNs.
 
-    A function gets the present value and returns the new one. Tensors must keep shape and dtype, to which the graphs
-    were specialised; a plain tensor for a parameter becomes a parameter like the old one. Raises `Refused`, with
-    nothing changed, if the value does not fit or the variants hold different ones.
+    A function gets the present value and returns the new one. Tensors must keep shape and dtype, to
+    which the graphs were specialised; a plain tensor for a parameter becomes a parameter like the
+    old one. Raises `Refused`, with nothing changed, if the value does not fit or the variants hold
+    different ones.
     """
     path, _, name = fqn.rpartition(".")
     holders: list[tuple[str | None, nn.Module]] = [("", module)]
     if path:
-        holders = [body for home in _homes(module, path, shared) for body in _bodies(home.fqn, home.module)]
+        holders = [
+            body for home in _homes(module, path, shared) for body in _bodies(home.fqn, home.module)
+        ]
     places: list[tuple[str | None, dict[str, Any], type]] = []
     for where, holder in holders:
         if name in holder._modules:
@@ -91,7 +108,9 @@ def swap_attribute(
         )
         places += [(where, table, kind) for table, kind in tables if name in table][:1]
     if not places:
-        raise CkptError(f"{path or 'the module'} has no attribute {name!r}", hint="variants() lists submodules")
+        raise CkptError(
+            f"{path or 'the module'} has no attribute {name!r}", hint="variants() lists submodules"
+        )
     first, table, kind = places[0]
     old = table[name]
     problems = [
@@ -100,12 +119,18 @@ def swap_attribute(
         if not _same_value(other[name], old)
     ]
     if problems:
-        raise Refused(f"the variants of {fqn} hold different values", hint="set them one by one", problems=problems)
+        raise Refused(
+            f"the variants of {fqn} hold different values",
+            hint="set them one by one",
+            problems=problems,
+        )
     is_function = callable(new) and not isinstance(new, (nn.Module, type))
     value = _fitted(old, new(old) if is_function else new, fqn, kind)
     for _, table, _ in places:
         table[name] = value
-    return tuple(dict.fromkeys(f"{where}.{name}".lstrip(".") for where, _, _ in places if where is not None))
+    return tuple(
+        dict.fromkeys(f"{where}.{name}".lstrip(".") for where, _, _ in places if where is not None)
+    )
 
 
 # Which submodules are variants
@@ -151,7 +176,9 @@ def _path_homes(root: nn.Module, fqn: str) -> list[_Home]:
 
 
 def _bodies(fqn: str | None, module: nn.Module) -> Iterator[tuple[str | None, nn.Module]]:
-    """Yield the module, and behind a dispatcher the modules that it calls, to which no FQN leads."""
+    """Yield the module, and behind a dispatcher the modules that it calls, to which no FQN
+    leads.
+    """
     yield fqn, module
     for body in _call_modules(module):
         yield None, body
@@ -166,7 +193,8 @@ def _variants_of(segment: str, children: list[_Home]) -> list[_Home]:
     """Return the children with the name `segment`, and their call variants."""
     named = [home for home in children if home.name == segment]
     base = split_call(segment)[0]
-    if base != segment:  # the name of a variant, unless it is the name of a module of the user's own
+    # the name of a variant, unless it is the name of a module of the user's own
+    if base != segment:
         roots = [home for home in children if home.name == base]
         if roots and named and _is_same(roots[0].module, named[0].module):
             named = roots
@@ -176,13 +204,16 @@ def _variants_of(segment: str, children: list[_Home]) -> list[_Home]:
     family = [
         home
         for home in children
-        if (home.name == root.name or split_call(home.name)[0] == root.name) and _is_same(root.module, home.module)
+        if (home.name == root.name or split_call(home.name)[0] == root.name)
+        and _is_same(root.module, home.module)
     ]
     return sorted(family, key=lambda home: (home.fqn is None, home.parent is not root.parent))
 
 
 def _is_same(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether two modules are one submodule of the model: of one class, and with the same tensors if any."""
+    """Return whether two modules are one submodule of the model: of one class, and with the same
+    tensors if any.
+    """
     if one is other:
         return True
     classes = {_class_of(one), _class_of(other)} - {None}
@@ -202,7 +233,9 @@ def _class_of(module: nn.Module) -> str | None:
 
 
 def _tensors(module: nn.Module) -> Mapping[str, Token]:
-    """Return the tensors of its state dict; of non-persistent buffers a shared module has one copy for each path."""
+    """Return the tensors of its state dict; of non-persistent buffers a shared module has one copy
+    for each path.
+    """
     body = next(iter(_call_modules(module)), module)
     return {
         name: token(tensor)
@@ -226,17 +259,24 @@ def _fitted(old: object, new: object, fqn: str, kind: type) -> object:
     if new is None or (old is None and isinstance(new, kind)):
         return new
     if old is None:
-        raise Refused(f"{fqn} is a {kind.__name__} or None, the new value {a(new)}", hint=f"give it a {kind.__name__}")
+        raise Refused(
+            f"{fqn} is a {kind.__name__} or None, the new value {a(new)}",
+            hint=f"give it a {kind.__name__}",
+        )
     if not isinstance(old, torch.Tensor):
         if type(new) is not type(old):
-            raise Refused(f"{fqn} is {a(old)}, the new value {a(new)}", hint="give it the same type")
+            raise Refused(
+                f"{fqn} is {a(old)}, the new value {a(new)}", hint="give it the same type"
+            )
         return new
     if not isinstance(new, torch.Tensor):
         raise Refused(f"{fqn} is a tensor, the new value {a(new)}", hint="give it a tensor")
     for what in ("shape", "dtype", "device"):
         before, after = getattr(old, what), getattr(new, what)
         if before != after:
-            shapes = (list(value) if isinstance(value, torch.Size) else value for value in (before, after))
+            shapes = (
+                list(value) if isinstance(value, torch.Size) else value for value in (before, after)
+            )
             raise Refused(
                 "{} has the {} {}, the new value {}".format(fqn, what, *shapes),
                 hint="the program's graphs were specialised to it: export the changed model again",

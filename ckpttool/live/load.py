@@ -1,4 +1,6 @@
-"""`load`: a checkpoint into a live model, all or nothing; `save_names` and `check_names`: its names in a unit test."""
+"""`load`: a checkpoint into a live model, all or nothing; `save_names` and `check_names`: its names
+in a unit test.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ if TYPE_CHECKING:
 @public
 @dataclass(frozen=True, slots=True)
 class HyperparameterChange:
-    """A hyperparameter of a param group that loading changed: `before` is the optimizer's, None if it had none."""
+    """A hyperparameter of a param group that loading changed: `before` is the optimizer's, None if
+    it had none.
+    """
 
     group: int
     name: str
@@ -74,11 +78,12 @@ class HyperparameterChange:
 class Loaded:
     """What `load` did.
 
-    `section` is the path of the state dict in the file, None if only the optimizer was loaded; `tensors` counts the
-    tensors of the model that got values; `fix` is the call or command of the remap that was applied on the way,
-    None if the keys fit as they were; `optimizer` is the path of the optimizer's state, None if it was not loaded.
-    `hyperparameters` are the changed ones: a saved param group brings its own, as in ``load_state_dict``; a group that
-    no saved group equals keeps what the code sets.
+    `section` is the path of the state dict in the file, None if only the optimizer was loaded;
+    `tensors` counts the tensors of the model that got values; `fix` is the call or command of the
+    remap that was applied on the way, None if the keys fit as they were; `optimizer` is the path of
+    the optimizer's state, None if it was not loaded. `hyperparameters` are the changed ones: a
+    saved param group brings its own, as in ``load_state_dict``; a group that no saved group equals
+    keeps what the code sets.
     """
 
     ckpt: str
@@ -91,23 +96,31 @@ class Loaded:
 
 @expand_options()
 def load(
-    ckpt: Ckpt, model: Module, optimizer: Optimizer | None = None, *, definition: Any = None, cast: bool = False
+    ckpt: Ckpt,
+    model: Module,
+    optimizer: Optimizer | None = None,
+    *,
+    definition: Any = None,
+    cast: bool = False,
 ) -> Loaded:
-    """Load a checkpoint into a live model, and into its optimizer, whatever wrappers and containers are between them.
+    """Load a checkpoint into a live model, and into its optimizer, whatever wrappers and containers
+    are between them.
 
-    `ckpt` is anything that `open_checkpoint` takes. Its keys may lack or have the segments of DDP, FSDP,
-    `torch.compile` and Lightning, or be the names of an exported program: the remap that `diff` would suggest is
-    applied, and only if a strict load succeeds after it. Nothing is inferred from shapes, and values that a load hook
-    computes are refused. Optimizer state may be by ids or by names, in the order of this optimizer or another one; a
-    file with an optimizer alone is loaded into `optimizer`. Values are written into the existing tensors. Those of
-    local files are read through a memory map; remote ones are held in memory until all are there. Pickles are read and
-    never run.
+    `ckpt` is anything that `open_checkpoint` takes. Its keys may lack or have the segments of DDP,
+    FSDP, `torch.compile` and Lightning, or be the names of an exported program: the remap that
+    `diff` would suggest is applied, and only if a strict load succeeds after it. Nothing is
+    inferred from shapes, and values that a load hook computes are refused. Optimizer state may be
+    by ids or by names, in the order of this optimizer or another one; a file with an optimizer
+    alone is loaded into `optimizer`. Values are written into the existing tensors. Those of local
+    files are read through a memory map; remote ones are held in memory until all are there. Pickles
+    are read and never run.
 
-    A sharded module (`fully_shard`, FSDP1) needs `definition`: the function, class or ``file.py:build`` operand that
-    builds the model before it is sharded. Every rank calls `load`. `cast` allows other dtypes.
+    A sharded module (`fully_shard`, FSDP1) needs `definition`: the function, class or
+    ``file.py:build`` operand that builds the model before it is sharded. Every rank calls `load`.
+    `cast` allows other dtypes.
 
-    Raise `Refused`, with all problems at once, if the checkpoint does not fit, and `CkptError` if it cannot be read.
-    If anything is raised, model and optimizer are unchanged.
+    Raise `Refused`, with all problems at once, if the checkpoint does not fit, and `CkptError` if
+    it cannot be read. If anything is raised, model and optimizer are unchanged.
 
     Example::
 
@@ -119,7 +132,8 @@ def load(
     if definition is None and (instances(core, FSDP1) or instances(core, FSDP2)):
         raise CkptError(
             "a sharded module cannot be copied, and its state_dict hooks are not known",
-            hint="pass definition=build, the function or class that builds the model before it is sharded",
+            hint="pass definition=build, the function or class that builds the model before it is"
+            " sharded",
         )
     operand = _operand_of(core if definition is None else definition)
     source = read_for_model(open_checkpoint(ckpt), operand)
@@ -133,16 +147,23 @@ def load(
     before = _hyperparameters(optimizer)
     count = put(model, section, operand, optimizer, state, cast)
     loaded_path = None if section is None else model_section(source).path
-    return Loaded(source.source, loaded_path, count, fix, path, _changes(before, _hyperparameters(optimizer)))
+    return Loaded(
+        source.source, loaded_path, count, fix, path, _changes(before, _hyperparameters(optimizer))
+    )
 
 
 def _hyperparameters(optimizer: Optimizer | None) -> list[dict[str, Any]]:
     """Return the hyperparameters of each param group."""
     groups = [] if optimizer is None else optimizer.param_groups
-    return [{name: value for name, value in group.items() if name not in (PARAMS, PARAM_NAMES)} for group in groups]
+    return [
+        {name: value for name, value in group.items() if name not in (PARAMS, PARAM_NAMES)}
+        for group in groups
+    ]
 
 
-def _changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> tuple[HyperparameterChange, ...]:
+def _changes(
+    before: list[dict[str, Any]], after: list[dict[str, Any]]
+) -> tuple[HyperparameterChange, ...]:
     changes = []
     for index, (old, new) in enumerate(zip(before, after)):
         for name, value in new.items():
@@ -159,7 +180,9 @@ def _is_same_option(left: Any, right: Any) -> bool:
 
 
 def _operand_of(model: Any) -> ModelOperand:
-    """Return the model as an operand, to be built with real tensors if it cannot be built without values."""
+    """Return the model as an operand, to be built with real tensors if it cannot be built without
+    values.
+    """
     operand = ModelOperand(model)
     try:
         operand.names()
@@ -170,7 +193,9 @@ def _operand_of(model: Any) -> ModelOperand:
     return operand
 
 
-def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple[Section, str | None]:
+def _fitting_model(
+    source: Checkpoint, model: ModelOperand, cast: bool
+) -> tuple[Section, str | None]:
     """Return a section that a strict load takes, and the command that makes it, if there is one."""
     options = DiffOptions(model=model, ignore_dtype=cast)
     diff, fix = run(source, None, options, model), None
@@ -183,20 +208,28 @@ def _fitting_model(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple
                 error.hint = f"cast=True converts the dtypes; {error.hint}"
             raise
         source = open_operand(fix.source) if fix.source else source
-        source = plan_remap(source, fix.options, None if fix.options.model is None else model, None).result
+        source = plan_remap(
+            source, fix.options, None if fix.options.model is None else model, None
+        ).result
         diff = run(source, None, options, model, infers=False)
     computed = [entry for entry in diff.entries if entry.has(Code.LOAD_HOOK_CHANGES)]
     if computed:
         raise Refused(
             f"only the model's own code loads {plural(len(computed), 'tensor')} of this file",
             hint="let the model load the state dict itself, with load_state_dict",
-            problems=[Problem(entry.why(), key, "opaque") for entry in computed for key in entry.left],
+            problems=[
+                Problem(entry.why(), key, "opaque") for entry in computed for key in entry.left
+            ],
         )
     return model_section(source), None if fix is None else str(fix)
 
 
-def _fitting_state(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple[str, Mapping[Any, Any]]:
-    """Return the path of the optimizer's state, and the state by the ids of the optimizer of `model`."""
+def _fitting_state(
+    source: Checkpoint, model: ModelOperand, cast: bool
+) -> tuple[str, Mapping[Any, Any]]:
+    """Return the path of the optimizer's state, and the state by the ids of the optimizer of
+    `model`.
+    """
     options = DiffOptions(model=model, optimizer=model.optimizer)
     diff = after = run(source, None, options, model)
     question = Question(source, None, options, model, diff)
@@ -207,15 +240,20 @@ def _fitting_state(source: Checkpoint, model: ModelOperand, cast: bool) -> tuple
         fix = None if suggest.has_placeholder(remap) else try_remap(question, remap, word)
         if fix is None or fix.after.remedy is not None:
             answer = suggest.answered(question)
-            notes = [note for note in answer.notes if code_of(note) != "other-sections"]  # `_fitting_model` fixes that
+            # `_fitting_model` fixes that
+            notes = [note for note in answer.notes if code_of(note) != "other-sections"]
             hint = "; ".join((*answer.fix, *notes[-2:])) or "start the optimizer from scratch"
             message = f"the optimizer state of {source.source} does not fit this optimizer"
-            raise Refused(message, hint=hint, problems=diff.problems((source.source, "the optimizer")))
+            raise Refused(
+                message, hint=hint, problems=diff.problems((source.source, "the optimizer"))
+            )
         remap, after = replace(remap, optimizer_keys=ID), fix.after
     converts = [note for note in after.notes if code_of(note) == "converts"]
     if converts and not cast:
         hint = "cast=True converts them"
-        raise Refused(f"the optimizer state of {source.source} has other dtypes: {converts[0]}", hint=hint)
+        raise Refused(
+            f"the optimizer state of {source.source} has other dtypes: {converts[0]}", hint=hint
+        )
     saved_by = model.with_optimizer(remap.optimizer)
     done = plan_remap(source, remap, saved_by, loading_model(remap, saved_by))
     (section,) = (section for section in done.result.sections if section.kind == "optimizer")
@@ -230,13 +268,18 @@ def save_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> N
     """
     text = json.render(trace(model, **options).to_json())
     preflight(path, (), force=True, in_place=True)
-    write_file([Piece(text.encode("utf-8", "backslashreplace"))], path, WriteOptions(replace=True, in_place=True))
+    write_file(
+        [Piece(text.encode("utf-8", "backslashreplace"))],
+        path,
+        WriteOptions(replace=True, in_place=True),
+    )
 
 
 def check_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> None:
     """Compare a model with the names file at `path`, which `save_names` wrote: for a unit test.
 
-    Raise `Refused`, with every changed name, if they differ, and `CkptError` if there is no such file.
+    Raise `Refused`, with every changed name, if they differ, and `CkptError` if there is no such
+    file.
 
     Example::
 
@@ -253,7 +296,9 @@ def check_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> 
         message = f"{plural(count, 'name')} of the model changed since {path} was written"
         if not count:
             message = f"the model is not as it was when {path} was written: {diff.other_failure}"
-        raise Refused(message, hint=f"if checkpoints may change, {again} accepts it", problems=problems)
+        raise Refused(
+            message, hint=f"if checkpoints may change, {again} accepts it", problems=problems
+        )
 
 
 # Loading into a module, and into its optimizer
@@ -262,20 +307,26 @@ def check_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> 
 def innermost(module: Module) -> Module:
     """Return the module inside of the wrappers around all of it: DDP, `torch.compile`, FSDP1.
 
-    An AveragedModel is another model, with a counter in its state dict. Raise `CkptError` if it is not a module.
+    An AveragedModel is another model, with a counter in its state dict. Raise `CkptError` if it is
+    not a module.
     """
     if not isinstance(module, Module):
-        raise CkptError(f"{a(module)} is not a module", hint="ckpttool.swap_weights puts weights into a program")
-    while not isinstance(module, AveragedModel) and (outer := [p for p in wrapper_paths(module) if "." not in p]):
+        raise CkptError(
+            f"{a(module)} is not a module", hint="ckpttool.swap_weights puts weights into a program"
+        )
+    while not isinstance(module, AveragedModel) and (
+        outer := [p for p in wrapper_paths(module) if "." not in p]
+    ):
         module = module.get_submodule(outer[0])
     return module
 
 
 def like(optimizer: Optimizer, model: Module) -> Callable[[Module], Optimizer]:
-    """Return a function that makes such an optimizer, with a copy of its state, for a copy of `model`.
+    """Return a function that makes such an optimizer, with a copy of its state, for a copy of
+    `model`.
 
-    The constructors of some optimizers create state that a step needs. Raise `CkptError` if the optimizer has
-    parameters that the model does not have.
+    The constructors of some optimizers create state that a step needs. Raise `CkptError` if the
+    optimizer has parameters that the model does not have.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     strangers = [
@@ -293,7 +344,8 @@ def like(optimizer: Optimizer, model: Module) -> Callable[[Module], Optimizer]:
 
     def make(fresh: Module) -> Optimizer:
         twin = type(optimizer).__new__(type(optimizer))
-        # Schedulers and profilers replace `step` in the instance, and hooks on steps are about the real one.
+        # Schedulers and profilers replace `step` in the instance, and hooks on steps are about the
+        # real one.
         twin.__dict__.update({name: own for name, own in vars(optimizer).items() if name != "step"})
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             if name in twin.__dict__:
@@ -302,7 +354,9 @@ def like(optimizer: Optimizer, model: Module) -> Callable[[Module], Optimizer]:
         twin.state = defaultdict(dict)
         for owner, values in optimizer.state.items():
             parameter = parameters[names[id(owner)]] if id(owner) in names else owner
-            device = parameter.device if isinstance(parameter, torch.Tensor) else torch.device("cpu")
+            device = (
+                parameter.device if isinstance(parameter, torch.Tensor) else torch.device("cpu")
+            )
             twin.state[parameter] = tree_map(partial(_copied, device=device), values)
         twin.param_groups = [
             {**group, "params": [parameters[names[id(parameter)]] for parameter in group["params"]]}
@@ -314,7 +368,9 @@ def like(optimizer: Optimizer, model: Module) -> Callable[[Module], Optimizer]:
 
 
 def _copied(value: Any, device: torch.device) -> Any:
-    """Return a copy of a value of an optimizer's state; a step reads its counters, so single elements are real."""
+    """Return a copy of a value of an optimizer's state; a step reads its counters, so single
+    elements are real.
+    """
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     if value.numel() == 1 and device.type == "meta":
@@ -324,7 +380,8 @@ def _copied(value: Any, device: torch.device) -> Any:
     clone = None if is_dtensor(value) else attempt(value.detach().clone)
     if isinstance(clone, torch.Tensor):
         return clone
-    return torch.zeros(value.shape, dtype=value.dtype, device=device)  # sharded, or of a class that has no copies
+    # sharded, or of a class that has no copies
+    return torch.zeros(value.shape, dtype=value.dtype, device=device)
 
 
 def put(
@@ -335,7 +392,8 @@ def put(
     state: Mapping[Any, Any] | None,
     cast: bool,
 ) -> int:
-    """Load the section, which `definition` loads, into `model`, and `state`, by ids, into `optimizer`.
+    """Load the section, which `definition` loads, into `model`, and `state`, by ids, into
+    `optimizer`.
 
     Return how many tensors of the model got values. If anything is raised, both are unchanged.
     """
@@ -346,22 +404,32 @@ def put(
     tensors: Any = OrderedDict()
     with comparing_checksums():
         for entry in section.tensors:
-            tensors[entry.key] = mapped(entry) if entry.storage is not None else _created(entry, maker, problems)
+            tensors[entry.key] = (
+                mapped(entry) if entry.storage is not None else _created(entry, maker, problems)
+            )
         objects = {extra.key: _created(extra, maker, problems) for extra in section.extras}
     _check_created(problems)
     if section.modules is not None:
         tensors._metadata = section.modules
-    extra_state = {key: value for key, value in objects.items() if key.rpartition(".")[2] == _EXTRA_STATE}
-    # Quantized layers keep their weights in objects, which only their code loads; so is the shape of lazy parameters.
+    extra_state = {
+        key: value for key, value in objects.items() if key.rpartition(".")[2] == _EXTRA_STATE
+    }
+    # Quantized layers keep their weights in objects, which only their code loads; so is the shape
+    # of lazy parameters.
     if len(extra_state) < len(objects) or any(map(is_lazy, innermost(model).parameters())):
-        with _own_loading(innermost(model), stored(section, True).state), _optimizer_state(model, optimizer, state):
+        with (
+            _own_loading(innermost(model), stored(section, True).state),
+            _optimizer_state(model, optimizer, state),
+        ):
             return len(section.tensors)
     with _extra_state(innermost(model), extra_state), _optimizer_state(model, optimizer, state):
         return len(swap_weights(model, tensors, definition, cast=cast, in_place=True).sources)
 
 
 def _created(entry: TensorEntry | ExtraEntry, maker: Maker, problems: list[Problem]) -> Any:
-    """Return the tensor or object that the safe loader of torch creates; add a problem if there is none."""
+    """Return the tensor or object that the safe loader of torch creates; add a problem if there is
+    none.
+    """
     try:
         return maker.value(entry)
     except NotMade as reason:
@@ -374,7 +442,8 @@ def _check_created(problems: Sequence[Problem]) -> None:
     if problems:
         raise Refused(
             f"only running code loads {plural(len(problems), 'object')} of this file",
-            hint="if you trust the file: model.load_state_dict(torch.load(CKPT, weights_only=False)); or declare the "
+            hint="if you trust the file: model.load_state_dict(torch.load(CKPT,"
+            " weights_only=False)); or declare the "
             "classes as safe: torch.serialization.add_safe_globals([CLASS])",
             problems=problems,
         )
@@ -382,9 +451,15 @@ def _check_created(problems: Sequence[Problem]) -> None:
 
 @contextmanager
 def _own_loading(module: Module, state: Mapping[str, Any]) -> Iterator[None]:
-    """Let the module load the state dict itself; give it its old state if that or the block raises."""
+    """Let the module load the state dict itself; give it its old state if that or the block
+    raises.
+    """
     before = copied_state(module.state_dict())
-    lazy = {tensor: type(tensor) for tensor in (*module.parameters(), *module.buffers()) if is_lazy(tensor)}
+    lazy = {
+        tensor: type(tensor)
+        for tensor in (*module.parameters(), *module.buffers())
+        if is_lazy(tensor)
+    }
     try:
         load_strictly(module, state)
         yield
@@ -397,7 +472,8 @@ def _own_loading(module: Module, state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def mapped(entry: TensorEntry) -> torch.Tensor:
-    """Return the entry as a tensor in the memory of its file, if that is on this machine; else read or compute it.
+    """Return the entry as a tensor in the memory of its file, if that is on this machine; else read
+    or compute it.
 
     Raise `CkptError` if the file cannot be read.
     """
@@ -409,7 +485,9 @@ def mapped(entry: TensorEntry) -> torch.Tensor:
     if begin % size:
         return torch_eval.load(entry)
     memory = map_span(Span(data.path, begin, (entry.end - entry.offset) * size))
-    return torch.frombuffer(memory, dtype=getattr(torch, entry.dtype)).as_strided(entry.shape, entry.stride)
+    return torch.frombuffer(memory, dtype=getattr(torch, entry.dtype)).as_strided(
+        entry.shape, entry.stride
+    )
 
 
 @contextmanager
@@ -429,15 +507,20 @@ def _extra_state(module: Module, states: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _optimizer_state(model: Module, optimizer: Optimizer | None, state: Mapping[Any, Any] | None) -> Iterator[None]:
-    """Load the state; take it back if the block raises. Parts for a sharded parameter are sharded as that is."""
+def _optimizer_state(
+    model: Module, optimizer: Optimizer | None, state: Mapping[Any, Any] | None
+) -> Iterator[None]:
+    """Load the state; take it back if the block raises. Parts for a sharded parameter are sharded
+    as that is.
+    """
     if optimizer is None or state is None:
         yield
         return
     if instances(model, FSDP1):
         raise CkptError(
             "the state of an optimizer under FSDP1 is cut like its flat parameters",
-            hint="load the model with ckpttool, and the optimizer with FSDP.optim_state_dict_to_load",
+            hint="load the model with ckpttool, and the optimizer with"
+            " FSDP.optim_state_dict_to_load",
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     maker, problems = Maker(True), list[Problem]()
@@ -462,7 +545,9 @@ def _optimizer_state(model: Module, optimizer: Optimizer | None, state: Mapping[
             optimizer.load_state_dict(loaded)
         except Exception as error:
             hint = "start the optimizer from scratch, and load the model alone"
-            raise Refused(f"torch does not load the optimizer state: {describe(error)}", hint=hint) from error
+            raise Refused(
+                f"torch does not load the optimizer state: {describe(error)}", hint=hint
+            ) from error
         yield
     except BaseException:
         vars(optimizer).update(before)

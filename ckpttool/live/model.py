@@ -1,4 +1,6 @@
-"""The tensors of a module, a program or a compiled package by FQN, and a state dict as a section."""
+"""The tensors of a module, a program or a compiled package by FQN, and a state dict as a
+section.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from ckpttool.core.checkpoint import ExtraEntry, Lazy, Payload, Section, Storage, TensorEntry, contiguous_stride
+from ckpttool.core.checkpoint import (
+    ExtraEntry,
+    Lazy,
+    Payload,
+    Section,
+    Storage,
+    TensorEntry,
+    contiguous_stride,
+)
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import Names
 from ckpttool.core.text import first_line, plural
@@ -26,17 +36,28 @@ from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.in_memory import bytes_of, check_memory, checkpoint_of, is_container, levels
 from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing.build_model import LoadedModel
-from ckpttool.tracing.instances import dtype_name, is_dtensor, is_special, layout_of, listed, shape_of, wrapper_paths
+from ckpttool.tracing.instances import (
+    dtype_name,
+    is_dtensor,
+    is_special,
+    layout_of,
+    listed,
+    shape_of,
+    wrapper_paths,
+)
 from ckpttool.tracing.memory import inside, token
 
-Model = Union[str, Names, LoadedModel, ModelOperand, nn.Module, ExportedProgram, Callable[[], nn.Module]]
+Model = Union[
+    str, Names, LoadedModel, ModelOperand, nn.Module, ExportedProgram, Callable[[], nn.Module]
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """`tensors`: canonical FQN -> parameter or persistent buffer. `constants` are in no state dict. They stay, except
-    for tensors that the model's loading computes, if these can be changed (`remade`). `compared`: whether they are
-    compared with the model's; the constants of a module are its own state, and are not.
+    """`tensors`: canonical FQN -> parameter or persistent buffer. `constants` are in no state dict.
+    They stay, except for tensors that the model's loading computes, if these can be changed
+    (`remade`). `compared`: whether they are compared with the model's; the constants of a module
+    are its own state, and are not.
     """
 
     title: str
@@ -47,7 +68,9 @@ class Target:
 
 
 def module_target(module: nn.Module) -> Target:
-    """Return the module's runtime tensors, under names without the segments of wrappers (compile, DDP, ...)."""
+    """Return the module's runtime tensors, under names without the segments of wrappers (compile,
+    DDP, ...).
+    """
     paths, items = wrapper_paths(module), listed(module)
     count = Counter(strip(item.fqn, paths) for item in items)
     tensors: dict[str, torch.Tensor] = {}
@@ -68,15 +91,18 @@ def module_target(module: nn.Module) -> Target:
 
 def program_target(program: ExportedProgram) -> Target:
     """Return the program's state dict; its constants are lifted from its code and stay."""
-    return Target("ExportedProgram", dict(program.state_dict), dict(program.constants), remade=False)
+    return Target(
+        "ExportedProgram", dict(program.state_dict), dict(program.constants), remade=False
+    )
 
 
 def package_target(package: Any, model: Model | None) -> Target:
-    """Return the constants of a loaded AOTInductor package that are weights of `model`, with the model's shapes, dtypes
-    and strides.
+    """Return the constants of a loaded AOTInductor package that are weights of `model`, with the
+    model's shapes, dtypes and strides.
 
-    The package itself tells names only, and `load_constants` copies bytes whatever their shape, dtype and strides.
-    Raises `CkptError` without a model or with names alone, and `Refused` if it is another model.
+    The package itself tells names only, and `load_constants` copies bytes whatever their shape,
+    dtype and strides. Raises `CkptError` without a model or with names alone, and `Refused` if it
+    is another model.
     """
     if isinstance(model, ExportedProgram):
         target = program_target(model)
@@ -86,8 +112,10 @@ def package_target(package: Any, model: Model | None) -> Target:
         operand = model if isinstance(model, ModelOperand) else ModelOperand(model)
         if model is None or not operand.is_definition:
             raise CkptError(
-                "a loaded AOTInductor package does not say what shapes, dtypes and strides its weights have",
-                hint="pass model=: the program or the module that it was compiled from, or a file.py:build operand; "
+                "a loaded AOTInductor package does not say what shapes, dtypes and strides its"
+                " weights have",
+                hint="pass model=: the program or the module that it was compiled from, or a"
+                " file.py:build operand; "
                 "names have no strides",
             )
         target = module_target(operand.definition().build())
@@ -100,7 +128,11 @@ def package_target(package: Any, model: Model | None) -> Target:
             problems=[Problem("no such weight in the model", fqn) for fqn in have],
         )
     tensors = {fqn: like[fqn] for fqn in have if fqn in like}
-    return Target(type(package).__name__, tensors, {fqn: unsaved.get(fqn) for fqn in have if fqn not in tensors})
+    return Target(
+        type(package).__name__,
+        tensors,
+        {fqn: unsaved.get(fqn) for fqn in have if fqn not in tensors},
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +142,9 @@ class Packed(Payload):
     tensor: torch.Tensor
 
     def content(self) -> bytes | None:
-        """Return a digest, equal for tensors with the same parts and bytes; of DTensors, for this rank's parts."""
+        """Return a digest, equal for tensors with the same parts and bytes; of DTensors, for this
+        rank's parts.
+        """
         digest = hashlib.blake2b()
         for level in levels(self.tensor.detach()):
             digest.update(_description(level).encode(errors="surrogatepass"))
@@ -126,7 +160,9 @@ def model_in(state: Mapping[str, object]) -> Mapping[str, object]:
 
     Raises `CkptError` if there are several such dicts, or none.
     """
-    if any(isinstance(value, torch.Tensor) for value in state.values()) or not any(map(is_container, state.values())):
+    if any(isinstance(value, torch.Tensor) for value in state.values()) or not any(
+        map(is_container, state.values())
+    ):
         return state
     checkpoint = checkpoint_of(state)
     path = model_section(checkpoint).path
@@ -140,57 +176,84 @@ def model_in(state: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def section_of(state_dict: Mapping[str, object]) -> Section:
-    """Return the state dict as a section. Tensors keep their storage: nothing is copied until bytes are compared.
+    """Return the state dict as a section. Tensors keep their storage: nothing is copied until bytes
+    are compared.
 
-    A tensor that is not dense (quantized, sparse, a subclass, meta) has no storage but a `layout`. Raises `CkptError`
-    if a key is not a string, or if the memory of a tensor, or of a part, was freed: reading it would end the process.
+    A tensor that is not dense (quantized, sparse, a subclass, meta) has no storage but a `layout`.
+    Raises `CkptError` if a key is not a string, or if the memory of a tensor, or of a part, was
+    freed: reading it would end the process.
     """
     tensors: list[TensorEntry] = []
     extras: list[ExtraEntry] = []
     storages: dict[int, Storage] = {}
     first: dict[object, Packed] = {}
-    check_memory((key, value) for key, value in state_dict.items() if isinstance(value, torch.Tensor))
+    check_memory(
+        (key, value) for key, value in state_dict.items() if isinstance(value, torch.Tensor)
+    )
     for key, value in state_dict.items():
         if not isinstance(key, str):
-            raise CkptError(f"the state dict has a key that is not a string: {key!r}", hint="pass model.state_dict()")
+            raise CkptError(
+                f"the state dict has a key that is not a string: {key!r}",
+                hint="pass model.state_dict()",
+            )
         if isinstance(value, torch.Tensor):
-            one = token(value), *(map(_description, levels(value.detach())) if is_special(value) else ())
+            one = (
+                token(value),
+                *(map(_description, levels(value.detach())) if is_special(value) else ()),
+            )
             tensors.append(_entry(key, value, storages, first.setdefault(one, Packed(value))))
         else:  # a file holds plain values as they are
             plain = _is_plain(value)
             extras.append(ExtraEntry(key, None if plain else value, value if plain else None))
     versions = getattr(state_dict, "_metadata", None)
-    modules = {path: dict(own) for path, own in versions.items()} if isinstance(versions, Mapping) else None
+    modules = (
+        {path: dict(own) for path, own in versions.items()}
+        if isinstance(versions, Mapping)
+        else None
+    )
     return Section("", "state_dict", tuple(tensors), tuple(extras), modules)
 
 
 def _is_plain(value: object) -> bool:
-    return all(map(_is_plain, value)) if type(value) is list else type(value) in (bool, int, float, str)
+    return (
+        all(map(_is_plain, value))
+        if type(value) is list
+        else type(value) in (bool, int, float, str)
+    )
 
 
 def _description(tensor: torch.Tensor) -> str:
-    """Describe a tensor without the values of its dense parts, but with the context of a wrapper subclass (a scale)."""
+    """Describe a tensor without the values of its dense parts, but with the context of a wrapper
+    subclass (a scale).
+    """
     context = tensor.__tensor_flatten__()[1] if hasattr(tensor, "__tensor_flatten__") else None
     shape = "nested" if tensor.is_nested else tuple(tensor.shape)
     return repr((type(tensor).__name__, tensor.dtype, shape, context))
 
 
-def _entry(key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: Packed) -> TensorEntry:
+def _entry(
+    key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: Packed
+) -> TensorEntry:
     shape, dtype, layout = shape_of(tensor) or (), dtype_name(tensor.dtype), layout_of(tensor)
     if layout != "strided":
         nbytes = tensor.numel() * tensor.element_size()
-        return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, None, layout, nbytes, payload=first)
+        return TensorEntry(
+            key, dtype, shape, contiguous_stride(shape), 0, None, layout, nbytes, payload=first
+        )
     tensor = tensor.resolve_conj().resolve_neg()  # the memory of a lazy one holds other values
     memory = tensor.untyped_storage()
     storage = storages.setdefault(memory._cdata, Storage(Lazy(memory.nbytes(), bytes_of(memory))))
-    return TensorEntry(key, dtype, shape, tuple(tensor.stride()), int(tensor.storage_offset()), storage)
+    return TensorEntry(
+        key, dtype, shape, tuple(tensor.stride()), int(tensor.storage_offset()), storage
+    )
 
 
 FSDP1 = "torch.distributed.fsdp", "FullyShardedDataParallel"
 FSDP2 = "torch.distributed.fsdp", "FSDPModule"
 _DDP = "torch.nn.parallel", "DistributedDataParallel"
 _SCRIPT = "torch.jit", "ScriptModule"
-# Wrappers that keep references to their parameters, and do not follow if other tensors replace them.
+# Wrappers that keep references to their parameters, and do not follow if other tensors replace
+# them.
 _HOLDERS = {
     FSDP1: "FSDP computes with its flat parameters, of which the module's are views",
     FSDP2: "fully_shard computes with the shards that it has",
@@ -203,18 +266,22 @@ _HOLDERS = {
 def at_rest(module: nn.Module) -> Iterator[None]:
     """Give the module the parameters that every later forward pass reads.
 
-    Under `fully_shard` these are the shards: tensors that were gathered for a pass are freed first, as torch's own
-    loading does. Under FSDP1 they are unsharded inside the block and sharded again after it: all ranks must come here,
-    and each needs memory for the complete model. Raises `CkptError` during a pass.
+    Under `fully_shard` these are the shards: tensors that were gathered for a pass are freed first,
+    as torch's own loading does. Under FSDP1 they are unsharded inside the block and sharded again
+    after it: all ranks must come here, and each needs memory for the complete model. Raises
+    `CkptError` during a pass.
     """
     with ExitStack() as held:
         try:
             for part in instances(module, FSDP2):
                 _reshard(part)
             if instances(module, FSDP1):
-                whole = torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params(module, writeback=True)
+                whole = torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params(
+                    module, writeback=True
+                )
                 whole.__enter__()
-                held.callback(whole.__exit__, None, None, None)  # without the block's error: it is not FSDP's
+                # without the block's error: it is not FSDP's
+                held.callback(whole.__exit__, None, None, None)
         except (AssertionError, RuntimeError, AttributeError) as error:
             reason = first_line(error)
             raise CkptError(
@@ -225,21 +292,30 @@ def at_rest(module: nn.Module) -> Iterator[None]:
 
 
 def check_replaceable(module: nn.Module) -> None:
-    """Raise `Refused`, naming every wrapper, if the module would not use new tensors put into it."""
-    reasons = {id(part): reason for kind, reason in _HOLDERS.items() for part in instances(module, kind)}
+    """Raise `Refused`, naming every wrapper, if the module would not use new tensors put into
+    it.
+    """
+    reasons = {
+        id(part): reason for kind, reason in _HOLDERS.items() for part in instances(module, kind)
+    }
     problems = [
-        Problem(reasons[id(part)], name or "(root)") for name, part in module.named_modules() if id(part) in reasons
+        Problem(reasons[id(part)], name or "(root)")
+        for name, part in module.named_modules()
+        if id(part) in reasons
     ]
     if problems:
         raise Refused(
             "in_place=False cannot replace the parameters of this module",
-            hint="pass in_place=True, which works here: it writes into the parameters (under fully_shard the shards)",
+            hint="pass in_place=True, which works here: it writes into the parameters (under"
+            " fully_shard the shards)",
             problems=problems,
         )
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the memory of a DTensor's part on this rank if that is dense; None for any other tensor."""
+    """Return the memory of a DTensor's part on this rank if that is dense; None for any other
+    tensor.
+    """
     if not is_dtensor(tensor):
         return None
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
@@ -247,30 +323,38 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a complete tensor sharded as the DTensor `like`; each rank takes its part of the tensor that it has."""
+    """Return a complete tensor sharded as the DTensor `like`; each rank takes its part of the
+    tensor that it has.
+    """
     if not is_dtensor(like) or is_dtensor(value):
         return value
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh: Any = like.device_mesh  # type: ignore[attr-defined]
-    whole = DTensor.from_local(value.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    whole = DTensor.from_local(
+        value.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
     return whole.redistribute(placements=like.placements)  # type: ignore[attr-defined]
 
 
 def instances(module: nn.Module, kind: tuple[str, str]) -> list[nn.Module]:
-    """Return the parts of the module that are of this class, by its module and name; it may not be imported yet."""
+    """Return the parts of the module that are of this class, by its module and name; it may not be
+    imported yet.
+    """
     known = getattr(sys.modules.get(kind[0]), kind[1], None)
     return [] if known is None else [part for part in module.modules() if isinstance(part, known)]
 
 
 def _reshard(part: Any) -> None:
-    """Return the parameters of one `fully_shard`ed module to its shards, and update its view of them.
+    """Return the parameters of one `fully_shard`ed module to its shards, and update its view of
+    them.
 
-    A gather in progress (`unshard(async_op=True)`, a prefetch) is awaited: its result would be used later as if it were
-    new.
+    A gather in progress (`unshard(async_op=True)`, a prefetch) is awaited: its result would be used
+    later as if it were new.
     """
     state = part._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one until torch 2.12
+    # one until torch 2.12
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     groups = [group for group in groups if group is not None]
     if any(group._all_gather_result is not None for group in groups):
         part.unshard()

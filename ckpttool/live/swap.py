@@ -44,7 +44,9 @@ from ckpttool.tracing.memory import Token, address, geometry, token
 class Package(Protocol):
     """A compiled package from `torch._inductor.aoti_load_package`."""
 
-    def load_constants(self, constants_map: dict[str, torch.Tensor], *, check_full_update: bool) -> None:
+    def load_constants(
+        self, constants_map: dict[str, torch.Tensor], *, check_full_update: bool
+    ) -> None:
         """Take new constants."""
 
 
@@ -52,24 +54,30 @@ Swappable = Union[nn.Module, ExportedProgram, Package]
 
 _HINTS: dict[Advice, str] = {
     "cast": "cast=True converts them to the dtypes that are there",
-    "code": "a list of names cannot compute them, the model's code can: model=module, or a function that builds it",
+    "code": "a list of names cannot compute them, the model's code can: model=module, or a"
+    " function that builds it",
     "constants": "constants=True swaps the constants among them too",
     "values": "constants=True takes the model's values, keep_constants=True keeps the program's",
-    "model": "state_dict hooks may rename keys when a model is saved: pass the model, as in model=module",
+    "model": "state_dict hooks may rename keys when a model is saved: pass the model, as in"
+    " model=module",
     "left_over": "everything that is there gets a value: leave the other keys out",
 }
 
-_COMPILED_IN = "a weight of 8 elements or fewer in a row is compiled into a package's code: leave it out to keep it"
+_COMPILED_IN = (
+    "a weight of 8 elements or fewer in a row is compiled into a package's code: leave"
+    " it out to keep it"
+)
 
 
 @public
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """The result of a swap. `sources`: FQN -> expression over the state dict's keys; `constants` are unchanged.
+    """The result of a swap. `sources`: FQN -> expression over the state dict's keys; `constants`
+    are unchanged.
 
-    `form` is the form of the keys; `ignored` are entries that no module holds as a tensor. `by_code` are the FQNs that
-    were computed by running the model's own loading, as by the command. `compared` says for each constant of a program
-    how it compares with the model's.
+    `form` is the form of the keys; `ignored` are entries that no module holds as a tensor.
+    `by_code` are the FQNs that were computed by running the model's own loading, as by the command.
+    `compared` says for each constant of a program how it compares with the model's.
     """
 
     sources: Mapping[str, Expression]
@@ -90,20 +98,24 @@ def swap_weights(
     constants: bool = False,
     keep_constants: bool = False,
 ) -> Swapped:
-    """Put the weights of `state_dict` into a module, an `ExportedProgram` or a loaded AOTInductor package.
+    """Put the weights of `state_dict` into a module, an `ExportedProgram` or a loaded AOTInductor
+    package.
 
-    `model` says how the keys relate to the target's names (a ``file.py:build`` operand, a names file, `Names`, a
-    module, a program, a factory); without it the keys must be the target's names, except for segments of wrappers.
-    `cast` allows other dtypes. `in_place` writes into the existing tensors, so that optimizers, other modules and views
-    keep them: the default for a module. Otherwise new tensors replace them one by one (for a program: in one step, the
-    default there, since it may still share its tensors with the exported model).
+    `model` says how the keys relate to the target's names (a ``file.py:build`` operand, a names
+    file, `Names`, a module, a program, a factory); without it the keys must be the target's names,
+    except for segments of wrappers. `cast` allows other dtypes. `in_place` writes into the existing
+    tensors, so that optimizers, other modules and views keep them: the default for a module.
+    Otherwise new tensors replace them one by one (for a program: in one step, the default there,
+    since it may still share its tensors with the exported model).
 
-    A program's constants stay, and are compared with the model's, if `model` is code. If they differ, `constants`
-    takes the values of `state_dict` or else of the model, `keep_constants` keeps the program's.
+    A program's constants stay, and are compared with the model's, if `model` is code. If they
+    differ, `constants` takes the values of `state_dict` or else of the model, `keep_constants`
+    keeps the program's.
 
-    Raises `Refused`, with all problems at once, if a weight is missing, unexpected, of another shape or dtype, or tied
-    and different, if a constant differs and neither option decides, or if a tensor cannot take its new value. If
-    anything is raised, the target is unchanged; Ctrl-C waits while it is written in place.
+    Raises `Refused`, with all problems at once, if a weight is missing, unexpected, of another
+    shape or dtype, or tied and different, if a constant differs and neither option decides, or if a
+    tensor cannot take its new value. If anything is raised, the target is unchanged; Ctrl-C waits
+    while it is written in place.
     """
     if constants and keep_constants:
         raise CkptError("constants and keep_constants exclude each other", hint="choose one")
@@ -137,32 +149,43 @@ def swap_weights(
             _write(news)
         else:
             fresh = _replacements(news)
-            target._state_dict = {fqn: fresh.get(id(tensor), tensor) for fqn, tensor in target.state_dict.items()}
-            target._constants = {name: fresh.get(id(value), value) for name, value in target.constants.items()}
+            target._state_dict = {
+                fqn: fresh.get(id(tensor), tensor) for fqn, tensor in target.state_dict.items()
+            }
+            target._constants = {
+                name: fresh.get(id(value), value) for name, value in target.constants.items()
+            }
     elif hasattr(target, "load_constants"):
-        if torch.__version__ < "2.7":  # its `load_constants` frees memory that is not its own, and the process aborts
+        # its `load_constants` frees memory that is not its own, and the process aborts
+        if torch.__version__ < "2.7":
             raise CkptError(
-                f"torch {torch.__version__} cannot swap weights in a package", hint="pip install 'torch>=2.7'"
+                f"torch {torch.__version__} cannot swap weights in a package",
+                hint="pip install 'torch>=2.7'",
             )
         goal = package_target(target, model)
         try:
             plan = planned(goal)
         except Refused as error:
-            raise Refused(error.message, hint=f"{error.hint}; {_COMPILED_IN}", problems=error.problems) from None
+            raise Refused(
+                error.message, hint=f"{error.hint}; {_COMPILED_IN}", problems=error.problems
+            ) from None
         likes = plan.new_in(goal)
         values = {fqn: laid_out(plan.sources[fqn], like, plan.state) for fqn, like in likes.items()}
         target.load_constants(values, check_full_update=False)
     else:
         raise CkptError(
             f"{a(target)} holds no weights that can be swapped",
-            hint="pass an nn.Module, an ExportedProgram or what torch._inductor.aoti_load_package gives",
+            hint="pass an nn.Module, an ExportedProgram or what torch._inductor.aoti_load_package"
+            " gives",
         )
     return plan.result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """A checked swap: the `sources` of `result`, but with tensors in `state` for what the model's code computed."""
+    """A checked swap: the `sources` of `result`, but with tensors in `state` for what the model's
+    code computed.
+    """
 
     result: Swapped
     sources: Mapping[str, Expression]
@@ -174,13 +197,25 @@ class _Plan:
         return {fqn: old for fqn, old in every.items() if fqn in self.sources}
 
 
-def _planned(target: Target, state: Mapping[str, object], model: Model | None, options: SwapOptions) -> _Plan:
+def _planned(
+    target: Target, state: Mapping[str, object], model: Model | None, options: SwapOptions
+) -> _Plan:
     """Plan and refuse as the command does, on an index of what is in memory."""
-    sections = section_of(target.tensors), replace(section_of(target.constants), path=CONSTANTS, kind="other")
+    sections = (
+        section_of(target.tensors),
+        replace(section_of(target.constants), path=CONSTANTS, kind="other"),
+    )
     program = Checkpoint(target.title, "memory", 0, sections)
     operand = model if model is None or isinstance(model, ModelOperand) else ModelOperand(model)
     try:
-        result = swap(program, section_of(state), operand, options, remade=target.remade, compare=target.compared)
+        result = swap(
+            program,
+            section_of(state),
+            operand,
+            options,
+            remade=target.remade,
+            compare=target.compared,
+        )
     except Misfit as error:
         hint = _HINTS.get(error.advice, "compare the keys of the two")
         raise Refused(error.message, hint=hint, problems=error.problems) from None
@@ -188,8 +223,12 @@ def _planned(target: Target, state: Mapping[str, object], model: Model | None, o
     from_model = [constant.name for constant in result.compared if constant.verdict == "from_model"]
     computed = {fqn: Ref(f"{LOADED}({fqn})") for fqn in (*result.by_code, *from_model)}
     values = {ref.key: torch_eval.load(entries[fqn]) for fqn, ref in computed.items()}
-    kept = tuple(fqn for fqn in target.constants if fqn not in result.sources and fqn not in from_model)
-    swapped = Swapped(result.sources, result.form, result.ignored, kept, result.by_code, result.compared)
+    kept = tuple(
+        fqn for fqn in target.constants if fqn not in result.sources and fqn not in from_model
+    )
+    swapped = Swapped(
+        result.sources, result.form, result.ignored, kept, result.by_code, result.compared
+    )
     return _Plan(swapped, {**result.sources, **computed}, {**state, **values})
 
 
@@ -197,10 +236,12 @@ def _planned(target: Target, state: Mapping[str, object], model: Model | None, o
 
 
 def _write(news: Sequence[New]) -> None:
-    """Give every old tensor its new value; every reference to it stays valid, and sees the new value.
+    """Give every old tensor its new value; every reference to it stays valid, and sees the new
+    value.
 
-    Tensor objects are swapped first, which torch may refuse (then the first ones are swapped back). The memory of all
-    others is written last, in one call, in which nothing is left to go wrong; Ctrl-C waits for its end.
+    Tensor objects are swapped first, which torch may refuse (then the first ones are swapped back).
+    The memory of all others is written last, in one call, in which nothing is left to go wrong;
+    Ctrl-C waits for its end.
     """
     pairs = []
     for new in news:
@@ -208,7 +249,9 @@ def _write(news: Sequence[New]) -> None:
             old, value = new.memory
             # No call that takes many tensors writes through a lazy conjugation or negation.
             old, value = (old.conj(), value.conj()) if old.is_conj() else (old, value)
-            pairs.append((torch._neg_view(old), torch._neg_view(value)) if old.is_neg() else (old, value))
+            pairs.append(
+                (torch._neg_view(old), torch._neg_view(value)) if old.is_neg() else (old, value)
+            )
     done: list[New] = []
     with uninterrupted():
         try:
@@ -229,14 +272,17 @@ def _write(news: Sequence[New]) -> None:
             if isinstance(error, RuntimeError):
                 raise Refused(
                     f"a tensor cannot be swapped: {str(error).splitlines()[0]}",
-                    hint="nothing was changed; in_place=False puts new tensors into the module instead",
+                    hint="nothing was changed; in_place=False puts new tensors into the module"
+                    " instead",
                 ) from error
             raise
 
 
 def _replacements(news: Sequence[New]) -> dict[int, torch.Tensor]:
-    """Return the replacement for each old tensor, by its id: of its class, strides, attributes and `requires_grad`,
-    without a gradient, and in new memory that is shared if the old tensors share theirs."""
+    """Return the replacement for each old tensor, by its id: of its class, strides, attributes and
+    `requires_grad`, without a gradient, and in new memory that is shared if the old tensors share
+    theirs.
+    """
     fresh = {id(new.old): new.value for new in news if new.whole}
     groups: defaultdict[int, list[New]] = defaultdict(list)
     for new in news:
@@ -254,14 +300,18 @@ def _replacements(news: Sequence[New]) -> dict[int, torch.Tensor]:
             for new, value in zip(group, values):
                 old = new.old
                 # The class of `old` adds no behavior to a plain tensor.
-                tensor: torch.Tensor = torch.Tensor._make_subclass(type(old), value, old.requires_grad)
+                tensor: torch.Tensor = torch.Tensor._make_subclass(
+                    type(old), value, old.requires_grad
+                )
                 tensor.__dict__.update(old.__dict__)
                 fresh[id(old)] = tensor
     return fresh
 
 
 def _put(fresh: Mapping[int, torch.Tensor], module: nn.Module) -> None:
-    """Put new tensors (by id of the old one) wherever `module` holds the old ones, each in one assignment."""
+    """Put new tensors (by id of the old one) wherever `module` holds the old ones, each in one
+    assignment.
+    """
     places = []
     for table in _tables(module, set()):
         items = list(table.items() if isinstance(table, dict) else enumerate(table))
@@ -277,8 +327,10 @@ def _put(fresh: Mapping[int, torch.Tensor], module: nn.Module) -> None:
 
 
 def _tables(module: nn.Module, seen: set[int]) -> Iterator[Any]:
-    """Yield every dict and list in which a module may hold tensors: also for modules that it keeps as attributes,
-    such as the calls behind a dispatcher of an unflattened program, and the flat weights of an RNN."""
+    """Yield every dict and list in which a module may hold tensors: also for modules that it keeps
+    as attributes, such as the calls behind a dispatcher of an unflattened program, and the flat
+    weights of an RNN.
+    """
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -287,15 +339,20 @@ def _tables(module: nn.Module, seen: set[int]) -> Iterator[Any]:
     yield module.__dict__
     lists = [value for value in module.__dict__.values() if isinstance(value, list)]
     yield from lists
-    for value in (*module._modules.values(), *module.__dict__.values(), *(item for held in lists for item in held)):
+    for value in (
+        *module._modules.values(),
+        *module.__dict__.values(),
+        *(item for held in lists for item in held),
+    ):
         if isinstance(value, nn.Module):
             yield from _tables(value, seen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class New:
-    """The value for one tensor of the target. With `whole`, `value` is a tensor object to be swapped for the old one;
-    otherwise its elements are copied into the old one's memory. `is_own`: nothing else uses the memory of `value`.
+    """The value for one tensor of the target. With `whole`, `value` is a tensor object to be
+    swapped for the old one; otherwise its elements are copied into the old one's memory. `is_own`:
+    nothing else uses the memory of `value`.
     """
 
     fqn: str
@@ -306,7 +363,9 @@ class New:
 
     @property
     def memory(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The memory to write, and its new value: of a DTensor this rank's part. None for swapped objects."""
+        """The memory to write, and its new value: of a DTensor this rank's part. None for swapped
+        objects.
+        """
         if not self.whole:
             return self.old, self.value
         old, value = local_part(self.old), local_part(self.value)
@@ -318,10 +377,11 @@ def stage(
 ) -> list[New]:
     """Return a new value for every tensor object, of its dtype and shape and on its device.
 
-    It may be a tensor of `state` itself, unless that is in memory that will be written. Raises `Refused`, with all
-    problems at once, if a value cannot be computed, or if one tensor gets two.
+    It may be a tensor of `state` itself, unless that is in memory that will be written. Raises
+    `Refused`, with all problems at once, if a value cannot be computed, or if one tensor gets two.
     """
-    # The memory that will be written, by address: numpy may give one byte to several storages. Sorted and disjoint.
+    # The memory that will be written, by address: numpy may give one byte to several storages.
+    # Sorted and disjoint.
     blocks: list[tuple[int, int]] = []
     memory = (old if layout_of(old) == "strided" else local_part(old) for old in tensors.values())
     for begin, end in sorted({_extent(tensor) for tensor in memory if tensor is not None}):
@@ -359,48 +419,69 @@ def _value(source: Expression, state: Mapping[str, Any]) -> torch.Tensor:
     return value.detach()
 
 
-def _new(fqn: str, old: torch.Tensor, value: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> New:
+def _new(
+    fqn: str, old: torch.Tensor, value: torch.Tensor, blocks: Sequence[tuple[int, int]]
+) -> New:
     if "meta" in (old.device.type, value.device.type):
         which = "it" if old.device.type == "meta" else "its new value"
-        raise CkptError(f"{which} is on the meta device and has no data", hint="materialize it first")
+        raise CkptError(
+            f"{which} is on the meta device and has no data", hint="materialize it first"
+        )
     if layout_of(old) != "strided" or layout_of(value) != "strided":
         return New(fqn, old, _loaded(old, placed(value, old)), True)
     fitted = value.to(device=old.device, dtype=old.dtype)
     begin, end = _extent(fitted)
     at = bisect_left(blocks, (end,))
     will_be_written = at > 0 and blocks[at - 1][1] > begin and token(fitted) != token(old)
-    return New(fqn, old, fitted.clone() if will_be_written else fitted, False, will_be_written or fitted is not value)
+    return New(
+        fqn,
+        old,
+        fitted.clone() if will_be_written else fitted,
+        False,
+        will_be_written or fitted is not value,
+    )
 
 
 def _loaded(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the result of loading `value` into a copy of `old`, by the tensors' own `module_load`."""
+    """Return the result of loading `value` into a copy of `old`, by the tensors' own
+    `module_load`.
+    """
     trial = old.detach().clone()
     result: torch.Tensor = trial.module_load(value, assign=False)
     if result is value:
         result = value.clone()
     for what in ("shape", "dtype", "device"):
         if getattr(result, what) != getattr(old, what):
-            raise CkptError(f"its module_load gives the {what} {getattr(result, what)}", hint="it must keep it")
+            raise CkptError(
+                f"its module_load gives the {what} {getattr(result, what)}", hint="it must keep it"
+            )
     if isinstance(old, nn.Parameter):
         result = nn.Parameter(result, old.requires_grad)
-    result.__dict__.update({name: value for name, value in old.__dict__.items() if name not in result.__dict__})
+    result.__dict__.update(
+        {name: value for name, value in old.__dict__.items() if name not in result.__dict__}
+    )
     return result
 
 
 def _overlaps(news: list[New]) -> list[Problem]:
-    """Return tensors that share memory and get different values for it, tried on a copy of the memory."""
+    """Return tensors that share memory and get different values for it, tried on a copy of the
+    memory.
+    """
     by_memory: defaultdict[int, list[New]] = defaultdict(list)
     for new in news:
         if not new.whole and new.old.numel():
             by_memory[address(new.old)].append(new)
     problems = []
     for group in by_memory.values():
-        # Planning knows names of one storage, but not two storages that numpy has given the same memory.
+        # Planning knows names of one storage, but not two storages that numpy has given the same
+        # memory.
         first: dict[Token, New] = {}
         for new in group:
             other = first.setdefault(token(new.old), new)
             if not same_bits(other.value, new.value):
-                problems.append(Problem(f"tied to {other.fqn}, and its new value is another one", new.fqn))
+                problems.append(
+                    Problem(f"tied to {other.fqn}, and its new value is another one", new.fqn)
+                )
         distinct = list(first.values())
         if len(distinct) < 2:
             continue
@@ -411,13 +492,17 @@ def _overlaps(news: list[New]) -> list[Problem]:
             continue
         for new, view in zip(distinct, views):
             if not same_bits(view, new.value):
-                problems.append(Problem("shares memory with another weight that gets another value", new.fqn))
+                problems.append(
+                    Problem("shares memory with another weight that gets another value", new.fqn)
+                )
     return problems
 
 
 def arranged(group: list[New]) -> list[torch.Tensor]:
     """Return tensors with the new values in new memory, which they share as the old ones do."""
-    storage = max((new.old.untyped_storage() for new in group), key=torch.UntypedStorage.nbytes).clone()
+    storage = max(
+        (new.old.untyped_storage() for new in group), key=torch.UntypedStorage.nbytes
+    ).clone()
     views = []
     for new in group:
         old = new.old
@@ -431,7 +516,9 @@ def arranged(group: list[New]) -> list[torch.Tensor]:
 
 
 def check_in_place(news: Sequence[New]) -> None:
-    """Raise `Refused`, with all problems at once, if a tensor's memory or object cannot take its new value."""
+    """Raise `Refused`, with all problems at once, if a tensor's memory or object cannot take its
+    new value.
+    """
     problems = []
     places = []
     for new in news:
@@ -448,7 +535,9 @@ def check_in_place(news: Sequence[New]) -> None:
     last, storage = 0, 0
     for begin, end, place, fqn in sorted(places):
         if begin < last and place != storage:
-            problems.append(Problem("shares memory with another weight, which has another storage", fqn))
+            problems.append(
+                Problem("shares memory with another weight, which has another storage", fqn)
+            )
         if end > last:
             last, storage = end, place
     if problems:
@@ -460,10 +549,14 @@ def check_in_place(news: Sequence[New]) -> None:
 
 
 def laid_out(source: Expression, like: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
-    """Return the value in new memory with the strides and dtype of `like`, on its device if that has data."""
+    """Return the value in new memory with the strides and dtype of `like`, on its device if that
+    has data.
+    """
     value = _value(source, state)
     device = value.device if like.device.type == "meta" else like.device
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).copy_(value)
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).copy_(
+        value
+    )
 
 
 def _reason(error: Exception) -> str:

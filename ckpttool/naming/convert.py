@@ -22,8 +22,11 @@ from ckpttool.naming.wrappers import Chain
 
 T = TypeVar("T")
 
-MADE_AGAIN = "a hook makes it again from other tensors when the model is saved"  # a reason to drop a key
-NOT_READ_BACK = Note("this model does not read back all that it writes: see `ckpttool trace`", "roundtrip")
+# a reason to drop a key
+MADE_AGAIN = "a hook makes it again from other tensors when the model is saved"
+NOT_READ_BACK = Note(
+    "this model does not read back all that it writes: see `ckpttool trace`", "roundtrip"
+)
 
 # Forms
 
@@ -61,7 +64,9 @@ def parse(word: str) -> Form:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The form of a section's keys. `ambiguous`: they fit the other form as well, with other values."""
+    """The form of a section's keys. `ambiguous`: they fit the other form as well, with other
+    values.
+    """
 
     form: str
     match: Match
@@ -82,7 +87,11 @@ def read(tables: NameTables, section: Section, form: str | None = None) -> Readi
     entries = {entry.key: (entry.dtype, entry.shape) for entry in section.tensors}
 
     def score(reading: Reading, likeness: Mapping[str, Likeness]) -> tuple[bool, int, int]:
-        pairs = ((entries[key], likeness.get(name)) for key, name in reading.match.names.items() if key in entries)
+        pairs = (
+            (entries[key], likeness.get(name))
+            for key, name in reading.match.names.items()
+            if key in entries
+        )
         misfits = sum(wanted not in (None, actual, (actual[0], None)) for actual, wanted in pairs)
         return (*reading.match.score, -misfits)
 
@@ -94,12 +103,15 @@ def read(tables: NameTables, section: Section, form: str | None = None) -> Readi
 
 
 def holds(tables: NameTables, section: Section) -> bool:
-    """Return whether `section` is the complete model in one of its forms, without other keys or shapes."""
+    """Return whether `section` is the complete model in one of its forms, without other keys or
+    shapes.
+    """
     reading = read(tables, section)
     likeness = tables.serialized_likeness if reading.form == SERIALIZED else tables.runtime_likeness
     shapes = {entry.key: entry.shape for entry in section.tensors}
     return reading.match.complete and all(
-        likeness.get(name, ("", None))[1] in (None, shapes.get(key)) for key, name in reading.match.names.items()
+        likeness.get(name, ("", None))[1] in (None, shapes.get(key))
+        for key, name in reading.match.names.items()
     )
 
 
@@ -110,7 +122,8 @@ def holds(tables: NameTables, section: Section) -> bool:
 class FormPlan:
     """A plan from one form to another. Do not apply it if there are `problems`.
 
-    `copies` are pairs of keys of which the result keeps the second only: if their values differ, the first is lost.
+    `copies` are pairs of keys of which the result keeps the second only: if their values differ,
+    the first is lost.
     """
 
     plan: Plan
@@ -120,7 +133,9 @@ class FormPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A plan under construction. `keys`: name of the form of the checkpoint -> key of the checkpoint."""
+    """A plan under construction. `keys`: name of the form of the checkpoint -> key of the
+    checkpoint.
+    """
 
     section: str
     keys: Mapping[str, str]
@@ -131,7 +146,9 @@ class _Draft:
 
     def keep(self, names: Iterable[str]) -> None:
         """Keep entries that are not runtime tensors under their names."""
-        self.outputs.extend(Output(self.section, name, Ref(self.keys[name])) for name in names if name in self.keys)
+        self.outputs.extend(
+            Output(self.section, name, Ref(self.keys[name])) for name in names if name in self.keys
+        )
 
     def drop(self, name: str, reason: str, twin: str | None) -> None:
         """Drop `name`; `twin` is the name of the same tensor that is kept."""
@@ -140,10 +157,13 @@ class _Draft:
             self.copies.append((self.keys[name], self.keys[twin]))
 
 
-def move(tables: NameTables, section: Section, reading: Reading, to: str, tie: bool = True) -> FormPlan:
+def move(
+    tables: NameTables, section: Section, reading: Reading, to: str, tie: bool = True
+) -> FormPlan:
     """Return the plan from the form of `section` to the form `to` (``serialized`` or ``runtime``).
 
-    `tie`: a tensor with several names in that form gets all of them, also if the checkpoint has only one.
+    `tie`: a tensor with several names in that form gets all of them, also if the checkpoint has
+    only one.
     """
     problems = [Problem("no name of this model", key) for key in reading.match.unmatched]
     keys = {name: key for key, name in reading.match.names.items()}
@@ -157,20 +177,33 @@ def move(tables: NameTables, section: Section, reading: Reading, to: str, tie: b
     if tie and to == SERIALIZED:
         second = _second_keys(tables, {output.key: output.source for output in draft.outputs})
         draft.outputs.extend(Output(section.path, key, source) for key, source in second.items())
-    outputs = _ordered(draft.outputs, section, tables.runtime_names if to == RUNTIME else tables.serialized_names)
+    outputs = _ordered(
+        draft.outputs, section, tables.runtime_names if to == RUNTIME else tables.serialized_names
+    )
     # torch writes `_metadata` by module path: only wrappers move it, hooks do not.
     is_moved = section.modules is not None and reading.match.wrapped
-    modules = module_renames(section.path, section.modules or (), dict(reading.match.names)) if is_moved else ()
-    return FormPlan(Plan(tuple(outputs), tuple(draft.dropped), modules), tuple(draft.problems), tuple(draft.copies))
+    modules = (
+        module_renames(section.path, section.modules or (), dict(reading.match.names))
+        if is_moved
+        else ()
+    )
+    return FormPlan(
+        Plan(tuple(outputs), tuple(draft.dropped), modules),
+        tuple(draft.problems),
+        tuple(draft.copies),
+    )
 
 
 def _to_runtime(tables: NameTables, draft: _Draft, tie: bool) -> None:
     values = tables.runtime_values(draft.keys)
     known = {tables.first[fqn]: source for fqn, source in reversed(values.items())}
-    for tensor in tables.names.runtime if tie else ():  # a program loads its second names strictly, too
+    # a program loads its second names strictly, too
+    for tensor in tables.names.runtime if tie else ():
         if tensor.persistent and tensor.alias_of in known:
             values.setdefault(tensor.fqn, known[tensor.alias_of])
-    draft.outputs.extend(Output(draft.section, fqn, with_keys(source, draft.keys)) for fqn, source in values.items())
+    draft.outputs.extend(
+        Output(draft.section, fqn, with_keys(source, draft.keys)) for fqn, source in values.items()
+    )
     used = {key for source in values.values() for key in ex.refs(source)}
     kept = {tables.first[fqn]: source for fqn, source in reversed(values.items())}
     for key, source in tables.saved.items():
@@ -180,7 +213,9 @@ def _to_runtime(tables: NameTables, draft: _Draft, tie: bool) -> None:
             same = kept[source.key] if isinstance(source, Ref) else None
             draft.drop(key, MADE_AGAIN, same.key if isinstance(same, Ref) else None)
         else:
-            draft.problems.append(Problem("the model writes this key and does not read it back", key))
+            draft.problems.append(
+                Problem("the model writes this key and does not read it back", key)
+            )
     draft.keep(key for key, source in tables.saved.items() if source is None)
     draft.keep(tables.names.extra_state)
 
@@ -214,16 +249,24 @@ def _to_serialized(tables: NameTables, draft: _Draft) -> None:
             continue
         twin = used_name.get(tables.first[name])
         reason = (
-            "the model's state_dict() leaves it out" if twin is None else f"the model ties it to {draft.keys[twin]}"
+            "the model's state_dict() leaves it out"
+            if twin is None
+            else f"the model ties it to {draft.keys[twin]}"
         )
         draft.drop(name, reason, twin)
 
 
 def _second_keys(tables: NameTables, values: Mapping[str, T]) -> dict[str, T]:
-    """Return values for the other keys of the tensors that `values` has: strict loading wants all of them."""
+    """Return values for the other keys of the tensors that `values` has: strict loading wants all
+    of them.
+    """
     sources = {key: source for key, source in tables.saved.items() if isinstance(source, Ref)}
     known = {source: values[key] for key, source in sources.items() if key in values}
-    return {key: known[source] for key, source in sources.items() if key not in values and source in known}
+    return {
+        key: known[source]
+        for key, source in sources.items()
+        if key not in values and source in known
+    }
 
 
 def with_keys(source: Expression, keys: Mapping[str, str]) -> Expression:
@@ -236,14 +279,17 @@ def with_keys(source: Expression, keys: Mapping[str, str]) -> Expression:
 
 
 def _ordered(outputs: list[Output], section: Section, names: Iterable[str]) -> list[Output]:
-    """Order the outputs as their first sources, so that a file keeps its order and the way back gives the same file.
+    """Order the outputs as their first sources, so that a file keeps its order and the way back
+    gives the same file.
 
-    If that is the order of the model's `names`, values computed from several sources are where the model has them.
+    If that is the order of the model's `names`, values computed from several sources are where the
+    model has them.
     """
     place = {key: index for index, key in enumerate(section.by_key())}
     rank = {name: index for index, name in enumerate(names)}
     by_place = sorted(
-        outputs, key=lambda output: min((place[key] for key in ex.refs(output.source)), default=len(place))
+        outputs,
+        key=lambda output: min((place[key] for key in ex.refs(output.source)), default=len(place)),
     )
     readers = Counter(key for output in outputs for key in ex.refs(output.source))
     alone = [o.key for o in by_place if isinstance(o.source, Ref) and readers[o.source.key] == 1]
@@ -257,7 +303,8 @@ def left_to_code(
 ) -> Plan:
     """Return the plan of `move` with opaque values left to a run of the model's own code.
 
-    The model, built with `kwargs`, loads all its keys in the section, or gets all its tensors in the section.
+    The model, built with `kwargs`, loads all its keys in the section, or gets all its tensors in
+    the section.
     """
     if not any(ex.is_opaque(output.source) for output in plan.outputs):
         return plan
@@ -267,7 +314,8 @@ def left_to_code(
     if way == ex.LOADED:
         given.update(_second_keys(tables, given))
     outputs = (
-        replace(o, source=ex.by_code(way, o.key, o.source)) if ex.is_opaque(o.source) else o for o in plan.outputs
+        replace(o, source=ex.by_code(way, o.key, o.source)) if ex.is_opaque(o.source) else o
+        for o in plan.outputs
     )
     run = ModelRun(section.path, way, tables.names.model, kwargs, given)
     return replace(plan, outputs=tuple(outputs), runs=(run,))
@@ -277,7 +325,9 @@ def left_to_code(
 
 
 def other_versions(names: Names, section: Section, reading: Reading) -> list[Problem]:
-    """Return the modules whose version differs from the model's: `names` describe loading of the model's versions."""
+    """Return the modules whose version differs from the model's: `names` describe loading of the
+    model's versions.
+    """
 
     def text(version: object) -> str:
         return "no version" if version is None else f"version {version}"
@@ -286,20 +336,30 @@ def other_versions(names: Names, section: Section, reading: Reading) -> list[Pro
     moved = {m.old: m.new for m in module_renames(section.path, modules, dict(reading.match.names))}
     versions = {moved.get(path, path): _version(payload) for path, payload in modules.items()}
     return [
-        Problem(f"{text(versions.get(path))}, and the model saves {text(version)}", path or "(root)")
+        Problem(
+            f"{text(versions.get(path))}, and the model saves {text(version)}", path or "(root)"
+        )
         for path, version in (names.versions or {}).items()
         if versions.get(path) != version
     ]
 
 
 def check_versions(names: Names, section: Section, reading: Reading) -> None:
-    """Raise `Refused` for other versions of modules: how the model converts their values is unknown."""
+    """Raise `Refused` for other versions of modules: how the model converts their values is
+    unknown.
+    """
     problems = other_versions(names, section, reading)
     if problems:
-        load = "model.load_state_dict(torch.load(CKPT))" if reading.form == SERIALIZED else "load it by these names"
+        load = (
+            "model.load_state_dict(torch.load(CKPT))"
+            if reading.form == SERIALIZED
+            else ("load it by these names")
+        )
         raise Refused(
-            f"{names.model} reads other versions of its modules differently: {plural(len(problems), 'module')}",
-            hint=f"let the model load it, and save that again: {load}; torch.save(model.state_dict(), OUT)",
+            f"{names.model} reads other versions of its modules differently:"
+            f" {plural(len(problems), 'module')}",
+            hint=f"let the model load it, and save that again: {load};"
+            " torch.save(model.state_dict(), OUT)",
             problems=problems,
         )
 

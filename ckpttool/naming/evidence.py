@@ -1,10 +1,21 @@
-"""Evidence that two tensors are the same: words in names, modules around them, order, and transposed shapes."""
+"""Evidence that two tensors are the same: words in names, modules around them, order, and
+transposed shapes.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from functools import cached_property, lru_cache
 from itertools import chain, product
 from typing import Union
@@ -15,11 +26,13 @@ from ckpttool.core.text import NUMBER as NUMBER_SEGMENT
 from ckpttool.core.text import Info
 from ckpttool.core.values import dataclass
 
-NUMBER = "#"  # any layer number in a template; `template` escapes segments of a key that read like it
+# any layer number in a template; `template` escapes segments of a key that read like it
+NUMBER = "#"
 SAME_NAME = Info("the same name", "same-name")  # evidence by names alone has this code
 
 Template = tuple[str, ...]
-Digest = Callable[[Expression], "bytes | None"]  # of a value over one side's keys; None if it has none
+# of a value over one side's keys; None if it has none
+Digest = Callable[[Expression], "bytes | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +49,9 @@ Outlined = Union[Tensor, TensorEntry]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A tensor of the left that is likely one of the right. Several tensors on one side are the parts of the tensor on
-    the other side, end to end along dimension 0, in this order. `transposed` is the side whose tensors are stored
-    transposed: ``left``, ``right``, or neither.
+    """A tensor of the left that is likely one of the right. Several tensors on one side are the
+    parts of the tensor on the other side, end to end along dimension 0, in this order. `transposed`
+    is the side whose tensors are stored transposed: ``left``, ``right``, or neither.
     """
 
     left: tuple[str, ...]
@@ -58,7 +71,9 @@ class Ambiguous:
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """Pairs, and ambiguous tensors. A key is in one pair at most, and if so, in none of `ambiguous`."""
+    """Pairs, and ambiguous tensors. A key is in one pair at most, and if so, in none of
+    `ambiguous`.
+    """
 
     pairs: tuple[Pair, ...] = ()
     ambiguous: tuple[Ambiguous, ...] = ()
@@ -77,8 +92,9 @@ class Side:
 class Group:
     """Tensors whose names differ in layer numbers only. There may be as many groups as tensors.
 
-    `path` is their name with `NUMBER` for all layer numbers. `fixed` are the last numbers, joined by dots, if they are
-    the same for all tensors. `many` maps the other numbers to tensors; None if there are none, but only the `first`.
+    `path` is their name with `NUMBER` for all layer numbers. `fixed` are the last numbers, joined
+    by dots, if they are the same for all tensors. `many` maps the other numbers to tensors; None if
+    there are none, but only the `first`.
     """
 
     path: Template
@@ -119,7 +135,9 @@ class Group:
         if count == depth:
             yield self
         elif self.many is not None and not depth:
-            yield from (Group(self.path, numbers, tensor, None) for numbers, tensor in self.many.items())
+            yield from (
+                Group(self.path, numbers, tensor, None) for numbers, tensor in self.many.items()
+            )
         elif self.many is not None and depth < count:
             groups: dict[str, dict[str, Outlined]] = {}
             for joined, tensor in self.many.items():
@@ -129,14 +147,18 @@ class Group:
 
     def among(self, keys: Container[str]) -> Group | None:
         """Return the group of those tensors that have one of the keys, or None."""
-        members = {numbers: tensor for numbers, tensor in self.members.items() if tensor.key in keys}
+        members = {
+            numbers: tensor for numbers, tensor in self.members.items() if tensor.key in keys
+        }
         if len(members) == len(self.members):
             return self
         return _group(self.path, self.fixed, members) if members else None
 
 
 def _group(path: Template, fixed: str, members: dict[str, Outlined]) -> Group:
-    return Group(path, fixed, next(iter(members.values())), None if members.keys() == {""} else members)
+    return Group(
+        path, fixed, next(iter(members.values())), None if members.keys() == {""} else members
+    )
 
 
 def _outline(tensor: Outlined) -> Hashable:
@@ -144,7 +166,9 @@ def _outline(tensor: Outlined) -> Hashable:
 
 
 def groups(tensors: Iterable[Outlined]) -> list[Group]:
-    """Group the tensors by their names without any layer number, in the order of each group's first tensor."""
+    """Group the tensors by their names without any layer number, in the order of each group's first
+    tensor.
+    """
     members: dict[Template, dict[str, Outlined]] = {}
     for tensor in tensors:
         path, numbers = template(tensor.key)
@@ -153,7 +177,9 @@ def groups(tensors: Iterable[Outlined]) -> list[Group]:
 
 
 def template(key: str) -> tuple[Template, str]:
-    """Return the key's segments with `NUMBER` for layer numbers, and these numbers, joined by dots."""
+    """Return the key's segments with `NUMBER` for layer numbers, and these numbers, joined by
+    dots.
+    """
     if NUMBER in key:
         key = ".".join(f"\\{one}" if one.lstrip("\\") == NUMBER else one for one in key.split("."))
     texts = NUMBER_SEGMENT.split(key)
@@ -167,28 +193,71 @@ def _segments(text: str) -> Template:
 
 def shown(path: Template) -> str:
     """Return the template as a name, with ``{n}`` for layer numbers."""
-    return ".".join("{n}" if one == NUMBER else one[1:] if one.lstrip("\\") == NUMBER else one for one in path)
+    return ".".join(
+        "{n}" if one == NUMBER else one[1:] if one.lstrip("\\") == NUMBER else one for one in path
+    )
 
 
 # Words
 
 # Part -> segments, in lower case, that mean it and nothing else, in any context.
 CERTAIN: dict[str, tuple[str, ...]] = {
-    "query": ("q", "wq", "q_proj", "query", "q_lin", "to_q", "query_proj", "query_layer", "q_proj_weight"),
+    "query": (
+        "q",
+        "wq",
+        "q_proj",
+        "query",
+        "q_lin",
+        "to_q",
+        "query_proj",
+        "query_layer",
+        "q_proj_weight",
+    ),
     "key": ("k", "wk", "k_proj", "key", "k_lin", "to_k", "key_proj", "key_layer", "k_proj_weight"),
-    "value": ("v", "wv", "v_proj", "value", "v_lin", "to_v", "value_proj", "value_layer", "v_proj_weight"),
-    "token embedding": ("tok_embeddings", "embed_tokens", "wte", "word_embeddings", "token_embedding", "tokens_embed"),
-    "position embedding": ("wpe", "position_embeddings", "positions_embed", "position_embedding", "pos_embed"),
+    "value": (
+        "v",
+        "wv",
+        "v_proj",
+        "value",
+        "v_lin",
+        "to_v",
+        "value_proj",
+        "value_layer",
+        "v_proj_weight",
+    ),
+    "token embedding": (
+        "tok_embeddings",
+        "embed_tokens",
+        "wte",
+        "word_embeddings",
+        "token_embedding",
+        "tokens_embed",
+    ),
+    "position embedding": (
+        "wpe",
+        "position_embeddings",
+        "positions_embed",
+        "position_embedding",
+        "pos_embed",
+    ),
 }
-# Parts whose words have other meanings elsewhere (`w1` of two and of three matrices): believed only if each tensor of
-# one shape has one, and no two have the same.
+# Parts whose words have other meanings elsewhere (`w1` of two and of three matrices): believed only
+# if each tensor of one shape has one, and no two have the same.
 RELATIVE: dict[str, tuple[str, ...]] = {
     "attention output": ("o", "wo", "o_proj", "out_proj", "output_proj", "out_lin"),
     "gate": ("gate_proj", "w1", "gate", "wi_0"),
     "up": ("up_proj", "w3", "up", "wi_1"),
     "down": ("down_proj", "w2", "down"),
     "attention's norm": (
-        *("input_layernorm", "attention_norm", "attn_norm", "sa_norm", "ln_1", "norm1", "layernorm_before"),
+        *(
+            "input_layernorm",
+            "attention_norm",
+            "attn_norm",
+            "sa_norm",
+            "ln_1",
+            "norm1",
+            "layernorm_before",
+        ),
         *("self_attn_layer_norm", "sa_layer_norm", "attn_ln"),
     ),
     "feed-forward's norm": (
@@ -199,10 +268,16 @@ RELATIVE: dict[str, tuple[str, ...]] = {
 HEAD = "head"  # outside of all layers; the first of two segments says it (`output.weight`)
 _HEAD_WORDS = frozenset({"lm_head", "output", "head", "embed_out"})
 # An attention to another sequence: its query is not the query of the layer's other attention.
-_CROSS = frozenset({"cross_attn", "encoder_attn", "multihead_attn", "crossattention", "encdecattention", "attn2"})
+_CROSS = frozenset(
+    {"cross_attn", "encoder_attn", "multihead_attn", "crossattention", "encdecattention", "attn2"}
+)
 # Parts that layers keep in one tensor, in their usual order.
 _ATTENTION = (("query", "key", "value"), ("key", "value"))
-FUSED = (*_ATTENTION, ("gate", "up"), *(tuple(f"cross-attention's {name}" for name in names) for names in _ATTENTION))
+FUSED = (
+    *_ATTENTION,
+    ("gate", "up"),
+    *(tuple(f"cross-attention's {name}" for name in names) for names in _ATTENTION),
+)
 _FUSED_WORDS = ("qkv", "in_proj", "c_attn", "query_key_value", "kv_proj", "to_kv", "gate_up")
 # Last word of a tensor's name -> its kind. A scale is not taken for a bias, whatever their shapes.
 _KINDS = {
@@ -251,7 +326,9 @@ def is_fused(path: Template) -> bool:
 
 
 def inserted(one: Template, other: Template) -> str:
-    """Return the one segment that only the longer of two names has; empty if they differ by more."""
+    """Return the one segment that only the longer of two names has; empty if they differ by
+    more.
+    """
     short, long = sorted((one, other), key=len)
     if len(long) - len(short) != 1:
         return ""
@@ -262,18 +339,23 @@ def inserted(one: Template, other: Template) -> str:
 
 
 def fit(left: Outlined, right: Outlined) -> bool:
-    """Return whether the two have one shape, or one is a matrix with the other's shape transposed."""
+    """Return whether the two have one shape, or one is a matrix with the other's shape
+    transposed.
+    """
     return left.shape == right.shape or (len(left.shape) == 2 and left.shape == right.shape[::-1])
 
 
 def transposed(tensors: Iterable[Outlined]) -> frozenset[str]:
-    """Return the weights that their biases show to be stored as (in, out); none if a bias shows the other order.
+    """Return the weights that their biases show to be stored as (in, out); none if a bias shows the
+    other order.
 
     A square weight is one of them if all other weights of modules with its module's name are.
     """
     tensors = list(tensors)
     biases = {
-        f"{one.key[:-4]}weight": one.shape[0] for one in tensors if len(one.shape) == 1 and one.key[-5:] == ".bias"
+        f"{one.key[:-4]}weight": one.shape[0]
+        for one in tensors
+        if len(one.shape) == 1 and one.key[-5:] == ".bias"
     }
     shapes = {tensor.key: tensor.shape for tensor in tensors} if biases else {}
     matrices = {key: out for key, out in biases.items() if len(shapes.get(key, ())) == 2}
@@ -281,7 +363,11 @@ def transposed(tensors: Iterable[Outlined]) -> frozenset[str]:
         return frozenset()
     oblong = {key for key, out in matrices.items() if shapes[key][1] == out != shapes[key][0]}
     modules = {key.split(".")[-2] for key in oblong}
-    square = {key for key, out in matrices.items() if shapes[key] == (out, out) and key.split(".")[-2] in modules}
+    square = {
+        key
+        for key, out in matrices.items()
+        if shapes[key] == (out, out) and key.split(".")[-2] in modules
+    }
     return frozenset(oblong | square)
 
 
@@ -289,22 +375,30 @@ def straight(side: Side, keys: frozenset[str]) -> Side:
     """Return the side with the shapes of these tensors as (out, in)."""
     if not keys:
         return side
-    tensors = (Tensor(one.key, one.dtype, one.shape[::-1]) if one.key in keys else one for one in side.tensors)
+    tensors = (
+        Tensor(one.key, one.dtype, one.shape[::-1]) if one.key in keys else one
+        for one in side.tensors
+    )
     return Side(tuple(tensors), side.ordered, side.digest)
 
 
 def exchangeable(tensors: Iterable[Outlined]) -> tuple[tuple[str, ...], ...]:
-    """Return keys of tensors that have one shape in the same layers, a tuple for each shape, without biases.
+    """Return keys of tensors that have one shape in the same layers, a tuple for each shape,
+    without biases.
 
     Whole layers could be exchanged too, in every model: these are not reported.
     """
     by_shape: defaultdict[Hashable, list[Group]] = defaultdict(list)
     for group in groups(tensors):
         if kind_of(group.path) in ("weight", "") and len(group.first.shape) > 0:
-            last = max((at for at, segment in enumerate(group.path) if segment == NUMBER), default=-1)
+            last = max(
+                (at for at, segment in enumerate(group.path) if segment == NUMBER), default=-1
+            )
             by_shape[group.signature, group.path[: last + 1]].append(group)
     return tuple(
-        tuple(one.key for group in same for one in group.members.values()) for same in by_shape.values() if same[1:]
+        tuple(one.key for group in same for one in group.members.values())
+        for same in by_shape.values()
+        if same[1:]
     )
 
 
@@ -314,13 +408,19 @@ _LONGEST_PREFIX = 6  # segments of a prefix
 Prefixes = tuple[Template, Template]
 
 
-def common_trees(lefts: Sequence[Group], rights: Sequence[Group]) -> Iterator[tuple[Prefixes, Group, Group]]:
-    """Yield two prefixes, and two groups with one name below them. Below two modules, one segment is not enough."""
+def common_trees(
+    lefts: Sequence[Group], rights: Sequence[Group]
+) -> Iterator[tuple[Prefixes, Group, Group]]:
+    """Yield two prefixes, and two groups with one name below them. Below two modules, one segment
+    is not enough.
+    """
 
     def splits(path: Template) -> Iterator[tuple[Template, Template]]:
         return ((path[:depth], path[depth:]) for depth in range(min(len(path), _LONGEST_PREFIX)))
 
-    rests = {rest for group in lefts for _, rest in splits(group.path) if rest[1:] or rest == group.path}
+    rests = {
+        rest for group in lefts for _, rest in splits(group.path) if rest[1:] or rest == group.path
+    }
     below: dict[Template, list[tuple[Template, Group]]] = {}
     for right in rights:
         for prefix, rest in splits(right.path):
@@ -334,17 +434,23 @@ def common_trees(lefts: Sequence[Group], rights: Sequence[Group]) -> Iterator[tu
 
 
 def best_tree(trees: Mapping[Prefixes, Sequence[tuple[Group, Group]]]) -> Prefixes | None:
-    """Return the prefixes that explain most tensors, the shortest of these; None if others explain as many."""
+    """Return the prefixes that explain most tensors, the shortest of these; None if others explain
+    as many.
+    """
     fits: dict[tuple[Group, Group], int] = {}
     for pair in {pair for pairs in trees.values() for pair in pairs}:
         left, right = (group.members for group in pair)
-        fits[pair] = sum(numbers in right and fit(one, right[numbers]) for numbers, one in left.items())
+        fits[pair] = sum(
+            numbers in right and fit(one, right[numbers]) for numbers, one in left.items()
+        )
     counts = {prefixes: sum(fits[pair] for pair in pairs) for prefixes, pairs in trees.items()}
     ranked = sorted(counts, key=lambda prefixes: (-counts[prefixes], sum(map(len, prefixes))))
     if not ranked or not counts[ranked[0]]:
         return None
     if len(ranked) > 1 and counts[ranked[0]] == counts[ranked[1]]:
-        sides = ({(side, pair[side].path) for pair in trees[at] for side in (0, 1)} for at in ranked[:2])
+        sides = (
+            {(side, pair[side].path) for pair in trees[at] for side in (0, 1)} for at in ranked[:2]
+        )
         if sum(map(len, ranked[0])) == sum(map(len, ranked[1])) and set.intersection(*sides):
             return None
     return ranked[0]
@@ -354,15 +460,20 @@ class Paths:
     """What pairs say about the modules above them: stacks of layers, and whole trees."""
 
     def __init__(self, known: Mapping[str, str]) -> None:
-        self._homes: tuple[defaultdict[Template, set[Template]], ...] = defaultdict(set), defaultdict(set)
+        self._homes: tuple[defaultdict[Template, set[Template]], ...] = (
+            defaultdict(set),
+            defaultdict(set),
+        )
         self._paired: set[tuple[Template, Template]] = set()
         self._modules: defaultdict[Template, set[Template]] = defaultdict(set)  # of pairs
-        self._contradictions: dict[tuple[Template, Template], bool] = {}  # answers since the last new tree
+        # answers since the last new tree
+        self._contradictions: dict[tuple[Template, Template], bool] = {}
         for left, right in known.items():
             path = template(left)[0]
             if left != right:
                 self.pair(path, template(right)[0])
-            elif (path, path) not in self._paired:  # all modules above a key of both sides are the same
+            # all modules above a key of both sides are the same
+            elif (path, path) not in self._paired:
                 self.pair(path, path)
                 for depth in range(1, len(path)):
                     self.tree(path[:depth], path[:depth])
@@ -373,7 +484,9 @@ class Paths:
             return
         self._paired.add((left, right))
         self._modules[left[:-1]].add(right[:-1])
-        numbers = [[at for at, segment in enumerate(path) if segment == NUMBER] for path in (left, right)]
+        numbers = [
+            [at for at, segment in enumerate(path) if segment == NUMBER] for path in (left, right)
+        ]
         if len(numbers[0]) == len(numbers[1]):
             for at, other in zip(*numbers):
                 self.tree(left[: at + 1], right[: other + 1])
@@ -403,7 +516,9 @@ class Paths:
 
 
 def _strays(path: Template, other: Template, homes: Mapping[Template, set[Template]]) -> bool:
-    """Return whether a module above `path` has known places on the other side, none of which is above `other`."""
+    """Return whether a module above `path` has known places on the other side, none of which is
+    above `other`.
+    """
     for depth in range(len(path)):
         known = homes.get(path[:depth])
         if known and not any(other[: len(home)] == home for home in known):
@@ -412,12 +527,15 @@ def _strays(path: Template, other: Template, homes: Mapping[Template, set[Templa
 
 
 class Modules:
-    """Which modules hold the two tensors of a pair. Only modules of tensors that are still open are looked at.
+    """Which modules hold the two tensors of a pair. Only modules of tensors that are still open are
+    looked at.
 
     Pairs are taken in at the first question: most diffs ask none, and these tables are large.
     """
 
-    def __init__(self, known: Mapping[str, str], left: Collection[str], right: Collection[str]) -> None:
+    def __init__(
+        self, known: Mapping[str, str], left: Collection[str], right: Collection[str]
+    ) -> None:
         self._open = left, right
         self._known = known
         self._new: list[Pair] = []
@@ -428,7 +546,9 @@ class Modules:
         self._new += pairs
 
     def homes(self, key: str, side: int) -> Collection[str]:
-        """Return the modules of the right that hold a pair with this key's module; of a key of the right its own."""
+        """Return the modules of the right that hold a pair with this key's module; of a key of the
+        right its own.
+        """
         self._take_in()
         return self._homes[0].get(_module(key), ()) if side == 0 else (_module(key),)
 
@@ -476,7 +596,8 @@ class Order:
     @cached_property
     def _layers(self) -> dict[str, int]:
         """Module -> the place of the first layer below it."""
-        first: dict[str, int] = {}  # the text before the first number -> the place of the first key with it
+        # the text before the first number -> the place of the first key with it
+        first: dict[str, int] = {}
         for key, at in self.place.items():
             number = NUMBER_SEGMENT.search(key)
             if number is not None:
@@ -489,22 +610,33 @@ class Order:
         return layers
 
     def is_meaningful(self, groups: Sequence[Group]) -> bool:
-        """Return whether the file keeps the order, or the names differ in a number that grows: ``fc1``, ``fc2``."""
+        """Return whether the file keeps the order, or the names differ in a number that grows:
+        ``fc1``, ``fc2``.
+        """
         if self._side.ordered:
             return True
         names = [re.split(r"(\d+|\.)", ".".join(group.template)) for group in groups]
         varying = [column for column in zip(*names) if len(set(column)) > 1]
-        if len({len(parts) for parts in names}) > 1 or len(varying) != 1 or not all(map(str.isdecimal, varying[0])):
+        if (
+            len({len(parts) for parts in names}) > 1
+            or len(varying) != 1
+            or not all(map(str.isdecimal, varying[0]))
+        ):
             return False
         return list(map(int, varying[0])) == sorted(map(int, varying[0]))
 
     def neighbors(self, group: Group) -> str:
-        """Return whether a tensor outside of all layers is ``before`` or ``after`` them; empty if that is unknown.
+        """Return whether a tensor outside of all layers is ``before`` or ``after`` them; empty if
+        that is unknown.
 
         A state dict has a module's parameters before its children, so their order says nothing.
         """
         path = tuple(group.first.key.split("."))
-        if not self._side.ordered or not kind_of(path) or any(segment.isdecimal() for segment in path):
+        if (
+            not self._side.ordered
+            or not kind_of(path)
+            or any(segment.isdecimal() for segment in path)
+        ):
             return ""
         homes = (".".join(path[:depth]) for depth in range(len(path) - 1, -1, -1))
         layers = next((self._layers[home] for home in homes if home in self._layers), None)

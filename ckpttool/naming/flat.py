@@ -16,7 +16,9 @@ from ckpttool.naming.wrappers import recognise, strip
 
 @dataclass(frozen=True, slots=True)
 class FlatParam:
-    """A flat parameter of a file: its key, the path of its unit (``""`` is the root), and its number of elements."""
+    """A flat parameter of a file: its key, the path of its unit (``""`` is the root), and its
+    number of elements.
+    """
 
     key: str
     unit: str
@@ -45,7 +47,8 @@ class Slot:
 
 
 def unit_paths(flat: Iterable[str], others: Iterable[str] = ()) -> dict[str, str]:
-    """Return key of a flat parameter -> path of its unit, without wrapper segments (``""`` is the root).
+    """Return key of a flat parameter -> path of its unit, without wrapper segments (``""`` is the
+    root).
 
     `others` are the other keys of the file: all keys together show the wrappers.
     """
@@ -56,10 +59,16 @@ def unit_paths(flat: Iterable[str], others: Iterable[str] = ()) -> dict[str, str
 
 def flat_params(section: Section) -> tuple[FlatParam, ...]:
     """Return the flat parameters of a state dict, by the names of its keys."""
-    flat = [entry for entry in section.tensors if is_flat(entry.key)] if section.kind == "state_dict" else []
+    flat = (
+        [entry for entry in section.tensors if is_flat(entry.key)]
+        if section.kind == "state_dict"
+        else []
+    )
     if not flat:
         return ()
-    paths = unit_paths([entry.key for entry in flat], [key for key in section.by_key() if not is_flat(key)])
+    paths = unit_paths(
+        [entry.key for entry in flat], [key for key in section.by_key() if not is_flat(key)]
+    )
     return tuple(FlatParam(entry.key, paths[entry.key], entry.numel) for entry in flat)
 
 
@@ -69,12 +78,15 @@ def _module_paths(names: Names) -> list[str]:
     for tensor in names.runtime:
         if tensor.kind == "parameter":
             segments = tensor.canonical.split(".")[:-1]
-            paths.update((".".join(segments[:depth]), None) for depth in range(1, len(segments) + 1))
+            paths.update(
+                (".".join(segments[:depth]), None) for depth in range(1, len(segments) + 1)
+            )
     return list(paths)
 
 
 def named_units(names: Names, patterns: Iterable[str]) -> tuple[list[str], list[Problem]]:
-    """Return the root and the modules that the patterns match (``*`` within one segment), parents first.
+    """Return the root and the modules that the patterns match (``*`` within one segment), parents
+    first.
 
     The problems are patterns that match no module.
     """
@@ -91,14 +103,20 @@ def named_units(names: Names, patterns: Iterable[str]) -> tuple[list[str], list[
     return [path for path in paths if path in units], problems
 
 
-def slots(names: Names, units: Collection[str], outside: Collection[str] = ()) -> dict[str, tuple[Slot, ...]]:
-    """Return unit -> the places of its parameters, units in ``model.parameters()`` order; perhaps without parameters.
+def slots(
+    names: Names, units: Collection[str], outside: Collection[str] = ()
+) -> dict[str, tuple[Slot, ...]]:
+    """Return unit -> the places of its parameters, units in ``model.parameters()`` order; perhaps
+    without parameters.
 
-    Modules are in the order of ``named_modules``, parameters in the order of registration; a parameter with two names
-    in the unit is there once. `outside` are FQNs that are in no flat parameter.
+    Modules are in the order of ``named_modules``, parameters in the order of registration; a
+    parameter with two names in the unit is there once. `outside` are FQNs that are in no flat
+    parameter.
     """
     shapes = {t.fqn: t.shape for t in names.runtime}
-    members: dict[str, dict[str, list[str]]] = {path: {} for path in _module_paths(names) if path in units}
+    members: dict[str, dict[str, list[str]]] = {
+        path: {} for path in _module_paths(names) if path in units
+    }
     for tensor in names.runtime:
         if tensor.kind != "parameter" or tensor.fqn in outside:
             continue
@@ -118,7 +136,8 @@ def slots(names: Names, units: Collection[str], outside: Collection[str] = ()) -
 
 
 def misfit(own: tuple[Slot, ...], numel: int, world_size: int, padded: bool) -> str | None:
-    """Return where a flat parameter of `numel` elements differs from the model's `own` slots; None if it fits.
+    """Return where a flat parameter of `numel` elements differs from the model's `own` slots; None
+    if it fits.
 
     `padded`: it may be padded to a multiple of the number of ranks.
     """
@@ -128,6 +147,9 @@ def misfit(own: tuple[Slot, ...], numel: int, world_size: int, padded: bool) -> 
     start = f"holds {numel:,} elements, and the model's parameters need {total:,}: "
     for slot in own:
         if slot.end > numel:
-            return start + f"{slot.fqns[0]} {list(slot.shape)} would be elements {slot.start:,} to {slot.end:,}"
+            return start + (
+                f"{slot.fqns[0]} {list(slot.shape)} would be elements {slot.start:,} to"
+                f" {slot.end:,}"
+            )
     last = f"after its last parameter, {own[-1].fqns[0]} {list(own[-1].shape)}, " if own else ""
     return start + f"{last}{numel - total:,} are left"

@@ -44,8 +44,9 @@ from ckpttool.naming.evidence import (
 )
 
 _DEPTHS = (3, 2, 1, 0)  # layer numbers that are generalised: models have up to three
-# The budget of an inference: a comparison of two groups costs `_COST`, a step 1 for each tensor that is left. Real
-# models need far less; thousands of tensors of one shape under unrelated names would take hours, and find nothing.
+# The budget of an inference: a comparison of two groups costs `_COST`, a step 1 for each tensor
+# that is left. Real models need far less; thousands of tensors of one shape under unrelated names
+# would take hours, and find nothing.
 _COST = 8
 _MOST = 5_000_000
 _MOST_EACH = 20  # more for each tensor
@@ -57,12 +58,13 @@ class BudgetExceeded(Exception):
 
 
 class Way(NamedTuple):
-    """Pair two groups with tensors of one shape in the same layers if they, and no others, share a key.
+    """Pair two groups with tensors of one shape in the same layers if they, and no others, share a
+    key.
 
-    `keys` gives the keys of a group of the left (side 0) or right (1). Only groups with the same `label`, which their
-    names tell, are compared. `names`: as `keys`, of groups without any layer number; groups are compared only if such
-    groups share one. `weak`: no name confirms the pair, so nothing in the names may contradict it. `sure`: pair them
-    even if the modules above contradict.
+    `keys` gives the keys of a group of the left (side 0) or right (1). Only groups with the same
+    `label`, which their names tell, are compared. `names`: as `keys`, of groups without any layer
+    number; groups are compared only if such groups share one. `weak`: no name confirms the pair, so
+    nothing in the names may contradict it. `sure`: pair them even if the modules above contradict.
     """
 
     keys: Callable[[Group, int], Iterable[Hashable]]
@@ -74,9 +76,14 @@ class Way(NamedTuple):
 
 
 def _one_longer(group: Group, side: int) -> set[Hashable]:
-    """Return keys that two names share if they differ in one segment that only the longer name has."""
+    """Return keys that two names share if they differ in one segment that only the longer name
+    has.
+    """
     name = group.template
-    return {(side, name), *((1 - side, name[:at] + name[at + 1 :]) for at, segment in enumerate(name) if segment)}
+    return {
+        (side, name),
+        *((1 - side, name[:at] + name[at + 1 :]) for at, segment in enumerate(name) if segment),
+    }
 
 
 def _has_part(group: Group, side: int) -> list[bool]:
@@ -87,10 +94,13 @@ def _shape(left: Group, right: Group) -> str:
     return f"the only ones of shape {list(left.first.shape)}"
 
 
-# A module that holds another, or a hook that hides it. Other layers may have the shorter name on both sides.
+# A module that holds another, or a hook that hides it. Other layers may have the shorter name on
+# both sides.
 BY_NAME = Way(
     _one_longer,
-    lambda a, b: Info(f"{SAME_NAME} but for the segment `{inserted(a.template, b.template)}`", SAME_NAME.code),
+    lambda a, b: Info(
+        f"{SAME_NAME} but for the segment `{inserted(a.template, b.template)}`", SAME_NAME.code
+    ),
     names=_one_longer,
     sure=True,
 )
@@ -113,7 +123,8 @@ BY_SHAPE_ALONE = Way(  # if a name does not say the kind of tensor
 )
 BY_ELIMINATION = Way(  # the last tensor of each side
     lambda group, side: [
-        (group.first.dtype, kind) for kind in ([kind_of(group.path)] if kind_of(group.path) else KINDS)
+        (group.first.dtype, kind)
+        for kind in ([kind_of(group.path)] if kind_of(group.path) else KINDS)
     ],
     lambda a, b: "the only ones without a partner, of one shape",
     label=lambda group: None,
@@ -122,15 +133,21 @@ BY_ELIMINATION = Way(  # the last tensor of each side
 
 
 def infer(left: Side, right: Side, known: Mapping[str, str] | None = None) -> Inference:
-    """Pair the two sides' tensors. `known` maps keys of the left to keys of the right that are the same tensor."""
+    """Pair the two sides' tensors. `known` maps keys of the left to keys of the right that are the
+    same tensor.
+    """
     turned = transposed(left.tensors), transposed(right.tensors)
     if bool(turned[0]) == bool(turned[1]):  # both sides are, or neither
         turned = frozenset(), frozenset()
     search = _Search(straight(left, turned[0]), straight(right, turned[1]), known or {}, turned)
     by_module = Way(
-        lambda group, side: search.modules.homes(group.first.key, side) if kind_of(group.path) else (),
+        lambda group, side: (
+            search.modules.homes(group.first.key, side) if kind_of(group.path) else ()
+        ),
         lambda a, b: "other tensors of its module are paired",
-        names=lambda group, side: search.paths.homes(group.path, side) if kind_of(group.path) else (),
+        names=lambda group, side: (
+            search.paths.homes(group.path, side) if kind_of(group.path) else ()
+        ),
     )
     ways: list[Callable[[], bool]] = [  # the strongest evidence first
         search.by_content,
@@ -147,7 +164,8 @@ def infer(left: Side, right: Side, known: Mapping[str, str] | None = None) -> In
     ]
     with many_objects():
         try:
-            while any(map(search.try_way, ways)):  # after each success begin again with the strongest evidence
+            # after each success begin again with the strongest evidence
+            while any(map(search.try_way, ways)):
                 pass
             return search.result()
         except BudgetExceeded:
@@ -155,10 +173,16 @@ def infer(left: Side, right: Side, known: Mapping[str, str] | None = None) -> In
 
 
 class _Search:
-    """`left` and `right` are the tensors without a partner. A way pairs some, and returns whether it did."""
+    """`left` and `right` are the tensors without a partner. A way pairs some, and returns whether
+    it did.
+    """
 
     def __init__(
-        self, left: Side, right: Side, known: Mapping[str, str], turned: tuple[frozenset[str], frozenset[str]]
+        self,
+        left: Side,
+        right: Side,
+        known: Mapping[str, str],
+        turned: tuple[frozenset[str], frozenset[str]],
     ) -> None:
         self.sides, self.turned, self.has_known = (left, right), turned, bool(known)
         self.left, self.right = ({one.key: one for one in side.tensors} for side in self.sides)
@@ -167,7 +191,8 @@ class _Search:
         self.pairs: list[Pair] = []
         self.weak: set[int] = set()  # the pairs that no name confirms
         self._groups: list[list[Group] | None] = [None, None]
-        self._stale: tuple[set[Template], set[Template]] = set(), set()  # names of groups that have paired tensors
+        # names of groups that have paired tensors
+        self._stale: tuple[set[Template], set[Template]] = set(), set()
         self._by_depth: dict[tuple[Group, int], list[tuple[Hashable, Group]]] = {}
         transposed_too = []
         lefts, rights = (dict(self.left), dict(self.right)) if known else ({}, {})
@@ -203,31 +228,47 @@ class _Search:
             found = groups(tensors.values())
         elif stale := self._stale[side]:
             still = (group.among(tensors) if group.path in stale else group for group in found)
-            self._by_depth = {at: ones for at, ones in self._by_depth.items() if at[0].path not in stale}
+            self._by_depth = {
+                at: ones for at, ones in self._by_depth.items() if at[0].path not in stale
+            }
             found = self._in_order(side, filter(None, still))
         self._groups[side] = found
         self._stale[side].clear()
         return found
 
-    def at_depth(self, side: int, depth: int, names: Container[Template] | None = None) -> list[tuple[Hashable, Group]]:
-        """Group them (or those with `names`) without the first `depth` layer numbers, each group with its signature."""
+    def at_depth(
+        self, side: int, depth: int, names: Container[Template] | None = None
+    ) -> list[tuple[Hashable, Group]]:
+        """Group them (or those with `names`) without the first `depth` layer numbers, each group
+        with its signature.
+        """
         found: list[tuple[Hashable, Group]] = []
         for group in self.groups(side):
             if names is None or group.path in names:
                 if (group, depth) not in self._by_depth:
-                    self._by_depth[group, depth] = [(one.signature, one) for one in group.at_depth(depth)]
+                    self._by_depth[group, depth] = [
+                        (one.signature, one) for one in group.at_depth(depth)
+                    ]
                 found += self._by_depth[group, depth]
         place = self.orders[side].place
         return sorted(found, key=lambda one: place[one[1].first.key]) if found[1:] else found
 
     def _in_order(self, side: int, found: Iterable[Group]) -> list[Group]:
         groups = list(found)
-        return sorted(groups, key=lambda one: self.orders[side].place[one.first.key]) if groups[1:] else groups
+        return (
+            sorted(groups, key=lambda one: self.orders[side].place[one.first.key])
+            if groups[1:]
+            else groups
+        )
 
     def classes(
-        self, label: Callable[[Group], Hashable], names: Sequence[Container[Template] | None] = (None, None)
+        self,
+        label: Callable[[Group], Hashable],
+        names: Sequence[Container[Template] | None] = (None, None),
     ) -> Iterator[tuple[list[Group], list[Group]]]:
-        """Yield groups of both sides with tensors of one shape in the same layers, and with the same label."""
+        """Yield groups of both sides with tensors of one shape in the same layers, and with the
+        same label.
+        """
         for depth in _DEPTHS:
             found: dict[Hashable, tuple[list[Group], list[Group]]] = {}
             for signature, group in self.at_depth(0, depth, names[0]):
@@ -250,20 +291,31 @@ class _Search:
             outlines = {(one.dtype, one.shape) for one in tensors[1 - side]}
             digest = self.sides[side].digest
             for one in tensors[side]:
-                if (one.dtype, one.shape) in outlines and digest and (value := digest(Ref(one.key))) is not None:
+                if (
+                    (one.dtype, one.shape) in outlines
+                    and digest
+                    and (value := digest(Ref(one.key))) is not None
+                ):
                     found[one.dtype, one.shape, value].append(one.key)
         lefts, rights = by_digest
-        hits = [(keys[0], rights[at][0]) for at, keys in lefts.items() if len(keys) == len(rights.get(at, ())) == 1]
+        hits = [
+            (keys[0], rights[at][0])
+            for at, keys in lefts.items()
+            if len(keys) == len(rights.get(at, ())) == 1
+        ]
         for left, right in hits:
             self._take((left,), (right,), _SAME_VALUES)
         return bool(hits)
 
     def by_tree(self) -> bool:
-        """Pair the same tree of names below another module: the two prefixes that explain most tensors."""
+        """Pair the same tree of names below another module: the two prefixes that explain most
+        tensors.
+        """
         trees: dict[Prefixes, list[tuple[Group, Group]]] = {}
         for (left, right), one, other in common_trees(self.groups(0), self.groups(1)):
             self.spend(_COST)
-            is_long = len(one.path) - len(left) > 1 or not left or not right  # one segment says too little
+            # one segment says too little
+            is_long = len(one.path) - len(left) > 1 or not left or not right
             is_other = not any(prefix and self.paths.is_same(prefix) for prefix in (left, right))
             if is_long and is_other and not self.paths.contradict(one.path, other.path):
                 trees.setdefault((left, right), []).append((one, other))
@@ -274,10 +326,17 @@ class _Search:
         evidence = Info(f"{SAME_NAME} below {below}", SAME_NAME.code) if below else SAME_NAME
         for one, other in trees[best]:
             both = [(a, other.members[at]) for at, a in one.members.items() if at in other.members]
-            both = [(a, b) for a, b in both if fit(a, b) and a.key in self.left and b.key in self.right]
+            both = [
+                (a, b) for a, b in both if fit(a, b) and a.key in self.left and b.key in self.right
+            ]
             if both:
-                sides = ["left" if a.shape != b.shape else self._transposed((a.key,), (b.key,)) for a, b in both]
-                pairs = [Pair((a.key,), (b.key,), evidence, side) for (a, b), side in zip(both, sides)]
+                sides = [
+                    "left" if a.shape != b.shape else self._transposed((a.key,), (b.key,))
+                    for a, b in both
+                ]
+                pairs = [
+                    Pair((a.key,), (b.key,), evidence, side) for (a, b), side in zip(both, sides)
+                ]
                 self._add(pairs, [(one.path, other.path)])
         if len(trees[best]) > 1:
             self.paths.tree(*best)
@@ -306,7 +365,9 @@ class _Search:
     def _only_partner(
         self, way: Way, group: Group, side: int, others: Mapping[Hashable, Sequence[Group]]
     ) -> Group | None:
-        """Return the group of the other side with a key of this group; None if there is none, or more than one."""
+        """Return the group of the other side with a key of this group; None if there is none, or
+        more than one.
+        """
         is_allowed = self._agree if way.weak else self._may
         partner = None
         for key in way.keys(group, side):
@@ -320,8 +381,12 @@ class _Search:
                 partner = other
         return partner
 
-    def _names_with_shared_keys(self, way: Way) -> tuple[set[Template] | None, set[Template] | None]:
-        """Return each side's names, without any layer number, that share one of `way.names`; None if there are none."""
+    def _names_with_shared_keys(
+        self, way: Way
+    ) -> tuple[set[Template] | None, set[Template] | None]:
+        """Return each side's names, without any layer number, that share one of `way.names`; None
+        if there are none.
+        """
         if way.names is None:
             return None, None
         by_key: tuple[dict[Hashable, set[Template]], ...] = {}, {}
@@ -336,18 +401,29 @@ class _Search:
         return lefts, rights
 
     def by_relative_parts(self) -> bool:
-        """Pair tensors of one shape that all have different parts by name, the same parts on both sides."""
+        """Pair tensors of one shape that all have different parts by name, the same parts on both
+        sides.
+        """
         taken = False
         for lefts, rights in self.classes(lambda group: kind_of(group.path)):
-            left, right = ({part_of(group.path): group for group in side} for side in (lefts, rights))
-            if "" in left or left.keys() != right.keys() or len(left) < len(lefts) or len(right) < len(rights):
+            left, right = (
+                {part_of(group.path): group for group in side} for side in (lefts, rights)
+            )
+            if (
+                "" in left
+                or left.keys() != right.keys()
+                or len(left) < len(lefts)
+                or len(right) < len(rights)
+            ):
                 continue
             for part, group in left.items():
                 taken |= self._take_groups(group, right[part], f"both are the {part} by name")
         return taken
 
     def by_order(self) -> bool:
-        """Pair tensors of one shape in the order of the models, if there are as many on both sides."""
+        """Pair tensors of one shape in the order of the models, if there are as many on both
+        sides.
+        """
         taken = False
         for lefts, rights in self.classes(lambda group: kind_of(group.path)):
             by_part = False
@@ -393,8 +469,8 @@ class _Search:
         return taken
 
     def _fusible(self, side: int) -> tuple[set[Template], set[Template]]:
-        """Return the names, without any layer number, of a side's tensors, and of parts of the other side that may be
-        their parts by name and shape.
+        """Return the names, without any layer number, of a side's tensors, and of parts of the
+        other side that may be their parts by name and shape.
         """
         by_shape: defaultdict[Hashable, set[Template]] = defaultdict(set)
         for group in self.groups(side):
@@ -404,7 +480,8 @@ class _Search:
         for (_, kind), by_name in _homes(self.groups(1 - side)).items():
             for names in FUSED:
                 row = [
-                    {one.shape for group in by_name.get(name, ()) for one in group.members.values()} for name in names
+                    {one.shape for group in by_name.get(name, ()) for one in group.members.values()}
+                    for name in names
                 ]
                 is_short = prod(map(len, row)) <= len(self.left) + len(self.right)
                 sums = {(kind, shape) for shape in _sums(row)} if is_short else by_shape.keys()
@@ -417,7 +494,9 @@ class _Search:
     def _fused(
         self, wholes: Sequence[Group], parts: Sequence[Group], side: int
     ) -> Iterator[tuple[Group, tuple[Group, ...], str]]:
-        """Yield each group of one side that exactly one row of parts of the other side makes up, with this row."""
+        """Yield each group of one side that exactly one row of parts of the other side makes up,
+        with this row.
+        """
         rows = list(_rows(parts))
         shapes: defaultdict[Hashable, list[Group]] = defaultdict(list)
         for whole in wholes if rows else ():
@@ -426,10 +505,16 @@ class _Search:
         hits = []
         for names, row in rows:
             fits = shapes.get(_sum_of_shapes(row), ())
-            fits = [one for one in fits if (self._may(one, row[0]) if side == 0 else self._may(row[0], one))]
+            fits = [
+                one
+                for one in fits
+                if (self._may(one, row[0]) if side == 0 else self._may(row[0], one))
+            ]
             fits = [one for one in fits if is_fused(one.template)] or fits
             if len(fits) == 1:
-                hits.append((fits[0], row, f"shapes add up, parts in the field's order {', '.join(names)}"))
+                hits.append(
+                    (fits[0], row, f"shapes add up, parts in the field's order {', '.join(names)}")
+                )
         count = Counter(whole for whole, _, _ in hits)
         yield from (hit for hit in hits if count[hit[0]] == 1)
 
@@ -440,10 +525,21 @@ class _Search:
         for at, one in whole.members.items():
             parts = tuple(group.members[at] for group in row)
             text = evidence
-            if self.sides[0].digest is not None and self.sides[1].digest is not None and not any(self.turned):
-                order = next((order for order in permutations(parts) if self._have_values(one, order, side)), None)
+            if (
+                self.sides[0].digest is not None
+                and self.sides[1].digest is not None
+                and not any(self.turned)
+            ):
+                order = next(
+                    (order for order in permutations(parts) if self._have_values(one, order, side)),
+                    None,
+                )
                 parts = order or parts
-                text = f"{evidence}; the values differ" if order is None else "the same values, parts in this order"
+                text = (
+                    f"{evidence}; the values differ"
+                    if order is None
+                    else ("the same values, parts in this order")
+                )
             keys = tuple(part.key for part in parts)
             if side == 0:
                 self._take((one.key,), keys, text)
@@ -465,18 +561,23 @@ class _Search:
     # What the ways have in common
 
     def _may(self, left: Group, right: Group) -> bool:
-        """Return whether the modules around the two allow the pair. A head by name may be outside of the other tree."""
+        """Return whether the modules around the two allow the pair. A head by name may be outside
+        of the other tree.
+        """
         self.spend(_COST)
         if self.paths.contradict(left.path, right.path):
             return part_of(left.path) == part_of(right.path) == HEAD
-        has_kinds = kind_of(left.path) and kind_of(right.path)  # else they are in other modules than their neighbors
+        # else they are in other modules than their neighbors
+        has_kinds = kind_of(left.path) and kind_of(right.path)
         return not (has_kinds and self.modules.part(left.first.key, right.first.key))
 
     def _agree(self, left: Group, right: Group) -> bool:
         """Return whether the modules, the names and the places of the two allow the pair."""
         parts = part_of(left.path), part_of(right.path)
         places = [order.neighbors(group) for order, group in zip(self.orders, (left, right))]
-        return self._may(left, right) and all(not all(two) or two[0] == two[1] for two in (parts, places))
+        return self._may(left, right) and all(
+            not all(two) or two[0] == two[1] for two in (parts, places)
+        )
 
     @staticmethod
     def _are_open(tensors: Container[str], *groups: Group) -> bool:
@@ -489,7 +590,10 @@ class _Search:
         both = [((one.key,), (right.members[at].key,)) for at, one in left.members.items()]
         if weak:
             self.weak.update(range(len(self.pairs), len(self.pairs) + len(both)))
-        self._add([Pair(*keys, evidence, self._transposed(*keys)) for keys in both], [(left.path, right.path)])
+        self._add(
+            [Pair(*keys, evidence, self._transposed(*keys)) for keys in both],
+            [(left.path, right.path)],
+        )
         return True
 
     def _take(self, left: tuple[str, ...], right: tuple[str, ...], evidence: str) -> None:
@@ -513,33 +617,47 @@ class _Search:
         self.pairs += pairs
 
     def _transposed(self, left: Iterable[str], right: Iterable[str]) -> str:
-        """Return the side that is stored transposed. Of the parts of one tensor all are if one is."""
+        """Return the side that is stored transposed. Of the parts of one tensor all are if one
+        is.
+        """
         if not self.turned[0].isdisjoint(left):
             return "left"
         return "" if self.turned[1].isdisjoint(right) else "right"
 
     def result(self, is_complete: bool = True) -> Inference:
-        """Return the pairs in the order of the left. Pairs by shape alone count only if most of a side is paired."""
+        """Return the pairs in the order of the left. Pairs by shape alone count only if most of a
+        side is paired.
+        """
         is_explained = len(self.pairs) > min(len(self.left), len(self.right))
         weak = set[int]() if is_explained else self.weak
         kept = [pair for at, pair in enumerate(self.pairs) if at not in weak]
         by_first = {pair.left[0]: pair for pair in kept}
         pairs = tuple([by_first[one.key] for one in self.sides[0].tensors if one.key in by_first])
         reason = "only their shapes agree, and most keys have no partner"
-        ambiguous = [Ambiguous(self.pairs[at].left, self.pairs[at].right, reason) for at in sorted(weak)]
+        ambiguous = [
+            Ambiguous(self.pairs[at].left, self.pairs[at].right, reason) for at in sorted(weak)
+        ]
         if not is_complete:
             reason = (
-                f"not looked for further among {len(self.left):,} and {len(self.right):,} tensors: too many are alike"
+                f"not looked for further among {len(self.left):,} and {len(self.right):,} tensors:"
+                " too many are alike"
             )
-            return Inference(pairs, (*ambiguous, Ambiguous(tuple(self.left), tuple(self.right), reason)))
+            return Inference(
+                pairs, (*ambiguous, Ambiguous(tuple(self.left), tuple(self.right), reason))
+            )
         seen: set[str] = set()
         for lefts, rights in self.classes(lambda group: kind_of(group.path)):
             left, right = (
-                tuple(one.key for group in side for one in group.members.values()) for side in (lefts, rights)
+                tuple(one.key for group in side for one in group.members.values())
+                for side in (lefts, rights)
             )
-            if seen.isdisjoint((*left, *right)) and any(self._may(a, b) for a, b in product(lefts, rights)):
+            if seen.isdisjoint((*left, *right)) and any(
+                self._may(a, b) for a, b in product(lefts, rights)
+            ):
                 seen.update(left, right)
-                ambiguous.append(Ambiguous(left, right, "one shape, and no name or order tells them apart"))
+                ambiguous.append(
+                    Ambiguous(left, right, "one shape, and no name or order tells them apart")
+                )
         return Inference(pairs, tuple(ambiguous))
 
 
@@ -552,17 +670,27 @@ def _by_key(way: Way, candidates: Iterable[Group], side: int) -> Mapping[Hashabl
 
 
 def _homes(parts: Sequence[Group]) -> Mapping[tuple[Template, str], Mapping[str, list[Group]]]:
-    """Return the groups by the module that has the parts and the kind of tensor, and then by the part."""
-    homes: defaultdict[tuple[Template, str], dict[str, list[Group]]] = defaultdict(lambda: defaultdict(list))
+    """Return the groups by the module that has the parts and the kind of tensor, and then by the
+    part.
+    """
+    homes: defaultdict[tuple[Template, str], dict[str, list[Group]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for group in parts:
         path, name = group.template, part_of(group.path)
-        places = (at for at in range(len(path) - 1, -1, -1) if name.endswith(part_of(path[at : at + 1]) or "?"))
+        places = (
+            at
+            for at in range(len(path) - 1, -1, -1)
+            if name.endswith(part_of(path[at : at + 1]) or "?")
+        )
         homes[path[: next(places, 0)] if name else (), kind_of(group.path)][name].append(group)
     return homes
 
 
 def _rows(parts: Sequence[Group]) -> Iterator[tuple[tuple[str, ...], tuple[Group, ...]]]:
-    """Yield groups in one module that are, by name, the parts of a tensor that layers may keep fused."""
+    """Yield groups in one module that are, by name, the parts of a tensor that layers may keep
+    fused.
+    """
     for by_name in _homes(parts).values():
         for names in FUSED:
             row = [by_name.get(name, []) for name in names]
@@ -579,13 +707,18 @@ def _sums(parts: Iterable[Iterable[tuple[int, ...]]]) -> Iterator[tuple[int, ...
 
 
 def _sum_of_shapes(row: Sequence[Group]) -> Hashable:
-    """Return the kind and the shapes, layer by layer, of the tensor with these parts; None if there is none."""
+    """Return the kind and the shapes, layer by layer, of the tensor with these parts; None if there
+    is none.
+    """
     first, shapes = row[0], []
     if any(part.members.keys() != first.members.keys() for part in row):
         return None
     for at, one in first.members.items():
         parts = [part.members[at] for part in row]
-        if not all(part.shape and (part.dtype, part.shape[1:]) == (one.dtype, one.shape[1:]) for part in parts):
+        if not all(
+            part.shape and (part.dtype, part.shape[1:]) == (one.dtype, one.shape[1:])
+            for part in parts
+        ):
             return None
         shapes.append((at, (sum(part.shape[0] for part in parts), *one.shape[1:])))
     return kind_of(first.path), frozenset(shapes)

@@ -1,4 +1,6 @@
-"""Quantized weights: a tensor in low precision, and the entries next to it that its values are computed with."""
+"""Quantized weights: a tensor in low precision, and the entries next to it that its values are
+computed with.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,16 @@ from ckpttool.core.plan import Output
 from ckpttool.core.values import dataclass
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-_BITSANDBYTES_4BIT = ".quant_state.bitsandbytes__"  # ``0.weight.quant_state.bitsandbytes__nf4``, next to ``0.weight``
+# ``0.weight.quant_state.bitsandbytes__nf4``, next to ``0.weight``
+_BITSANDBYTES_4BIT = ".quant_state.bitsandbytes__"
 
 
 class Scheme(NamedTuple):
     """How a library writes a quantized weight.
 
-    `leaf` is the last segment of the weight's key (any if empty), `dtypes` are the dtypes of the weight (any if empty).
-    The other parts are next to it: `suffixes` are added to the leaf, `siblings` are complete last segments.
+    `leaf` is the last segment of the weight's key (any if empty), `dtypes` are the dtypes of the
+    weight (any if empty). The other parts are next to it: `suffixes` are added to the leaf,
+    `siblings` are complete last segments.
     """
 
     title: str
@@ -34,7 +38,13 @@ class Scheme(NamedTuple):
 SCHEMES = (
     Scheme("FP8", "", FLOAT8, ("_scale", "_scale_inv", "_scale_2")),
     Scheme("FP8", "weight", FLOAT8, (), ("input_scale", "scale_weight", "scale_input")),
-    Scheme("scaled integers", "weight", ("int8", "uint8"), ("_scale", "_scale_2", "_zero_point"), ("input_scale",)),
+    Scheme(
+        "scaled integers",
+        "weight",
+        ("int8", "uint8"),
+        ("_scale", "_scale_2", "_zero_point"),
+        ("input_scale",),
+    ),
     Scheme("bitsandbytes, 8 bit", "weight", ("int8",), (), ("SCB", "weight_format")),
     Scheme("GPTQ or AWQ", "qweight", (), (), ("qzeros", "scales", "g_idx")),
     Scheme(
@@ -42,7 +52,13 @@ SCHEMES = (
         "weight_packed",
         (),
         (),
-        ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale"),
+        (
+            "weight_scale",
+            "weight_zero_point",
+            "weight_shape",
+            "weight_g_idx",
+            "weight_global_scale",
+        ),
     ),
     Scheme("MLX", "weight", ("uint32",), (), ("scales", "biases")),
 )
@@ -51,7 +67,9 @@ _BLOCKS, _SCALES = "_blocks", "_scales"  # of MXFP4: ``down_proj_blocks`` and ``
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """The keys of one quantized weight: `weight` holds the numbers, `others` what its values are computed with."""
+    """The keys of one quantized weight: `weight` holds the numbers, `others` what its values are
+    computed with.
+    """
 
     scheme: str
     weight: str
@@ -63,7 +81,9 @@ class QuantizedWeight:
         return (self.weight, *self.others)
 
     def other_after_rename(self, other: str, new_weight: str) -> str | None:
-        """Return the name of one of the `others` if the weight is called `new_weight`; None if nobody knows it."""
+        """Return the name of one of the `others` if the weight is called `new_weight`; None if
+        nobody knows it.
+        """
         if other.startswith(f"{self.weight}."):
             return new_weight + other[len(self.weight) :]
         module, _, leaf = self.weight.rpartition(".")
@@ -107,7 +127,9 @@ def quantized_weights(section: Section) -> list[QuantizedWeight]:
         module, dot, leaf = entry.key.rpartition(".")
         prefix = module + dot
         for scheme in SCHEMES:
-            if scheme.leaf not in ("", leaf) or (scheme.dtypes and entry.dtype not in scheme.dtypes):
+            if scheme.leaf not in ("", leaf) or (
+                scheme.dtypes and entry.dtype not in scheme.dtypes
+            ):
                 continue
             names = [leaf + suffix for suffix in scheme.suffixes] + list(scheme.siblings)
             others = [prefix + name for name in names if prefix + name in keys]
@@ -120,7 +142,8 @@ def quantized_weights(section: Section) -> list[QuantizedWeight]:
 
 
 def problems_of_parts(section: Section, outputs: Sequence[Output]) -> list[Problem]:
-    """Return what would separate the parts of quantized weights, or change their numbers without their scales.
+    """Return what would separate the parts of quantized weights, or change their numbers without
+    their scales.
 
     `outputs` are those of a plan for the section.
     """
@@ -148,7 +171,9 @@ def _cast(weight: QuantizedWeight, computed: Mapping[str, Sequence[Output]]) -> 
     for key in weight.keys:
         if any(ex.CAST in ex.operators(output.source) for output in computed.get(key, ())):
             parts = " and ".join(weight.others if key == weight.weight else (weight.weight,))
-            yield Problem(f"a cast is wrong: it belongs to {parts} ({weight.scheme})", key, "quantized")
+            yield Problem(
+                f"a cast is wrong: it belongs to {parts} ({weight.scheme})", key, "quantized"
+            )
 
 
 def _computed_alone(
@@ -159,7 +184,10 @@ def _computed_alone(
     for other in weight.others:
         entry = entries[other]
         if other not in computed and isinstance(entry, TensorEntry) and entry.numel > 1:
-            text = f"a rule changes {weight.weight}, and not the scales that belong to it ({weight.scheme})"
+            text = (
+                f"a rule changes {weight.weight}, and not the scales that belong to it"
+                f" ({weight.scheme})"
+            )
             yield Problem(text, other, "quantized")
 
 

@@ -1,7 +1,9 @@
-"""The versions of modules in a state dict's ``_metadata``: which of them torch's loading depends on.
+"""The versions of modules in a state dict's ``_metadata``: which of them torch's loading depends
+on.
 
-`Module.load_state_dict` hands each module its version, and the code of some modules reads older state dicts in another
-way. The rows of torch's own modules are here; what other modules do with their version is unknown without their code.
+`Module.load_state_dict` hands each module its version, and the code of some modules reads older
+state dicts in another way. The rows of torch's own modules are here; what other modules do with
+their version is unknown without their code.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from ckpttool.core.plan import module_renames
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
 
-Shapes = Mapping[str, "tuple[int, ...] | None"]  # name of an entry of a module, submodules included -> its shape
+# name of an entry of a module, submodules included -> its shape
+Shapes = Mapping[str, "tuple[int, ...] | None"]
 
 
 class Effect(Enum):
@@ -29,7 +32,9 @@ class Effect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OtherVersion:
-    """A module whose version differs on two sides; None is no version. `is_lost`: one side has no versions at all."""
+    """A module whose version differs on two sides; None is no version. `is_lost`: one side has no
+    versions at all.
+    """
 
     path: str
     left: object
@@ -40,15 +45,17 @@ class OtherVersion:
     def __str__(self) -> str:
         if self.left == self.right:
             return f"{self.path or '(root)'} (other fields than the version)"
-        left, right = ("no version" if one is None else f"version {one}" for one in (self.left, self.right))
+        left, right = (
+            "no version" if one is None else f"version {one}" for one in (self.left, self.right)
+        )
         return f"{self.path or '(root)'} ({left} and {right})"
 
 
 def other_versions_of(left: Section, right: Section) -> list[OtherVersion]:
     """Return the modules of other versions on the two sides; names of wrappers do not count.
 
-    A module that only one side has is left out, unless the other side has no versions at all. To torch's own modules,
-    no version is the same as version 1.
+    A module that only one side has is left out, unless the other side has no versions at all. To
+    torch's own modules, no version is the same as version 1.
     """
     if left.modules == right.modules:
         return []
@@ -72,18 +79,26 @@ def other_versions_of(left: Section, right: Section) -> list[OtherVersion]:
 
 
 def with_versions(section: Section, modules: Mapping[str, object] | None, like: Shapes) -> Section:
-    """Return the section with the versions of `modules` if it has none: of all modules that have the keys of `like`."""
+    """Return the section with the versions of `modules` if it has none: of all modules that have
+    the keys of `like`.
+    """
     if section.modules or not modules:
         return section
     actual, expected = _by_module(dict.fromkeys(section.keys)), _by_module(dict.fromkeys(like))
-    kept = {path: payload for path, payload in modules.items() if actual.get(path) == expected.get(path)}
+    kept = {
+        path: payload for path, payload in modules.items() if actual.get(path) == expected.get(path)
+    }
     return replace(section, modules=kept) if kept else section
 
 
 def _versions(section: Section) -> dict[str, Mapping[str, object]]:
-    """Return the payload of each module, by its path without wrappers; the payload of a wrapper is its module's."""
+    """Return the payload of each module, by its path without wrappers; the payload of a wrapper is
+    its module's.
+    """
     modules = section.modules or {}
-    moved = {m.old: m.new for m in module_renames("", modules, wrappers.canonical_keys(section.keys))}
+    moved = {
+        m.old: m.new for m in module_renames("", modules, wrappers.canonical_keys(section.keys))
+    }
     payloads = {}
     for path, payload in modules.items():
         if isinstance(path, str):
@@ -110,15 +125,20 @@ def _effect(shapes: Shapes, left: Mapping[str, object], right: Mapping[str, obje
     effects = [_effect_of_version(shapes, {left.get("version"), right.get("version")})]
     for name in {*left, *right} - {"version"}:
         if left.get(name) != right.get(name):
-            effects.append(_effect_of_spectral_norm(shapes) if name == "spectral_norm" else Effect.UNKNOWN)
-    return next((effect for effect in (Effect.LOADING, Effect.UNKNOWN) if effect in effects), Effect.NOTHING)
+            effects.append(
+                _effect_of_spectral_norm(shapes) if name == "spectral_norm" else Effect.UNKNOWN
+            )
+    return next(
+        (effect for effect in (Effect.LOADING, Effect.UNKNOWN) if effect in effects), Effect.NOTHING
+    )
 
 
 def _effect_of_version(shapes: Shapes, versions: set[object]) -> Effect:
     """Return what the two versions change for a module with these entries."""
     if not shapes or len(versions) == 1:
         return Effect.NOTHING
-    if not shapes.keys().isdisjoint(("min_val", "min_vals")):  # observers of quantization, of several kinds
+    # observers of quantization, of several kinds
+    if not shapes.keys().isdisjoint(("min_val", "min_vals")):
         is_complete = {"eps", "min_val", "max_val"} <= shapes.keys() and (0,) not in shapes.values()
         return Effect.NOTHING if is_complete and versions == {None, 3} else Effect.UNKNOWN
     if versions <= {None, 1}:
@@ -127,17 +147,23 @@ def _effect_of_version(shapes: Shapes, versions: set[object]) -> Effect:
     if "_packed_params" in children:  # quantized linear layers: each version has other entries
         return Effect.LOADING
     if versions <= {None, 1, 2}:
-        if "running_mean" in shapes:  # batch norms: since version 2, `num_batches_tracked` must be there
+        # batch norms: since version 2, `num_batches_tracked` must be there
+        if "running_mean" in shapes:
             return Effect.NOTHING if "num_batches_tracked" in shapes else Effect.LOADING
-        if "bn.running_mean" in shapes and "gamma" not in shapes:  # of the fused modules of quantization
+        # of the fused modules of quantization
+        if "bn.running_mean" in shapes and "gamma" not in shapes:
             return Effect.NOTHING
-        if shapes.keys() <= {"weight", "bias"} and all(len(shape or ()) == 1 for shape in shapes.values()):
+        if shapes.keys() <= {"weight", "bias"} and all(
+            len(shape or ()) == 1 for shape in shapes.values()
+        ):
             return Effect.NOTHING  # a norm without statistics
     return Effect.UNKNOWN
 
 
 def _effect_of_spectral_norm(shapes: Shapes) -> Effect:
-    """Return what a version of `torch.nn.utils.spectral_norm` changes: since version 1 there is a ``weight_v``."""
+    """Return what a version of `torch.nn.utils.spectral_norm` changes: since version 1 there is a
+    ``weight_v``.
+    """
     for name in _normalized(shapes):
         if f"{name}_v" not in shapes or name in shapes:
             return Effect.LOADING

@@ -1,4 +1,6 @@
-"""Wrappers (DDP, FSDP, torch.compile, ...) and adapters (LoRA, ...): recognize what they add to names."""
+"""Wrappers (DDP, FSDP, torch.compile, ...) and adapters (LoRA, ...): recognize what they add to
+names.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from ckpttool.core.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """`segment` is the child's name inside the wrapper, `classes` the wrapper's classes as ``module.qualname``.
+    """`segment` is the child's name inside the wrapper, `classes` the wrapper's classes as
+    ``module.qualname``.
 
-    `telling`: the segment alone shows the wrapper; other segments need the evidence of all names. `hides`: the
-    wrapper's hooks remove the segment from the keys of ``state_dict()``.
+    `telling`: the segment alone shows the wrapper; other segments need the evidence of all names.
+    `hides`: the wrapper's hooks remove the segment from the keys of ``state_dict()``.
     """
 
     segment: str
@@ -28,9 +31,14 @@ class Wrapper:
 
 
 TABLE = (
-    Wrapper("module", ("torch.nn.parallel.distributed.DistributedDataParallel",), "DistributedDataParallel"),
+    Wrapper(
+        "module",
+        ("torch.nn.parallel.distributed.DistributedDataParallel",),
+        "DistributedDataParallel",
+    ),
     Wrapper("module", ("torch.nn.parallel.data_parallel.DataParallel",), "DataParallel"),
-    Wrapper("module", ("torch.optim.swa_utils.AveragedModel",), "AveragedModel"),  # also has a buffer `n_averaged`
+    # also has a buffer `n_averaged`
+    Wrapper("module", ("torch.optim.swa_utils.AveragedModel",), "AveragedModel"),
     Wrapper("_orig_mod", ("torch._dynamo.eval_frame.OptimizedModule",), "torch.compile"),
     Wrapper(
         "_checkpoint_wrapped_module",
@@ -55,22 +63,43 @@ TABLE = (
     ),
     Wrapper("base_model", ("peft.peft_model.PeftModel",), "PEFT", telling=False),
     Wrapper("model", ("peft.tuners.tuners_utils.BaseTuner",), "PEFT", telling=False),
-    Wrapper("base_layer", ("peft.tuners.tuners_utils.BaseTunerLayer",), "a PEFT adapter", telling=False),
-    Wrapper("original_module", ("peft.utils.other.AuxiliaryTrainingWrapper",), "PEFT's modules_to_save", telling=False),
+    Wrapper(
+        "base_layer", ("peft.tuners.tuners_utils.BaseTunerLayer",), "a PEFT adapter", telling=False
+    ),
+    Wrapper(
+        "original_module",
+        ("peft.utils.other.AuxiliaryTrainingWrapper",),
+        "PEFT's modules_to_save",
+        telling=False,
+    ),
 )
 
 BY_CLASS = {name: row for row in TABLE for name in row.classes}
 SEGMENTS = frozenset(row.segment for row in TABLE if row.telling)
 _HIDDEN = frozenset(row.segment for row in TABLE if row.hides)
-_AMBIGUOUS = frozenset({"module"})  # also a usual name for a user's own module: believed at the root only
+# also a usual name for a user's own module: believed at the root only
+_AMBIGUOUS = frozenset({"module"})
 COUNTER = "n_averaged"  # AveragedModel's buffer next to the module it wraps
 PEFT_ROOT = ("base_model", "model")  # PeftModel holds a tuner, the tuner holds the user's model
 # The start of PEFT's names for modules next to a `base_layer`; each tuner has its own.
-ADAPTERS = ("lora_", "ia3_", "hada_", "lokr_", "oft_", "boft_", "vera_", "vblora_", "randlora_", "hra_", "delora_")
-_MARKS = (*SEGMENTS, PEFT_ROOT[0], "base_layer", "original_module")  # some key of a wrapped model has one of them
+ADAPTERS = (
+    "lora_",
+    "ia3_",
+    "hada_",
+    "lokr_",
+    "oft_",
+    "boft_",
+    "vera_",
+    "vblora_",
+    "randlora_",
+    "hra_",
+    "delora_",
+)
+# some key of a wrapped model has one of them
+_MARKS = (*SEGMENTS, PEFT_ROOT[0], "base_layer", "original_module")
 
-# FORM's word -> the prefix of every key that state_dict() writes. FSDP2 adds no segment; the hooks of activation
-# checkpoint wrappers and of FSDP1 remove theirs when saving, and add it when loading.
+# FORM's word -> the prefix of every key that state_dict() writes. FSDP2 adds no segment; the hooks
+# of activation checkpoint wrappers and of FSDP1 remove theirs when saving, and add it when loading.
 WORDS: dict[str, str] = {
     "ddp": "module",
     "dp": "module",
@@ -113,14 +142,15 @@ def strip(fqn: str, wrapper_paths: Collection[str]) -> str:
 
 
 def stripped_paths(names: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """Return the wrapper paths in FQNs, given with their canonical names; also as they are in the keys of
-    ``state_dict()``, from which some wrappers remove their segment.
+    """Return the wrapper paths in FQNs, given with their canonical names; also as they are in the
+    keys of ``state_dict()``, from which some wrappers remove their segment.
     """
     paths: set[str] = set()
     for fqn, canonical in names:
         rest = canonical.split(".")
         parts = fqn.split(".") if fqn != canonical else []
-        for depth in range(len(parts), 0, -1):  # from the tensor up: a wrapper is outside of what it wraps
+        # from the tensor up: a wrapper is outside of what it wraps
+        for depth in range(len(parts), 0, -1):
             if rest and rest[-1] == parts[depth - 1]:
                 rest.pop()
             else:
@@ -133,7 +163,8 @@ def stripped_paths(names: Iterable[tuple[str, str]]) -> frozenset[str]:
 class Evidence:
     """Wrappers that the keys of a file show: around the whole model, and around single modules.
 
-    `words` are the FORM's words of the former, the outermost first; `root` and `inside` are the paths of both.
+    `words` are the FORM's words of the former, the outermost first; `root` and `inside` are the
+    paths of both.
     """
 
     words: tuple[str, ...]
@@ -147,7 +178,9 @@ class Evidence:
 
     @property
     def form(self) -> str | None:
-        """``compile(ddp)``; ``wrapped`` for wrappers around single modules; None without wrappers."""
+        """``compile(ddp)``; ``wrapped`` for wrappers around single modules; None without
+        wrappers.
+        """
         has_blocks = any(path.rpartition(".")[2] in SEGMENTS for path in self.inside)
         words = (*self.words, "wrapped") if has_blocks else self.words
         return str(Chain(words)) if words else None
@@ -156,8 +189,8 @@ class Evidence:
 def infer(keys: Iterable[str], *, lightning: bool = False) -> Evidence:
     """Return the wrappers that the keys alone show.
 
-    `lightning`: the keys are from a LightningModule. An attribute that all of them share is then the wrapper
-    ``lightning``; otherwise it is the user's own module.
+    `lightning`: the keys are from a LightningModule. An attribute that all of them share is then
+    the wrapper ``lightning``; otherwise it is the user's own module.
     """
     keys = list(keys)
     text = "\n".join(keys)
@@ -187,10 +220,14 @@ def infer(keys: Iterable[str], *, lightning: bool = False) -> Evidence:
             break
     inside: set[str] = set()
     for path, below in children.items():
-        if "base_layer" in below and ("peft" in words or any(segment.startswith(ADAPTERS) for segment in below)):
+        if "base_layer" in below and (
+            "peft" in words or any(segment.startswith(ADAPTERS) for segment in below)
+        ):
             inside.add(dotted(path, "base_layer"))
         elif len(below) == 1:
-            inside.update(dotted(path, segment) for segment in below if segment in SEGMENTS - _AMBIGUOUS)
+            inside.update(
+                dotted(path, segment) for segment in below if segment in SEGMENTS - _AMBIGUOUS
+            )
         elif {"original_module", "modules_to_save"} <= below:
             inside.add(dotted(path, "original_module"))
     return Evidence(tuple(words), tuple(root), frozenset(inside.difference(root)))
@@ -227,7 +264,9 @@ def canonical_keys(keys: Iterable[str], *, lightning: bool = False) -> dict[str,
 
 
 def is_lightning(checkpoint: Checkpoint) -> bool:
-    """Return whether a Lightning Trainer wrote the file, or the file that a section was picked from."""
+    """Return whether a Lightning Trainer wrote the file, or the file that a section was picked
+    from.
+    """
     if any(section.in_lightning for section in checkpoint.sections):
         return True
     has_mark = "pytorch-lightning_version" in checkpoint.others
@@ -275,7 +314,8 @@ def parse(form: str) -> Chain:
         if match is None or match[1] not in WORDS:
             raise CkptError(
                 f"no such form: {form}",
-                hint=f"serialized, runtime, exported, or a chain of {', '.join(WORDS)}, as in 'ddp(compile)'",
+                hint=f"serialized, runtime, exported, or a chain of {', '.join(WORDS)}, as in"
+                " 'ddp(compile)'",
             )
         words.append(match[1])
         rest = match[2]
@@ -283,7 +323,9 @@ def parse(form: str) -> Chain:
 
 
 def declared(form: Chain, keys: Collection[str]) -> Evidence:
-    """Return the evidence if the user names the wrappers around the model. Raises `Refused` if keys contradict."""
+    """Return the evidence if the user names the wrappers around the model. Raises `Refused` if keys
+    contradict.
+    """
     odd = [key for key in keys if not key.startswith(form.prefix) and key != form.counter]
     if odd:
         raise Refused(
@@ -299,10 +341,11 @@ def declared(form: Chain, keys: Collection[str]) -> Evidence:
 def rewrap(
     canonical: Mapping[str, str], wanted: Chain, counted: Sequence[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Return key -> its name inside the chain, for keys with their canonical names; and the keys that have none there.
+    """Return key -> its name inside the chain, for keys with their canonical names; and the keys
+    that have none there.
 
-    `counted` are the keys of AveragedModels' counters. Raises `Refused` for ``peft`` if no adapters show which layers
-    are adapted.
+    `counted` are the keys of AveragedModels' counters. Raises `Refused` for ``peft`` if no adapters
+    show which layers are adapted.
     """
     inner = _adapted(canonical.values()) if "peft" in wanted.words else {}
     names = {key: wanted.prefix + inner.get(name, name) for key, name in canonical.items()}
@@ -313,7 +356,9 @@ def rewrap(
 
 
 def _adapted(names: Iterable[str]) -> dict[str, str]:
-    """Return canonical name -> name under ``base_layer``, for the tensors of layers with an adapter."""
+    """Return canonical name -> name under ``base_layer``, for the tensors of layers with an
+    adapter.
+    """
     parts = {name: name.split(".") for name in names}
     modules = {
         ".".join(path[:depth])
@@ -336,26 +381,35 @@ def _adapted(names: Iterable[str]) -> dict[str, str]:
 
 
 def new_counter(wanted: Chain, counted: Collection[str]) -> dict[str, Op]:
-    """Return AveragedModel's counter if the chain needs one and the checkpoint has none: an average of one model."""
+    """Return AveragedModel's counter if the chain needs one and the checkpoint has none: an average
+    of one model.
+    """
     if wanted.counter is None or counted:
         return {}
-    return {wanted.counter: Op("aten.full.default", ((), 1), (("dtype", Special("dtype", "int64")),))}
+    return {
+        wanted.counter: Op("aten.full.default", ((), 1), (("dtype", Special("dtype", "int64")),))
+    }
 
 
 # Adapters: additions to layers, perhaps without the layers themselves. PEFT writes
-# ``base_model.model.PATH.lora_A.weight`` to an adapter's own file, and ``PATH.lora_A.NAME.weight`` next to
-# ``PATH.base_layer.weight`` to a complete state dict; diffusers ``PATH.lora.down.weight``; kohya's scripts
-# ``PATH.lora_down.weight``, with underscores in the path.
+# ``base_model.model.PATH.lora_A.weight`` to an adapter's own file, and ``PATH.lora_A.NAME.weight``
+# next to ``PATH.base_layer.weight`` to a complete state dict; diffusers ``PATH.lora.down.weight``;
+# kohya's scripts ``PATH.lora_down.weight``, with underscores in the path.
 
-_KINDS = {prefix: prefix.rstrip("_").replace("lora", "LoRA").replace("ia3", "IA3") for prefix in ADAPTERS}
+_KINDS = {
+    prefix: prefix.rstrip("_").replace("lora", "LoRA").replace("ia3", "IA3") for prefix in ADAPTERS
+}
 _PAIRS = (["lora", "down"], ["lora", "up"])  # two segments, as in ``to_q.lora.down.weight``
-_NEXT_TO_PAIR = frozenset({"alpha", "dora_scale"})  # next to a low-rank pair, directly in the module's path
+# next to a low-rank pair, directly in the module's path
+_NEXT_TO_PAIR = frozenset({"alpha", "dora_scale"})
 _KOHYA = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_")
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`kinds` as ``LoRA``; `modules`: path of an adapted module -> the adapter's keys there. `rest` are other keys."""
+    """`kinds` as ``LoRA``; `modules`: path of an adapted module -> the adapter's keys there. `rest`
+    are other keys.
+    """
 
     kinds: tuple[str, ...]
     modules: Mapping[str, tuple[str, ...]]
@@ -380,7 +434,8 @@ def adapter_of(keys: Iterable[str]) -> Adapter | None:
     """Return the adapter among the keys, or None."""
     keys = list(keys)
     text = "\n".join(keys)
-    if not any(mark in text for mark in (*ADAPTERS, "lora.")):  # in every key of an adapter: most files have none
+    # in every key of an adapter: most files have none
+    if not any(mark in text for mark in (*ADAPTERS, "lora.")):
         return None
     modules: dict[str, list[str]] = {}
     kinds: dict[str, None] = {}
@@ -403,7 +458,9 @@ def adapter_of(keys: Iterable[str]) -> Adapter | None:
 
 
 def path_and_rest(name: str, modules: Collection[str]) -> tuple[str, str]:
-    """``a.b.base_layer.weight`` -> (``a.b``, ``base_layer.weight``), if ``a.b`` is the longest of the modules."""
+    """``a.b.base_layer.weight`` -> (``a.b``, ``base_layer.weight``), if ``a.b`` is the longest of
+    the modules.
+    """
     path, rest = name.rpartition(".")[::2]
     while path and path not in modules:
         path, _, last = path.rpartition(".")
@@ -414,7 +471,8 @@ def path_and_rest(name: str, modules: Collection[str]) -> tuple[str, str]:
 def missing_modules(adapter: Adapter, base: Collection[str]) -> tuple[str, ...]:
     """Return the adapted modules that a model with these keys does not have."""
     names = {name.rpartition(".")[0] for name in (*base, *canonical_keys(base).values())}
-    flat = {name.replace(".", "_") for name in names}  # kohya writes a path with underscores, and a prefix
+    # kohya writes a path with underscores, and a prefix
+    flat = {name.replace(".", "_") for name in names}
 
     def is_present(path: str) -> bool:
         prefix = next((prefix for prefix in _KOHYA if path.startswith(prefix)), "")
@@ -424,13 +482,16 @@ def missing_modules(adapter: Adapter, base: Collection[str]) -> tuple[str, ...]:
 
 
 def _place(segments: list[str]) -> tuple[int, str]:
-    """Return where the adapter's own segments begin, and its kind; the kind is empty for other keys."""
+    """Return where the adapter's own segments begin, and its kind; the kind is empty for other
+    keys.
+    """
     for at, segment in enumerate(segments):
         if at and segments[at : at + 2] in _PAIRS:
             return at, "LoRA"
         prefix = next((prefix for prefix in ADAPTERS if segment.startswith(prefix)), "")
         if prefix and at:
-            while at > 1 and segments[at - 1] == "base_layer":  # PEFT nests the adapters of one module's parameters
+            # PEFT nests the adapters of one module's parameters
+            while at > 1 and segments[at - 1] == "base_layer":
                 at -= 1
             return at, _KINDS[prefix]
     return 0, ""

@@ -20,7 +20,15 @@ from ckpttool.io.files import is_dir, read_on
 from ckpttool.naming.wrappers import is_lightning
 
 _MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")  # as MODEL operands are written
-MODEL_SECTIONS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network")
+MODEL_SECTIONS = (
+    "model",
+    "state_dict",
+    "model_state_dict",
+    "model_state",
+    "module",
+    "net",
+    "network",
+)
 
 
 # What torch.save writes: a dict of any keys, a list or a tuple, with tensors anywhere inside.
@@ -29,11 +37,13 @@ Ckpt = Union[str, "os.PathLike[str]", Checkpoint, Mapping[Any, Any], "list[Any]"
 
 @expand_options()
 def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
-    """Return the index of a checkpoint: keys, dtypes, shapes, and where the bytes are. No tensor is read.
+    """Return the index of a checkpoint: keys, dtypes, shapes, and where the bytes are. No tensor is
+    read.
 
-    `ckpt` is a path, a URL, ``PATH::SECTION``, or an object in memory: a dict, list or tuple that `torch.save` could
-    save. The index of an object is the one of the file that `torch.save` would write. Raise `CkptError` if it cannot
-    be read, if it has no such section, or if files of the index have changed since.
+    `ckpt` is a path, a URL, ``PATH::SECTION``, or an object in memory: a dict, list or tuple that
+    `torch.save` could save. The index of an object is the one of the file that `torch.save` would
+    write. Raise `CkptError` if it cannot be read, if it has no such section, or if files of the
+    index have changed since.
     """
     if isinstance(ckpt, Checkpoint):
         read_on(ckpt.files)
@@ -48,12 +58,16 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
 
 
 def open_operand(operand: str) -> Checkpoint:
-    """Return the checkpoint that `operand` names; with ``::SECTION`` only that section, as if it were the whole file.
+    """Return the checkpoint that `operand` names; with ``::SECTION`` only that section, as if it
+    were the whole file.
 
     Raise `CkptError` if the file cannot be read or has no such section.
     """
     if _MODEL.fullmatch(operand) and not os.path.lexists(operand):
-        raise CkptError(f"{operand} is a MODEL, and stands where a checkpoint is to stand", hint=f"--model {operand}")
+        raise CkptError(
+            f"{operand} is a MODEL, and stands where a checkpoint is to stand",
+            hint=f"--model {operand}",
+        )
     path, picked = split(operand)
     with progress.doing(f"reading {path}", None):
         checkpoint = read_form(detect_folder.open_checkpoint(path))
@@ -65,9 +79,13 @@ def open_operand(operand: str) -> Checkpoint:
         section = checkpoint.section(picked)
     except KeyError:
         have = ", ".join(s.title for s in checkpoint.sections) or "none"
-        raise CkptError(f"{path} has no section {picked!r}", hint=f"its sections are: {have}") from None
+        raise CkptError(
+            f"{path} has no section {picked!r}", hint=f"its sections are: {have}"
+        ) from None
     inside = f"{picked}." if picked else ""
-    unreached = tuple(found for found in checkpoint.unreached if f"{found.path}.".startswith(inside))
+    unreached = tuple(
+        found for found in checkpoint.unreached if f"{found.path}.".startswith(inside)
+    )
     return replace(
         checkpoint,
         source=operand,
@@ -83,7 +101,8 @@ def open_operand(operand: str) -> Checkpoint:
 def split(operand: str) -> tuple[str, str | None]:
     """``PATH::SECTION`` -> (PATH, SECTION); SECTION is None if the operand names none.
 
-    fsspec chains URLs with the same mark (``simplecache::s3://…``): a part with ``://`` is never a section.
+    fsspec chains URLs with the same mark (``simplecache::s3://…``): a part with ``://`` is never a
+    section.
     """
     path, mark, section = operand.rpartition("::")
     return (path, section) if mark and path and "://" not in section else (operand, None)
@@ -97,7 +116,8 @@ def is_folder(operand: str) -> bool:
 def model_section(checkpoint: Checkpoint) -> Section:
     """Return the section of the model: the only state dict, or the only one under a usual name.
 
-    Raise `CkptError`, with the sections to choose from, if that is ambiguous or the file has no state dict.
+    Raise `CkptError`, with the sections to choose from, if that is ambiguous or the file has no
+    state dict.
     """
     found = list(checkpoint.state_dicts)
     if len(found) > 1:
@@ -108,7 +128,8 @@ def model_section(checkpoint: Checkpoint) -> Section:
     if found:
         hint = f"pick one: {checkpoint.part(found[0].path)}"
         raise CkptError(
-            f"{checkpoint.source} holds several state dicts: {', '.join(s.title for s in found)}", hint=hint
+            f"{checkpoint.source} holds several state dicts: {', '.join(s.title for s in found)}",
+            hint=hint,
         )
     held = [f"{s.title} ({s.kind})" for s in checkpoint.sections]
     held += [f"{found.path} (a storage, not understood)" for found in checkpoint.unreached[:3]]
@@ -117,7 +138,8 @@ def model_section(checkpoint: Checkpoint) -> Section:
 
 
 def saved_state_dicts(checkpoint: Checkpoint) -> tuple[Section, ...]:
-    """Return the state dicts of the file, if its format keeps their keys in the order of ``state_dict()``.
+    """Return the state dicts of the file, if its format keeps their keys in the order of
+    ``state_dict()``.
 
     All state dicts of the file are returned, also if the operand picks one section.
     """

@@ -1,4 +1,6 @@
-"""An object in memory as the checkpoint that `torch.save` would make of it: the same index, and nothing is written."""
+"""An object in memory as the checkpoint that `torch.save` would make of it: the same index, and
+nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ class _Pickler(pickle.Pickler):
 def checkpoint_of(obj: object) -> Checkpoint:
     """Return the index that the file written by ``torch.save(obj, ...)`` would have.
 
-    Bytes are read from the live tensors when they are needed. Raise `CkptError` if `torch.save` cannot save the
-    object, or if the memory of a tensor was freed.
+    Bytes are read from the live tensors when they are needed. Raise `CkptError` if `torch.save`
+    cannot save the object, or if the memory of a tensor was freed.
     """
     check_memory(_tensors(obj))
     file = io.BytesIO()
@@ -70,19 +72,30 @@ def checkpoint_of(obj: object) -> Checkpoint:
             hint="pass only what a checkpoint file can hold, such as model.state_dict()",
         ) from error
     parsed = loads(file.getvalue(), origin=Origin(nbytes=_NO_LIMIT))
-    held = {key: Storage(Lazy(memory.nbytes(), bytes_of(memory))) for key, memory in pickler.memory.items()}
-    storages = Storages(lambda key, nbytes: held[key], dict(held), memory=Memory(_NO_LIMIT), pickled=parsed.end)
+    held = {
+        key: Storage(Lazy(memory.nbytes(), bytes_of(memory)))
+        for key, memory in pickler.memory.items()
+    }
+    storages = Storages(
+        lambda key, nbytes: held[key], dict(held), memory=Memory(_NO_LIMIT), pickled=parsed.end
+    )
 
     sizes = {key: storage.nbytes for key, storage in held.items()}
     imports = in_order(parsed.imports)
-    found = read_tree(MEMORY.title, MEMORY.name, sum(sizes.values()), parsed, storages, sizes, imports=imports)
+    found = read_tree(
+        MEMORY.title, MEMORY.name, sum(sizes.values()), parsed, storages, sizes, imports=imports
+    )
     return read_form(replace(found, notes=(*found.notes, *remarks(found))))
 
 
 def check_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise `CkptError` if the memory of a tensor, or of a part of it, was freed: reading it would end the process."""
+    """Raise `CkptError` if the memory of a tensor, or of a part of it, was freed: reading it would
+    end the process.
+    """
     freed = [
-        Problem("its memory was freed", key) for key, tensor in tensors if any(map(_is_freed, levels(tensor.detach())))
+        Problem("its memory was freed", key)
+        for key, tensor in tensors
+        if any(map(_is_freed, levels(tensor.detach())))
     ]
     if freed:
         hint = "gather it first, as FSDP's own state_dict() does"
@@ -90,7 +103,11 @@ def check_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
-    return layout_of(tensor) == "strided" and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
+    return (
+        layout_of(tensor) == "strided"
+        and tensor.numel() > 0
+        and not tensor.untyped_storage().nbytes()
+    )
 
 
 def levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

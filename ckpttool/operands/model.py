@@ -13,7 +13,15 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Storage, TensorEntry, in_row_major
+from ckpttool.core.checkpoint import (
+    Checkpoint,
+    ExtraEntry,
+    Lazy,
+    Section,
+    Storage,
+    TensorEntry,
+    in_row_major,
+)
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Ref, is_opaque, refs, without_cast
@@ -44,7 +52,8 @@ if TYPE_CHECKING:
     from ckpttool.tracing.model_code import ModelCode
 
 
-LOAD_HOOK = "load-hook"  # the form of keys that a model loads, and does not save: as a load hook reads them
+# the form of keys that a model loads, and does not save: as a load hook reads them
+LOAD_HOOK = "load-hook"
 
 
 def is_names_file(operand: object) -> bool:
@@ -58,7 +67,8 @@ def is_names_file(operand: object) -> bool:
 def read_names(path: str) -> Names:
     """Return the names in the file. Raise `CkptError` with all of its faults."""
     return Names.from_json(
-        strict_json.read_file(path, "write a names file with `ckpttool trace MODEL -o names.json`"), path
+        strict_json.read_file(path, "write a names file with `ckpttool trace MODEL -o names.json`"),
+        path,
     )
 
 
@@ -80,12 +90,12 @@ HF = "hf:"  # hf:FOLDER is the model that the config.json in the folder describe
 class ModelOperand:
     """A MODEL with its optimizer. Its names are read once.
 
-    `model` is ``package.module:attr`` or ``file.py:attr``, perhaps with arguments (``file.py:attr(layers=4)``), the
-    path of a names file or of a program (``prog.pt2::NAME``), a `Names`, or an object: a module, a class, a factory, an
-    exported program.
-    `materialize` builds it with real weights. `optimizer` is an OPTIMIZER operand, or a function of the
-    model. `pretrained`: use the names that ``save_pretrained`` writes instead of the names of ``state_dict()``.
-    `option` is its name on the command line.
+    `model` is ``package.module:attr`` or ``file.py:attr``, perhaps with arguments
+    (``file.py:attr(layers=4)``), the path of a names file or of a program (``prog.pt2::NAME``), a
+    `Names`, or an object: a module, a class, a factory, an exported program. `materialize` builds
+    it with real weights. `optimizer` is an OPTIMIZER operand, or a function of the model.
+    `pretrained`: use the names that ``save_pretrained`` writes instead of the names of
+    ``state_dict()``. `option` is its name on the command line.
     """
 
     model: Any
@@ -107,7 +117,8 @@ class ModelOperand:
         return self if self.is_definition else None
 
     def names(self) -> Names:
-        """Return the names: traced, or read from a names file or a program; with the optimizer's ids if one is given.
+        """Return the names: traced, or read from a names file or a program; with the optimizer's
+        ids if one is given.
 
         Only code needs torch. Raise `CkptError` for any other operand.
         """
@@ -134,18 +145,23 @@ class ModelOperand:
         if not self.is_definition:
             raise CkptError(
                 f"--optimizer needs the model's code, and {self.title} is a file of names",
-                hint="`ckpttool trace MODEL --optimizer O -o names.json` writes a names file that has the ids",
+                hint="`ckpttool trace MODEL --optimizer O -o names.json` writes a names file that"
+                " has the ids",
             )
         from ckpttool.tracing.build_optimizer import load_optimizer, with_optimizer
 
-        return self._once(lambda: with_optimizer(self._bare, self.definition(), load_optimizer(self.optimizer)))
+        return self._once(
+            lambda: with_optimizer(self._bare, self.definition(), load_optimizer(self.optimizer))
+        )
 
     @cached_property
     def _bare(self) -> Names:
         """The names without the ids of the optimizer."""
         if not self.is_definition:
             if self.pretrained:
-                raise CkptError(f"{self.title} lists no names of from_pretrained", hint="name the model's code")
+                raise CkptError(
+                    f"{self.title} lists no names of from_pretrained", hint="name the model's code"
+                )
             if isinstance(self.model, Names):
                 return self.model
             path, program = split(self.model)
@@ -171,7 +187,9 @@ class ModelOperand:
         return by_transformers(names)
 
     def _once(self, ask: Callable[[], Names]) -> Names:
-        """Return the names. With several ranks, the model's code runs on the first one, which tells the others."""
+        """Return the names. With several ranks, the model's code runs on the first one, which tells
+        the others.
+        """
         job = current()
         if job is None:
             return ask()
@@ -200,11 +218,15 @@ class ModelOperand:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """The arguments for a factory. Raise `CkptError` if the operand has some that cannot be read."""
+        """The arguments for a factory. Raise `CkptError` if the operand has some that cannot be
+        read.
+        """
         return self._call[1]
 
     def definition(self) -> LoadedModel:
-        """Return the model's definition. Raise `CkptError` if it is not found, or is not a model."""
+        """Return the model's definition. Raise `CkptError` if it is not found, or is not a
+        model.
+        """
         return self._definition
 
     @cached_property
@@ -230,13 +252,16 @@ class ModelOperand:
         return ModelCode(self.definition())
 
     def constants(self, names: Sequence[str]) -> Mapping[str, TensorEntry | str]:
-        """Return the values that the model gives to tensors outside of its state dict, or why they are not known."""
+        """Return the values that the model gives to tensors outside of its state dict, or why they
+        are not known.
+        """
         from ckpttool.tracing.model_code import values_of_constants
 
         return values_of_constants(self.definition(), names)
 
     def verdict(self, section: Section, *, reads_values: bool = True) -> Verdict:
-        """Return what torch says of a strict load of the section, found once for the same entries and versions.
+        """Return what torch says of a strict load of the section, found once for the same entries
+        and versions.
 
         Raise the errors of `load_verdict`.
         """
@@ -244,12 +269,15 @@ class ModelOperand:
 
         key = int(reads_values), id(section.modules), *map(id, section.entries)
         if key not in self._verdicts:
-            verdict = load_verdict(self.definition(), section, reads_values=reads_values, loads=self._loads)
+            verdict = load_verdict(
+                self.definition(), section, reads_values=reads_values, loads=self._loads
+            )
             self._verdicts[key] = section, verdict
         return self._verdicts[key][1]
 
     def with_needed_versions(self, section: Section) -> Section:
-        """Return the section with the module versions of the model, if it lost its own and loads only with them.
+        """Return the section with the module versions of the model, if it lost its own and loads
+        only with them.
 
         If it loads without them too, they may change what is loaded, so it stays as it is.
         """
@@ -269,7 +297,9 @@ class ModelOperand:
 
     @cached_property
     def _loads(self) -> list[Load]:
-        """The loads that were recorded: of what the model saves, if its names were traced here, and of files."""
+        """The loads that were recorded: of what the model saves, if its names were traced here, and
+        of files.
+        """
         return []
 
     @cached_property
@@ -279,11 +309,16 @@ class ModelOperand:
     def by_loading(self, section: Section) -> Plan | None:
         """Return the plan from keys that the model loads, and does not save, to its runtime names.
 
-        Load hooks accept the keys of earlier versions of a model. The result is None if the keys are the model's own,
-        and if a strict load fails (except for second names of tied weights). Raise `Refused` if the load succeeds and
-        does not use some of the keys, or depends on values.
+        Load hooks accept the keys of earlier versions of a model. The result is None if the keys
+        are the model's own, and if a strict load fails (except for second names of tied weights).
+        Raise `Refused` if the load succeeds and does not use some of the keys, or depends on
+        values.
         """
-        if not self.is_definition or self.pretrained or not read(self.tables, section).match.unmatched:
+        if (
+            not self.is_definition
+            or self.pretrained
+            or not read(self.tables, section).match.unmatched
+        ):
             return None
         job = current()
         if job is None:
@@ -291,8 +326,12 @@ class ModelOperand:
         entries = [(entry.key, entry.dtype, entry.shape) for entry in section.tensors]
         import hashlib  # loads OpenSSL
 
-        digest = hashlib.sha256(repr([self.model, self.materialize, section.path, entries]).encode()).hexdigest()
-        found = job.of_first(f"loads {digest}", lambda: (plan := self._by_loading(section)) and plan.to_json())
+        digest = hashlib.sha256(
+            repr([self.model, self.materialize, section.path, entries]).encode()
+        ).hexdigest()
+        found = job.of_first(
+            f"loads {digest}", lambda: (plan := self._by_loading(section)) and plan.to_json()
+        )
         return None if found is None else Plan.from_json(found)
 
     def _by_loading(self, section: Section) -> Plan | None:
@@ -301,9 +340,15 @@ class ModelOperand:
             return None
         path = section.path
         modules = module_renames(path, section.modules or (), canonical)
-        unwrapped = Plan(tuple(Output(path, name, Ref(key)) for key, name in canonical.items()), modules=modules)
+        unwrapped = Plan(
+            tuple(Output(path, name, Ref(key)) for key, name in canonical.items()), modules=modules
+        )
         is_wrapped = any(key != name for key, name in canonical.items())
-        bare = apply(unwrapped, Checkpoint("", "", 0, (section,))).section(path) if is_wrapped else section
+        bare = (
+            apply(unwrapped, Checkpoint("", "", 0, (section,))).section(path)
+            if is_wrapped
+            else section
+        )
         try:
             verdict = self.verdict(bare)
         except CkptError:
@@ -319,38 +364,67 @@ class ModelOperand:
             for fqn, value in verdict.reads.items()
             if value is not None and fqn in self.tables.first
         }
-        reads |= {key: Ref(key) for key in self.tables.runtime_names if key in keys and key not in self.tables.first}
+        reads |= {
+            key: Ref(key)
+            for key in self.tables.runtime_names
+            if key in keys and key not in self.tables.first
+        }
         used = {key for value in reads.values() for key in refs(value)}
-        if verdict.by_values or verdict.doubtful or verdict.special or any(map(is_opaque, reads.values())):
+        if (
+            verdict.by_values
+            or verdict.doubtful
+            or verdict.special
+            or any(map(is_opaque, reads.values()))
+        ):
             raise Refused(
-                f"{self.title} loads keys that it does not save, and the result depends on their values",
+                f"{self.title} loads keys that it does not save, and the result depends on their"
+                " values",
                 hint="let it load them, and save that: model.load_state_dict(torch.load(CKPT)); "
                 "torch.save(model.state_dict(), OUT)",
                 problems=[
-                    Problem("not a key that the model saves", key) for key in keys if key not in self.tables.saved
+                    Problem("not a key that the model saves", key)
+                    for key in keys
+                    if key not in self.tables.saved
                 ],
             )
         twins = _twins(bare, used)
         if unused := [key for key in keys if key not in used and key not in twins]:
             words = [word for key in unused for word in ("--drop", key)]
             raise Refused(
-                f"{self.title} loads the checkpoint and does not use {plural(len(unused), 'key')} of it",
+                f"{self.title} loads the checkpoint and does not use {plural(len(unused), 'key')}"
+                " of it",
                 hint=f"leave them out: {shell('ckpttool', 'remap', 'CKPT', *words, '-o', 'PART')}",
                 problems=[Problem("not used", key) for key in unused],
             )
-        reads |= {fqn: Ref(fqn) for fqn, value in reads.items() if fqn in twins and value == Ref(twins[fqn])}
+        reads |= {
+            fqn: Ref(fqn)
+            for fqn, value in reads.items()
+            if fqn in twins and value == Ref(twins[fqn])
+        }
         place = {key: number for number, key in enumerate(keys)}
-        by_place = sorted(reads.items(), key=lambda read: min(map(place.__getitem__, refs(read[1]))))
+        by_place = sorted(
+            reads.items(), key=lambda read: min(map(place.__getitem__, refs(read[1])))
+        )
         reason = "the model takes it for a copy of {}".format
-        dropped = (Dropped(path, key, reason(other)) for key, other in twins.items() if reads.get(key) != Ref(key))
-        return compose(unwrapped, Plan(tuple(Output(path, *read) for read in by_place), tuple(dropped)))
+        dropped = (
+            Dropped(path, key, reason(other))
+            for key, other in twins.items()
+            if reads.get(key) != Ref(key)
+        )
+        return compose(
+            unwrapped, Plan(tuple(Output(path, *read) for read in by_place), tuple(dropped))
+        )
 
     @property
     def title(self) -> str:
         """The operand as the user wrote it; the name of an object."""
         if isinstance(self.model, Names):
             return self.model.model
-        return self.model if isinstance(self.model, str) else getattr(self.model, "__name__", type(self.model).__name__)
+        return (
+            self.model
+            if isinstance(self.model, str)
+            else getattr(self.model, "__name__", type(self.model).__name__)
+        )
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -369,7 +443,10 @@ def _twins(section: Section, used: Collection[str]) -> dict[str, str]:
         if entry.key in used:
             by_outline[entry.dtype, entry.shape].append(entry)
     others = (entry for entry in section.tensors if entry.key not in used)
-    pairs = ((one, next((o for o in by_outline[one.dtype, one.shape] if same_values(one, o)), None)) for one in others)
+    pairs = (
+        (one, next((o for o in by_outline[one.dtype, one.shape] if same_values(one, o)), None))
+        for one in others
+    )
     return {one.key: other.key for one, other in pairs if other is not None}
 
 
@@ -384,7 +461,11 @@ def _no_attribute(path: str) -> CkptError:
     except (SyntaxError, ValueError):
         body = []
     kinds = (ast.FunctionDef, ast.ClassDef)
-    found = [f"{path}:{node.name}" for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
+    found = [
+        f"{path}:{node.name}"
+        for node in body
+        if isinstance(node, kinds) and not node.name.startswith("_")
+    ]
     hint = f"name what builds the model: {', '.join(found)}" if found else "as in file.py:build"
     return CkptError(f"{path} is a file of code, and not said which model of it", hint=hint)
 
@@ -406,10 +487,11 @@ def operand_of(options: ModelOptions) -> ModelOperand | None:
 
 
 def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
-    """Return `model` with the names that fit the section's keys: its own, or the names of from_pretrained.
+    """Return `model` with the names that fit the section's keys: its own, or the names of
+    from_pretrained.
 
-    If both fit equally well, its own names are used; but not for ``hf:FOLDER``, and not for files next to a
-    ``config.json`` if a name has different values in the two.
+    If both fit equally well, its own names are used; but not for ``hf:FOLDER``, and not for files
+    next to a ``config.json`` if a name has different values in the two.
     """
     if not model.is_definition or model.pretrained:
         return model
@@ -427,7 +509,9 @@ def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
     theirs, ours = read(other, section), read(own, section).match.score
     differ = any(own.saved.get(key, source) != source for key, source in other.saved.items())
     preferred = (
-        theirs.form == SERIALIZED and theirs.match.score == ours and (model.is_folder or (has_config and differ))
+        theirs.form == SERIALIZED
+        and theirs.match.score == ours
+        and (model.is_folder or (has_config and differ))
     )
     if model.is_folder and untied_keys(own, section):  # from_pretrained does not tie these
         preferred = True
@@ -452,7 +536,8 @@ Likeness = Mapping[str, "tuple[int, ...] | None"]  # canonical name -> shape; No
 
 
 def read_for_model(checkpoint: Checkpoint, model: ModelOperand | None) -> Checkpoint:
-    """Read each dict as a state dict if it has more of the model's keys than any dict inside or around it.
+    """Read each dict as a state dict if it has more of the model's keys than any dict inside or
+    around it.
 
     A dict that has none of these keys stays as it was read.
     """
@@ -460,23 +545,33 @@ def read_for_model(checkpoint: Checkpoint, model: ModelOperand | None) -> Checkp
         return checkpoint
     tables = model.tables
     known = {*tables.serialized_names, *tables.runtime_names}
-    unsure = {path: keys for path, keys in checkpoint.readings.dicts.items() if not known.isdisjoint(keys)}
+    unsure = {
+        path: keys for path, keys in checkpoint.readings.dicts.items() if not known.isdisjoint(keys)
+    }
     fits = {path: _fit(tables, keys) for path, keys in unsure.items()}
     state_dicts = checkpoint.state_dicts if unsure else ()
     others = fits | {section.path: _fit(tables, list(section.by_key())) for section in state_dicts}
 
     def is_best(path: str) -> bool:
-        rivals = (fit for other, fit in others.items() if _is_inside(other, path) or _is_inside(path, other))
+        rivals = (
+            fit
+            for other, fit in others.items()
+            if _is_inside(other, path) or _is_inside(path, other)
+        )
         return all(fits[path] > fit for fit in rivals)
 
     return checkpoint.read_as([path for path in unsure if is_best(path)])
 
 
-def of_one_model(checkpoint: Checkpoint, named: str | None = None, names: Names | None = None) -> tuple[Section, ...]:
-    """Return the sections that change together, the model's own first: all that hold the model, or those in `named`.
+def of_one_model(
+    checkpoint: Checkpoint, named: str | None = None, names: Names | None = None
+) -> tuple[Section, ...]:
+    """Return the sections that change together, the model's own first: all that hold the model, or
+    those in `named`.
 
-    `named` are dotted paths separated by commas; `names` are the model's, if it is known. Raise `CkptError` if a path
-    is not a state dict, and without paths if the state dicts hold several models, or if the file has no state dict.
+    `named` are dotted paths separated by commas; `names` are the model's, if it is known. Raise
+    `CkptError` if a path is not a state dict, and without paths if the state dicts hold several
+    models, or if the file has no state dict.
     """
     if named is not None:
         return _named(checkpoint, [path.strip() for path in named.split(",")])
@@ -491,15 +586,21 @@ def of_one_model(checkpoint: Checkpoint, named: str | None = None, names: Names 
     return (first, *same_model(checkpoint, first, names))
 
 
-def same_model(checkpoint: Checkpoint, section: Section, names: Names | None = None) -> tuple[Section, ...]:
+def same_model(
+    checkpoint: Checkpoint, section: Section, names: Names | None = None
+) -> tuple[Section, ...]:
     """Return the other state dicts with the same names and shapes, with any wrappers around them.
 
-    If the model's `names` are known, also return state dicts that hold the complete model in another form.
+    If the model's `names` are known, also return state dicts that hold the complete model in
+    another form.
     """
     others = [other for other in checkpoint.state_dicts if other.path != section.path]
     if not others:
         return ()
-    lightning, tables = wrappers.is_lightning(checkpoint), None if names is None else NameTables(names)
+    lightning, tables = (
+        wrappers.is_lightning(checkpoint),
+        None if names is None else NameTables(names),
+    )
     own = _likeness(section, lightning)
 
     def same(other: Section) -> bool:
@@ -511,7 +612,9 @@ def same_model(checkpoint: Checkpoint, section: Section, names: Names | None = N
 
 
 def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list[str]:
-    """Return notes on state dicts that are not among the `changed` ones, but share half of the names with one."""
+    """Return notes on state dicts that are not among the `changed` ones, but share half of the
+    names with one.
+    """
     lightning, paths = wrappers.is_lightning(checkpoint), [section.path for section in changed]
     others = [section for section in checkpoint.state_dicts if section.path not in paths]
     own = set(_likeness(changed[0], lightning)) if others else set()
@@ -534,14 +637,17 @@ def _named(checkpoint: Checkpoint, paths: Sequence[str]) -> tuple[Section, ...]:
     if strange:
         raise CkptError(
             f"{checkpoint.source} has no state dict {', '.join(map(repr, strange))}",
-            hint=f"its state dicts are: {', '.join(section.title for section in have.values()) or 'none'}",
+            hint="its state dicts are:"
+            f" {', '.join(section.title for section in have.values()) or 'none'}",
         )
     return tuple(have[path] for path in dict.fromkeys(paths))
 
 
 def _without_counters(section: Section) -> Section:
     counters = wrappers.counters([entry.key for entry in section.tensors])
-    return replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
+    return replace(
+        section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters)
+    )
 
 
 def _likeness(section: Section, lightning: bool) -> Likeness:
@@ -553,7 +659,9 @@ def _likeness(section: Section, lightning: bool) -> Likeness:
 
 def _fit(tables: NameTables, keys: Sequence[str]) -> Fit:
     """Return how many of the keys the model loads, and how many are its runtime names."""
-    return len(match(keys, tables.serialized_names).names), len(match(keys, tables.runtime_names).names)
+    return len(match(keys, tables.serialized_names).names), len(
+        match(keys, tables.runtime_names).names
+    )
 
 
 def _is_inside(path: str, outer: str) -> bool:

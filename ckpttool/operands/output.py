@@ -31,14 +31,19 @@ _WRITABLE = tuple(ending for row in TABLE for ending in row.endings)
 
 
 def command(verb: str, operands: tuple[str, ...], options: Any) -> str:
-    """Return ``ckpttool VERB OPERANDS OPTIONS`` with the options that are not at their default, output options last.
+    """Return ``ckpttool VERB OPERANDS OPTIONS`` with the options that are not at their default,
+    output options last.
 
-    If an operand or the value of an option is an object in memory, return the Python call, in which such objects are
-    called as the arguments are.
+    If an operand or the value of an option is an object in memory, return the Python call, in which
+    such objects are called as the arguments are.
     """
     hints = get_type_hints(type(options), include_extras=True)
     late = {field.name for field in fields(OutputOptions)}
-    chosen = [(f.name, getattr(options, f.name)) for f in fields(options) if getattr(options, f.name) != f.default]
+    chosen = [
+        (f.name, getattr(options, f.name))
+        for f in fields(options)
+        if getattr(options, f.name) != f.default
+    ]
     chosen.sort(key=lambda pair: pair[0] in late)
     if MEMORY.title in operands or not all(isinstance(value, _PLAIN) for _, value in chosen):
         keywords = (f"{name}={_literal(name, value)}" for name, value in chosen)
@@ -54,14 +59,22 @@ def command(verb: str, operands: tuple[str, ...], options: Any) -> str:
 
 
 def _literal(name: str, value: object) -> str:
-    """Return the value of a keyword; an object of the caller, and what only the user knows, as a name."""
+    """Return the value of a keyword; an object of the caller, and what only the user knows, as a
+    name.
+    """
     if isinstance(value, str) and value in PLACEHOLDERS:
         return value
-    return repr(list(value) if isinstance(value, tuple) else value) if isinstance(value, _PLAIN) else name
+    return (
+        repr(list(value) if isinstance(value, tuple) else value)
+        if isinstance(value, _PLAIN)
+        else name
+    )
 
 
 def outputs(source: str, word: str) -> Iterator[str]:
-    """Yield unused names for an output next to the source, first in its format: ``train.serialized.pt``."""
+    """Yield unused names for an output next to the source, first in its format:
+    ``train.serialized.pt``.
+    """
     whole = "checkpoint" if source == MEMORY.title else split(source)[0]
     folder = paths_name(whole) == DCP_METADATA or INDEX.fullmatch(paths_name(whole))
     whole = parent(whole) if folder else whole
@@ -75,7 +88,9 @@ def outputs(source: str, word: str) -> Iterator[str]:
 
 
 def free(stem: str, word: str, ending: str) -> str:
-    """Return ``stem.word.ending``, with a number if that exists, and without the characters of patterns."""
+    """Return ``stem.word.ending``, with a number if that exists, and without the characters of
+    patterns.
+    """
     own = re.sub(r"[*?\[\]{}]+", "", paths_name(stem)).strip("._-") or "checkpoint"
     folder = parent(stem)
     for count in range(1, 1000):
@@ -90,8 +105,8 @@ def free(stem: str, word: str, ending: str) -> str:
 class Target:
     """The place to write a checkpoint. `folder` is None for a single file.
 
-    `name` is the file in the folder that OUT names: the index, or the only file; empty for the usual one. The shards of
-    a folder are made again with `max_shard_size` (bytes).
+    `name` is the file in the folder that OUT names: the index, or the only file; empty for the
+    usual one. The shards of a folder are made again with `max_shard_size` (bytes).
     """
 
     path: str
@@ -100,26 +115,37 @@ class Target:
     name: str = ""
     max_shard_size: int | None = None
 
-    def lay_out(self, checkpoint: Checkpoint, companions: Mapping[str, str | bytes] | None = None) -> Files:
+    def lay_out(
+        self, checkpoint: Checkpoint, companions: Mapping[str, str | bytes] | None = None
+    ) -> Files:
         """Return the files to write by their names in the folder; the last one completes it.
 
-        `companions` are other files for the folder: name -> path of the file to copy, or content. Raise `Refused` if
-        the format cannot hold the checkpoint.
+        `companions` are other files for the folder: name -> path of the file to copy, or content.
+        Raise `Refused` if the format cannot hold the checkpoint.
         """
         alone = self.folder is None or not _is_folder(checkpoint)
         if alone and checkpoint.other_files:
             problems = [
-                Problem("a file of the folder, which the output has no place for", n) for n in checkpoint.other_files
+                Problem("a file of the folder, which the output has no place for", n)
+                for n in checkpoint.other_files
             ]
             dropped = " ".join(f"--drop {quote(name)}" for name in checkpoint.other_files)
-            raise Refused("not everything would be written", hint=f"leave it out: {dropped}", problems=problems)
+            raise Refused(
+                "not everything would be written",
+                hint=f"leave it out: {dropped}",
+                problems=problems,
+            )
         if self.folder is None:
             return {paths_name(self.path): self.format.layout(checkpoint)}
         files: dict[str, Pieces | Link] = {}
         for name, content in (companions or {}).items():
-            files[name] = [Piece(content if isinstance(content, bytes) else Span(content, 0, size(content)))]
+            files[name] = [
+                Piece(content if isinstance(content, bytes) else Span(content, 0, size(content)))
+            ]
         if self.format.folder:
-            return files | dict(self.format.layout_files(checkpoint, self.name, self.max_shard_size))
+            return files | dict(
+                self.format.layout_files(checkpoint, self.name, self.max_shard_size)
+            )
         return files | {self.name: self.format.layout(checkpoint)}
 
     @property
@@ -127,7 +153,9 @@ class Target:
         return parent(self.path) if self.folder is None else self.folder
 
     def present(self, files: Files | None = None) -> set[str]:
-        """Return the files of a checkpoint that is in the folder already, except those in `files`."""
+        """Return the files of a checkpoint that is in the folder already, except those in
+        `files`.
+        """
         assert self.folder is not None
         marker = self.name or self.format.endings[0]
         return checkpoint_files(self.folder, marker).difference(files or ())
@@ -136,10 +164,11 @@ class Target:
 def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) -> Target:
     """Return the target that `out` names for `source`.
 
-    OUT is a folder if it ends with a slash, if the folder exists, if it is the name of an index or of DCP's
-    ``.metadata``, if it ends in ``.dcp`` (DCP again), or if the source is a folder and OUT has no ending. A folder gets
-    the source's format if that one fills folders, else sharded safetensors; with `max_shard_size` (bytes) a single file
-    of a folder is sharded too. Raise `CkptError` for an ending that no format has.
+    OUT is a folder if it ends with a slash, if the folder exists, if it is the name of an index or
+    of DCP's ``.metadata``, if it ends in ``.dcp`` (DCP again), or if the source is a folder and OUT
+    has no ending. A folder gets the source's format if that one fills folders, else sharded
+    safetensors; with `max_shard_size` (bytes) a single file of a folder is sharded too. Raise
+    `CkptError` for an ending that no format has.
     """
     name = paths_name(out)
     if INDEX.fullmatch(name) or name == DCP_METADATA:

@@ -1,7 +1,7 @@
 """Read an output with the libraries that will load it: an independent proof for ``--verify``.
 
-safetensors reads safetensors files, `torch.load` with `weights_only` torch files, torch.distributed.checkpoint its
-folders. ckpttool's own reader only lists the tensors to compare.
+safetensors reads safetensors files, `torch.load` with `weights_only` torch files,
+torch.distributed.checkpoint its folders. ckpttool's own reader only lists the tensors to compare.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from ckpttool.core.text import dotted, first_line
 from ckpttool.evaluate import torch_eval
 
 _BATCH = 1 << 28  # bytes of tensors that are held at a time
-Pair = tuple[str, TensorEntry, Any]  # the dotted path of an entry, the entry, and what the library reads for it
+# the dotted path of an entry, the entry, and what the library reads for it
+Pair = tuple[str, TensorEntry, Any]
 
 
 def compare(checkpoint: Checkpoint, path: str) -> tuple[str, int] | None:
     """Compare the local file or folder, whose index is `checkpoint`, with what its library reads.
 
-    Return the library with its version, and the bytes of the tensors that it read. Return None if there is no such
-    library for the format, or if it refuses the file (objects that `weights_only` does not allow). Raise `CkptError`,
-    with every tensor that it reads differently or not at all.
+    Return the library with its version, and the bytes of the tensors that it read. Return None if
+    there is no such library for the format, or if it refuses the file (objects that `weights_only`
+    does not allow). Raise `CkptError`, with every tensor that it reads differently or not at all.
     """
     read = {"safetensors": _safetensors, "torch_zip": _torch, "dcp": _dcp}.get(checkpoint.format)
     if read is None:
@@ -42,7 +43,11 @@ def compare(checkpoint: Checkpoint, path: str) -> tuple[str, int] | None:
         else:
             problems.append(Problem(problem, place))
     if problems:
-        raise CkptError(f"{library} reads {path} differently", hint="do not use it, and report this", problems=problems)
+        raise CkptError(
+            f"{library} reads {path} differently",
+            hint="do not use it, and report this",
+            problems=problems,
+        )
     return (library, nbytes) if library else None
 
 
@@ -75,7 +80,11 @@ def _safetensors(checkpoint: Checkpoint, path: str) -> tuple[str, Iterator[Pair]
             with safetensors.safe_open(file, framework="pt") as opened:
                 keys = set(opened.keys())
                 for entry in entries:
-                    yield entry.key, entry, opened.get_tensor(entry.key) if entry.key in keys else None
+                    yield (
+                        entry.key,
+                        entry,
+                        opened.get_tensor(entry.key) if entry.key in keys else None,
+                    )
 
     return f"safetensors {safetensors.__version__}", pairs()
 
@@ -133,7 +142,11 @@ def _dcp(checkpoint: Checkpoint, path: str) -> tuple[str, Iterator[Pair]]:
 
     folder = str(Path(path).parent) if Path(path).name == ".metadata" else path
     metadata = dcp.FileSystemReader(folder).read_metadata()
-    known = {name for name, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)}
+    known = {
+        name
+        for name, one in metadata.state_dict_metadata.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
 
     def pairs() -> Iterator[Pair]:
         batch: dict[str, TensorEntry] = {}
@@ -154,11 +167,14 @@ def _dcp(checkpoint: Checkpoint, path: str) -> tuple[str, Iterator[Pair]]:
 def _loaded(folder: str, batch: Mapping[str, TensorEntry]) -> Iterator[Pair]:
     import torch.distributed.checkpoint as dcp
 
-    state = {name: torch.empty(one.shape, dtype=getattr(torch, one.dtype)) for name, one in batch.items()}
+    state = {
+        name: torch.empty(one.shape, dtype=getattr(torch, one.dtype)) for name, one in batch.items()
+    }
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Not `dcp.load`: it has `no_dist`, without which all ranks must take part, only since torch 2.7.
+            # Not `dcp.load`: it has `no_dist`, without which all ranks must take part, only since
+            # torch 2.7.
             dcp.load_state_dict(state, dcp.FileSystemReader(folder), no_dist=True)
     except Exception as error:
         message = f"torch {torch.__version__} cannot load {folder}: {first_line(error)}"

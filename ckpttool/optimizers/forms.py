@@ -1,6 +1,7 @@
 """The three forms of an optimizer's state dict, read to an `OptimizerState` and written from one.
 
-``id``: torch's own, with numbers; ``fqn``: the same with names; ``flat``: one dict with the names in its keys.
+``id``: torch's own, with numbers; ``fqn``: the same with names; ``flat``: one dict with the names
+in its keys.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def read(section: Section) -> OptimizerState:
     problems: list[Problem] = []
     state = (_read_flat if looks_flat(list(mapping)) else _read_nested)(mapping, problems)
     repeated = [param for param, count in Counter(state.params).items() if count > 1]
-    problems += [Problem("is listed more than once in the param groups", str(param)) for param in repeated]
+    problems += [
+        Problem("is listed more than once in the param groups", str(param)) for param in repeated
+    ]
     if problems:
         raise CkptError(
             f"{where} is not an optimizer's state dict as torch writes it",
@@ -72,10 +75,16 @@ def _read_nested(mapping: Mapping[Any, Any], problems: list[Problem]) -> Optimiz
     for index, group in enumerate(listed):
         options = group if isinstance(group, Mapping) else {}
         params = options.get(PARAMS)
-        if not isinstance(params, (list, tuple)) or not all(type(param) in (int, str) for param in params):
+        if not isinstance(params, (list, tuple)) or not all(
+            type(param) in (int, str) for param in params
+        ):
             problems.append(Problem("has no list of ids or names", f"{GROUPS}.{index}.{PARAMS}"))
             params = ()
-        groups.append(ParamGroup(tuple(params), {name: value for name, value in options.items() if name != PARAMS}))
+        groups.append(
+            ParamGroup(
+                tuple(params), {name: value for name, value in options.items() if name != PARAMS}
+            )
+        )
     params = {param for group in groups for param in group.params}
     if len({type(param) for param in params}) > 1:
         problems.append(Problem("some params are ids and some names", GROUPS))
@@ -113,7 +122,8 @@ def _read_flat(mapping: Mapping[Any, Any], problems: list[Problem]) -> Optimizer
             problems.append(Problem("no param_groups key names this parameter", key))
         elif not _put(state.setdefault(owner, {}), rest[len(owner) + 1 :].split("."), value):
             problems.append(Problem("conflicts with another part of the state", key))
-    # The flat form does not keep the groups: parameters with equal options are one group, in the order of the first.
+    # The flat form does not keep the groups: parameters with equal options are one group, in the
+    # order of the first.
     groups: list[tuple[Mapping[str, Any], list[Param]]] = []
     for fqn, own in options.items():
         params = next((params for known, params in groups if same_options(known, own)), None)
@@ -121,11 +131,15 @@ def _read_flat(mapping: Mapping[Any, Any], problems: list[Problem]) -> Optimizer
             groups.append((own, [fqn]))
         else:
             params.append(fqn)
-    return OptimizerState(FLAT, tuple(ParamGroup(tuple(params), own) for own, params in groups), state)
+    return OptimizerState(
+        FLAT, tuple(ParamGroup(tuple(params), own) for own, params in groups), state
+    )
 
 
 def _owner(path: str, params: Container[Param]) -> str | None:
-    """Return the parameter that a flat key belongs to. Of ``a.b`` and ``a``, the key ``a.b.c`` belongs to ``a.b``."""
+    """Return the parameter that a flat key belongs to. Of ``a.b`` and ``a``, the key ``a.b.c``
+    belongs to ``a.b``.
+    """
     while "." in path:
         path = path.rpartition(".")[0]
         if path in params:
@@ -144,11 +158,15 @@ def _put(mapping: dict[Any, Any], path: Sequence[str], value: Any) -> bool:
 
 def same_options(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
     """Return True if two groups have the same options; tensors are compared by their bytes."""
-    return left.keys() == right.keys() and all(same_option(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        same_option(left[name], right[name]) for name in left
+    )
 
 
 def same_option(left: Any, right: Any) -> bool:
-    """Return True if two values of an option are the same. Tensors are, if their bytes are equal."""
+    """Return True if two values of an option are the same. Tensors are, if their bytes are
+    equal.
+    """
     if left is right:
         return True
     if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
@@ -173,7 +191,12 @@ _CODES = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}  # of `str
 def _is_number(entry: TensorEntry, number: float) -> bool:
     """Return True if the tensor has one element, and that is the number in the tensor's dtype."""
     code = _CODES.get(entry.dtype)
-    if code is None or entry.numel != 1 or entry.storage is None or (code in "qi" and type(number) is float):
+    if (
+        code is None
+        or entry.numel != 1
+        or entry.storage is None
+        or (code in "qi" and type(number) is float)
+    ):
         return False
     data = read_all(entry.storage.data)
     size = struct.calcsize(code)
@@ -206,7 +229,9 @@ def write(state: OptimizerState, section: Section) -> Section:
 
 
 def _flat(state: OptimizerState) -> dict[Any, Any]:
-    """Raises `Refused` for state that torch.distributed.checkpoint cannot flatten either, and for conflicting keys."""
+    """Raises `Refused` for state that torch.distributed.checkpoint cannot flatten either, and for
+    conflicting keys.
+    """
     problems = [Problem("belongs to no parameter", key) for key in (*state.loose, *state.rest)]
     parts: list[tuple[str, Any]] = []
     params = set(state.params)
@@ -214,11 +239,17 @@ def _flat(state: OptimizerState) -> dict[Any, Any]:
         for key, value in _flattened(str(fqn), own, problems) if own else ():
             parts.append((f"{STATE}.{key}", value))
             if _owner(key, params) != fqn:
-                problems.append(Problem("would be the state of another parameter", f"{STATE}.{key}"))
+                problems.append(
+                    Problem("would be the state of another parameter", f"{STATE}.{key}")
+                )
     for group in state.groups:
         if not group.params:
             problems.append(Problem("a param group without parameters", GROUPS))
-        parts += [(f"{GROUPS}.{fqn}.{name}", v) for fqn in group.params for name, v in group.options.items()]
+        parts += [
+            (f"{GROUPS}.{fqn}.{name}", v)
+            for fqn in group.params
+            for name, v in group.options.items()
+        ]
     flat = dict(parts)
     if len(flat) < len(parts):
         repeated = (key for key, count in Counter(key for key, _ in parts).items() if count > 1)
@@ -249,7 +280,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerClass:
-    """`state` are names that together occur in this class only, and so are the hyperparameters `options`."""
+    """`state` are names that together occur in this class only, and so are the hyperparameters
+    `options`.
+    """
 
     title: str
     state: frozenset[str]
@@ -280,7 +313,8 @@ TABLE = tuple(
 
 
 def class_of(state: OptimizerState) -> str | None:
-    """Return the title of the torch.optim class that the state belongs to; None if the table does not know it.
+    """Return the title of the torch.optim class that the state belongs to; None if the table does
+    not know it.
 
     The param groups' hyperparameters decide, or else the names in the state.
     """
@@ -294,26 +328,49 @@ def _by_options(options: Collection[str]) -> OptimizerClass | None:
     return next((row for row in TABLE if row.options.issubset(options)), None)
 
 
-# Hyperparameters that torch adds to groups of files that lack them (each class's ``__setstate__``), or that a scheduler
-# put there, which no step needs; and state that a step creates only if the file's hyperparameters ask for it.
+# Hyperparameters that torch adds to groups of files that lack them (each class's ``__setstate__``),
+# or that a scheduler put there, which no step needs; and state that a step creates only if the
+# file's hyperparameters ask for it.
 _FILLED_IN = frozenset(
     {
-        *("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "nesterov", "centered"),
-        *("decoupled_weight_decay", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"),
+        *(
+            "amsgrad",
+            "maximize",
+            "foreach",
+            "capturable",
+            "differentiable",
+            "fused",
+            "nesterov",
+            "centered",
+        ),
+        *(
+            "decoupled_weight_decay",
+            "initial_lr",
+            "max_lr",
+            "min_lr",
+            "base_momentum",
+            "max_momentum",
+            "swa_lr",
+        ),
     }
 )
 _ON_REQUEST = frozenset({"max_exp_avg_sq", "grad_avg", "momentum_buffer"})
 
 
 def lacking(
-    state: OptimizerState, groups: Sequence[Mapping[str, object]], steps: Mapping[Param, Sequence[str]]
+    state: OptimizerState,
+    groups: Sequence[Mapping[str, object]],
+    steps: Mapping[Param, Sequence[str]],
 ) -> list[str]:
-    """Return the keys that an optimizer with these hyperparameters needs and the state of another class lacks.
+    """Return the keys that an optimizer with these hyperparameters needs and the state of another
+    class lacks.
 
-    `steps` are the names of the state that a first step creates for a parameter, if known. torch loads such a state,
-    and fails with a ``KeyError`` at the next step (pytorch#7499).
+    `steps` are the names of the state that a first step creates for a parameter, if known. torch
+    loads such a state, and fails with a ``KeyError`` at the next step (pytorch#7499).
     """
-    needed = dict.fromkeys(name for group in groups for name in group if name != PARAM_NAMES and name not in _FILLED_IN)
+    needed = dict.fromkeys(
+        name for group in groups for name in group if name != PARAM_NAMES and name not in _FILLED_IN
+    )
     missing = [
         f"{GROUPS}.{index}.{name}"
         for index, group in enumerate(state.groups)
@@ -331,12 +388,16 @@ def lacking(
 
 
 def with_new_options(
-    groups: Sequence[ParamGroup], loaded_by: OptimizerState, steps: Mapping[Param, Sequence[str]], saved: OptimizerState
+    groups: Sequence[ParamGroup],
+    loaded_by: OptimizerState,
+    steps: Mapping[Param, Sequence[str]],
+    saved: OptimizerState,
 ) -> tuple[ParamGroup, ...]:
-    """Return the groups with the options that a newer version of their optimizer has: `loaded_by`, group by group.
+    """Return the groups with the options that a newer version of their optimizer has: `loaded_by`,
+    group by group.
 
-    Options that torch adds itself are added to the groups of any class, others only if `saved` is a state of the same
-    class: one that has all that a step needs. `steps` are as in `lacking`.
+    Options that torch adds itself are added to the groups of any class, others only if `saved` is a
+    state of the same class: one that has all that a step needs. `steps` are as in `lacking`.
     """
     new = [group.options for group in loaded_by.groups]
     state_keys = [key for key in lacking(saved, new, steps) if not key.startswith(f"{GROUPS}.")]
@@ -356,7 +417,15 @@ WHOLE = frozenset({"old_dirs", "old_stps", "H_diag", "prev_flat_grad", "ro", "d"
 
 ELEMENTWISE = frozenset(
     {
-        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"),
+        *(
+            "exp_avg",
+            "exp_avg_sq",
+            "max_exp_avg_sq",
+            "exp_inf",
+            "momentum_buffer",
+            "square_avg",
+            "grad_avg",
+        ),
         *("acc_delta", "sum", "ax", "prev", "step_size", "variance"),
     }
 )
@@ -371,7 +440,9 @@ _FACTORED: Mapping[str, Callable[[Shape], Shape]] = {
 
 
 def fits(name: str, state: Shape, parameter: Shape) -> bool:
-    """Return True if a parameter of this shape can have a state of this name and shape, and for unknown names."""
+    """Return True if a parameter of this shape can have a state of this name and shape, and for
+    unknown names.
+    """
     if name in ELEMENTWISE:
         return state == parameter
     if name in _FACTORED:

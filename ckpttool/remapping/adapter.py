@@ -1,6 +1,7 @@
 """An adapter without its model (LoRA and similar): its keys follow the modules that it adapts.
 
-PEFT names the modules by their paths in the model (`base_model.model.PATH.lora_A.weight`), and not by serialized keys.
+PEFT names the modules by their paths in the model (`base_model.model.PATH.lora_A.weight`), and not
+by serialized keys.
 """
 
 from __future__ import annotations
@@ -24,26 +25,39 @@ if TYPE_CHECKING:
     from ckpttool.ruleset.steps import Step as RuleStep
 
 _HINT = (
-    "rules for the base move its modules (`ckpttool diff OLD NEW --suggest rules.toml`, then --rules rules.toml); "
-    "if modules are cut or joined, merge the adapter into its base first (merge_and_unload() of PEFT)"
+    "rules for the base move its modules (`ckpttool diff OLD NEW --suggest rules.toml`, then"
+    " --rules rules.toml); "
+    "if modules are cut or joined, merge the adapter into its base first (merge_and_unload() of"
+    " PEFT)"
 )
-Sources = Mapping[str, Expression]  # name of a tensor of the new base -> its expression over the old base
+# name of a tensor of the new base -> its expression over the old base
+Sources = Mapping[str, Expression]
 
 
-def to_other_base(draft: Draft, old: NameTables, new: NameTables, code: ModelOperand | None) -> Draft:
-    """Move an adapter from the modules of one model to the modules of another that loads what the first one saves.
+def to_other_base(
+    draft: Draft, old: NameTables, new: NameTables, code: ModelOperand | None
+) -> Draft:
+    """Move an adapter from the modules of one model to the modules of another that loads what the
+    first one saves.
 
-    If it loads none of it, move it to the modules of the same names. `code` is the other model itself: its loading may
-    accept keys that it does not write. Raise `Refused`, all problems at once, if a module has no single place there.
+    If it loads none of it, move it to the modules of the same names. `code` is the other model
+    itself: its loading may accept keys that it does not write. Raise `Refused`, all problems at
+    once, if a module has no single place there.
     """
-    known: dict[str, Expression] = {key: source for key, source in old.saved.items() if source is not None}
+    known: dict[str, Expression] = {
+        key: source for key, source in old.saved.items() if source is not None
+    }
     known.update((key, Ref(fqn)) for key, fqn in old.fqn_of.items())
     sources: dict[str, Expression] = {**new.runtime_values(known)}
     if code is not None:
         from ckpttool.tracing.loading import load_verdict
 
         reads = load_verdict(code.definition(), saved_by(old.names).section("")).reads
-        sources |= {fqn: source for fqn, source in reads.items() if source is not None and any(ex.refs(source))}
+        sources |= {
+            fqn: source
+            for fqn, source in reads.items()
+            if source is not None and any(ex.refs(source))
+        }
     if sources:
         sources = {fqn: ex.substitute(source, known.__getitem__) for fqn, source in sources.items()}
     else:
@@ -52,7 +66,8 @@ def to_other_base(draft: Draft, old: NameTables, new: NameTables, code: ModelOpe
 
 
 def apply_rules_of_base(draft: Draft, steps: Sequence[RuleStep]) -> Draft:
-    """Apply rules for the keys of the base; if they match the adapter's own keys, apply them to these.
+    """Apply rules for the keys of the base; if they match the adapter's own keys, apply them to
+    these.
 
     Raise `Refused`, all problems at once, if the rules do not rename a module as a whole.
     """
@@ -82,7 +97,9 @@ def _follow(draft: Draft, sources: Sources, who: str) -> Draft:
                 tensors[old].append(new)
                 modules[_parent(old)][_parent(new)] = None
             else:
-                broken[_parent(old)] = f"{new} is computed from {', '.join(dict.fromkeys(ex.refs(source)))}"
+                broken[_parent(old)] = (
+                    f"{new} is computed from {', '.join(dict.fromkeys(ex.refs(source)))}"
+                )
 
     def new_module(path: str) -> str | Problem:
         if path in broken:
@@ -90,7 +107,9 @@ def _follow(draft: Draft, sources: Sources, who: str) -> Draft:
         places = list(modules.get(path, ()))
         if len(places) == 1:
             return places[0]
-        return Problem(f"its tensors go to {' and '.join(places)}" if places else "no such module", path)
+        return Problem(
+            f"its tensors go to {' and '.join(places)}" if places else "no such module", path
+        )
 
     def new_tensor(name: str) -> str | Problem:
         """A tensor of the base itself, which was trained with the adapter."""
@@ -135,20 +154,35 @@ def _with_part(key: str, old: str, new: str) -> str:
 
 
 def _base(section: Section, adapter: Adapter) -> Section:
-    """Return the weights of the adapted modules and the other tensors of the base in the file, without data."""
+    """Return the weights of the adapted modules and the other tensors of the base in the file,
+    without data.
+    """
     entries = section.by_key()
 
     def shape_of_weight(keys: Iterable[str]) -> tuple[int, ...]:
-        """The shape of the weight that the factors ``lora_A`` [rank, in] and ``lora_B`` [out, rank] belong to."""
-        factors = [entry for key in keys if isinstance(entry := entries[key], TensorEntry) and len(entry.shape) == 2]
+        """The shape of the weight that the factors ``lora_A`` [rank, in] and ``lora_B`` [out, rank]
+        belong to.
+        """
+        factors = [
+            entry
+            for key in keys
+            if isinstance(entry := entries[key], TensorEntry) and len(entry.shape) == 2
+        ]
         down = [entry.shape[1] for entry in factors if ".lora_A." in f"{entry.key}."]
         up = [entry.shape[0] for entry in factors if ".lora_B." in f"{entry.key}."]
         return (up[0], down[0]) if up and down else (1,)
 
     shapes = {path: shape_of_weight(keys) for path, keys in adapter.modules.items()}
-    weights = [in_row_major(f"{path}.weight", "float32", shape, None) for path, shape in shapes.items()]
-    rest = [entry.under(adapter.inside(key)) for key, entry in entries.items() if key in adapter.rest]
-    tensors = {entry.key: entry for entry in (*weights, *(one for one in rest if isinstance(one, TensorEntry)))}
+    weights = [
+        in_row_major(f"{path}.weight", "float32", shape, None) for path, shape in shapes.items()
+    ]
+    rest = [
+        entry.under(adapter.inside(key)) for key, entry in entries.items() if key in adapter.rest
+    ]
+    tensors = {
+        entry.key: entry
+        for entry in (*weights, *(one for one in rest if isinstance(one, TensorEntry)))
+    }
     return replace(section, tensors=tuple(tensors.values()), extras=())
 
 

@@ -1,4 +1,6 @@
-"""Lists of tensors in a file that belong to the model's parameters by position, as a moving average keeps them."""
+"""Lists of tensors in a file that belong to the model's parameters by position, as a moving average
+keeps them.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,14 @@ from ckpttool.ruleset.patterns import Renaming
 Shape = tuple[int, ...]
 
 
-def notes_on_lists(done: Remap, old: Names | None, new: Names | None, rules: Sequence[Renaming]) -> tuple[str, ...]:
-    """Return a note on each list of the file that no longer fits the parameters after the remap, because they change.
+def notes_on_lists(
+    done: Remap, old: Names | None, new: Names | None, rules: Sequence[Renaming]
+) -> tuple[str, ...]:
+    """Return a note on each list of the file that no longer fits the parameters after the remap,
+    because they change.
 
-    A list belongs to the parameters if it has their number and shapes. `old` are the names of the model that saved the
-    file, `new` of the model that will load it.
+    A list belongs to the parameters if it has their number and shapes. `old` are the names of the
+    model that saved the file, `new` of the model that will load it.
     """
     effect = done.narrowed or done.model
     if old is not None and new is not None:
@@ -38,7 +43,8 @@ def notes_on_lists(done: Remap, old: Names | None, new: Names | None, rules: Seq
     for path, shapes in _lists(done.result).items():
         if shapes in orders:
             text = (
-                f"{path} is a list of {plural(len(shapes), 'tensor')} with the shapes of the parameters, in their old "
+                f"{path} is a list of {plural(len(shapes), 'tensor')} with the shapes of the"
+                " parameters, in their old "
                 "order: it does not follow them, and does not fit the new model"
             )
             notes.append(Note(text, "by-position"))
@@ -53,9 +59,14 @@ def _keeps_order(old: Names, new: Names, rules: Sequence[Renaming]) -> bool:
 
 
 def _orders_of(names: Names) -> list[list[Shape | None]]:
-    """Return the shapes of all parameters, and of the trainable ones, in the order of ``model.parameters()``."""
+    """Return the shapes of all parameters, and of the trainable ones, in the order of
+    ``model.parameters()``.
+    """
     parameters = Parameters(names)
-    return [list(parameters.shapes.values()), [parameters.shapes[name] for name in parameters.trainable]]
+    return [
+        list(parameters.shapes.values()),
+        [parameters.shapes[name] for name in parameters.trainable],
+    ]
 
 
 def _shapes_of(section: Section) -> list[Shape | None]:

@@ -24,15 +24,16 @@ from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import Target, same_folder
 from ckpttool.remapping.adapter_config import NAME, follow, moved_modules, shown
 
-_DESCRIBES_NAMES = re.compile(r"config\.json|\w*quant\w*_config\.json")  # whose loaders want the keys that were there
+# whose loaders want the keys that were there
+_DESCRIBES_NAMES = re.compile(r"config\.json|\w*quant\w*_config\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Companions:
     """What happens to the files next to the weights.
 
-    `files`: name in OUT -> path of the file to copy, or its new content. `left_out`: name -> why it is not in OUT.
-    `before`: the old content of what is rewritten.
+    `files`: name in OUT -> path of the file to copy, or its new content. `left_out`: name -> why it
+    is not in OUT. `before`: the old content of what is rewritten.
     """
 
     files: Mapping[str, str | bytes] = dataclasses.field(default_factory=dict)
@@ -49,7 +50,11 @@ class Companions:
         return tuple(name for name, content in self.files.items() if isinstance(content, bytes))
 
     def __str__(self) -> str:
-        parts = (("copied", self.copied), ("rewritten", self.rewritten), ("not copied", tuple(self.left_out)))
+        parts = (
+            ("copied", self.copied),
+            ("rewritten", self.rewritten),
+            ("not copied", tuple(self.left_out)),
+        )
         return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts if names)
 
 
@@ -74,9 +79,10 @@ def companions_of(
 ) -> Companions:
     """Return what goes along with the weights of `source`, whose keys `plan` changes, to `target`.
 
-    `new_base` are the tensors of the model that loads the output, if another one. `described`: the keys of the output
-    are described by ``config.json``. `other_files` are the other files of the checkpoint that remain. Raise `Refused`
-    if an adapter's configuration cannot follow into the folder of the output.
+    `new_base` are the tensors of the model that loads the output, if another one. `described`: the
+    keys of the output are described by ``config.json``. `other_files` are the other files of the
+    checkpoint that remain. Raise `Refused` if an adapter's configuration cannot follow into the
+    folder of the output.
     """
     path, section = split(source.source)
     if section is not None or source.format == "memory":
@@ -95,23 +101,36 @@ def companions_of(
     notes: list[str] = []
     keeps_names = {o.key for o in plan.outputs} == {o.key for o in plan.outputs if o.is_unchanged}
     changed = not described and not keeps_names
-    stale = [name for name in (names_in(path) if stays else found) if _DESCRIBES_NAMES.fullmatch(name) and changed]
+    stale = [
+        name
+        for name in (names_in(path) if stays else found)
+        if _DESCRIBES_NAMES.fullmatch(name) and changed
+    ]
     for name in stale:
         if stays:
-            notes.append(f"the keys changed, and {join(path, name)} did not: check that it describes the new keys")
+            notes.append(
+                f"the keys changed, and {join(path, name)} did not: check that it"
+                " describes the new keys"
+            )
             continue
         del files[name]
         left_out[name] = "it describes the keys of CKPT, and OUT has others"
         copy = f"cp {quote(found[name])} {quote(join(target.folder or '', name))}"
-        notes.append(f"not copied: {name}, which describes the keys of {path}. If OUT's keys fit it, run `{copy}`")
+        notes.append(
+            f"not copied: {name}, which describes the keys of {path}. If OUT's keys fit"
+            f" it, run `{copy}`"
+        )
     if changed and not stays:
         notes += [
-            f"{name} is copied unchanged: its ids keep the parameter order of the model that saved them"
+            f"{name} is copied unchanged: its ids keep the parameter order of the model that saved"
+            " them"
             for name in optimizers_in(list(found))
         ]
     has_adapter_config = NAME in (names_in(folder) if is_dir(folder) else ())
     if has_adapter_config and not keeps_names:
-        text, new_text = _adapter_config(join(folder, NAME), list(_renames(plan)), new_base, to_folder, notes)
+        text, new_text = _adapter_config(
+            join(folder, NAME), list(_renames(plan)), new_base, to_folder, notes
+        )
         if to_folder and new_text is not None:
             files[NAME], before[NAME] = new_text, text
     elif not keeps_names and (adapter := adapter_of(old for old, _ in _renames(plan))) is not None:
@@ -149,27 +168,40 @@ def _on_target_modules(adapter: Adapter, modules: Mapping[str, str]) -> list[str
         name, new_name = path.rpartition(".")[2], modules.get(path, "").rpartition(".")[2]
         if new_name not in ("", name):
             changes.add(f"{name} is {new_name} now")
-    return [f"target_modules in the adapter's {NAME}: {', '.join(sorted(changes))}"] if changes else []
+    return (
+        [f"target_modules in the adapter's {NAME}: {', '.join(sorted(changes))}"] if changes else []
+    )
 
 
 def _adapter_config(
-    path: str, keys: Sequence[tuple[str, str]], new_base: Sequence[str], to_folder: bool, notes: list[str]
+    path: str,
+    keys: Sequence[tuple[str, str]],
+    new_base: Sequence[str],
+    to_folder: bool,
+    notes: list[str],
 ) -> tuple[bytes, bytes | None]:
-    """Return the text of the file, and the new text if it changes. A note says what to change if it is not written."""
+    """Return the text of the file, and the new text if it changes. A note says what to change if it
+    is not written.
+    """
     config = strict_json.read_file(path, "copy it again")
     with opened(path) as file:
         text = file.read(size(path))
     if not isinstance(config, dict):
-        notes.append(f"{path} is not an object, as PEFT writes it: it was not compared with the new keys")
+        notes.append(
+            f"{path} is not an object, as PEFT writes it: it was not compared with the new keys"
+        )
         return text, None
     new, problems = follow(config, keys, new_base)
     if problems and to_folder:
         raise Refused(
             f"{path} names modules of the old base, and cannot follow the keys",
-            hint=f"name the weights alone as CKPT and a file as OUT, and write {NAME} for it by hand",
+            hint=f"name the weights alone as CKPT and a file as OUT, and write {NAME} for it by"
+            " hand",
             problems=problems,
         )
-    changed = [f"{field} = {shown(value)}" for field, value in new.items() if value != config[field]]
+    changed = [
+        f"{field} = {shown(value)}" for field, value in new.items() if value != config[field]
+    ]
     told = [*changed, *(f"{problem.key}: {problem.problem}" for problem in problems)]
     if told and not to_folder:
         notes.append(f"{path} is not changed, and names modules of the old base: {'; '.join(told)}")

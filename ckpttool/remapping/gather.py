@@ -16,7 +16,14 @@ from ckpttool.core.plan import Dropped
 from ckpttool.core.text import dotted, is_flat, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.chunks import across, concatenated, in_own_storage
-from ckpttool.formats.rank_shards import ONE_STEP, RankParts, is_of_ranks, is_whole, parts_of, ranks_agree
+from ckpttool.formats.rank_shards import (
+    ONE_STEP,
+    RankParts,
+    is_of_ranks,
+    is_whole,
+    parts_of,
+    ranks_agree,
+)
 from ckpttool.naming.convert import Reading, read
 from ckpttool.naming.flat import Slot, flat_params, misfit, named_units, slots, unit_paths
 from ckpttool.naming.match import NameTables
@@ -36,33 +43,46 @@ DIFFERS = "differs between the ranks"  # a problem of a tensor that every rank h
 def merge_replicas(source: Checkpoint) -> Checkpoint:
     """Return `source` with one tensor for all replicas of a DTensor, after comparing their values.
 
-    Every rank has its own copy of an ordinary tensor next to DTensors. Buffers may differ between the ranks: rank 0's
-    is used, with a note. Steps and other optimizer state may not. Raises `CkptError`, all problems at once, if copies
-    differ: the files are of two steps.
+    Every rank has its own copy of an ordinary tensor next to DTensors. Buffers may differ between
+    the ranks: rank 0's is used, with a note. Steps and other optimizer state may not. Raises
+    `CkptError`, all problems at once, if copies differ: the files are of two steps.
     """
     entries = (entry for section in source.sections for entry in section.tensors)
-    if not any(isinstance(entry.payload, RankParts) and entry.payload.of_dtensors for entry in entries):
+    if not any(
+        isinstance(entry.payload, RankParts) and entry.payload.of_dtensors for entry in entries
+    ):
         return source
     problems: list[Problem] = []
     notes: list[str] = []
-    merged = {id(e): _merged(e, section, problems, notes) for section in source.sections for e in section.tensors}
+    merged = {
+        id(e): _merged(e, section, problems, notes)
+        for section in source.sections
+        for e in section.tensors
+    }
     sections = []
     for section in source.sections:
         tensors = tuple(merged[id(entry)] for entry in section.tensors)
-        mapping = section.mapping and rebuilt(section.mapping, lambda _, value: merged.get(id(value), value))
+        mapping = section.mapping and rebuilt(
+            section.mapping, lambda _, value: merged.get(id(value), value)
+        )
         sections.append(replace(section, tensors=tensors, mapping=mapping))
     if problems:
         raise CkptError(
-            f"the files of {source.source} are not of one step: {plural(len(problems), 'difference')}",
+            f"the files of {source.source} are not of one step:"
+            f" {plural(len(problems), 'difference')}",
             hint=ONE_STEP,
             problems=problems,
         )
     notes += [f"{key} is copied from rank 0" for key in source.others]
     # Rank 0's file, of which everything but tensors is kept, is a torch zip.
-    return replace(source, format="torch_zip", sections=tuple(sections), notes=(*source.notes, *notes))
+    return replace(
+        source, format="torch_zip", sections=tuple(sections), notes=(*source.notes, *notes)
+    )
 
 
-def _merged(entry: TensorEntry, section: Section, problems: list[Problem], notes: list[str]) -> TensorEntry:
+def _merged(
+    entry: TensorEntry, section: Section, problems: list[Problem], notes: list[str]
+) -> TensorEntry:
     key = dotted(section.path, entry.key)
     if is_whole(entry):
         if not ranks_agree(entry):
@@ -97,7 +117,8 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """A state dict with ordinary tensors only; `sources` are its keys as expressions over the keys of the files.
+    """A state dict with ordinary tensors only; `sources` are its keys as expressions over the keys
+    of the files.
 
     `units` are the flat parameters that were split into parameters, by the path of the module.
     """
@@ -111,7 +132,9 @@ class _Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The assembled checkpoint, and its assembled state dicts by path. `units` belong to the first state dict."""
+    """The assembled checkpoint, and its assembled state dicts by path. `units` belong to the first
+    state dict.
+    """
 
     checkpoint: Checkpoint
     sections: Mapping[str, _Gathered]
@@ -121,7 +144,8 @@ class Gathered:
     def before(self, done: Remap) -> Remap:
         """Return a remap of the assembled checkpoint as a remap of the files.
 
-        Raises `Refused`, all problems at once, for tensors that differ between ranks and are unknown to the model.
+        Raises `Refused`, all problems at once, for tensors that differ between ranks and are
+        unknown to the model.
         """
         differing = [
             (section, entry)
@@ -130,14 +154,21 @@ class Gathered:
             for entry in section.tensors
             if not ranks_agree(entry)
         ]
-        unknown = [dotted(section.path, entry.key) for section, entry in differing if section.kind == "state_dict"]
+        unknown = [
+            dotted(section.path, entry.key)
+            for section, entry in differing
+            if section.kind == "state_dict"
+        ]
         if unknown:
             raise Refused(
-                f"{plural(len(unknown), 'tensor')} not in the model: the ranks hold parts, or copies that differ",
+                f"{plural(len(unknown), 'tensor')} not in the model: the ranks hold parts, or"
+                " copies that differ",
                 hint="convert the section of each model alone: PATTERN::SECTION",
                 problems=[Problem(DIFFERS, key) for key in unknown],
             )
-        remarks = [f"{dotted(s.path, entry.key)} {DIFFERS}: rank 0's is used" for s, entry in differing]
+        remarks = [
+            f"{dotted(s.path, entry.key)} {DIFFERS}: rank 0's is used" for s, entry in differing
+        ]
         outputs = tuple(
             replace(o, source=substitute(o.source, self.sections[o.section].sources.__getitem__))
             if o.section in self.sections
@@ -152,10 +183,13 @@ class Gathered:
 def gather_ranks(source: Checkpoint, names: Names | None, units: Sequence[str]) -> Gathered | None:
     """Return the source with flat parameters and parts of tensors assembled; None if it has none.
 
-    Raises `CkptError` if that is impossible, or if `units` are given and the source has no flat parameters.
+    Raises `CkptError` if that is impossible, or if `units` are given and the source has no flat
+    parameters.
     """
     of_ranks = any(is_of_ranks(entry) for section in source.sections for entry in section.tensors)
-    if not of_ranks and not any(is_flat(entry.key) for section in source.state_dicts for entry in section.tensors):
+    if not of_ranks and not any(
+        is_flat(entry.key) for section in source.state_dicts for entry in section.tensors
+    ):
         if units:
             raise CkptError(f"{source.source} holds no flat parameters", hint="leave --from out")
         return None
@@ -167,31 +201,38 @@ def gather_ranks(source: Checkpoint, names: Names | None, units: Sequence[str]) 
     hint = "pass --model MODEL, the definition of the model before it was wrapped"
     if flat:
         raise Refused(
-            f"{source.source} holds {plural(len(flat), 'flat parameter')}: each is all parameters of one module (a "
+            f"{source.source} holds {plural(len(flat), 'flat parameter')}: each is all parameters"
+            " of one module (a "
             "unit), laid end to end without their names and shapes",
             hint=hint,
             problems=[
                 Problem(
-                    f"{param.numel:,} elements: the parameters of {param.unit or 'the root module'}",
+                    f"{param.numel:,} elements: the parameters of"
+                    f" {param.unit or 'the root module'}",
                     dotted(path, param.key),
                 )
                 for path, param in flat
             ],
         )
-    world_size = max(len(parts_of(entry)) for section in source.sections for entry in section.tensors)
+    world_size = max(
+        len(parts_of(entry)) for section in source.sections for entry in section.tensors
+    )
     raise Refused(
-        f"{source.source} is {plural(world_size, 'rank file')}: only the model's shapes tell a part of a "
+        f"{source.source} is {plural(world_size, 'rank file')}: only the model's shapes tell a"
+        " part of a "
         "tensor from a copy of it",
         hint=hint,
     )
 
 
 def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Gathered:
-    """Return `source` with every state dict of the model as an ordinary one, with runtime names for flat parameters.
+    """Return `source` with every state dict of the model as an ordinary one, with runtime names for
+    flat parameters.
 
-    `patterns` name the modules that are units, as a check. Other state dicts that do not fit the model stay unchanged,
-    and optimizers are left to `gather_optimizers`. Raises `Refused`, all problems at once, if the files do not fit the
-    model, and `CkptError` if a parameter differs between ranks that hold it completely.
+    `patterns` name the modules that are units, as a check. Other state dicts that do not fit the
+    model stay unchanged, and optimizers are left to `gather_optimizers`. Raises `Refused`, all
+    problems at once, if the files do not fit the model, and `CkptError` if a parameter differs
+    between ranks that hold it completely.
     """
     problems: list[Problem] = []
     first = _gather_section(model_section(source), names, patterns, problems)
@@ -212,7 +253,9 @@ def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Ga
         unfit: list[Problem] = []
         further = _gather_section(section, names, (), unfit)
         if unfit:
-            notes.append(f"{section.title} does not fit {names.model}, and stays as the ranks hold it")
+            notes.append(
+                f"{section.title} does not fit {names.model}, and stays as the ranks hold it"
+            )
         else:
             sections[section.path] = further
             notes += (f"{section.path}: {note}" for note in further.notes)
@@ -221,27 +264,41 @@ def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Ga
 
 
 def flat_entries(section: Section, names: Names) -> list[TensorEntry]:
-    """Return the flat parameters of a model's section. A parameter of the model with such a name is not one."""
+    """Return the flat parameters of a model's section. A parameter of the model with such a name is
+    not one.
+    """
     own = {tensor.fqn for tensor in names.runtime}
     return [entry for entry in section.tensors if is_flat(entry.key) and entry.key not in own]
 
 
-def _gather_section(section: Section, names: Names, patterns: Sequence[str], problems: list[Problem]) -> _Gathered:
+def _gather_section(
+    section: Section, names: Names, patterns: Sequence[str], problems: list[Problem]
+) -> _Gathered:
     tables, flat = NameTables(names), flat_entries(section, names)
     flat_keys = {entry.key for entry in flat}
-    rest = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in flat_keys))
+    rest = replace(
+        section, tensors=tuple(entry for entry in section.tensors if entry.key not in flat_keys)
+    )
     reading = read(tables, rest)
     name_of = reading.match.names
 
     def runtime_key(key: str) -> str:
         name = name_of.get(key)
-        return key if name is None else name if reading.form == RUNTIME else tables.fqn_of.get(name, name)
+        return (
+            key
+            if name is None
+            else name
+            if reading.form == RUNTIME
+            else tables.fqn_of.get(name, name)
+        )
 
     paths = unit_paths(flat_keys, rest.by_key())
     if patterns:
         problems += _unit_differences(names, patterns, set(paths.values()))
     notes: list[str] = []
-    tensors = {entry.key: _from_ranks(entry, tables, reading, problems, notes) for entry in rest.tensors}
+    tensors = {
+        entry.key: _from_ranks(entry, tables, reading, problems, notes) for entry in rest.tensors
+    }
     present = {runtime_key(entry.key) for entry in rest.tensors}
     units = _units(flat, paths, slots(names, set(paths.values()), present), problems)
     if problems:
@@ -252,7 +309,9 @@ def _gather_section(section: Section, names: Names, patterns: Sequence[str], pro
     sources: dict[str, Expression] = {}
     for entry in rest.tensors:
         shape, ref = tensors[entry.key].shape, Ref(entry.key)
-        sources[new_key[entry.key]] = ref if shape == entry.shape else Op("aten.view.default", (ref, shape))
+        sources[new_key[entry.key]] = (
+            ref if shape == entry.shape else Op("aten.view.default", (ref, shape))
+        )
     sources.update((entry.key, Ref(entry.key)) for entry in rest.extras)
     for unit in units.values():
         for slot in unit.slots:
@@ -263,18 +322,28 @@ def _gather_section(section: Section, names: Names, patterns: Sequence[str], pro
                 made.append(replace(parameter, key=fqn))
                 sources[fqn] = Op("aten.view.default", (part, slot.shape))
     reason = "its parameters are in the files under their own names"
-    dropped = tuple(Dropped(section.path, entry.key, reason) for entry in flat if paths[entry.key] not in units)
+    dropped = tuple(
+        Dropped(section.path, entry.key, reason) for entry in flat if paths[entry.key] not in units
+    )
     modules = section.modules
-    if modules is not None:  # without the paths of wrappers; of two that become one, the inner module's is kept
+    # without the paths of wrappers; of two that become one, the inner module's is kept
+    if modules is not None:
         wrappers = recognise(path for path in modules if path and isinstance(path, str))
-        modules = {strip(path, wrappers) if isinstance(path, str) else path: own for path, own in modules.items()}
+        modules = {
+            strip(path, wrappers) if isinstance(path, str) else path: own
+            for path, own in modules.items()
+        }
     form = RUNTIME if units else section.form
     whole = replace(section, tensors=tuple(made), form=form, modules=modules)
     return _Gathered(whole, sources, units, dropped, tuple(notes))
 
 
 def _from_ranks(
-    entry: TensorEntry, tables: NameTables, reading: Reading, problems: list[Problem], notes: list[str]
+    entry: TensorEntry,
+    tables: NameTables,
+    reading: Reading,
+    problems: list[Problem],
+    notes: list[str],
 ) -> TensorEntry:
     """Assemble a tensor that is not in a flat parameter, with the shape that the model says."""
     serialized = reading.form == SERIALIZED
@@ -297,9 +366,11 @@ def _from_ranks(
 def assembled(
     entry: TensorEntry, shape: tuple[int, ...] | None, text: str, problems: list[Problem]
 ) -> tuple[TensorEntry, bool]:
-    """Return what the ranks hold as one tensor of `shape`, copies or slices of it, and whether copies differ.
+    """Return what the ranks hold as one tensor of `shape`, copies or slices of it, and whether
+    copies differ.
 
-    It is a problem if they hold neither: `text` is filled with the number of elements and the shape.
+    It is a problem if they hold neither: `text` is filled with the number of elements and the
+    shape.
     """
     if not is_of_ranks(entry):
         return entry, False
@@ -312,7 +383,9 @@ def assembled(
     if slices and sum(part.numel for part in parts) == prod(shape):
         storage = concatenated(across(parts, 0, prod(shape)))
         return in_row_major(entry.key, parts[0].dtype, shape, storage), False
-    problems.append(Problem("the ranks hold " + text.format(f"{_held(entry):,}", list(shape)), entry.key))
+    problems.append(
+        Problem("the ranks hold " + text.format(f"{_held(entry):,}", list(shape)), entry.key)
+    )
     return entry, False
 
 
@@ -323,7 +396,9 @@ def _held(entry: TensorEntry) -> int:
 
 def cut_out(flat: TensorEntry, slot: Slot) -> TensorEntry:
     """Return the tensor in `slot` of the flat tensor that the ranks' parts are together."""
-    storage = concatenated(across((part for part in parts_of(flat) if part is not None), slot.start, slot.numel))
+    storage = concatenated(
+        across((part for part in parts_of(flat) if part is not None), slot.start, slot.numel)
+    )
     return in_row_major(slot.fqns[0], flat.dtype, slot.shape, storage)
 
 
@@ -333,7 +408,9 @@ def _units(
     unit_slots: Mapping[str, tuple[Slot, ...]],
     problems: list[Problem],
 ) -> dict[str, Unit]:
-    """Return the flat parameters to split, by the path of the module, in the order of `unit_slots`."""
+    """Return the flat parameters to split, by the path of the module, in the order of
+    `unit_slots`.
+    """
     units: dict[str, Unit] = {}
     for entry in flat:
         path = paths[entry.key]
@@ -341,12 +418,18 @@ def _units(
             problems.append(Problem(f"the model has no module {path} with parameters", entry.key))
         elif path in units:
             problems.append(
-                Problem(f"{units[path].entry.key} is of the same module: which parameters are in which?", entry.key)
+                Problem(
+                    f"{units[path].entry.key} is of the same module: which parameters are in"
+                    " which?",
+                    entry.key,
+                )
             )
         elif unit_slots[path]:
             unit = units[path] = Unit(entry, unit_slots[path])
             if entry.storage is None:
-                reason: str | None = "is one rank's part: name the files of all ranks, as in 'rank_*.pt'"
+                reason: str | None = (
+                    "is one rank's part: name the files of all ranks, as in 'rank_*.pt'"
+                )
             elif len(entry.shape) != 1:
                 reason = "is not one-dimensional"
             else:
@@ -371,13 +454,14 @@ _LEAVE_OUT = "convert the model alone: PATTERN::SECTION"
 def with_gathered_optimizers(done: Remap, gathered: Gathered, names: Names) -> Remap:
     """Return the remap with every optimizer as it would be for the model before it was wrapped.
 
-    Ids are numbered in ``model.parameters()`` order again. Raises `Refused`, all problems at once, if the owner of
-    some state is unknown, or if it does not fit.
+    Ids are numbered in ``model.parameters()`` order again. Raises `Refused`, all problems at once,
+    if the owner of some state is unknown, or if it does not fit.
     """
     done = gathered.before(done)
     sections = [
         _gathered(section, gathered.units, names)
-        if section.kind == "optimizer" and (gathered.units or any(map(is_of_ranks, section.tensors)))
+        if section.kind == "optimizer"
+        and (gathered.units or any(map(is_of_ranks, section.tensors)))
         else section
         for section in done.result.sections
     ]
@@ -391,15 +475,21 @@ def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Sect
     unit_of = _units_of(state, units, names, where) if units else {}
     if unit_of:
         whole = _of_units(state, unit_of, names, problems)
-    else:  # ``use_orig_params=True``: each rank holds a slice of each parameter's state, or none of it
+    # ``use_orig_params=True``: each rank holds a slice of each parameter's state, or none of it
+    else:
         name_of = _owners(state, names, where).names
         shapes = Parameters(names).shapes
-        states = {param: _joined(own, shapes[name_of[param]], problems) for param, own in state.state.items()}
+        states = {
+            param: _joined(own, shapes[name_of[param]], problems)
+            for param, own in state.state.items()
+        }
         whole = renamed(replace(state, state=states), name_of)
     if any(problem.problem == DIFFERS for problem in problems):
         raise CkptError(f"{where}: the files are not of one step", hint=ONE_STEP, problems=problems)
     if problems:
-        raise Refused(f"{where}: its state does not fit the parameters", hint=_LEAVE_OUT, problems=problems)
+        raise Refused(
+            f"{where}: its state does not fit the parameters", hint=_LEAVE_OUT, problems=problems
+        )
     named = forms.write(whole, section)
     if state.form != ID:
         return named
@@ -410,28 +500,52 @@ def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Sect
 # State of flat parameters
 
 
-def _units_of(state: OptimizerState, units: Mapping[str, Unit], names: Names, where: str) -> dict[Param, Unit]:
-    """Return the unit of each parameter of the optimizer; empty if none of them is a flat parameter."""
+def _units_of(
+    state: OptimizerState, units: Mapping[str, Unit], names: Names, where: str
+) -> dict[Param, Unit]:
+    """Return the unit of each parameter of the optimizer; empty if none of them is a flat
+    parameter.
+    """
     listed = {p: str(n) for g in state.groups for p, n in zip(g.params, g.param_names or ())}
     name_of = listed or {param: str(param) for param in state.params if isinstance(param, str)}
     if name_of:
         flat = {name for name in name_of.values() if is_flat(name)}
         paths = unit_paths(flat)
-        problems = [Problem("not a flat parameter, as others are", n) for n in name_of.values() if n not in flat]
-        problems += [Problem("the model section has no such flat parameter", n) for n in flat if paths[n] not in units]
+        problems = [
+            Problem("not a flat parameter, as others are", n)
+            for n in name_of.values()
+            if n not in flat
+        ]
+        problems += [
+            Problem("the model section has no such flat parameter", n)
+            for n in flat
+            if paths[n] not in units
+        ]
         if flat and problems:
-            raise Refused(f"{where}: not all of its parameters are known", hint=_LEAVE_OUT, problems=problems)
+            raise Refused(
+                f"{where}: not all of its parameters are known", hint=_LEAVE_OUT, problems=problems
+            )
         return {param: units[paths[name]] for param, name in name_of.items()} if flat else {}
     if len(state.params) != len(units):
         raise Refused(
             f"{where} has {plural(len(state.params), 'parameter')}, and the model section "
             f"{plural(len(units), 'flat parameter')}: which is which?",
-            hint="save it with names: the optimizer made of named_parameters() (torch 2.6 and later); or " + _LEAVE_OUT,
+            hint="save it with names: the optimizer made of named_parameters() (torch 2.6 and"
+            " later); or " + _LEAVE_OUT,
         )
-    # Take the units for the parameters of a model, each as long as the part of it that a rank steps. A group of the
-    # model's optimizer holds the units of whose parameters it has any.
+    # Take the units for the parameters of a model, each as long as the part of it that a rank
+    # steps. A group of the model's optimizer holds the units of whose parameters it has any.
     flat_params = [
-        RuntimeTensor(unit.entry.key, unit.entry.key, "parameter", True, True, unit.entry.dtype, (unit.chunk,), None)
+        RuntimeTensor(
+            unit.entry.key,
+            unit.entry.key,
+            "parameter",
+            True,
+            True,
+            unit.entry.dtype,
+            (unit.chunk,),
+            None,
+        )
         for unit in units.values()
     ]
     canonical = Parameters(names).canonical
@@ -444,14 +558,19 @@ def _units_of(state: OptimizerState, units: Mapping[str, Unit], names: Names, wh
     ids = tuple(OptimizerParam(at, key, group) for at, (key, group) in enumerate(in_groups))
     model = replace(names, runtime=tuple(flat_params), serialized=(), load=(), optimizer=ids)
     by_key = {unit.entry.key: unit for unit in units.values()}
-    return {param: by_key[key] for param, key in owners(state, model, where).settled(where).names.items()}
+    return {
+        param: by_key[key]
+        for param, key in owners(state, model, where).settled(where).names.items()
+    }
 
 
 def _of_units(
     state: OptimizerState, unit_of: Mapping[Param, Unit], names: Names, problems: list[Problem]
 ) -> OptimizerState:
     canonical = Parameters(names).canonical
-    members = {param: [canonical[slot.fqns[0]] for slot in unit.slots] for param, unit in unit_of.items()}
+    members = {
+        param: [canonical[slot.fqns[0]] for slot in unit.slots] for param, unit in unit_of.items()
+    }
     states: dict[Param, dict[Any, Any]] = {}
     for param, values in state.state.items():
         states.update({name: {} for name in members[param]})
@@ -459,7 +578,8 @@ def _of_units(
             for name, part in zip(members[param], _split(value, unit_of[param], problems)):
                 states[name][key] = part
     groups = tuple(
-        grouped([name for param in group.params for name in members[param]], group.options) for group in state.groups
+        grouped([name for param in group.params for name in members[param]], group.options)
+        for group in state.groups
     )
     return replace(state, form=FQN, groups=groups, state=states)
 
@@ -470,24 +590,36 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> Sequence[Any]:
         return [value] * len(unit.slots)
     present = [part for part in parts_of(value) if part is not None]
     chunk, ranks = unit.chunk, len(parts_of(unit.entry))
-    if len(present) == ranks and all(p.shape == (chunk,) and p.dtype == value.dtype for p in present):
+    if len(present) == ranks and all(
+        p.shape == (chunk,) and p.dtype == value.dtype for p in present
+    ):
         return [cut_out(value, slot) for slot in unit.slots]
     if any(part.numel > 1 or part.storage is None for part in present):
         shapes = ", ".join(str(list(part.shape)) for part in present)
-        problems.append(Problem(f"is {shapes} on the ranks, {unit.entry.key} is [{chunk}] on each", value.key))
+        problems.append(
+            Problem(f"is {shapes} on the ranks, {unit.entry.key} is [{chunk}] on each", value.key)
+        )
         return [value] * len(unit.slots)
     if not ranks_agree(value):
         problems.append(Problem(DIFFERS, value.key))
-    return [in_own_storage(present[0]) for _ in unit.slots]  # a step counter: each parameter has its own
+    # a step counter: each parameter has its own
+    return [in_own_storage(present[0]) for _ in unit.slots]
 
 
 # State of slices
 
 
 def _owners(state: OptimizerState, names: Names, where: str) -> ParamMap:
-    """Return the owners of the slices. Ids in several groups without names are told apart by their total elements."""
+    """Return the owners of the slices. Ids in several groups without names are told apart by their
+    total elements.
+    """
     groups = state.nonempty_groups
-    if state.form != ID or all(group.param_names for group in groups) or names.optimizer or len(groups) < 2:
+    if (
+        state.form != ID
+        or all(group.param_names for group in groups)
+        or names.optimizer
+        or len(groups) < 2
+    ):
         bare = replace(state, state={})  # the shapes of slices are not the parameters'
         return owners(bare, names, where).settled(where)
 
@@ -496,12 +628,19 @@ def _owners(state: OptimizerState, names: Names, where: str) -> ParamMap:
             return value
         return replace(value, shape=(_held(value),))
 
-    states = {param: {name: counted(value) for name, value in own.items()} for param, own in state.state.items()}
-    flat = replace(names, runtime=tuple(replace(t, shape=t.shape and (prod(t.shape),)) for t in names.runtime))
+    states = {
+        param: {name: counted(value) for name, value in own.items()}
+        for param, own in state.state.items()
+    }
+    flat = replace(
+        names, runtime=tuple(replace(t, shape=t.shape and (prod(t.shape),)) for t in names.runtime)
+    )
     return owners(replace(state, state=states), flat, where).settled(where)
 
 
-def _joined(own: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: list[Problem]) -> dict[Any, Any]:
+def _joined(
+    own: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: list[Problem]
+) -> dict[Any, Any]:
     joined = dict(own)
     for name, value in own.items():
         if isinstance(value, TensorEntry):

@@ -29,7 +29,9 @@ _SIZE_MISMATCH = "size mismatch for "
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How a model loads the output. `missing` keys and other `problems` make a strict load fail; `notes` do not."""
+    """How a model loads the output. `missing` keys and other `problems` make a strict load fail;
+    `notes` do not.
+    """
 
     model: str
     missing: tuple[str, ...] = ()
@@ -43,7 +45,8 @@ class Loading:
             count = len(self.problems) + len(missing)
             raise Refused(
                 f"{self.model} would not load the output: {plural(count, 'problem')}",
-                hint="rename keys with --rule 'FROM => TO', leave them out with --drop PATTERN, or name the model that "
+                hint="rename keys with --rule 'FROM => TO', leave them out with --drop PATTERN, or"
+                " name the model that "
                 "the output is for (--to-model)",
                 problems=[*self.problems, *(Problem("missing", key, "missing") for key in missing)],
             )
@@ -51,17 +54,28 @@ class Loading:
             raise Refused(
                 f"the output would lack {plural(len(missing), 'key')} of {self.model}: "
                 "a strict load fails without them",
-                hint="add --partial to write it without them (an encoder, an average of the parameters alone)",
+                hint="add --partial to write it without them (an encoder, an average of the"
+                " parameters alone)",
                 problems=[Problem("missing", key, "missing") for key in missing],
             )
 
 
-def loaded_by(options: RemapOptions, model: ModelOperand | None, to_model: ModelOperand | None) -> ModelOperand | None:
-    """Return the model that will load the output: `--to-model`, or `--model` unless an option leads to other names."""
+def loaded_by(
+    options: RemapOptions, model: ModelOperand | None, to_model: ModelOperand | None
+) -> ModelOperand | None:
+    """Return the model that will load the output: `--to-model`, or `--model` unless an option leads
+    to other names.
+    """
     if options.to_model is not None:
         return to_model
     form = options.form
-    about_keys = options.to, options.from_, options.drop, options.sections, options.trainable_only or None
+    about_keys = (
+        options.to,
+        options.from_,
+        options.drop,
+        options.sections,
+        options.trainable_only or None,
+    )
     about_optimizers = options.optimizer_keys is not None or to_model is not None
     if about_optimizers and all(option is None for option in about_keys):
         return None  # the model is named for its optimizer, and the keys stay as they are
@@ -74,8 +88,9 @@ def loaded_by(options: RemapOptions, model: ModelOperand | None, to_model: Model
 def loading(done: Remap, options: RemapOptions, model: ModelOperand | None) -> Loading | None:
     """Return how `model` loads the state dicts that the remap changed; None if it is not asked.
 
-    The answer for the model's code is torch's, for a list of names that of keys and shapes. Wrappers in the keys are
-    left aside. A key that `--drop` or `--trainable-only` leaves out on purpose is not missing.
+    The answer for the model's code is torch's, for a list of names that of keys and shapes.
+    Wrappers in the keys are left aside. A key that `--drop` or `--trainable-only` leaves out on
+    purpose is not missing.
     """
     if model is None:
         return None
@@ -93,7 +108,9 @@ def loading(done: Remap, options: RemapOptions, model: ModelOperand | None) -> L
         left_out = _left_out(done, path, by_code)
         is_incomplete = options.partial or options.trainable_only or bool(left_out)
         answer = _loading(section, by_code, options, is_incomplete)
-        missing.update(dict.fromkeys(dotted(path, key) for key in answer.missing if key not in left_out))
+        missing.update(
+            dict.fromkeys(dotted(path, key) for key in answer.missing if key not in left_out)
+        )
         problems += [replace(problem, key=dotted(path, problem.key)) for problem in answer.problems]
         notes += answer.notes
     if options.trainable_only:
@@ -108,7 +125,9 @@ def _left_out(done: Remap, path: str, model: ModelOperand) -> set[str]:
     return {*dropped, *by_name.values()}
 
 
-def _loading(section: Section, model: ModelOperand, options: RemapOptions, is_incomplete: bool) -> Loading:
+def _loading(
+    section: Section, model: ModelOperand, options: RemapOptions, is_incomplete: bool
+) -> Loading:
     """Return how the model loads a section, by its code if that can tell, else by its names.
 
     `is_incomplete`: the user leaves keys out, so hooks of the model may fail.
@@ -127,18 +146,29 @@ def _loading(section: Section, model: ModelOperand, options: RemapOptions, is_in
         verdict = model.verdict(bare, reads_values=False)
     except CkptError as error:
         by_names = _by_names(section, model, reading)
-        note = Info(f"torch was not asked whether {model.title} loads the output: {error.message}", "not-compared")
+        note = Info(
+            f"torch was not asked whether {model.title} loads the output: {error.message}",
+            "not-compared",
+        )
         return replace(by_names, notes=(*by_names.notes, note))
     return _by_verdict(bare, model, verdict, is_incomplete)
 
 
 def _without_counters(section: Section, model: ModelOperand) -> Section:
-    """Return the section without the counters of AveragedModels, unless they are the model's own."""
+    """Return the section without the counters of AveragedModels, unless they are the model's
+    own.
+    """
     known = model.tables.serialized_names
-    counters = [key for key in wrappers.counters([entry.key for entry in section.tensors]) if key not in known]
+    counters = [
+        key
+        for key in wrappers.counters([entry.key for entry in section.tensors])
+        if key not in known
+    ]
     if not counters:
         return section
-    return replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
+    return replace(
+        section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters)
+    )
 
 
 def _without_wrappers(section: Section, reading: Reading) -> Section:
@@ -151,19 +181,29 @@ def _without_wrappers(section: Section, reading: Reading) -> Section:
     return replace(section, tensors=tensors, extras=extras)
 
 
-def _by_verdict(section: Section, model: ModelOperand, verdict: Verdict, is_incomplete: bool) -> Loading:
-    problems = [Problem("not a key that the model loads", key, "unexpected") for key in verdict.unexpected]
+def _by_verdict(
+    section: Section, model: ModelOperand, verdict: Verdict, is_incomplete: bool
+) -> Loading:
+    problems = [
+        Problem("not a key that the model loads", key, "unexpected") for key in verdict.unexpected
+    ]
     problems += _wrong_shapes(section, model)
     shown = {problem.key for problem in problems}
     notes = []
     for text in verdict.errors:
-        key = text.removeprefix(_SIZE_MISMATCH).partition(":")[0] if text.startswith(_SIZE_MISMATCH) else ""
+        key = (
+            text.removeprefix(_SIZE_MISMATCH).partition(":")[0]
+            if text.startswith(_SIZE_MISMATCH)
+            else ""
+        )
         if not key and is_incomplete:
             notes.append(Info(f"torch does not load the output as it is: {text}", "torch-error"))
         elif key not in shown:
             problems.append(Problem(f"torch: {text}", key))
     if verdict.ok and verdict.dtype_changes:
-        changed = [f"{change.fqn} ({change.source} to {change.target})" for change in verdict.dtype_changes]
+        changed = [
+            f"{change.fqn} ({change.source} to {change.target})" for change in verdict.dtype_changes
+        ]
         text = f"loading the output converts {plural(len(changed), 'tensor')}: {some(changed)}"
         notes.append(Info(text, "converts"))
     return Loading(model.title, verdict.missing, tuple(problems), tuple(notes))
@@ -171,7 +211,10 @@ def _by_verdict(section: Section, model: ModelOperand, verdict: Verdict, is_inco
 
 def _by_names(section: Section, model: ModelOperand, reading: Reading) -> Loading:
     """Return what the names say: unknown keys, and tensors of another shape."""
-    problems = [Problem("not a key that the model loads", key, "unexpected") for key in reading.match.unmatched]
+    problems = [
+        Problem("not a key that the model loads", key, "unexpected")
+        for key in reading.match.unmatched
+    ]
     tables = model.tables
     likeness = tables.serialized_likeness if reading.form == SERIALIZED else tables.runtime_likeness
     for entry in section.tensors:

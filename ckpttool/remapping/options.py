@@ -1,4 +1,6 @@
-"""The options of `remap` and `convert`: each once, with its name on the command line and in Python."""
+"""The options of `remap` and `convert`: each once, with its name on the command line and in
+Python.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from ckpttool.naming.convert import Form, ModelForm
 from ckpttool.operands.checkpoint import split
 
 KeepAliases = Annotated[
-    bool, Option("--keep-aliases", "To safetensors: keep one name of a tensor, record the others.", "Output")
+    bool,
+    Option(
+        "--keep-aliases", "To safetensors: keep one name of a tensor, record the others.", "Output"
+    ),
 ]
 
 
@@ -36,29 +41,50 @@ class RemapOptions(OptimizerOptions, EditOptions):
     # Which names
     to: Annotated[str | None, Option("--to FORM", f"{', '.join(convert.WORDS)}.", "Names")] = None
     from_: Annotated[str | None, Option("--from FORM", "Default: recognised.", "Names")] = None
-    select: Annotated[str | None, Option("--select PREFIX", "One submodule, under its own names.", "Names")] = None
-    trainable_only: Annotated[bool, Option("--trainable-only", "Leave frozen parameters out.", "Names")] = False
-    rule: Annotated[Sequence[str] | None, Option("--rule RULE", "'FROM => TO'. Repeatable.", "Names")] = None
+    select: Annotated[
+        str | None, Option("--select PREFIX", "One submodule, under its own names.", "Names")
+    ] = None
+    trainable_only: Annotated[
+        bool, Option("--trainable-only", "Leave frozen parameters out.", "Names")
+    ] = False
+    rule: Annotated[
+        Sequence[str] | None, Option("--rule RULE", "'FROM => TO'. Repeatable.", "Names")
+    ] = None
     rules: Annotated[
         str | None,
         Option("--rules FILE", "A rules file or a preset, see `ckpttool rules`.", "Names"),
     ] = None
-    reverse: Annotated[bool, Option("--reverse", "Apply the rules from TO to FROM.", "Names")] = False
+    reverse: Annotated[bool, Option("--reverse", "Apply the rules from TO to FROM.", "Names")] = (
+        False
+    )
     partial: Annotated[
-        bool, Option("--partial", "Write OUT even if it lacks keys of the model, and name them.", "Names")
+        bool,
+        Option(
+            "--partial", "Write OUT even if it lacks keys of the model, and name them.", "Names"
+        ),
     ] = False
-    drop: Annotated[Sequence[str] | None, Option("--drop PATTERN", "Leave out. Repeatable.", "Names")] = None
+    drop: Annotated[
+        Sequence[str] | None, Option("--drop PATTERN", "Leave out. Repeatable.", "Names")
+    ] = None
     sections: Annotated[
-        str | None, Option("--sections PATHS", "As in 'model,ema'. Default: all that hold the model.", "Names")
+        str | None,
+        Option("--sections PATHS", "As in 'model,ema'. Default: all that hold the model.", "Names"),
     ] = None
     like: Annotated[Any, Option("--like CKPT", "Take over that checkpoint's form.", "Names")] = None
-    to_model: Annotated[Any, Option("--to-model MODEL", "The model that is to load OUT.", "Names")] = None
+    to_model: Annotated[
+        Any, Option("--to-model MODEL", "The model that is to load OUT.", "Names")
+    ] = None
     # Optimizers
     to_optimizer: Annotated[
         Any, Option("--to-optimizer OPTIMIZER", "The optimizer that is to load OUT.", "Optimizer")
     ] = None
     optimizer_keys: Annotated[
-        str | None, Option(f"--optimizer-keys {'|'.join(KEYS)}", "How optimizers call their parameters.", "Optimizer")
+        str | None,
+        Option(
+            f"--optimizer-keys {'|'.join(KEYS)}",
+            "How optimizers call their parameters.",
+            "Optimizer",
+        ),
     ] = None
     # The output
     keep_aliases: KeepAliases = False
@@ -80,7 +106,11 @@ class RemapOptions(OptimizerOptions, EditOptions):
     @property
     def source_form(self) -> Form | None:
         """The form of the keys, if the user names it."""
-        return None if self.from_ is None or _units(self.from_) is not None else convert.parse(self.from_)
+        return (
+            None
+            if self.from_ is None or _units(self.from_) is not None
+            else convert.parse(self.from_)
+        )
 
     @property
     def has_rules(self) -> bool:
@@ -104,15 +134,22 @@ class RemapOptions(OptimizerOptions, EditOptions):
                 raise CkptError(message, hint=hint)
         if self.in_place and (ckpt is None or split(ckpt)[1] is not None):
             raise CkptError(
-                "--in-place would leave only one section of the file", hint="name the file without ::SECTION"
+                "--in-place would leave only one section of the file",
+                hint="name the file without ::SECTION",
             )
 
     def _conflicts(self) -> Iterator[tuple[object, str, str]]:
-        """Yield a test for each conflict, with the error and its hint; the first one is reported."""
+        """Yield a test for each conflict, with the error and its hint; the first one is
+        reported.
+        """
         yield self.in_place and self.out, "--in-place and -o OUT exclude each other", "choose one"
         no_model, name_it = self.model is None, "pass --model MODEL"
         yield no_model and _needs_model(self.to), f"--to {self.to} needs the model's names", name_it
-        yield no_model and _needs_model(self.from_), f"--from {self.from_} needs the model's names", name_it
+        yield (
+            no_model and _needs_model(self.from_),
+            f"--from {self.from_} needs the model's names",
+            name_it,
+        )
         reverse = self.reverse and not self.has_rules
         yield (
             reverse,
@@ -124,11 +161,23 @@ class RemapOptions(OptimizerOptions, EditOptions):
         both = self.like is not None and self.to
         yield both, "--like and --to both say which names OUT gets", "leave one of them out"
         keys = self.optimizer_keys
-        yield keys and keys not in KEYS, f"--optimizer-keys {keys}: no such form", f"the forms are {', '.join(KEYS)}"
-        yield self.optimizer is not None and no_model, "--optimizer is called with a model", f"{name_it} too"
+        yield (
+            keys and keys not in KEYS,
+            f"--optimizer-keys {keys}: no such form",
+            (f"the forms are {', '.join(KEYS)}"),
+        )
+        yield (
+            self.optimizer is not None and no_model,
+            "--optimizer is called with a model",
+            f"{name_it} too",
+        )
         alone = self.to_optimizer is not None and no_model and self.to_model is None
         yield alone, "--to-optimizer is called with a model", f"{name_it} too"
-        yield self.source_units and no_model, f"--from {self.from_} needs the model's modules", name_it
+        yield (
+            self.source_units and no_model,
+            f"--from {self.from_} needs the model's modules",
+            name_it,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,13 +186,16 @@ class ConvertOptions(ModelOptions, OutputOptions):
 
     keep_aliases: KeepAliases = False
     max_shard_size: Annotated[
-        str | None, Option("--max-shard-size SIZE", "Maximum size of a shard, for example 5GB.", "Output")
+        str | None,
+        Option("--max-shard-size SIZE", "Maximum size of a shard, for example 5GB.", "Output"),
     ] = None
 
     @property
     def as_remap(self) -> RemapOptions:
         """The remap that renames nothing."""
-        return RemapOptions(**{name: value for name, value in keywords_of(self).items() if name != "max_shard_size"})
+        return RemapOptions(
+            **{name: value for name, value in keywords_of(self).items() if name != "max_shard_size"}
+        )
 
     @property
     def shard_size(self) -> int | None:
@@ -152,7 +204,8 @@ class ConvertOptions(ModelOptions, OutputOptions):
 
 
 def _units(form: str | None) -> tuple[str, ...] | None:
-    """Read ``fsdp-flat(units=["layers.*"])``: the modules with their own flat parameters; None for other forms.
+    """Read ``fsdp-flat(units=["layers.*"])``: the modules with their own flat parameters; None for
+    other forms.
 
     Raise `CkptError` for arguments that it does not have.
     """

@@ -14,7 +14,17 @@ from ckpttool.core.expression import BY_CODE, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.optimizer_state import FORMS, GROUPS, ID, STATE
 from ckpttool.core.plan import PLAN, Dropped, OptimizerMove, Output, Plan, compose
-from ckpttool.core.schema import COUNT, TEXT, TEXTS, list_of, notes_as, nullable, one_of, record, row
+from ckpttool.core.schema import (
+    COUNT,
+    TEXT,
+    TEXTS,
+    list_of,
+    notes_as,
+    nullable,
+    one_of,
+    record,
+    row,
+)
 from ckpttool.core.text import dotted, plural, shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import apply
@@ -29,7 +39,13 @@ from ckpttool.optimizers import forms
 from ckpttool.optimizers.identify import in_order_of
 from ckpttool.remapping.adapter import apply_rules_of_base, to_other_base
 from ckpttool.remapping.companions import COMPANIONS, Companions
-from ckpttool.remapping.optimizer import OptimizerRemap, OptimizerRequest, RuleEffect, by_rules, remap_optimizers
+from ckpttool.remapping.optimizer import (
+    OptimizerRemap,
+    OptimizerRequest,
+    RuleEffect,
+    by_rules,
+    remap_optimizers,
+)
 from ckpttool.remapping.steps import (
     Draft,
     Request,
@@ -57,15 +73,16 @@ from ckpttool.ruleset.patterns import Renaming, names_entry
 class Remap:
     """The result of a remap. `result` is the checkpoint to write.
 
-    `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what the
-    rules did to the model, `model` what the whole remap did to it, unless `--select` narrows it.
-    `narrowed` is the same if tensors of the model are left out. `sections` are the state dicts that were changed
-    together, if there are several. `written` says how a file named by --in-place was written, or would
-    be, and `undo` how that is taken back, `verified` how the output is known to be right, `cost` what a `dry_run` found
-    it to take. `companions` says what became of the other files of a folder. `source` and `output` are the operands
-    CKPT and OUT.
-    `changes_content` is False if the result has the names, values and order of the source: only its format may differ.
-    `missing` are the keys of the model, below the paths of their sections, that the result lacks.
+    `source_form` and `form` are the forms that the keys were in and are in, as words, or None.
+    `ruled` is what the rules did to the model, `model` what the whole remap did to it, unless
+    `--select` narrows it. `narrowed` is the same if tensors of the model are left out. `sections`
+    are the state dicts that were changed together, if there are several. `written` says how a file
+    named by --in-place was written, or would be, and `undo` how that is taken back, `verified` how
+    the output is known to be right, `cost` what a `dry_run` found it to take. `companions` says
+    what became of the other files of a folder. `source` and `output` are the operands CKPT and OUT.
+    `changes_content` is False if the result has the names, values and order of the source: only its
+    format may differ. `missing` are the keys of the model, below the paths of their sections, that
+    the result lacks.
     """
 
     result: Checkpoint
@@ -92,9 +109,13 @@ class Remap:
     @property
     def counts(self) -> dict[str, int]:
         """How many outputs are renamed, transformed and unchanged."""
-        renamed = sum(isinstance(o.source, Ref) and o.source.key != o.key for o in self.plan.outputs)
+        renamed = sum(
+            isinstance(o.source, Ref) and o.source.key != o.key for o in self.plan.outputs
+        )
         transformed = len(self.plan.computed)
-        return dict(zip(_COUNTED, (renamed, transformed, len(self.plan.outputs) - renamed - transformed)))
+        return dict(
+            zip(_COUNTED, (renamed, transformed, len(self.plan.outputs) - renamed - transformed))
+        )
 
     @property
     def dropped(self) -> list[str]:
@@ -139,10 +160,19 @@ REMAP = record(
         **dict.fromkeys(_COUNTED, COUNT),
         **dict.fromkeys(("dropped", "missing", "sections"), TEXTS),
         "by_code": list_of(row({"way": one_of(*BY_CODE), "model": TEXT, "keys": TEXTS})),
-        "optimizer": nullable(row({"from": _FORM, "to": _FORM, "params": COUNT, "sections": _OPTIMIZERS})),
+        "optimizer": nullable(
+            row({"from": _FORM, "to": _FORM, "params": COUNT, "sections": _OPTIMIZERS})
+        ),
         "notes": notes_as("remap"),
     },
-    {"written": _WRITTEN, "undo": UNDO, "verified": VERIFIED, "cost": COST, "companions": COMPANIONS, "plan": PLAN},
+    {
+        "written": _WRITTEN,
+        "undo": UNDO,
+        "verified": VERIFIED,
+        "cost": COST,
+        "companions": COMPANIONS,
+        "plan": PLAN,
+    },
     called={
         "from": "source_form",
         "to": "form",
@@ -161,10 +191,12 @@ _STATE = (f"{STATE}.", f"{GROUPS}.")
 
 
 def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, list[Dropped]]:
-    """Return the checkpoint without the entries, sections and other contents that a pattern names, and a list of these.
+    """Return the checkpoint without the entries, sections and other contents that a pattern names,
+    and a list of these.
 
-    A pattern is matched with the key, and with the dotted way from the file's root. Raise `Refused` for a pattern that
-    names nothing, since it was meant to name something, and as `check_whole` does.
+    A pattern is matched with the key, and with the dotted way from the file's root. Raise `Refused`
+    for a pattern that names nothing, since it was meant to name something, and as `check_whole`
+    does.
     """
     dropped: list[Dropped] = []
     idle = set(patterns)
@@ -183,7 +215,8 @@ def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, l
         tensors = tuple(entry for entry in section.tensors if not hit(section.path, entry.key))
         extras = tuple(entry for entry in section.extras if not hit(section.path, entry.key))
         rest = replace(section, tensors=tensors, extras=extras)
-        if rest.entries or section.kind != "other":  # an optimizer without state has its hyperparameters still
+        # an optimizer without state has its hyperparameters still
+        if rest.entries or section.kind != "other":
             sections.append(rest)
     left = _kept(replace(checkpoint, sections=tuple(sections)), lambda path: not hit("", path))
     if idle:
@@ -207,10 +240,11 @@ def _kept(checkpoint: Checkpoint, keep: Callable[[str], bool]) -> Checkpoint:
 
 
 def check_whole(checkpoint: Checkpoint, dropped: Collection[Dropped]) -> None:
-    """Raise `Refused` if the dropped keys are a part of an optimizer's state, or of a quantized weight.
+    """Raise `Refused` if the dropped keys are a part of an optimizer's state, or of a quantized
+    weight.
 
-    torch may load such a state and start again for some parameters. Entries outside of ``state`` and ``param_groups``
-    may go.
+    torch may load such a state and start again for some parameters. Entries outside of ``state``
+    and ``param_groups`` may go.
     """
     gone: dict[str, set[str]] = {}
     for one in dropped:
@@ -218,22 +252,32 @@ def check_whole(checkpoint: Checkpoint, dropped: Collection[Dropped]) -> None:
     torn: dict[Section, list[str]] = {}
     for section in checkpoint.optimizers:
         here = gone.get(section.path, ())
-        keys = [entry.key for entry in section.entries if entry.key in here and entry.key.startswith(_STATE)]
+        keys = [
+            entry.key
+            for entry in section.entries
+            if entry.key in here and entry.key.startswith(_STATE)
+        ]
         if keys:
             torn[section] = keys
     if torn:
         titles = ", ".join(section.title for section in torn)
         counts = (
-            f"{sum(map(len, torn.values()))} of {plural(sum(len(one.entries) for one in torn), 'entry')} of {titles}"
+            f"{sum(map(len, torn.values()))} of"
+            f" {plural(sum(len(one.entries) for one in torn), 'entry')} of {titles}"
         )
         hint = "drop no key of the optimizer"
         if all(section.path for section in torn):
             options = shell(*(word for section in torn for word in ("--drop", section.path)))
             hint = f"remove all of the optimizer state: {options}; or {hint}"
         raise Refused(
-            f"--drop would remove a part of the optimizer state, {counts}: torch may load the rest, and start again",
+            f"--drop would remove a part of the optimizer state, {counts}: torch may load the"
+            " rest, and start again",
             hint=hint,
-            problems=[Problem("would go", dotted(one.path, key)) for one, keys in torn.items() for key in keys],
+            problems=[
+                Problem("would go", dotted(one.path, key))
+                for one, keys in torn.items()
+                for key in keys
+            ],
         )
     apart: list[Problem] = []
     for section in checkpoint.state_dicts:
@@ -242,7 +286,11 @@ def check_whole(checkpoint: Checkpoint, dropped: Collection[Dropped]) -> None:
             kept = [key for key in weight.keys if key not in here]
             if 0 < len(kept) < len(weight.keys):
                 text = f"would go, and {', '.join(kept)} would stay"
-                apart += [Problem(text, dotted(section.path, key), "quantized") for key in weight.keys if key in here]
+                apart += [
+                    Problem(text, dotted(section.path, key), "quantized")
+                    for key in weight.keys
+                    if key in here
+                ]
     if apart:
         raise Refused(
             "--drop would remove a part of a quantized weight",
@@ -252,19 +300,29 @@ def check_whole(checkpoint: Checkpoint, dropped: Collection[Dropped]) -> None:
 
 
 def check_quantized(drafts: Sequence[Draft]) -> None:
-    """Raise `Refused` if the plan of a section separates the parts of quantized weights, or casts them."""
-    problems = [problem for draft in drafts for problem in problems_of_parts(draft.section, draft.plan.outputs)]
+    """Raise `Refused` if the plan of a section separates the parts of quantized weights, or casts
+    them.
+    """
+    problems = [
+        problem
+        for draft in drafts
+        for problem in problems_of_parts(draft.section, draft.plan.outputs)
+    ]
     if problems:
         raise Refused(
-            f"the numbers of quantized weights mean nothing without their scales: {plural(len(problems), 'problem')}",
-            hint="rename all parts of a weight together ('FROM.{x*} => TO.{x*}'); to change the dtype, load the model "
+            "the numbers of quantized weights mean nothing without their scales:"
+            f" {plural(len(problems), 'problem')}",
+            hint="rename all parts of a weight together ('FROM.{x*} => TO.{x*}'); to change the"
+            " dtype, load the model "
             "with the library that quantized it, and save it dequantized",
             problems=problems,
         )
 
 
 def remap(source: Checkpoint, request: Request) -> Remap:
-    """Plan the remap and apply it on the index. Raise `Refused` if it would lose, collide or guess."""
+    """Plan the remap and apply it on the index. Raise `Refused` if it would lose, collide or
+    guess.
+    """
     options = request.options
     lightning = naming_wrappers.is_lightning(source)  # also if the key that shows it is dropped
     before = source
@@ -275,7 +333,9 @@ def remap(source: Checkpoint, request: Request) -> Remap:
         model = _as_it_is(source)
         plan = replace(carried(source.sections), dropped=tuple(dropped))
         return Remap(source, plan, model=model, narrowed=_narrowing(before, model, dropped))
-    sections = of_one_model(source, options.sections, None if request.saved is None else request.saved.names())
+    sections = of_one_model(
+        source, options.sections, None if request.saved is None else request.saved.names()
+    )
     if request.saved is not None and source.optimizers:
         _check_pruned_state(source, sections, request.saved)
     drafts = _drafts(source, sections, request, lightning)
@@ -289,7 +349,9 @@ def remap(source: Checkpoint, request: Request) -> Remap:
     runners = {way: runner for draft in drafts for way, runner in draft.runners.items()}
     paths = [section.path for section in sections]
     result = apply(made, source, runners)
-    narrowed_or_moved = request.loads is not None or options.select is not None or isinstance(options.form, Chain)
+    narrowed_or_moved = (
+        request.loads is not None or options.select is not None or isinstance(options.form, Chain)
+    )
     if request.saved is not None and not narrowed_or_moved:
         for path in paths:
             result = recorded(request.saved.tables, result, path, request.form_by_model.names)
@@ -297,35 +359,58 @@ def remap(source: Checkpoint, request: Request) -> Remap:
     rest = carried(other for other in source.sections if other.path in touched)
     plan = replace(made, outputs=(*made.outputs, *rest.outputs), dropped=(*made.dropped, *dropped))
     shown = drafts[0].notes
-    others = [f"{d.section.path}: {note}" for d in drafts[1:] for note in d.notes if note not in shown]
+    others = [
+        f"{d.section.path}: {note}" for d in drafts[1:] for note in d.notes if note not in shown
+    ]
     notes = (*shown, *others, *left_as_they_are(source, sections))
     form = None if options.form is None else str(options.form)
     together = tuple(paths) if len(paths) > 1 else ()
     missing = [
         dotted(draft.section.path, key)
         for draft in drafts
-        for key in _not_left_out(draft, request, [gone.key for gone in dropped if gone.section == draft.section.path])
+        for key in _not_left_out(
+            draft, request, [gone.key for gone in dropped if gone.section == draft.section.path]
+        )
     ]
     whole = RuleEffect(drafts[0].section, drafts[0].plan)
     narrowed = _narrowing(before, whole, dropped)
     model, narrowed = (whole, narrowed) if options.select is None else (None, narrowed or whole)
-    done = Remap(result, plan, drafts[0].form, form, notes, ruled=drafts[0].ruled, model=model, narrowed=narrowed)
+    done = Remap(
+        result,
+        plan,
+        drafts[0].form,
+        form,
+        notes,
+        ruled=drafts[0].ruled,
+        model=model,
+        narrowed=narrowed,
+    )
     return replace(done, sections=together, missing=tuple(missing))
 
 
-def _check_pruned_state(source: Checkpoint, sections: Sequence[Section], model: ModelOperand) -> None:
-    """Raise `Refused` if pruned weights would be computed next to optimizers, which have the state of their parts.
+def _check_pruned_state(
+    source: Checkpoint, sections: Sequence[Section], model: ModelOperand
+) -> None:
+    """Raise `Refused` if pruned weights would be computed next to optimizers, which have the state
+    of their parts.
 
     The parts are also registered in another order than the weights.
     """
-    pruned = [plan for section in sections if (plan := without_pruning(section, model.tables)) is not None]
+    pruned = [
+        plan for section in sections if (plan := without_pruning(section, model.tables)) is not None
+    ]
     if not pruned:
         return
     drops = shell(*(word for section in source.optimizers for word in ("--drop", section.path)))
     raise Refused(
-        "the model in this file is pruned, and its optimizer state belongs to the weights before the masks",
+        "the model in this file is pruned, and its optimizer state belongs to the weights before"
+        " the masks",
         hint=f"leave it out: {drops}",
-        problems=[Problem("computed from its mask", output.key) for plan in pruned for output in plan.computed],
+        problems=[
+            Problem("computed from its mask", output.key)
+            for plan in pruned
+            for output in plan.computed
+        ],
     )
 
 
@@ -335,8 +420,14 @@ def _not_left_out(draft: Draft, request: Request, dropped: Sequence[str]) -> lis
     if model is None or not draft.missing:
         return []
     tables = model.tables
-    own = tables.serialized_names if request.model_form.names == SERIALIZED else tables.runtime_names
-    left_out = {*dropped, *match(dropped, own).names.values(), *match(dropped, tables.serialized_names).names.values()}
+    own = (
+        tables.serialized_names if request.model_form.names == SERIALIZED else tables.runtime_names
+    )
+    left_out = {
+        *dropped,
+        *match(dropped, own).names.values(),
+        *match(dropped, tables.serialized_names).names.values(),
+    }
     below = "" if request.options.select is None else f"{request.options.select}."
     return [key for key in draft.missing if key not in left_out and key.startswith(below)]
 
@@ -351,17 +442,27 @@ def _as_it_is(source: Checkpoint) -> RuleEffect | None:
     return RuleEffect(section, carried([section]))
 
 
-def _narrowing(source: Checkpoint, effect: RuleEffect | None, dropped: Sequence[Dropped]) -> RuleEffect | None:
-    """Return `effect` with the tensors that `--drop` left out of `source`; None if no tensor is left out."""
+def _narrowing(
+    source: Checkpoint, effect: RuleEffect | None, dropped: Sequence[Dropped]
+) -> RuleEffect | None:
+    """Return `effect` with the tensors that `--drop` left out of `source`; None if no tensor is
+    left out.
+    """
     path = "" if effect is None else effect.section.path
     own = tuple(gone for gone in dropped if gone.section == path)
     if effect is None or not (own or effect.plan.dropped):
         return None
-    return RuleEffect(source.section(path), replace(effect.plan, dropped=(*effect.plan.dropped, *own)))
+    return RuleEffect(
+        source.section(path), replace(effect.plan, dropped=(*effect.plan.dropped, *own))
+    )
 
 
-def _drafts(source: Checkpoint, sections: Sequence[Section], request: Request, lightning: bool) -> list[Draft]:
-    """Return the draft of each section. A problem of a further section is reported under its path."""
+def _drafts(
+    source: Checkpoint, sections: Sequence[Section], request: Request, lightning: bool
+) -> list[Draft]:
+    """Return the draft of each section. A problem of a further section is reported under its
+    path.
+    """
     drafts: list[Draft] = []
     for section in sections:
         try:
@@ -380,7 +481,9 @@ def _drafts(source: Checkpoint, sections: Sequence[Section], request: Request, l
 
 
 def _draft(section: Section, request: Request, lightning: bool, first: Draft | None) -> Draft:
-    """Go through the models' names, then the submodule, the wrappers and the rules; `first` is another section's."""
+    """Go through the models' names, then the submodule, the wrappers and the rules; `first` is
+    another section's.
+    """
     options, form = request.options, request.options.form
     draft = start = new_draft(section, options.source_form, lightning)
     is_adapter = adapter_of(section.keys) is not None
@@ -390,9 +493,14 @@ def _draft(section: Section, request: Request, lightning: bool, first: Draft | N
             draft = to_other_base(draft, saved.tables, loads.tables, loads.code)
         else:
             counters = naming_wrappers.counters(section.keys)
-            rest = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
+            rest = replace(
+                section,
+                tensors=tuple(entry for entry in section.tensors if entry.key not in counters),
+            )
             pruned = without_pruning(rest, saved.tables)
-            by_loading = saved.by_loading(rest) if options.source_form is None and pruned is None else None
+            by_loading = (
+                saved.by_loading(rest) if options.source_form is None and pruned is None else None
+            )
             if pruned is not None:
                 whole = apply(pruned, Checkpoint("", "", 0, (rest,))).section(section.path)
                 draft = to_model_form(replace(draft, section=whole), request, saved)
@@ -404,10 +512,15 @@ def _draft(section: Section, request: Request, lightning: bool, first: Draft | N
                 loaded = apply(by_loading, Checkpoint("", "", 0, (rest,))).section(section.path)
                 if request.form_by_model.names == SERIALIZED:
                     reading = replace(read(saved.tables, loaded, RUNTIME), form=SERIALIZED)
-                    check_versions(saved.names(), loaded, reading)  # the versions of the file would be in the output
-                draft = to_model_form(replace(draft, section=replace(loaded, form=RUNTIME)), request, saved)
+                    # the versions of the file would be in the output
+                    check_versions(saved.names(), loaded, reading)
+                draft = to_model_form(
+                    replace(draft, section=replace(loaded, form=RUNTIME)), request, saved
+                )
                 plan = compose(by_loading, draft.plan)
-                draft = replace(draft, section=section, plan=plan, form=LOAD_HOOK, counters=tuple(counters))
+                draft = replace(
+                    draft, section=section, plan=plan, form=LOAD_HOOK, counters=tuple(counters)
+                )
             if loads is not None:
                 draft = to_other_model(draft, request, loads)
             draft = with_counters(draft, keep=request.like is not None or isinstance(form, Chain))
@@ -433,7 +546,8 @@ def _draft(section: Section, request: Request, lightning: bool, first: Draft | N
 def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
     """Return `done` with the optimizers as requested, and with their changes in the plan.
 
-    If ids follow another model's order, the keys next to them get this order too: they are evidence for the ids.
+    If ids follow another model's order, the keys next to them get this order too: they are evidence
+    for the ids.
     """
     model = done.model
     ruled = done.ruled
@@ -456,22 +570,40 @@ def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
     target = loads or (wanted.names if keeps else None)
     if target is not None and any(one.to == ID for one in optimizers):
         called = None if loads is not None else _called(done.ruled, wanted.rules)
-        ordered = (in_order_of(one, target, called) if one.kind == "state_dict" else one for one in result.sections)
+        ordered = (
+            in_order_of(one, target, called) if one.kind == "state_dict" else one
+            for one in result.sections
+        )
         result = replace(result, sections=tuple(ordered))
     notes = [note for one in optimizers for note in one.notes]
     plan = _with_moves(done.plan, result, [one.move for one in optimizers if one.move is not None])
-    return replace(done, result=result, plan=plan, optimizers=optimizers, notes=(*done.notes, *notes))
+    return replace(
+        done, result=result, plan=plan, optimizers=optimizers, notes=(*done.notes, *notes)
+    )
 
 
-def _left_in_order(result: Checkpoint, optimizers: Sequence[OptimizerRemap], wanted: OptimizerRequest) -> Iterator[str]:
-    """Yield a note on each optimizer with ids, whose order rules do not change to the new model's."""
+def _left_in_order(
+    result: Checkpoint, optimizers: Sequence[OptimizerRemap], wanted: OptimizerRequest
+) -> Iterator[str]:
+    """Yield a note on each optimizer with ids, whose order rules do not change to the new
+    model's.
+    """
     known = {one.section for one in optimizers if one.loaded_by is not None}
     for section in result.optimizers:
         state = forms.read(section)
-        if state.form == ID and section.path not in known and not (state.is_stateless and len(state.groups) < 2):
-            ask = shell("ckpttool", "diff", "--model", "NEW", "--optimizer", "O", wanted.output or "OUT")
+        if (
+            state.form == ID
+            and section.path not in known
+            and not (state.is_stateless and len(state.groups) < 2)
+        ):
+            ask = shell(
+                "ckpttool", "diff", "--model", "NEW", "--optimizer", "O", wanted.output or "OUT"
+            )
             which = "" if section.title == "optimizer" else f"{section.title}: "
-            yield f"{which}optimizer ids keep the order of the model that saved them; check with {ask}"
+            yield (
+                f"{which}optimizer ids keep the order of the model that saved them; check with"
+                f" {ask}"
+            )
 
 
 def _called(ruled: RuleEffect | None, rules: Sequence[Renaming]) -> Callable[[str], str] | None:
@@ -481,7 +613,8 @@ def _called(ruled: RuleEffect | None, rules: Sequence[Renaming]) -> Callable[[st
 
 
 def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) -> Plan:
-    """Return the plan with the changes of optimizers, and with its outputs in the order of the result's keys.
+    """Return the plan with the changes of optimizers, and with its outputs in the order of the
+    result's keys.
 
     Sections of optimizers have outputs only if entries of them are dropped.
     """
@@ -494,5 +627,9 @@ def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) 
     for section in result.sections:
         if section.kind != "optimizer" and section.path in outputs:
             rank = {key: place for place, key in enumerate(section.keys)}
-            outputs[section.path] = sorted(outputs[section.path], key=lambda output: rank.get(output.key, 0))
-    return replace(plan, outputs=tuple(in_turn.from_iterable(outputs.values())), optimizers=tuple(moves))
+            outputs[section.path] = sorted(
+                outputs[section.path], key=lambda output: rank.get(output.key, 0)
+            )
+    return replace(
+        plan, outputs=tuple(in_turn.from_iterable(outputs.values())), optimizers=tuple(moves)
+    )

@@ -1,4 +1,6 @@
-"""Add what a file lost and what torch's loading needs: module versions, and the step counters of batch norms."""
+"""Add what a file lost and what torch's loading needs: module versions, and the step counters of
+batch norms.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ _ZERO = Op("aten.full.default", ((), 0), (("dtype", Special("dtype", "int64")),)
 
 
 def with_steps_of_norms(done: Remap) -> Remap:
-    """Return the remap with the missing ``num_batches_tracked`` of batch norms that have their statistics.
+    """Return the remap with the missing ``num_batches_tracked`` of batch norms that have their
+    statistics.
 
-    They are 0, as torch sets them for state dicts of the first version of BatchNorm, which had none.
+    They are 0, as torch sets them for state dicts of the first version of BatchNorm, which had
+    none.
     """
     added = []
     for path in dict.fromkeys(done.plan.sections):
@@ -34,7 +38,10 @@ def with_steps_of_norms(done: Remap) -> Remap:
                 added.append(Output(path, dotted(module, _STEPS), _ZERO))
     if not added:
         return done
-    after = {(output.section, output.key.removesuffix(_STEPS) + _LAST_STATISTIC): output for output in added}
+    after = {
+        (output.section, output.key.removesuffix(_STEPS) + _LAST_STATISTIC): output
+        for output in added
+    }
     outputs = []
     for output in done.plan.outputs:
         outputs.append(output)
@@ -64,13 +71,19 @@ def _with_steps(section: Section, after: dict[tuple[str, str], Output]) -> Secti
 
 
 def with_lost_versions(done: Remap, request: Request, loads: ModelOperand | None) -> Remap:
-    """Return the remap with the module versions that the file lost, taken from --like or from the model.
+    """Return the remap with the module versions that the file lost, taken from --like or from the
+    model.
 
-    Those of the model are added only if it does not load the file without them: they may change what it loads.
+    Those of the model are added only if it does not load the file without them: they may change
+    what it loads.
     """
     restored = {}
     for section in done.result.sections:
-        if section.kind != "state_dict" or section.path not in done.plan.sections or section.modules:
+        if (
+            section.kind != "state_dict"
+            or section.path not in done.plan.sections
+            or section.modules
+        ):
             continue
         changed = section
         if request.like is not None:
@@ -84,5 +97,8 @@ def with_lost_versions(done: Remap, request: Request, loads: ModelOperand | None
     sections = tuple(restored.get(section.path, section) for section in done.result.sections)
     count = plural(sum(len(section.modules or ()) for section in restored.values()), "module")
     origin = "the checkpoint of --like" if request.like is not None else "the model"
-    note = Info(f"the file lost its module versions (_metadata): those of {count} are from {origin}", "module-versions")
+    note = Info(
+        f"the file lost its module versions (_metadata): those of {count} are from {origin}",
+        "module-versions",
+    )
     return replace(done, result=replace(done.result, sections=sections), notes=(*done.notes, note))

@@ -16,7 +16,14 @@ from ckpttool.distributed.job import only_first
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.detect_folder import checkpoint_files, note_on
 from ckpttool.formats.pickle_write import dangerous_written
-from ckpttool.formats.registry import MEMORY, check_in_place, fit, has_place_for_versions, loses_versions, losses
+from ckpttool.formats.registry import (
+    MEMORY,
+    check_in_place,
+    fit,
+    has_place_for_versions,
+    loses_versions,
+    losses,
+)
 from ckpttool.formats.torch.zip_file import holds_unused_bytes
 from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
@@ -48,7 +55,16 @@ from ckpttool.remapping.plan import Remap, with_optimizers
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.restore import with_lost_versions, with_steps_of_norms
 from ckpttool.remapping.steps import Request, loadable
-from ckpttool.remapping.write import Cost, Decided, Writer, check_code, copied_imports, cost_of, recover_source, undo_of
+from ckpttool.remapping.write import (
+    Cost,
+    Decided,
+    Writer,
+    check_code,
+    copied_imports,
+    cost_of,
+    recover_source,
+    undo_of,
+)
 from ckpttool.ruleset.patterns import parse
 
 if TYPE_CHECKING:
@@ -61,21 +77,31 @@ if TYPE_CHECKING:
 
 @expand_options(RemapOptions)
 def remap(
-    ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = None, **options: Unpack[RemapKeywords]
+    ckpt: Ckpt,
+    out: str | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[RemapKeywords],
 ) -> Remap:
     """Rewrite the keys, optimizer ids and format of a checkpoint, and write OUT if it is named.
 
-    `progress` is called with a title and a number of bytes, and gives a context manager of a function that is told how
-    many bytes are done. Raise `Refused`, all problems at once, if something would be lost, collide or have to be
-    guessed, and `CkptError` if something cannot be read or written.
+    `progress` is called with a title and a number of bytes, and gives a context manager of a
+    function that is told how many bytes are done. Raise `Refused`, all problems at once, if
+    something would be lost, collide or have to be guessed, and `CkptError` if something cannot be
+    read or written.
     """
     return remap_by(ckpt, RemapOptions(out=out, **options), progress)
 
 
 def remap_by(
-    ckpt: Ckpt, options: RemapOptions, progress: Progress | None = None, model: ModelOperand | None = None
+    ckpt: Ckpt,
+    options: RemapOptions,
+    progress: Progress | None = None,
+    model: ModelOperand | None = None,
 ) -> Remap:
-    """Return what `remap` returns. `model` is the model of the options, if its names may be read already."""
+    """Return what `remap` returns. `model` is the model of the options, if its names may be read
+    already.
+    """
     sources.begin_call()
     if options.like is not None and not isinstance(options.like, str):
         options = replace(options, like=open_checkpoint(options.like))
@@ -84,11 +110,16 @@ def remap_by(
 
 @expand_options(ConvertOptions)
 def convert(
-    ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = None, **options: Unpack[ConvertKeywords]
+    ckpt: Ckpt,
+    out: str | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[ConvertKeywords],
 ) -> Remap:
     """Write a checkpoint in another format or with other shards; its keys and values stay.
 
-    `model` is needed for files of FSDP1 ranks. Raise as `remap` does, and `Refused` if nothing would change.
+    `model` is needed for files of FSDP1 ranks. Raise as `remap` does, and `Refused` if nothing
+    would change.
     """
     sources.begin_call()
     chosen = ConvertOptions(out=out, **options)
@@ -109,14 +140,17 @@ def _checked_run(
         return run(open_checkpoint(ckpt), options, conversion=conversion, model=model)
 
 
-WRITTEN = ("force", "dry_run", "verify", "no_fsync", "keep_aliases", "max_shard_size")  # the options of `write`
+# the options of `write`
+WRITTEN = ("force", "dry_run", "verify", "no_fsync", "keep_aliases", "max_shard_size")
 
 
 @expand_options(ConvertOptions, only=WRITTEN)
 def write(checkpoint: Checkpoint, out: str, **options: Unpack[WriteKeywords]) -> None:
-    """Write a checkpoint, as `open_checkpoint` or `remap` returned it, to the file or folder OUT, all or nothing.
+    """Write a checkpoint, as `open_checkpoint` or `remap` returned it, to the file or folder OUT,
+    all or nothing.
 
-    Raise `CkptError` if OUT exists (`force` overwrites it), `Refused` if its format cannot hold the checkpoint.
+    Raise `CkptError` if OUT exists (`force` overwrites it), `Refused` if its format cannot hold the
+    checkpoint.
     """
     sources.begin_call()
     chosen = ConvertOptions(out=out, **options)
@@ -131,12 +165,13 @@ def run(
     conversion: ConvertOptions | None = None,
     model: ModelOperand | None = None,
 ) -> Remap:
-    """Return the result of `options` for `source`, written if they name an output and request no dry run.
+    """Return the result of `options` for `source`, written if they name an output and request no
+    dry run.
 
-    A `conversion` changes the format or the shards only. `model` is the model of the options, if its names may be read
-    already. Raise `Refused`, all problems at once, if the remap would
-    lose, collide, guess, or change nothing (unless it `may_copy`), and `CkptError` if an operand cannot be read or OUT
-    cannot be written. Then nothing is written.
+    A `conversion` changes the format or the shards only. `model` is the model of the options, if
+    its names may be read already. Raise `Refused`, all problems at once, if the remap would lose,
+    collide, guess, or change nothing (unless it `may_copy`), and `CkptError` if an operand cannot
+    be read or OUT cannot be written. Then nothing is written.
     """
     writer = Writer(split(source.source)[0], options, options.in_place)
     out, target = options.target(source.source), None
@@ -159,21 +194,27 @@ def run(
         if not is_new and is_as_saved(source):
             if conversion is not None:
                 raise Refused(
-                    f"nothing to convert: {out} would have the format and the shards of {source.source}",
-                    hint="another ending of OUT changes the format, --max-shard-size the shards; `ckpttool remap` "
+                    f"nothing to convert: {out} would have the format and the shards of"
+                    f" {source.source}",
+                    hint="another ending of OUT changes the format, --max-shard-size the shards;"
+                    " `ckpttool remap` "
                     "changes the keys; `cp` copies a file",
                 )
             already = already_there(options)
             if already is None or options.in_place:
                 refuse_unchanged(source, options)
             done = replace(done, notes=(*done.notes, Info(f"{already}: nothing renamed", "remap")))
-    return done if target is None else _write(source, options, writer, target, done, model, to_model)
+    return (
+        done if target is None else _write(source, options, writer, target, done, model, to_model)
+    )
 
 
 def _checked_by_model(
     done: Remap, options: RemapOptions, model: ModelOperand | None, to_model: ModelOperand | None
 ) -> Remap:
-    """Return the result with notes on how a model loads it. Raise `Refused`, all problems at once, if it does not."""
+    """Return the result with notes on how a model loads it. Raise `Refused`, all problems at once,
+    if it does not.
+    """
     loads = loaded_by(options, model, to_model)
     answer = loading(done, options, loads)
     if answer is None:
@@ -188,18 +229,26 @@ def _checked_by_model(
 
 
 def loading_model(options: RemapOptions, model: ModelOperand | None) -> ModelOperand | None:
-    """Return what will load the output if that is not `model`: another model, or the same with another optimizer."""
+    """Return what will load the output if that is not `model`: another model, or the same with
+    another optimizer.
+    """
     if options.to_model is not None:
-        return ModelOperand(options.to_model, options.materialize, options.to_optimizer, option="--to-model")
+        return ModelOperand(
+            options.to_model, options.materialize, options.to_optimizer, option="--to-model"
+        )
     if options.to_optimizer is None or model is None:
         return None
     return model.with_optimizer(options.to_optimizer)
 
 
 def plan_remap(
-    source: Checkpoint, options: RemapOptions, model: ModelOperand | None, to_model: ModelOperand | None
+    source: Checkpoint,
+    options: RemapOptions,
+    model: ModelOperand | None,
+    to_model: ModelOperand | None,
 ) -> Remap:
-    """Return the result of `options` for `source` on the index, for any format. Raise as `run` does.
+    """Return the result of `options` for `source` on the index, for any format. Raise as `run`
+    does.
 
     `model` is the model that saved the source, `to_model` the result of `loading_model`.
     """
@@ -225,12 +274,15 @@ def plan_remap(
     other_model, saved = None if options.to_model is None else to_model, None
     if gathered is None and about_optimizers and all(one is None for one in about_keys):
         by_names = options.optimizer_keys not in (None, ID) and source.state_dicts
-        request = replace(request, unwrapped=model if by_names else None)  # as torch.distributed.checkpoint names them
+        # as torch.distributed.checkpoint names them
+        request = replace(request, unwrapped=model if by_names else None)
     elif model is None:
         request = replace(request, loads=to_model)
     else:
         # Rules lead to the names of the other model themselves.
-        saved, loads = _read_and_written_by(whole, model, None if options.has_rules else other_model, options)
+        saved, loads = _read_and_written_by(
+            whole, model, None if options.has_rules else other_model, options
+        )
         request = replace(request, saved=saved, loads=loads)
     done = remap_index(whole, request)
     if saved is not None and saved.pretrained:
@@ -263,7 +315,9 @@ def plan_remap(
             output=options.target(source.source),
         )
         done = with_optimizers(done, for_optimizers)
-    lists = notes_on_lists(done, names, None if other_model is None else to_names, request.renamings)
+    lists = notes_on_lists(
+        done, names, None if other_model is None else to_names, request.renamings
+    )
     done = replace(done, notes=(*done.notes, *lists))
     return replace(done, changes_content=gathered is not None or changes_content(source, done))
 
@@ -274,14 +328,24 @@ def _not_reached(done: Remap, request: Request, loads: ModelOperand) -> tuple[st
     sections = of_one_model(done.result, request.options.sections)
     if any(adapter_of(section.keys) is not None for section in sections):
         return ()
-    return tuple(dotted(section.path, key) for section in sections for key in match(section.keys, names, spare).missing)
+    return tuple(
+        dotted(section.path, key)
+        for section in sections
+        for key in match(section.keys, names, spare).missing
+    )
 
 
 def _needed(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
-    """Return the missing keys that the model's own loading needs: some models save keys only sometimes."""
+    """Return the missing keys that the model's own loading needs: some models save keys only
+    sometimes.
+    """
     options = request.options
     narrowed = options.select is not None or options.trainable_only
-    renamed = request.like is not None or request.rule_steps or options.form not in (None, ModelForm.SERIALIZED)
+    renamed = (
+        request.like is not None
+        or request.rule_steps
+        or options.form not in (None, ModelForm.SERIALIZED)
+    )
     if narrowed or renamed or not loads.is_definition or loads.is_folder:
         return done.missing
     from ckpttool.tracing.loading import load_verdict
@@ -290,7 +354,11 @@ def _needed(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ..
     for path in dict.fromkeys(done.plan.sections):
         missing = [key for key in done.missing if key.startswith(f"{path}." if path else "")]
         section = done.result.section(path)
-        if missing and section.kind == "state_dict" and not load_verdict(loads.definition(), section).ok:
+        if (
+            missing
+            and section.kind == "state_dict"
+            and not load_verdict(loads.definition(), section).ok
+        ):
             needed += missing
     return tuple(dict.fromkeys(needed))
 
@@ -298,16 +366,20 @@ def _needed(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ..
 def _read_and_written_by(
     source: Checkpoint, model: ModelOperand, other: ModelOperand | None, options: RemapOptions
 ) -> tuple[ModelOperand, ModelOperand | None]:
-    """Return the model with the names that the keys have, and if they get names of another one, that one.
+    """Return the model with the names that the keys have, and if they get names of another one,
+    that one.
 
-    Each is a model under its own names or the names of from_pretrained. `other` is another model that will load the
-    output. Raise `CkptError` if names of from_pretrained are requested, and the model has none.
+    Each is a model under its own names or the names of from_pretrained. `other` is another model
+    that will load the output. Raise `CkptError` if names of from_pretrained are requested, and the
+    model has none.
     """
     saved, form = model, options.form
     if options.source_form is ModelForm.PRETRAINED:
         saved = model.by_pretrained
     elif options.source_form is None:
-        saved = as_read(model, of_one_model(source, options.sections, model.names())[0], source.source)
+        saved = as_read(
+            model, of_one_model(source, options.sections, model.names())[0], source.source
+        )
     target = other or model
     if form is ModelForm.PRETRAINED:
         target, needs_target = target.by_pretrained, not saved.pretrained
@@ -319,8 +391,14 @@ def _read_and_written_by(
 
 
 def _command_with_old_model(source: Checkpoint, options: RemapOptions) -> str | None:
-    """Return the same command with the model named that saved the checkpoint; None if the options name another one."""
-    if not isinstance(options.model, str) or options.to_model is not None or options.to_optimizer is not None:
+    """Return the same command with the model named that saved the checkpoint; None if the options
+    name another one.
+    """
+    if (
+        not isinstance(options.model, str)
+        or options.to_model is not None
+        or options.to_optimizer is not None
+    ):
         return None
     swapped = replace(
         options,
@@ -349,21 +427,29 @@ def _rule_steps(options: RemapOptions) -> tuple[RuleStep, ...]:
 # Writing
 
 
-def fitted(done: Remap, target: Target, options: RemapOptions, loads: ModelOperand | None) -> Checkpoint:
-    """Return the result as the output can hold it; `loads` will load it. Raise `Refused` if the output cannot."""
-    runtime = isinstance(options.form, ModelForm) and options.form.names != SERIALIZED  # no model loads such names
+def fitted(
+    done: Remap, target: Target, options: RemapOptions, loads: ModelOperand | None
+) -> Checkpoint:
+    """Return the result as the output can hold it; `loads` will load it. Raise `Refused` if the
+    output cannot.
+    """
+    # no model loads such names
+    runtime = isinstance(options.form, ModelForm) and options.form.names != SERIALIZED
     if loads is not None and not runtime and loses_versions(done.result, target.format):
         _check_versions(loads, f"{target.format.title} has", "choose an output that ends in .pt")
     return fit(done.result, target.format, keep_aliases=options.keep_aliases)
 
 
 def _check_versions(model: ModelOperand, target: str, hint: str) -> None:
-    """Raise `Refused` if `model`, which will load the output, needs module versions, which `target` cannot hold."""
+    """Raise `Refused` if `model`, which will load the output, needs module versions, which `target`
+    cannot hold.
+    """
     versions = model.names().versions
     if versions is None:
         return
     raise Refused(
-        f"{model.title} loads other values where module versions (_metadata) are absent, and {target} no place for "
+        f"{model.title} loads other values where module versions (_metadata) are absent, and"
+        f" {target} no place for "
         "them",
         hint=hint,
         problems=[Problem("saved with a version", path or "(root)") for path in versions],
@@ -379,17 +465,31 @@ def _write(
     model: ModelOperand | None,
     to_model: ModelOperand | None,
 ) -> Remap:
-    """Write the output, unless it is a dry run. Return the result with notes on what the output does not hold."""
+    """Write the output, unless it is a dry run. Return the result with notes on what the output
+    does not hold.
+    """
     output = fitted(done, target, options, to_model or model)
     notes = (*done.notes, *losses(done.result, target.format))
     if target.max_shard_size is not None and not target.format.name.startswith("sharded"):
-        notes = (*notes, f"--max-shard-size changes nothing: {target.path} has no shards (OUT/ is a folder of them)")
+        notes = (
+            *notes,
+            f"--max-shard-size changes nothing: {target.path} has no shards (OUT/ is"
+            " a folder of them)",
+        )
     loaded_by_other = None if options.to_model is None else to_model
-    new_base = [] if loaded_by_other is None else [tensor.canonical for tensor in loaded_by_other.names().runtime]
+    new_base = (
+        []
+        if loaded_by_other is None
+        else [tensor.canonical for tensor in loaded_by_other.names().runtime]
+    )
     described = options.form is ModelForm.PRETRAINED
-    companions = companions_of(source, done.plan, target, new_base, described, done.result.other_files)
+    companions = companions_of(
+        source, done.plan, target, new_base, described, done.result.other_files
+    )
     notes = (*notes, *companions.notes)
-    done = replace(done, result=output, notes=notes, companions=companions if str(companions) else None)
+    done = replace(
+        done, result=output, notes=notes, companions=companions if str(companions) else None
+    )
 
     if options.in_place:
         return _edit_in_place(source, options, writer, target, done, companions)
@@ -403,10 +503,14 @@ def _write(
 _PICKLES = (".bin", ".pt", ".pth", ".pkl")  # of the other files of a folder
 
 
-def _laid_out(options: RemapOptions, target: Target, output: Checkpoint, companions: Companions) -> Files:
-    """Return the files of the output. Raise `Refused` if loading them would run code, unless that is requested.
+def _laid_out(
+    options: RemapOptions, target: Target, output: Checkpoint, companions: Companions
+) -> Files:
+    """Return the files of the output. Raise `Refused` if loading them would run code, unless that
+    is requested.
 
-    What is laid out inside of a program is written later, so everything that the program imports counts.
+    What is laid out inside of a program is written later, so everything that the program imports
+    counts.
     """
     with dangerous_written() as names:
         files = target.lay_out(output, companions.files)
@@ -414,21 +518,34 @@ def _laid_out(options: RemapOptions, target: Target, output: Checkpoint, compani
     if target.format.name == "pt2":
         names |= {one.name for one in dangerous(output.imports)}
     if not options.keep_pickled_code:
-        pickles = (path for path in companions.files.values() if isinstance(path, str) and path.endswith(_PICKLES))
+        pickles = (
+            path
+            for path in companions.files.values()
+            if isinstance(path, str) and path.endswith(_PICKLES)
+        )
         check_code(output, names, pickles)
     return files
 
 
 def _edit_in_place(
-    source: Checkpoint, options: RemapOptions, writer: Writer, target: Target, done: Remap, companions: Companions
+    source: Checkpoint,
+    options: RemapOptions,
+    writer: Writer,
+    target: Target,
+    done: Remap,
+    companions: Companions,
 ) -> Remap:
-    """Change the source where it is, unless it is a dry run. Raise `Refused` if more than names would change."""
+    """Change the source where it is, unless it is a dry run. Raise `Refused` if more than names
+    would change.
+    """
     only_first()
     output = done.result
     with dangerous_written() as names:
         files = target.format.layout_in_place(output, target.name or name_of(target.path))
     if files is None:
-        raise not_in_place(target.path, "more than names would change, or the format has no place for new ones")
+        raise not_in_place(
+            target.path, "more than names would change, or the format has no place for new ones"
+        )
     gone = [name for name in source.other_files if name not in output.other_files]
     if gone:
         raise not_in_place(target.path, f"other files of the folder would be removed: {some(gone)}")
@@ -436,11 +553,20 @@ def _edit_in_place(
         if target.format.name == "dcp":  # pickles in data files stay where they are
             names |= copied_imports(output, target.format.layout_files(output, target.name))
         check_code(output, names)
-    new = {name: content for name, content in companions.files.items() if isinstance(content, bytes)}
-    files = {**{name: Edited([Piece(text)], companions.before[name], text) for name, text in new.items()}, **files}
+    new = {
+        name: content for name, content in companions.files.items() if isinstance(content, bytes)
+    }
+    files = {
+        **{
+            name: Edited([Piece(text)], companions.before[name], text) for name, text in new.items()
+        },
+        **files,
+    }
     expected = fingerprints(output) if options.verify and not options.dry_run else None
     written = edit(files, target.home, fsync=not options.no_fsync, dry_run=options.dry_run)
-    done = replace(done, written=written, undo=undo_of(target.path, written.kept) if written.nbytes else None)
+    done = replace(
+        done, written=written, undo=undo_of(target.path, written.kept) if written.nbytes else None
+    )
     if options.dry_run:
         return replace(done, cost=Cost(0, written.nbytes, 0))
     if expected is not None:
@@ -448,7 +574,9 @@ def _edit_in_place(
     if done.plan.dropped:
         kept_bytes = f"{target.path} still holds the bytes of what was left out"
         if target.format.name == "torch_zip":
-            copy = shell("ckpttool", "convert", target.path, "-o", next(outputs(target.path, "copy")))
+            copy = shell(
+                "ckpttool", "convert", target.path, "-o", next(outputs(target.path, "copy"))
+            )
             kept_bytes += f"; a copy does not: {copy}"
         done = replace(done, notes=(*done.notes, Info(kept_bytes, "remap")))
     return done
@@ -464,13 +592,17 @@ _WAYS = "--rule, --to FORM, --like CKPT, --drop PATTERN; another ending of OUT c
 
 
 def changes_content(source: Checkpoint, done: Remap) -> bool:
-    """Return whether the result holds something else than `source`: other names, values, entries or order."""
+    """Return whether the result holds something else than `source`: other names, values, entries or
+    order.
+    """
     plan, result = done.plan, done.result
     if plan.dropped or plan.runs or not all(output.is_unchanged for output in plan.outputs):
         return True
     if result.sections is source.sections:
         return False
-    return len(result.sections) != len(source.sections) or not all(map(_same, source.sections, result.sections))
+    return len(result.sections) != len(source.sections) or not all(
+        map(_same, source.sections, result.sections)
+    )
 
 
 def _same(left: Section, right: Section) -> bool:
@@ -478,14 +610,17 @@ def _same(left: Section, right: Section) -> bool:
         return True
     modules = [list(own.modules or ()) for own in (left, right)]
     return (
-        (left.path, left.kind, left.form, modules[0]) == (right.path, right.kind, right.form, modules[1])
+        (left.path, left.kind, left.form, modules[0])
+        == (right.path, right.kind, right.form, modules[1])
         and left.keys == right.keys
         and left.mapping == right.mapping
     )
 
 
 def changes_form(source: Checkpoint, target: Target, done: Remap) -> bool:
-    """Return whether OUT is another kind of file or folder than the source, or has other shards, or is a part of it."""
+    """Return whether OUT is another kind of file or folder than the source, or has other shards, or
+    is a part of it.
+    """
     path, picked = split(source.source)
     if picked is not None or source.format != target.format.name:
         return True
@@ -496,9 +631,14 @@ def changes_form(source: Checkpoint, target: Target, done: Remap) -> bool:
     home = path if is_dir(path) else parent(path)
     files = target.format.layout_files(done.result, target.name, target.max_shard_size)
     made = {name: content for name, content in files.items() if not name.endswith(".json")}
-    present = {name for name in checkpoint_files(home, target.format.endings[0]) if not name.endswith(".json")}
+    present = {
+        name
+        for name in checkpoint_files(home, target.format.endings[0])
+        if not name.endswith(".json")
+    }
     return made.keys() != present or any(
-        not isinstance(content, Link) and nbytes_of(content) != size(join(home, name)) for name, content in made.items()
+        not isinstance(content, Link) and nbytes_of(content) != size(join(home, name))
+        for name, content in made.items()
     )
 
 
@@ -510,12 +650,17 @@ def is_as_saved(source: Checkpoint) -> bool:
         saved = open_operand(source.source)
     except CkptError:
         return False
-    places = [[(entry.key, entry.span) for s in one.sections for entry in s.tensors] for one in (source, saved)]
+    places = [
+        [(entry.key, entry.span) for s in one.sections for entry in s.tensors]
+        for one in (source, saved)
+    ]
     return places[0] == places[1]
 
 
 def already_there(options: RemapOptions) -> str | None:
-    """Return what the source already is, if the options name the names that OUT must have; then a copy is an answer."""
+    """Return what the source already is, if the options name the names that OUT must have; then a
+    copy is an answer.
+    """
     if options.like is not None:
         return "the keys are already the keys of --like"
     if options.form is not None:
@@ -544,7 +689,8 @@ def refuse_unchanged(source: Checkpoint, options: RemapOptions) -> None:
         for path in (*found.root, *sorted(found.inside))
     ]
     raise Refused(
-        f"nothing to change: {already}" + (f"; their names show wrappers: {wrapped[0][1].form}" if wrapped else ""),
+        f"nothing to change: {already}"
+        + (f"; their names show wrappers: {wrapped[0][1].form}" if wrapped else ""),
         hint=f"remove the wrappers: {command}" if command else f"say what to change: {_WAYS}",
         problems=problems,
     )

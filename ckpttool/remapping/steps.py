@@ -1,4 +1,6 @@
-"""The request of a remap, and the steps that change the plan of a section: models, submodule, wrappers, rules."""
+"""The request of a remap, and the steps that change the plan of a section: models, submodule,
+wrappers, rules.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,23 @@ from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import Runner, apply
 from ckpttool.evaluate.compare import same_values
 from ckpttool.naming import wrappers
-from ckpttool.naming.convert import NOT_READ_BACK, Form, ModelForm, check_versions, left_to_code, move, read
-from ckpttool.naming.match import NameTables, aliases, align, drop_variants, with_variants, without_variants
+from ckpttool.naming.convert import (
+    NOT_READ_BACK,
+    Form,
+    ModelForm,
+    check_versions,
+    left_to_code,
+    move,
+    read,
+)
+from ckpttool.naming.match import (
+    NameTables,
+    aliases,
+    align,
+    drop_variants,
+    with_variants,
+    without_variants,
+)
 from ckpttool.naming.wrappers import Chain, Evidence, adapter_of, strip
 from ckpttool.operands.model import ModelOperand
 from ckpttool.remapping.optimizer import RuleEffect
@@ -35,10 +52,11 @@ NO_COUNTER = "AveragedModel's counter, which only that wrapper has"
 class Request:
     """The options of a remap, and the values that they name.
 
-    `saved` is the model with the names that the keys have, `loads` another model that will load them, `unwrapped` a
-    model whose keys lose their wrappers in the end, if nothing else is requested of them. `like` is a state dict whose
-    naming is used. `compare` is the command that compares the checkpoint with the model. `rule_steps`, from the command
-    line or a file, come last.
+    `saved` is the model with the names that the keys have, `loads` another model that will load
+    them, `unwrapped` a model whose keys lose their wrappers in the end, if nothing else is
+    requested of them. `like` is a state dict whose naming is used. `compare` is the command that
+    compares the checkpoint with the model. `rule_steps`, from the command line or a file, come
+    last.
     """
 
     options: RemapOptions
@@ -57,7 +75,9 @@ class Request:
 
     @property
     def model_form(self) -> ModelForm:
-        """The form of the model's names that is requested, or that a chain of wrappers goes around."""
+        """The form of the model's names that is requested, or that a chain of wrappers goes
+        around.
+        """
         form = self.options.form
         return form if isinstance(form, ModelForm) else ModelForm.SERIALIZED
 
@@ -72,7 +92,9 @@ class Request:
 
     @property
     def form_by_model(self) -> ModelForm:
-        """The form that the first model's step leads to; another model's step begins at the runtime names."""
+        """The form that the first model's step leads to; another model's step begins at the runtime
+        names.
+        """
         if self.loads is not None:
             return ModelForm.RUNTIME
         if self.like is None or self.saved is None:
@@ -84,10 +106,11 @@ class Request:
 class Draft:
     """The plan for one section so far. Every step returns a new draft.
 
-    `section` is as it was read, `wrappers` what its keys show of wrappers, `form` the form of its keys. `canonical`
-    maps the keys that the plan writes to canonical names. `counters` are the keys of AveragedModels' counters, which
-    are set aside while the keys go through a model's names: a model has none. `runners` run models' code for the plan.
-    `ruled` is what the rules did. `missing` are the keys of the target model that the plan does not write.
+    `section` is as it was read, `wrappers` what its keys show of wrappers, `form` the form of its
+    keys. `canonical` maps the keys that the plan writes to canonical names. `counters` are the keys
+    of AveragedModels' counters, which are set aside while the keys go through a model's names: a
+    model has none. `runners` run models' code for the plan. `ruled` is what the rules did.
+    `missing` are the keys of the target model that the plan does not write.
     """
 
     section: Section
@@ -109,12 +132,18 @@ class Draft:
         """The section after the plan, on the index; without the counters that are set aside."""
         tensors = tuple(entry for entry in self.section.tensors if entry.key not in self.counters)
         section = replace(self.section, tensors=tensors)
-        return apply(self.plan, Checkpoint("", "", 0, (section,)), self.runners).section(section.path)
+        return apply(self.plan, Checkpoint("", "", 0, (section,)), self.runners).section(
+            section.path
+        )
 
     def renamed(self, names: Mapping[str, str]) -> Draft:
-        """The draft with new names for outputs; a key without a new name keeps its own. ``_metadata`` follows."""
+        """The draft with new names for outputs; a key without a new name keeps its own.
+        ``_metadata`` follows.
+        """
         plan, section = self.plan, self.section
-        outputs = tuple(Output(one.section, names.get(one.key, one.key), one.source) for one in plan.outputs)
+        outputs = tuple(
+            Output(one.section, names.get(one.key, one.key), one.source) for one in plan.outputs
+        )
         modules = tuple(plan.modules)
         if section.modules is not None:
             moved = {key: new for key, new in names.items() if key != new}
@@ -129,7 +158,9 @@ class Draft:
 
 
 def carried(sections: Iterable[Section]) -> Plan:
-    return Plan(tuple(Output(section.path, key, Ref(key)) for section in sections for key in section.keys))
+    return Plan(
+        tuple(Output(section.path, key, Ref(key)) for section in sections for key in section.keys)
+    )
 
 
 def new_draft(section: Section, form: Form | None, lightning: bool) -> Draft:
@@ -150,7 +181,9 @@ def new_draft(section: Section, form: Form | None, lightning: bool) -> Draft:
 
 
 def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
-    """Rename the keys to a form of the model that saved them. Raise `Refused` if they are not this model's."""
+    """Rename the keys to a form of the model that saved them. Raise `Refused` if they are not this
+    model's.
+    """
     tables, to, code = model.tables, request.form_by_model, model.code
     names = tables.names
     source_form = request.options.source_form
@@ -160,19 +193,30 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
     counted = wrappers.counters([entry.key for entry in section.tensors])
     counters = [key for key in counted if key in reading.match.unmatched]
     if counters:
-        section = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
+        section = replace(
+            section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters)
+        )
         reading = read(tables, section, form)
     if not reading.match.names:
         adapter = adapter_of(section.by_key())
         hint = f"compare them: {request.compare}"
         if adapter is not None and adapter.alone:
-            hint = f"{adapter.title} without its model: pass --to-model NEW, the model it will be put on, or rules"
+            hint = (
+                f"{adapter.title} without its model: pass --to-model NEW, the model it will be"
+                " put on, or rules"
+            )
         problems = [Problem("no name of this model", key) for key in section.by_key()]
-        raise Refused(f"0 of {len(problems)} keys are names of {names.model}", hint=hint, problems=problems)
+        raise Refused(
+            f"0 of {len(problems)} keys are names of {names.model}", hint=hint, problems=problems
+        )
     if reading.form != to.names:
         check_versions(names, section, reading)
     moved = move(tables, section, reading, to.names, request.like is None)
-    plan = moved.plan if code is None else left_to_code(moved.plan, tables, section, reading, code.arguments)
+    plan = (
+        moved.plan
+        if code is None
+        else left_to_code(moved.plan, tables, section, reading, code.arguments)
+    )
 
     # Call variants: an unflattened program has all of them, an exported one has none.
     dropped, variant_problems = drop_variants(reading.match.variants, reading.match.names, section)
@@ -200,7 +244,8 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
     notes = list(draft.notes)
     if reading.ambiguous:
         notes.append(
-            "the keys fit the serialized and the runtime form, whose values differ: read as serialized, which is "
+            "the keys fit the serialized and the runtime form, whose values differ: read as"
+            " serialized, which is "
             "what state_dict() writes (--from runtime says otherwise)"
         )
     if not names.roundtrips:
@@ -218,17 +263,29 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
 
 
 def to_other_model(draft: Draft, request: Request, model: ModelOperand) -> Draft:
-    """Rename one model's runtime names to a form of another model. Raise `Refused` if it has other tensors."""
+    """Rename one model's runtime names to a form of another model. Raise `Refused` if it has other
+    tensors.
+    """
     tables, section, code = model.tables, draft.evaluated(), model.code
     names = tables.names
     reading = read(tables, section, RUNTIME)
     moved = move(tables, section, reading, request.model_form.names)
-    plan = moved.plan if code is None else left_to_code(moved.plan, tables, section, reading, code.arguments)
+    plan = (
+        moved.plan
+        if code is None
+        else left_to_code(moved.plan, tables, section, reading, code.arguments)
+    )
     problems = list(moved.problems)
     for entry in section.tensors:
         shape = tables.runtime_likeness.get(reading.match.names.get(entry.key, ""), ("", None))[1]
         if shape is not None and shape != entry.shape:
-            problems.append(Problem(f"shape {list(entry.shape)}, {names.model} has {list(shape)}", entry.key, "shape"))
+            problems.append(
+                Problem(
+                    f"shape {list(entry.shape)}, {names.model} has {list(shape)}",
+                    entry.key,
+                    "shape",
+                )
+            )
     lost = _lost(section, moved.copies)
     problems += lost
     if problems:
@@ -248,7 +305,8 @@ def to_other_model(draft: Draft, request: Request, model: ModelOperand) -> Draft
 
 
 def without_pruning(section: Section, tables: NameTables) -> Plan | None:
-    """Return the plan that computes pruned weights as `torch.nn.utils.prune.remove` does, if the model has no masks.
+    """Return the plan that computes pruned weights as `torch.nn.utils.prune.remove` does, if the
+    model has no masks.
 
     None if there are none.
     """
@@ -259,7 +317,11 @@ def without_pruning(section: Section, tables: NameTables) -> Plan | None:
     for key in entries:
         name = key.removesuffix("_orig")
         original, mask = entries[key], entries.get(f"{name}_mask")
-        if name == key or not isinstance(original, TensorEntry) or not isinstance(mask, TensorEntry):
+        if (
+            name == key
+            or not isinstance(original, TensorEntry)
+            or not isinstance(mask, TensorEntry)
+        ):
             continue
         same = (original.dtype, original.shape) == (mask.dtype, mask.shape)
         if same and name not in entries and canonical[key] not in known:
@@ -277,9 +339,13 @@ def without_pruning(section: Section, tables: NameTables) -> Plan | None:
 
 
 def with_counters(draft: Draft, keep: bool) -> Draft:
-    """Return the draft with the counters of AveragedModels, which were set aside, first in the plan or dropped."""
+    """Return the draft with the counters of AveragedModels, which were set aside, first in the plan
+    or dropped.
+    """
     keys = draft.counters
-    done = replace(draft, counters=(), canonical={**draft.canonical, **dict.fromkeys(keys, wrappers.COUNTER)})
+    done = replace(
+        draft, counters=(), canonical={**draft.canonical, **dict.fromkeys(keys, wrappers.COUNTER)}
+    )
     if not keep:
         return done.without(keys, NO_COUNTER)
     outputs = (*(Output(draft.section.path, key, Ref(key)) for key in keys), *draft.plan.outputs)
@@ -309,11 +375,14 @@ def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Ch
     alike = tables.forms_agree and tables.serialized_names.keys() <= section.by_key().keys()
     if not (alike or read(tables, section).form == form):
         section = replace(section, form=form)
-    return replace(result, sections=tuple(section if s.path == path else s for s in result.sections))
+    return replace(
+        result, sections=tuple(section if s.path == path else s for s in result.sections)
+    )
 
 
 def _trained(plan: Plan, tables: NameTables, form: str) -> Plan:
-    """Return the plan without outputs of frozen parameters only, as torch's ``ignore_frozen_params``; buffers stay.
+    """Return the plan without outputs of frozen parameters only, as torch's
+    ``ignore_frozen_params``; buffers stay.
 
     The plan's keys are ``serialized`` or ``runtime`` names, as `form` says.
     """
@@ -324,32 +393,44 @@ def _trained(plan: Plan, tables: NameTables, form: str) -> Plan:
         parts = {output.key} if source is None else set(ex.refs(source))
         return not parts <= frozen
 
-    return _only(plan, [output for output in plan.outputs if is_trained(output)], "the parameter is frozen")
+    return _only(
+        plan, [output for output in plan.outputs if is_trained(output)], "the parameter is frozen"
+    )
 
 
 def _only(plan: Plan, outputs: list[Output], reason: str) -> Plan:
     """Return the plan with these of its outputs; sources that no other output reads are dropped."""
     used = {(output.section, key) for output in outputs for key in ex.refs(output.source)}
-    read_before = dict.fromkeys((output.section, key) for output in plan.outputs for key in ex.refs(output.source))
+    read_before = dict.fromkeys(
+        (output.section, key) for output in plan.outputs for key in ex.refs(output.source)
+    )
     dropped = tuple(Dropped(*place, reason) for place in read_before if place not in used)
     return replace(plan, outputs=tuple(outputs), dropped=(*plan.dropped, *dropped))
 
 
-def _with_runner(runners: Mapping[str, Runner], plan: Plan, code: ModelOperand | None) -> Mapping[str, Runner]:
+def _with_runner(
+    runners: Mapping[str, Runner], plan: Plan, code: ModelOperand | None
+) -> Mapping[str, Runner]:
     return runners if code is None else {**runners, **{run.way: code.run for run in plan.runs}}
 
 
 _KEEP_ONE = (
-    "to keep both, name a model that does not tie them (for hf:FOLDER, set tie_word_embeddings to false in its "
+    "to keep both, name a model that does not tie them (for hf:FOLDER, set tie_word_embeddings to"
+    " false in its "
     "config.json); --drop KEY leaves one of them out"
 )
 
 
 def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:
-    """Return the keys that the model treats as a copy of another key, and that have other values."""
+    """Return the keys that the model treats as a copy of another key, and that have other
+    values.
+    """
     entries = section.by_key()
     return [
-        Problem(f"the model takes it for a copy of {twin}, but its values differ: they would be lost", key)
+        Problem(
+            f"the model takes it for a copy of {twin}, but its values differ: they would be lost",
+            key,
+        )
         for key, twin in copies
         if not same_values(entries[key], entries[twin])
     ]
@@ -361,8 +442,9 @@ def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:
 def select(draft: Draft, prefix: str, by_model: bool) -> Draft:
     """Keep one submodule, under its own names. Raise `Refused` if nothing is below the prefix.
 
-    `prefix` has all segments of wrappers, or none of them. The wrappers inside the submodule, and around itself, are in
-    its own names: its keys alone show them, as in a file of the submodule. `by_model`: the keys are a model's by now.
+    `prefix` has all segments of wrappers, or none of them. The wrappers inside the submodule, and
+    around itself, are in its own names: its keys alone show them, as in a file of the submodule.
+    `by_model`: the keys are a model's by now.
     """
     paths = wrappers.recognise(draft.keys) if by_model else draft.wrappers.paths
 
@@ -374,27 +456,35 @@ def select(draft: Draft, prefix: str, by_model: bool) -> Draft:
         return ""
 
     rests = {key: rest for key in draft.keys if (rest := below(key))}
-    rests = rests or {key: key.removeprefix(f"{prefix}.") for key in draft.keys if key.startswith(f"{prefix}.")}
+    rests = rests or {
+        key: key.removeprefix(f"{prefix}.") for key in draft.keys if key.startswith(f"{prefix}.")
+    }
     if not rests:
         heads = dict.fromkeys(strip(key, paths).partition(".")[0] for key in draft.keys)
         raise Refused(
             f"no key is below {prefix!r}",
-            hint=f"--select takes the dotted path of a submodule; there are {', '.join(list(heads)[:8])}",
+            hint="--select takes the dotted path of a submodule; there are"
+            f" {', '.join(list(heads)[:8])}",
         )
     outputs = [output for output in draft.plan.outputs if output.key in rests]
     draft = replace(draft, plan=_only(draft.plan, outputs, f"not below {prefix}"))
     own = wrappers.infer(rests.values())
-    return replace(draft.renamed(rests), canonical={rest: strip(rest, own.paths) for rest in rests.values()})
+    return replace(
+        draft.renamed(rests), canonical={rest: strip(rest, own.paths) for rest in rests.values()}
+    )
 
 
 def take_names(draft: Draft, other: Section) -> Draft:
-    """Rename keys to the keys of another checkpoint that differ by wrappers only; other keys stay."""
+    """Rename keys to the keys of another checkpoint that differ by wrappers only; other keys
+    stay.
+    """
     names = align(draft.keys, other.by_key())
     if not names and draft.keys:
         raise Refused(
             "--like: the two have no name in common, wrappers left aside",
             hint="save_pretrained writes other names: --model hf:FOLDER --to pretrained instead; "
-            "between two definitions `ckpttool diff CKPT LIKE --suggest rules.toml` looks for rules",
+            "between two definitions `ckpttool diff CKPT LIKE --suggest rules.toml` looks for"
+            " rules",
         )
     return draft.renamed(names)
 
@@ -410,11 +500,19 @@ def notes_on_like(draft: Draft, other: Section) -> list[str]:
     rest = [key for key in expected if key not in written]
     notes = []
     if own:
-        notes.append(f"the other checkpoint has no name for {plural(len(own), 'key')}: {first(own)}")
+        notes.append(
+            f"the other checkpoint has no name for {plural(len(own), 'key')}: {first(own)}"
+        )
     if rest:
-        note = f"not in the output are {plural(len(rest), 'key')} of the other checkpoint: {first(rest)}"
+        note = (
+            f"not in the output are {plural(len(rest), 'key')} of the other checkpoint:"
+            f" {first(rest)}"
+        )
         all_second = aliases(other).keys() >= set(rest)  # ties, call variants
-        notes.append(note + ("; all are second names, which --model MODEL --to FORM writes" if all_second else ""))
+        notes.append(
+            note
+            + ("; all are second names, which --model MODEL --to FORM writes" if all_second else "")
+        )
     return notes
 
 
@@ -429,14 +527,28 @@ def rewrap(draft: Draft, target: Chain) -> Draft:
     counted = [key for key in draft.keys if key in counters]
     names, removed = wrappers.rewrap(canonical, target, counted)
     outputs = tuple(output for output in draft.plan.outputs if output.key in names)
-    dropped = [key for output in draft.plan.outputs if output.key in removed for key in ex.refs(output.source)]
-    draft = replace(draft, plan=replace(draft.plan, outputs=outputs)).without(dropped, NO_COUNTER).renamed(names)
-    new = (Output(draft.section.path, key, value) for key, value in wrappers.new_counter(target, counted).items())
+    dropped = [
+        key
+        for output in draft.plan.outputs
+        if output.key in removed
+        for key in ex.refs(output.source)
+    ]
+    draft = (
+        replace(draft, plan=replace(draft.plan, outputs=outputs))
+        .without(dropped, NO_COUNTER)
+        .renamed(names)
+    )
+    new = (
+        Output(draft.section.path, key, value)
+        for key, value in wrappers.new_counter(target, counted).items()
+    )
     return replace(draft, plan=replace(draft.plan, outputs=(*new, *draft.plan.outputs)))
 
 
 def unwrap(draft: Draft, tables: NameTables) -> Draft:
-    """Remove the segments of wrappers, if the model has none there; AveragedModel's counter is dropped."""
+    """Remove the segments of wrappers, if the model has none there; AveragedModel's counter is
+    dropped.
+    """
     if not any(read(tables, keys).match.wrapped for keys in (draft.section, draft.evaluated())):
         return draft
     names = wrappers.canonical_keys(draft.keys, lightning="lightning" in draft.wrappers.words)
@@ -444,16 +556,23 @@ def unwrap(draft: Draft, tables: NameTables) -> Draft:
 
 
 def apply_rules(draft: Draft, steps: Sequence[RuleStep], *, is_new: bool = False) -> Draft:
-    """Apply the rules; `is_new`: the draft changes nothing yet. Raise `Refused` as `rules.steps.plan_of` does."""
+    """Apply the rules; `is_new`: the draft changes nothing yet. Raise `Refused` as
+    `rules.steps.plan_of` does.
+    """
     from ckpttool.ruleset.steps import plan_of
 
     section = draft.section if is_new else draft.evaluated()
     plan = plan_of(steps, section)
-    return replace(draft, plan=plan if is_new else compose(draft.plan, plan), ruled=RuleEffect(section, plan))
+    return replace(
+        draft, plan=plan if is_new else compose(draft.plan, plan), ruled=RuleEffect(section, plan)
+    )
 
 
-def apply_rules_like_first(draft: Draft, steps: Sequence[RuleStep], first: Draft, start: Draft) -> Draft:
-    """Apply rules that were written for the keys of the first section, which may differ from these by one prefix.
+def apply_rules_like_first(
+    draft: Draft, steps: Sequence[RuleStep], first: Draft, start: Draft
+) -> Draft:
+    """Apply rules that were written for the keys of the first section, which may differ from these
+    by one prefix.
 
     `start` is the draft of this section before any step.
     """
@@ -465,7 +584,9 @@ def apply_rules_like_first(draft: Draft, steps: Sequence[RuleStep], first: Draft
         for shared in [key if len(key) < len(other) else other]
         if key.endswith(shared) and other.endswith(shared)
     }
-    if len(prefixes) != 1 or not all(key.endswith(other) or other.endswith(key) for key, other in pairs):
+    if len(prefixes) != 1 or not all(
+        key.endswith(other) or other.endswith(key) for key, other in pairs
+    ):
         return apply_rules(draft, steps)
     ((shown, own),) = prefixes
     others = {key for key in draft.keys if not key.startswith(own)}

@@ -44,14 +44,20 @@ from ckpttool.operands.output import Target
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes. `memory` is the maximum of values held at a time: none if everything is copied in small parts."""
+    """Bytes. `memory` is the maximum of values held at a time: none if everything is copied in
+    small parts.
+    """
 
     read: int
     written: int
     memory: int
 
     def __str__(self) -> str:
-        held = f"holds {human_bytes(self.memory)} of values at most" if self.memory else "holds no values"
+        held = (
+            f"holds {human_bytes(self.memory)} of values at most"
+            if self.memory
+            else ("holds no values")
+        )
         return f"reads {human_bytes(self.read)}, writes {human_bytes(self.written)}, {held}"
 
 
@@ -62,7 +68,8 @@ COST = record(Cost, {"read": COUNT, "written": COUNT, "memory": COUNT})
 class Verified:
     """Bytes of an output's tensors that were `read` back and are what was planned.
 
-    `by_library` of these were also read by the `library` that loads such files, and are the same there.
+    `by_library` of these were also read by the `library` that loads such files, and are the same
+    there.
     """
 
     read: int
@@ -72,9 +79,16 @@ class Verified:
     def __str__(self) -> str:
         by_library = ""
         if self.by_library:
-            part = "also" if self.by_library == self.read else f"{human_bytes(self.by_library)} of it also"
+            part = (
+                "also"
+                if self.by_library == self.read
+                else (f"{human_bytes(self.by_library)} of it also")
+            )
             by_library = f", {part} by {self.library}"
-        return f"every tensor of the output: {human_bytes(self.read)} read back and compared{by_library}"
+        return (
+            f"every tensor of the output: {human_bytes(self.read)} read back and"
+            f" compared{by_library}"
+        )
 
 
 VERIFIED = record(Verified, {"read": COUNT}, {"library": TEXT, "by_library": COUNT})
@@ -84,16 +98,22 @@ def cost_of(files: Files) -> Cost:
     """Return the cost of writing the files."""
     links = [content for content in files.values() if isinstance(content, Link)]
     copied = sum(size(link.path) for link in links)
-    pieces = [piece for content in files.values() if not isinstance(content, Link) for piece in content]
+    pieces = [
+        piece for content in files.values() if not isinstance(content, Link) for piece in content
+    ]
     data = [piece.data for piece in pieces]
     lazy = [one for one in data if isinstance(one, Lazy)]
     read = sum(one.length for one in data if isinstance(one, Span))
     read += sum(one.length if one.reads is None else one.reads for one in lazy)
-    return Cost(copied + read, copied + nbytes_of(pieces), max((one.held for one in lazy), default=0))
+    return Cost(
+        copied + read, copied + nbytes_of(pieces), max((one.held for one in lazy), default=0)
+    )
 
 
 def recover_source(path: str) -> None:
-    """Finish or roll back what killed runs began at the path, which will be written; on one rank, before the others."""
+    """Finish or roll back what killed runs began at the path, which will be written; on one rank,
+    before the others.
+    """
     job = current()
     if job is None:
         settle(path)
@@ -122,22 +142,28 @@ class Writer:
             if current() is not None and not self.in_place:
                 raise Refused(
                     f"{target.path} is one file, and each rank writes files of its own",
-                    hint="write a folder (-o OUT/, or -o OUT.dcp), or run the command without torchrun",
+                    hint="write a folder (-o OUT/, or -o OUT.dcp), or run the command without"
+                    " torchrun",
                 )
             self.check_file(target.path, *others)
             return
         force, in_place = self.options.force, self.in_place
         for source in (self.source, *others):
-            write.preflight_folder(target.folder, target.present(), source, force=force, in_place=in_place)
+            write.preflight_folder(
+                target.folder, target.present(), source, force=force, in_place=in_place
+            )
 
     def check_file(self, out: str, *others: str) -> None:
         """Raise `CkptError` if the file cannot or must not be written. `others` are also read."""
         read = [path for source in (self.source, *others) for path in (source, *files_of(source))]
-        write.preflight(out, (*read, *sources.files_read()), force=self.options.force, in_place=self.in_place)
+        write.preflight(
+            out, (*read, *sources.files_read()), force=self.options.force, in_place=self.in_place
+        )
 
     def file(self, pieces: Pieces, out: str, decided: Decided | None = None) -> None:
         """Write the file; `decided`, if known, is everything that decides its values."""
-        write.check_no_source(out, sources.files_read())  # now that all is open which the command reads
+        # now that all is open which the command reads
+        write.check_no_source(out, sources.files_read())
         name = name_of(out if is_url(out) else os.path.realpath(out))
         self._write({name: pieces}, out, None, decided)
 
@@ -149,8 +175,12 @@ class Writer:
         else:
             self._write(files, target.folder, target.present(files), decided)
 
-    def _write(self, files: Files, out: str, stale: Collection[str] | None, decided: Decided | None) -> None:
-        """Write the files of the folder `out`, which replace the `stale` ones; the file `out` if `stale` is None."""
+    def _write(
+        self, files: Files, out: str, stale: Collection[str] | None, decided: Decided | None
+    ) -> None:
+        """Write the files of the folder `out`, which replace the `stale` ones; the file `out` if
+        `stale` is None.
+        """
         job = current()
         if job is not None and stale is not None and is_url(out):
             self._put(job, files, out, decided)
@@ -175,7 +205,9 @@ class Writer:
         _prove_bytes(options.digests)
 
     def _options(self, is_remote: bool = False) -> WriteOptions:
-        """Return the options of the writers, and with `verify` the record that proves the bytes of these files."""
+        """Return the options of the writers, and with `verify` the record that proves the bytes of
+        these files.
+        """
         options = self.options
         return WriteOptions(
             replace=options.force,
@@ -190,14 +222,19 @@ class Writer:
         from ckpttool.io import write_remote
 
         plan = None if decided is None else decided()
-        with progress.doing(folder, _nbytes(files), "written"), put(job, files, folder, plan) as others:
+        with (
+            progress.doing(folder, _nbytes(files), "written"),
+            put(job, files, folder, plan) as others,
+        ):
             write_remote.write_folder(others, folder)
 
-    def prove(self, out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | None = None) -> Verified:
+    def prove(
+        self, out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | None = None
+    ) -> Verified:
         """Prove that `out` holds `expected`: read it back.
 
-        Raise `CkptError`, with every tensor that is not as planned. `written` is the index of `out`, if it is not the
-        usual one.
+        Raise `CkptError`, with every tensor that is not as planned. `written` is the index of
+        `out`, if it is not the usual one.
         """
         found = written or open_checkpoint(out)
         sides = 1 if isinstance(expected, Mapping) else 2
@@ -205,7 +242,11 @@ class Writer:
         with progress.doing(f"verifying {out}", sides * nbytes), comparing_checksums():
             problems = verify(found, expected)
         if problems:
-            raise CkptError(f"{out} is not what was planned", hint="do not use it, and report this", problems=problems)
+            raise CkptError(
+                f"{out} is not what was planned",
+                hint="do not use it, and report this",
+                problems=problems,
+            )
         if is_url(out):
             return Verified(nbytes)
         library = None
@@ -227,7 +268,9 @@ def _prove_bytes(digests: Mapping[str, Digest] | None) -> None:
     if not digests:
         return
     first, *more = digests
-    with progress.doing(f"verifying {first}" + (f" and {len(more)} more" if more else ""), sum(map(size, digests))):
+    with progress.doing(
+        f"verifying {first}" + (f" and {len(more)} more" if more else ""), sum(map(size, digests))
+    ):
         problems = [
             Problem("other bytes on the disk than were written", path)
             for path, digest in digests.items()
@@ -235,13 +278,17 @@ def _prove_bytes(digests: Mapping[str, Digest] | None) -> None:
         ]
     if problems:
         raise CkptError(
-            "what was written is not what the disk holds", hint="check the disk, and do not use it", problems=problems
+            "what was written is not what the disk holds",
+            hint="check the disk, and do not use it",
+            problems=problems,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Undo:
-    """How to undo an in-place edit: the command, and the bytes that are kept on the disk until then."""
+    """How to undo an in-place edit: the command, and the bytes that are kept on the disk until
+    then.
+    """
 
     command: str
     nbytes: int
@@ -257,7 +304,9 @@ UNDO = record(Undo, {"command": TEXT, "bytes": COUNT}, called={"bytes": "nbytes"
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """What `undo` did with `path`. `way`: the last edit is undone, or an interrupted one rolled back."""
+    """What `undo` did with `path`. `way`: the last edit is undone, or an interrupted one rolled
+    back.
+    """
 
     path: str
     way: Way
@@ -267,7 +316,9 @@ class Undone:
         return dict(UNDONE.write(self))
 
 
-UNDONE = record(Undone, {"path": TEXT, "way": one_of("undone", "rolled back")}, title="ckpttool.undo/1")
+UNDONE = record(
+    Undone, {"path": TEXT, "way": one_of("undone", "rolled back")}, title="ckpttool.undo/1"
+)
 
 
 def undo_of(path: str, nbytes: int) -> Undo:
@@ -278,8 +329,8 @@ def undo_of(path: str, nbytes: int) -> Undo:
 def undo(path: str, *, force: bool = False, no_fsync: bool = False) -> Undone:
     """Roll back an interrupted edit of the file or folder, or else undo its last in-place edit.
 
-    `force`: also an edit that was begun on another machine or in another container, whose process has ended. Raises
-    `CkptError` if there is nothing to undo, or if the file has changed since.
+    `force`: also an edit that was begun on another machine or in another container, whose process
+    has ended. Raises `CkptError` if there is nothing to undo, or if the file has changed since.
     """
     sources.begin_call()
     if split(path)[1] is not None:
@@ -296,11 +347,17 @@ def undo(path: str, *, force: bool = False, no_fsync: bool = False) -> Undone:
 
 
 def copied_imports(output: Checkpoint, files: Files) -> set[str]:
-    """Return the names of the dangerous imports whose pickles are copied into the files byte for byte."""
+    """Return the names of the dangerous imports whose pickles are copied into the files byte for
+    byte.
+    """
     found = dangerous(output.imports)
     if not found:
         return set()
-    linked = {name: os.path.realpath(content.path) for name, content in files.items() if isinstance(content, Link)}
+    linked = {
+        name: os.path.realpath(content.path)
+        for name, content in files.items()
+        if isinstance(content, Link)
+    }
     listed = _listed(found, files, linked) if DCP_METADATA in files else None
     links = set(linked.values()) if listed is None else set()
     spans = [
@@ -311,20 +368,25 @@ def copied_imports(output: Checkpoint, files: Files) -> set[str]:
         if isinstance(piece.data, Span)
     ]
     return {
-        one.name for one in found if os.path.realpath(one.file) in links or any(_overlaps(one, span) for span in spans)
+        one.name
+        for one in found
+        if os.path.realpath(one.file) in links or any(_overlaps(one, span) for span in spans)
     } | (listed or set())
 
 
 def _listed(found: tuple[Import, ...], files: Files, linked: dict[str, str]) -> set[str]:
-    """Return the names of those imports that are in a linked data file of torch.distributed.checkpoint and are read.
+    """Return the names of those imports that are in a linked data file of
+    torch.distributed.checkpoint and are read.
 
-    The bytes of dropped entries stay in such a file, and ``.metadata`` does not list them. Equal objects are read once,
-    so an object's own bytes tell what it imports.
+    The bytes of dropped entries stay in such a file, and ``.metadata`` does not list them. Equal
+    objects are read once, so an object's own bytes tell what it imports.
     """
     content = files[DCP_METADATA]
     assert not isinstance(content, Link)
     text = b"".join(piece.data for piece in content if isinstance(piece.data, bytes))
-    pickles = {one: bytes(read_span(Span(one.file, one.start, one.end - one.start))) for one in found}
+    pickles = {
+        one: bytes(read_span(Span(one.file, one.start, one.end - one.start))) for one in found
+    }
     names = set()
     for item in parse(text, DCP_METADATA).items.values():
         for place in item.places:
@@ -345,7 +407,9 @@ def _overlaps(one: Import, span: Span) -> bool:
 
 
 def check_code(output: Checkpoint, names: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Raise `Refused` if the output carries dangerous imports with these names, or in the `others`: copied files."""
+    """Raise `Refused` if the output carries dangerous imports with these names, or in the `others`:
+    copied files.
+    """
     left, found = set(names), dangerous(unsafe_in(others))
     if not left and not found:
         return
@@ -353,11 +417,21 @@ def check_code(output: Checkpoint, names: Iterable[str], others: Iterable[str] =
     for path, name in entries_with_code(output):
         by_path.setdefault(path or "(root)", []).append(name)
         left.discard(name)
-    problems = [Problem(f"imports {', '.join(dict.fromkeys(own))}", path) for path, own in by_path.items()]
+    problems = [
+        Problem(f"imports {', '.join(dict.fromkeys(own))}", path) for path, own in by_path.items()
+    ]
     problems += [Problem("a dangerous import of the file's pickle", name) for name in sorted(left)]
     problems += [Problem(f"imports {one.name}", name_of(one.file)) for one in found]
     drop = shell(*(word for path in by_path for word in ("--drop", path)))
     hint = "carry it on: --keep-pickled-code"
     hint = f"leave it out: {drop}; or {hint}" if drop and not left and not found else hint
-    hint = f"name the weights alone as CKPT, without the other files of the folder; or {hint}" if found else hint
-    raise Refused("the output would run code when it is loaded: dangerous pickle imports", hint=hint, problems=problems)
+    hint = (
+        f"name the weights alone as CKPT, without the other files of the folder; or {hint}"
+        if found
+        else hint
+    )
+    raise Refused(
+        "the output would run code when it is loaded: dangerous pickle imports",
+        hint=hint,
+        problems=problems,
+    )

@@ -33,18 +33,25 @@ def check_format(name: str) -> str:
 
 
 def format_of(path: str) -> str:
-    """Return the format that the ending of a report file chooses. Raises `CkptError` for an unknown ending."""
+    """Return the format that the ending of a report file chooses. Raises `CkptError` for an unknown
+    ending.
+    """
     ending = PurePath(path).suffix.lower()
     if ending not in BY_ENDING:
         raise CkptError(
             f"report file {path!r} has no known ending",
-            hint=f"use one of {', '.join(BY_ENDING)}, or redirect the output: --format github > FILE",
+            hint=f"use one of {', '.join(BY_ENDING)}, or redirect the output: --format github >"
+            " FILE",
         )
     return BY_ENDING[ending]
 
 
-def render(name: str, document: Document, data: Mapping[str, Any], terminal: Terminal | None = None) -> str:
-    """Return the result in format `name`: JSON from `data`, all others from `document`. `terminal` is for text."""
+def render(
+    name: str, document: Document, data: Mapping[str, Any], terminal: Terminal | None = None
+) -> str:
+    """Return the result in format `name`: JSON from `data`, all others from `document`. `terminal`
+    is for text.
+    """
     module = import_module(f"ckpttool.report.renderers.{check_format(name)}")
     if name == "json":
         return str(module.render(data))
@@ -65,7 +72,9 @@ _DOCUMENTS = {
 
 
 def html(result: Any) -> str | None:
-    """Return the report of a result as HTML without scripts or styles, or None for a class without a report."""
+    """Return the report of a result as HTML without scripts or styles, or None for a class without
+    a report.
+    """
     from ckpttool.report.renderers.html import fragment
 
     if type(result).__name__ == "Checkpoint":

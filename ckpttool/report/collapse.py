@@ -12,9 +12,11 @@ from typing import Generic, TypeVar
 from ckpttool.core.text import number
 from ckpttool.core.values import dataclass
 
-_INDEX = re.compile(r"\.(0|[1-9][0-9]{0,8})(?![^.])")  # as ModuleList and Sequential number their children
+# as ModuleList and Sequential number their children
+_INDEX = re.compile(r"\.(0|[1-9][0-9]{0,8})(?![^.])")
 _MOST_STEPS = 6  # indices at equal distances that are all listed
-_MOST_VARYING = 6  # indices in one key; models have up to three, hostile files would make the search slow and deep
+# indices in one key; models have up to three, hostile files would make the search slow and deep
+_MOST_VARYING = 6
 
 K = TypeVar("K")
 L = TypeVar("L", bound=Hashable)
@@ -33,7 +35,8 @@ Texts = tuple[str, ...]
 
 
 def collapse(items: Iterable[tuple[str, L]]) -> Iterator[Group[str, L]]:
-    """Yield groups of keys that have the same likeness (dtype, shape, ...) and differ only in indices.
+    """Yield groups of keys that have the same likeness (dtype, shape, ...) and differ only in
+    indices.
 
     They are in the order of their first keys. `items` are pairs of key and likeness.
     """
@@ -50,12 +53,14 @@ def _split(key: str) -> tuple[Texts, Texts]:
 
     An index is in many keys, and is kept once.
     """
-    parts = _INDEX.split(f".{key}")  # a search for a dot is faster than one for the beginning of a segment
+    # a search for a dot is faster than one for the beginning of a segment
+    parts = _INDEX.split(f".{key}")
     return tuple(parts[::2]), tuple(map(intern, parts[1::2]))
 
 
 def first_pattern(keys: Iterable[str], all: bool = False) -> str:
-    """Return the first pattern and how many keys it leaves out, ``layers.{0-3}.wq (+8 more)``; ``-`` for no keys.
+    """Return the first pattern and how many keys it leaves out, ``layers.{0-3}.wq (+8 more)``;
+    ``-`` for no keys.
 
     With `all`, return every key.
     """
@@ -73,7 +78,9 @@ def _first(groups: Iterator[Group[K, L]], count: int) -> str:
 
 
 def paired(pairs: Iterable[tuple[Texts, Texts, L]]) -> Iterator[tuple[str, str, int, L]]:
-    """Collapse keys of two sides that belong together: the patterns of both, how many pairs, and their likeness."""
+    """Collapse keys of two sides that belong together: the patterns of both, how many pairs, and
+    their likeness.
+    """
     groups: dict[tuple[int, tuple[Texts, ...], L], list[tuple[Texts, tuple[Texts, ...]]]] = {}
     for left, right, likeness in pairs:
         templates, indices = zip(*map(_split, (*left, *right)))
@@ -83,19 +90,28 @@ def paired(pairs: Iterable[tuple[Texts, Texts, L]]) -> Iterator[tuple[str, str, 
             names = [group.pattern]
             for at, template in enumerate(templates[1:], 1):
                 distinct = dict.fromkeys(indices[at] for indices in group.keys)
-                names.append(_first(_exact(template, None, [(one, one) for one in distinct]), len(distinct)))
+                names.append(
+                    _first(_exact(template, None, [(one, one) for one in distinct]), len(distinct))
+                )
             yield " + ".join(names[:count]), " + ".join(names[count:]), len(group.keys), likeness
 
 
 def _exact(template: Texts, likeness: L, rows: Sequence[tuple[Texts, K]]) -> Iterator[Group[K, L]]:
-    """Yield one group if the indices are a full grid; else one for each value of the first index that varies."""
-    columns = [list(dict.fromkeys(indices[at] for indices, _ in rows)) for at in range(len(rows[0][0]))]
+    """Yield one group if the indices are a full grid; else one for each value of the first index
+    that varies.
+    """
+    columns = [
+        list(dict.fromkeys(indices[at] for indices, _ in rows)) for at in range(len(rows[0][0]))
+    ]
     varying = [i for i, column in enumerate(columns) if len(column) > 1]
     if len(varying) > _MOST_VARYING:
         yield from (Group(_joined(template, indices), (key,), likeness) for indices, key in rows)
     # A key may repeat: in two sections, or in an entry.
     elif prod(len(columns[i]) for i in varying) == len({indices for indices, _ in rows}):
-        segments = [values[0] if len(values) == 1 else f"{{{_ranges(sorted(map(int, values)))}}}" for values in columns]
+        segments = [
+            values[0] if len(values) == 1 else f"{{{_ranges(sorted(map(int, values)))}}}"
+            for values in columns
+        ]
         yield Group(_joined(template, segments), tuple([key for _, key in rows]), likeness)
     else:
         by_value: dict[str, list[tuple[Texts, K]]] = {}
@@ -111,7 +127,9 @@ def _joined(template: Texts, segments: Sequence[str]) -> str:
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """Return ``0-3,8,10-11`` for sorted indices without repeats; many steps of one length are ``0,4,8,...,28``."""
+    """Return ``0-3,8,10-11`` for sorted indices without repeats; many steps of one length are
+    ``0,4,8,...,28``.
+    """
     step = indices[1] - indices[0]
     if len(indices) > _MOST_STEPS and step > 1 and all(b - a == step for a, b in pairwise(indices)):
         return f"{','.join(map(str, indices[:3]))},...,{indices[-1]}"

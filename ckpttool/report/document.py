@@ -1,7 +1,7 @@
 """Documents: what a command reports, independent of the format.
 
-Texts are raw: renderers pass every one through `visible` before it leaves the program. Keep the words around them
-ASCII, so that the plain rendering can be read on any terminal.
+Texts are raw: renderers pass every one through `visible` before it leaves the program. Keep the
+words around them ASCII, so that the plain rendering can be read on any terminal.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ class Table:
     @property
     def cells(self) -> list[list[Cell]]:
         """The rows; a plain string has the role of its column."""
-        return [[cell(inline, column.role) for column, inline in zip(self.columns, row)] for row in self.rows]
+        return [
+            [cell(inline, column.role) for column, inline in zip(self.columns, row)]
+            for row in self.rows
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,8 @@ class Commands:
 
 @dataclass(frozen=True, slots=True)
 class KeyGroup:
-    """Keys that have the heading in common. A row is the key on the left, on the right, and a detail, perhaps empty.
+    """Keys that have the heading in common. A row is the key on the left, on the right, and a
+    detail, perhaps empty.
 
     If it `is_full`, no name is shortened.
     """
@@ -120,7 +124,9 @@ Block = Union[Facts, Table, Keys, Note, Problems, Commands]
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A key with the dtype, shape and bytes of its tensor, each empty or None if it is not known."""
+    """A key with the dtype, shape and bytes of its tensor, each empty or None if it is not
+    known.
+    """
 
     key: str
     dtype: str = ""
@@ -132,7 +138,8 @@ class Named:
 class Finding:
     """A finding about the keys of one tensor; `spread` as in `diffing.result.Entry`.
 
-    `place` is the file and line of the hook that is the reason; `fails`: it is a reason for a failure.
+    `place` is the file and line of the hook that is the reason; `fails`: it is a reason for a
+    failure.
     """
 
     status: str
@@ -161,7 +168,8 @@ class Finding:
 class Listing:
     """Every key, for a reader who searches. `sides` are the names of one side or two.
 
-    `statuses` maps the status of findings to its role, in the order of the report; `quiet` ones are hidden at first.
+    `statuses` maps the status of findings to its role, in the order of the report; `quiet` ones are
+    hidden at first.
     """
 
     sides: tuple[str, ...]
@@ -172,7 +180,8 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A title, the answer in one line (`ok`: is it good news?), the blocks that support it, and every key.
+    """A title, the answer in one line (`ok`: is it good news?), the blocks that support it, and
+    every key.
 
     The blocks of `lead` are the next lines: the reason and what to do.
     """
@@ -205,18 +214,27 @@ def filled(blocks: Iterable[Block]) -> tuple[Block, ...]:
     return tuple(
         block
         for block in blocks
-        if not (isinstance(block, Table) and not block.rows) and not (isinstance(block, Keys) and not block.groups)
+        if not (isinstance(block, Table) and not block.rows)
+        and not (isinstance(block, Keys) and not block.groups)
     )
 
 
 def noted(notes: Iterable[str], *, quiet: bool = False) -> Iterator[Note]:
-    """Yield a paragraph for each note: a warning, unless it is `Info`, or the document is `quiet`."""
-    return (Note(note, "notice" if quiet or isinstance(note, Info) else "warning") for note in notes)
+    """Yield a paragraph for each note: a warning, unless it is `Info`, or the document is
+    `quiet`.
+    """
+    return (
+        Note(note, "notice" if quiet or isinstance(note, Info) else "warning") for note in notes
+    )
 
 
 def warnings_apart(document: Document) -> tuple[Document, tuple[Note | Problems, ...]]:
-    warnings = tuple(b for b in document.blocks if isinstance(b, (Note, Problems)) and b.severity == "warning")
-    return replace(document, blocks=tuple(block for block in document.blocks if block not in warnings)), warnings
+    warnings = tuple(
+        b for b in document.blocks if isinstance(b, (Note, Problems)) and b.severity == "warning"
+    )
+    return replace(
+        document, blocks=tuple(block for block in document.blocks if block not in warnings)
+    ), warnings
 
 
 def cell(inline: Inline, role: Role = "plain") -> Cell:
@@ -225,20 +243,29 @@ def cell(inline: Inline, role: Role = "plain") -> Cell:
 
 
 def shortened(table: Table, limit: int | None, option: str = "--all") -> Table:
-    """Return the table with at most `limit` rows, and a footer with the `option` that shows the others."""
+    """Return the table with at most `limit` rows, and a footer with the `option` that shows the
+    others.
+    """
     hidden = 0 if limit is None else len(table.rows) - limit
     if hidden <= 0:
         return table
     return replace(table, rows=table.rows[:limit], footer=f"... {hidden:,} more ({option})")
 
 
-Pairing = tuple[tuple[str, ...], tuple[str, ...], str]  # the keys of one tensor on the left, on the right, and a detail
+# the keys of one tensor on the left, on the right, and a detail
+Pairing = tuple[tuple[str, ...], tuple[str, ...], str]
 
 
 def key_group(
-    heading: str, pairs: Sequence[Pairing], most: int, hidden: str, role: Role = "plain", first: int | None = None
+    heading: str,
+    pairs: Sequence[Pairing],
+    most: int,
+    hidden: str,
+    role: Role = "plain",
+    first: int | None = None,
 ) -> KeyGroup:
-    """Return at most `most` rows for pairs of keys with their detail; the footer says how many pairs are `hidden`.
+    """Return at most `most` rows for pairs of keys with their detail; the footer says how many
+    pairs are `hidden`.
 
     Only the `first` pairs are collapsed, all without it.
     """

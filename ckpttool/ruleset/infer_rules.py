@@ -29,8 +29,8 @@ class _Candidate(NamedTuple):
 def renames(wanted: Mapping[str, str], kept: Iterable[str]) -> tuple[str, ...]:
     """Return rules that give the keys of `wanted` their new names, and leave the `kept` keys alone.
 
-    The first rule that matches renames a key. The last rule is inferred first: it explains most, and its errors are
-    left to the rules before it.
+    The first rule that matches renames a key. The last rule is inferred first: it explains most,
+    and its errors are left to the rules before it.
     """
     names = {**{key: key for key in kept}, **wanted}
     samples = _samples(names)
@@ -50,7 +50,14 @@ def _few(names: Mapping[str, str], samples: Mapping[str, str]) -> list[str]:
         fitting = [one for one in candidates if one.right & todo and not one.wrong & done]
         if not fitting:  # a rule cannot express these names
             break
-        best = max(fitting, key=lambda one: (len(one.right & todo) - len(one.wrong & todo), -len(one.text), one.text))
+        best = max(
+            fitting,
+            key=lambda one: (
+                len(one.right & todo) - len(one.wrong & todo),
+                -len(one.text),
+                one.text,
+            ),
+        )
         rules.insert(0, best.text)
         done |= best.right & todo
         todo -= best.right
@@ -63,7 +70,8 @@ def _few(names: Mapping[str, str], samples: Mapping[str, str]) -> list[str]:
 
 def patterns(wanted: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:
     """Return patterns that match the keys of `wanted` and none of the others."""
-    kinds: dict[str, list[str]] = {}  # a pattern has no number: it matches all keys of a kind, or none
+    # a pattern has no number: it matches all keys of a kind, or none
+    kinds: dict[str, list[str]] = {}
     for key in wanted:
         kinds.setdefault(".".join(_with_variables(key.split("."))), []).append(key)
     spared = dict.fromkeys(".".join(_with_variables(key.split("."))) for key in others)
@@ -73,12 +81,18 @@ def patterns(wanted: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:
     for kind in kinds:
         segments = kind.split(".")
         texts[kind] = None
-        texts |= dict.fromkeys(".".join([*segments[:end], "{x*}"]) for end in range(len(segments) - 1, 0, -1))
-        texts |= dict.fromkeys(".".join(["{y*}", *segments[start:]]) for start in range(1, len(segments)))
+        texts |= dict.fromkeys(
+            ".".join([*segments[:end], "{x*}"]) for end in range(len(segments) - 1, 0, -1)
+        )
+        texts |= dict.fromkeys(
+            ".".join(["{y*}", *segments[start:]]) for start in range(1, len(segments))
+        )
     hits = {text: _matching(text, kinds) for text in texts if not _matching(text, spared)}
     rest, found = dict(kinds), list[str]()
     while rest:
-        counts = {text: sum(len(rest.get(kind, ())) for kind in matched) for text, matched in hits.items()}
+        counts = {
+            text: sum(len(rest.get(kind, ())) for kind in matched) for text, matched in hits.items()
+        }
         best = max(counts, key=lambda text: (counts[text], "*" not in text, -len(text)), default="")
         if not counts.get(best):
             return (*found, *(key for keys in rest.values() for key in keys))
@@ -89,8 +103,11 @@ def patterns(wanted: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:
 
 
 def drops(dropped: Sequence[str], kept: Collection[str]) -> tuple[str, ...] | None:
-    """Return patterns that match all keys of `dropped` and none of `kept`; None if there are none, or too many."""
-    special = [key for key in dropped if re.search(r"^re:|[\[\]*?{}]", key)]  # would be read as a pattern
+    """Return patterns that match all keys of `dropped` and none of `kept`; None if there are none,
+    or too many.
+    """
+    # would be read as a pattern
+    special = [key for key in dropped if re.search(r"^re:|[\[\]*?{}]", key)]
     plain = [key for key in dropped if key not in special]
     texts = (*patterns(plain, [*kept, *special]), *(f"re:{re.escape(key)}" for key in special))
     if len(texts) > _MOST_DROPS or any(matches(text, key) for text in texts for key in kept):
@@ -137,7 +154,9 @@ def _candidates(wanted: Mapping[str, str], samples: Mapping[str, str]) -> list[_
     is_small = len(wanted) <= _MOST_KINDS * _SAMPLES
     for key, name in wanted.items():
         for old, new in dict.fromkeys((numbered((key, name)), (key, name))):
-            texts |= dict.fromkeys(_generalised(old.split("."), new.split(".")) if is_small else (f"{old} => {new}",))
+            texts |= dict.fromkeys(
+                _generalised(old.split("."), new.split(".")) if is_small else (f"{old} => {new}",)
+            )
     candidates = []
     for text in texts:
         try:
@@ -152,16 +171,22 @@ def _candidates(wanted: Mapping[str, str], samples: Mapping[str, str]) -> list[_
 
 
 def _generalised(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
-    """Yield the rename, and more general ones: a variable for segments that both names share at an end."""
+    """Yield the rename, and more general ones: a variable for segments that both names share at an
+    end.
+    """
 
     def shared(one: Sequence[str], other: Sequence[str]) -> int:
-        return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+        return next(
+            (at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
+        )
 
     head = min(shared(old, new), len(old) - 1)
     for after in range(shared(old[::-1], new[::-1]) + 1):
         for before in range(min(head, len(old) - after, len(new) - after) + 1):
             start, end = ["{y*}"] if before else [], ["{x*}"] if after else []
-            yield " => ".join(".".join([*start, *name[before : len(name) - after], *end]) for name in (old, new))
+            yield " => ".join(
+                ".".join([*start, *name[before : len(name) - after], *end]) for name in (old, new)
+            )
 
 
 def _are_right(rules: Sequence[str], names: Mapping[str, str]) -> bool:

@@ -1,4 +1,6 @@
-"""Rules files (TOML): read, check completely, and reverse. `presets` holds the rules files of the package."""
+"""Rules files (TOML): read, check completely, and reverse. `presets` holds the rules files of the
+package.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,17 @@ from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.io.files import opened
 from ckpttool.ruleset.patterns import Rule, matches, parse
-from ckpttool.ruleset.steps import Constant, Convert, Join, Split, Step, Where, parts_of, rename, state_of
+from ckpttool.ruleset.steps import (
+    Constant,
+    Convert,
+    Join,
+    Split,
+    Step,
+    Where,
+    parts_of,
+    rename,
+    state_of,
+)
 from ckpttool.ruleset.tensor_ops import (
     Sizes,
     TensorSpec,
@@ -47,7 +59,9 @@ _FOLDER = Path(__file__).parent / "presets"
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A rules file of the package: its name, from what to what it leads, the sizes that it needs, and its text."""
+    """A rules file of the package: its name, from what to what it leads, the sizes that it needs,
+    and its text.
+    """
 
     name: str
     about: str
@@ -117,7 +131,9 @@ _INTEGER = Kind("an integer", _is_number)
 _FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 _FILL = Kind(
     "a number, true or false",
-    lambda value: isinstance(value, (bool, float)) or (_is_number(value) and -(2**63) <= value < 2**63),
+    lambda value: (
+        isinstance(value, (bool, float)) or (_is_number(value) and -(2**63) <= value < 2**63)
+    ),
 )
 _NAMES = Kind(
     "a list of two strings or more, or one name with a variable that counts",
@@ -130,10 +146,17 @@ _ORDER = Kind(
     "each of the dimensions 0, 1, ... once",
     lambda value: _are_numbers(value) and sorted(value) == list(range(len(value))),
 )
-_SHAPE = Kind("a list of sizes, with one -1 at most", lambda value: _are_sizes(value, -1) and value.count(-1) <= 1)
+_SHAPE = Kind(
+    "a list of sizes, with one -1 at most",
+    lambda value: _are_sizes(value, -1) and value.count(-1) <= 1,
+)
 _FULL_SHAPE = Kind("a list of sizes", lambda value: _are_sizes(value, 0))
-_DTYPE = Kind("a dtype of torch, as in 'bfloat16'", lambda value: isinstance(value, str) and value in PLAIN)
-_DTYPES = Kind("a dtype of torch, or a list of them", lambda value: all(map(_DTYPE.test, _list(value))))
+_DTYPE = Kind(
+    "a dtype of torch, as in 'bfloat16'", lambda value: isinstance(value, str) and value in PLAIN
+)
+_DTYPES = Kind(
+    "a dtype of torch, or a list of them", lambda value: all(map(_DTYPE.test, _list(value)))
+)
 _SIZED = ("sizes", "parts", "shape", "from_shape", "rows")  # the fields with named sizes
 
 
@@ -146,7 +169,9 @@ def _list(value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """One kind of rule: the kinds of its value and other fields, its step, and the rule that undoes it."""
+    """One kind of rule: the kinds of its value and other fields, its step, and the rule that undoes
+    it.
+    """
 
     kind: Kind
     build: Callable[[Where, Any, Fields], Step]
@@ -160,7 +185,9 @@ def _row_of_parts(name: str, back_name: str) -> _Operation:
 
     def build(where: Where, value: Any, fields: Fields) -> Step:
         whole, names = (value, fields["into"]) if is_split else (fields["into"], value)
-        parts = parts_of(whole, names, fields.get("parts"), fields.get("dim", 0), fields.get("sizes"), stacked)
+        parts = parts_of(
+            whole, names, fields.get("parts"), fields.get("dim", 0), fields.get("sizes"), stacked
+        )
         return Split(where, (whole,), parts) if is_split else Join(where, parts.names, parts)
 
     def back(value: Any, fields: Fields) -> Fields:
@@ -189,17 +216,23 @@ def _permute_back(patterns: Any, fields: Fields) -> Fields:
 def _reshape(where: Where, patterns: Any, fields: Fields) -> Step:
     shape, old = fields["shape"], fields.get("from_shape")
     known = {lone_name(size) for size in old or ()}
-    unknown = [name for size in (*shape, *(old or ())) for name in size_names(size) if name not in known]
+    unknown = [
+        name for size in (*shape, *(old or ())) for name in size_names(size) if name not in known
+    ]
     if unknown:
         raise CkptError(
-            f"{{{unknown[0]}}} has no value: name it in from_shape, or as in --rules 'FILE({unknown[0]}=32)'", hint=""
+            f"{{{unknown[0]}}} has no value: name it in from_shape, or as in --rules"
+            f" 'FILE({unknown[0]}=32)'",
+            hint="",
         )
     return Convert(where, _patterns(patterns), lambda value: reshape(value, shape, old))
 
 
 def _reshape_back(patterns: Any, fields: Fields) -> Fields:
     if "from_shape" not in fields:
-        raise CkptError(f"{', '.join(_list(patterns))}: from_shape = [...] says what shape it had", hint="")
+        raise CkptError(
+            f"{', '.join(_list(patterns))}: from_shape = [...] says what shape it had", hint=""
+        )
     return {"reshape": patterns, "shape": fields["from_shape"], "from_shape": fields["shape"]}
 
 
@@ -213,7 +246,9 @@ def _constant(where: Where, name: str, fields: Fields) -> Step:
     beside, shape = fields.get("beside"), fields.get("shape")
     rule = None if beside is None else parse(f"{beside} => {name}")
     if rule is None and ("{" in name or "=>" in name):
-        raise CkptError(f"{name!r} is not a whole name: beside = says which tensors give its variables", hint="")
+        raise CkptError(
+            f"{name!r} is not a whole name: beside = says which tensors give its variables", hint=""
+        )
     if rule is None and shape is None:
         raise CkptError("constant needs 'shape', or 'beside' for one that has it", hint="")
     patterns = () if beside is None else (beside,)
@@ -221,7 +256,9 @@ def _constant(where: Where, name: str, fields: Fields) -> Step:
     return Constant(where, patterns, name, rule, fields["value"], fields.get("dtype"), shape)
 
 
-def _no_way_back(patterns: Any, _: Fields, reason: str = "what is lost does not come back") -> Fields:
+def _no_way_back(
+    patterns: Any, _: Fields, reason: str = "what is lost does not come back"
+) -> Fields:
     raise CkptError(f"{', '.join(_list(patterns))}: {reason}", hint="")
 
 
@@ -235,7 +272,9 @@ def _patterns(value: Any) -> tuple[str, ...]:
 _OPERATIONS: Mapping[str, _Operation] = {
     "rename": _Operation(
         _TEXTS,
-        lambda where, texts, fields: rename(where, [parse(text, reverse="reverse" in fields) for text in _list(texts)]),
+        lambda where, texts, fields: rename(
+            where, [parse(text, reverse="reverse" in fields) for text in _list(texts)]
+        ),
         lambda texts, _: {"rename": texts, "reverse": True},
     ),
     "split": _row_of_parts("split", "join"),
@@ -251,7 +290,9 @@ _OPERATIONS: Mapping[str, _Operation] = {
         may={"dims": _TWO_DIMS},
     ),
     "permute": _Operation(_TEXTS, _permute, _permute_back, {"dims": _ORDER}, {"rows": _SHAPE}),
-    "reshape": _Operation(_TEXTS, _reshape, _reshape_back, {"shape": _SHAPE}, {"from_shape": _SHAPE}),
+    "reshape": _Operation(
+        _TEXTS, _reshape, _reshape_back, {"shape": _SHAPE}, {"from_shape": _SHAPE}
+    ),
     "cast": _Operation(_TEXTS, _cast, _no_way_back, {"dtype": _DTYPE}, {"from": _DTYPES}),
     "constant": _Operation(
         _TEXT,
@@ -260,7 +301,9 @@ _OPERATIONS: Mapping[str, _Operation] = {
         {"value": _FILL},
         {"dtype": _DTYPE, "shape": _FULL_SHAPE, "beside": _TEXT},
     ),
-    "drop": _Operation(_TEXTS, lambda where, patterns, _: Convert(where, _patterns(patterns)), _no_way_back),
+    "drop": _Operation(
+        _TEXTS, lambda where, patterns, _: Convert(where, _patterns(patterns)), _no_way_back
+    ),
 }
 _OF_ALL: Mapping[str, Kind] = {"optional": _FLAG, "when": _TEXTS, "unless": _TEXTS}
 
@@ -270,14 +313,21 @@ def faults(table: Any) -> list[str]:
         return ["not a table"]
     names = [name for name in table if name in _OPERATIONS]
     if len(names) != 1:
-        return [f"has to be one of {', '.join(_OPERATIONS)}" + (f", not {' and '.join(names)}" if names else "")]
+        return [
+            f"has to be one of {', '.join(_OPERATIONS)}"
+            + (f", not {' and '.join(names)}" if names else "")
+        ]
     (name,) = names
     operation = _OPERATIONS[name]
     known = {name: operation.kind, **operation.needs, **operation.may, **_OF_ALL}
     return [
         *(f"{name} takes no {other!r}" for other in table if other not in known),
         *(f"{name} needs {other!r}" for other in operation.needs if other not in table),
-        *(f"{key!r} is not {known[key].text}" for key in table if key in known and not known[key].test(table[key])),
+        *(
+            f"{key!r} is not {known[key].text}"
+            for key in table
+            if key in known and not known[key].test(table[key])
+        ),
     ]
 
 
@@ -288,14 +338,17 @@ def step_of(table: Fields, place: str, sizes: Sizes, reverse: bool = False) -> S
     """
     name = next(name for name in table if name in _OPERATIONS)
     when, unless = (
-        tuple(shown(text) or TensorSpec(text) for text in _list(table.get(key, []))) for key in ("when", "unless")
+        tuple(shown(text) or TensorSpec(text) for text in _list(table.get(key, [])))
+        for key in ("when", "unless")
     )
     if reverse and (when or unless):
         patterns = ", ".join(_list(table[name]))
         raise CkptError(f"{patterns}: the names of its conditions may be others by then", hint="")
     where = Where(f"{place} ({name})", table.get("optional", False), when, unless)
     if reverse:
-        table = _OPERATIONS[name].back(table[name], {key: table[key] for key in table if key not in (name, "optional")})
+        table = _OPERATIONS[name].back(
+            table[name], {key: table[key] for key in table if key not in (name, "optional")}
+        )
         name = next(name for name in table if name in _OPERATIONS)
     fields = dict(table)
     for key in _SIZED:
@@ -303,9 +356,13 @@ def step_of(table: Fields, place: str, sizes: Sizes, reverse: bool = False) -> S
             continue
         values = [resolve_size(size, sizes) for size in _list(table[key])]
         for text, size in zip(_list(table[key]), values):
-            if isinstance(size, str) and name != "reshape":  # a reshape finds the values in its tensor
+            # a reshape finds the values in its tensor
+            if isinstance(size, str) and name != "reshape":
                 unknown = min(size_names(size))
-                raise CkptError(f"{{{unknown}}} has no value: name it as in --rules 'FILE({unknown}=32)'", hint="")
+                raise CkptError(
+                    f"{{{unknown}}} has no value: name it as in --rules 'FILE({unknown}=32)'",
+                    hint="",
+                )
             if isinstance(size, int) and size < 1 and text != size:
                 raise CkptError(f"{text} is {size}: no size", hint="")
         fields[key] = values if isinstance(table[key], list) else values[0]
@@ -318,7 +375,11 @@ def step_of(table: Fields, place: str, sizes: Sizes, reverse: bool = False) -> S
 def _faults_of_example(table: Any) -> list[str]:
     if not isinstance(table, dict):
         return ["not a table"]
-    found = [f"an example takes no {name!r}" for name in table if name not in ("before", "after", "sizes")]
+    found = [
+        f"an example takes no {name!r}"
+        for name in table
+        if name not in ("before", "after", "sizes")
+    ]
     for side in ("before", "after"):
         texts = table.get(side)
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -329,15 +390,23 @@ def _faults_of_example(table: Any) -> list[str]:
             if spec is None or -1 in (spec.shape or ()):
                 found.append(f"{text!r} in {side!r} is not a tensor, as in 'w [4, 2] bfloat16'")
     sizes = table.get("sizes", {})
-    if not isinstance(sizes, dict) or not all(_is_number(size) and size >= 1 for size in sizes.values()):
+    if not isinstance(sizes, dict) or not all(
+        _is_number(size) and size >= 1 for size in sizes.values()
+    ):
         found.append("'sizes' is not a table of positive integers")
     return found
 
 
 def _failures(before: Sequence[str], after: Sequence[str], steps: Sequence[Step]) -> list[str]:
-    """Return where the steps do not make `after` of `before`. A dtype that is not given may be any."""
-    sources, specs = ([spec for spec in map(shown, side) if spec is not None] for side in (before, after))
-    entries = tuple(in_row_major(one.key, one.dtype or "float32", one.shape or (), None) for one in sources)
+    """Return where the steps do not make `after` of `before`. A dtype that is not given may be
+    any.
+    """
+    sources, specs = (
+        [spec for spec in map(shown, side) if spec is not None] for side in (before, after)
+    )
+    entries = tuple(
+        in_row_major(one.key, one.dtype or "float32", one.shape or (), None) for one in sources
+    )
     try:
         state, _ = state_of(steps, Section("", "state_dict", entries), whole=False)
     except Refused as error:
@@ -362,19 +431,22 @@ _STRINGS = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'")
 
 
 def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tuple[Step, ...]:
-    """Return the steps of the file at `path`, of the preset with that name, or of a text of several lines.
+    """Return the steps of the file at `path`, of the preset with that name, or of a text of several
+    lines.
 
-    With `reverse` the steps back. Arguments override the sizes of the file: ``llama-fused(heads=32)``. `rules` are from
-    the command line, in the same direction: they come after the file, so before it in reverse.
-    Raises `CkptError`, with all problems, if it is not a rules file, if an example in it
-    fails, or if a rule cannot be reversed.
+    With `reverse` the steps back. Arguments override the sizes of the file:
+    ``llama-fused(heads=32)``. `rules` are from the command line, in the same direction: they come
+    after the file, so before it in reverse. Raises `CkptError`, with all problems, if it is not a
+    rules file, if an example in it fails, or if a rule cannot be reversed.
     """
     if "\n" in path:
         return _with_own(steps_of(path, "the rules", {}, reverse), rules, reverse)
     sizes: Sizes = {}
     if not Path(path).exists():
         path, sizes = call_of(path)
-        wrong = [f"{name}={size!r}" for name, size in sizes.items() if type(size) is not int or size < 1]
+        wrong = [
+            f"{name}={size!r}" for name, size in sizes.items() if type(size) is not int or size < 1
+        ]
         if wrong:
             raise CkptError(f"not a size: {', '.join(wrong)}", hint=f"as in '{path}(heads=32)'")
     located = path
@@ -399,21 +471,31 @@ def _with_own(steps: tuple[Step, ...], rules: Sequence[Rule], reverse: bool) -> 
     return (*own, *steps) if reverse else (*steps, *own)
 
 
-def steps_of(text: str, path: str, given: Sizes | None = None, reverse: bool = False) -> tuple[Step, ...]:
-    """Return the steps of a file's text; errors call it `path`. Raises `CkptError` as `read` does."""
+def steps_of(
+    text: str, path: str, given: Sizes | None = None, reverse: bool = False
+) -> tuple[Step, ...]:
+    """Return the steps of a file's text; errors call it `path`. Raises `CkptError` as `read`
+    does.
+    """
     try:
         for number, line in enumerate(_STRINGS.sub("", text).splitlines(), 1):
-            if line.count(".") > limits().rules_dots:  # the time to read dotted names grows with their cube
+            # the time to read dotted names grows with their cube
+            if line.count(".") > limits().rules_dots:
                 raise ValueError(f"too many dots at line {number}: {limits().named('rules_dots')}")
         content: dict[str, Any] = import_module(_TOML).loads(text)
     except (ValueError, RecursionError) as error:
         raise _not_toml(path, error) from None
-    tables, examples, own = content.get("rule"), content.get("example", []), content.get("sizes", {})
+    tables, examples, own = (
+        content.get("rule"),
+        content.get("example", []),
+        content.get("sizes", {}),
+    )
     others = [name for name in content if name not in ("rule", "sizes", "example")]
     if others or not isinstance(tables, list) or not tables or not isinstance(examples, list):
         raise CkptError(
             f"{path} is not a list of rules{': ' if others else ''}{', '.join(others)}",
-            hint="each rule is a table that begins with [[rule]]; the file may also have [sizes] and [[example]]",
+            hint="each rule is a table that begins with [[rule]]; the file may also have [sizes]"
+            " and [[example]]",
         )
     places, example_places = _places(text, "rule", tables), _places(text, "example", examples)
     wrong = [Problem("not a table", "sizes")] if not isinstance(own, dict) else []
@@ -423,7 +505,9 @@ def steps_of(text: str, path: str, given: Sizes | None = None, reverse: bool = F
     given = given or {}
     sizes = {**({} if wrong else own), **given}
     wrong += [
-        Problem(fault, place) for place, one in zip(example_places, examples) for fault in _faults_of_example(one)
+        Problem(fault, place)
+        for place, one in zip(example_places, examples)
+        for fault in _faults_of_example(one)
     ]
     steps = _build(tables, places, sizes, path, wrong)
     problems: list[Problem] = []
@@ -432,11 +516,15 @@ def steps_of(text: str, path: str, given: Sizes | None = None, reverse: bool = F
         tried = _build(tables, places, {**sizes, **table.get("sizes", {})}, path)
         problems += [Problem(problem, place) for problem in _failures(before, after, tried)]
         if reverse:
-            back = _failures(after, before, _reversed(tables, places, {**sizes, **table.get("sizes", {})}, path))
+            back = _failures(
+                after, before, _reversed(tables, places, {**sizes, **table.get("sizes", {})}, path)
+            )
             problems += [Problem(f"in reverse: {problem}", place) for problem in back]
     if problems:
         raise _mistakes(path, problems)
-    used = (size for table in tables for key in _SIZED if key in table for size in _list(table[key]))
+    used = (
+        size for table in tables for key in _SIZED if key in table for size in _list(table[key])
+    )
     known = {*own, *(name for size in used for name in size_names(size))}
     unknown = [name for name in given if name not in known]
     if unknown:
@@ -446,11 +534,15 @@ def steps_of(text: str, path: str, given: Sizes | None = None, reverse: bool = F
 
 
 def _not_toml(path: str, error: Exception) -> CkptError:
-    return CkptError(f"{path} is not TOML: {error}", hint="a rule begins with [[rule]]; see docs/rules.md")
+    return CkptError(
+        f"{path} is not TOML: {error}", hint="a rule begins with [[rule]]; see docs/rules.md"
+    )
 
 
 def _places(text: str, name: str, tables: Sequence[object]) -> list[str]:
-    """Return a place for each table: ``rule 2 at line 10``; without lines if other text reads like their headers."""
+    """Return a place for each table: ``rule 2 at line 10``; without lines if other text reads like
+    their headers.
+    """
     header = re.compile(rf"\s*\[\[\s*{name}\s*\]\]")
     lines = [number for number, line in enumerate(text.splitlines(), 1) if header.match(line)]
     if len(lines) != len(tables):
@@ -459,7 +551,11 @@ def _places(text: str, name: str, tables: Sequence[object]) -> list[str]:
 
 
 def _build(
-    tables: Sequence[Fields], places: Sequence[str], sizes: Sizes, path: str, others: Sequence[Problem] = ()
+    tables: Sequence[Fields],
+    places: Sequence[str],
+    sizes: Sizes,
+    path: str,
+    others: Sequence[Problem] = (),
 ) -> tuple[Step, ...]:
     """Return the steps of the rules. Raises `CkptError` with all problems, including `others`."""
     steps: list[Step] = []
@@ -478,11 +574,17 @@ def _build(
 
 def _mistakes(path: str, problems: Sequence[Problem]) -> CkptError:
     message = f"{path}: {plural(len(problems), 'mistake')} in the rules"
-    return CkptError(message, hint="docs/rules.md says how each kind of rule is written", problems=problems)
+    return CkptError(
+        message, hint="docs/rules.md says how each kind of rule is written", problems=problems
+    )
 
 
-def _reversed(tables: Sequence[Fields], places: Sequence[str], sizes: Sizes, path: str) -> tuple[Step, ...]:
-    """Return the steps back, the last rule's first. Raises `CkptError` with all rules that nothing undoes."""
+def _reversed(
+    tables: Sequence[Fields], places: Sequence[str], sizes: Sizes, path: str
+) -> tuple[Step, ...]:
+    """Return the steps back, the last rule's first. Raises `CkptError` with all rules that nothing
+    undoes.
+    """
     steps: list[Step] = []
     problems: list[Problem] = []
     for place, table in zip(places, tables):

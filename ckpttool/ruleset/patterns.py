@@ -20,7 +20,10 @@ _BRACE = re.compile(r"\\.|\{(?!\d+(?:,\d*)?\}|,\d*\})", re.DOTALL)
 _POSIX = re.compile(r"\[\[:\^?\w+:\]")
 VARIABLE = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
 _SPECIAL = re.compile(r"^re:|[{}*?\[]")  # in every pattern that may match another key than itself
-_SYNTAX = "a rule is 'FROM => TO', as in 'layers.{i}.layer.{rest*} => layers.{i}.{rest*}' or 're:(.*)_old => \\1'"
+_SYNTAX = (
+    "a rule is 'FROM => TO', as in 'layers.{i}.layer.{rest*} => layers.{i}.{rest*}' or"
+    " 're:(.*)_old => \\1'"
+)
 _MOST_TRIES = 100_000  # places tried for variables that occur twice: the first choice may be wrong
 
 
@@ -43,7 +46,9 @@ class Regex:
             raise re.error(str(error)) from None
 
     def fullmatch(self, key: str) -> Any:
-        """Return the match, or None. Raise `CkptError` if all matches of this call take longer than the limit."""
+        """Return the match, or None. Raise `CkptError` if all matches of this call take longer than
+        the limit.
+        """
         left = limits().rules_seconds - spent.get(self.text, 0.0)
         start = thread_time()
         try:
@@ -54,7 +59,8 @@ class Regex:
         finally:
             spent[self.text] = spent.get(self.text, 0.0) + thread_time() - start
         raise CkptError(
-            f"the regular expression {self.text!r:.200} takes too long: {limits().named('rules_seconds')}",
+            f"the regular expression {self.text!r:.200} takes too long:"
+            f" {limits().named('rules_seconds')}",
             hint="do not repeat a group that repeats something itself, as in (a+)+",
         )
 
@@ -86,7 +92,9 @@ class TooManyTries(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One segment of a pattern: a variable `name`, with `star` for any number of segments, else this `text`."""
+    """One segment of a pattern: a variable `name`, with `star` for any number of segments, else
+    this `text`.
+    """
 
     text: str
     name: str = ""
@@ -97,9 +105,10 @@ class Token:
 class Pattern:
     """The tokens of a pattern, compiled.
 
-    If no variable occurs twice and at most one has a star, there is only one way to match a key: `literals` are
-    segments with their places, `bound` are the places of the variables, counted from the end behind the star. So they
-    are the same for every key. With two stars, or a variable twice, `is_simple` is false and `_search` tries.
+    If no variable occurs twice and at most one has a star, there is only one way to match a key:
+    `literals` are segments with their places, `bound` are the places of the variables, counted from
+    the end behind the star. So they are the same for every key. With two stars, or a variable
+    twice, `is_simple` is false and `_search` tries.
     """
 
     tokens: tuple[Token, ...]
@@ -109,7 +118,9 @@ class Pattern:
     has_star: bool
 
     def ways(self, segments: Sequence[str]) -> Iterable[Bound]:
-        """Yield each way to match a key of these segments. Raises `TooManyTries` if there are too many to try."""
+        """Yield each way to match a key of these segments. Raises `TooManyTries` if there are too
+        many to try.
+        """
         if not self.is_simple:
             return _search(self.tokens, segments)
         count = len(self.tokens) - self.has_star
@@ -123,7 +134,10 @@ class Pattern:
 
 def _tokens(segments: Iterable[str]) -> tuple[Token, ...]:
     found = ((segment, VARIABLE.fullmatch(segment)) for segment in segments)
-    return tuple(Token(text) if match is None else Token("", match[1], match[2] == "*") for text, match in found)
+    return tuple(
+        Token(text) if match is None else Token("", match[1], match[2] == "*")
+        for text, match in found
+    )
 
 
 def pattern_of(segments: Sequence[str]) -> Pattern:
@@ -136,14 +150,21 @@ def pattern_of(segments: Sequence[str]) -> Pattern:
     begins = [at if at <= star else at - count for at in range(count)]
     ends = [at + 1 if at < star else at + 1 - count or None for at in range(count)]
     literals = tuple((begin, token.text) for begin, token in zip(begins, tokens) if not token.name)
-    bound = {token.name: slice(begin, end) for begin, end, token in zip(begins, ends, tokens) if token.name}
+    bound = {
+        token.name: slice(begin, end)
+        for begin, end, token in zip(begins, ends, tokens)
+        if token.name
+    }
     return Pattern(tokens, True, literals, bound, bool(stars))
 
 
 def _search(tokens: Sequence[Token], segments: Sequence[str]) -> Iterator[Bound]:
-    """Yield each way to match. Only branches that can be completed are followed, as far as one variable tells."""
+    """Yield each way to match. Only branches that can be completed are followed, as far as one
+    variable tells.
+    """
     count = len(segments)
-    # For each token and place, whether this token and those behind it can match from there to the end.
+    # For each token and place, whether this token and those behind it can match from there to the
+    # end.
     reachable = [bytearray(count + 1) for _ in range(len(tokens) + 1)]
     reachable[-1][count] = 1
     for index in range(len(tokens) - 1, -1, -1):
@@ -195,7 +216,8 @@ def _two_ways(pattern: Pattern, segments: Sequence[str], text: str) -> list[Boun
         return list(islice(pattern.ways(segments), 2))
     except TooManyTries:
         raise CkptError(
-            f"the variables of {text!r:.200} occur twice, in too many ways for a key of {len(segments):,} segments",
+            f"the variables of {text!r:.200} occur twice, in too many ways for a key of"
+            f" {len(segments):,} segments",
             hint="write more segments literally",
         ) from None
 
@@ -211,13 +233,16 @@ def _segments(text: str) -> list[str]:
         if VARIABLE.search(segment) and not VARIABLE.fullmatch(segment):
             raise CkptError(
                 f"{segment!r}: a variable matches whole segments between dots",
-                hint="for a part of a segment write a regular expression: 're:layer(\\d+)\\.(.*) => layers.\\1.\\2'",
+                hint="for a part of a segment write a regular expression: 're:layer(\\d+)\\.(.*)"
+                " => layers.\\1.\\2'",
             )
     return segments
 
 
 def matches(text: str, key: str) -> bool:
-    """Return whether `text` matches: a rule's FROM, a regular expression (``re:``), or a shell pattern (``*``)."""
+    """Return whether `text` matches: a rule's FROM, a regular expression (``re:``), or a shell
+    pattern (``*``).
+    """
     if not _SPECIAL.search(text):
         return text == key
     if text.startswith("re:"):
@@ -247,7 +272,10 @@ class Naming:
 
     def hits(self, key: str) -> list[str]:
         """Return the patterns that match the key. Raises as `matches` does."""
-        return [*([key] if key in self._literal else []), *(text for text in self._others if matches(text, key))]
+        return [
+            *([key] if key in self._literal else []),
+            *(text for text in self._others if matches(text, key)),
+        ]
 
 
 # Rules
@@ -262,7 +290,9 @@ class Renaming(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A compiled rule: FROM as a pattern, with the segments of TO, or a regular expression with its replacement."""
+    """A compiled rule: FROM as a pattern, with the segments of TO, or a regular expression with its
+    replacement.
+    """
 
     text: str
     source: Pattern | Regex
@@ -284,14 +314,17 @@ class Rule:
 
     def _fill(self, key: str, source: Pattern) -> str | None:
         segments = key.split(".")
-        found = source.ways(segments) if source.is_simple else _two_ways(source, segments, self.text)
+        found = (
+            source.ways(segments) if source.is_simple else _two_ways(source, segments, self.text)
+        )
         if not found:
             return None
         bound, *others = found
         if others:
             raise Refused(
                 f"the rule {self.text!r} matches a key in more than one way",
-                hint="write more segments literally, or write the rule as a regular expression (re:…)",
+                hint="write more segments literally, or write the rule as a regular expression"
+                " (re:…)",
                 problems=[Problem("ambiguous match", key)],
             )
         name: list[str] = []
@@ -319,25 +352,34 @@ def parse(text: str, *, reverse: bool = False) -> Rule:
         raise CkptError(f"not a rule: {text!r}", hint=_SYNTAX)
     if left.startswith("re:"):
         if reverse:
-            raise CkptError(f"a regular expression has no reverse: {text!r}", hint="write the reverse rule itself")
+            raise CkptError(
+                f"a regular expression has no reverse: {text!r}",
+                hint="write the reverse rule itself",
+            )
         return Rule(text, _regex(left[3:].strip(), text), right)
     if reverse:
         left, right = right, left
     sides = [{name + star for name, star in VARIABLE.findall(side)} for side in (left, right)]
     both = sorted(name for name in sides[0] | sides[1] if name + "*" in sides[0] | sides[1])
     if both:
-        raise CkptError(f"the rule {text!r} uses {{{both[0]}}} and {{{both[0]}*}}: name them differently", hint=_SYNTAX)
+        raise CkptError(
+            f"the rule {text!r} uses {{{both[0]}}} and {{{both[0]}*}}: name them differently",
+            hint=_SYNTAX,
+        )
     unbound = sides[1] - sides[0]
     if unbound:
-        raise CkptError(f"the rule {text!r} uses {{{min(unbound)}}}, which the other side does not bind", hint=_SYNTAX)
+        raise CkptError(
+            f"the rule {text!r} uses {{{min(unbound)}}}, which the other side does not bind",
+            hint=_SYNTAX,
+        )
     return Rule(text, _pattern(left), _tokens(_segments(right)))
 
 
 class InTurn:
     """Rules, of which the first that matches renames a key. Rules for a single key are looked up.
 
-    Most patterns match by the number of segments, and by those that they have literally: for all other keys with these
-    at the same places, the rules are found once.
+    Most patterns match by the number of segments, and by those that they have literally: for all
+    other keys with these at the same places, the rules are found once.
     """
 
     def __init__(self, rules: Sequence[Rule]) -> None:
@@ -348,7 +390,9 @@ class InTurn:
             if isinstance(rule.source, Regex) or any(token.name for token in rule.source.tokens):
                 self._others.append((at, rule))
             else:
-                self._literal.setdefault(".".join(token.text for token in rule.source.tokens), (at, rule))
+                self._literal.setdefault(
+                    ".".join(token.text for token in rule.source.tokens), (at, rule)
+                )
         simple = (pattern for _, rule in self._others if (pattern := _simple(rule)) is not None)
         self._words = {text for pattern in simple for _, text in pattern.literals}
         self._found: dict[tuple[str, ...], list[tuple[int, Rule]]] = {}
@@ -369,7 +413,9 @@ class InTurn:
         segments = tuple([part if part in self._words else "" for part in key.split(".")])
         if segments not in self._found:
             patterns = ((one, _simple(one[1])) for one in self._others)
-            self._found[segments] = [one for one, own in patterns if own is None or own.ways(segments)]
+            self._found[segments] = [
+                one for one, own in patterns if own is None or own.ways(segments)
+            ]
         return self._found[segments]
 
 

@@ -22,7 +22,8 @@ from ckpttool.ruleset.tensor_ops import DENSE, REFUSED, TensorSpec, Value, holds
 
 State = dict[str, Value]
 Named = list[tuple[str, Value]]
-_NUMBER = re.compile(r"0|[1-9]\d{0,8}")  # as str(int) writes it: other spellings would not come back
+# as str(int) writes it: other spellings would not come back
+_NUMBER = re.compile(r"0|[1-9]\d{0,8}")
 _MOST_NAMED = 8  # missing parts in a message
 
 _rule = lru_cache(maxsize=1 << 16)(parse)
@@ -30,10 +31,11 @@ _rule = lru_cache(maxsize=1 << 16)(parse)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A tensor and its parts along `dim`: end to end, of these `sizes` or of equal size, or `stacked`.
+    """A tensor and its parts along `dim`: end to end, of these `sizes` or of equal size, or
+    `stacked`.
 
-    `names` are the names of the parts, or one name whose variable `counter`, which `whole` lacks, counts them from 0.
-    `count` is how many there are; None if only a tensor tells.
+    `names` are the names of the parts, or one name whose variable `counter`, which `whole` lacks,
+    counts them from 0. `count` is how many there are; None if only a tensor tells.
     """
 
     whole: str
@@ -46,7 +48,11 @@ class Parts:
 
     def key(self, whole: str, number: int) -> str | None:
         """Return the key of a part; None if `whole` is not a tensor that has parts."""
-        name = self.names[0].replace(f"{{{self.counter}}}", str(number)) if self.counter else self.names[number]
+        name = (
+            self.names[0].replace(f"{{{self.counter}}}", str(number))
+            if self.counter
+            else self.names[number]
+        )
         return _rule(f"{self.whole} => {name}").apply(whole)
 
     def keys(self, whole: str, count: int) -> list[str]:
@@ -54,10 +60,16 @@ class Parts:
         return [str(self.key(whole, number)) for number in range(count)]
 
     def part(self, key: str) -> tuple[int, str, str] | None:
-        """Return the number of the part that the key is, the key of the whole, and the pattern; None if it is none."""
+        """Return the number of the part that the key is, the key of the whole, and the pattern;
+        None if it is none.
+        """
         if self.counter:
             number = _rule(f"{self.names[0]} => {{{self.counter}}}").apply(key) or ""
-            whole = _rule(f"{self.names[0]} => {self.whole}").apply(key) if _NUMBER.fullmatch(number) else None
+            whole = (
+                _rule(f"{self.names[0]} => {self.whole}").apply(key)
+                if _NUMBER.fullmatch(number)
+                else None
+            )
             return None if whole is None else (int(number), whole, self.names[0])
         for at, name in enumerate(self.names):
             whole = _rule(f"{self.whole} => {name}", reverse=True).apply(key)
@@ -67,9 +79,16 @@ class Parts:
 
 
 def parts_of(
-    whole: str, names: Sequence[str] | str, count: int | None, dim: int, sizes: Sequence[int] | None, stacked: bool
+    whole: str,
+    names: Sequence[str] | str,
+    count: int | None,
+    dim: int,
+    sizes: Sequence[int] | None,
+    stacked: bool,
 ) -> Parts:
-    """Return the parts with these names, or with one name that counts. Raises `CkptError` if that is ambiguous."""
+    """Return the parts with these names, or with one name that counts. Raises `CkptError` if that
+    is ambiguous.
+    """
     is_list = not isinstance(names, str)
     listed = tuple(names) if is_list else (str(names),)
     for text in (whole, *listed):
@@ -85,14 +104,21 @@ def parts_of(
             raise CkptError(f"{len(sizes)} sizes for {len(listed)} parts", hint="")
         if count is not None:
             raise CkptError("parts = counts numbered parts, and these are listed", hint="")
-        return Parts(whole, listed, "", len(listed), dim, None if sizes is None else tuple(sizes), stacked)
+        return Parts(
+            whole, listed, "", len(listed), dim, None if sizes is None else tuple(sizes), stacked
+        )
     (name,) = listed
-    own = {variable for variable in VARIABLE.findall(name) if variable not in VARIABLE.findall(whole)}
+    own = {
+        variable for variable in VARIABLE.findall(name) if variable not in VARIABLE.findall(whole)
+    }
     if sizes is not None:
         raise CkptError("sizes = is for listed parts: numbered parts are of equal size", hint="")
     if len(own) != 1 or any(star for _, star in own):
         have = " and ".join(sorted(f"{{{variable}{star}}}" for variable, star in own)) or "none"
-        message = f"{name!r} needs one variable that {whole!r} lacks, as {{e}}, to count the parts: {have}"
+        message = (
+            f"{name!r} needs one variable that {whole!r} lacks, as {{e}}, to count the"
+            f" parts: {have}"
+        )
         raise CkptError(message, hint="")
     ((counter, _),) = own
     parts = Parts(whole, listed, counter, count, dim, None, stacked)
@@ -116,8 +142,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The place of a rule in its file. An `optional` one may apply to no key. A rule applies only if the state has all
-    tensors of `when`, and none of `unless`.
+    """The place of a rule in its file. An `optional` one may apply to no key. A rule applies only
+    if the state has all tensors of `when`, and none of `unless`.
     """
 
     text: str
@@ -131,7 +157,9 @@ class Where:
 
 @dataclass(frozen=True)
 class Step:
-    """A rule of a file, which changes a state. All `patterns` must match some key, unless it is optional."""
+    """A rule of a file, which changes a state. All `patterns` must match some key, unless it is
+    optional.
+    """
 
     where: Where
     patterns: tuple[str, ...]
@@ -153,7 +181,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Rename(Step):
-    """Rename a key by the first rule that matches it; all keys at once, so that names can be swapped."""
+    """Rename a key by the first rule that matches it; all keys at once, so that names can be
+    swapped.
+    """
 
     rules: tuple[Rule, ...]
 
@@ -199,8 +229,8 @@ class Convert(Step):
 
 @dataclass(frozen=True)
 class Constant(Step):
-    """Add a tensor filled with one number: one for each tensor that `beside` matches, by default with its shape and
-    dtype, or a single one.
+    """Add a tensor filled with one number: one for each tensor that `beside` matches, by default
+    with its shape and dtype, or a single one.
     """
 
     name: str
@@ -274,7 +304,9 @@ class Join(Step):
             result.used.add(pattern)
             numbers = wholes.setdefault(whole, {})
             if number in numbers:
-                result.problems.append(Problem(f"would be the same part of {whole} as {numbers[number]}", key))
+                result.problems.append(
+                    Problem(f"would be the same part of {whole} as {numbers[number]}", key)
+                )
             numbers[number] = key
             whole_of[key] = whole
         for key, value in state.items():
@@ -296,7 +328,10 @@ class Join(Step):
         missing = [str(parts.key(whole, number)) for number in islice(numbers, _MOST_NAMED + 1)]
         if missing:
             names = [*missing[:_MOST_NAMED], *(["more"] if len(missing) > _MOST_NAMED else [])]
-            raise refusal(f"needs {' and '.join(names)}, which {'is' if len(missing) == 1 else 'are'} not there")
+            raise refusal(
+                f"needs {' and '.join(names)}, which"
+                f" {'is' if len(missing) == 1 else 'are'} not there"
+            )
         if parts.count is not None and len(keys) > parts.count:
             raise refusal(f"has {len(keys)} parts, not {parts.count}")
         values = [state[keys[number]] for number in sorted(keys)]
@@ -324,7 +359,8 @@ class Renames:
         """Return the key's new name, or None if no step renames it."""
         name = key
         for step in self.steps:
-            if isinstance(step, Rename) and not (step.where.when or step.where.unless):  # these depend on tensors
+            # these depend on tensors
+            if isinstance(step, Rename) and not (step.where.when or step.where.unless):
                 name = step.in_turn.first(name)[1] or name
         return None if name == key else name
 
@@ -333,19 +369,32 @@ class Renames:
 
 
 def plan_of(steps: Sequence[Step], section: Section) -> Plan:
-    """Return the plan of the steps. Raises `Refused`, with all problems, if they do not fit the section."""
+    """Return the plan of the steps. Raises `Refused`, with all problems, if they do not fit the
+    section.
+    """
     state, dropped = state_of(steps, section)
-    used = {key for value in state.values() for key in refs(value.source)} if dropped else set[str]()
-    entries = state.items() if section.modules else ()  # few formats keep the modules, and there may be many renames
-    renamed = {value.origin: key for key, value in entries if value.origin is not None and value.origin != key}
+    used = (
+        {key for value in state.values() for key in refs(value.source)} if dropped else set[str]()
+    )
+    # few formats keep the modules, and there may be many renames
+    entries = state.items() if section.modules else ()
+    renamed = {
+        value.origin: key
+        for key, value in entries
+        if value.origin is not None and value.origin != key
+    }
     return Plan(
         tuple([Output(section.path, key, value.source) for key, value in state.items()]),
-        tuple(Dropped(section.path, key, reason) for key, reason in dropped.items() if key not in used),
+        tuple(
+            Dropped(section.path, key, reason) for key, reason in dropped.items() if key not in used
+        ),
         module_renames(section.path, section.modules or (), renamed),
     )
 
 
-def state_of(steps: Sequence[Step], section: Section, *, whole: bool = True) -> tuple[State, dict[str, str]]:
+def state_of(
+    steps: Sequence[Step], section: Section, *, whole: bool = True
+) -> tuple[State, dict[str, str]]:
     """Apply the steps. Return the new state, and the keys that they drop with the rule that does.
 
     Raises `Refused` as `plan_of` does. With `whole` each pattern must match some key.
@@ -356,7 +405,11 @@ def state_of(steps: Sequence[Step], section: Section, *, whole: bool = True) -> 
             state[key] = Value(Ref(key), "", (), key, "not a tensor")
         else:
             state[key] = Value(
-                Ref(key), entry.dtype, entry.shape, key, entry.layout if entry.storage is None else DENSE
+                Ref(key),
+                entry.dtype,
+                entry.shape,
+                key,
+                entry.layout if entry.storage is None else DENSE,
             )
     dropped: dict[str, str] = {}
     problems: list[Problem] = []
@@ -364,7 +417,8 @@ def state_of(steps: Sequence[Step], section: Section, *, whole: bool = True) -> 
         if not holds(step.where.when, step.where.unless, state):
             continue
         result = step.apply(state)
-        if whole and not step.where.optional and not problems and not result.problems:  # else that may be the reason
+        # else that may be the reason
+        if whole and not step.where.optional and not problems and not result.problems:
             unused = [text for text in step.patterns if text not in result.used]
             result.problems += [Problem("applies to no key", text) for text in unused]
         state = dict(result.values)
@@ -372,16 +426,24 @@ def state_of(steps: Sequence[Step], section: Section, *, whole: bool = True) -> 
         for key, count in counts.items():
             if count > 1:
                 sources = dict.fromkeys(
-                    ref for name, value in result.values if name == key for ref in refs(value.source)
+                    ref
+                    for name, value in result.values
+                    if name == key
+                    for ref in refs(value.source)
                 )
                 origin = f", from {some(list(sources))}" if sources else ""
                 result.problems.append(Problem(f"written {count} times{origin}", key))
-        problems += [Problem(f"{step.where}: {problem.problem}", problem.key) for problem in result.problems]
-        dropped.update((key, str(step.where)) for value in result.dropped for key in refs(value.source))
+        problems += [
+            Problem(f"{step.where}: {problem.problem}", problem.key) for problem in result.problems
+        ]
+        dropped.update(
+            (key, str(step.where)) for value in result.dropped for key in refs(value.source)
+        )
     if problems:
         raise Refused(
             f"the rules do not fit the checkpoint: {plural(len(problems), 'problem')}",
-            hint="`ckpttool inspect CKPT` lists keys and shapes; a rule sees what the rules before it have made",
+            hint="`ckpttool inspect CKPT` lists keys and shapes; a rule sees what the rules before"
+            " it have made",
             problems=problems,
         )
     return state, dropped

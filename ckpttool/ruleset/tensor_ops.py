@@ -1,4 +1,6 @@
-"""Sizes with names, conditions, and changes of shape and dtype: the operations of a rules file on tensors."""
+"""Sizes with names, conditions, and changes of shape and dtype: the operations of a rules file on
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def size_names(size: Size) -> set[str]:
 
 
 def resolve_size(size: Size, known: Sizes) -> Size:
-    """Replace the names that have values: a number if none is left. Raises `Refused` as `size_value` does."""
+    """Replace the names that have values: a number if none is left. Raises `Refused` as
+    `size_value` does.
+    """
     if isinstance(size, int):
         return size
     text = _NAME.sub(lambda name: str(known.get(name[1], name[0])), size)
@@ -47,7 +51,9 @@ def resolve_size(size: Size, known: Sizes) -> Size:
 
 
 def size_value(size: Size, known: Sizes) -> int:
-    """Return the value of the size, whose names are `known`. Raises `Refused` if a division leaves a remainder."""
+    """Return the value of the size, whose names are `known`. Raises `Refused` if a division leaves
+    a remainder.
+    """
     if isinstance(size, int):
         return size
     total, product = 0, 0
@@ -73,12 +79,16 @@ def lone_name(size: Size) -> str | None:
 # Conditions and examples
 
 
-_TENSOR = re.compile(r"(\S(?:.*\S)?)\s+\[((?:\s*(?:-1|\d{1,15})\s*(?:,|(?=\])))*)\](?:\s+(\w+))?\s*")
+_TENSOR = re.compile(
+    r"(\S(?:.*\S)?)\s+\[((?:\s*(?:-1|\d{1,15})\s*(?:,|(?=\])))*)\](?:\s+(\w+))?\s*"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A key or a pattern of keys, with the shape (-1 for any size) and the dtype if they are given."""
+    """A key or a pattern of keys, with the shape (-1 for any size) and the dtype if they are
+    given.
+    """
 
     key: str
     shape: tuple[int, ...] | None = None
@@ -86,7 +96,9 @@ class TensorSpec:
 
     def is_like(self, tensor: TensorEntry | Value) -> bool:
         shape = tensor.shape if self.shape is None else self.shape
-        fits = len(shape) == len(tensor.shape) and all(a in (-1, b) for a, b in zip(shape, tensor.shape))
+        fits = len(shape) == len(tensor.shape) and all(
+            a in (-1, b) for a, b in zip(shape, tensor.shape)
+        )
         return fits and self.dtype in (None, tensor.dtype)
 
 
@@ -95,10 +107,14 @@ def shown(text: str) -> TensorSpec | None:
     parts = _TENSOR.fullmatch(text)
     if parts is None or parts[3] not in (None, *PLAIN):
         return None
-    return TensorSpec(parts[1], tuple(int(size) for size in parts[2].split(",") if size.strip()), parts[3])
+    return TensorSpec(
+        parts[1], tuple(int(size) for size in parts[2].split(",") if size.strip()), parts[3]
+    )
 
 
-def holds(when: Sequence[TensorSpec], unless: Sequence[TensorSpec], state: Mapping[str, Value]) -> bool:
+def holds(
+    when: Sequence[TensorSpec], unless: Sequence[TensorSpec], state: Mapping[str, Value]
+) -> bool:
     """Return whether the state has a tensor for each of `when`, and none for any of `unless`."""
 
     def is_present(spec: TensorSpec) -> bool:
@@ -119,8 +135,9 @@ def tensor_text(tensor: TensorEntry | Value) -> str:
 class Value:
     """A tensor between steps: its expression, dtype and shape.
 
-    `origin` is its key in the source, if it is one tensor of the source. `layout` is `DENSE`, or says why the value can
-    only be renamed; `REFUSED` if an earlier step failed, which is reported once.
+    `origin` is its key in the source, if it is one tensor of the source. `layout` is `DENSE`, or
+    says why the value can only be renamed; `REFUSED` if an earlier step failed, which is reported
+    once.
     """
 
     source: Expression
@@ -143,7 +160,8 @@ def transpose(value: Value, dims: Sequence[int]) -> Value:
 def permute(value: Value, dims: Sequence[int], rows: Sequence[int] | None) -> Value:
     """Reorder the dimensions: dimension ``dims[i]`` becomes dimension i.
 
-    With `rows`, they are the dimensions that dimension 0 consists of, such as heads and halves: the shape stays.
+    With `rows`, they are the dimensions that dimension 0 consists of, such as heads and halves: the
+    shape stays.
     """
     shape = value.shape
     if rows is None:
@@ -159,7 +177,8 @@ def permute(value: Value, dims: Sequence[int], rows: Sequence[int] | None) -> Va
 
 
 def reshape(value: Value, shape: Sequence[Size], old: Sequence[Size] | None) -> Value:
-    """Give the elements another shape, with one -1 at most. `old` is the required shape, if it is given.
+    """Give the elements another shape, with one -1 at most. `old` is the required shape, if it is
+    given.
 
     A name without a value is in `old` the size that the tensor has, and in `shape` the same size.
     """
@@ -169,12 +188,17 @@ def reshape(value: Value, shape: Sequence[Size], old: Sequence[Size] | None) -> 
             name = lone_name(size)
             if name is not None:
                 known.setdefault(name, length)
-        fits = (size == -1 or size_value(size, known) == length for size, length in zip(old, value.shape))
+        fits = (
+            size == -1 or size_value(size, known) == length
+            for size, length in zip(old, value.shape)
+        )
         if len(old) != len(value.shape) or not all(fits):
             raise refusal(f"the shape is {list(value.shape)}, not [{', '.join(map(str, old))}]")
     filled = _fill_shape([size_value(size, known) for size in shape], prod(value.shape))
     if filled is None:
-        raise refusal(f"the elements of shape {list(value.shape)} do not fill [{', '.join(map(str, shape))}]")
+        raise refusal(
+            f"the elements of shape {list(value.shape)} do not fill [{', '.join(map(str, shape))}]"
+        )
     return _reshaped(value, filled)
 
 
@@ -183,7 +207,9 @@ def cast(value: Value, dtype: str) -> Value:
     if value.dtype == dtype:
         return value
     return replace(
-        value, source=Op("aten._to_copy.default", (value.source,), (("dtype", Special("dtype", dtype)),)), dtype=dtype
+        value,
+        source=Op("aten._to_copy.default", (value.source,), (("dtype", Special("dtype", dtype)),)),
+        dtype=dtype,
     )
 
 
@@ -193,7 +219,9 @@ def dtypes_like(dtype: str) -> tuple[str, ...]:
 
 
 def split(value: Value, count: int, dim: int, sizes: Sequence[int] | None) -> list[Value]:
-    """Return the parts of a tensor along `dim`, `count` of equal size or of these `sizes`, each in a new storage."""
+    """Return the parts of a tensor along `dim`, `count` of equal size or of these `sizes`, each in
+    a new storage.
+    """
     dim = dimension(dim, value.shape)
     length, shape = value.shape[dim], value.shape
     sizes = sizes or [length // count] * count
@@ -203,12 +231,16 @@ def split(value: Value, count: int, dim: int, sizes: Sequence[int] | None) -> li
     parts = []
     for end, size in zip(accumulate(sizes), sizes):
         source = _row_major(Op("aten.narrow.default", (value.source, dim, end - size, size)))
-        parts.append(Value(source, value.dtype, (*shape[:dim], size, *shape[dim + 1 :]), None, DENSE))
+        parts.append(
+            Value(source, value.dtype, (*shape[:dim], size, *shape[dim + 1 :]), None, DENSE)
+        )
     return parts
 
 
 def unstack(value: Value, count: int, dim: int) -> list[Value]:
-    """Return the `count` slices of a tensor along `dim`, without that dimension, each in a new storage."""
+    """Return the `count` slices of a tensor along `dim`, without that dimension, each in a new
+    storage.
+    """
     dim = dimension(dim, value.shape)
     if value.shape[dim] != count:
         raise refusal(f"dimension {dim} of {list(value.shape)} is {value.shape[dim]}, not {count}")
@@ -218,7 +250,9 @@ def unstack(value: Value, count: int, dim: int) -> list[Value]:
 
 
 def join(values: Sequence[Value], dim: int, sizes: Sequence[int] | None) -> Value:
-    """Put tensors of these `sizes`, or of equal size, end to end along `dim`. Other parts could not be split again."""
+    """Put tensors of these `sizes`, or of equal size, end to end along `dim`. Other parts could not
+    be split again.
+    """
     shapes = [value.shape for value in values]
     dim = dimension(dim, shapes[0])
     _check_fit(values, {(len(shape), shape[:dim], shape[dim + 1 :]) for shape in shapes})
@@ -243,7 +277,11 @@ def stack(values: Sequence[Value], dim: int) -> Value:
 
 def constant(shape: tuple[int, ...], dtype: str, fill: float | bool) -> Value:
     """Return a tensor filled with one number. Raises `Refused` if the dtype cannot hold it."""
-    is_whole = float(fill).is_integer() and not isinstance(fill, bool) and (fill >= 0 or not dtype.startswith("uint"))
+    is_whole = (
+        float(fill).is_integer()
+        and not isinstance(fill, bool)
+        and (fill >= 0 or not dtype.startswith("uint"))
+    )
     if not {"int": is_whole, "bool": fill in (0, 1)}.get(_kind(dtype), True):
         raise refusal(f"{dtype} cannot hold {fill}")
     source = Op("aten.full.default", (shape, fill), (("dtype", Special("dtype", dtype)),))
@@ -253,14 +291,18 @@ def constant(shape: tuple[int, ...], dtype: str, fill: float | bool) -> Value:
 def _check_fit(values: Sequence[Value], layouts: Collection[object]) -> None:
     """Raise `Refused` for parts of several dtypes or `layouts`."""
     if len({value.dtype for value in values}) > 1:
-        raise refusal(f"the parts have dtypes {', '.join(dict.fromkeys(value.dtype for value in values))}")
+        raise refusal(
+            f"the parts have dtypes {', '.join(dict.fromkeys(value.dtype for value in values))}"
+        )
     if len(layouts) > 1:
         shapes = dict.fromkeys(str(list(value.shape)) for value in values)
         raise refusal(f"parts of shapes {', '.join(shapes)} do not fit together")
 
 
 def dimension(dim: int, shape: Sequence[int]) -> int:
-    """Return the dimension counted from the front. Raises `Refused` if the shape does not have it."""
+    """Return the dimension counted from the front. Raises `Refused` if the shape does not have
+    it.
+    """
     if not -len(shape) <= dim < len(shape):
         raise refusal(f"shape {list(shape)} has no dimension {dim}")
     return dim % len(shape)
@@ -292,6 +334,8 @@ def _fill_shape(shape: Sequence[int], numel: int) -> tuple[int, ...] | None:
 
 
 def _kind(dtype: str) -> str:
-    """``float8_e4m3fn`` and ``bfloat16`` are both floating, ``uint8`` and ``int64`` both integers."""
+    """``float8_e4m3fn`` and ``bfloat16`` are both floating, ``uint8`` and ``int64`` both
+    integers.
+    """
     word = re.split(r"\d", dtype)[0]
     return {"bfloat": "float", "uint": "int"}.get(word, word)

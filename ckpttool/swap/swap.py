@@ -13,7 +13,18 @@ from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import RUNTIME, Names
 from ckpttool.core.options import ModelOptions, Option, OutputOptions
 from ckpttool.core.pickle_imports import dangerous
-from ckpttool.core.schema import COUNT, FLAG, TEXT, TEXTS, list_of, notes_as, nullable, one_of, record, unless_empty
+from ckpttool.core.schema import (
+    COUNT,
+    FLAG,
+    TEXT,
+    TEXTS,
+    list_of,
+    notes_as,
+    nullable,
+    one_of,
+    record,
+    unless_empty,
+)
 from ckpttool.core.text import Note, plural, shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import apply, run_code
@@ -30,7 +41,14 @@ from ckpttool.naming.convert import Form, ModelForm
 from ckpttool.naming.match import match
 from ckpttool.naming.wrappers import Chain, strip
 from ckpttool.operands.checkpoint import model_section, split
-from ckpttool.operands.model import LOAD_HOOK, ModelOperand, as_read, operand_of, read_for_model, same_model
+from ckpttool.operands.model import (
+    LOAD_HOOK,
+    ModelOperand,
+    as_read,
+    operand_of,
+    read_for_model,
+    same_model,
+)
 from ckpttool.operands.output import outputs
 from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified, Writer, check_code, cost_of
 from ckpttool.swap.weight_map import (
@@ -48,15 +66,25 @@ from ckpttool.swap.weight_map import (
 class SwapOptions(ModelOptions, OutputOptions):
     """All options of a swap."""
 
-    name: Annotated[str | None, Option("--program NAME", "Which one, where PROGRAM holds several.")] = None
-    from_: Annotated[str | None, Option("--from FORM", "NEW's form; default: recognised.", "Names")] = None
-    cast: Annotated[bool, Option("--cast", "Convert weights of another dtype to the program's.")] = False
+    name: Annotated[
+        str | None, Option("--program NAME", "Which one, where PROGRAM holds several.")
+    ] = None
+    from_: Annotated[
+        str | None, Option("--from FORM", "NEW's form; default: recognised.", "Names")
+    ] = None
+    cast: Annotated[
+        bool, Option("--cast", "Convert weights of another dtype to the program's.")
+    ] = False
     constants: Annotated[
         bool,
-        Option("--constants", "Swap constants too (lifted tensors, unsaved buffers): from NEW, or else from MODEL."),
+        Option(
+            "--constants",
+            "Swap constants too (lifted tensors, unsaved buffers): from NEW, or else from MODEL.",
+        ),
     ] = False
     keep_constants: Annotated[
-        bool, Option("--keep-constants", "Keep the program's constants, even if MODEL has other values.")
+        bool,
+        Option("--keep-constants", "Keep the program's constants, even if MODEL has other values."),
     ] = False
 
     @property
@@ -66,7 +94,9 @@ class SwapOptions(ModelOptions, OutputOptions):
 
     def check(self) -> None:
         if self.constants and self.keep_constants:
-            raise CkptError("--constants and --keep-constants exclude each other", hint="choose one")
+            raise CkptError(
+                "--constants and --keep-constants exclude each other", hint="choose one"
+            )
         if self.from_ is not None:
             convert.parse(self.from_)
 
@@ -75,9 +105,11 @@ _DEFAULT = SwapOptions()
 
 
 class Constant(NamedTuple):
-    """A tensor of the program that is not in NEW, compared with the model's; `reason` says why it is not equal.
+    """A tensor of the program that is not in NEW, compared with the model's; `reason` says why it
+    is not equal.
 
-    `verdict` is ``equal``, ``different`` (and unchanged), ``from_model`` (its new value) or ``not_compared``.
+    `verdict` is ``equal``, ``different`` (and unchanged), ``from_model`` (its new value) or
+    ``not_compared``.
     """
 
     name: str
@@ -90,11 +122,12 @@ class Constant(NamedTuple):
 class Swap:
     """The program with its new weights. `sources`: FQN -> expression over the checkpoint's keys.
 
-    `unchanged`: the program had all of these values before. `compared` compares each constant that is not in NEW with
-    the model's. `form` is the form of the checkpoint's keys; `ignored` are its entries that no program holds. `kept`
-    are tensors of the program that no checkpoint of the model has: counters of AveragedModels, buffers that are not
-    saved. `cost` is the result of a dry run, `verified` how the output was checked. `source`, `weights` and `output`
-    are the operands: PROGRAM, NEW, and OUT. `notes` are on what was read.
+    `unchanged`: the program had all of these values before. `compared` compares each constant that
+    is not in NEW with the model's. `form` is the form of the checkpoint's keys; `ignored` are its
+    entries that no program holds. `kept` are tensors of the program that no checkpoint of the model
+    has: counters of AveragedModels, buffers that are not saved. `cost` is the result of a dry run,
+    `verified` how the output was checked. `source`, `weights` and `output` are the operands:
+    PROGRAM, NEW, and OUT. `notes` are on what was read.
     """
 
     program: Checkpoint
@@ -167,18 +200,22 @@ SWAP = record(
 )
 _REMADE = "a constant of the program, which the model's loading computes from the checkpoint"
 # What to do about weights that do not fit: a kind, and the hint of the command line.
-Advice = Literal["constants", "values", "code", "compiled", "left_over", "model", "alone", "cast", "compare"]
+Advice = Literal[
+    "constants", "values", "code", "compiled", "left_over", "model", "alone", "cast", "compare"
+]
 _HINTS: dict[Advice, str] = {
     "constants": "some of them are constants of the program: --constants swaps these too",
     "values": "--constants takes the model's values, --keep-constants keeps the program's",
-    "code": "a list of names cannot compute them, the model's code can: --model package.module:attr, or file.py:attr",
+    "code": "a list of names cannot compute them, the model's code can: --model"
+    " package.module:attr, or file.py:attr",
     "compiled": INSIDE,
     "left_over": "all weights of the program are there: leave the other keys out, and try again",
     "model": "state_dict hooks may rename keys when a model is saved: pass the model's definition, "
     "--model file.py:build",
     "alone": "the program has the names of these weights: leave --model out",
     "cast": "--cast converts them to the program's dtypes",
-    "compare": "`ckpttool diff PROGRAM WEIGHTS` compares the two; the program may be of another version of the model",
+    "compare": "`ckpttool diff PROGRAM WEIGHTS` compares the two; the program may be of another"
+    " version of the model",
 }
 
 
@@ -202,18 +239,21 @@ def swap(
 ) -> Swap:
     """Return `program` with every weight replaced by its value in `weights`.
 
-    Of the options, `from_`, `cast`, `constants` and `keep_constants` count. Buffers that the model's loading computes
-    from the checkpoint follow with `constants` or `remade`. A program in memory also takes tensors that are not dense
-    (quantized, sparse, subclasses), which are objects like any other there.
+    Of the options, `from_`, `cast`, `constants` and `keep_constants` count. Buffers that the
+    model's loading computes from the checkpoint follow with `constants` or `remade`. A program in
+    memory also takes tensors that are not dense (quantized, sparse, subclasses), which are objects
+    like any other there.
 
-    Raises `Refused`, with all problems at once, if a weight is missing, unexpected, of another shape or dtype, if the
-    names of one tensor get different values, or if a constant has another value in the model (compared with `compare`)
-    and no option decides.
+    Raises `Refused`, with all problems at once, if a weight is missing, unexpected, of another
+    shape or dtype, if the names of one tensor get different values, or if a constant has another
+    value in the model (compared with `compare`) and no option decides.
     """
     names, code = (None, None) if model is None else (model.names(), model.code)
     form, constants, keep_constants = options.source_form, options.constants, options.keep_constants
     if not program.sections:
-        raise Refused(f"{program.source} is compiled code that holds its weights itself", hint=OUTSIDE)
+        raise Refused(
+            f"{program.source} is compiled code that holds its weights itself", hint=OUTSIDE
+        )
     main = program.section("")
     weights, counters = _without_counters(weights)
     target, old_counters = _without_counters(main, (wrappers.COUNTER,) if counters else ())
@@ -232,7 +272,9 @@ def swap(
         if by_loading is not None:
             loaded = apply(by_loading, Checkpoint("", "", 0, (rest,))).section(rest.path)
             rest = replace(loaded, form=RUNTIME)
-            weights = replace(rest, tensors=(*rest.tensors, *(e for e in weights.tensors if e.key in taken)))
+            weights = replace(
+                rest, tensors=(*rest.tensors, *(e for e in weights.tensors if e.key in taken))
+            )
         lifted = {entry.key: canonical[entry.key] for entry in constant_entries}
         form_name = form.names if isinstance(form, ModelForm) else None
         weight_map = map_by_model(target, lifted, rest, model, form_name)
@@ -245,11 +287,13 @@ def swap(
     weight_map.sources.update((old.key, Ref(new.key)) for old, new in zip(old_counters, counters))
     ignored = (*weight_map.ignored, *(entry.key for entry in counters[len(old_counters) :]))
     runners = {} if code is None else {run.way: code.run for run in weight_map.runs}
-    results, computed = run_code(weights, list(weight_map.sources.values()), weight_map.runs, runners)
+    results, computed = run_code(
+        weights, list(weight_map.sources.values()), weight_map.runs, runners
+    )
     sources = dict(zip(weight_map.sources, results))
 
-    # Buffers that the model saves in no state dict stay, unless the weights have them. An exported program has them
-    # among its constants, compiled code among its weights.
+    # Buffers that the model saves in no state dict stay, unless the weights have them. An exported
+    # program has them among its constants, compiled code among its weights.
     buffers = () if names is None else (t.canonical for t in names.runtime if not t.persistent)
     matched = match([entry.key for entry in target.tensors], {name: name for name in buffers})
     unsaved = tuple(key for key in matched.names if key not in weight_map.sources)
@@ -271,7 +315,11 @@ def swap(
     changing = (*target.tensors, *old_counters, *(e for e in constant_entries if e.key in sources))
     have = {**computed, **{entry.key: entry for entry in counters}, **values}
     fitted, misfits = fit_all(
-        [e for e in changing if e.key not in kept], sources, have, options.cast, program.format == "memory"
+        [e for e in changing if e.key not in kept],
+        sources,
+        have,
+        options.cast,
+        program.format == "memory",
     )
     problems += misfits
     for section in program.sections:
@@ -279,21 +327,30 @@ def swap(
     if problems:
         advice = _advice(program, names, problems, constants)
         raise Misfit(advice, [_for_compiled_code(program, problem, have) for problem in problems])
-    sections = tuple(replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections)
+    sections = tuple(
+        replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections
+    )
     result = replace(program, sections=sections)
     notes = () if names is None or names.roundtrips else (convert.NOT_READ_BACK,)
-    swapped = Swap(result, weight_map.sources, weight_map.form, ignored, kept, tuple(compared), notes=notes)
+    swapped = Swap(
+        result, weight_map.sources, weight_map.form, ignored, kept, tuple(compared), notes=notes
+    )
     if by_loading is None:
         return swapped
     read = {output.key: output.source for output in by_loading.outputs}
-    in_file = {fqn: ex.substitute(one, lambda key: read.get(key, Ref(key))) for fqn, one in swapped.sources.items()}
+    in_file = {
+        fqn: ex.substitute(one, lambda key: read.get(key, Ref(key)))
+        for fqn, one in swapped.sources.items()
+    }
     return replace(swapped, sources=in_file, form=LOAD_HOOK)
 
 
 def _compared(
     entries: Sequence[TensorEntry], names: Mapping[str, str], code: ModelOperand | None
 ) -> tuple[list[Constant], dict[str, TensorEntry]]:
-    """Compare the program's tensors, by their canonical names, with the model's; also return the values that differ."""
+    """Compare the program's tensors, by their canonical names, with the model's; also return the
+    values that differ.
+    """
     if code is None or not entries:
         reason = "no code of a model was given"
         return [Constant(entry.key, "not_compared", reason) for entry in entries], {}
@@ -309,7 +366,10 @@ def _compared(
             compared.append(Constant(entry.key, "equal"))
         else:
             if (entry.dtype, entry.shape) != (value.dtype, value.shape):
-                reason = f"{value.dtype} {list(value.shape)}, the program has {entry.dtype} {list(entry.shape)}"
+                reason = (
+                    f"{value.dtype} {list(value.shape)}, the program has {entry.dtype}"
+                    f" {list(entry.shape)}"
+                )
             else:
                 differs = difference(entry, value, 0, 0)
                 reason = "" if differs is None else differs.text
@@ -322,20 +382,33 @@ def _of_model(name: str) -> str:
     return f"{name} of the model"
 
 
-def _for_compiled_code(program: Checkpoint, problem: Problem, have: Mapping[str, object]) -> Problem:
+def _for_compiled_code(
+    program: Checkpoint, problem: Problem, have: Mapping[str, object]
+) -> Problem:
     file, entry = program_of(program), have.get(problem.key)
-    if file is None or not file.compiled or problem.kind != "left_over" or not isinstance(entry, TensorEntry):
+    if (
+        file is None
+        or not file.compiled
+        or problem.kind != "left_over"
+        or not isinstance(entry, TensorEntry)
+    ):
         return problem
     if not is_inlined(entry):
         return replace(problem, problem="left over: the compiled code does not use it")
     size = plural(entry.numel, "element")
-    return replace(problem, problem=f"{size}: written into the compiled code, and cannot be swapped")
+    return replace(
+        problem, problem=f"{size}: written into the compiled code, and cannot be swapped"
+    )
 
 
-def _without_counters(section: Section, more: Sequence[str] = ()) -> tuple[Section, list[TensorEntry]]:
-    """Return the section without the counters of AveragedModels, and the counters: the averaged module has none.
+def _without_counters(
+    section: Section, more: Sequence[str] = ()
+) -> tuple[Section, list[TensorEntry]]:
+    """Return the section without the counters of AveragedModels, and the counters: the averaged
+    module has none.
 
-    `more` are further names of counters, without the wrapper's segment: the names of a live module have no segments.
+    `more` are further names of counters, without the wrapper's segment: the names of a live module
+    have no segments.
     """
     keys = {*wrappers.counters([entry.key for entry in section.tensors]), *more}
     rest = tuple(entry for entry in section.tensors if entry.key not in keys)
@@ -343,7 +416,9 @@ def _without_counters(section: Section, more: Sequence[str] = ()) -> tuple[Secti
 
 
 def _unwrapped(section: Section, form: Chain) -> Section:
-    """Return the section under its names inside the wrappers that the user names. Raises `Refused` on others."""
+    """Return the section under its names inside the wrappers that the user names. Raises `Refused`
+    on others.
+    """
     keys = section.by_key()
     paths = wrappers.declared(form, keys).paths
     names = {key: strip(key, paths) for key in keys}
@@ -355,11 +430,18 @@ def _unwrapped(section: Section, form: Chain) -> Section:
 
 
 def _untied(
-    target: Section, fitted: Mapping[str, TensorEntry], weights: Section, twins: Sequence[tuple[str, str]]
+    target: Section,
+    fitted: Mapping[str, TensorEntry],
+    weights: Section,
+    twins: Sequence[tuple[str, str]],
 ) -> list[Problem]:
-    """Return names of one tensor that would get different values, by the ties of the program and the model."""
+    """Return names of one tensor that would get different values, by the ties of the program and
+    the model.
+    """
     have = weights.by_key()
-    pairs = [(key, first, fitted.get(key), fitted.get(first)) for key, first in target.aliases().items()]
+    pairs = [
+        (key, first, fitted.get(key), fitted.get(first)) for key, first in target.aliases().items()
+    ]
     tensors = {key: entry for key, entry in have.items() if isinstance(entry, TensorEntry)}
     pairs += [(key, twin, tensors.get(key), tensors.get(twin)) for key, twin in twins]
     return [
@@ -369,12 +451,18 @@ def _untied(
     ]
 
 
-def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem], constants: bool) -> Advice:
+def _advice(
+    program: Checkpoint, names: Names | None, problems: Sequence[Problem], constants: bool
+) -> Advice:
     kinds, file = {problem.kind for problem in problems}, program_of(program)
     if kinds == {"value"}:
         return "values"
-    left, missing = ({p.key for p in problems if p.kind == kind} for kind in ("left_over", "missing"))
-    if not constants and {entry.key for entry in constants_of(program)} & {problem.key for problem in problems}:
+    left, missing = (
+        {p.key for p in problems if p.kind == kind} for kind in ("left_over", "missing")
+    )
+    if not constants and {entry.key for entry in constants_of(program)} & {
+        problem.key for problem in problems
+    }:
         return "constants"
     if "opaque" in kinds:
         return "code"
@@ -386,14 +474,17 @@ def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem
         return "alone"
     if names is None and kinds & {"left_over", "missing"}:
         return "model"
-    return "cast" if "dtype" in kinds and not kinds & {"shape", "left_over", "missing"} else "compare"
+    return (
+        "cast" if "dtype" in kinds and not kinds & {"shape", "left_over", "missing"} else "compare"
+    )
 
 
 def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
-    """Put new weights into `program` (``PATH`` or ``PATH::NAME``), and write it if `options` name an output.
+    """Put new weights into `program` (``PATH`` or ``PATH::NAME``), and write it if `options` name
+    an output.
 
-    Raises `Refused`, with all problems at once, if they do not fit, and `CkptError` if the program cannot be read or
-    OUT cannot be written; then nothing is written.
+    Raises `Refused`, with all problems at once, if they do not fit, and `CkptError` if the program
+    cannot be read or OUT cannot be written; then nothing is written.
     """
     path, picked = split(program)
     look_anew(path)
@@ -421,7 +512,14 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
             left_over = [problem.key for problem in error.problems]
             texts = drops(left_over, new.by_key().keys() - left_over) or ("PATTERN",)
             words = [word for text in texts for word in ("--drop", text)]
-            part = shell("ckpttool", "remap", weights.source, *words, "-o", next(outputs(weights.source, "part")))
+            part = shell(
+                "ckpttool",
+                "remap",
+                weights.source,
+                *words,
+                "-o",
+                next(outputs(weights.source, "part")),
+            )
             error.hint = f"all weights of the program are there; without the other keys: {part}"
         raise
     if not swapped.sources and all(one.verdict != "from_model" for one in swapped.compared):
@@ -435,33 +533,57 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         for old, new in zip(before.tensors, after.tensors)
         if old is not new
     )
-    unchanged = all(same_values(old, new) for old, new in old_and_new)  # reads up to the first that differs
+    # reads up to the first that differs
+    unchanged = all(same_values(old, new) for old, new in old_and_new)
     output = options.target(path) or ""
     unused = [
-        Note(f"the weights are those of {new.title}; {weights.part(other.path)} holds the same model too", "same-model")
+        Note(
+            f"the weights are those of {new.title}; {weights.part(other.path)} holds the same"
+            " model too",
+            "same-model",
+        )
         for other in same_model(weights, new, None if model is None else model.names())
     ]
     notes = (*weights.notes, *not_looked_into(imports), *unused, *swapped.notes)
-    swapped = replace(swapped, source=program, weights=weights.source, output=output, unchanged=unchanged, notes=notes)
+    swapped = replace(
+        swapped,
+        source=program,
+        weights=weights.source,
+        output=output,
+        unchanged=unchanged,
+        notes=notes,
+    )
     if target is None:
         return replace(swapped, cost=cost_of({path: FORMATS["pt2"].layout(swapped.program)}))
-    writer.file(FORMATS["pt2"].layout(swapped.program), target, None if swapped.by_code else swapped.values_json)
+    writer.file(
+        FORMATS["pt2"].layout(swapped.program),
+        target,
+        None if swapped.by_code else swapped.values_json,
+    )
     if options.verify:
         swapped = replace(
-            swapped, verified=writer.prove(target, swapped.program, _read(target, name, weights, options.out))
+            swapped,
+            verified=writer.prove(
+                target, swapped.program, _read(target, name, weights, options.out)
+            ),
         )
     return swapped
 
 
 def _read(path: str, name: str | None, weights: Checkpoint, out: str | None) -> Checkpoint:
-    """Return the program in the file. Raises `CkptError` if there is none; the hint says if it is `weights` instead."""
+    """Return the program in the file. Raises `CkptError` if there is none; the hint says if it is
+    `weights` instead.
+    """
     kind = sniff(path)
     if kind == "pt2":
         return read_program(path, name)
     if kind == "torchscript" and name is None:
         return read_scripted(path)
     if kind == "torchscript":
-        raise CkptError(f"{path} holds one program without a name: {FORMATS[kind].title}", hint=f"name {path} alone")
+        raise CkptError(
+            f"{path} holds one program without a name: {FORMATS[kind].title}",
+            hint=f"name {path} alone",
+        )
     hint = "PROGRAM is a .pt2 or a TorchScript archive, and comes first"
     if weights.format in ("pt2", "torchscript"):
         command = shell("ckpttool", "swap-weights", weights.source, path, "-o", out or "OUT.pt2")

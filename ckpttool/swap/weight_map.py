@@ -32,8 +32,9 @@ Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
 class WeightMap:
     """FQN -> expression over the checkpoint's keys, before any value is compared.
 
-    `twins` are keys that must hold the same value, `runs` those runs of the model's own code that compute a part.
-    `remade` are constants of the program, buffers that no checkpoint has, with their values after the model's loading.
+    `twins` are keys that must hold the same value, `runs` those runs of the model's own code that
+    compute a part. `remade` are constants of the program, buffers that no checkpoint has, with
+    their values after the model's loading.
     """
 
     sources: dict[str, Expression]
@@ -46,21 +47,35 @@ class WeightMap:
 
 
 def constants_of(program: Checkpoint) -> tuple[TensorEntry, ...]:
-    """Return the constants of an exported program, which are not in its state dict; empty for other checkpoints."""
+    """Return the constants of an exported program, which are not in its state dict; empty for other
+    checkpoints.
+    """
     return next((section.tensors for section in program.sections if section.path == CONSTANTS), ())
 
 
 def canonical_names(program: Checkpoint) -> dict[str, str]:
-    """Return FQN or constant -> its name without the wrappers that were around the exported model."""
-    paths = wrappers.recognise(entry.key for section in program.sections[:1] for entry in section.tensors)
-    return {entry.key: strip(entry.key, paths) for section in program.sections for entry in section.tensors}
+    """Return FQN or constant -> its name without the wrappers that were around the exported
+    model.
+    """
+    paths = wrappers.recognise(
+        entry.key for section in program.sections[:1] for entry in section.tensors
+    )
+    return {
+        entry.key: strip(entry.key, paths)
+        for section in program.sections
+        for entry in section.tensors
+    }
 
 
 def chosen_constants(program: Checkpoint, weights: Section) -> dict[str, Expression]:
-    """Return constant -> its new value, for each constant of the program that one of the keys names."""
+    """Return constant -> its new value, for each constant of the program that one of the keys
+    names.
+    """
     constants = {entry.key: entry.key for entry in constants_of(program)}
     matched = match([entry.key for entry in weights.tensors], canonical_names(program))
-    chosen: dict[str, Expression] = {name: Ref(key) for key, name in matched.names.items() if name in constants}
+    chosen: dict[str, Expression] = {
+        name: Ref(key) for key, name in matched.names.items() if name in constants
+    }
     for section in program.sections:
         if section.path == CONSTANTS:
             _share(chosen, constants | section.aliases())
@@ -68,7 +83,8 @@ def chosen_constants(program: Checkpoint, weights: Section) -> dict[str, Express
 
 
 def map_by_keys(target: Section, weights: Section, names: Mapping[str, str]) -> WeightMap:
-    """Map without a model: the keys must be the program's FQNs, except for wrappers' segments on either side.
+    """Map without a model: the keys must be the program's FQNs, except for wrappers' segments on
+    either side.
 
     `names` are the canonical ones of the program's tensors.
     """
@@ -80,47 +96,70 @@ def map_by_keys(target: Section, weights: Section, names: Mapping[str, str]) -> 
     # A key without a name is fine if its tensor has another key that the program uses.
     used = {entry.identity for entry in weights.tensors if entry.key in matched.names}
     unmatched = set(matched.unmatched)
-    spare = {entry.key for entry in weights.tensors if entry.key in unmatched and entry.identity in used}
+    spare = {
+        entry.key for entry in weights.tensors if entry.key in unmatched and entry.identity in used
+    }
     problems = [problem for problem in _misfits(matched) if problem.key not in spare]
-    return WeightMap(sources, RUNTIME, problems, [entry.key for entry in weights.extras], _variants(matched))
+    return WeightMap(
+        sources, RUNTIME, problems, [entry.key for entry in weights.extras], _variants(matched)
+    )
 
 
 def map_by_model(
-    target: Section, constants: Mapping[str, str], weights: Section, model: ModelOperand, form: str | None
+    target: Section,
+    constants: Mapping[str, str],
+    weights: Section,
+    model: ModelOperand,
+    form: str | None,
 ) -> WeightMap:
-    """Map with the model: its names say how each FQN is computed from the checkpoint's keys, in any form.
+    """Map with the model: its names say how each FQN is computed from the checkpoint's keys, in any
+    form.
 
     `constants` are the program's, each with its canonical name.
     """
     names, tables, code = model.names(), model.tables, model.code
     reading = read(tables, weights, form)
     keys = {name: key for key, name in reading.match.names.items()}
-    values: dict[str, Expression] = {fqn: Ref(key) for fqn, key in keys.items() if fqn in tables.first}
-    meaning: Mapping[str, Expression | None] = {fqn: Ref(first) for fqn, first in tables.first.items()}
+    values: dict[str, Expression] = {
+        fqn: Ref(key) for fqn, key in keys.items() if fqn in tables.first
+    }
+    meaning: Mapping[str, Expression | None] = {
+        fqn: Ref(first) for fqn, first in tables.first.items()
+    }
     if reading.form != RUNTIME:
         check_versions(names, weights, reading)
-        values = {fqn: with_keys(source, keys) for fqn, source in tables.runtime_values(keys).items()}
+        values = {
+            fqn: with_keys(source, keys) for fqn, source in tables.runtime_values(keys).items()
+        }
         meaning = tables.saved
     plan = Plan(tuple(Output(weights.path, fqn, source) for fqn, source in values.items()))
     if code is not None:
         plan = left_to_code(plan, tables, weights, reading, code.arguments)
         values = {output.key: output.source for output in plan.outputs}
     _share(values, tables.first)
-    matched = match([entry.key for entry in target.tensors], {t.fqn: t.canonical for t in names.runtime})
+    matched = match(
+        [entry.key for entry in target.tensors], {t.fqn: t.canonical for t in names.runtime}
+    )
     sources = {fqn: values[name] for fqn, name in matched.names.items() if name in values}
     # A constant gets a value if the model's loading computes it from the checkpoint.
-    unsaved = {t.canonical: values[t.fqn] for t in names.runtime if not t.persistent and t.fqn in values}
+    unsaved = {
+        t.canonical: values[t.fqn] for t in names.runtime if not t.persistent and t.fqn in values
+    }
     remade = {
         constant: unsaved[name]
         for constant, name in constants.items()
         if name in unsaved and not ex.is_constant(unsaved[name])
     }
-    weight_map = WeightMap(sources, reading.form, _misfits(reading.match), runs=plan.runs, remade=remade)
+    weight_map = WeightMap(
+        sources, reading.form, _misfits(reading.match), runs=plan.runs, remade=remade
+    )
     weight_map.twins.extend(_variants(reading.match))
     weight_map.problems.extend(
-        Problem("the model has no tensor of this name: is it another model?", fqn) for fqn in matched.unmatched
+        Problem("the model has no tensor of this name: is it another model?", fqn)
+        for fqn in matched.unmatched
     )
-    # Each key that is not used has a twin with the same meaning, is left over, or is not a tensor of the program.
+    # Each key that is not used has a twin with the same meaning, is left over, or is not a tensor
+    # of the program.
     used = {key for source in sources.values() for key in ex.refs(source)}
     by_meaning = {meaning.get(name): key for name, key in reversed(keys.items()) if key in used}
     for name, key in keys.items():
@@ -145,11 +184,16 @@ def _share(values: dict[str, Expression], first: Mapping[str, str]) -> None:
 
 
 def _misfits(matched: Match) -> list[Problem]:
-    return [*(Problem(_LEFT_OVER, key, "left_over") for key in matched.unmatched), *matched.problems]
+    return [
+        *(Problem(_LEFT_OVER, key, "left_over") for key in matched.unmatched),
+        *matched.problems,
+    ]
 
 
 def _variants(matched: Match) -> list[tuple[str, str]]:
-    """Return call variants of an unflattened program, each with the key that gives its name the value."""
+    """Return call variants of an unflattened program, each with the key that gives its name the
+    value.
+    """
     keys = {name: key for key, name in matched.names.items()}
     return [(key, keys[name]) for key, name in matched.variants.items()]
 
@@ -158,7 +202,11 @@ def _variants(matched: Match) -> list[tuple[str, str]]:
 
 
 def fit_all(
-    entries: Sequence[TensorEntry], sources: Mapping[str, Expression], have: Entries, cast: bool, packed: bool
+    entries: Sequence[TensorEntry],
+    sources: Mapping[str, Expression],
+    have: Entries,
+    cast: bool,
+    packed: bool,
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
     fitted: dict[str, TensorEntry] = {}
     problems: list[Problem] = []
@@ -175,16 +223,27 @@ def fit_all(
     return fitted, problems
 
 
-def _fit(entry: TensorEntry, source: Expression, have: Entries, cast: bool, packed: bool) -> TensorEntry | Problem:
+def _fit(
+    entry: TensorEntry, source: Expression, have: Entries, cast: bool, packed: bool
+) -> TensorEntry | Problem:
     if ex.is_opaque(source):
-        return Problem("a hook computes it by code that is not a tensor operator", entry.key, "opaque")
+        return Problem(
+            "a hook computes it by code that is not a tensor operator", entry.key, "opaque"
+        )
     origin = "from " + ", ".join(dict.fromkeys(ex.refs(source)))
-    if entry.storage is None and not packed:  # only a tensor that is pickled as the same kind can replace it
+    # only a tensor that is pickled as the same kind can replace it
+    if entry.storage is None and not packed:
         pickled = have[source.key] if isinstance(source, Ref) else None
         if not isinstance(pickled, TensorEntry) or not replaceable(entry, pickled):
-            return Problem(f"{entry.layout}, and its new value is not pickled as such a tensor ({origin})", entry.key)
+            return Problem(
+                f"{entry.layout}, and its new value is not pickled as such a tensor ({origin})",
+                entry.key,
+            )
         if (pickled.shape, pickled.dtype) != (entry.shape, entry.dtype):
-            shapes = f"{pickled.dtype} {list(pickled.shape)}, the program has {entry.dtype} {list(entry.shape)}"
+            shapes = (
+                f"{pickled.dtype} {list(pickled.shape)}, the program has {entry.dtype}"
+                f" {list(entry.shape)}"
+            )
             return Problem(shapes, entry.key)
         return replace(pickled, key=entry.key)
     try:
@@ -197,7 +256,9 @@ def _fit(entry: TensorEntry, source: Expression, have: Entries, cast: bool, pack
     if value.dtype == entry.dtype:
         return value
     if not cast:
-        return Problem(f"dtype {value.dtype}, the program has {entry.dtype} ({origin})", entry.key, "dtype")
+        return Problem(
+            f"dtype {value.dtype}, the program has {entry.dtype} ({origin})", entry.key, "dtype"
+        )
     converted = Op("aten._to_copy.default", (source,), (("dtype", Special("dtype", entry.dtype)),))
     return _value(entry.key, converted, have)
 
@@ -207,12 +268,18 @@ def _value(fqn: str, source: Expression, have: Entries, packed: bool = False) ->
         entry = have[source.key]
         if isinstance(entry, TensorEntry) and (packed or entry.storage is not None):
             return replace(entry, key=fqn)
-        raise Refused(f"{source.key} is not a dense tensor", hint="only dense tensors can be put into a program")
+        raise Refused(
+            f"{source.key} is not a dense tensor",
+            hint="only dense tensors can be put into a program",
+        )
     return entry_of(fqn, source, have)
 
 
-def replaced(entries: Sequence[TensorEntry], fitted: Mapping[str, TensorEntry]) -> tuple[TensorEntry, ...]:
-    """Return the program's entries on their new storages, with the geometry that the program gave them.
+def replaced(
+    entries: Sequence[TensorEntry], fitted: Mapping[str, TensorEntry]
+) -> tuple[TensorEntry, ...]:
+    """Return the program's entries on their new storages, with the geometry that the program gave
+    them.
 
     Storages without a new value are the old ones.
     """
@@ -236,11 +303,20 @@ def replaced(entries: Sequence[TensorEntry], fitted: Mapping[str, TensorEntry]) 
     return tuple(result)
 
 
-def _storage(old: Storage, entries: Sequence[TensorEntry], fitted: Mapping[str, TensorEntry]) -> Storage:
-    """Return the storage for the new values of `entries`: as it is if one value fills it, else put together."""
+def _storage(
+    old: Storage, entries: Sequence[TensorEntry], fitted: Mapping[str, TensorEntry]
+) -> Storage:
+    """Return the storage for the new values of `entries`: as it is if one value fills it, else put
+    together.
+    """
     first, new = entries[0], fitted.get(entries[0].key, entries[0])
     one_tensor = len({entry.identity for entry in entries}) == 1
-    if one_tensor and first.is_contiguous and first.nbytes == old.nbytes and new.storage is not None:
+    if (
+        one_tensor
+        and first.is_contiguous
+        and first.nbytes == old.nbytes
+        and new.storage is not None
+    ):
         storage = in_own_storage(new).storage  # of a view, only its elements
         assert storage is not None
         return storage

@@ -1,1 +1,3 @@
-"""A model's own code becomes `Names`: its saving and loading are run without data, and recorded. Needs torch."""
+"""A model's own code becomes `Names`: its saving and loading are run without data, and recorded.
+Needs torch.
+"""

@@ -1,4 +1,6 @@
-"""Run the user's code, and build the model that a MODEL operand names, on the meta device or for real."""
+"""Run the user's code, and build the model that a MODEL operand names, on the meta device or for
+real.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,10 @@ from ckpttool.tracing.copy_module import copy_of
 from ckpttool.tracing.memory import place_of, token
 
 T = TypeVar("T")
-_META_SIGNS = ("meta tensor", "meta device", "meta kernel", "Meta tensor", "device meta", "device='meta'", "'meta'",
-               "data is not allocated yet", "_local_scalar_dense")  # fmt: skip
+_META_SIGNS = (
+    "meta tensor", "meta device", "meta kernel", "Meta tensor", "device meta", "device='meta'",
+    "'meta'", "data is not allocated yet", "_local_scalar_dense",
+)  # fmt: skip
 
 
 class _Once(io.TextIOBase):
@@ -95,14 +99,20 @@ def logs_as_warnings() -> Iterator[None]:
 
 @lru_cache(1)
 def _loggers_of_torch(count: int) -> list[str]:
-    """Return the names of torch's loggers; `count` is the number of all loggers, which grows with each new one."""
-    return [name for name in list(logging.root.manager.loggerDict) if f"{name}.".startswith("torch.")]
+    """Return the names of torch's loggers; `count` is the number of all loggers, which grows with
+    each new one.
+    """
+    return [
+        name for name in list(logging.root.manager.loggerDict) if f"{name}.".startswith("torch.")
+    ]
 
 
 def _log_as_warning(record: logging.LogRecord) -> bool:
     if record.levelno < logging.WARNING:
         return True
-    warnings.showwarning(UserWarning(record.getMessage()), UserWarning, record.pathname, record.lineno)
+    warnings.showwarning(
+        UserWarning(record.getMessage()), UserWarning, record.pathname, record.lineno
+    )
     return False
 
 
@@ -113,7 +123,9 @@ def seeded(seed: int) -> Iterator[None]:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             yield
-    else:  # `torch.manual_seed` would note this seed, with a traceback, for the GPUs that the caller uses later
+    # `torch.manual_seed` would note this seed, with a traceback, for the GPUs that the caller uses
+    # later
+    else:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             yield
@@ -141,7 +153,9 @@ def _writes_to_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _exit_raises() -> Iterator[None]:
-    """Let `os._exit` raise SystemExit: the process would end with the status of a complete comparison."""
+    """Let `os._exit` raise SystemExit: the process would end with the status of a complete
+    comparison.
+    """
     own, end = os.getpid(), os._exit
 
     def ended(status: int) -> NoReturn:
@@ -156,7 +170,8 @@ def _exit_raises() -> Iterator[None]:
         os._exit = end
 
 
-_FOLDERS: dict[str, str] = {}  # the working directory in which an import of the user's code ended, by ours
+# the working directory in which an import of the user's code ended, by ours
+_FOLDERS: dict[str, str] = {}
 
 
 @contextlib.contextmanager
@@ -188,7 +203,8 @@ _CONTAINED = threading.Lock()
 def _contained(imports: bool) -> Iterator[None]:
     """Keep stdout, the process and its working directory from the user's code.
 
-    They belong to the whole process, so one thread at a time does this, and a model that builds a model does it once.
+    They belong to the whole process, so one thread at a time does this, and a model that builds a
+    model does it once.
     """
     if not _CONTAINED.acquire(blocking=False):
         yield
@@ -204,9 +220,11 @@ def _contained(imports: bool) -> Iterator[None]:
 def user_code(
     what: str, on_meta: bool = False, error: type[CkptError] = CkptError, imports: bool = False
 ) -> Iterator[None]:
-    """Run the user's code: its output goes to stderr, and whatever it raises becomes an `error` that says where.
+    """Run the user's code: its output goes to stderr, and whatever it raises becomes an `error`
+    that says where.
 
-    It may change its working directory, not ours. Later blocks start where the last one that `imports` ended.
+    It may change its working directory, not ours. Later blocks start where the last one that
+    `imports` ended.
     """
     try:
         with _contained(imports), prints_once():
@@ -220,15 +238,22 @@ def user_code(
                 "add --materialize to build it for real"
             )
         elif isinstance(root := _root_cause(raised), ModuleNotFoundError) and root.name:
-            hint = f"the model's code needs {root.name}: run ckpttool in the environment that the model runs in"
+            hint = (
+                f"the model's code needs {root.name}: run ckpttool in the environment that the"
+                " model runs in"
+            )
         elif isinstance(raised, SystemExit):
             hint = (
-                "the module exits when it is imported: put the script's part under `if __name__ == '__main__':`"
+                "the module exits when it is imported: put the script's part under `if __name__ =="
+                " '__main__':`"
                 if imports
                 else "name a function that only builds, and does not parse a command line or exit"
             )
         elif on_meta:
-            hint = "fix it there; if it only fails on the meta device, add --materialize to build it for real"
+            hint = (
+                "fix it there; if it only fails on the meta device, add --materialize to build"
+                " it for real"
+            )
         else:
             hint = "fix it there: the same happens in plain Python"
         raise error(f"{what}: {describe(raised)}", hint=hint) from raised
@@ -250,9 +275,12 @@ def as_exception(error: Exception | SystemExit) -> Exception:
 
 
 def describe(error: BaseException) -> str:
-    """Return one line: the error's class and text, the file and line in the user's code, and the first cause."""
+    """Return one line: the error's class and text, the file and line in the user's code, and the
+    first cause.
+    """
     place = raised_at(error.__traceback__)
-    if isinstance(error, SyntaxError) and error.filename is not None:  # else the user's code raised it
+    # else the user's code raised it
+    if isinstance(error, SyntaxError) and error.filename is not None:
         place = f"{short_path(error.filename)}:{error.lineno}"
     text = f"{_summary(error)} ({place})" if place else _summary(error)
     root = _root_cause(error)
@@ -270,15 +298,29 @@ def _root_cause(error: BaseException) -> BaseException:
 
 def _summary(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {textwrap.shorten(lines[0], 240)}" if lines else type(error).__name__
+    return (
+        f"{type(error).__name__}: {textwrap.shorten(lines[0], 240)}"
+        if lines
+        else type(error).__name__
+    )
 
 
 def raised_at(trace: TracebackType | None) -> str | None:
-    """Return ``file:line`` of the last frame of the user's code, or else of an installed package."""
+    """Return ``file:line`` of the last frame of the user's code, or else of an installed
+    package.
+    """
     ckpttool, installed_torch = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
     standard = str(Path(os.__file__).parent)
-    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(("<", ckpttool, installed_torch))]
-    users = [f for f in frames if not f.filename.startswith(standard) and "site-packages" not in f.filename]
+    frames = [
+        f
+        for f in traceback.extract_tb(trace)
+        if not f.filename.startswith(("<", ckpttool, installed_torch))
+    ]
+    users = [
+        f
+        for f in frames
+        if not f.filename.startswith(standard) and "site-packages" not in f.filename
+    ]
     last = (users or frames)[-1:]
     return f"{short_path(last[0].filename)}:{last[0].lineno}" if last else None
 
@@ -294,7 +336,9 @@ def failed_on_meta(error: BaseException) -> bool:
     """Return whether the error, or one of its causes, says that a tensor has no values."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, (RuntimeError, NotImplementedError, TypeError, ValueError)) and says_meta(str(cause)):
+        if isinstance(
+            cause, (RuntimeError, NotImplementedError, TypeError, ValueError)
+        ) and says_meta(str(cause)):
             return True
         cause = cause.__cause__ or cause.__context__
     return False
@@ -306,13 +350,15 @@ def says_meta(text: str) -> bool:
 
 _FORM = "a model is package.module:attr or path/to/file.py:attr"
 _ABSENT = object()
-# By path and state of the file: a model and its optimizer come from one module, not from two with the same name.
+# By path and state of the file: a model and its optimizer come from one module, not from two with
+# the same name.
 _LOADED: dict[tuple[str, int, int], ModuleType] = {}
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model definition. `build()` returns a fresh instance each time, since some state_dict methods change the model.
+    """A model definition. `build()` returns a fresh instance each time, since some state_dict
+    methods change the model.
 
     `operand` is what the user named; `make` calls the user's factory or copies the user's instance.
     """
@@ -322,7 +368,8 @@ class LoadedModel:
     materialize: bool = False
 
     def build(self, materialize: bool | None = None, seed: int = 0) -> nn.Module:
-        """Return a fresh instance, on meta or with real weights (`materialize`; default: as loaded).
+        """Return a fresh instance, on meta or with real weights (`materialize`; default: as
+        loaded).
 
         Raises `CannotBuild` with the user's own error if the constructor fails.
         """
@@ -346,7 +393,9 @@ class LoadedModel:
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes of an instance's parameters and buffers, shared ones once; 0 if it cannot be built on meta."""
+        """The bytes of an instance's parameters and buffers, shared ones once; 0 if it cannot be
+        built on meta.
+        """
         with contextlib.suppress(CannotBuild):
             return _nbytes(self.build(False))
         return 0
@@ -354,7 +403,12 @@ class LoadedModel:
 
 def _nbytes(model: nn.Module) -> int:
     with torch._C.DisableTorchFunction():  # this is not a question of the constructor
-        tensors = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
+        tensors = (
+            t
+            for m in model.modules()
+            for t in (*m._parameters.values(), *m._buffers.values())
+            if t is not None
+        )
         sizes = {
             place_of(token(tensor)): tensor.numel() * tensor.element_size()
             for tensor in tensors
@@ -364,14 +418,20 @@ def _nbytes(model: nn.Module) -> int:
 
 
 class _WithoutValues(TorchDispatchMode):
-    """Leave out random values on meta: torch would import its compiler to fill tensors that have no data."""
+    """Leave out random values on meta: torch would import its compiler to fill tensors that have no
+    data.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # as in `Recorder`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.normal_.default and args[0].is_meta and min(args[2:3], default=1.0) >= 0:
+        if (
+            func is torch.ops.aten.normal_.default
+            and args[0].is_meta
+            and min(args[2:3], default=1.0) >= 0
+        ):
             return args[0]
         out = func(*args, **(kwargs or {}))
         if _DEVICES and args and _is_on_meta(args[0]) and _is_on_meta(out):
@@ -380,9 +440,11 @@ class _WithoutValues(TorchDispatchMode):
 
 
 class _StaysOnMeta(TorchFunctionMode):
-    """Keep tensors without values on meta if the constructor moves them, whether or not there is such a device.
+    """Keep tensors without values on meta if the constructor moves them, whether or not there is
+    such a device.
 
-    As for real, a move to the device that a tensor is on returns the same tensor, and a move to another one a copy.
+    As for real, a move to the device that a tensor is on returns the same tensor, and a move to
+    another one a copy.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -397,9 +459,16 @@ class _StaysOnMeta(TorchFunctionMode):
 
 
 def _is_usual(tensor: Any = None, mode: str = "", nonlinearity: str = "", **others: Any) -> bool:
-    """Return whether a call of `kaiming_uniform_`, with which most layers begin, only fills a tensor without values."""
+    """Return whether a call of `kaiming_uniform_`, with which most layers begin, only fills a
+    tensor without values.
+    """
     with torch._C.DisableTorchFunction():  # this is not a question of the constructor
-        return _is_on_meta(tensor) and tensor.dim() >= 2 and mode == "fan_in" and nonlinearity == "leaky_relu"
+        return (
+            _is_on_meta(tensor)
+            and tensor.dim() >= 2
+            and mode == "fan_in"
+            and nonlinearity == "leaky_relu"
+        )
 
 
 _MOVES = frozenset({torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu})
@@ -408,13 +477,17 @@ _DEVICES: WeakKeyDictionary[torch.UntypedStorage, torch.device] = WeakKeyDiction
 
 
 def device_for_real(tensor: torch.Tensor) -> torch.device:
-    """Return the device of a tensor; of one on meta the device that the model's code moves it to."""
+    """Return the device of a tensor; of one on meta the device that the model's code moves it
+    to.
+    """
     if not _is_on_meta(tensor):
         return tensor.device
     return _DEVICES.get(tensor.untyped_storage(), torch.device("cpu"))
 
 
-def _kept_on_meta(func: Any, tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Any:
+def _kept_on_meta(
+    func: Any, tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any
+) -> Any:
     """Return the tensor that a move off the meta device gives; None if the call is no such move."""
     if not _is_on_meta(tensor):
         return None
@@ -425,7 +498,9 @@ def _kept_on_meta(func: Any, tensor: torch.Tensor, *args: Any, copy: bool = Fals
         else:
             place = args[0] if args else kwargs.get("device")
             name = func.__name__
-            device = torch.device(name, place) if isinstance(place, int) else torch.device(place or name)
+            device = (
+                torch.device(name, place) if isinstance(place, int) else torch.device(place or name)
+            )
     except (RuntimeError, TypeError):  # the call raises it too
         return None
     if device is None or device.type == "meta":
@@ -433,7 +508,9 @@ def _kept_on_meta(func: Any, tensor: torch.Tensor, *args: Any, copy: bool = Fals
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, 0)
     copy = copy or device != device_for_real(tensor)
-    moved = tensor.to(dtype=dtype or tensor.dtype, copy=copy, memory_format=form or torch.preserve_format)
+    moved = tensor.to(
+        dtype=dtype or tensor.dtype, copy=copy, memory_format=form or torch.preserve_format
+    )
     _DEVICES[moved.untyped_storage()] = device
     return moved
 
@@ -447,12 +524,16 @@ class CannotBuild(CkptError):
 
 
 def load(
-    operand: str, kwargs: Mapping[str, Any] | None = None, materialize: bool = False, option: str = "--model"
+    operand: str,
+    kwargs: Mapping[str, Any] | None = None,
+    materialize: bool = False,
+    option: str = "--model",
 ) -> LoadedModel:
-    """Return the model that `operand`, the value of `option`, names; runs the user's code, as ``import`` does.
+    """Return the model that `operand`, the value of `option`, names; runs the user's code, as
+    ``import`` does.
 
-    `kwargs` are passed to a class or a function. Raises `CkptError` if the operand, the import, the attribute or its
-    value is wrong; a constructor's own failure is raised by `build`.
+    `kwargs` are passed to a class or a function. Raises `CkptError` if the operand, the import, the
+    attribute or its value is wrong; a constructor's own failure is raised by `build`.
     """
     target = find(operand, f"{_FORM}, for example my_package.model:build")
     if isinstance(target, nn.Module):
@@ -470,8 +551,11 @@ def load(
     return LoadedModel(operand, _factory(target, dict(kwargs or {}), operand, option), materialize)
 
 
-def of_object(model: Any, kwargs: Mapping[str, Any] | None = None, materialize: bool = False) -> LoadedModel:
-    """Return the definition of a module, a class, a factory or an exported program, without changing the object.
+def of_object(
+    model: Any, kwargs: Mapping[str, Any] | None = None, materialize: bool = False
+) -> LoadedModel:
+    """Return the definition of a module, a class, a factory or an exported program, without
+    changing the object.
 
     Raises `CkptError` if it is none of these.
     """
@@ -483,14 +567,16 @@ def of_object(model: Any, kwargs: Mapping[str, Any] | None = None, materialize: 
     if isinstance(model, nn.Module):
         return LoadedModel(type(model).__name__, lambda real: copied(model, real), materialize)
     if not callable(model):
-        raise CkptError(f"{a(model)} is not a model", hint="pass a module, a program, or file.py:build")
+        raise CkptError(
+            f"{a(model)} is not a model", hint="pass a module, a program, or file.py:build"
+        )
     name = getattr(model, "__name__", repr(model))
     return LoadedModel(name, _factory(model, dict(kwargs or {}), name, "--model"), materialize)
 
 
 def find(operand: str, hint: str) -> Any:
-    """Return the object ``package.module:attr`` or ``path/to/file.py:attr``. Raises `CkptError`: with `hint` if the
-    operand has another form.
+    """Return the object ``package.module:attr`` or ``path/to/file.py:attr``. Raises `CkptError`:
+    with `hint` if the operand has another form.
     """
     place, colon, attr = operand.rpartition(":")
     if not colon or not place or not attr or os.sep in attr:
@@ -503,7 +589,11 @@ def find(operand: str, hint: str) -> Any:
                 child = getattr(value, part, _ABSENT)
             if child is _ABSENT:
                 close = difflib.get_close_matches(part, names, n=3) or _models(value)
-                guess = f"; did you mean {' or '.join(f'{place}:{name}' for name in close)}?" if close else ""
+                guess = (
+                    f"; did you mean {' or '.join(f'{place}:{name}' for name in close)}?"
+                    if close
+                    else ""
+                )
                 raise CkptError(f"{place} has no attribute {attr!r}", hint=f"{_FORM}{guess}")
             value = child
         return value
@@ -523,7 +613,9 @@ def _models(module: Any) -> list[str]:
     """Return up to three names of models, model classes and functions that the module defines."""
     names = []
     for name, value in vars(module).items() if hasattr(module, "__dict__") else ():
-        is_defined_here = callable(value) and getattr(value, "__module__", None) == getattr(module, "__name__", None)
+        is_defined_here = callable(value) and getattr(value, "__module__", None) == getattr(
+            module, "__name__", None
+        )
         if not name.startswith("_") and (is_defined_here or isinstance(value, nn.Module)):
             names.append(name)
     return names[:3]
@@ -543,7 +635,8 @@ def _module(place: str) -> ModuleType:
                 raise
             raise CkptError(
                 f"no module named {error.name!r} ({place})",
-                hint=f"run it where `python -c 'import {place}'` works, or name the file: path/to/file.py:attr",
+                hint=f"run it where `python -c 'import {place}'` works, or name the file:"
+                " path/to/file.py:attr",
             ) from None
 
 
@@ -555,7 +648,11 @@ def _from_file(path: Path) -> ModuleType:
     stamp = (str(path.resolve()), state.st_mtime_ns, state.st_size)
     if stamp in _LOADED:
         return _LOADED[stamp]
-    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"_ckpttool_{path.stem}"
+    name = (
+        path.stem
+        if path.stem.isidentifier() and path.stem not in sys.modules
+        else f"_ckpttool_{path.stem}"
+    )
     sources.note_read(str(path))
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None  # the name ends with .py
@@ -574,7 +671,9 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _keep_importable(folder: str) -> None:
-    """Keep the folder on the path, as ``python file.py`` does: a constructor may import from it later."""
+    """Keep the folder on the path, as ``python file.py`` does: a constructor may import from it
+    later.
+    """
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
@@ -593,46 +692,65 @@ def _factory(
                 parameters = ", ".join(map(str, signature.parameters.values()))
                 raise CkptError(
                     f"{operand} cannot be called with these arguments: {error}",
-                    hint=f"it takes ({parameters}); pass them as in {option} '{operand}(name=1)', or name a "
+                    hint=f"it takes ({parameters}); pass them as in {option} '{operand}(name=1)',"
+                    " or name a "
                     "function without required parameters",
                 ) from error
         with contextlib.nullcontext() if real else torch.device("meta"):
             # A cached function would return the instance on meta again when a real one is needed.
-            instance = (getattr(target, "__wrapped__", target) if hasattr(target, "cache_info") else target)(**kwargs)
+            instance = (
+                getattr(target, "__wrapped__", target) if hasattr(target, "cache_info") else target
+            )(**kwargs)
         if not isinstance(instance, nn.Module):
             raise CkptError(
                 f"{operand} gives {a(instance)}, not an nn.Module",
                 hint="name an nn.Module, a class of one, or a function that returns one",
             )
         tensors = (*instance.parameters(), *instance.buffers())
-        if real and any(made() is instance for made in on_meta) and any(tensor.is_meta for tensor in tensors):
+        if (
+            real
+            and any(made() is instance for made in on_meta)
+            and any(tensor.is_meta for tensor in tensors)
+        ):
             raise CkptError(
-                f"{operand} gives the model that it built on the meta device before, and its values are needed",
+                f"{operand} gives the model that it built on the meta device before, and its"
+                " values are needed",
                 hint="pass --materialize, or build a new model in each call",
             )
         if not real:
             on_meta.append(weakref.ref(instance))
         module = sys.modules.get(getattr(target, "__module__", ""))
         in_module = any(value is instance for value in (vars(module) if module else {}).values())
-        # The next call of a factory that keeps the object would return it with the changes of this one.
+        # The next call of a factory that keeps the object would return it with the changes of this
+        # one.
         return copied(instance, real) if in_module else instance
 
     return make
 
 
 def copied(module: nn.Module, real: bool) -> nn.Module:
-    """Return a deep copy; on meta unless `real`, with tied and overlapping tensors tied in the same way."""
+    """Return a deep copy; on meta unless `real`, with tied and overlapping tensors tied in the same
+    way.
+    """
     memo: dict[int, Any] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
-        if not plain or tensor.is_quantized or tensor.is_nested or (real and 0 not in tensor.stride()):
+        if (
+            not plain
+            or tensor.is_quantized
+            or tensor.is_nested
+            or (real and 0 not in tensor.stride())
+        ):
             continue  # copied as it is
         storage = tensor.untyped_storage()
         if storage._cdata not in storages and real:
-            storages[storage._cdata] = storage.clone()  # `deepcopy` would not keep that it is expanded
+            # `deepcopy` would not keep that it is expanded
+            storages[storage._cdata] = storage.clone()
         elif storage._cdata not in storages:
-            storages[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+            storages[storage._cdata] = torch.empty(
+                storage.nbytes(), dtype=torch.uint8, device="meta"
+            ).untyped_storage()
             _DEVICES[storages[storage._cdata]] = device_for_real(tensor)
         twin = torch.empty(0, dtype=tensor.dtype, device=storages[storage._cdata].device)
         twin.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -26,13 +26,18 @@ from ckpttool.tracing.build_model import LoadedModel, find, prints_once, says_me
 from ckpttool.tracing.instances import dtype_name, is_cheap, memory_available
 from ckpttool.tracing.safe_state_dict import Maker, NotMade
 
-_FORM = "an optimizer is a function of the model that returns a torch.optim.Optimizer: file.py:make_optimizer"
+_FORM = (
+    "an optimizer is a function of the model that returns a torch.optim.Optimizer:"
+    " file.py:make_optimizer"
+)
 _OWNER = "ckpttool.owner"  # added to the state of each parameter, to see which parameter gets it
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedOptimizer:
-    """An optimizer's definition. `make` is what the user named: a function of the model, or a torch.optim class."""
+    """An optimizer's definition. `make` is what the user named: a function of the model, or a
+    torch.optim class.
+    """
 
     operand: str
     make: Callable[..., Any]
@@ -53,7 +58,8 @@ class LoadedOptimizer:
 
 
 def load_optimizer(operand: Any) -> LoadedOptimizer:
-    """Return the definition: of an operand, whose import runs the user's code, or of the function or class itself.
+    """Return the definition: of an operand, whose import runs the user's code, or of the function
+    or class itself.
 
     Raises `CkptError` if there is none.
     """
@@ -71,8 +77,8 @@ def load_optimizer(operand: Any) -> LoadedOptimizer:
 def with_optimizer(names: Names, model: LoadedModel, optimizer: LoadedOptimizer) -> Names:
     """Return `names` with the ids, groups and hyperparameters of the optimizer.
 
-    A step on the meta device costs nothing. The optimizer is built for real if its code reads values, and there is
-    memory for weights, gradients and moments.
+    A step on the meta device costs nothing. The optimizer is built for real if its code reads
+    values, and there is memory for weights, gradients and moments.
     """
     if not model.materialize:
         try:
@@ -94,21 +100,35 @@ def _with_ids(names: Names, model: nn.Module, definition: LoadedOptimizer, on_me
         for parameter in group["params"]:
             fqn = fqns.get(id(parameter))
             if fqn is None:
-                unknown.append(Problem(f"a parameter of shape {list(parameter.shape)}", f"param_groups.{index}"))
+                unknown.append(
+                    Problem(
+                        f"a parameter of shape {list(parameter.shape)}", f"param_groups.{index}"
+                    )
+                )
             else:
                 state = tuple(map(str, optimizer.state.get(parameter, ())))
                 params.append(OptimizerParam(len(params), fqn, index, state))
     if unknown:
         raise CkptError(
-            f"{definition.operand}: the optimizer has {plural(len(unknown), 'parameter')} that the model has not",
+            f"{definition.operand}: the optimizer has {plural(len(unknown), 'parameter')} that the"
+            " model has not",
             hint="it has to take its parameters from the model that it is called with",
             problems=unknown,
         )
     groups = tuple(
-        {name: _as_json(value) for name, value in group.items() if name != "params" and _is_plain(_number(value))}
+        {
+            name: _as_json(value)
+            for name, value in group.items()
+            if name != "params" and _is_plain(_number(value))
+        }
         for group in optimizer.param_groups
     )
-    return replace(names, optimizer=tuple(params), optimizer_class=type(optimizer).__name__, optimizer_groups=groups)
+    return replace(
+        names,
+        optimizer=tuple(params),
+        optimizer_class=type(optimizer).__name__,
+        optimizer_groups=groups,
+    )
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
@@ -127,12 +147,16 @@ def _is_plain(value: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """Return the number in a tensor with one element, as for a learning rate; any other value as it is."""
+    """Return the number in a tensor with one element, as for a learning rate; any other value as it
+    is.
+    """
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_meta:
         return value
     number = value.item()
     if isinstance(number, float) and value.dtype == torch.float32:  # 0.1, and not its 17 digits
-        number = float(f"{number:.7g}") if torch.tensor(float(f"{number:.7g}")) == number else number
+        number = (
+            float(f"{number:.7g}") if torch.tensor(float(f"{number:.7g}")) == number else number
+        )
     return number
 
 
@@ -145,9 +169,10 @@ def _as_json(value: Any) -> Any:
 class OptimizerVerdict:
     """The result of loading a saved state with torch.
 
-    `landed`: the FQN of each parameter that got state -> the id of that state in the file; empty for a state that names
-    its parameters. `error` is what loading, or one of two steps after it, raises; `stepped` says whether a step could
-    be tried at all. `converted` are tensors of the state that loading converts, as text.
+    `landed`: the FQN of each parameter that got state -> the id of that state in the file; empty
+    for a state that names its parameters. `error` is what loading, or one of two steps after it,
+    raises; `stepped` says whether a step could be tried at all. `converted` are tensors of the
+    state that loading converts, as text.
     """
 
     landed: Mapping[str, Param]
@@ -161,27 +186,34 @@ def optimizer_verdict(
 ) -> OptimizerVerdict | None:
     """Load the state of the section into a fresh optimizer, and take two steps.
 
-    A state of ids goes through ``Optimizer.load_state_dict``, one of names through ``set_optimizer_state_dict`` of
-    torch.distributed.checkpoint; before that, `by_dcp` asks for the keys that `dcp.load` needs. Return None if that
-    cannot be tried: for a large model that cannot be built on meta.
+    A state of ids goes through ``Optimizer.load_state_dict``, one of names through
+    ``set_optimizer_state_dict`` of torch.distributed.checkpoint; before that, `by_dcp` asks for the
+    keys that `dcp.load` needs. Return None if that cannot be tried: for a large model that cannot
+    be built on meta.
     """
     cheap = is_cheap(model, 4 * sum(entry.nbytes for entry in section.tensors))
     if model.materialize and not cheap:
         return None
-    with contextlib.suppress(CkptError, ImportError):  # a torch that was built without torch.distributed
+    # a torch that was built without torch.distributed
+    with contextlib.suppress(CkptError, ImportError):
         return _verdict(_Trial(model, optimizer, section, forms.read(section).form, cheap, by_dcp))
     return None
 
 
 def _verdict(trial: _Trial) -> OptimizerVerdict | None:
     run, state = trial.fresh(), trial.state()
-    # Whether such an optimizer loads a state that it wrote itself, and takes steps before and after.
+    # Whether such an optimizer loads a state that it wrote itself, and takes steps before and
+    # after.
     first, second = trial.fresh(), trial.fresh()
     steps = _raised(first.two_steps) is None
     loads = _raised(lambda: second.load(first.save())) is None
     steps = loads and steps and _raised(second.two_steps) is None
 
-    error = _raised(lambda: _plan_dcp_load(first.save(), state, trial.section.path)) if trial.by_dcp and loads else None
+    error = (
+        _raised(lambda: _plan_dcp_load(first.save(), state, trial.section.path))
+        if trial.by_dcp and loads
+        else None
+    )
     error = error or _raised(lambda: run.load(state))
     if error is not None:
         if not trial.real and (not loads or says_meta(error)):
@@ -191,7 +223,8 @@ def _verdict(trial: _Trial) -> OptimizerVerdict | None:
     if trial.form == ID:
         marked, state = trial.fresh(), trial.state()
         for param, values in state[STATE].items():
-            if values and isinstance(values, dict):  # empty state is not marked: torch makes it at the next step
+            # empty state is not marked: torch makes it at the next step
+            if values and isinstance(values, dict):
                 values[_OWNER] = param
         if _raised(lambda: marked.load(state)) is None:
             for fqn, parameter in marked.model.named_parameters():
@@ -202,13 +235,16 @@ def _verdict(trial: _Trial) -> OptimizerVerdict | None:
     if not steps:
         return OptimizerVerdict(landed, None, False, converted)
     error = _raised(run.two_steps)
-    if error is not None and says_meta(error):  # the file's hyperparameters need values, which meta tensors do not have
+    # the file's hyperparameters need values, which meta tensors do not have
+    if error is not None and says_meta(error):
         return OptimizerVerdict(landed, None, False, converted)
     return OptimizerVerdict(landed, error, True, converted)
 
 
 def _plan_dcp_load(expected: Any, saved: Any, path: str) -> None:
-    """Plan ``dcp.load({path: expected})`` of a folder that holds `saved`. Raise the errors of torch (a missing key)."""
+    """Plan ``dcp.load({path: expected})`` of a folder that holds `saved`. Raise the errors of torch
+    (a missing key).
+    """
     from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
     save, load = DefaultSavePlanner(), DefaultLoadPlanner()
@@ -219,14 +255,20 @@ def _plan_dcp_load(expected: Any, saved: Any, path: str) -> None:
 
 
 def _converted(run: _Run, saved: Mapping[Param, Any], landed: Mapping[str, Param]) -> Iterator[str]:
-    """Yield the tensors of the state that have another dtype once they are loaded: torch takes the parameter's."""
+    """Yield the tensors of the state that have another dtype once they are loaded: torch takes the
+    parameter's.
+    """
     for fqn, parameter in run.model.named_parameters():
         before, after = saved.get(landed.get(fqn, fqn)), run.optimizer.state.get(parameter)
         if not isinstance(before, Mapping) or not isinstance(after, Mapping):
             continue
         for name, value in after.items():
             old = before.get(name)
-            if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) and value.dtype != old.dtype:
+            if (
+                isinstance(value, torch.Tensor)
+                and isinstance(old, torch.Tensor)
+                and value.dtype != old.dtype
+            ):
                 yield f"{fqn}.{name} ({dtype_name(old.dtype)} to {dtype_name(value.dtype)})"
 
 
@@ -259,7 +301,9 @@ class _Trial:
         return copy.deepcopy(dict(rebuilt(saved, value)), tensors)
 
     def _value(self, value: Any) -> Any:
-        """Return a tensor of zeros, or without data; a single element is real: steps read their counter."""
+        """Return a tensor of zeros, or without data; a single element is real: steps read their
+        counter.
+        """
         if isinstance(value, ExtraEntry):
             return value.value
         if not isinstance(value, TensorEntry):
@@ -268,7 +312,9 @@ class _Trial:
             try:
                 return Maker(True).value(value)
             except NotMade as reason:
-                raise CkptError(f"it has {reason}, which no safe loader creates", hint="") from reason
+                raise CkptError(
+                    f"it has {reason}, which no safe loader creates", hint=""
+                ) from reason
         dtype = getattr(torch, value.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise CkptError(f"no tensor of dtype {value.dtype} can be made", hint="")
@@ -292,7 +338,10 @@ class _Run:
         if self.form == ID:
             self.optimizer.load_state_dict(state)
         else:
-            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+            from torch.distributed.checkpoint.state_dict import (
+                StateDictOptions,
+                set_optimizer_state_dict,
+            )
 
             options = StateDictOptions(flatten_optimizer_state_dict=self.form == FLAT)
             set_optimizer_state_dict(self.model, self.optimizer, state, options=options)
@@ -300,7 +349,10 @@ class _Run:
     def save(self) -> Any:
         if self.form == ID:
             return self.optimizer.state_dict()
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_optimizer_state_dict,
+        )
 
         options = StateDictOptions(flatten_optimizer_state_dict=self.form == FLAT)
         return get_optimizer_state_dict(self.model, self.optimizer, options=options)
@@ -319,5 +371,6 @@ def _raised(run: Callable[[], object]) -> str | None:
         except ImportError:
             raise
         except Exception as error:  # any error is a verdict
-            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
+            first_line = str(error).partition("\n")[0]
+            return f"{type(error).__name__}: {first_line}".rstrip(": ")
     return None

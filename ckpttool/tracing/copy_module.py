@@ -1,7 +1,8 @@
 """Copy a live module: as `copy.deepcopy` does, and if that fails, without what cannot be copied.
 
-Modules, parameters, buffers and hooks are always copied. Of other attributes, results of autograd (a cached activation,
-a stored loss) are detached, and objects that nothing can copy (locks, files, generators) are shared with the module.
+Modules, parameters, buffers and hooks are always copied. Of other attributes, results of autograd
+(a cached activation, a stored loss) are detached, and objects that nothing can copy (locks, files,
+generators) are shared with the module.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 def copy_of(module: nn.Module, memo: Memo, real: bool) -> nn.Module:
-    """Return a deep copy of the module; `memo` holds copies that exist. Unless `real`, detached tensors are on meta."""
+    """Return a deep copy of the module; `memo` holds copies that exist. Unless `real`, detached
+    tensors are on meta.
+    """
     known = dict(memo)
     try:
         complete: nn.Module = copy.deepcopy(module, memo)
@@ -36,7 +39,9 @@ class _Copier:
         self.keep: list[object] = []  # ids in the memo must not be used again
 
     def module(self, root: nn.Module) -> Any:
-        """Return a copy of the module. All submodules exist before the first is filled: objects may refer to them."""
+        """Return a copy of the module. All submodules exist before the first is filled: objects may
+        refer to them.
+        """
         parts = [part for part in root.modules() if id(part) not in self.memo]
         shells: list[tuple[nn.Module, nn.Module]] = []
         for part in parts:
@@ -61,14 +66,18 @@ class _Copier:
         return shell
 
     def _registry(self, entries: Any) -> Any:
-        """Return the parameters, buffers or submodules of a module, each copied: the live ones are never shared."""
+        """Return the parameters, buffers or submodules of a module, each copied: the live ones are
+        never shared.
+        """
         copies = type(entries)()
         for name, entry in entries.items():
             copies[name] = self.value(entry)
         return copies
 
     def value(self, value: Any) -> Any:
-        """Return a copy of the value; the value itself if it needs no copy, or if nothing can copy it."""
+        """Return a copy of the value; the value itself if it needs no copy, or if nothing can copy
+        it.
+        """
         if id(value) in self.memo:
             return self.memo[id(value)]
         if self._copies(value):
@@ -83,7 +92,9 @@ class _Copier:
         return self.memo.get(id(value), value)
 
     def _copies(self, value: Any) -> bool:
-        """Return whether `copy.deepcopy` copies the value; its copy is in the memo then, unless it needs none."""
+        """Return whether `copy.deepcopy` copies the value; its copy is in the memo then, unless it
+        needs none.
+        """
         before = len(self.memo)
         try:
             copy.deepcopy(value, self.memo)
@@ -95,10 +106,16 @@ class _Copier:
 
     def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
         values = self._values(tensor.detach())
-        return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+        return (
+            nn.Parameter(values, tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter)
+            else values
+        )
 
     def _values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy, without data unless it is `real`, or of a kind that the meta device does not have."""
+        """Return a copy, without data unless it is `real`, or of a kind that the meta device does
+        not have.
+        """
         if not self.real:
             try:
                 return torch.empty_like(tensor, device="meta")

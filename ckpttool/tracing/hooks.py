@@ -1,4 +1,6 @@
-"""Whose code named a key: watches all user code that takes part in saving and loading, and notes what it changed."""
+"""Whose code named a key: watches all user code that takes part in saving and loading, and notes
+what it changed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class _Change(NamedTuple):
 
 
 class _Watched:
-    """Replaces a hook or method, and has the watcher run it; a deep copy of the model gets a copy."""
+    """Replaces a hook or method, and has the watcher run it; a deep copy of the model gets a
+    copy.
+    """
 
     def __init__(self, function: Callable[..., Any], path: str, run: _Runner) -> None:
         self.function, self.path, self.run = function, path, run
@@ -50,14 +54,18 @@ class _Watched:
 class Watcher:
     """Wrap the hooks and overridden methods of one fresh model, which behaves as before.
 
-    `changes` then says for each key who gave it its value last, `failed` the innermost hook that raised.
+    `changes` then says for each key who gave it its value last, `failed` the innermost hook that
+    raised.
     """
 
     def __init__(self, root: nn.Module, recorder: Recorder) -> None:
         self.recorder = recorder
         self.changes: dict[str, _Change] = {}
         self.failed: Hook | None = None
-        self.paths = {id(module): path for path, module in reversed(list(root.named_modules(remove_duplicate=False)))}
+        self.paths = {
+            id(module): path
+            for path, module in reversed(list(root.named_modules(remove_duplicate=False)))
+        }
         self._wrap_saving_hooks(root)
         for module in root.modules():
             self._wrap_hooks(module, "_load_state_dict_pre_hooks", self._load)
@@ -99,7 +107,9 @@ class Watcher:
             method = getattr(module, name)
         object.__setattr__(module, name, _Watched(method, self.paths.get(id(module), ""), run))
 
-    def _save_pre_hook(self, function: Callable[..., Any], _: str, module: nn.Module, prefix: str, *args: Any) -> Any:
+    def _save_pre_hook(
+        self, function: Callable[..., Any], _: str, module: nn.Module, prefix: str, *args: Any
+    ) -> Any:
         with self._running(described(function, prefix[:-1])):
             result = function(module, prefix, *args)
         self._wrap_saving_hooks(module)  # it may have registered more
@@ -118,7 +128,10 @@ class Watcher:
     def _save(self, method: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
         destination = kwargs.get("destination", args[0] if args else None)
         hook = described(method, path)
-        before, clock = dict(destination) if isinstance(destination, Mapping) else {}, self.recorder.clock
+        before, clock = (
+            dict(destination) if isinstance(destination, Mapping) else {},
+            self.recorder.clock,
+        )
         with self._running(hook):
             result = method(*args, **kwargs)
         after = result if isinstance(result, Mapping) else destination
@@ -140,10 +153,13 @@ class Watcher:
         finally:
             self.recorder.author = outer
 
-    def _compare(self, before: Mapping[str, Any], after: Mapping[str, Any], hook: Hook, clock: int) -> None:
+    def _compare(
+        self, before: Mapping[str, Any], after: Mapping[str, Any], hook: Hook, clock: int
+    ) -> None:
         written = self.recorder.written_since(clock) if self.recorder.clock > clock else set()
         start = 0
-        if not written:  # skip the entries at the start that are the same: a hook deep in a large model changes few
+        # skip the entries at the start that are the same: a hook deep in a large model changes few
+        if not written:
             same = map(and_, map(is_, before, after), map(is_, before.values(), after.values()))
             start = sum(takewhile(bool, same))
         with quiet():
@@ -152,7 +168,12 @@ class Watcher:
                 if old is value and not written:
                     continue
                 mark = _mark(value)
-                if old is not before and mark == _mark(old) and mark[0] not in written and mark not in written:
+                if (
+                    old is not before
+                    and mark == _mark(old)
+                    and mark[0] not in written
+                    and mark not in written
+                ):
                     continue
                 change = self.changes.get(key)
                 if change is None or change.token != mark or change.clock <= clock:
@@ -161,7 +182,9 @@ class Watcher:
 
 
 def has_saving_code(root: nn.Module) -> bool:
-    """Return whether saving the model runs other code than `nn.Module`'s, which may change the model."""
+    """Return whether saving the model runs other code than `nn.Module`'s, which may change the
+    model.
+    """
     for module in root.modules():
         if module._state_dict_hooks or module._state_dict_pre_hooks:
             return True
@@ -177,13 +200,17 @@ def _mark(value: Any) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Run code of ckpttool inside a recording: it is neither recorded nor given the answers for the user's code."""
+    """Run code of ckpttool inside a recording: it is neither recorded nor given the answers for the
+    user's code.
+    """
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 def described(function: Any, module: str) -> Hook:
-    """Return the code behind a hook: inside partials, bound methods, callable objects and wrappers (torch's too)."""
+    """Return the code behind a hook: inside partials, bound methods, callable objects and wrappers
+    (torch's too).
+    """
     for _ in range(16):  # wrappers may wrap each other in a cycle
         if isinstance(function, functools.partial):
             function = function.func

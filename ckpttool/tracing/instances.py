@@ -1,4 +1,6 @@
-"""Instances of a model: list their tensors, fill them with values, load, compare; on the meta device or for real."""
+"""Instances of a model: list their tensors, fill them with values, load, compare; on the meta
+device or for real.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ MOST_TRIED = 256  # tensors that are changed one by one, to see what each of the
 class Listed:
     """One line of ``named_parameters`` / ``named_buffers``.
 
-    `first` is the first FQN of the same tensor. `path` leads through the modules: the listings of some wrappers (FSDP1,
-    activation checkpoint) leave the wrapper's segment out of the FQN.
+    `first` is the first FQN of the same tensor. `path` leads through the modules: the listings of
+    some wrappers (FSDP1, activation checkpoint) leave the wrapper's segment out of the FQN.
     """
 
     fqn: str
@@ -51,10 +53,14 @@ class CodeFailed(CkptError):
 
 
 def listed(model: nn.Module) -> tuple[Listed, ...]:
-    """Return every runtime tensor under every name, in ``named_parameters`` then ``named_buffers`` order."""
+    """Return every runtime tensor under every name, in ``named_parameters`` then ``named_buffers``
+    order.
+    """
     modules = list(model.named_modules(remove_duplicate=False))
     hidden = {
-        dotted(path, name) for path, module in modules for name in getattr(module, "_non_persistent_buffers_set", ())
+        dotted(path, name)
+        for path, module in modules
+        for name in getattr(module, "_non_persistent_buffers_set", ())
     }
     first: dict[Token, str] = {}
     items = []
@@ -62,13 +68,16 @@ def listed(model: nn.Module) -> tuple[Listed, ...]:
         plain = _members(modules, kind)
         listing = plain
         if getattr(type(model), f"named_{kind}s") is not getattr(nn.Module, f"named_{kind}s"):
-            with contextlib.suppress(TypeError):  # overridden with the signature from before torch 2.0
+            # overridden with the signature from before torch 2.0
+            with contextlib.suppress(TypeError):
                 listing = list(getattr(model, f"named_{kind}s")(remove_duplicate=False))
         same = len(listing) == len(plain) and all(a is b for (_, a), (_, b) in zip(listing, plain))
         for (fqn, tensor), (path, _) in zip(listing, plain if same else listing):
             mark = token(tensor)
             persistent = kind == "parameter" or path not in hidden
-            items.append(Listed(fqn, path, first.setdefault(mark, fqn), kind, tensor, mark, persistent))
+            items.append(
+                Listed(fqn, path, first.setdefault(mark, fqn), kind, tensor, mark, persistent)
+            )
     return tuple(items)
 
 
@@ -100,7 +109,9 @@ def runtime_tensors(model: nn.Module, items: tuple[Listed, ...]) -> tuple[Runtim
 
 
 def wrapper_paths(module: nn.Module) -> frozenset[str]:
-    """Return the dotted paths whose last segment comes from a wrapper, by the classes of the live modules."""
+    """Return the dotted paths whose last segment comes from a wrapper, by the classes of the live
+    modules.
+    """
     paths = set()
     for path, child in module.named_modules(remove_duplicate=False):
         for cls in type(child).__mro__:
@@ -115,7 +126,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the shape; None for a lazy parameter, which has none yet, and for a nested tensor, which has several."""
+    """Return the shape; None for a lazy parameter, which has none yet, and for a nested tensor,
+    which has several.
+    """
     return None if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tuple(tensor.shape)
 
 
@@ -126,7 +139,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def layout_of(tensor: torch.Tensor) -> str:
-    """Return ``strided`` for a dense block of memory that can be read, else what the tensor is instead."""
+    """Return ``strided`` for a dense block of memory that can be read, else what the tensor is
+    instead.
+    """
     if is_special(tensor):
         return "subclass"
     if tensor.is_quantized:
@@ -139,25 +154,36 @@ def layout_of(tensor: torch.Tensor) -> str:
 
 
 def is_special(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's class changes what operators do (a quantized weight, a DTensor, ...)."""
+    """Return whether the tensor's class changes what operators do (a quantized weight, a DTensor,
+    ...).
+    """
     overrides_functions = torch.overrides.has_torch_function_unary(tensor)
-    return overrides_functions or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return (
+        overrides_functions
+        or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    )
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    known = sys.modules.get("torch.distributed.tensor")  # if nothing has imported it, there are no DTensors
+    # if nothing has imported it, there are no DTensors
+    known = sys.modules.get("torch.distributed.tensor")
     return known is not None and isinstance(tensor, known.DTensor)
 
 
 def code_failed(what: str, watcher: Watcher, error: BaseException) -> CodeFailed:
     """Return the error for what the model's own saving or loading raised; it names the hook."""
-    return CodeFailed(f"{what} fails{watcher.where}: {describe(error)}", hint="fix it there: torch fails the same way")
+    return CodeFailed(
+        f"{what} fails{watcher.where}: {describe(error)}",
+        hint="fix it there: torch fails the same way",
+    )
 
 
 def on_meta_or_real(model: LoadedModel, run: Callable[[bool], T], extra: int = 0) -> T:
-    """Return ``run(False)``, on meta; if the model's code cannot do that, ``run(True)``, with real tensors if they fit.
+    """Return ``run(False)``, on meta; if the model's code cannot do that, ``run(True)``, with real
+    tensors if they fit.
 
-    `extra` are bytes that the real run needs in addition to the model. Raises `CkptError` with the model's own error.
+    `extra` are bytes that the real run needs in addition to the model. Raises `CkptError` with the
+    model's own error.
     """
     if model.materialize:
         return run(True)
@@ -183,7 +209,9 @@ def check_memory(model: LoadedModel, extra: int, why: str) -> int:
 
 
 def is_cheap(model: LoadedModel, extra: int = 0) -> bool:
-    """Return whether the model and `extra` bytes are so small that real instances are built at once."""
+    """Return whether the model and `extra` bytes are so small that real instances are built at
+    once.
+    """
     return model.nbytes + extra <= _CHEAP
 
 
@@ -211,8 +239,10 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-Filling = Union[int, Literal["zeros", "ones", "own"]]  # a seed, one value everywhere, or the values of the constructor
-FILLINGS = (1, 2)  # seeds of the further runs that tell whether names or expressions depend on values
+# a seed, one value everywhere, or the values of the constructor
+Filling = Union[int, Literal["zeros", "ones", "own"]]
+# seeds of the further runs that tell whether names or expressions depend on values
+FILLINGS = (1, 2)
 CONSTANT: tuple[Filling, ...] = ("zeros", "ones")
 
 
@@ -223,10 +253,11 @@ def filled(model: LoadedModel, filling: Filling, real: bool = True) -> nn.Module
 
 
 def fill(model: nn.Module, filling: Filling, only: Collection[str] | None = None) -> None:
-    """Give every tensor that has values (or `only` those with these first names) other values, integers as `others`.
+    """Give every tensor that has values (or `only` those with these first names) other values,
+    integers as `others`.
 
-    The values of a negative seed are the negatives of the positive seed's, those of a seed over 100 are 64 times as
-    large.
+    The values of a negative seed are the negatives of the positive seed's, those of a seed over 100
+    are 64 times as large.
     """
     if filling == "own":
         return
@@ -237,7 +268,12 @@ def fill(model: nn.Module, filling: Filling, only: Collection[str] | None = None
             tensor = item.tensor
             if only is not None and item.first not in only:
                 continue
-            if not is_plain(tensor) or tensor.is_quantized or tensor.device.type != "cpu" or 0 in tensor.stride():
+            if (
+                not is_plain(tensor)
+                or tensor.is_quantized
+                or tensor.device.type != "cpu"
+                or 0 in tensor.stride()
+            ):
                 continue
             if isinstance(filling, str):
                 if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
@@ -253,9 +289,11 @@ def fill(model: nn.Module, filling: Filling, only: Collection[str] | None = None
 
 
 def others(integers: torch.Tensor) -> torch.Tensor:
-    """Return other integers or truth values of the same shape: the same in another order, since they may be indices.
+    """Return other integers or truth values of the same shape: the same in another order, since
+    they may be indices.
 
-    If the order changes nothing, the first half gets other values, so that the order matters the next time.
+    If the order changes nothing, the first half gets other values, so that the order matters the
+    next time.
     """
     if integers.dtype in _SIGNED:  # torch can do little with unsigned integers
         return others(integers.view(_SIGNED[integers.dtype])).view(integers.dtype)
@@ -267,15 +305,24 @@ def others(integers: torch.Tensor) -> torch.Tensor:
 
 
 def load_strictly(model: nn.Module, state: Mapping[str, object], **options: bool) -> object:
-    """Run ``load_state_dict(state, strict=True)``; without `strict` if the model's own method does not take it."""
+    """Run ``load_state_dict(state, strict=True)``; without `strict` if the model's own method does
+    not take it.
+    """
     parameters = inspect.signature(model.load_state_dict).parameters.values()
-    if any(parameter.name == "strict" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    if any(
+        parameter.name == "strict" or parameter.kind is parameter.VAR_KEYWORD
+        for parameter in parameters
+    ):
         return model.load_state_dict(state, strict=True, **options)
     return model.load_state_dict(state, **options)
 
 
-def failure_of_loading(model: nn.Module, state: Mapping[str, object], **options: bool) -> Exception | None:
-    """Return what the model's own strict loading raises, without a recorder; None if it succeeds."""
+def failure_of_loading(
+    model: nn.Module, state: Mapping[str, object], **options: bool
+) -> Exception | None:
+    """Return what the model's own strict loading raises, without a recorder; None if it
+    succeeds.
+    """
     result = attempt(lambda: load_strictly(model, state, **options))
     return result if isinstance(result, Exception) else None
 
@@ -283,12 +330,19 @@ def failure_of_loading(model: nn.Module, state: Mapping[str, object], **options:
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy of every runtime tensor that has values."""
     lazy = torch.nn.parameter.is_lazy
-    return {item.fqn: item.tensor.detach().clone() for item in listed(model) if not lazy(item.tensor)}
+    return {
+        item.fqn: item.tensor.detach().clone() for item in listed(model) if not lazy(item.tensor)
+    }
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have one class, dtype and shape, and the same bits."""
-    if (type(one), one.dtype, one.shape, one.layout) != (type(other), other.dtype, other.shape, other.layout):
+    if (type(one), one.dtype, one.shape, one.layout) != (
+        type(other),
+        other.dtype,
+        other.shape,
+        other.layout,
+    ):
         return False
     parts = inside(one), inside(other)
     if parts[0]:
@@ -304,7 +358,9 @@ def feeders(
     before: Mapping[str, Any],
     run: Callable[[str], Mapping[str, Any]],
 ) -> dict[str, list[str]]:
-    """Return for each of `outputs` the inputs that change it if changed alone (`run`); all if there are very many."""
+    """Return for each of `outputs` the inputs that change it if changed alone (`run`); all if there
+    are very many.
+    """
     if len(inputs) > MOST_TRIED:
         return {name: [*inputs] for name in outputs}
     found: dict[str, list[str]] = {name: [] for name in outputs}
@@ -323,7 +379,9 @@ def copied_state(state: Mapping[str, object]) -> OrderedDict[str, Any]:
         copied[key] = value
         if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value):
             if value.device.type == "meta" and is_plain(value):
-                copied[key] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+                copied[key] = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device="meta"
+                )
             else:
                 copied[key] = _clone(key, value)
     metadata = metadata_of(state)
@@ -335,7 +393,9 @@ def copied_state(state: Mapping[str, object]) -> OrderedDict[str, Any]:
 def _clone(key: str, value: torch.Tensor) -> torch.Tensor:
     copied = attempt(value.detach().clone)
     if isinstance(copied, Exception):
-        raise CkptError(f"{key} cannot be copied: {describe(copied)}", hint="its class has to implement clone()")
+        raise CkptError(
+            f"{key} cannot be copied: {describe(copied)}", hint="its class has to implement clone()"
+        )
     return copied
 
 

@@ -1,8 +1,9 @@
-"""The verdict of ``load_state_dict(checkpoint, strict=True)``, and what loading reads, found by running it.
+"""The verdict of ``load_state_dict(checkpoint, strict=True)``, and what loading reads, found by
+running it.
 
-It runs on tensors without data, and is recorded. If these cannot replace the file's (sparse, quantized, subclasses,
-dtypes that few operators know), or if it costs next to nothing, it runs once more with the file's own values and
-without a recorder: that verdict is the answer.
+It runs on tensors without data, and is recorded. If these cannot replace the file's (sparse,
+quantized, subclasses, dtypes that few operators know), or if it costs next to nothing, it runs once
+more with the file's own values and without a recorder: that verdict is the answer.
 """
 
 from __future__ import annotations
@@ -57,12 +58,16 @@ from ckpttool.tracing.safe_state_dict import needs_values, stored, versions_of
 _TORCH_SAYS = "Error(s) in loading state_dict for"
 _MISSING, _UNEXPECTED = "Missing key(s) in state_dict: ", "Unexpected key(s) in state_dict: "
 _UNWRITTEN = Op("unwritten")  # the value of a runtime tensor before loading
-_INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)} | {torch.bool}
+_INTEGERS = {
+    getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
+} | {torch.bool}
 _MOST_VERSIONS = 8
 
 
 class DtypeChange(NamedTuple):
-    """A runtime tensor that loading converts, from the dtype of the loaded value (`key`, if it is one key)."""
+    """A runtime tensor that loading converts, from the dtype of the loaded value (`key`, if it is
+    one key).
+    """
 
     fqn: str
     key: str | None
@@ -72,15 +77,17 @@ class DtypeChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict of strict loading. `ok`: it succeeds. `errors` are torch's own messages besides the two key lists.
+    """The verdict of strict loading. `ok`: it succeeds. `errors` are torch's own messages besides
+    the two key lists.
 
-    `reads` gives for each runtime FQN its value after loading, over checkpoint keys; None if the checkpoint does not
-    reach it. `assigns`: it is refused, but ``assign=True``, which replaces the model's tensors by the file's, succeeds.
-    `doubtful`: it was found on tensors without data, and real tensors may refuse it. `by_values`: the model's code
-    looked at values, or made some outside of torch: for other values `reads` may differ. `special` are the runtime
-    tensors of another kind (quantized, subclasses): whether they keep a value is known only with values. `altered` are
-    the keys whose values they do not keep; `replaced` are those that loading replaces by values of its own, as far as
-    that was tried.
+    `reads` gives for each runtime FQN its value after loading, over checkpoint keys; None if the
+    checkpoint does not reach it. `assigns`: it is refused, but ``assign=True``, which replaces the
+    model's tensors by the file's, succeeds. `doubtful`: it was found on tensors without data, and
+    real tensors may refuse it. `by_values`: the model's code looked at values, or made some outside
+    of torch: for other values `reads` may differ. `special` are the runtime tensors of another kind
+    (quantized, subclasses): whether they keep a value is known only with values. `altered` are the
+    keys whose values they do not keep; `replaced` are those that loading replaces by values of its
+    own, as far as that was tried.
     """
 
     ok: bool
@@ -97,13 +104,16 @@ class Verdict:
     replaced: tuple[str, ...] = ()
 
 
-Outline = Mapping[str, tuple[str, tuple[int, ...]]]  # key -> dtype and shape, in the order of the keys
+# key -> dtype and shape, in the order of the keys
+Outline = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class Load(NamedTuple):
-    """A recorded load of a state dict, all of whose values are dense tensors if its `outline` is known.
+    """A recorded load of a state dict, all of whose values are dense tensors if its `outline` is
+    known.
 
-    `custom` are the modules whose code is not torch's; `versioned`: such code read the `versions` of modules.
+    `custom` are the modules whose code is not torch's; `versioned`: such code read the `versions`
+    of modules.
     """
 
     verdict: Verdict
@@ -115,7 +125,8 @@ class Load(NamedTuple):
     def answers(self, outline: Outline, section: Section) -> bool:
         """Return whether loading the section of that outline must have the same verdict.
 
-        For code that is not torch's the keys must also have the same order, and the modules the versions that it read.
+        For code that is not torch's the keys must also have the same order, and the modules the
+        versions that it read.
         """
         if self.outline != outline or self.verdict.by_values or self.verdict.special:
             return False
@@ -142,14 +153,19 @@ def _outline_of(state: Mapping[str, object]) -> Outline | None:
 
 
 def load_verdict(
-    model: LoadedModel, section: Section, *, reads_values: bool = True, loads: list[Load] | None = None
+    model: LoadedModel,
+    section: Section,
+    *,
+    reads_values: bool = True,
+    loads: list[Load] | None = None,
 ) -> Verdict:
-    """Load the section's tensors into a fresh instance, without data if that can replace the file's.
+    """Load the section's tensors into a fresh instance, without data if that can replace the
+    file's.
 
-    With `reads_values`, a small model also loads the values if they may decide. `loads` are recorded loads of the
-    model, which are not repeated; new ones are appended. Raises `CkptError` if real tensors are needed and do not fit
-    in memory, if the file does not hold what its entries say, and if the answer depends on an object that is not
-    created here (`stored`).
+    With `reads_values`, a small model also loads the values if they may decide. `loads` are
+    recorded loads of the model, which are not repeated; new ones are appended. Raises `CkptError`
+    if real tensors are needed and do not fit in memory, if the file does not hold what its entries
+    say, and if the answer depends on an object that is not created here (`stored`).
     """
     loads = [] if loads is None else loads
     was_real = False
@@ -174,12 +190,19 @@ def load_verdict(
         missing, unexpected, errors = lists.read(failed)
         assigns = bool(errors) and not missing and not unexpected
         if assigns:
-            assigns = failure_of_loading(model.build(True), stored(section, True).state, assign=True) is None
+            assigns = (
+                failure_of_loading(model.build(True), stored(section, True).state, assign=True)
+                is None
+            )
         ok = failed is None
-        verdict = replace(verdict, ok=ok, missing=missing, unexpected=unexpected, errors=errors, assigns=assigns)
+        verdict = replace(
+            verdict, ok=ok, missing=missing, unexpected=unexpected, errors=errors, assigns=assigns
+        )
         if not ok:
             return replace(verdict, altered=(), replaced=())
-        altered, replaced = (tuple(find(instance, state, verdict.reads)) for find in (_altered, _replaced))
+        altered, replaced = (
+            tuple(find(instance, state, verdict.reads)) for find in (_altered, _replaced)
+        )
         return replace(verdict, altered=altered, replaced=replaced)
 
     need = 2 * sum(entry.nbytes for entry in section.tensors)
@@ -187,7 +210,11 @@ def load_verdict(
         check_memory(model, need, f"{model.operand} has to load tensors with their values")
         return truth(recorded(True))
     outline = {entry.key: (entry.dtype, entry.shape) for entry in section.tensors}
-    same = None if section.extras else next((load for load in loads if load.answers(outline, section)), None)
+    same = (
+        None
+        if section.extras
+        else next((load for load in loads if load.answers(outline, section)), None)
+    )
     verdict = on_meta_or_real(model, recorded, need) if same is None else same.verdict
     if verdict.doubtful or verdict.special:
         check_memory(model, need, f"whether {model.operand} loads it cannot be told without values")
@@ -199,23 +226,37 @@ def load_verdict(
 
 
 def _depends_on_values(verdict: Verdict, section: Section) -> bool:
-    """Return whether a load of the values may say more: why torch refuses it, or which values loading replaces."""
-    if verdict.by_values or (not verdict.ok and not verdict.missing and not verdict.unexpected) or verdict.errors:
+    """Return whether a load of the values may say more: why torch refuses it, or which values
+    loading replaces.
+    """
+    if (
+        verdict.by_values
+        or (not verdict.ok and not verdict.missing and not verdict.unexpected)
+        or verdict.errors
+    ):
         return True
-    return any(entry.key in verdict.reads and verdict.reads[entry.key] is None for entry in section.tensors)
+    return any(
+        entry.key in verdict.reads and verdict.reads[entry.key] is None for entry in section.tensors
+    )
 
 
 def undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
     """Return the error for objects of the file that are not created here."""
     return CkptError(
-        f"whether {model.operand} loads it depends on {plural(len(unknown), 'object')} that no safe loader makes",
-        hint="torch.serialization.add_safe_globals([CLASS]) where the model is defined says that they may be made",
+        f"whether {model.operand} loads it depends on {plural(len(unknown), 'object')} that no"
+        " safe loader makes",
+        hint="torch.serialization.add_safe_globals([CLASS]) where the model is defined says that"
+        " they may be made",
         problems=unknown,
     )
 
 
-def _altered(instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str, Expression | None]) -> Iterator[str]:
-    """Yield the keys whose values the instance, which has loaded `state`, does not keep in tensors of another kind."""
+def _altered(
+    instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str, Expression | None]
+) -> Iterator[str]:
+    """Yield the keys whose values the instance, which has loaded `state`, does not keep in tensors
+    of another kind.
+    """
     for item in listed(instance):
         source = reads.get(item.fqn)
         value = state.get(source.key) if isinstance(source, Ref) else None
@@ -227,18 +268,27 @@ def _altered(instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str, 
                 yield source.key
 
 
-def _replaced(instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str, Expression | None]) -> Iterator[str]:
-    """Yield the keys of tensors that loading sets to another value of its own, instead of the one in `state`."""
+def _replaced(
+    instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str, Expression | None]
+) -> Iterator[str]:
+    """Yield the keys of tensors that loading sets to another value of its own, instead of the one
+    in `state`.
+    """
     for item in listed(instance):
         value = state.get(item.fqn)
-        if item.fqn not in reads or reads[item.fqn] is not None or not isinstance(value, torch.Tensor):
+        if (
+            item.fqn not in reads
+            or reads[item.fqn] is not None
+            or not isinstance(value, torch.Tensor)
+        ):
             continue
         if attempt(partial(_is_kept, value, item.tensor)) is not True:
             yield item.fqn
 
 
 def _is_kept(value: torch.Tensor, held: torch.Tensor) -> bool:
-    """Return whether `held` is a copy of `value`; if their classes differ, whether copying back gives `value`.
+    """Return whether `held` is a copy of `value`; if their classes differ, whether copying back
+    gives `value`.
 
     Another dtype of a dense `value` is not an alteration: it is listed as a conversion.
     """
@@ -253,12 +303,16 @@ def _is_kept(value: torch.Tensor, held: torch.Tensor) -> bool:
 
 
 def _context(tensor: torch.Tensor) -> str:
-    """Return what a wrapper subclass holds besides tensors, as text: equal attributes may be different objects."""
+    """Return what a wrapper subclass holds besides tensors, as text: equal attributes may be
+    different objects.
+    """
     return repr(tensor.__tensor_flatten__()[1]) if is_traceable_wrapper_subclass(tensor) else ""
 
 
 def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict:
-    """Load `state` strictly into `instance`, which is changed. Raises `CodeFailed` if that cannot run on meta."""
+    """Load `state` strictly into `instance`, which is changed. Raises `CodeFailed` if that cannot
+    run on meta.
+    """
     recorder = Recorder()
     for key, value in state.items():
         for tensor in tensors_in(value):
@@ -295,8 +349,8 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
                 names.setdefault(place, []).append(item.fqn)
         changes = []
         for mark, source, target, value in recorder.conversions:
-            # Under the name that the key has, or the tensor's first; a copy into a part of a tensor counts for all
-            # tensors of that storage: a token begins with its address.
+            # Under the name that the key has, or the tensor's first; a copy into a part of a tensor
+            # counts for all tensors of that storage: a token begins with its address.
             loaded_key = value.key if isinstance(value, Ref) else None
             fqns = names.get(mark) or names.get(mark[0])
             if fqns:
@@ -311,12 +365,16 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
             reads=reads,
             doubtful=recorder.doubtful,
             by_values=bool(recorder.reads) or (real and recorder.outside),
-            special=tuple(i.fqn for i in items if is_special(i.tensor) and not is_dtensor(i.tensor)),
+            special=tuple(
+                i.fqn for i in items if is_special(i.tensor) and not is_dtensor(i.tensor)
+            ),
         )
 
 
 class _Lists:
-    """Catch the lists of missing and unexpected keys and of errors that torch fills while it loads."""
+    """Catch the lists of missing and unexpected keys and of errors that torch fills while it
+    loads.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         self.lists: tuple[list[str], list[str], list[str]] | None = None
@@ -336,7 +394,9 @@ class _Lists:
 
         object.__setattr__(root, "_load_from_state_dict", run)
 
-    def read(self, failed: Exception | None) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    def read(
+        self, failed: Exception | None
+    ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         text = str(failed) if failed is not None else ""
         if failed is not None and not text.startswith(_TORCH_SAYS):
             return (), (), (describe(failed),)
@@ -349,14 +409,21 @@ class _Lists:
             errors = text.split("\n\t")[1:]
         else:
             missing, unexpected, errors = self.lists
-        return tuple(missing), tuple(unexpected), tuple(e for e in errors if not e.startswith((_MISSING, _UNEXPECTED)))
+        return (
+            tuple(missing),
+            tuple(unexpected),
+            tuple(e for e in errors if not e.startswith((_MISSING, _UNEXPECTED))),
+        )
 
 
 # Whether the values matter: on real tensors, code outside of torch turns them into constants
 
 
-def reads_of_any(model: LoadedModel, state: Mapping[str, Any], verdict: Verdict) -> dict[str, Expression | None]:
-    """Return the `reads` of `verdict`, of loading `state` for real; opaque if they depend on values.
+def reads_of_any(
+    model: LoadedModel, state: Mapping[str, Any], verdict: Verdict
+) -> dict[str, Expression | None]:
+    """Return the `reads` of `verdict`, of loading `state` for real; opaque if they depend on
+    values.
 
     Raises `CkptError` if the model's own code fails.
     """
@@ -373,7 +440,8 @@ def reads_of_any(model: LoadedModel, state: Mapping[str, Any], verdict: Verdict)
         varying = []
         for fqn, value in reads.items():
             second = again.reads.get(fqn)
-            if value is None and second is None:  # it is not read, and must not depend on what is loaded
+            # it is not read, and must not depend on what is loaded
+            if value is None and second is None:
                 varies = fqn in before and (fqn not in after or not same(before[fqn], after[fqn]))
             else:
                 varies = value != second
@@ -387,14 +455,18 @@ def reads_of_any(model: LoadedModel, state: Mapping[str, Any], verdict: Verdict)
     every = [Ref(key) for key, value in state.items() if isinstance(value, torch.Tensor)]
     fresh = values_of(model.build(True))
     for fqn, value in reads.items():
-        untouched = value is None and fqn in fresh and fqn in before and same(fresh[fqn], before[fqn])
+        untouched = (
+            value is None and fqn in fresh and fqn in before and same(fresh[fqn], before[fqn])
+        )
         if not untouched and not isinstance(value, Ref):
             reads[fqn] = opaque(*every)
     return reads
 
 
 def _other_state(model: LoadedModel, seed: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state dict of an instance with other values; integers that are still the same are changed too."""
+    """Return the state dict of an instance with other values; integers that are still the same are
+    changed too.
+    """
     copied = copied_state(filled(model, seed).state_dict())
     for key, value in copied.items():
         plain = type(value) is torch.Tensor and is_plain(value)
@@ -404,15 +476,21 @@ def _other_state(model: LoadedModel, seed: int, state: Mapping[str, Any]) -> Map
 
 
 def _after_loading(model: LoadedModel, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the runtime tensors of a fresh instance that has loaded `state`; none if that fails."""
+    """Return the runtime tensors of a fresh instance that has loaded `state`; none if that
+    fails.
+    """
     instance = model.build(True)
-    return {} if failure_of_loading(instance, copied_state(state)) is not None else values_of(instance)
+    return (
+        {} if failure_of_loading(instance, copied_state(state)) is not None else values_of(instance)
+    )
 
 
 def _feeders(
     model: LoadedModel, state: Mapping[str, Any], other: Mapping[str, Any], varying: Iterable[str]
 ) -> dict[str, list[str]]:
-    """Return for each of the `varying` tensors the keys that change it if changed alone; all if trying costs much."""
+    """Return for each of the `varying` tensors the keys that change it if changed alone; all if
+    trying costs much.
+    """
     keys = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
     if not is_cheap(model):
         return dict.fromkeys(varying, keys)
@@ -428,7 +506,9 @@ def _feeders(
 
 
 class _NotedVersions(dict[str, Any]):
-    """What a state dict says of one module. `read` gets its path once code looks at more than torch's own does."""
+    """What a state dict says of one module. `read` gets its path once code looks at more than
+    torch's own does.
+    """
 
     read: list[str] | None = None
     path = ""
@@ -475,7 +555,9 @@ class _NotedVersions(dict[str, Any]):
 
 
 def noting_versions(state: OrderedDict[str, Any]) -> tuple[OrderedDict[str, Any], list[str]]:
-    """Return the state dict, which notes the modules whose versions are read, and where it notes them."""
+    """Return the state dict, which notes the modules whose versions are read, and where it notes
+    them.
+    """
     read: list[str] = []
     metadata = metadata_of(state)
     if metadata is not None:
@@ -492,25 +574,35 @@ def noting_versions(state: OrderedDict[str, Any]) -> tuple[OrderedDict[str, Any]
 
 
 def with_own_loading(instance: nn.Module) -> set[str]:
-    """Return the modules whose loading runs other code than `nn.Module`'s, which reads no version."""
+    """Return the modules whose loading runs other code than `nn.Module`'s, which reads no
+    version.
+    """
     return {
         path
         for path, module in instance.named_modules(remove_duplicate=False)
         if module._load_state_dict_pre_hooks
-        or getattr(module._load_from_state_dict, "__func__", None) is not nn.Module._load_from_state_dict
+        or getattr(module._load_from_state_dict, "__func__", None)
+        is not nn.Module._load_from_state_dict
         or (not path and type(module).load_state_dict is not nn.Module.load_state_dict)
     }
 
 
-def versions_asked_for(model: LoadedModel, state: Mapping[str, Any], load: Load, real: bool) -> dict[str, Any] | None:
-    """Return module path -> version in `state` for the modules whose own code may have read it in this `load`.
+def versions_asked_for(
+    model: LoadedModel, state: Mapping[str, Any], load: Load, real: bool
+) -> dict[str, Any] | None:
+    """Return module path -> version in `state` for the modules whose own code may have read it in
+    this `load`.
 
     None if it loads the same whatever the versions are, or does not load at all.
     """
     metadata, verdict = metadata_of(state), load.verdict
     if metadata is None or not verdict.ok or not load.custom:
         return None
-    versions = {path: payload.get("version") for path, payload in metadata.items() if isinstance(payload, Mapping)}
+    versions = {
+        path: payload.get("version")
+        for path, payload in metadata.items()
+        if isinstance(payload, Mapping)
+    }
     asked = {path: version for path, version in versions.items() if path in load.custom} or versions
     for other in _under_other_versions(state, versions):
         try:
@@ -520,11 +612,17 @@ def versions_asked_for(model: LoadedModel, state: Mapping[str, Any], load: Load,
         if not again.ok:
             return asked
         if again.reads != verdict.reads:  # random numbers have this effect too
-            return asked if loaded(model.build(real), copied_state(state), real).reads == verdict.reads else None
+            return (
+                asked
+                if loaded(model.build(real), copied_state(state), real).reads == verdict.reads
+                else None
+            )
     return None
 
 
-def _under_other_versions(state: Mapping[str, Any], versions: Mapping[str, Any]) -> Iterator[OrderedDict[str, Any]]:
+def _under_other_versions(
+    state: Mapping[str, Any], versions: Mapping[str, Any]
+) -> Iterator[OrderedDict[str, Any]]:
     """Yield the state dict without versions, then with every other version up to the next one."""
     copied = copied_state(state)
     del copied._metadata  # type: ignore[attr-defined]

@@ -14,11 +14,14 @@ from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Ref, Spec
 from ckpttool.core.values import dataclass
 
 _MOST_PIECES = 1024
-_SMALL = 1 << 22  # elements; below, the overlap of two strided tensors is found by marking every element
+# elements; below, the overlap of two strided tensors is found by marking every element
+_SMALL = 1 << 22
 
 
 class Geometry(NamedTuple):
-    """The place of a tensor in its storage, in elements of its dtype; strides of dimensions of size 1 are 0."""
+    """The place of a tensor in its storage, in elements of its dtype; strides of dimensions of size
+    1 are 0.
+    """
 
     offset: int
     shape: tuple[int, ...]
@@ -29,7 +32,9 @@ class Geometry(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Count the elements of the tensor; one element of an expanded storage counts several times."""
+        """Count the elements of the tensor; one element of an expanded storage counts several
+        times.
+        """
         return prod(self.shape)
 
     @property
@@ -37,21 +42,31 @@ class Geometry(NamedTuple):
         """Return the offset behind the last element."""
         if not self.numel:
             return self.offset
-        return self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride)) + 1
+        return (
+            self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride)) + 1
+        )
 
     @property
     def order(self) -> tuple[int, ...]:
         """The dimensions from the slowest to the fastest in memory."""
-        return tuple(sorted(range(len(self.shape)), key=lambda d: -self.stride[d] if self.shape[d] > 1 else 0))
+        return tuple(
+            sorted(
+                range(len(self.shape)), key=lambda d: -self.stride[d] if self.shape[d] > 1 else 0
+            )
+        )
 
     @property
     def is_dense(self) -> bool:
-        """Return whether the elements fill offset..end without gap or overlap, in any order of the dimensions."""
+        """Return whether the elements fill offset..end without gap or overlap, in any order of the
+        dimensions.
+        """
         return self.end - self.offset == self.numel and not self.overlaps_itself
 
     @property
     def overlaps_itself(self) -> bool:
-        """Return whether one element of the storage may be several of the tensor (as after ``expand``)."""
+        """Return whether one element of the storage may be several of the tensor (as after
+        ``expand``).
+        """
         step = 1
         for size, stride in sorted(zip(self.shape, self.stride), key=lambda pair: pair[1]):
             if size > 1:
@@ -69,16 +84,19 @@ def geometry(tensor: torch.Tensor) -> Geometry:
     shape, stride = tuple(tensor.shape), tensor.stride()
     if 1 in shape:
         stride = tuple(step if size != 1 else 0 for size, step in zip(shape, stride))
-    return Geometry(int(tensor.storage_offset()), shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return Geometry(
+        int(tensor.storage_offset()), shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    )
 
 
 @dataclass(slots=True)
 class Memory:
-    """One storage. `roots` are geometries with an independent value, `views` were derived from them after a write.
+    """One storage. `roots` are geometries with an independent value, `views` were derived from them
+    after a write.
 
-    `storage` keeps the address from being given to another tensor. `author` created it or wrote it last, `stale` says
-    that its real bytes are no longer what the expressions say, `pieces` are the parts of a root that were written one
-    by one.
+    `storage` keeps the address from being given to another tensor. `author` created it or wrote it
+    last, `stale` says that its real bytes are no longer what the expressions say, `pieces` are the
+    parts of a root that were written one by one.
     """
 
     storage: Any
@@ -95,16 +113,22 @@ class Memory:
         return None
 
     def read(self, geom: Geometry) -> Expression:
-        """Return the value seen through `geom`; if it was not noted, derived from a root that holds all of it."""
+        """Return the value seen through `geom`; if it was not noted, derived from a root that holds
+        all of it.
+        """
         value = self.known(geom)
         if value is None:
             windows = (_window(root, whole, geom) for root, whole in self.roots.items())
-            value = next((window for window in windows if window is not None), None) or opaque(*self.roots.values())
+            value = next((window for window in windows if window is not None), None) or opaque(
+                *self.roots.values()
+            )
             self.views[geom] = value
         return value
 
     def write(self, geom: Geometry, value: Expression) -> None:
-        """Replace what is seen through `geom`; every other root that shares an element changes too."""
+        """Replace what is seen through `geom`; every other root that shares an element changes
+        too.
+        """
         if geom.overlaps_itself:  # one place is given several values, and keeps the last
             value = opaque(value)
         self.pieces = {
@@ -112,7 +136,9 @@ class Memory:
             for root, parts in self.pieces.items()
             if root != geom
         }
-        reached = {root: old for root, old in self.roots.items() if root != geom and meet(root, geom)}
+        reached = {
+            root: old for root, old in self.roots.items() if root != geom and meet(root, geom)
+        }
         changed = {root: _overwritten(root, old, geom, value) for root, old in reached.items()}
         for root, new in changed.items():
             parts = self.pieces.get(root, {})
@@ -147,8 +173,11 @@ def opaque(*parts: Argument) -> Op:
 
 
 def meet(one: Geometry, other: Geometry) -> bool:
-    """Return whether the two share an element (very large interleaved tensors count as sharing one)."""
-    size, others = one.dtype.itemsize, other.dtype.itemsize  # bytes: a view may have elements of another size
+    """Return whether the two share an element (very large interleaved tensors count as sharing
+    one).
+    """
+    # bytes: a view may have elements of another size
+    size, others = one.dtype.itemsize, other.dtype.itemsize
     if one.offset * size >= other.end * others or other.offset * others >= one.end * size:
         return False
     if one.dtype != other.dtype or max(one.end, other.end) > _SMALL:
@@ -160,7 +189,9 @@ def meet(one: Geometry, other: Geometry) -> bool:
 
 def _from_pieces(root: Geometry, pieces: Mapping[Geometry, Expression]) -> Expression | None:
     """Return `root` as made of the pieces alone if they cover all of it (they do not overlap)."""
-    if sum(piece.numel for piece in pieces) != root.numel or not all(root.holds(piece) for piece in pieces):
+    if sum(piece.numel for piece in pieces) != root.numel or not all(
+        root.holds(piece) for piece in pieces
+    ):
         return None
     ordered = sorted(pieces, key=lambda piece: piece.offset)
     for dim in range(len(root.shape)):
@@ -189,12 +220,18 @@ def _is_slice(root: Geometry, piece: Geometry, dim: int, start: int) -> bool:
 
 
 def _flat(root: Geometry, value: Expression, geom: Geometry) -> Expression | None:
-    """Return `value` in memory order in its own storage, so that the strides of `geom` can be applied to it."""
+    """Return `value` in memory order in its own storage, so that the strides of `geom` can be
+    applied to it.
+    """
     if geom.conj or geom.neg or root.conj or root.neg or not root.holds(geom) or not root.is_dense:
         return None
     if root.order != tuple(range(len(root.shape))):
         value = Op("aten.permute.default", (value, root.order))
-    return Op("aten.clone.default", (value,), (("memory_format", Special("memory_format", "contiguous_format")),))
+    return Op(
+        "aten.clone.default",
+        (value,),
+        (("memory_format", Special("memory_format", "contiguous_format")),),
+    )
 
 
 def _window(root: Geometry, value: Expression, geom: Geometry) -> Expression | None:
@@ -204,26 +241,36 @@ def _window(root: Geometry, value: Expression, geom: Geometry) -> Expression | N
     return Op("aten.as_strided.default", (flat, geom.shape, geom.stride, geom.offset - root.offset))
 
 
-def _overwritten(root: Geometry, old: Expression, geom: Geometry, value: Expression) -> Expression | None:
-    """Return the value of `root` after `value` was written through `geom`; None if strides cannot express it."""
+def _overwritten(
+    root: Geometry, old: Expression, geom: Geometry, value: Expression
+) -> Expression | None:
+    """Return the value of `root` after `value` was written through `geom`; None if strides cannot
+    express it.
+    """
     covered = _window(geom, value, root)
     if covered is not None:
         return covered
     flat = _flat(root, old, geom)
     if flat is None:
         return None
-    changed = Op("aten.as_strided_scatter.default", (flat, value, geom.shape, geom.stride, geom.offset - root.offset))
+    changed = Op(
+        "aten.as_strided_scatter.default",
+        (flat, value, geom.shape, geom.stride, geom.offset - root.offset),
+    )
     order = root.order
     if order == tuple(range(len(order))):
         return changed
     return Op("aten.permute.default", (changed, tuple(order.index(d) for d in range(len(order)))))
 
 
-Token = tuple[Any, ...]  # (address of the storage, geometry), or what else identifies a tensor without a storage
+# (address of the storage, geometry), or what else identifies a tensor without a storage
+Token = tuple[Any, ...]
 
 
 def token(tensor: torch.Tensor) -> Token:
-    """Return a value that is equal for two tensors exactly if they are the same elements of the same memory."""
+    """Return a value that is equal for two tensors exactly if they are the same elements of the
+    same memory.
+    """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         if torch.nn.parameter.is_lazy(tensor):
             return ("object", id(tensor))
@@ -243,7 +290,9 @@ def place_of(mark: Token) -> Any:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return a number for the storage: the address of its bytes (numpy may share them), or of the object on meta."""
+    """Return a number for the storage: the address of its bytes (numpy may share them), or of the
+    object on meta.
+    """
     storage = tensor.untyped_storage()
     return (0 if tensor.device.type == "meta" else storage.data_ptr()) or storage._cdata
 
@@ -254,7 +303,8 @@ def inside(tensor: torch.Tensor) -> list[torch.Tensor]:
         return []
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [part for part in parts if isinstance(part, torch.Tensor)]  # a DTensor lists its mesh too
+        # a DTensor lists its mesh too
+        return [part for part in parts if isinstance(part, torch.Tensor)]
     try:
         return list(_components(tensor))
     except RuntimeError:

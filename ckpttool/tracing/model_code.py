@@ -1,4 +1,6 @@
-"""Values that only the model's own code can compute: by loading, by saving, and in its constructor."""
+"""Values that only the model's own code can compute: by loading, by saving, and in its
+constructor.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,13 @@ class ModelCode:
     model: LoadedModel
     done: list[tuple[ModelRun, Mapping[str, TensorEntry]]] = field(default_factory=list)
 
-    def __call__(self, run: ModelRun, source: Section, names: Sequence[str]) -> Mapping[str, TensorEntry]:
+    def __call__(
+        self, run: ModelRun, source: Section, names: Sequence[str]
+    ) -> Mapping[str, TensorEntry]:
         """Return the value of each of `names`, which stay in memory until they are written.
 
-        Raises `Refused` if the model does not accept the values, or computes others the second time, and `CkptError`
-        if there is not enough memory.
+        Raises `Refused` if the model does not accept the values, or computes others the second
+        time, and `CkptError` if there is not enough memory.
         """
         for known, values in self.done:
             if known == run and values.keys() >= set(names):
@@ -67,8 +71,12 @@ class ModelCode:
         self.done.append((run, entries))
         return entries
 
-    def _values(self, way: str, source: Section, names: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
-        """Return runtime tensors after loading `source`, or the state dict of an instance that has its tensors."""
+    def _values(
+        self, way: str, source: Section, names: Sequence[str], seed: int
+    ) -> dict[str, torch.Tensor]:
+        """Return runtime tensors after loading `source`, or the state dict of an instance that has
+        its tensors.
+        """
         given = stored(source, True)
         if given.unknown:
             raise undecided(self.model, given.unknown)
@@ -80,23 +88,32 @@ class ModelCode:
         with seeded(seed):
             if way == LOADED:
                 failed = failure_of_loading(instance, given.state)
-                result: Any = failed if failed is not None else {item.fqn: item.tensor for item in listed(instance)}
+                result: Any = (
+                    failed
+                    if failed is not None
+                    else {item.fqn: item.tensor for item in listed(instance)}
+                )
             else:
                 result = attempt(instance.state_dict)
         if isinstance(result, Exception):
             raise Refused(
-                f"{self.model.operand}'s own {BY_CODE[way]}(), which has to compute a part, fails: {describe(result)}",
+                f"{self.model.operand}'s own {BY_CODE[way]}(), which has to compute a part, fails:"
+                f" {describe(result)}",
                 hint="`ckpttool diff --model MODEL CKPT` says more; torch fails the same way",
             )
         problems = [
             Problem("the model's own code makes no dense tensor of it", name)
             for name in names
-            if not isinstance(value := result.get(name), torch.Tensor) or layout_of(value) != "strided"
+            if not isinstance(value := result.get(name), torch.Tensor)
+            or layout_of(value) != "strided"
         ]
         if problems:
             hint = "`ckpttool trace` says what the model's own code makes of them"
             raise Refused("not all of it can be written", hint=hint, problems=problems)
-        return {name: result[name].detach().clone(memory_format=torch.contiguous_format) for name in names}
+        return {
+            name: result[name].detach().clone(memory_format=torch.contiguous_format)
+            for name in names
+        }
 
 
 def _set_tensors(instance: nn.Module, values: Mapping[str, Any]) -> None:
@@ -117,10 +134,16 @@ def _set_tensors(instance: nn.Module, values: Mapping[str, Any]) -> None:
             elif owners[item.token[0]] == 1:
                 item.tensor.data = value.clone()
             else:
-                problems.append(Problem("another dtype, and it shares memory with other tensors", item.fqn, "dtype"))
+                problems.append(
+                    Problem(
+                        "another dtype, and it shares memory with other tensors", item.fqn, "dtype"
+                    )
+                )
     if problems:
         raise Refused(
-            "the tensors are not this model's", hint="`ckpttool diff --model MODEL CKPT` says more", problems=problems
+            "the tensors are not this model's",
+            hint="`ckpttool diff --model MODEL CKPT` says more",
+            problems=problems,
         )
 
 
@@ -131,16 +154,19 @@ def _entry(name: str, value: torch.Tensor, memory: int | None = None) -> TensorE
 
 
 def values_of_constants(model: LoadedModel, names: Iterable[str]) -> dict[str, TensorEntry | str]:
-    """Return the value that the constructor gives to each tensor, or the reason why it is not known.
+    """Return the value that the constructor gives to each tensor, or the reason why it is not
+    known.
 
-    The tensors are outside of the state dict (buffers that are not saved, plain attributes), and have their names
-    without wrappers.
+    The tensors are outside of the state dict (buffers that are not saved, plain attributes), and
+    have their names without wrappers.
     """
     names = list(names)
     try:
         need = model.nbytes
         if need > _MOST and not model.materialize:
-            return dict.fromkeys(names, f"the model takes {need >> 20} MiB: --materialize builds it")
+            return dict.fromkeys(
+                names, f"the model takes {need >> 20} MiB: --materialize builds it"
+            )
         check_memory(model, 0, "the model's constants were not computed")
         first, second = (_attributes(model.build(True, seed)) for seed in _SEEDS)
     except CkptError as error:

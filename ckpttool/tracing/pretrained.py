@@ -1,7 +1,9 @@
-"""The names of ``from_pretrained``: the keys that ``save_pretrained`` writes for a model of transformers.
+"""The names of ``from_pretrained``: the keys that ``save_pretrained`` writes for a model of
+transformers.
 
-transformers (since version 5) keeps the difference to ``state_dict()`` as data, and has functions for both ways: a
-model whose ``state_dict`` and ``load_state_dict`` are these functions is traced like any other. Nothing is imitated.
+transformers (since version 5) keeps the difference to ``state_dict()`` as data, and has functions
+for both ways: a model whose ``state_dict`` and ``load_state_dict`` are these functions is traced
+like any other. Nothing is imitated.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers loads in threads, which no r
 
 
 def is_pretrained(model: LoadedModel) -> bool:
-    """Return whether it is a model of transformers, in a version that has the conversion of names."""
+    """Return whether it is a model of transformers, in a version that has the conversion of
+    names.
+    """
     if "transformers" not in sys.modules:
         return False
     kind = model.kind
@@ -37,13 +41,15 @@ def is_pretrained(model: LoadedModel) -> bool:
 
 
 def as_pretrained(model: LoadedModel) -> LoadedModel:
-    """Return the definition whose ``state_dict()`` has the names of ``save_pretrained``, and which loads these.
+    """Return the definition whose ``state_dict()`` has the names of ``save_pretrained``, and which
+    loads these.
 
     Raises `CkptError` if it is not a model of transformers 5.
     """
     if not is_pretrained(model):
         raise CkptError(
-            f"{model.operand} has no names of from_pretrained: it is not a model of transformers 5 or newer",
+            f"{model.operand} has no names of from_pretrained: it is not a model of transformers 5"
+            " or newer",
             hint="its own names are --to serialized; pip install -U transformers",
         )
 
@@ -57,44 +63,59 @@ def as_pretrained(model: LoadedModel) -> LoadedModel:
 
 
 def by_transformers(names: Names) -> Names:
-    """Return the names of such a definition, with the function of transformers as the hook; it is the root's only."""
+    """Return the names of such a definition, with the function of transformers as the hook; it is
+    the root's only.
+    """
     revert = _conversions()[1]
     code = revert.__code__
     hook = Hook(revert.__name__, code.co_filename, code.co_firstlineno, "")
-    serialized = tuple(replace(key, hook=None if key.hook is None else hook) for key in names.serialized)
+    serialized = tuple(
+        replace(key, hook=None if key.hook is None else hook) for key in names.serialized
+    )
     notes = tuple(note for note in names.notes if code_of(note) != ON_PLACE)
     return replace(names, serialized=serialized, notes=notes)
 
 
 def of_folder(operand: str, arguments: Mapping[str, Any], materialize: bool) -> LoadedModel:
-    """Return the model that ``hf:FOLDER`` names: built from its ``config.json`` by transformers' own code, never the
-    folder's.
+    """Return the model that ``hf:FOLDER`` names: built from its ``config.json`` by transformers'
+    own code, never the folder's.
 
     Raises `CkptError` if transformers does not know it, or the weights are quantized.
     """
     folder = operand.partition(":")[2]
     if arguments:
-        raise CkptError(f"{operand} is described by its config.json", hint="leave the arguments out")
+        raise CkptError(
+            f"{operand} is described by its config.json", hint="leave the arguments out"
+        )
     if is_url(folder):
         raise CkptError(
             f"{folder} is a URL, and a model is built of a config.json on the disk",
-            hint="download that file alone, and name its folder as hf:FOLDER; the weights are read where they are",
+            hint="download that file alone, and name its folder as hf:FOLDER; the weights are read"
+            " where they are",
         )
     if not os.path.isfile(os.path.join(folder, "config.json")):
-        raise CkptError(f"{folder or operand} holds no config.json", hint="hf:FOLDER names what save_pretrained wrote")
+        raise CkptError(
+            f"{folder or operand} holds no config.json",
+            hint="hf:FOLDER names what save_pretrained wrote",
+        )
     if importlib.util.find_spec("transformers") is None:
         raise CkptError(f"{operand} needs transformers", hint="pip install 'transformers>=5'")
     with user_code(f"transformers cannot build a model from {folder}/config.json"):
         import transformers
 
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         names = config.architectures or []
         cls = getattr(transformers, names[0], None) if names else transformers.AutoModel
     if getattr(config, "quantization_config", None) is not None:
-        raise CkptError(f"{folder} holds quantized weights", hint="name the model's code: --model file.py:build")
+        raise CkptError(
+            f"{folder} holds quantized weights", hint="name the model's code: --model file.py:build"
+        )
     if cls is None:
         raise CkptError(
-            f"transformers {transformers.__version__} has no {names[0]}", hint="pip install -U transformers"
+            f"transformers {transformers.__version__} has no {names[0]}",
+            hint="pip install -U transformers",
         )
 
     def make(real: bool) -> nn.Module:
@@ -128,7 +149,9 @@ def _conversions() -> Any:
 
 
 class _Pretrained:
-    """Two methods that precede the model's: save as ``save_pretrained`` does, and load as ``from_pretrained`` does."""
+    """Two methods that precede the model's: save as ``save_pretrained`` does, and load as
+    ``from_pretrained`` does.
+    """
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the keys and tensors of the file; as a part of another module its own."""
@@ -141,21 +164,32 @@ class _Pretrained:
             kept = {key: value for key, value in state.items() if key not in ignored}
             return revert(self, untied(kept, self))
 
-    def load_state_dict(self: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the file's tensors into the model's. With `strict`, raises as torch's own method does."""
+    def load_state_dict(
+        self: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the file's tensors into the model's. With `strict`, raises as torch's own method
+        does.
+        """
         expected = list(self.state_dict()) if strict else []
         conversions, _, load, load_config, _ = _conversions()
         with _itself(self), _in_this_thread():
             own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
             device = next((p.device for p in self.parameters()), torch.device("cpu"))
-            config = load_config(weight_mapping=conversions(self), device_map={"": str(device)}, dtype_plan={"*": None})
+            config = load_config(
+                weight_mapping=conversions(self),
+                device_map={"": str(device)},
+                dtype_plan={"*": None},
+            )
             info, _ = load(self, dict(state_dict), config)
             self.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
             self._adjust_missing_and_unexpected_keys(info)
             _copy_back(self, own)
         errors = _errors(info, [key for key in expected if key not in state_dict]) if strict else []
         if errors:
-            raise RuntimeError(f"Error(s) in loading state_dict for {type(self).__name__}:\n\t" + "\n\t".join(errors))
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self).__name__}:\n\t"
+                + "\n\t".join(errors)
+            )
 
 
 @contextmanager
@@ -163,7 +197,11 @@ def _in_this_thread() -> Iterator[None]:
     """Run transformers without threads, progress bars and warnings."""
     from transformers.utils import logging
 
-    before, level, bars = os.environ.get(_ASYNC), logging.get_verbosity(), logging.is_progress_bar_enabled()
+    before, level, bars = (
+        os.environ.get(_ASYNC),
+        logging.get_verbosity(),
+        logging.is_progress_bar_enabled(),
+    )
     os.environ[_ASYNC] = "1"
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -203,8 +241,15 @@ def _errors(info: Any, absent: list[str]) -> list[str]:
     ]
     wrong += [f"{name}: {text}" for name, text in sorted(info.conversion_errors.items())]
     missing = absent if info.missing_keys or wrong else []
-    lists = (("Missing", missing or sorted(info.missing_keys)), ("Unexpected", sorted(info.unexpected_keys)))
-    said = [f"{word} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) for word, keys in lists if keys]
+    lists = (
+        ("Missing", missing or sorted(info.missing_keys)),
+        ("Unexpected", sorted(info.unexpected_keys)),
+    )
+    said = [
+        f"{word} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys)
+        for word, keys in lists
+        if keys
+    ]
     return [*(f"{line}. " for line in said), *wrong]
 
 
@@ -212,7 +257,11 @@ def _errors(info: Any, absent: list[str]) -> list[str]:
 def _itself(model: Any) -> Iterator[None]:
     """Give the model the class of transformers, without the two methods and what watches them."""
     renamed = type(model)
-    watched = {name: vars(model).pop(name) for name in ("state_dict", "load_state_dict") if name in vars(model)}
+    watched = {
+        name: vars(model).pop(name)
+        for name in ("state_dict", "load_state_dict")
+        if name in vars(model)
+    }
     model.__class__ = renamed.__mro__[2]
     try:
         yield

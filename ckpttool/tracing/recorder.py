@@ -1,7 +1,9 @@
-"""The recorder: runs while a model saves or loads, and knows how each tensor was computed from named ones.
+"""The recorder: runs while a model saves or loads, and knows how each tensor was computed from
+named ones.
 
-Values are followed by memory (storage, offset, shape, stride, dtype), not by Python object: ``nn.Parameter(x)`` and
-``.data`` bypass the dispatcher, but share the storage."""
+Values are followed by memory (storage, offset, shape, stride, dtype), not by Python object:
+``nn.Parameter(x)`` and ``.data`` bypass the dispatcher, but share the storage.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +25,44 @@ from ckpttool.tracing.build_model import device_for_real, prints_once, says_meta
 from ckpttool.tracing.memory import Memory, Token, inside, meet, opaque, place_of, token
 
 # Operators that return their first argument's value, perhaps in other memory.
-_SAME = frozenset({"detach", "alias", "clone", "contiguous", "lift_fresh", "lift", "lift_fresh_copy", "_pin_memory",
-                   "resolve_conj", "resolve_neg", "detach_copy", "alias_copy", "_lazy_clone"})  # fmt: skip
+_SAME = frozenset({
+    "detach", "alias", "clone", "contiguous", "lift_fresh", "lift", "lift_fresh_copy",
+    "_pin_memory", "resolve_conj", "resolve_neg", "detach_copy", "alias_copy", "_lazy_clone",
+})  # fmt: skip
 # A view succeeds or fails by strides; `reshape` has the same value for any.
 _RESHAPES = frozenset(
-    {"view.default", "_unsafe_view.default", "_reshape_alias.default", "reshape.default", "view_copy.default"}
+    {
+        "view.default",
+        "_unsafe_view.default",
+        "_reshape_alias.default",
+        "reshape.default",
+        "view_copy.default",
+    }
 )
 _FILLS: Mapping[str, int] = {
-    "zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "zero": 0,
+    "zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1,
+    "zero": 0,
 }  # fmt: skip
 _FILL_ARGUMENT: Mapping[str, int] = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1}
 # Operators that read a shape only, and whose values nothing can tell.
-_UNKNOWN = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
-                      "rand_like", "randn_like", "randint_like"})  # fmt: skip
-_PLACEMENT = frozenset({"device", "pin_memory", "layout", "non_blocking", "generator"})  # these do not change values
+_UNKNOWN = frozenset({
+    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
+    "rand_like", "randn_like", "randint_like",
+})  # fmt: skip
+# these do not change values
+_PLACEMENT = frozenset({"device", "pin_memory", "layout", "non_blocking", "generator"})
 # Questions about a tensor that are answered without reading its values.
-_HARMLESS = frozenset({"is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
-                       "size", "stride", "storage_offset", "is_contiguous", "is_strides_like_format", "dim",
-                       "numel"})  # fmt: skip
+_HARMLESS = frozenset({
+    "is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
+    "size", "stride", "storage_offset", "is_contiguous", "is_strides_like_format", "dim", "numel",
+})  # fmt: skip
 # Few operators support other dtypes, on any device, and meta accepts more than real tensors do.
-_COMMON = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
-                     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})  # fmt: skip
-_LITERAL_LIMIT = 4096  # elements; a constant made outside torch is written into the expression up to here
+_COMMON = frozenset({
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+})  # fmt: skip
+# elements; a constant made outside torch is written into the expression up to here
+_LITERAL_LIMIT = 4096
 _DEEPEST = 100  # operators inside each other; everything that walks expressions recurses
 _LARGEST = 20_000  # nodes; a node that occurs twice counts twice
 
@@ -62,10 +80,11 @@ class NeedsValues(Exception):
 class Recorder(TorchDispatchMode):
     """Record every operator that runs; `value(tensor)` then says how the tensor was computed.
 
-    `author` is set from outside to whose code is running. `reads` lists ``(author, names)`` for each time that code
-    looked at values; `blind` says that it asked for values that do not exist (and may have caught the error).
-    `conversions` lists ``(token, from, to, source)`` for each copy into a tensor that changed the dtype. `doubtful`
-    says that an operator ran on meta that real tensors may refuse, `outside` that a tensor was made outside of torch.
+    `author` is set from outside to whose code is running. `reads` lists ``(author, names)`` for
+    each time that code looked at values; `blind` says that it asked for values that do not exist
+    (and may have caught the error). `conversions` lists ``(token, from, to, source)`` for each copy
+    into a tensor that changed the dtype. `doubtful` says that an operator ran on meta that real
+    tensors may refuse, `outside` that a tensor was made outside of torch.
     """
 
     def __init__(self) -> None:
@@ -79,7 +98,8 @@ class Recorder(TorchDispatchMode):
         self.blind = False
         self.doubtful = False
         self.outside = False
-        self.sizes: dict[int, tuple[Op, int, int]] = {}  # of expressions: holding the node keeps its id unique
+        # of expressions: holding the node keeps its id unique
+        self.sizes: dict[int, tuple[Op, int, int]] = {}
         self.conversions: list[tuple[Token, torch.dtype, torch.dtype, Expression]] = []
 
     def name(self, tensor: torch.Tensor, expression: Expression) -> None:
@@ -117,7 +137,9 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would import its compiler for the first operator, which takes a second
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         # Compiled code of a hook must not be compiled together with this.
         record = _uncompiled if "torch._dynamo" in sys.modules else Recorder._record
         return record(self, func, args, kwargs or {})
@@ -128,13 +150,18 @@ class Recorder(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         written = _written(func)
         if written and torch.Tag.inplace_view in func.tags:
-            # `t_`, `squeeze_`, ...: the tensor sees the same memory differently; `set_` gives it other memory.
+            # `t_`, `squeeze_`, ...: the tensor sees the same memory differently; `set_` gives it
+            # other memory.
             before = self.value(args[0])
             out = func(*args, **kwargs)
             mark = token(args[0])
             if not func.__name__.startswith(("set_", "resize_")) and not self._is_known(mark):
                 self._note(
-                    args[0], mark, _call_expression(_functional(func), args, kwargs, args[0], lambda tensor: before)
+                    args[0],
+                    mark,
+                    _call_expression(
+                        _functional(func), args, kwargs, args[0], lambda tensor: before
+                    ),
                 )
             return out
         if func is torch.ops.aten.copy_.default and _is_plain_copy(*args):
@@ -164,7 +191,8 @@ class Recorder(TorchDispatchMode):
         self.doubtful = self.doubtful or _is_doubtful(func, _tensors(args, kwargs))
         runnable = self._runnable(args, kwargs)
         if "device" in kwargs and any(t.device.type == "meta" for t in _tensors(args, {})):
-            kwargs = {**kwargs, "device": torch.device("meta")}  # a tensor without values cannot leave
+            # a tensor without values cannot leave
+            kwargs = {**kwargs, "device": torch.device("meta")}
         try:
             return func(*runnable, **kwargs)
         except Exception as error:
@@ -172,7 +200,9 @@ class Recorder(TorchDispatchMode):
             raise
 
     def _runnable(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-        """Return the arguments, all on meta if one of them has no values: torch refuses to mix devices."""
+        """Return the arguments, all on meta if one of them has no values: torch refuses to mix
+        devices.
+        """
         return _on_meta(args) if any(map(self._is_unreal, _tensors(args, kwargs))) else args
 
     def _is_unreal(self, tensor: torch.Tensor) -> bool:
@@ -182,7 +212,9 @@ class Recorder(TorchDispatchMode):
         return memory is not None and memory.stale
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that code looked at the values of `tensors`. Raises `NeedsValues` if they have none."""
+        """Note that code looked at the values of `tensors`. Raises `NeedsValues` if they have
+        none.
+        """
         names: dict[str, None] = {}
         for tensor in tensors:
             names.update(dict.fromkeys(refs(self.value(tensor))))
@@ -215,24 +247,33 @@ class Recorder(TorchDispatchMode):
             self.memories[place] = Memory(tensor.untyped_storage(), author=self.author)
         return self.memories[place]
 
-    def _inplace(self, func: Any, args: Sequence[Any], kwargs: Any, written: tuple[str, ...]) -> Any:
+    def _inplace(
+        self, func: Any, args: Sequence[Any], kwargs: Any, written: tuple[str, ...]
+    ) -> Any:
         arguments = dict(zip((arg.name for arg in func._schema.arguments), args)) | dict(kwargs)
         targets = _tensors([arguments.get(name) for name in written], {})
         for target in targets:
             lazy = torch.nn.parameter.is_lazy(target)
-            if lazy or target.device.type != "meta" or target.layout != torch.strided or not target.numel():
+            if (
+                lazy
+                or target.device.type != "meta"
+                or target.layout != torch.strided
+                or not target.numel()
+            ):
                 continue
             if any(size > 1 and step == 0 for size, step in zip(target.shape, target.stride())):
                 # Most operators refuse this for tensors with values, and not on meta.
                 raise RuntimeError(
-                    "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+                    "unsupported operation: more than one element of the written-to tensor refers"
+                    " to a single memory "
                     "location. Please clone() the tensor before performing the operation."
                 )
         values = self._results(func, args, kwargs, targets)
         out = self._run(func, args, kwargs)
         real = set(map(id, _tensors(self._runnable(args, kwargs), kwargs)))
         if any(id(target) not in real for target in targets):
-            # Real memory cannot take a value that does not exist: from now on its bytes mean nothing.
+            # Real memory cannot take a value that does not exist: from now on its bytes mean
+            # nothing.
             for target in targets:
                 if isinstance(token(target)[0], int):
                     self._memory(target).stale = True
@@ -254,7 +295,9 @@ class Recorder(TorchDispatchMode):
         memory.roots = {root: self._bounded(content) for root, content in memory.roots.items()}
         memory.author = self.author
 
-    def _results(self, func: Any, args: Any, kwargs: Any, targets: Sequence[torch.Tensor]) -> list[Expression]:
+    def _results(
+        self, func: Any, args: Any, kwargs: Any, targets: Sequence[torch.Tensor]
+    ) -> list[Expression]:
         for target in targets:
             self.value(target)
         if func is torch.ops.aten.copy_.default:
@@ -269,7 +312,8 @@ class Recorder(TorchDispatchMode):
         marks = [token(tensor) for tensor in inputs]
         places = Counter(map(place_of, marks))
         for mark in map(token, targets):
-            # A target that is read as well, as another target or another view: the order of writes would matter.
+            # A target that is read as well, as another target or another view: the order of writes
+            # would matter.
             if len(targets) > 1 and places[place_of(mark)] > 1:
                 return unknown
             views = (other for other in marks if other[0] == mark[0] and other != mark)
@@ -281,15 +325,24 @@ class Recorder(TorchDispatchMode):
             if not any(arg.name == name and arg.is_out for arg in func._schema.arguments)
         }
         try:
-            out = pure(*_on_meta(args), **{name: _on_meta(value) for name, value in pure_kwargs.items()})
+            out = pure(
+                *_on_meta(args), **{name: _on_meta(value) for name, value in pure_kwargs.items()}
+            )
         except (RuntimeError, TypeError, NotImplementedError):
             return unknown
         outs = list(out) if isinstance(out, (list, tuple)) else [out]
         if len(outs) != len(targets):
             return unknown
         whole = _call_expression(pure, args, pure_kwargs, out, self.value)
-        parts = [whole] if isinstance(out, torch.Tensor) else [Op("getitem", (whole, i)) for i in range(len(outs))]
-        return [part if o.dtype == t.dtype else _cast(part, t.dtype) for part, o, t in zip(parts, outs, targets)]
+        parts = (
+            [whole]
+            if isinstance(out, torch.Tensor)
+            else [Op("getitem", (whole, i)) for i in range(len(outs))]
+        )
+        return [
+            part if o.dtype == t.dtype else _cast(part, t.dtype)
+            for part, o, t in zip(parts, outs, targets)
+        ]
 
     def _copied(self, target: torch.Tensor, source: Any) -> Expression:
         if not isinstance(source, torch.Tensor):  # torch takes a number too
@@ -305,7 +358,9 @@ class Recorder(TorchDispatchMode):
         return value
 
     def _bounded(self, expression: Expression) -> Expression:
-        """Return `expression`; if it is too large (code that loops over a tensor doubles it), only its inputs."""
+        """Return `expression`; if it is too large (code that loops over a tensor doubles it), only
+        its inputs.
+        """
         if isinstance(expression, Op):
             size, depth = self._size(expression)
             if size > _LARGEST or depth > _DEEPEST:
@@ -329,7 +384,9 @@ _uncompiled = _disable_dynamo(Recorder._record)
 
 
 def _is_doubtful(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether meta may accept what real tensors refuse: a computation in a dtype that few operators know."""
+    """Return whether meta may accept what real tensors refuse: a computation in a dtype that few
+    operators know.
+    """
     dtypes = {tensor.dtype for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)}
     if dtypes <= _COMMON or not any(tensor.device.type == "meta" for tensor in tensors):
         return False
@@ -340,12 +397,25 @@ def _is_doubtful(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _is_plain_copy(target: Any, source: Any, non_blocking: bool = False) -> bool:
-    """Return whether it is what loading does for nearly every tensor: on meta, a copy to the same dtype and shape."""
-    if type(source) not in _CLASSES or type(target) not in _CLASSES or not source.is_meta or not target.is_meta:
+    """Return whether it is what loading does for nearly every tensor: on meta, a copy to the same
+    dtype and shape.
+    """
+    if (
+        type(source) not in _CLASSES
+        or type(target) not in _CLASSES
+        or not source.is_meta
+        or not target.is_meta
+    ):
         return False
-    if target.layout != torch.strided or source.layout != torch.strided or not target.is_contiguous():
+    if (
+        target.layout != torch.strided
+        or source.layout != torch.strided
+        or not target.is_contiguous()
+    ):
         return False
-    return bool(source.dtype == target.dtype and source.dtype in _COMMON and source.shape == target.shape)
+    return bool(
+        source.dtype == target.dtype and source.dtype in _COMMON and source.shape == target.shape
+    )
 
 
 @cache
@@ -366,7 +436,11 @@ def _is_composite(func: Any) -> bool:
 
 @cache
 def _written(func: Any) -> tuple[str, ...]:
-    return tuple(arg.name for arg in func._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write)
+    return tuple(
+        arg.name
+        for arg in func._schema.arguments
+        if arg.alias_info is not None and arg.alias_info.is_write
+    )
 
 
 def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -394,8 +468,12 @@ def _on_meta(arg: Any) -> Any:
 _Value = Callable[[torch.Tensor], Expression]
 
 
-def _call_expression(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, value: _Value) -> Expression:
-    """Return the value of ``func(*args, **kwargs)``; `out` is its result, for its shape and dtype."""
+def _call_expression(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, value: _Value
+) -> Expression:
+    """Return the value of ``func(*args, **kwargs)``; `out` is its result, for its shape and
+    dtype.
+    """
     name = str(func).partition(".")[2]
     base = name.partition(".")[0]
     if base in _SAME or (base == "_to_copy" and out.dtype == args[0].dtype):
@@ -422,7 +500,10 @@ def _call_expression(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
         dim = names.get("dim", 0) % max(source.dim(), 1)
         bounds = slice(names.get("start"), names.get("end"), names.get("step", 1))
         start, end, step = bounds.indices(source.shape[dim])
-        return Op("aten.slice.Tensor", (value(source), dim, start, max(start, end), *((step,) if step != 1 else ())))
+        return Op(
+            "aten.slice.Tensor",
+            (value(source), dim, start, max(start, end), *((step,) if step != 1 else ())),
+        )
     if base == "as_strided":
         return opaque(value(args[0]))  # the caller derives it from the memory if it can
     return Op(
@@ -437,10 +518,16 @@ def _argument(arg: Any, value: _Value) -> Argument:
         return value(arg)
     if isinstance(arg, (list, tuple)):
         return tuple(_argument(item, value) for item in arg)
-    for kind, cls in (("dtype", torch.dtype), ("layout", torch.layout), ("memory_format", torch.memory_format)):
+    for kind, cls in (
+        ("dtype", torch.dtype),
+        ("layout", torch.layout),
+        ("memory_format", torch.memory_format),
+    ):
         if isinstance(arg, cls):
             return Special(kind, str(arg).removeprefix("torch."))
-    return _number(arg) if isinstance(arg, (type(None), bool, int, float, str, complex)) else opaque()
+    return (
+        _number(arg) if isinstance(arg, (type(None), bool, int, float, str, complex)) else opaque()
+    )
 
 
 def _number(value: Any) -> Any:
@@ -462,26 +549,41 @@ def _full(shape: tuple[int, ...], fill: Any, dtype: torch.dtype) -> Expression:
 def _literal(tensor: torch.Tensor) -> Expression:
     """Return a constant with its values; opaque if they cannot be read or are too many."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    if not plain or tensor.device.type == "meta" or tensor.is_quantized or tensor.numel() > _LITERAL_LIMIT:
+    if (
+        not plain
+        or tensor.device.type == "meta"
+        or tensor.is_quantized
+        or tensor.numel() > _LITERAL_LIMIT
+    ):
         return opaque()
     shape, values = tuple(tensor.shape), tensor.detach().cpu().reshape(-1).tolist()
     if len(set(map(repr, values))) < 2:  # by repr: 0.0 and -0.0 are equal, and not the same
         return _full(shape, values[0] if values else 0, tensor.dtype)
-    items = tuple(Op("aten.scalar_tensor.default", (_number(value),), _dtype(tensor.dtype)) for value in values)
+    items = tuple(
+        Op("aten.scalar_tensor.default", (_number(value),), _dtype(tensor.dtype))
+        for value in values
+    )
     stacked = Op("aten.stack.default", (items,))
     return stacked if len(shape) == 1 else Op("aten.reshape.default", (stacked, shape))
 
 
 @cache
 def _functional(func: Any) -> Any:
-    """Return the operator that computes what the in-place or ``out=`` operator writes; None if torch has none."""
+    """Return the operator that computes what the in-place or ``out=`` operator writes; None if
+    torch has none.
+    """
     namespace, _, rest = str(func).partition(".")
     base, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), base.removesuffix("_"), None)
     if packet is None:
         return None
     types = [str(arg.type) for arg in func._schema.arguments if not arg.is_out]
-    names = [overload, overload.removesuffix("_out").removesuffix("out") or "default", "default", *packet.overloads()]
+    names = [
+        overload,
+        overload.removesuffix("_out").removesuffix("out") or "default",
+        "default",
+        *packet.overloads(),
+    ]
     for name in dict.fromkeys(names):
         candidate = getattr(packet, name, None) if name in packet.overloads() else None
         if candidate is None or candidate._schema.is_mutable:
@@ -495,16 +597,20 @@ def _functional(func: Any) -> Any:
 
 
 class _Questions(TorchFunctionMode):
-    """Answer what code asks about tensors besides their values, so that meta tensors look like real ones.
+    """Answer what code asks about tensors besides their values, so that meta tensors look like real
+    ones.
 
-    Addresses are 0 on meta, and a hook that finds shared tensors by ``data_ptr()`` would take all for one.
+    Addresses are 0 on meta, and a hook that finds shared tensors by ``data_ptr()`` would take all
+    for one.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         if func in _READS:
             self.recorder.read(args[:1])
         elif func == torch.Tensor.data_ptr and args[0].device.type == "meta":
@@ -514,11 +620,15 @@ class _Questions(TorchFunctionMode):
             return _PLACE[func](device_for_real(args[0]))
         elif func == torch.Tensor.type and len(args) == 1 and not kwargs:
             place = device_for_real(args[0]).type
-            return func(*args).replace("torch.meta.", "torch." if place == "cpu" else f"torch.{place}.")
+            return func(*args).replace(
+                "torch.meta.", "torch." if place == "cpu" else f"torch.{place}."
+            )
         return func(*args, **(kwargs or {}))
 
 
-_READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
+_READS = frozenset(
+    {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+)
 _PLACE: dict[Any, Callable[[torch.device], Any]] = {
     torch.Tensor.device.__get__: lambda device: device,
     torch.Tensor.is_meta.__get__: lambda device: False,  # type: ignore[attr-defined]
@@ -530,7 +640,9 @@ _PLACE: dict[Any, Callable[[torch.device], Any]] = {
 
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Record what the block runs, without its prints and warnings; meta tensors and storages look like real ones."""
+    """Record what the block runs, without its prints and warnings; meta tensors and storages look
+    like real ones.
+    """
     storages: Any = torch.UntypedStorage
     inherited = storages.data_ptr
 

@@ -1,8 +1,10 @@
-"""The state dict that `torch.load` would return: the tensors and objects of a section, created from inert nodes.
+"""The state dict that `torch.load` would return: the tensors and objects of a section, created from
+inert nodes.
 
-A file's pickle is never executed. An object is created only if the safe loader, ``torch.load(weights_only=True)``,
-would create it too: torch's tensors and Python's containers, and the classes that the model's own code has declared
-safe (``torch.serialization.add_safe_globals``). Every other object is `Unknown`, and so is the effect of loading it.
+A file's pickle is never executed. An object is created only if the safe loader,
+``torch.load(weights_only=True)``, would create it too: torch's tensors and Python's containers, and
+the classes that the model's own code has declared safe (``torch.serialization.add_safe_globals``).
+Every other object is `Unknown`, and so is the effect of loading it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from ckpttool.io.pieces import read_all
 from ckpttool.tracing.build_model import logs_as_warnings
 
 _DEEPEST = 200  # containers and calls inside each other: code may have raised Python's own limit
-_PYTHON_2 = {"__builtin__": "builtins"}  # torch pickles with protocol 2, which has the modules' old names
+# torch pickles with protocol 2, which has the modules' old names
+_PYTHON_2 = {"__builtin__": "builtins"}
 
 
 class Unknown:
@@ -48,7 +51,8 @@ class NotMade(Exception):
 class Stored:
     """A section as torch would hand it over.
 
-    `unknown` are the entries that could not be created, with the reason; `state` holds an `Unknown` for each of them.
+    `unknown` are the entries that could not be created, with the reason; `state` holds an `Unknown`
+    for each of them.
     """
 
     state: OrderedDict[str, Any]
@@ -56,12 +60,15 @@ class Stored:
 
 
 def needs_values(section: Section) -> bool:
-    """Return whether the section holds tensors that are not dense, which tensors on meta cannot replace."""
+    """Return whether the section holds tensors that are not dense, which tensors on meta cannot
+    replace.
+    """
     return any(entry.layout != "strided" for entry in section.tensors)
 
 
 def stored(section: Section, real: bool) -> Stored:
-    """Return the section's state dict, with its tensors' values or on meta; tensors in extra state are always real.
+    """Return the section's state dict, with its tensors' values or on meta; tensors in extra state
+    are always real.
 
     Raises `CkptError` if the file does not hold what its entries say.
     """
@@ -71,7 +78,9 @@ def stored(section: Section, real: bool) -> Stored:
     entries: tuple[TensorEntry | ExtraEntry, ...] = (*section.tensors, *section.extras)
     with logs_as_warnings():
         for entry in entries:
-            is_weight = isinstance(entry, TensorEntry) and entry.key.rpartition(".")[2] != "_extra_state"
+            is_weight = (
+                isinstance(entry, TensorEntry) and entry.key.rpartition(".")[2] != "_extra_state"
+            )
             try:
                 state[entry.key] = (weights if is_weight else others).value(entry)
             except NotMade as reason:
@@ -98,8 +107,8 @@ def versions_of(section: Section) -> OrderedDict[str, Any] | None:
 class Maker:
     """Create the objects of one file's nodes; one object in the file is one object here.
 
-    The payload of an entry is a node of a torch file, the name of a record, or an object of a state dict in memory.
-    `keep` holds the nodes and storages whose ids are keys.
+    The payload of an entry is a node of a torch file, the name of a record, or an object of a state
+    dict in memory. `keep` holds the nodes and storages whose ids are keys.
     """
 
     real: bool
@@ -110,24 +119,32 @@ class Maker:
 
     def value(self, entry: TensorEntry | ExtraEntry) -> Any:
         payload = entry.payload
-        if isinstance(payload, Carried) and (isinstance(entry, ExtraEntry) or payload.describes(entry)):
+        if isinstance(payload, Carried) and (
+            isinstance(entry, ExtraEntry) or payload.describes(entry)
+        ):
             return self.create(payload.node, payload.storages)
         if isinstance(entry, ExtraEntry):
             if isinstance(payload, str):
                 raise NotMade("an object in a separate record")
             return entry.value if payload is None else payload
-        in_memory = getattr(payload, "tensor", None)  # `live.model` keeps tensors that are not dense
+        # `live.model` keeps tensors that are not dense
+        in_memory = getattr(payload, "tensor", None)
         if isinstance(in_memory, torch.Tensor):
             return in_memory.detach()
         if entry.identity not in self.tensors:
             dtype = getattr(torch, entry.dtype, None)
             if not isinstance(dtype, torch.dtype):
-                raise CkptError(f"this torch has no dtype {entry.dtype!r}: {entry.key}", hint="use a newer torch")
+                raise CkptError(
+                    f"this torch has no dtype {entry.dtype!r}: {entry.key}",
+                    hint="use a newer torch",
+                )
             if entry.storage is None:
                 raise NotMade(f"a tensor of another kind ({entry.layout})")
             storage = self.storage(entry.storage)
             tensor = torch.empty(0, dtype=dtype, device=storage.device)
-            self.tensors[entry.identity] = tensor.set_(storage, entry.offset, entry.shape, entry.stride)
+            self.tensors[entry.identity] = tensor.set_(
+                storage, entry.offset, entry.shape, entry.stride
+            )
         return self.tensors[entry.identity].detach()
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
@@ -136,7 +153,9 @@ class Maker:
             if self.real and storage.nbytes:
                 data = torch.frombuffer(read_all(storage.data), dtype=torch.uint8)
             else:
-                data = torch.empty(storage.nbytes, dtype=torch.uint8, device="cpu" if self.real else "meta")
+                data = torch.empty(
+                    storage.nbytes, dtype=torch.uint8, device="cpu" if self.real else "meta"
+                )
             self.memory[id(storage)] = data.untyped_storage()
         return self.memory[id(storage)]
 
@@ -157,7 +176,9 @@ class Maker:
         return self.objects[id(node)]
 
     def _make(self, node: Any, storages: Storages, part: Callable[[Any], Any]) -> None:
-        """Create the object of a node. A container is noted before its items, which may refer to it."""
+        """Create the object of a node. A container is noted before its items, which may refer to
+        it.
+        """
         kind, at = type(node), id(node)
         if kind is list:
             self.objects[at] = []
@@ -185,16 +206,22 @@ class Maker:
             raise NotMade("a string of Python 2")
 
     def _call(self, node: Call, part: Callable[[Any], Any]) -> None:
-        """Create the object of a call, and change it as the pickle does, in the way of the safe loader."""
+        """Create the object of a call, and change it as the pickle does, in the way of the safe
+        loader.
+        """
         function = _safe(node.func) if type(node.func) is Global else None
         if function is None or node.kwargs or node.setter is not None or node.items is not None:
-            raise NotMade(f"an object of {node.func}" if type(node.func) is Global else "a pickled object")
+            raise NotMade(
+                f"an object of {node.func}" if type(node.func) is Global else "a pickled object"
+            )
         args = part(tuple(node.args))
         if function is io.BytesIO:  # it is created empty, and its state is its content
             self.objects[id(node)] = io.BytesIO(part(node.state)[0])
             return
         is_new = node.how in ("NEWOBJ", "NEWOBJ_EX")
-        result = self.objects[id(node)] = function.__new__(function, *args) if is_new else function(*args)
+        result = self.objects[id(node)] = (
+            function.__new__(function, *args) if is_new else function(*args)
+        )
         for key, value in (node.pairs or {}).items():
             result[part(key)] = part(value)
         if node.state is ABSENT:
@@ -212,14 +239,17 @@ class Maker:
 
 
 def _safe(name: Global) -> Any:
-    """Return the function or class with this name that the safe loader calls; None if there is none."""
+    """Return the function or class with this name that the safe loader calls; None if there is
+    none.
+    """
     path = f"{_PYTHON_2.get(name.module, name.module)}.{name.name}"
     if path in _torchs_list():
         return _torchs_list()[path]
     if name.module.startswith("torch.distributed."):
         with suppress(ImportError):  # a torch that was built without it
             import_module("torch.distributed.tensor")  # declares what DTensors need
-    for declared in torch.serialization.get_safe_globals():  # by the model's code, torchao, DTensor and others
+    # by the model's code, torchao, DTensor and others
+    for declared in torch.serialization.get_safe_globals():
         value, full = declared if isinstance(declared, tuple) else (declared, None)
         if path == (full or f"{value.__module__}.{value.__qualname__}"):
             return value
@@ -228,7 +258,9 @@ def _safe(name: Global) -> Any:
 
 @cache
 def _torchs_list() -> Mapping[str, Any]:
-    """Return torch's own list of what its safe loader calls, and the plain containers of Python that it leaves out."""
+    """Return torch's own list of what its safe loader calls, and the plain containers of Python
+    that it leaves out.
+    """
     from torch._weights_only_unpickler import _get_allowed_globals
 
     more = {
@@ -242,7 +274,9 @@ def _torchs_list() -> Mapping[str, Any]:
 
 
 def _tensor_class(name: Global) -> type | None:
-    """Return a tensor subclass that the model's code has imported, if unpickling it runs no code of the class."""
+    """Return a tensor subclass that the model's code has imported, if unpickling it runs no code of
+    the class.
+    """
     cls = getattr(sys.modules.get(name.module), name.name, None)
     if isinstance(cls, type) and issubclass(cls, torch.Tensor):
         return cls if cls.__setstate__ is torch.Tensor.__setstate__ else None

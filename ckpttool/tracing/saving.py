@@ -1,4 +1,6 @@
-"""Runs of a model's own ``state_dict()`` under the recorder: every key's expression, and whose code named it."""
+"""Runs of a model's own ``state_dict()`` under the recorder: every key's expression, and whose code
+named it.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,13 @@ from ckpttool.tracing.recorder import NeedsValues, Recorder, recording
 
 @dataclass(frozen=True)
 class Saved:
-    """The result of ``state_dict()``; `state` is what it returned, `real` says whether its tensors have values.
+    """The result of ``state_dict()``; `state` is what it returned, `real` says whether its tensors
+    have values.
 
-    `places` are the tokens of the runtime tensors before the run, `reads` the values that hooks looked at. `carried`
-    are runtime tensors inside extra entries. `varying` are the names of keys that are written for some values of the
-    tensors only; `further` are the varying keys that this run did not write.
+    `places` are the tokens of the runtime tensors before the run, `reads` the values that hooks
+    looked at. `carried` are runtime tensors inside extra entries. `varying` are the names of keys
+    that are written for some values of the tensors only; `further` are the varying keys that this
+    run did not write.
     """
 
     runtime: tuple[RuntimeTensor, ...]
@@ -59,7 +63,10 @@ class Saved:
     @cached_property
     def fed(self) -> frozenset[str]:
         """The runtime tensors (first names) that are saved, in any form."""
-        return frozenset(key for s in (*self.serialized, *self.further) for key in refs(s.source)) | self.carried
+        return (
+            frozenset(key for s in (*self.serialized, *self.further) for key in refs(s.source))
+            | self.carried
+        )
 
     @property
     def is_opaque(self) -> bool:
@@ -68,7 +75,8 @@ class Saved:
 
 
 def save(model: LoadedModel, real: bool, instance: nn.Module | None = None) -> Saved:
-    """Run ``state_dict()`` on a fresh `instance`; again with other values if its code looked at values.
+    """Run ``state_dict()`` on a fresh `instance`; again with other values if its code looked at
+    values.
 
     Raises `CodeFailed` if the model's own code raises.
     """
@@ -85,7 +93,8 @@ def save(model: LoadedModel, real: bool, instance: nn.Module | None = None) -> S
             other = save_once(filled(model, filling, real), real)
         except CodeFailed:
             continue  # a check on values that these do not pass
-        proven |= isinstance(filling, int)  # one value everywhere may pass a check that others do not
+        # one value everywhere may pass a check that others do not
+        proven |= isinstance(filling, int)
         reads += other.reads
         by_key = {s.key: s for s in other.serialized}
         written = dict.fromkeys((*by_key, *other.extra_state))
@@ -109,10 +118,14 @@ def save(model: LoadedModel, real: bool, instance: nn.Module | None = None) -> S
         if s.key in feeding:
             serialized[index] = replace(s, source=opaque(*map(Ref, feeding[s.key])))
     varying = tuple(key for key in seen if key not in always)
-    return replace(saved, serialized=tuple(serialized), varying=varying, further=tuple(further.values()))
+    return replace(
+        saved, serialized=tuple(serialized), varying=varying, further=tuple(further.values())
+    )
 
 
-def _read_by(hook: Hook | None, reads: tuple[tuple[Hook | None, tuple[str, ...]], ...]) -> list[Ref]:
+def _read_by(
+    hook: Hook | None, reads: tuple[tuple[Hook | None, tuple[str, ...]], ...]
+) -> list[Ref]:
     return [Ref(name) for reader, names in reads if reader == hook for name in names]
 
 
@@ -127,11 +140,15 @@ def _feeders(model: LoadedModel, saved: Saved, keys: Collection[str]) -> dict[st
         except CodeFailed:
             return {}
 
-    return feeders([r.fqn for r in saved.runtime if r.alias_of is None], keys, saved.state, state_with)
+    return feeders(
+        [r.fqn for r in saved.runtime if r.alias_of is None], keys, saved.state, state_with
+    )
 
 
 def save_once(instance: nn.Module, real: bool) -> Saved:
-    """Run ``state_dict()`` of `instance`, which is changed. Raises `CodeFailed` if its code raises."""
+    """Run ``state_dict()`` of `instance`, which is changed. Raises `CodeFailed` if its code
+    raises.
+    """
     items = listed(instance)
     first = {item.fqn: item.first for item in items}
     runtime = runtime_tensors(instance, items)
@@ -155,17 +172,24 @@ def save_once(instance: nn.Module, real: bool) -> Saved:
     with quiet():
         for key, value in state.items():
             source = recorder.value(value) if isinstance(value, torch.Tensor) else None
-            # A tensor that is extra state is not a tensor of the model; a buffer may have such a name too.
-            is_extra = _is_extra_state(key) and not (isinstance(source, Ref) and _is_extra_state(source.key))
+            # A tensor that is extra state is not a tensor of the model; a buffer may have such a
+            # name too.
+            is_extra = _is_extra_state(key) and not (
+                isinstance(source, Ref) and _is_extra_state(source.key)
+            )
             if source is None or is_extra:
                 extra[key] = value
                 continue
             has_own_name = isinstance(source, Ref) and first.get(key) == source.key
             hook = None if has_own_name else watcher.hook_of(key, value)
             keys.append(SerializedKey(key, dtype_name(value.dtype), shape_of(value), source, hook))
-        carried = frozenset(key for tensor in tensors_in(extra) for key in refs(recorder.value(tensor)))
+        carried = frozenset(
+            key for tensor in tensors_in(extra) for key in refs(recorder.value(tensor))
+        )
     places = {item.fqn: item.token for item in items}
-    return Saved(runtime, tuple(keys), tuple(extra), state, places, real, tuple(recorder.reads), carried)
+    return Saved(
+        runtime, tuple(keys), tuple(extra), state, places, real, tuple(recorder.reads), carried
+    )
 
 
 def _is_extra_state(name: str) -> bool:

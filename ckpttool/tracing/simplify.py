@@ -1,4 +1,5 @@
-"""Simplify expressions that only move elements: a value that was split and joined again is the value itself.
+"""Simplify expressions that only move elements: a value that was split and joined again is the
+value itself.
 
 Every rule keeps the value exactly, bit for bit; an expression that no rule fits is unchanged.
 """
@@ -23,7 +24,9 @@ _LOSSLESS: Mapping[str, tuple[str, ...]] = {
     "float16": ("float32", "float64"), "bfloat16": ("float32", "float64"), "float32": ("float64",),
     "float8_e4m3fn": ("float16", "bfloat16", "float32", "float64"),
     "float8_e5m2": ("float16", "bfloat16", "float32", "float64"),
-    "bool": ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
+    "bool": (
+        "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
+    ),
     "uint8": ("int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
     "int8": ("int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
     "int16": ("int32", "int64", "float32", "float64"), "int32": ("int64", "float64"),
@@ -31,7 +34,9 @@ _LOSSLESS: Mapping[str, tuple[str, ...]] = {
 
 
 class Simplifier:
-    """Simplify expressions over tensors with the shapes and dtypes of `leaves` (meta tensors by key)."""
+    """Simplify expressions over tensors with the shapes and dtypes of `leaves` (meta tensors by
+    key).
+    """
 
     def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
         self.leaves = leaves
@@ -63,14 +68,18 @@ class Simplifier:
 
     def _apply(self, node: Op) -> Argument:
         source, effect = node.args[0], OPS[node.op].effect
-        if effect == "same" or (node.op == "aten.expand.default" and self.shape(node) == self.shape(source)):
+        if effect == "same" or (
+            node.op == "aten.expand.default" and self.shape(node) == self.shape(source)
+        ):
             return source
         if effect == "permute":
             return self._permute(source, self._order(node))
         if effect == "reshape":
             return self._reshape(source, self.shape(node))
         if effect == "undo" and isinstance(source, Op):
-            return source.args[0] if (source.op, source.args[1:]) == (node.op, node.args[1:]) else node
+            return (
+                source.args[0] if (source.op, source.args[1:]) == (node.op, node.args[1:]) else node
+            )
         if node.op == "getitem":
             return self._getitem(node)
         if node.op == _SLICE and len(node.args) == 4:
@@ -86,7 +95,9 @@ class Simplifier:
             parts = _tuple(source)
             rank = len(self.shape(parts[0])) + 1
             dim = _int(node.args[1]) % rank if len(node.args) > 1 else 0
-            slabs = [self._reshape(p, (*self.shape(p)[:dim], 1, *self.shape(p)[dim:])) for p in parts]
+            slabs = [
+                self._reshape(p, (*self.shape(p)[:dim], 1, *self.shape(p)[dim:])) for p in parts
+            ]
             return self._cat(slabs, dim)
         return self._copy(node) if node.op == _COPY else node
 
@@ -113,7 +124,12 @@ class Simplifier:
             return source
         if start >= end:  # empty
             return Op(_SLICE, (source, dim, start, end))
-        if isinstance(source, Op) and source.op == _SLICE and len(source.args) == 4 and source.args[1] == dim:
+        if (
+            isinstance(source, Op)
+            and source.op == _SLICE
+            and len(source.args) == 4
+            and source.args[1] == dim
+        ):
             offset = _int(source.args[2])
             return self._slice(source.args[0], dim, offset + start, offset + end)
         parts = self._cat_parts(source, dim)
@@ -145,18 +161,26 @@ class Simplifier:
         if not isinstance(node, Op) or node.op != _CAT:
             return (node,)
         parts = _tuple(node.args[0])
-        alike = self._dim(node, 1, parts[0]) == dim and len(set(map(self._dtype, parts))) == 1  # else some are cast
+        # else some are cast
+        alike = self._dim(node, 1, parts[0]) == dim and len(set(map(self._dtype, parts))) == 1
         return parts if alike else (node,)
 
     def _extent(self, node: Argument, dim: int) -> tuple[Argument, int, int]:
-        if isinstance(node, Op) and node.op == _SLICE and len(node.args) == 4 and node.args[1] == dim:
+        if (
+            isinstance(node, Op)
+            and node.op == _SLICE
+            and len(node.args) == 4
+            and node.args[1] == dim
+        ):
             return node.args[0], _int(node.args[2]), _int(node.args[3])
         return node, 0, self.shape(node)[dim]
 
     def _select(self, source: Argument, dim: int, index: int) -> Argument:
         shape = self.shape(source)
         index %= shape[dim]
-        return self._reshape(self._slice(source, dim, index, index + 1), shape[:dim] + shape[dim + 1 :])
+        return self._reshape(
+            self._slice(source, dim, index, index + 1), shape[:dim] + shape[dim + 1 :]
+        )
 
     def _copy(self, node: Op) -> Argument:
         source, target = node.args[0], dict(node.kwargs).get("dtype")
@@ -203,7 +227,9 @@ class Simplifier:
         return tuple(reversed(order))
 
     def _dim(self, node: Op, position: int, source: Argument) -> int:
-        given = node.args[position] if len(node.args) > position else dict(node.kwargs).get("dim", 0)
+        given = (
+            node.args[position] if len(node.args) > position else dict(node.kwargs).get("dim", 0)
+        )
         return _int(given) % max(len(self.shape(source)), 1)
 
     def _dtype(self, node: Argument) -> str:

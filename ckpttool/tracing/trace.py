@@ -1,4 +1,6 @@
-"""From a model definition to its `Names`: record its saving and loading, and see whether it can read what it writes."""
+"""From a model definition to its `Names`: record its saving and loading, and see whether it can
+read what it writes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref, is_constant, is_opaque, refs, substitute
-from ckpttool.core.names import NAMED_EXTRA_STATE, ON_PLACE, SPECIAL, LoadedTensor, Names, SerializedKey
+from ckpttool.core.names import (
+    NAMED_EXTRA_STATE,
+    ON_PLACE,
+    SPECIAL,
+    LoadedTensor,
+    Names,
+    SerializedKey,
+)
 from ckpttool.core.text import Note, dotted, some
 from ckpttool.evaluate.torch_eval import evaluate, same_bits
 from ckpttool.tracing.build_model import CannotBuild, LoadedModel, attempt, describe
@@ -50,21 +59,25 @@ _UNKNOWN = "cannot be told whether it is given back"
 _INEXACT = "loading does not give the saved value back exactly"
 _UNTRIED = "whether load_state_dict() reads them back for other values was not tried"
 _ROOT = "(root)"
-_PROBE_LIMIT = 50_000_000  # elements of the tensors that are filled with random values to compare both ways
-_FEW, _ROUNDS = 1024, 16  # elements, and for fewer elements the number of random values that are tried
+# elements of the tensors that are filled with random values to compare both ways
+_PROBE_LIMIT = 50_000_000
+# elements, and for fewer elements the number of random values that are tried
+_FEW, _ROUNDS = 1024, 16
 
-# Fillings of the instance that saves and the instance that loads; a change of sign shows in one element too.
+# Fillings of the instance that saves and the instance that loads; a change of sign shows in one
+# element too.
 _SEEDS: tuple[tuple[Filling, Filling], ...] = ((11, 12), (-11, 14))
 _LARGE: tuple[tuple[Filling, Filling], ...] = ((101, 12), (-101, 14))  # a bound on values shows
-# If the keys depend on values: one value everywhere, and the constructor's, into and out of random ones.
+# If the keys depend on values: one value everywhere, and the constructor's, into and out of random
+# ones.
 _EVERY = (*_SEEDS, *((one, 12) for one in (*CONSTANT, "own")), *((11, one) for one in CONSTANT))
 
 
 def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:
     """Return every way in which loading what was saved does not give the same model again.
 
-    `verdict` is of the model's own keys. Expressions answer first; a doubt is settled by trying it, if there is memory
-    for that. An unsettled doubt is a problem of the kind ``unknown``.
+    `verdict` is of the model's own keys. Expressions answer first; a doubt is settled by trying it,
+    if there is memory for that. An unsettled doubt is a problem of the kind ``unknown``.
     """
     problems = tuple(_by_expressions(saved, verdict))
     if not problems and not saved.varying:
@@ -78,9 +91,12 @@ def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tu
         return (*problems, Problem(_UNTRIED, _ROOT, "unknown")) if saved.varying else problems
     certain = tuple(problem for problem in problems if problem.kind != "unknown")
     if failed is not None:
-        return certain or (Problem(f"load_state_dict refuses what state_dict wrote: {failed}", _ROOT),)
+        return certain or (
+            Problem(f"load_state_dict refuses what state_dict wrote: {failed}", _ROOT),
+        )
     by_fqn = {problem.key: problem for problem in certain}
-    differing |= {fqn for fqn, problem in by_fqn.items() if problem.problem == _INEXACT}  # for other values
+    # for other values
+    differing |= {fqn for fqn, problem in by_fqn.items() if problem.problem == _INEXACT}
     fed = saved.fed
     return tuple(
         by_fqn.get(r.fqn, Problem(_INEXACT, r.fqn))
@@ -92,7 +108,9 @@ def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tu
 # Try it
 
 
-def _tried(model: LoadedModel, fillings: Iterable[tuple[Filling, Filling]]) -> tuple[str | None, set[str]]:
+def _tried(
+    model: LoadedModel, fillings: Iterable[tuple[Filling, Filling]]
+) -> tuple[str | None, set[str]]:
     """Save an instance and load it into one with other values, for each pair of fillings.
 
     Return what that raises (or None), and the FQNs that did not come back. Raises `CannotBuild`.
@@ -110,12 +128,18 @@ def _tried(model: LoadedModel, fillings: Iterable[tuple[Filling, Filling]]) -> t
         if failed is not None:
             return describe(failed), set()
         actual = values_of(target)
-        differing |= {fqn for fqn, value in expected.items() if fqn not in actual or not same(value, actual[fqn])}
+        differing |= {
+            fqn
+            for fqn, value in expected.items()
+            if fqn not in actual or not same(value, actual[fqn])
+        }
     return None, differing
 
 
 def brought_back(model: LoadedModel, fqns: Iterable[str]) -> frozenset[str]:
-    """Return the tensors whose random values another instance gets by loading. Raises `CannotBuild`."""
+    """Return the tensors whose random values another instance gets by loading. Raises
+    `CannotBuild`.
+    """
     source, target = (filled(model, seed) for seed in _SEEDS[0])
     expected, before = values_of(source), values_of(target)
     if _pass_on(source, target) is not None:
@@ -138,7 +162,9 @@ def _pass_on(source: nn.Module, target: nn.Module) -> Exception | None:
 
 
 def _through_a_file(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state dict after `torch.save` and `torch.load`; a copy if a file cannot hold it as it is."""
+    """Return the state dict after `torch.save` and `torch.load`; a copy if a file cannot hold it as
+    it is.
+    """
     file = io.BytesIO()
     try:
         torch.save(state, file)
@@ -149,7 +175,8 @@ def _through_a_file(state: Mapping[str, Any]) -> Mapping[str, Any]:
             copied._metadata = metadata_of(state)  # type: ignore[attr-defined]
         return copied
     file.seek(0)
-    result: Mapping[str, Any] = torch.load(file, weights_only=False)  # written by this process just now
+    # written by this process just now
+    result: Mapping[str, Any] = torch.load(file, weights_only=False)
     return result
 
 
@@ -165,7 +192,9 @@ def _by_expressions(saved: Saved, verdict: Verdict) -> Iterator[Problem]:
         unexpected = "state_dict writes a key that load_state_dict does not expect"
         yield Problem(NAMED_EXTRA_STATE if is_named_extra_state else unexpected, key)
     for text in verdict.errors:
-        yield Problem(f"load_state_dict refuses what state_dict wrote: {' '.join(text.split())}", _ROOT)
+        yield Problem(
+            f"load_state_dict refuses what state_dict wrote: {' '.join(text.split())}", _ROOT
+        )
     if not verdict.ok and not verdict.missing and not verdict.unexpected and not verdict.errors:
         yield Problem("load_state_dict refuses what state_dict wrote", _ROOT)
     sources = {s.key: s.source for s in saved.serialized}
@@ -183,11 +212,17 @@ def _by_expressions(saved: Saved, verdict: Verdict) -> Iterator[Problem]:
         elif not isinstance(value, Ref) or sources.get(value.key) != Ref(first):
             problem = _difference(value, Ref(first), sources, simplifier)
             if problem:
-                yield Problem(problem, r.fqn, "unknown" if problem.startswith(_UNKNOWN) else "other")
+                yield Problem(
+                    problem, r.fqn, "unknown" if problem.startswith(_UNKNOWN) else "other"
+                )
 
 
-def _difference(value: Expression, own: Ref, sources: Mapping[str, Expression | None], simplifier: Simplifier) -> str:
-    """Return what is wrong with loading `value` (over keys) into the tensor `own`; empty if it is the same."""
+def _difference(
+    value: Expression, own: Ref, sources: Mapping[str, Expression | None], simplifier: Simplifier
+) -> str:
+    """Return what is wrong with loading `value` (over keys) into the tensor `own`; empty if it is
+    the same.
+    """
     constant = next((key for key in refs(value) if sources.get(key) is None), None)
     if constant is not None:
         return f"{_UNKNOWN}: loaded from {constant}, which no tensor of the model is saved to"
@@ -199,7 +234,8 @@ def _difference(value: Expression, own: Ref, sources: Mapping[str, Expression | 
         return ""
     if isinstance(simple, Ref):
         return f"loading gives it the value of {simple.key}"
-    # Compare both sides on random values, bit by bit; of few elements on many, since one may be right by chance.
+    # Compare both sides on random values, bit by bit; of few elements on many, since one may be
+    # right by chance.
     assert isinstance(simple, Op)
     leaves = simplifier.leaves
     names = list(dict.fromkeys([own.key, *refs(simple)]))
@@ -223,7 +259,9 @@ def _difference(value: Expression, own: Ref, sources: Mapping[str, Expression | 
 
 
 def _leaves(saved: Saved) -> dict[str, torch.Tensor]:
-    """Return the runtime tensors without data; tensors that overlap in the model share a storage."""
+    """Return the runtime tensors without data; tensors that overlap in the model share a
+    storage.
+    """
     storages: dict[Any, torch.Tensor] = {}
     leaves = {}
     for r in saved.runtime:
@@ -245,7 +283,9 @@ def _leaves(saved: Saved) -> dict[str, torch.Tensor]:
     return leaves
 
 
-def _random_values(tensors: Mapping[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _random_values(
+    tensors: Mapping[str, torch.Tensor], generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     """Return random values for tensors without data, which share memory if those do."""
     storages: dict[int, torch.Tensor] = {}
     values = {}
@@ -255,12 +295,17 @@ def _random_values(tensors: Mapping[str, torch.Tensor], generator: torch.Generat
             dtype, shape = base.dtype, base.shape
             if dtype.is_floating_point or dtype.is_complex:
                 kind = torch.complex64 if dtype.is_complex else torch.float32
-                scale = torch.randint(-10, 11, shape, generator=generator).exp2()  # so that a clamp shows too
+                # so that a clamp shows too
+                scale = torch.randint(-10, 11, shape, generator=generator).exp2()
                 filling = torch.randn(shape, dtype=kind, generator=generator) * scale
             else:
-                filling = torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=generator)
+                filling = torch.randint(
+                    0, 2 if dtype == torch.bool else 100, shape, generator=generator
+                )
             storages[id(base)] = filling.to(dtype)
-        values[name] = storages[id(base)].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        values[name] = storages[id(base)].as_strided(
+            tensor.shape, tensor.stride(), tensor.storage_offset()
+        )
     return values
 
 
@@ -271,10 +316,19 @@ def _base(tensor: torch.Tensor) -> torch.Tensor:
 _PART = "part"  # of another model; any name will do
 _ABSOLUTE = "a state_dict hook looks for absolute keys, and breaks under DDP too"
 _DEPENDS = "state_dict() writes some keys for some values of the tensors only: {keys}"
-_NOT_LOOKED = "on the meta device alone: whether its constructor makes other tensors for real was not looked at"
-_UNLIKE = "on the meta device the constructor creates other tensors, and there is not enough memory to build the model"
-_SPECIAL = "quantized or of another class, so loading may change values, which names do not tell: {names}"
-_WORTH_BUILDING = 1 << 30  # bytes; a smaller model is built for real if meta leaves a value unexplained
+_NOT_LOOKED = (
+    "on the meta device alone: whether its constructor makes other tensors for real was"
+    " not looked at"
+)
+_UNLIKE = (
+    "on the meta device the constructor creates other tensors, and there is not enough"
+    " memory to build the model"
+)
+_SPECIAL = (
+    "quantized or of another class, so loading may change values, which names do not tell: {names}"
+)
+# bytes; a smaller model is built for real if meta leaves a value unexplained
+_WORTH_BUILDING = 1 << 30
 
 
 class Traced(NamedTuple):
@@ -285,12 +339,16 @@ class Traced(NamedTuple):
 
 
 def trace(model: LoadedModel) -> Names:
-    """Return all names of the model's tensors, both ways. Raises `CkptError` if its own code fails."""
+    """Return all names of the model's tensors, both ways. Raises `CkptError` if its own code
+    fails.
+    """
     return trace_with_load(model).names
 
 
 def trace_with_load(model: LoadedModel) -> Traced:
-    """Return the names as `trace` does, and the load that they were found with. Raises as `trace`."""
+    """Return the names as `trace` does, and the load that they were found with. Raises as
+    `trace`.
+    """
     model, instance, notes = _like_real(model)
     saved = _saved(model, instance)
 
@@ -335,9 +393,16 @@ def trace_with_load(model: LoadedModel) -> Traced:
         notes=(
             *notes,
             *([_DEPENDS.format(keys=some(saved.varying))] if saved.varying else []),
-            *([Note(_SPECIAL.format(names=some(verdict.special)), SPECIAL)] if verdict.special else []),
+            *(
+                [Note(_SPECIAL.format(names=some(verdict.special)), SPECIAL)]
+                if verdict.special
+                else []
+            ),
             *(str(problem) for problem in problems if problem.kind == "unknown"),
-            *(Note(f"as a part of another model: {problem}", ON_PLACE) for problem in _nested(model, instance, saved)),
+            *(
+                Note(f"as a part of another model: {problem}", ON_PLACE)
+                for problem in _nested(model, instance, saved)
+            ),
         ),
     )
     return Traced(names, own)
@@ -347,10 +412,12 @@ def trace_with_load(model: LoadedModel) -> Traced:
 
 
 def _like_real(model: LoadedModel) -> tuple[LoadedModel, nn.Module | None, tuple[str, ...]]:
-    """Return `model`, to be built for real from now on if on meta it has other tensors; an instance on meta, and notes.
+    """Return `model`, to be built for real from now on if on meta it has other tensors; an instance
+    on meta, and notes.
 
-    If the constructor can tell the difference, a cheap model is built for real and compared. For any other the
-    constructor runs with tensors that say that they are on the CPU, and have no memory.
+    If the constructor can tell the difference, a cheap model is built for real and compared. For
+    any other the constructor runs with tensors that say that they are on the CPU, and have no
+    memory.
     """
     if model.materialize:
         return model, None, ()
@@ -380,7 +447,9 @@ def _like_real(model: LoadedModel) -> tuple[LoadedModel, nn.Module | None, tuple
 
 
 class _Questions(TorchFunctionMode):
-    """Note whether code may see that it runs on meta: it asks for a device or an address, or torch refuses a call."""
+    """Note whether code may see that it runs on meta: it asks for a device or an address, or torch
+    refuses a call.
+    """
 
     asked = False
 
@@ -394,7 +463,9 @@ class _Questions(TorchFunctionMode):
 
 
 class _PlainCopies(TorchFunctionMode):
-    """Let copy.deepcopy copy a fake tensor, and not the state of its mode too, which may crash Python (torch 2.13)."""
+    """Let copy.deepcopy copy a fake tensor, and not the state of its mode too, which may crash
+    Python (torch 2.13).
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.Tensor.__deepcopy__:
@@ -403,7 +474,9 @@ class _PlainCopies(TorchFunctionMode):
         if id(tensor) not in memo:
             copied = tensor.detach().clone()
             is_parameter = isinstance(tensor, torch.nn.Parameter)
-            memo[id(tensor)] = torch.nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+            memo[id(tensor)] = (
+                torch.nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+            )
         return memo[id(tensor)]
 
 
@@ -425,7 +498,10 @@ def _noted_questions() -> Iterator[_Questions]:
 
 _TELLING: frozenset[Any] = frozenset(
     [
-        *(getattr(torch.Tensor, name).__get__ for name in ("device", "is_cpu", "is_cuda", "is_meta")),
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in ("device", "is_cpu", "is_cuda", "is_meta")
+        ),
         *(
             torch.Tensor.data_ptr,
             torch.Tensor.storage,
@@ -439,7 +515,9 @@ _TELLING: frozenset[Any] = frozenset(
 
 
 def _listing(model: nn.Module) -> list[tuple[object, ...]]:
-    """Return names, dtypes, shapes, and which tensors are the same object; fake tensors have no address."""
+    """Return names, dtypes, shapes, and which tensors are the same object; fake tensors have no
+    address.
+    """
     first: dict[int, str] = {}
     rows: list[tuple[object, ...]] = []
     for path, module in model.named_modules(remove_duplicate=False):
@@ -449,7 +527,16 @@ def _listing(model: nn.Module) -> list[tuple[object, ...]]:
                 fqn = dotted(path, name)
                 if tensor is not None:
                     alias = first.setdefault(id(tensor), fqn)
-                    rows.append((fqn, kind, name in hidden, alias, dtype_name(tensor.dtype), shape_of(tensor)))
+                    rows.append(
+                        (
+                            fqn,
+                            kind,
+                            name in hidden,
+                            alias,
+                            dtype_name(tensor.dtype),
+                            shape_of(tensor),
+                        )
+                    )
     return rows
 
 
@@ -467,7 +554,8 @@ def _saved(model: LoadedModel, instance: nn.Module | None) -> Saved:
         for keys in (saved.serialized, saved.further)
     ]
     saved = replace(saved, serialized=without_constants[0], further=without_constants[1])
-    # Extra state may carry tensors outside of torch (as pickled bytes): expressions cannot tell that.
+    # Extra state may carry tensors outside of torch (as pickled bytes): expressions cannot tell
+    # that.
     unfed = [r.fqn for r in saved.runtime if r.alias_of is None and r.fqn not in saved.fed]
     if saved.extra_state and unfed and is_cheap(model):
         with suppress(CannotBuild):
@@ -476,15 +564,24 @@ def _saved(model: LoadedModel, instance: nn.Module | None) -> Saved:
 
 
 def _lost(model: LoadedModel, saved: Saved) -> list[Problem]:
-    """Return each persistent tensor that no key holds, if another tensor took the key that it would have had.
+    """Return each persistent tensor that no key holds, if another tensor took the key that it would
+    have had.
 
     To find that key, save without the renamed tensors, then without all that are saved.
     """
-    lost = {r.fqn for r in saved.runtime if r.persistent and r.alias_of is None and r.fqn not in saved.fed}
+    lost = {
+        r.fqn
+        for r in saved.runtime
+        if r.persistent and r.alias_of is None and r.fqn not in saved.fed
+    }
     if not lost:
         return []
     keys = {s.key: s for s in saved.serialized}
-    renamed = {s.source.key for s in saved.serialized if isinstance(s.source, Ref) and s.source.key != s.key}
+    renamed = {
+        s.source.key
+        for s in saved.serialized
+        if isinstance(s.source, Ref) and s.source.key != s.key
+    }
     problems: dict[str, Problem] = {}
     for removed in (renamed, {r.fqn for r in saved.runtime} - lost):
         for s in _saved_without(model, saved, removed):
@@ -497,7 +594,9 @@ def _lost(model: LoadedModel, saved: Saved) -> list[Problem]:
     return list(problems.values())
 
 
-def _saved_without(model: LoadedModel, saved: Saved, removed: Collection[str]) -> tuple[SerializedKey, ...]:
+def _saved_without(
+    model: LoadedModel, saved: Saved, removed: Collection[str]
+) -> tuple[SerializedKey, ...]:
     instance = model.build(saved.real)
     for tensor in saved.runtime:
         path, _, name = tensor.fqn.rpartition(".")
@@ -515,8 +614,8 @@ def _saved_without(model: LoadedModel, saved: Saved, removed: Collection[str]) -
 def _nested(model: LoadedModel, instance: nn.Module | None, saved: Saved) -> tuple[Problem, ...]:
     """Return what is wrong with the keys if the model is a child of another module, as under DDP.
 
-    Checked only if hooks touch the keys: without them a module's path is put before each key, and that is all.
-    `instance` was saved already, and a fresh one may act differently.
+    Checked only if hooks touch the keys: without them a module's path is put before each key, and
+    that is all. `instance` was saved already, and a fresh one may act differently.
     """
     if not any(key.hook is not None for key in saved.serialized):
         return ()
@@ -531,9 +630,18 @@ def _as_part(instance: nn.Module, saved: Saved) -> tuple[Problem, ...]:
     try:
         keys = set(map(str, outer.state_dict()))
     except Exception as error:  # a hook may raise anything
-        return (Problem(f"is not saved at all as a part of another: {type(error).__name__}: {error}", "(root)"),)
-    expected = {f"{_PART}.{key}" for key in (*(key.key for key in saved.serialized), *saved.extra_state)}
+        return (
+            Problem(
+                f"is not saved at all as a part of another: {type(error).__name__}: {error}",
+                "(root)",
+            ),
+        )
+    expected = {
+        f"{_PART}.{key}" for key in (*(key.key for key in saved.serialized), *saved.extra_state)
+    }
     lost, other = sorted(expected - keys), sorted(keys - expected)
     instead = f"; {other[0].removeprefix(_PART + '.')} is there instead" if other else ""
-    problem = f"is not saved under this key where the model is a part of another: {_ABSOLUTE}{instead}"
+    problem = (
+        f"is not saved under this key where the model is a part of another: {_ABSOLUTE}{instead}"
+    )
     return tuple(Problem(problem, key.removeprefix(_PART + ".")) for key in lost or other)

@@ -8,7 +8,9 @@ class Classifier(nn.Module):
     def __init__(self, width: int = 16, layers: int = 3):
         super().__init__()
         self.embed = nn.Linear(8, width)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(layers)
+        )
         self.head = nn.Linear(width, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

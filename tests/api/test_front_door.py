@@ -26,7 +26,9 @@ STATE = {"weight": torch.ones(1, 1)}
         (lambda path: ckpttool.remap(cast(Any, {1, 2})), "a set is not a checkpoint"),
         (lambda path: ckpttool.trace(3), "an int is not a model"),
         (
-            lambda path: cast(Any, ckpttool.swap_weights)(nn.Linear(1, 1, bias=False), STATE, str(path)),
+            lambda path: cast(Any, ckpttool.swap_weights)(
+                nn.Linear(1, 1, bias=False), STATE, str(path)
+            ),
             "a Linear is in memory: the swap writes no out.pt",
         ),
     ],
@@ -54,7 +56,9 @@ def test_a_path_may_be_a_pathlib_path(tmp_path: Path) -> None:
         lambda: ckpttool.explain("weight", names).name == "weight",
         lambda: ckpttool.remap(left, cast(Any, out), rules=cast(Any, rules)).dropped == [],
         lambda: ckpttool.diff(out, right, values=True).identical,
-        lambda: ckpttool.write(ckpttool.open_checkpoint(left), cast(Any, tmp_path / "copy.pt")) is None,
+        lambda: (
+            ckpttool.write(ckpttool.open_checkpoint(left), cast(Any, tmp_path / "copy.pt")) is None
+        ),
         lambda: ckpttool.remap(left, in_place=True, rules=cast(Any, rules)).output == str(left),
         lambda: ckpttool.undo(cast(Any, left)).path == str(left),
         lambda: ckpttool.check(cast(Any, [left, rules])).ok,
@@ -111,7 +115,9 @@ def test_an_index_of_a_replaced_file_is_not_read(tmp_path: Path, url: str) -> No
 def test_a_repeatable_option_accepts_a_single_string(tmp_path: Path) -> None:
     state: dict[str, Any] = {"model": {"a.w": torch.ones(2), "b": torch.ones(1)}, "epoch": 3}
     torch.save(state, tmp_path / "a.pt")
-    (tmp_path / "size.toml").write_text('[[rule]]\nreshape = "b"\nshape = ["{n}"]\nfrom_shape = [1]\n')
+    (tmp_path / "size.toml").write_text(
+        '[[rule]]\nreshape = "b"\nshape = ["{n}"]\nfrom_shape = [1]\n'
+    )
     path = str(tmp_path / "a.pt")
     for option, value in (("rule", "a.w => c"), ("drop", "epoch")):
         option_forms: list[dict[str, Any]] = [{option: value}, {option: [value]}]
@@ -131,7 +137,9 @@ def test_whole_does_not_remove_the_fix(tmp_path: Path) -> None:
     torch.save({"old.weight": torch.ones(2, 3)}, tmp_path / "old.pt")
     torch.save({"new.weight": torch.ones(2, 3)}, tmp_path / "new.pt")
     for whole in (False, True):
-        assert ckpttool.diff(str(tmp_path / "old.pt"), str(tmp_path / "new.pt"), whole=whole).fix, whole
+        assert ckpttool.diff(str(tmp_path / "old.pt"), str(tmp_path / "new.pt"), whole=whole).fix, (
+            whole
+        )
 
 
 def test_an_uninstalled_copy_has_an_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:

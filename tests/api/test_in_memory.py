@@ -39,7 +39,11 @@ CONTAINERS: dict[str, Any] = {
     "state_dict": STATE,
     "plain dict": dict(STATE),
     "nested": {"model": STATE, "epoch": 1},
-    "with an optimizer": {"model": STATE, "optimizer": OPTIMIZER.state_dict(), "args": {"lr": 0.1, "betas": [1, 2]}},
+    "with an optimizer": {
+        "model": STATE,
+        "optimizer": OPTIMIZER.state_dict(),
+        "args": {"lr": 0.1, "betas": [1, 2]},
+    },
     "optimizer alone": OPTIMIZER.state_dict(),
     "Lightning": {
         "epoch": 1,
@@ -52,12 +56,24 @@ CONTAINERS: dict[str, Any] = {
     "list": [dict(STATE), {"a": T}],
     "tuple": (dict(STATE), 3),
     "nested lists": {"layers": [{"w": T}, {"w": T + 1}]},
-    "two models": {"model": STATE, "ema": {key: value + 1 for key, value in STATE.items()}, "other": {"a": T}},
+    "two models": {
+        "model": STATE,
+        "ema": {key: value + 1 for key, value in STATE.items()},
+        "other": {"a": T},
+    },
     "tied": {"a": T, "b": T, "c": T[1:], "d": T.view(2, 2).t()},
     "sparse": {"coo": torch.eye(3).to_sparse(), "csr": torch.eye(3).to_sparse_csr(), "w": T},
-    "subclasses": {"p": nn.Parameter(T.clone()), "q": torch.quantize_per_tensor(T, 0.5, 0, torch.qint8)},
+    "subclasses": {
+        "p": nn.Parameter(T.clone()),
+        "q": torch.quantize_per_tensor(T, 0.5, 0, torch.qint8),
+    },
     "conjugated": {"z": torch.tensor([1 + 1j, 2 - 3j]).conj(), "w": T},
-    "dtypes": {"half": T.half(), "f8": T.to(torch.float8_e4m3fn), "u16": T.to(torch.uint16), "bool": T > 1},
+    "dtypes": {
+        "half": T.half(),
+        "f8": T.to(torch.float8_e4m3fn),
+        "u16": T.to(torch.uint16),
+        "bool": T > 1,
+    },
     "meta": {"m": torch.empty(2, device="meta"), "w": T},
     "extra state": {"w": T, "_extra_state": {"scale": T + 1, "n": 3}, "config": {"a": [1, "b"]}},
     "module": {"net": nn.Linear(1, 1), "step": 1},
@@ -69,16 +85,33 @@ CONTAINERS: dict[str, Any] = {
 
 VERBS: dict[str, Callable[[Any], Any]] = {
     "inspect": lambda ckpt: ckpttool.inspect(ckpt, stats=True).to_json(),
-    "diff": lambda ckpt: ckpttool.diff(ckpt, {"model": {"0.weight": T.view(2, 2)}, "epoch": 3}, whole=True).to_json(),
-    "diff values": lambda ckpt: ckpttool.diff({"0.bias": torch.ones(3), "w": T}, ckpt, values=True).to_json(),
+    "diff": lambda ckpt: ckpttool.diff(
+        ckpt, {"model": {"0.weight": T.view(2, 2)}, "epoch": 3}, whole=True
+    ).to_json(),
+    "diff values": lambda ckpt: ckpttool.diff(
+        {"0.bias": torch.ones(3), "w": T}, ckpt, values=True
+    ).to_json(),
     "diff model": lambda ckpt: ckpttool.diff(ckpt, model=model).to_json(),
     "diff optimizer": lambda ckpt: ckpttool.diff(ckpt, model=model, optimizer=adamw).to_json(),
     "remap": lambda ckpt: ckpttool.remap(ckpt, rule=["0.* => first.*"]).to_json(),
     "remap to": lambda ckpt: ckpttool.remap(ckpt, model=model, to="serialized").to_json(),
-    "remap like": lambda ckpt: ckpttool.remap({"module.0.weight": T, "module.w": T}, like=ckpt).to_json(),
+    "remap like": lambda ckpt: ckpttool.remap(
+        {"module.0.weight": T, "module.w": T}, like=ckpt
+    ).to_json(),
 }
 # Fields with the name of the operand or the size of its file.
-FIELDS_OF_THE_SOURCE = {"source", "left", "base", "format", "nbytes", "bytes", "file_bytes", "fix", "cost", "rest"}
+FIELDS_OF_THE_SOURCE = {
+    "source",
+    "left",
+    "base",
+    "format",
+    "nbytes",
+    "bytes",
+    "file_bytes",
+    "fix",
+    "cost",
+    "rest",
+}
 
 
 def answer(verb: Callable[[Any], Any], ckpt: Any, path: str) -> Any:
@@ -91,7 +124,11 @@ def answer(verb: Callable[[Any], Any], ckpt: Any, path: str) -> Any:
 
 def _without_names(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_names(item) for key, item in value.items() if key not in FIELDS_OF_THE_SOURCE}
+        return {
+            key: _without_names(item)
+            for key, item in value.items()
+            if key not in FIELDS_OF_THE_SOURCE
+        }
     if isinstance(value, list):  # notes about placeholders
         return [_without_names(item) for item in value if not str(item).startswith("not tried")]
     if isinstance(value, str):  # the rest is a command or a Python call
@@ -115,7 +152,10 @@ def test_an_object_and_its_file_get_the_same_answer(name: str, tmp_path: Path) -
                 ckpttool.remap(obj, str(tmp_path / "of_object.pt"), force=True, **options)
             continue
         ckpttool.remap(obj, str(tmp_path / "of_object.pt"), force=True, **options)
-        loaded = [torch.load(tmp_path / f"of_{kind}.pt", weights_only=False) for kind in ("object", "file")]
+        loaded = [
+            torch.load(tmp_path / f"of_{kind}.pt", weights_only=False)
+            for kind in ("object", "file")
+        ]
         assert repr(loaded[0]) == repr(loaded[1])
 
 
@@ -148,7 +188,10 @@ def test_hints_on_an_object_in_memory_are_python_calls() -> None:
     cases: tuple[tuple[Callable[[], object], str], ...] = (
         (lambda: ckpttool.remap(ckpt, drop="none"), "`ckpttool.inspect(ckpt)`"),
         (lambda: ckpttool.inspect(ckpt, filter="none"), "`ckpttool.inspect(ckpt)`"),
-        (lambda: ckpttool.remap(ckpt["ema"], model=model, to="runtime"), "ckpttool.diff(ckpt, model=model)"),
+        (
+            lambda: ckpttool.remap(ckpt["ema"], model=model, to="runtime"),
+            "ckpttool.diff(ckpt, model=model)",
+        ),
         (lambda: ckpttool.remap({"module.w": T}), "ckpttool.remap(ckpt, to='serialized', out="),
         (lambda: ckpttool.remap({"w": T}, rule="x => y"), "`ckpttool.inspect(ckpt)`"),
         (lambda: ckpttool.remap(ckpt, optimizer_keys="fqn"), "`ckpttool.inspect(ckpt)`"),

@@ -1,4 +1,6 @@
-"""Options in Python: their types, errors of type checkers for wrong calls, and errors for misspelled options."""
+"""Options in Python: their types, errors of type checkers for wrong calls, and errors for
+misspelled options.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ from typing import Any, TypedDict
 
 DOCSTRINGS = {
     "ModelKeywords": "How the model is built.",
-    "OptimizerKeywords": "How the model and its optimizer are built: options of `trace` and `explain`.",
+    "OptimizerKeywords": "How the model and its optimizer are built: options of `trace` and"
+    " `explain`.",
     "CheckKeywords": "Options of `check`.",
     "CompareKeywords": "How tensors are compared.",
     "DiffKeywords": "Options of `diff`.",
@@ -53,13 +56,17 @@ DOCSTRINGS = {
 def rows(options: type, *excluded: str) -> dict[str, str]:
     """Return the fields that the class adds, with their types as text."""
     hints = typing.get_type_hints(options)
-    names = [field.name for field in dataclasses.fields(options) if field.name in options.__annotations__]
+    names = [
+        field.name for field in dataclasses.fields(options) if field.name in options.__annotations__
+    ]
     return {name: text(hints[name]) for name in names if name not in excluded}
 
 
 def text(hint: object) -> str:
     plain = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
-    return re.sub(r"(typing|collections\.abc)\.", "", plain).replace("Sequence[str]", "str | Sequence[str]")
+    return re.sub(r"(typing|collections\.abc)\.", "", plain).replace(
+        "Sequence[str]", "str | Sequence[str]"
+    )
 
 
 def generate() -> str:
@@ -73,7 +80,11 @@ def generate() -> str:
         ("DiffKeywords", "CheckKeywords, CompareKeywords", rows(DiffOptions)),
         ("OutputKeywords", "TypedDict", {**model, **rows(OutputOptions, "out")}),
         ("FixKeywords", "OptimizerKeywords, OutputKeywords", rows(EditOptions)),
-        ("RemapKeywords", "OptimizerKeywords, OutputKeywords", {**rows(EditOptions), **rows(RemapOptions)}),
+        (
+            "RemapKeywords",
+            "OptimizerKeywords, OutputKeywords",
+            {**rows(EditOptions), **rows(RemapOptions)},
+        ),
         ("ConvertKeywords", "ModelKeywords, OutputKeywords", rows(ConvertOptions)),
         ("SwapKeywords", "ModelKeywords, OutputKeywords", rows(SwapOptions)),
         ("WriteKeywords", "TypedDict", {name: output[name] for name in WRITTEN}),
@@ -146,10 +157,22 @@ def test_type_checkers_report_only_wrong_calls(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
     (tmp_path / "mypy.ini").write_text(CONFIG)
     cache = str(ROOT / "build" / "mypy_keywords")
-    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", cache, "right.py", "wrong.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file",
+        "mypy.ini",
+        "--cache-dir",
+        cache,
+        "right.py",
+        "wrong.py",
+    ]
     env = {**os.environ, "MYPYPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
-    error_lines = {int(line) for line in re.findall(r"^wrong\.py:(\d+): error", done.stdout, re.MULTILINE)}
+    error_lines = {
+        int(line) for line in re.findall(r"^wrong\.py:(\d+): error", done.stdout, re.MULTILINE)
+    }
     expected = {at for at, line in enumerate(WRONG.splitlines(), 1) if line.startswith("ckpttool.")}
     assert error_lines == expected, done.stdout + done.stderr
     assert "right.py" not in done.stdout, done.stdout
@@ -158,9 +181,18 @@ def test_type_checkers_report_only_wrong_calls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("remap('a.pt', modle=None)", "remap() got an unexpected keyword argument 'modle'; did you mean 'model'?"),
-        ("diff('a.pt', valeus=1)", "diff() got an unexpected keyword argument 'valeus'; did you mean 'values'?"),
-        ("inspect('a.pt', stat=1)", "inspect() got an unexpected keyword argument 'stat'; did you mean 'stats'?"),
+        (
+            "remap('a.pt', modle=None)",
+            "remap() got an unexpected keyword argument 'modle'; did you mean 'model'?",
+        ),
+        (
+            "diff('a.pt', valeus=1)",
+            "diff() got an unexpected keyword argument 'valeus'; did you mean 'values'?",
+        ),
+        (
+            "inspect('a.pt', stat=1)",
+            "inspect() got an unexpected keyword argument 'stat'; did you mean 'stats'?",
+        ),
         ("trace(None, adam=1)", "trace() got an unexpected keyword argument 'adam'"),
         (
             "swap_weights('', '', nam=1)",
@@ -189,11 +221,19 @@ def test_dir_lists_only_public_names() -> None:
 
 def results() -> list[object]:
     state, net = {str(at): torch.ones(1) for at in range(50)}, torch.nn.Linear(2, 2)
-    optimizer = {"model": state, "optimizer": torch.optim.Adam(net.parameters()).state_dict(), "text": "\0" * 1000}
+    optimizer = {
+        "model": state,
+        "optimizer": torch.optim.Adam(net.parameters()).state_dict(),
+        "text": "\0" * 1000,
+    }
     done = ckpttool.remap(optimizer, rule="0 => zero")
     return [
         *(ckpttool.open_checkpoint(optimizer), ckpttool.inspect(optimizer), done, done.plan),
-        *(ckpttool.diff(state, {**state, "0": torch.ones(2)}), ckpttool.trace(net), ckpttool.explain("bias", net)),
+        *(
+            ckpttool.diff(state, {**state, "0": torch.ones(2)}),
+            ckpttool.trace(net),
+            ckpttool.explain("bias", net),
+        ),
         ckpttool.check([str(FILE)]),
         ckpttool.swap_weights(net, net.state_dict()),
     ]

@@ -40,7 +40,11 @@ class Net(nn.Module):
     def __init__(self, seed: int = 1) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.emb, self.norm, self.body = nn.Linear(4, 3, bias=False), nn.BatchNorm1d(4), nn.Linear(3, 4)
+        self.emb, self.norm, self.body = (
+            nn.Linear(4, 3, bias=False),
+            nn.BatchNorm1d(4),
+            nn.Linear(3, 4),
+        )
         self.head = nn.Linear(4, 3, bias=False)
         self.head.weight = self.emb.weight
         self.steps = 0
@@ -79,7 +83,9 @@ def adamw_in_groups(
     model: nn.Module, order: Callable[[list[Any]], list[Any]] = list, groups: int = 1
 ) -> torch.optim.AdamW:
     parameters = order(list(model.parameters()))
-    return torch.optim.AdamW([{"params": parameters[at::groups], "lr": 0.1 / (at + 1)} for at in range(groups)])
+    return torch.optim.AdamW(
+        [{"params": parameters[at::groups], "lr": 0.1 / (at + 1)} for at in range(groups)]
+    )
 
 
 def with_prefix(state: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -91,9 +97,16 @@ def save_as(layout: str, model: nn.Module, optimizer: torch.optim.Optimizer, pat
     if layout == "plain":
         torch.save({"model": weights, "optimizer": state, "epoch": 3}, path / "run.pt")
     elif layout == "wrapped":
-        torch.save({"model": with_prefix(weights, "module._orig_mod."), "optimizer": state}, path / "run.pt")
+        torch.save(
+            {"model": with_prefix(weights, "module._orig_mod."), "optimizer": state},
+            path / "run.pt",
+        )
     elif layout == "lightning":
-        state = {"state_dict": with_prefix(weights, "net."), "optimizer_states": [state], "lr_schedulers": []}
+        state = {
+            "state_dict": with_prefix(weights, "net."),
+            "optimizer_states": [state],
+            "lr_schedulers": [],
+        }
         torch.save({**state, "pytorch-lightning_version": "2.5.0", "loops": {}}, path / "run.pt")
     elif layout == "named":
         state = get_optimizer_state_dict(model, optimizer)
@@ -121,7 +134,9 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
         *((layout, "both") for layout in ("named", "dcp")),
     ],
 )
-def test_a_resumed_run_matches_an_uninterrupted_run(layout: str, wrapped: str, tmp_path: Path) -> None:
+def test_a_resumed_run_matches_an_uninterrupted_run(
+    layout: str, wrapped: str, tmp_path: Path
+) -> None:
     old = Net(0)
     optimizer = adamw_in_groups(old, groups=2)
     steps(old, optimizer, 0, 3)
@@ -178,31 +193,47 @@ def values_after(operand: str, load: Callable[[nn.Module], object]) -> dict[str,
     """Return the parameters and buffers of a new instance after `load`."""
     model = build(operand, 2)
     load(model)
-    return {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    return {
+        name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_values_are_those_of_load_state_dict_or_the_file_is_refused(prefix: str, tmp_path: Path) -> None:
-    """Models are everything that the properties of strict loading draw from (a tenth, or all if all are wanted)."""
+def test_values_are_those_of_load_state_dict_or_the_file_is_refused(
+    prefix: str, tmp_path: Path
+) -> None:
+    """Models are everything that the properties of strict loading draw from (a tenth, or all if all
+    are wanted).
+    """
     names = sorted(MODELS)[:: 1 if os.environ.get("CKPTTOOL_SUITES") == "all" else 10]
-    names += [f"loading_zoo:{name}" for name in ("exchanges_on_loading", "doubles_on_loading", "resets_a_buffer")]
+    names += [
+        f"loading_zoo:{name}"
+        for name in ("exchanges_on_loading", "doubles_on_loading", "resets_a_buffer")
+    ]
     loaded = []
     for operand in names:
         state = build(operand, 1).state_dict()
-        with contextlib.suppress(RuntimeError):  # a file cannot have two views of one storage with other dtypes
+        # a file cannot have two views of one storage with other dtypes
+        with contextlib.suppress(RuntimeError):
             torch.save(state, tmp_path / "run.pt")
             file = torch.load(tmp_path / "run.pt", weights_only=False)
             wrapped = OrderedDict((prefix + key, value) for key, value in state.items())
             torch.save({"model": wrapped} if prefix else state, tmp_path / "run.pt")
             try:
-                actual = values_after(operand, lambda model: ckpttool.load(tmp_path / "run.pt", model))
+                actual = values_after(
+                    operand, lambda model: ckpttool.load(tmp_path / "run.pt", model)
+                )
             except ckpttool.CkptError:
                 continue
             with contextlib.suppress(RuntimeError):  # of keys that the model's own loading rejects
-                expected = values_after(operand, partial(nn.Module.load_state_dict, state_dict=file))
+                expected = values_after(
+                    operand, partial(nn.Module.load_state_dict, state_dict=file)
+                )
                 loaded.append(operand)
-                torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=operand)
+                torch.testing.assert_close(
+                    actual, expected, rtol=0, atol=0, equal_nan=True, msg=operand
+                )
     assert len(loaded) > len(names) / 4
 
 
@@ -217,7 +248,9 @@ def test_formats_without_an_optimizer_are_loaded(tmp_path: Path) -> None:
     for name in ("one.safetensors", "shards", "script.pt", "program.pt2"):
         new = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         ckpttool.load(tmp_path / name, new)
-        assert all(torch.equal(new.state_dict()[key], value) for key, value in old.state_dict().items()), name
+        assert all(
+            torch.equal(new.state_dict()[key], value) for key, value in old.state_dict().items()
+        ), name
 
 
 def test_an_averaged_model_is_loaded_with_its_counter(tmp_path: Path) -> None:
@@ -273,7 +306,8 @@ def invalid_file(name: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["shape", "missing", "unexpected", "dtype", "tied", "groups", "moments", "object", "disk"]
+    "name",
+    ["shape", "missing", "unexpected", "dtype", "tied", "groups", "moments", "object", "disk"],
 )
 def test_an_error_does_not_change_model_or_optimizer(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -344,7 +378,9 @@ class StateInConstructor(torch.optim.Optimizer):
                     state = self.state[parameter]
                     state["recent"][0] += 1.0
                     state["sum"].add_(parameter.grad.square())
-                    parameter.data.sub_(group["lr"] * parameter.grad / state["sum"].sqrt() / state["recent"][0])
+                    parameter.data.sub_(
+                        group["lr"] * parameter.grad / state["sum"].sqrt() / state["recent"][0]
+                    )
 
 
 @pytest.mark.parametrize("layout", ["plain", "named", "wrapped"])
@@ -371,7 +407,10 @@ def test_an_optimizer_that_creates_its_state_in_the_constructor_is_loaded(
 
 def test_loading_does_not_run_the_schedule_or_hooks_of_the_optimizer(tmp_path: Path) -> None:
     old, new = nn.Linear(4, 3), nn.Linear(4, 3)
-    first, second = torch.optim.SGD(old.parameters(), lr=0.3, momentum=0.9), torch.optim.SGD(new.parameters(), lr=0.1)
+    first, second = (
+        torch.optim.SGD(old.parameters(), lr=0.3, momentum=0.9),
+        torch.optim.SGD(new.parameters(), lr=0.1),
+    )
     steps(old, first, 0, 2)
     torch.save({"model": old.state_dict(), "optimizer": first.state_dict()}, tmp_path / "run.pt")
     calls: list[int] = []
@@ -397,7 +436,9 @@ class CountAllocations(TorchDispatchMode):
         return result
 
 
-def test_weights_of_a_local_file_are_not_copied_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_a_local_file_are_not_copied_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new = nn.Linear(1000, 1000), nn.Linear(1000, 1000)
     save_file(old.state_dict(), tmp_path / "big.safetensors")
     allocated, put = CountAllocations(), live_load.put
@@ -422,14 +463,18 @@ def test_check_names_can_be_used_in_a_unit_test(tmp_path: Path) -> None:
     changed.extra = nn.Linear(2, 2)
     with pytest.raises(ckpttool.Refused) as refused:
         ckpttool.check_names(changed, path)
-    assert sorted(problem.key for problem in refused.value.problems) == ["extra.bias", "extra.weight"]
+    assert sorted(problem.key for problem in refused.value.problems) == [
+        "extra.bias",
+        "extra.weight",
+    ]
     ckpttool.save_names(changed, path)
     ckpttool.check_names(changed, path)
 
 
 def test_save_names_writes_the_same_file_as_trace(tmp_path: Path) -> None:
     (tmp_path / "accents.py").write_text(
-        "from torch import nn\n\ndef build():\n    return nn.ModuleDict({'größe': nn.Linear(2, 3)})\n"
+        "from torch import nn\n\ndef build():\n    return nn.ModuleDict({'größe': nn.Linear(2,"
+        " 3)})\n"
     )
     ckpttool.save_names(f"{tmp_path}/accents.py:build", str(tmp_path / "python.json"))
     assert main(["trace", f"{tmp_path}/accents.py:build", "-o", f"{tmp_path}/command.json"]) == 0
@@ -465,9 +510,13 @@ def test_state_of_a_sharded_parameter_is_sharded(tmp_path: Path) -> None:
         sharded.weight = nn.Parameter(distribute_tensor(sharded.weight.detach(), mesh, [Shard(0)]))
         new = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.9)
         ckpttool.load(str(tmp_path / "run.pt"), sharded, new, definition=partial(nn.Linear, 2, 2))
-        buffers = [new.state[parameter]["momentum_buffer"] for parameter in (sharded.weight, sharded.bias)]
+        buffers = [
+            new.state[parameter]["momentum_buffer"] for parameter in (sharded.weight, sharded.bias)
+        ]
         assert [type(buffer) for buffer in buffers] == [DTensor, torch.Tensor]
-        assert torch.equal(buffers[0].full_tensor(), saved["optimizer"]["state"][0]["momentum_buffer"])
+        assert torch.equal(
+            buffers[0].full_tensor(), saved["optimizer"]["state"][0]["momentum_buffer"]
+        )
     finally:
         dist.destroy_process_group()
 
@@ -476,7 +525,11 @@ def test_sharded_models_are_loaded_on_two_ranks(tmp_path: Path) -> None:
     needs_torch("2.7", "fully_shard without a GPU")
     command = [sys.executable, "-W", "ignore", str(SUPPORT / "load_ranks.py"), str(tmp_path)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(path.name for path in tmp_path.glob("same-*")) == ["same-0", "same-1"]

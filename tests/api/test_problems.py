@@ -27,7 +27,10 @@ FILES: dict[str, tuple[State, Mapping[str, str]]] = {
     "shape": ({**SAVED, "1.bias": torch.ones(9)}, {"1.bias": "shape"}),
     "unexpected": ({**SAVED, "more": torch.ones(1)}, {"more": "unexpected"}),
     "dtype": ({**SAVED, "0.bias": torch.ones(2).half()}, {"0.bias": "dtype"}),
-    "missing": ({key: value for key, value in SAVED.items() if key != "1.bias"}, {"1.bias": "missing"}),
+    "missing": (
+        {key: value for key, value in SAVED.items() if key != "1.bias"},
+        {"1.bias": "missing"},
+    ),
 }
 FILES["all"] = (
     {**FILES["missing"][0], "more": torch.ones(1), "0.bias": torch.ones(3)},
@@ -72,7 +75,9 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize(("model", "optimizer"), CHANGES.values(), ids=CHANGES)
-def test_check_names_says_what_changed(model: Callable[[], nn.Module], optimizer: Any, tmp_path: Path) -> None:
+def test_check_names_says_what_changed(
+    model: Callable[[], nn.Module], optimizer: Any, tmp_path: Path
+) -> None:
     path = str(tmp_path / "names.json")
     ckpttool.save_names(build(), path, optimizer=adam)
     ckpttool.check_names(build(), path, optimizer=adam)
@@ -88,7 +93,9 @@ def test_load_says_what_does_not_fit_the_optimizer(tmp_path: Path) -> None:
     optimizer = adam(model)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt"
+    )
     groups = torch.optim.Adam([{"params": [model[0].weight]}, {"params": [model[1].weight]}])
     for other in (sgd(model), groups):
         with pytest.raises(Refused) as refused:
@@ -97,7 +104,9 @@ def test_load_says_what_does_not_fit_the_optimizer(tmp_path: Path) -> None:
         assert all(problem.problem and problem.key for problem in refused.value.problems)
 
 
-@pytest.mark.parametrize("fail_on", [["value"], ("missing", "value"), "missing,value", ["missing,shape", "value"]])
+@pytest.mark.parametrize(
+    "fail_on", [["value"], ("missing", "value"), "missing,value", ["missing,shape", "value"]]
+)
 def test_fail_on_takes_several(fail_on: Any) -> None:
     left, right = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
     assert not ckpttool.diff(left, right, values=True, fail_on=fail_on).passes

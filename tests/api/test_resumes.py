@@ -1,4 +1,5 @@
-"""State under another optimizer, order or wrapper: `fix` and `load` give each parameter its own, or refuse.
+"""State under another optimizer, order or wrapper: `fix` and `load` give each parameter its own, or
+refuse.
 
 The suite draws a few; ``CKPTTOOL_SEEDS=300 pytest tests/api/test_resumes.py`` draws more.
 """
@@ -33,7 +34,8 @@ def with_optimizer(operand: str, kind: str, seed: int) -> tuple[nn.Module, torch
 
 
 def saved_run(draw: random.Random, path: Path) -> tuple[str, str, dict[str, float]]:
-    """Write a run whose state says whose it is; return the model, the optimizer that resumes, and the marks by name.
+    """Write a run whose state says whose it is; return the model, the optimizer that resumes, and
+    the marks by name.
 
     Raises whatever a model raises that cannot be trained or saved.
     """
@@ -52,19 +54,26 @@ def saved_run(draw: random.Random, path: Path) -> tuple[str, str, dict[str, floa
     weights = model.state_dict()
     build(operand, 2).load_state_dict(dict(weights))
     with_optimizer(operand, resuming, 2)
-    file = {"model": {prefix + key: value for key, value in weights.items()}, "optimizer": optimizer.state_dict()}
+    file = {
+        "model": {prefix + key: value for key, value in weights.items()},
+        "optimizer": optimizer.state_dict(),
+    }
     torch.save(file, path)
     return operand, resuming, marks
 
 
 def marks_in(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Return the mark in the state of each parameter."""
-    states: dict[str, Any] = {name: optimizer.state.get(parameter) for name, parameter in model.named_parameters()}
+    states: dict[str, Any] = {
+        name: optimizer.state.get(parameter) for name, parameter in model.named_parameters()
+    }
     return {name: state["exp_avg"].flatten()[0].item() for name, state in states.items() if state}
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_every_parameter_gets_its_own_state(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_parameter_gets_its_own_state(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, fixed = tmp_path / "run.pt", tmp_path / "fixed.pt"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -72,7 +81,8 @@ def test_every_parameter_gets_its_own_state(seed: int, tmp_path: Path, capsys: p
             try:
                 operand, kind, marks = saved_run(random.Random(seed), path)
                 break
-            except Exception:  # the optimizer does not support the model, or it does not load its own keys
+            # the optimizer does not support the model, or it does not load its own keys
+            except Exception:
                 seed += 1_000_000
         model = ("--model", operand, "--optimizer", f"optimizer_models:{kind}")
         resumes = main(["diff", str(path), *model]) == 0

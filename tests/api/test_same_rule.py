@@ -1,4 +1,6 @@
-"""A rename has the same plan or the same error in a rules file and in Python as a string or a list."""
+"""A rename has the same plan or the same error in a rules file and in Python as a string or a
+list.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,17 @@ def answer(call: Callable[[], Any]) -> object:
         done = call()
     except ckpttool.CkptError as error:
         return sorted(problem.key for problem in error.problems), type(error).__name__
-    return done.plan.to_json(), done.missing, sorted(entry.key for s in done.result.sections for entry in s.tensors)
+    return (
+        done.plan.to_json(),
+        done.missing,
+        sorted(entry.key for s in done.result.sections for entry in s.tensors),
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_rule_has_the_same_effect_in_every_form(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_has_the_same_effect_in_every_form(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     rng = random.Random(seed)
     names = tuple(rng.sample(NAMES, 3))
@@ -46,7 +54,9 @@ def test_a_rule_has_the_same_effect_in_every_form(seed: int, tmp_path: Path, mon
     sum(value.sum() for value in model.parameters()).backward()
     optimizer.step()
     prefix = rng.choice(["", "module."])
-    saved: dict[str, Any] = {"model": {prefix + key: value for key, value in model.state_dict().items()}}
+    saved: dict[str, Any] = {
+        "model": {prefix + key: value for key, value in model.state_dict().items()}
+    }
     if rng.random() < 0.5:
         saved["optimizer"] = optimizer.state_dict()
     torch.save(saved, "old.pt")
@@ -62,7 +72,9 @@ def test_a_rule_has_the_same_effect_in_every_form(seed: int, tmp_path: Path, mon
         options["to"] = rng.choice(["serialized", "runtime", "compile"])
     elif rng.random() < 0.3:
         options["like"] = "like.pt"
-    rule = rng.choice(["a.{x} => x.{x}", "{n}.weight => {n}.w", "{p*}.a.{x} => {p*}.x.{x}", "nowhere => w"])
+    rule = rng.choice(
+        ["a.{x} => x.{x}", "{n}.weight => {n}.w", "{p*}.a.{x} => {p*}.x.{x}", "nowhere => w"]
+    )
     Path("rules.toml").write_text(f"[[rule]]\nrename = {json.dumps(rule)}\n")
     answers = [
         answer(partial(ckpttool.remap, "old.pt", **options, **rules))
@@ -73,6 +85,11 @@ def test_a_rule_has_the_same_effect_in_every_form(seed: int, tmp_path: Path, mon
 
 def test_a_rule_converts_a_checkpoint_to_another_model(tmp_path: Path) -> None:
     torch.save(build(NAMES).state_dict(), tmp_path / "old.pt")
-    models: dict[str, Any] = {"model": partial(build, NAMES), "to_model": partial(build, ("x", "b", "c"))}
-    ckpttool.remap(str(tmp_path / "old.pt"), str(tmp_path / "new.pt"), rule="a.{x} => x.{x}", **models)
+    models: dict[str, Any] = {
+        "model": partial(build, NAMES),
+        "to_model": partial(build, ("x", "b", "c")),
+    }
+    ckpttool.remap(
+        str(tmp_path / "old.pt"), str(tmp_path / "new.pt"), rule="a.{x} => x.{x}", **models
+    )
     build(("x", "b", "c")).load_state_dict(torch.load(tmp_path / "new.pt"))

@@ -1,4 +1,6 @@
-"""Each kind of tensor, in models and in optimizers: torch's own verdict, and no error but `CkptError`."""
+"""Each kind of tensor, in models and in optimizers: torch's own verdict, and no error but
+`CkptError`.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,16 @@ HOLDERS = {"buffer": with_buffer, "parameter": with_parameter}
 
 
 def shown(state: Any) -> str:
-    """Return the values of the tensors as text; each jagged tensor has a symbol of its own for its lengths."""
-    values = {key: value.view(torch.uint8) if value.dtype == torch.bits8 else value for key, value in state.items()}
-    return re.sub(r"\bj\d+\b", "j", repr([(key, type(value), value) for key, value in values.items()]))
+    """Return the values of the tensors as text; each jagged tensor has a symbol of its own for its
+    lengths.
+    """
+    values = {
+        key: value.view(torch.uint8) if value.dtype == torch.bits8 else value
+        for key, value in state.items()
+    }
+    return re.sub(
+        r"\bj\d+\b", "j", repr([(key, type(value), value) for key, value in values.items()])
+    )
 
 
 def answer(call: Callable[[], Any]) -> Any:
@@ -70,7 +79,9 @@ def test_model(kind: str, holder: str, tmp_path: Path) -> None:
         lambda: ckpttool.inspect(tmp_path / "in.pt", stats=True),
         lambda: ckpttool.diff(tmp_path / "in.pt", saved.state_dict(), values=True),
         lambda: ckpttool.remap(tmp_path / "in.pt", str(tmp_path / "a.pt"), rule="weight => w"),
-        lambda: ckpttool.remap(tmp_path / "in.pt", str(tmp_path / "b.pt"), model=model, to="runtime"),
+        lambda: ckpttool.remap(
+            tmp_path / "in.pt", str(tmp_path / "b.pt"), model=model, to="runtime"
+        ),
         lambda: ckpttool.convert(tmp_path / "in.pt", str(tmp_path / "a.safetensors")),
         lambda: ckpttool.convert(tmp_path / "in.pt", str(tmp_path / "a.dcp")),
         lambda: ckpttool.swap_weights(model, saved.state_dict()),
@@ -112,13 +123,17 @@ def test_optimizer(kind: str, tmp_path: Path) -> None:
         assert not fresh.state
     else:
         assert loads
-        for one, other in zip(fresh.state_dict()["state"].values(), expected.state_dict()["state"].values()):
+        for one, other in zip(
+            fresh.state_dict()["state"].values(), expected.state_dict()["state"].values()
+        ):
             assert shown(one) == shown(other)
         step(model, fresh)
     for call in (
         lambda: ckpttool.load(tmp_path / "in.pt", saved, optimizer),
         lambda: ckpttool.diff(tmp_path / "in.pt", tmp_path / "in.pt", values=True, whole=True),
-        lambda: ckpttool.remap(tmp_path / "in.pt", str(tmp_path / "a.pt"), model=linear, optimizer_keys="fqn"),
+        lambda: ckpttool.remap(
+            tmp_path / "in.pt", str(tmp_path / "a.pt"), model=linear, optimizer_keys="fqn"
+        ),
         lambda: ckpttool.convert(tmp_path / "in.pt", str(tmp_path / "a.dcp")),
         lambda: ckpttool.inspect(tmp_path / "in.pt", stats=True),
     ):

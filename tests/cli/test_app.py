@@ -26,7 +26,9 @@ from command import Run
 AVAILABLE = [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module)]
 
 
-def ckpttool(*args: str, stdout: int = subprocess.PIPE, **env: str) -> subprocess.CompletedProcess[str]:
+def ckpttool(
+    *args: str, stdout: int = subprocess.PIPE, **env: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ckpttool", *args],
         stdout=stdout,
@@ -65,7 +67,9 @@ def test_command_table_has_the_summaries_of_the_docstrings(name: str) -> None:
     examples = re.findall(rf"^    ckpttool {name}(.*)$", done.stdout, re.MULTILINE)
     assert examples
     options = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", done.stdout.split("Arguments:")[1]))
-    assert {word for line in examples for word in re.findall(r"(?<= )--?[a-z][a-z-]*", line)} <= options
+    assert {
+        word for line in examples for word in re.findall(r"(?<= )--?[a-z][a-z-]*", line)
+    } <= options
 
 
 def test_remap_help_groups_its_options() -> None:
@@ -77,7 +81,10 @@ def test_remap_help_groups_its_options() -> None:
 
 @pytest.mark.parametrize("args", [["--help"], *([name, "--help"] for name in AVAILABLE)])
 def test_help_does_not_import_torch_or_rich(args: list[str]) -> None:
-    code = f"import sys; from ckpttool.cli.app import main; main({args!r}); print(*sys.modules, file=sys.stderr)"
+    code = (
+        f"import sys; from ckpttool.cli.app import main; main({args!r}); print(*sys.modules,"
+        " file=sys.stderr)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in done.stderr.split()}
     assert not loaded & {"torch", "numpy", "rich", "safetensors"}
@@ -94,7 +101,11 @@ def test_version() -> None:
     ("args", "message", "hint"),
     [
         (["inspct", "x.pt"], "no such command: inspct", "did you mean `ckpttool inspect`?"),
-        (["--all", "inspect", "x.pt"], "no such option", "usage: ckpttool [OPTIONS] COMMAND [ARGS]..."),
+        (
+            ["--all", "inspect", "x.pt"],
+            "no such option",
+            "usage: ckpttool [OPTIONS] COMMAND [ARGS]...",
+        ),
         (["--nope"], "no such option", "usage: ckpttool [OPTIONS] COMMAND [ARGS]..."),
         (["inspect"], "missing argument 'CKPT'", "usage: ckpttool inspect [OPTIONS]"),
         (["inspect", "x.pt", "--fromat", "json"], "no such option", "did you mean --format?"),
@@ -103,16 +114,36 @@ def test_version() -> None:
             "no such option",
             "it is for `ckpttool undo`; usage: ckpttool remap [OPTIONS] CKPT",
         ),
-        (["remap", "x.pt", "--max-shard-size=5GB"], "no such option", "it is for `ckpttool convert`;"),
-        (["inspect", "x.pt", "--format"], "option '--format' requires an argument", "see ckpttool --help"),
-        (["inspect", "x.pt", "y.pt"], "got unexpected extra argument", "usage: ckpttool inspect [OPTIONS]"),
+        (
+            ["remap", "x.pt", "--max-shard-size=5GB"],
+            "no such option",
+            "it is for `ckpttool convert`;",
+        ),
+        (
+            ["inspect", "x.pt", "--format"],
+            "option '--format' requires an argument",
+            "see ckpttool --help",
+        ),
+        (
+            ["inspect", "x.pt", "y.pt"],
+            "got unexpected extra argument",
+            "usage: ckpttool inspect [OPTIONS]",
+        ),
         (
             ["remap", "x.pt", "a b.pt", "-q"],
             "got unexpected extra argument",
             "-o names the output: ckpttool remap x.pt -o 'a b.pt' -q",
         ),
-        (["remap", "x.pt", "y.pt", "-o", "z.pt"], "got unexpected extra argument", "usage: ckpttool remap [OPTIONS]"),
-        (["inspect", "x.pt", "--format", "yaml"], "unknown format 'yaml'", "use one of text, json,"),
+        (
+            ["remap", "x.pt", "y.pt", "-o", "z.pt"],
+            "got unexpected extra argument",
+            "usage: ckpttool remap [OPTIONS]",
+        ),
+        (
+            ["inspect", "x.pt", "--format", "yaml"],
+            "unknown format 'yaml'",
+            "use one of text, json,",
+        ),
         (
             ["inspect", "x.pt", "--report", "r.pdf"],
             "report file 'r.pdf' has no known ending",
@@ -133,33 +164,48 @@ def test_usage_error_has_a_hint(args: list[str], message: str, hint: str) -> Non
 def run_failing(error: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a command that raises `error`."""
     code = (
-        "import sys, types, errno; from ckpttool.cli import app, params; from ckpttool.core.errors import *\n"
+        "import sys, types, errno; from ckpttool.cli import app, params; from ckpttool.core.errors"
+        " import *\n"
         f"def command(): raise {error}\n"
-        "sys.modules['failing'] = types.ModuleType('failing'); sys.modules['failing'].command = command\n"
+        "sys.modules['failing'] = types.ModuleType('failing'); sys.modules['failing'].command ="
+        " command\n"
         "params.COMMANDS['fail'] = ('failing', '')\n"
         "sys.exit(app.main(['fail']))"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env})
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "status", "lines"),
     [
-        ("CkptError('no tensors', hint='name a file')", 2, ["error: no tensors", "hint: name a file"]),
         (
-            r"Refused('2 collide', hint='use --rule', problems=[Problem('twice', 'a'), Problem('twice', 'b\x1b')])",
+            "CkptError('no tensors', hint='name a file')",
+            2,
+            ["error: no tensors", "hint: name a file"],
+        ),
+        (
+            r"Refused('2 collide', hint='use --rule', problems=[Problem('twice', 'a'),"
+            r" Problem('twice', 'b\x1b')])",
             1,
             ["error: 2 collide", "  twice @ a", r"  twice @ b\x1b", "hint: use --rule"],
         ),
         (
             "FileNotFoundError(errno.ENOENT, 'No such file or directory', '/nowhere/at/all.pt')",
             2,
-            ["error: /nowhere/at/all.pt: No such file or directory", "hint: check the path: ls -ld /"],
+            [
+                "error: /nowhere/at/all.pt: No such file or directory",
+                "hint: check the path: ls -ld /",
+            ],
         ),
         (
             "OSError(errno.ENOSPC, 'No space left on device', 'out.pt')",
             2,
-            ["error: out.pt: No space left on device", "hint: free some space, or write to another disk"],
+            [
+                "error: out.pt: No space left on device",
+                "hint: free some space, or write to another disk",
+            ],
         ),
         (
             "PermissionError(errno.EACCES, 'Permission denied', '/etc')",
@@ -173,13 +219,18 @@ def run_failing(error: str, **env: str) -> subprocess.CompletedProcess[str]:
         ),
         ("KeyboardInterrupt", 130, ["error: interrupted"]),
         ("BrokenPipeError", 141, []),
-        ("MemoryError", 2, ["error: out of memory", "hint: free some memory, or use a larger machine"]),
+        (
+            "MemoryError",
+            2,
+            ["error: out of memory", "hint: free some memory, or use a larger machine"],
+        ),
         (
             "KeyError('x')",
             2,
             [
                 "error: internal error: KeyError: 'x'",
-                "hint: run it again with CKPTTOOL_DEBUG=1 and report the traceback as a bug of ckpttool",
+                "hint: run it again with CKPTTOOL_DEBUG=1 and report the traceback as a bug of"
+                " ckpttool",
             ],
         ),
     ],
@@ -194,7 +245,9 @@ def test_exception_becomes_an_error_and_a_hint(error: str, status: int, lines: l
 def test_sys_exit_in_model_code_is_an_error() -> None:
     done = run_failing("SystemExit(0)")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: code of an operand ended the program: sys.exit(0)\nhint: ")
+    assert done.stderr.startswith(
+        "error: code of an operand ended the program: sys.exit(0)\nhint: "
+    )
 
 
 def test_debug_shows_the_traceback_before_the_error() -> None:
@@ -206,7 +259,9 @@ def test_debug_shows_the_traceback_before_the_error() -> None:
 
 def test_failure_has_the_status_of_its_error() -> None:
     assert failure_of(CkptError("m", hint="h")).status == 2
-    assert failure_of(Refused("m", hint="h", problems=[Problem("p", "k")])).problems == (Problem("p", "k"),)
+    assert failure_of(Refused("m", hint="h", problems=[Problem("p", "k")])).problems == (
+        Problem("p", "k"),
+    )
 
 
 def test_command_result_is_the_exit_status() -> None:
@@ -226,12 +281,16 @@ def test_inspect_prints_only_json(checkpoint: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     data = json.loads(done.stdout)
     assert data["schema"] == "ckpttool.inspect/1"
-    assert [tensor["key"] for tensor in data["tensors"]] == [f"layers.{index}.ключ" for index in range(4)]
+    assert [tensor["key"] for tensor in data["tensors"]] == [
+        f"layers.{index}.ключ" for index in range(4)
+    ]
 
 
 def test_inspect_writes_text_and_reports(checkpoint: str, tmp_path: Path) -> None:
     reports = [tmp_path / f"r.{ending}" for ending in ("md", "json", "html", "txt")]
-    done = ckpttool("inspect", checkpoint, *(arg for path in reports for arg in ("--report", str(path))))
+    done = ckpttool(
+        "inspect", checkpoint, *(arg for path in reports for arg in ("--report", str(path)))
+    )
     assert done.returncode == 0
     assert "layers.{0-3}.ключ" in done.stdout
     assert reports[3].read_text(encoding="utf-8") == done.stdout
@@ -290,10 +349,16 @@ def test_terminal_without_unicode_gets_escapes(checkpoint: str) -> None:
     assert r"layers.{0-3}.\u043a\u043b\u044e\u0447" in done.stdout
 
 
-@pytest.mark.parametrize(("env", "colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
-def test_terminal_gets_color_unless_disabled(checkpoint: str, env: dict[str, str], colored: bool) -> None:
+@pytest.mark.parametrize(
+    ("env", "colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_terminal_gets_color_unless_disabled(
+    checkpoint: str, env: dict[str, str], colored: bool
+) -> None:
     controller, terminal = pty.openpty()
-    done = ckpttool("inspect", checkpoint, stdout=terminal, **{"TERM": "xterm", "NO_COLOR": "", **env})
+    done = ckpttool(
+        "inspect", checkpoint, stdout=terminal, **{"TERM": "xterm", "NO_COLOR": "", **env}
+    )
     os.close(terminal)
     output = os.read(controller, 65536).decode()
     os.close(controller)
@@ -305,12 +370,16 @@ def test_missing_package_is_named() -> None:
     failure = failure_of(ModuleNotFoundError("No module named 'torch._C'", name="torch._C"))
     assert (failure.status, failure.message) == (2, "this needs torch, which is not installed")
     assert failure.hint == "pip install torch"
-    assert failure_of(ModuleNotFoundError("", name="ckpttool.nowhere")).message.startswith("internal error")
+    assert failure_of(ModuleNotFoundError("", name="ckpttool.nowhere")).message.startswith(
+        "internal error"
+    )
 
 
 def test_package_that_fails_when_it_is_imported_is_named(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so: cannot open shared object file')\n")
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "raise OSError('libcudart.so: cannot open shared object file')\n"
+    )
     (tmp_path / "model.py").write_text("import torch\n")
     (tmp_path / "x.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
     command = ("diff", "--model", str(tmp_path / "model.py:build"), str(tmp_path / "x.safetensors"))

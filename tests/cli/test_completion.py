@@ -20,10 +20,19 @@ from command import Run
 def completions(shell: str, line: str) -> list[str]:
     """Return the completions of the last word of the command line."""
     words = line.split(" ")
-    env = {"_CKPTTOOL_COMPLETE": f"complete_{shell}", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    env = {
+        "_CKPTTOOL_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }
     env |= {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    code = "import sys; from ckpttool.cli.app import process; sys.argv = ['ckpttool']; sys.exit(process())"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True)
+    code = (
+        "import sys; from ckpttool.cli.app import process; sys.argv = ['ckpttool'];"
+        " sys.exit(process())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.split()
 
@@ -56,13 +65,27 @@ PROMPTS = {
     "zsh": f"unsetopt PROMPT_SP\nPS1='{READY}'\n",
     "fish": f"function fish_prompt; echo -n '{READY}'; end\nset -g fish_greeting\n",
 }
-INTERACTIVE = {"bash": ["bash", "-i"], "zsh": ["zsh", "-i"], "fish": ["fish", "--features=no-query-term", "-i"]}
+INTERACTIVE = {
+    "bash": ["bash", "-i"],
+    "zsh": ["zsh", "-i"],
+    "fish": ["fish", "--features=no-query-term", "-i"],
+}
 
 
 def environment(home: Path) -> dict[str, str]:
     folder = str(Path(sys.executable).parent)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XDG", "_TYPER", "ZDOTDIR"))}
-    return {**kept, "HOME": str(home), "PATH": f"{folder}:{os.environ['PATH']}", "TERM": "dumb", "COLUMNS": "150"}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("XDG", "_TYPER", "ZDOTDIR"))
+    }
+    return {
+        **kept,
+        "HOME": str(home),
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "TERM": "dumb",
+        "COLUMNS": "150",
+    }
 
 
 def typed(shell: str, keys: bytes, until: str, env: dict[str, str]) -> str:
@@ -102,39 +125,56 @@ def test_installed_completion_works_in_the_shell(shell: str, tmp_path: Path) -> 
     rc_file.parent.mkdir(parents=True, exist_ok=True)
     rc_file.write_text(PROMPTS[shell])
     env = environment(tmp_path)
-    done = subprocess.run(["ckpttool", "--install-completion", shell], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        ["ckpttool", "--install-completion", shell], env=env, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{shell} completion installed" in done.stdout
     if shell == "zsh":  # after `compinit`
         with rc_file.open("a") as file:
             file.write(PROMPTS[shell])
     # In zsh, typer's script is loaded by the first tab, and answers from the second one on.
-    assert "usage: ckpttool inspect" in typed(shell, b"ckpttool insp\t\t--help\r", "Examples", env).lower()
+    assert (
+        "usage: ckpttool inspect"
+        in typed(shell, b"ckpttool insp\t\t--help\r", "Examples", env).lower()
+    )
 
 
 def test_shown_script_is_the_installed_one(shell: str, tmp_path: Path) -> None:
     env = environment(tmp_path)
-    shown = subprocess.run(["ckpttool", "--show-completion", shell], env=env, capture_output=True, text=True)
+    shown = subprocess.run(
+        ["ckpttool", "--show-completion", shell], env=env, capture_output=True, text=True
+    )
     assert (shown.returncode, shown.stderr) == (0, "")
-    subprocess.run(["ckpttool", "--install-completion", shell], env=env, capture_output=True, check=True)
+    subprocess.run(
+        ["ckpttool", "--install-completion", shell], env=env, capture_output=True, check=True
+    )
     installed = [path.read_text().strip() for path in tmp_path.rglob("*") if path.is_file()]
     assert shown.stdout.strip() in installed
 
 
 def test_the_running_shell_is_recognized(shell: str, tmp_path: Path) -> None:
     env = environment(tmp_path)
-    named = subprocess.run(["ckpttool", "--show-completion", shell], env=env, capture_output=True, text=True)
+    named = subprocess.run(
+        ["ckpttool", "--show-completion", shell], env=env, capture_output=True, text=True
+    )
     line = [
         shell,
         "-c",
-        "ckpttool --show-completion; exit $status" if shell == "fish" else "ckpttool --show-completion; :",
+        "ckpttool --show-completion; exit $status"
+        if shell == "fish"
+        else "ckpttool --show-completion; :",
     ]
-    running = subprocess.run(line, env={**env, "SHELL": str(shutil.which(shell))}, capture_output=True, text=True)
+    running = subprocess.run(
+        line, env={**env, "SHELL": str(shutil.which(shell))}, capture_output=True, text=True
+    )
     assert (running.returncode, running.stdout) == (0, named.stdout), running.stderr
 
 
 @pytest.mark.parametrize("option", ["--show-completion", "--install-completion"])
-def test_unknown_shell_is_an_error(option: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_shell_is_an_error(
+    option: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     done = run(option, "tcsh")
     assert done.status == 2

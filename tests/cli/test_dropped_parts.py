@@ -1,4 +1,6 @@
-"""--drop does not remove a part of optimizer state or of a quantized weight; the suggested options work."""
+"""--drop does not remove a part of optimizer state or of a quantized weight; the suggested options
+work.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +55,30 @@ def write(kind: str, path: Path) -> str:
 
 
 def parameter_key(kind: str, number: int) -> str:
-    return ("0.weight", "0.bias", "1.weight", "1.bias")[number] if kind in ("flat", "dcp") else str(number)
+    return (
+        ("0.weight", "0.bias", "1.weight", "1.bias")[number]
+        if kind in ("flat", "dcp")
+        else str(number)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*TypedStorage")
 @pytest.mark.parametrize("kind", ["ids", "named", "alone", "flat", "dcp"])
 def test_part_of_the_optimizer_state_is_not_dropped(kind: str, run: Run, tmp_path: Path) -> None:
-    """This also holds if all entries of the state are dropped, since the rest is not a complete optimizer."""
+    """This also holds if all entries of the state are dropped, since the rest is not a complete
+    optimizer.
+    """
     path, out = tmp_path / "in", tmp_path / "out.pt"
     optimizer_path = write(kind, path)
     state = ".".join(filter(None, (optimizer_path, "state")))
     one = f"{state}.{parameter_key(kind, 1)}"
-    patterns = [f"{state}.*", f"{one}.*", f"{one}.exp_avg", f"{state}.*.exp_avg_sq", f"re:.*{re.escape(one)}.step"]
+    patterns = [
+        f"{state}.*",
+        f"{one}.*",
+        f"{one}.exp_avg",
+        f"{state}.*.exp_avg_sq",
+        f"re:.*{re.escape(one)}.step",
+    ]
     for first, second in itertools.combinations(
         [*patterns, *(["optimizer.*", "model.0.bias"] if optimizer_path else [])], 2
     ):
@@ -82,7 +96,8 @@ def test_part_of_the_optimizer_state_is_not_dropped(kind: str, run: Run, tmp_pat
     left = torch.load(out)
     assert left.keys() == {"model", "epoch"}
     ids = ["--optimizer-keys", "fqn"] if kind == "named" else []
-    assert run("remap", path, "--drop", "model.0.bias", *ids, "-o", out, "--force").status == 0  # the other suggestion
+    # the other suggestion
+    assert run("remap", path, "--drop", "model.0.bias", *ids, "-o", out, "--force").status == 0
     assert "optimizer" in torch.load(out)
 
 
@@ -117,15 +132,23 @@ def test_part_of_a_quantized_weight_is_not_dropped(kind: str, run: Run, tmp_path
     parts = {f"0.{name}": value.clone() for name, value in QUANTIZED[kind].items()}
     folder = tmp_path / "in"
     folder.mkdir()
-    save_file({**parts, "0.bias": torch.ones(3), "1.weight": torch.ones(3)}, folder / "model.safetensors")
+    save_file(
+        {**parts, "0.bias": torch.ones(3), "1.weight": torch.ones(3)}, folder / "model.safetensors"
+    )
     if kind != "bitsandbytes":
-        (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+        (folder / "config.json").write_text(
+            json.dumps({"quantization_config": {"quant_method": "fp8"}})
+        )
     out = tmp_path / "out.safetensors"
     for pattern in (*parts, *(["*.absmax", "0.weight.*"] if kind == "bitsandbytes" else [])):
         done = run("remap", folder, "--drop", pattern, "-o", out)
         assert (done.status, out.exists()) == (1, False), pattern
         assert "part of a quantized weight" in done.err
-    drop_all = [word for key in (["0.weight*"] if kind == "bitsandbytes" else parts) for word in ("--drop", key)]
+    drop_all = [
+        word
+        for key in (["0.weight*"] if kind == "bitsandbytes" else parts)
+        for word in ("--drop", key)
+    ]
     assert run("remap", folder, *drop_all, "-o", out).status == 0
     assert set(load_file(out)) == {"0.bias", "1.weight"}
     assert run("remap", folder, "--drop", "0.bias", "-o", out, "--force").status == 0
@@ -133,9 +156,13 @@ def test_part_of_a_quantized_weight_is_not_dropped(kind: str, run: Run, tmp_path
 
 def test_scale_of_an_ordinary_weight_can_be_dropped(run: Run, tmp_path: Path) -> None:
     """Any model may have a parameter of this name."""
-    save_file({"0.weight": torch.ones(3), "0.weight_scale": torch.ones(1)}, tmp_path / "in.safetensors")
+    save_file(
+        {"0.weight": torch.ones(3), "0.weight_scale": torch.ones(1)}, tmp_path / "in.safetensors"
+    )
     out = tmp_path / "out.safetensors"
-    assert run("remap", tmp_path / "in.safetensors", "--drop", "0.weight_scale", "-o", out).status == 0
+    assert (
+        run("remap", tmp_path / "in.safetensors", "--drop", "0.weight_scale", "-o", out).status == 0
+    )
     assert set(load_file(out)) == {"0.weight"}
 
 
@@ -170,7 +197,9 @@ OTHER_OPTIONS = (
 def trained_net(kind: str) -> tuple[Net, torch.optim.Optimizer, dict[str, Any]]:
     torch.manual_seed(0)
     model = Net()
-    optimizer = torch.optim.AdamW(model.named_parameters() if kind == "named" else model.parameters())
+    optimizer = torch.optim.AdamW(
+        model.named_parameters() if kind == "named" else model.parameters()
+    )
     model(torch.randn(4, 2)).sum().backward()
     optimizer.step()
     state: dict[str, Any] = optimizer.state_dict()
@@ -181,8 +210,14 @@ def trained_net(kind: str) -> tuple[Net, torch.optim.Optimizer, dict[str, Any]]:
 
 def parameter_names(state: dict[str, Any]) -> set[str]:
     if "state" not in state:
-        return {key.partition(".")[2].rpartition(".")[0] for key in state if key.startswith("state.")}
-    groups = [name for group in state["param_groups"] for name in (*group["params"], *group.get("param_names", ()))]
+        return {
+            key.partition(".")[2].rpartition(".")[0] for key in state if key.startswith("state.")
+        }
+    groups = [
+        name
+        for group in state["param_groups"]
+        for name in (*group["params"], *group.get("param_names", ()))
+    ]
     return {name for name in (*state["state"], *groups) if isinstance(name, str)}
 
 
@@ -196,7 +231,17 @@ def test_optimizer_names_stay_keys_of_the_model(kind: str, run: Run, tmp_path: P
     written = 0
     for number, (first, second) in enumerate(itertools.product(PARTS, OTHER_OPTIONS)):
         by_model = names if number % 2 else []
-        done = run("remap", tmp_path / "in.pt", "-o", out, "--force", "--partial", *first, *second, *by_model)
+        done = run(
+            "remap",
+            tmp_path / "in.pt",
+            "-o",
+            out,
+            "--force",
+            "--partial",
+            *first,
+            *second,
+            *by_model,
+        )
         if done.status == 1:
             assert kind != "ids" or second or not by_model, done.said
             continue
@@ -221,7 +266,9 @@ def test_torch_loads_the_state_of_a_selected_part(kind: str, run: Run, tmp_path:
     part = Net().enc
     fresh = torch.optim.AdamW(part.parameters())
     part.load_state_dict(left["model"])
-    set_optimizer_state_dict(part, fresh, left["optimizer"], options=FLAT if kind == "flat" else None)
+    set_optimizer_state_dict(
+        part, fresh, left["optimizer"], options=FLAT if kind == "flat" else None
+    )
     for new, old in zip(part.parameters(), model.enc.parameters()):
         assert torch.equal(fresh.state[new]["exp_avg"], optimizer.state[old]["exp_avg"])
 
@@ -235,8 +282,13 @@ def test_submodule_with_all_parameters_can_be_selected(run: Run, tmp_path: Path)
     groups = [{**group, "params": [f"net.{name}" for name in group["params"]]}]
     saved["optimizer"] = {"state": state, "param_groups": groups}
     torch.save(saved, tmp_path / "in.pt")
-    assert run("remap", tmp_path / "in.pt", "--select", "net", "-o", tmp_path / "out.pt").status == 0
-    assert torch.load(tmp_path / "out.pt")["optimizer"]["state"].keys() == inner["optimizer"]["state"].keys()
+    assert (
+        run("remap", tmp_path / "in.pt", "--select", "net", "-o", tmp_path / "out.pt").status == 0
+    )
+    assert (
+        torch.load(tmp_path / "out.pt")["optimizer"]["state"].keys()
+        == inner["optimizer"]["state"].keys()
+    )
 
 
 def in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
@@ -257,11 +309,19 @@ def named_group(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("pattern", ["model.head.*", "*.bias", "model.enc.0.weight"])
 @pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("build", [one_group, named_group, in_two_groups], ids=lambda build: str(build.__name__))
+@pytest.mark.parametrize(
+    "build", [one_group, named_group, in_two_groups], ids=lambda build: str(build.__name__)
+)
 def test_state_of_parameters_that_are_left_out_goes_too(
-    build: Callable[[nn.Module], torch.optim.Optimizer], wrapped: bool, pattern: str, run: Run, tmp_path: Path
+    build: Callable[[nn.Module], torch.optim.Optimizer],
+    wrapped: bool,
+    pattern: str,
+    run: Run,
+    tmp_path: Path,
 ) -> None:
-    """The oracle: an optimizer of the remaining parameters loads it, and each has its own moments."""
+    """The oracle: an optimizer of the remaining parameters loads it, and each has its own
+    moments.
+    """
     torch.manual_seed(0)
     model = Net()
     optimizer = build(model)
@@ -272,7 +332,14 @@ def test_state_of_parameters_that_are_left_out_goes_too(
     torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
     if wrapped and not pattern.startswith("*"):
         pattern = pattern.replace("model.", "model.module.")
-    words = ["--model", f"{__file__}:Net", "--optimizer", f"{__file__}:{build.__name__}", "--to", "serialized"]
+    words = [
+        "--model",
+        f"{__file__}:Net",
+        "--optimizer",
+        f"{__file__}:{build.__name__}",
+        "--to",
+        "serialized",
+    ]
     done = run("remap", tmp_path / "in.pt", "--drop", pattern, *words, "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
     left = torch.load(tmp_path / "out.pt")
@@ -293,20 +360,33 @@ def test_state_of_parameters_that_are_left_out_goes_too(
     assert "left out, the state of" in done.err
 
 
-def test_ids_of_an_unknown_order_are_not_kept_next_to_fewer_parameters(run: Run, tmp_path: Path) -> None:
+def test_ids_of_an_unknown_order_are_not_kept_next_to_fewer_parameters(
+    run: Run, tmp_path: Path
+) -> None:
     *_, saved = trained_net("ids")
     torch.save(saved, tmp_path / "in.pt")
     command = ["remap", tmp_path / "in.pt", "--drop", "model.head.*", "-o", tmp_path / "out.pt"]
     done = run(*command)
     assert done.status == 1
-    for text in ("left out of the model @ head.weight", "left out of the model @ head.bias", "--model MODEL"):
+    for text in (
+        "left out of the model @ head.weight",
+        "left out of the model @ head.bias",
+        "--model MODEL",
+    ):
         assert text in done.err
     assert not (tmp_path / "out.pt").exists()
     for option in (["--drop", "optimizer"], ["--model", f"{__file__}:Net"]):
         assert option[0] in done.err
         assert run(*command, *option, "--force").status == 0
     assert len(torch.load(tmp_path / "out.pt")["optimizer"]["state"]) == 4
-    done = run("remap", tmp_path / "in.pt", "--drop", "*.num_batches_tracked", "-o", tmp_path / "buffers.pt")
+    done = run(
+        "remap",
+        tmp_path / "in.pt",
+        "--drop",
+        "*.num_batches_tracked",
+        "-o",
+        tmp_path / "buffers.pt",
+    )
     assert done.status == 0  # a count is no parameter
 
 
@@ -315,7 +395,9 @@ def test_named_ids_are_numbered_again(run: Run, tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "in.pt")
     out = tmp_path / "out.pt"
     for more in ([], ["--to", "ddp"]):
-        done = run("remap", tmp_path / "in.pt", "--drop", "model.head.*", *more, "-o", out, "--force")
+        done = run(
+            "remap", tmp_path / "in.pt", "--drop", "model.head.*", *more, "-o", out, "--force"
+        )
         assert done.status == 0, done.err
         assert "left out, the state of 2 parameters: head.weight, head.bias" in done.err
         left = torch.load(out)["optimizer"]
@@ -324,5 +406,9 @@ def test_named_ids_are_numbered_again(run: Run, tmp_path: Path) -> None:
         prefix = "module." if more else ""
         names = ["enc.0.weight", "enc.0.bias", "enc.1.weight", "enc.1.bias"]
         assert group["param_names"] == [prefix + name for name in names]
-    assert run("remap", tmp_path / "in.pt", "--drop", "*.running_mean", "-o", out, "--force").status == 0  # a buffer
+    # a buffer
+    assert (
+        run("remap", tmp_path / "in.pt", "--drop", "*.running_mean", "-o", out, "--force").status
+        == 0
+    )
     assert torch.load(out)["optimizer"]["state"].keys() == saved["optimizer"]["state"].keys()

@@ -59,7 +59,9 @@ TEXTS = {
     **{f"help {topic}".strip(): topics.text(topic) or "" for topic in ("", "patterns", "options")},
 }
 EXAMPLES = {
-    line: place for place, text in TEXTS.items() for line in re.findall(r"^ +(ckpttool .*)$", text, re.MULTILINE)
+    line: place
+    for place, text in TEXTS.items()
+    for line in re.findall(r"^ +(ckpttool .*)$", text, re.MULTILINE)
 }
 
 
@@ -68,8 +70,13 @@ def llama() -> dict[str, torch.Tensor]:
     layer = {"attn.q_proj": WIDTH, "attn.output_proj": WIDTH, "attn.k_proj": 16, "attn.v_proj": 16}
     state = {f"layers.0.{name}.weight": torch.randn(rows, WIDTH) for name, rows in layer.items()}
     state |= {f"layers.0.mlp.w{number}.weight": torch.randn(WIDTH, WIDTH) for number in (1, 2, 3)}
-    state |= {f"{name}.scale": torch.ones(WIDTH) for name in ("layers.0.sa_norm", "layers.0.mlp_norm", "norm")}
-    return state | {f"{name}.weight": torch.randn(8, WIDTH) for name in ("tok_embeddings", "output")}
+    state |= {
+        f"{name}.scale": torch.ones(WIDTH)
+        for name in ("layers.0.sa_norm", "layers.0.mlp_norm", "norm")
+    }
+    return state | {
+        f"{name}.weight": torch.randn(8, WIDTH) for name in ("tok_embeddings", "output")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +102,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for at in (1, 2, 3):
         save(f"step-{at}.pt", {key: value + at for key, value in state.items()})
         save(f"runs/7/step-{at}.pt", {key: value + at for key, value in state.items()})
-    parts = nn.ModuleDict({"encoder": nn.Linear(4, 4), "head": nn.Linear(4, 2), "layers": nn.Linear(2, 2)}).state_dict()
+    parts = nn.ModuleDict(
+        {"encoder": nn.Linear(4, 4), "head": nn.Linear(4, 2), "layers": nn.Linear(2, 2)}
+    ).state_dict()
     save("old.pt", parts)
     save("new.pt", {key.replace("encoder.", "backbone."): value for key, value in parts.items()})
     for name in ("pretrained", "ours", "theirs"):
-        save(f"{name}.pt", {**parts, **({} if name == "pretrained" else {f"{name}.w": torch.ones(2)})})
+        save(
+            f"{name}.pt",
+            {**parts, **({} if name == "pretrained" else {f"{name}.w": torch.ones(2)})},
+        )
     save("old.ckpt", {"state_dict": state, "args": argparse.Namespace(lr=0.1)})
     save("llama.pt", llama())
     for name, tensors in (("new", parts), ("model", state), ("train", state), ("other", state)):
@@ -113,12 +125,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_command_has_two_examples() -> None:
-    assert [name for name in COMMANDS if len(re.findall(rf"^ +ckpttool {name}\b", TEXTS[name], re.MULTILINE)) < 2] == []
+    assert [
+        name
+        for name in COMMANDS
+        if len(re.findall(rf"^ +ckpttool {name}\b", TEXTS[name], re.MULTILINE)) < 2
+    ] == []
     assert "ckpttool help COMMAND" in ABOUT
 
 
 @pytest.mark.parametrize("line", EXAMPLES)
-def test_example_runs(line: str, files: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_runs(
+    line: str, files: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "s3://" in line:
         pytest.skip("needs an object store")
     shutil.copytree(files, tmp_path / "here")
@@ -136,4 +154,6 @@ def test_example_runs(line: str, files: Path, run: Run, tmp_path: Path, monkeypa
     differs = command in ("diff", "check")
     assert done.status in ((0, 1) if differs else (0,)), done.said
     if "--dry-run" not in words:
-        assert [name for name in written if not list(Path().glob(name.replace("{rank}", "*")))] == []
+        assert [
+            name for name in written if not list(Path().glob(name.replace("{rank}", "*")))
+        ] == []

@@ -1,4 +1,6 @@
-"""Errors that end a command: their messages and hints, and the common exit status of all ranks of a job."""
+"""Errors that end a command: their messages and hints, and the common exit status of all ranks of a
+job.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,40 @@ def os_error(number: int, *filename: Any) -> OSError:
 @pytest.mark.parametrize(
     ("error", "status", "message", "hint"),
     [
-        (os_error(errno.ENOSPC, "o.pt"), 2, "o.pt: No space left on device", "free some space, or write to another d"),
+        (
+            os_error(errno.ENOSPC, "o.pt"),
+            2,
+            "o.pt: No space left on device",
+            "free some space, or write to another d",
+        ),
         (os_error(errno.EDQUOT, b"o.pt"), 2, "o.pt: Disk quota exceeded", "your quota is used up"),
         (os_error(errno.EROFS, "o.pt"), 2, "o.pt: Read-only file system", "is mounted read-only"),
         (os_error(errno.EISDIR, "o.pt"), 2, "o.pt: Is a directory", "name a file"),
         (os_error(errno.EMFILE), 2, "Too many open files", "ulimit -n 4096"),
-        (os_error(errno.ENAMETOOLONG, "o" * 300), 2, "o" * 300 + ": File name too long", "choose a shorter name"),
-        (os_error(errno.ENOENT, "gone/a.pt"), 2, "gone/a.pt: No such file or directory", "check the path: ls -ld ."),
-        (os_error(errno.ENOTDIR, "here/a.pt"), 2, "here/a.pt: Not a directory", "check the path: ls -ld here"),
-        (os_error(errno.EPERM, b"here"), 2, "here: Operation not permitted", "check the permissions: ls -ld here"),
+        (
+            os_error(errno.ENAMETOOLONG, "o" * 300),
+            2,
+            "o" * 300 + ": File name too long",
+            "choose a shorter name",
+        ),
+        (
+            os_error(errno.ENOENT, "gone/a.pt"),
+            2,
+            "gone/a.pt: No such file or directory",
+            "check the path: ls -ld .",
+        ),
+        (
+            os_error(errno.ENOTDIR, "here/a.pt"),
+            2,
+            "here/a.pt: Not a directory",
+            "check the path: ls -ld here",
+        ),
+        (
+            os_error(errno.EPERM, b"here"),
+            2,
+            "here: Operation not permitted",
+            "check the permissions: ls -ld here",
+        ),
         (os_error(errno.EACCES), 2, "Permission denied", "check the permissions"),
         (os_error(errno.EIO, 3), 2, "Input/output error", "check the file, and the disk it is on"),
         (KeyboardInterrupt(), 130, "interrupted", ""),
@@ -45,13 +72,23 @@ def os_error(number: int, *filename: Any) -> OSError:
         (MemoryError("4 GiB"), 2, "out of memory: 4 GiB", "use a larger machine"),
         (BrokenPipeError(), 141, "", ""),
         (SystemExit(3), 2, "code of an operand ended the program: sys.exit(3)", "__main__"),
-        (ModuleNotFoundError("no more"), 2, "internal error: ModuleNotFoundError: no more", "CKPTTOOL_DEBUG=1"),
+        (
+            ModuleNotFoundError("no more"),
+            2,
+            "internal error: ModuleNotFoundError: no more",
+            "CKPTTOOL_DEBUG=1",
+        ),
         (OfAllRanks(Failure(1, "no")), 1, "no", ""),
     ],
     ids=repr,
 )
 def test_exception_has_a_message_and_a_hint(
-    error: BaseException, status: int, message: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException,
+    status: int,
+    message: str,
+    hint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("here").touch()
@@ -76,7 +113,14 @@ STOPPED = Failure(2)  # a rank that stopped because another one failed
             Failure(1, "refused", "", (Problem("no", "w"),)),
         ),
         (
-            [Failure(2, "a", "h"), Failure(2, "c"), Failure(2, "b"), STOPPED, Failure(2, "c"), Failure(2, "a")],
+            [
+                Failure(2, "a", "h"),
+                Failure(2, "c"),
+                Failure(2, "b"),
+                STOPPED,
+                Failure(2, "c"),
+                Failure(2, "a"),
+            ],
             2,
             Failure(2, "a", "h", (Problem("c", "rank 1"), Problem("b", "rank 2"))),
         ),
@@ -106,9 +150,13 @@ def test_all_ranks_exit_with_one_status_and_rank_0_reports_why(
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks have notes from Python 3.11 on")
 def test_traceback_shows_problems_and_hint() -> None:
     problems = [Problem("is missing", f"layers.{at}.w") for at in range(25)]
-    text = "".join(traceback.format_exception(CkptError("wrong names", hint="pass --rule", problems=problems)))
+    text = "".join(
+        traceback.format_exception(CkptError("wrong names", hint="pass --rule", problems=problems))
+    )
     lines = text.splitlines()[-23:]
     assert lines[0] == "ckpttool.core.errors.CkptError: wrong names"
     assert lines[1:21] == [f"  is missing @ layers.{at}.w" for at in range(20)]
     assert lines[21:] == ["  and 5 more", "hint: pass --rule"]
-    assert "hint: check it" in "".join(traceback.format_exception(CkptError("no file", hint="check it")))
+    assert "hint: check it" in "".join(
+        traceback.format_exception(CkptError("no file", hint="check it"))
+    )

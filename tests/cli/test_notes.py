@@ -1,4 +1,6 @@
-"""Each note is printed if its condition holds, and not by an almost identical command for which it does not."""
+"""Each note is printed if its condition holds, and not by an almost identical command for which it
+does not.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Lossy(nn.Linear):
     def __init__(self, lossy: bool = True) -> None:
         super().__init__(2, 2)
         if lossy:
-            self.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({"more": torch.ones(1)}))
+            self.register_state_dict_post_hook(
+                lambda module, state, prefix, _: state.update({"more": torch.ones(1)})
+            )
 
 
 def save(path: Path, state: Any = None) -> Path:
@@ -71,24 +75,49 @@ def trained(groups: int = 1, flat: bool = True) -> dict[str, Any]:
     model(torch.randn(4, 2)).sum().backward()
     optimizer.step()
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = get_optimizer_state_dict(model, optimizer, options=options) if flat else optimizer.state_dict()
+    state = (
+        get_optimizer_state_dict(model, optimizer, options=options)
+        if flat
+        else optimizer.state_dict()
+    )
     return {"model": model.state_dict(), "optimizer": state}
 
 
 @prints("the other checkpoint has no name for 1 key: 2.w")
 def own_names_with_like(path: Path, shown: bool) -> Args:
     like = save(
-        path / "like.pt", {("2.w" if key == "2.weight" and not shown else key): v for key, v in state().items()}
+        path / "like.pt",
+        {("2.w" if key == "2.weight" and not shown else key): v for key, v in state().items()},
     )
-    return ["remap", save(path / "in.pt"), "--like", like, "--rule", "2.weight => 2.w", "-o", path / "out.pt"]
+    return [
+        "remap",
+        save(path / "in.pt"),
+        "--like",
+        like,
+        "--rule",
+        "2.weight => 2.w",
+        "-o",
+        path / "out.pt",
+    ]
 
 
 @prints("not in the output are 1 key of the other checkpoint: 2.weight")
 def left_out_of_like(path: Path, shown: bool) -> Args:
     like = save(path / "like.pt")
     rule = "2.weight => 2.w" if shown else "w => 2.weight"
-    renamed_state = {("w" if key == "2.weight" and not shown else key): value for key, value in state().items()}
-    return ["remap", save(path / "in.pt", renamed_state), "--like", like, "--rule", rule, "-o", path / "out.pt"]
+    renamed_state = {
+        ("w" if key == "2.weight" and not shown else key): value for key, value in state().items()
+    }
+    return [
+        "remap",
+        save(path / "in.pt", renamed_state),
+        "--like",
+        like,
+        "--rule",
+        rule,
+        "-o",
+        path / "out.pt",
+    ]
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -140,17 +169,38 @@ def flattened(path: Path, shown: bool) -> Args:
 def new_parameters(path: Path, shown: bool) -> Args:
     old, new = names(path / "old.json", net), names(path / "new.json", Larger if shown else net)
     saved = save(path / "in.pt", trained(flat=False))
-    return ["remap", saved, "--model", old, "--to-model", new, "--partial", "--to", "runtime", "-o", path / "out.pt"]
+    return [
+        "remap",
+        saved,
+        "--model",
+        old,
+        "--to-model",
+        new,
+        "--partial",
+        "--to",
+        "runtime",
+        "-o",
+        path / "out.pt",
+    ]
 
 
 @prints("optimizer still holds the state of all parameters")
 def whole_optimizer(path: Path, shown: bool) -> Args:
-    return ["remap", save(path / "in.pt", trained(flat=not shown)), "--select", "2", "-o", path / "out.pt"]
+    return [
+        "remap",
+        save(path / "in.pt", trained(flat=not shown)),
+        "--select",
+        "2",
+        "-o",
+        path / "out.pt",
+    ]
 
 
 @prints("ema has 9 of the 9 names of model and stays as it is")
 def other_section(path: Path, shown: bool) -> Args:
-    ema = {key: value[:1] if shown and key == "0.weight" else value for key, value in state().items()}
+    ema = {
+        key: value[:1] if shown and key == "0.weight" else value for key, value in state().items()
+    }
     saved = save(path / "in.pt", {"model": state(), "ema": ema})
     return ["remap", saved, "--rule", "0.{x*} => a.{x*}", "-o", path / "out.pt"]
 
@@ -164,7 +214,10 @@ def second_model(path: Path, shown: bool) -> Args:
 
 @prints("0 of 9 tensors matched")
 def nothing_matches(path: Path, shown: bool) -> Args:
-    renamed_state = {(key if key == "0.weight" and not shown else f"{key}_"): value for key, value in state().items()}
+    renamed_state = {
+        (key if key == "0.weight" and not shown else f"{key}_"): value
+        for key, value in state().items()
+    }
     return ["diff", "--model", names(path / "names.json", net), save(path / "in.pt", renamed_state)]
 
 

@@ -1,4 +1,6 @@
-"""A remap or convert that changes nothing is refused, and the suggested command that removes wrappers works."""
+"""A remap or convert that changes nothing is refused, and the suggested command that removes
+wrappers works.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ def _write() -> None:
     save_file(WRAPPED, "wrapped.safetensors")
     torch.save({"model": WRAPPED, "ema": WRAPPED, "epoch": 3}, "train.pt")
     torch.save(
-        {"state_dict": {f"model.{k}": v for k, v in PLAIN.items()}, "pytorch-lightning_version": "2.5"}, "last.ckpt"
+        {
+            "state_dict": {f"model.{k}": v for k, v in PLAIN.items()},
+            "pytorch-lightning_version": "2.5",
+        },
+        "last.ckpt",
     )
     Path("optional.toml").write_text('[[rule]]\nrename = "nowhere => w"\noptional = true\n')
     Path("hf").mkdir()

@@ -24,23 +24,35 @@ def ckpt(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("make", "form"), [("adamw", "id"), ("decayed_named", "id"), ("adamw", "fqn"), ("adamw", "flat")]
+    ("make", "form"),
+    [("adamw", "id"), ("decayed_named", "id"), ("adamw", "fqn"), ("adamw", "flat")],
 )
-def test_inspect_names_parameters_if_the_file_does(make: str, form: str, tmp_path: Path, run: Run) -> None:
+def test_inspect_names_parameters_if_the_file_does(
+    make: str, form: str, tmp_path: Path, run: Run
+) -> None:
     """A file names its parameters in `param_names` or in its keys, but not if it has only ids."""
     model, optimizer = train(models.Net, getattr(models, make))
     options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
-    state = optimizer.state_dict() if form == "id" else get_optimizer_state_dict(model, optimizer, options=options)
+    state = (
+        optimizer.state_dict()
+        if form == "id"
+        else get_optimizer_state_dict(model, optimizer, options=options)
+    )
     torch.save({"optimizer": state}, tmp_path / "o.pt")
     (data,) = run("inspect", str(tmp_path / "o.pt"), "--format", "json").data["optimizers"]
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     has_names = form != "id" or make == "decayed_named"
-    names = [[name_of[p] if has_names else None for p in group["params"]] for group in optimizer.param_groups]
+    names = [
+        [name_of[p] if has_names else None for p in group["params"]]
+        for group in optimizer.param_groups
+    ]
     assert (data["section"], data["form"]) == ("optimizer", form)
     assert [group["names"] for group in data["groups"]] == names
     shown = run("inspect", tmp_path / "o.pt")
     assert shown.status == 0
-    assert ("Optimizer parameters, with their names in the file" in shown.out) == (make == "decayed_named")
+    assert ("Optimizer parameters, with their names in the file" in shown.out) == (
+        make == "decayed_named"
+    )
 
 
 def test_remap_reports_the_conversion(ckpt: str, tmp_path: Path, run: Run) -> None:
@@ -71,7 +83,13 @@ def test_remap_reports_the_conversion(ckpt: str, tmp_path: Path, run: Run) -> No
 
 def test_optimizer_section_is_written_to_a_separate_file(ckpt: str, tmp_path: Path) -> None:
     out = str(tmp_path / "out.pt")
-    chosen = [*MODEL, "--optimizer", "optimizer_models:by_layer", "--to-optimizer", "optimizer_models:halves"]
+    chosen = [
+        *MODEL,
+        "--optimizer",
+        "optimizer_models:by_layer",
+        "--to-optimizer",
+        "optimizer_models:halves",
+    ]
     assert main(["remap", f"{ckpt}::optimizer", *chosen, "-o", out]) == 0
     chosen = [*MODEL, "--optimizer", "optimizer_models:by_layer", "--optimizer-keys", "flat"]
     assert main(["remap", f"{ckpt}::optimizer", *chosen, "-o", out, "--force", "--verify"]) == 0
@@ -99,7 +117,9 @@ def test_optimizer_remap_with_dry_run_and_in_place(ckpt: str) -> None:
         ([*MODEL, "--optimizer", "builtins:id"], "gives an int, not an optimizer"),
     ],
 )
-def test_invalid_optimizer_options_are_errors(args: list[str], message: str, ckpt: str, run: Run) -> None:
+def test_invalid_optimizer_options_are_errors(
+    args: list[str], message: str, ckpt: str, run: Run
+) -> None:
     done = run("remap", ckpt, *args, "--dry-run")
     assert (done.status, message in done.err) == (2, True)
 
@@ -107,7 +127,8 @@ def test_invalid_optimizer_options_are_errors(args: list[str], message: str, ckp
 def test_optimizer_of_another_model_is_refused(tmp_path: Path, ckpt: str, run: Run) -> None:
     code = tmp_path / "own.py"
     code.write_text(
-        "import torch\ndef make(model):\n    return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)\n"
+        "import torch\ndef make(model):\n    return torch.optim.SGD(torch.nn.Linear(2,"
+        " 2).parameters(), 0.1)\n"
     )
     done = run("trace", MODEL[1], "--optimizer", f"{code}:make")
     assert (done.status, "2 parameters that the model has not" in done.err) == (2, True)
@@ -115,14 +136,24 @@ def test_optimizer_of_another_model_is_refused(tmp_path: Path, ckpt: str, run: R
 
 def test_trace_and_explain_show_optimizer_ids(run: Run, tmp_path: Path) -> None:
     optimizer = models.by_layer(models.Net())
-    names = run("trace", MODEL[1], "--optimizer", "optimizer_models:by_layer", "--format", "json").data
+    names = run(
+        "trace", MODEL[1], "--optimizer", "optimizer_models:by_layer", "--format", "json"
+    ).data
     assert [(one["id"], one["group"]) for one in names["optimizer"]] == [
         (id, group)
         for group, saved_group in enumerate(optimizer.state_dict()["param_groups"])
         for id in saved_group["params"]
     ]
     assert names["optimizer_class"] == "AdamW"
-    data = run("explain", "second.bias", *MODEL, "--optimizer", "optimizer_models:by_layer", "--format", "json").data
+    data = run(
+        "explain",
+        "second.bias",
+        *MODEL,
+        "--optimizer",
+        "optimizer_models:by_layer",
+        "--format",
+        "json",
+    ).data
     assert (data["optimizer_id"], data["optimizer_group"]) == (1, 0)
     assert data["optimizer_state"] == ["state.1.step", "state.1.exp_avg", "state.1.exp_avg_sq"]
     shown = run("explain", "second.bias", *MODEL, "--optimizer", "optimizer_models:by_layer")
@@ -141,11 +172,15 @@ def test_names_file_contains_the_optimizer_ids(ckpt: str, tmp_path: Path, run: R
 
 
 def test_hyperparameters_that_loading_replaces_are_no_reason(tmp_path: Path, run: Run) -> None:
-    """If only the model does not load, that is the reason, and not the learning rate of the file."""
+    """If only the model does not load, that is the reason, and not the learning rate of the
+    file.
+    """
     model, optimizer = train(models.Net, models.adamw)
     optimizer.param_groups[0]["lr"] = 0.123
     compiled: Any = torch.compile(model)
-    torch.save({"model": compiled.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "t.pt")
+    torch.save(
+        {"model": compiled.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "t.pt"
+    )
     done = run("diff", tmp_path / "t.pt", *MODEL, "--optimizer", "optimizer_models:adamw")
     assert done.status == 1
     title, verdict, reason, fix = done.out.splitlines()[:4]

@@ -1,4 +1,6 @@
-"""Optimizer state that does not fit: diff fails if and only if torch does, and the suggested fix works."""
+"""Optimizer state that does not fit: diff fails if and only if torch does, and the suggested fix
+works.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ CLASSES = (
 )
 
 
-def resume_error(path: str, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]) -> str | None:
+def resume_error(
+    path: str, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> str | None:
     net = model()
     optimizer = make(net)
     saved = torch.load(path, weights_only=True)
@@ -50,7 +54,10 @@ def answer(run: Run, *args: object) -> tuple[int, Any]:
 
 
 def paste(command: str, old: str = "", optimizer: str = "") -> str:
-    placeholders = {"OLD": f"optimizer_models:{old}", "OLD_OPTIMIZER": f"optimizer_models:{optimizer}"}
+    placeholders = {
+        "OLD": f"optimizer_models:{old}",
+        "OLD_OPTIMIZER": f"optimizer_models:{optimizer}",
+    }
     words = [placeholders.get(word, word) for word in shlex.split(command)[1:]]
     assert main(words) == 0
     return words[-1]
@@ -61,7 +68,9 @@ def test_pytorch_7499_143828_state_of_another_class(saved: str, tmp_path: Path, 
     """Try each class with 4 of the 12, or with all if ``CKPTTOOL_SUITES=all``."""
     path = save(tmp_path / "old.pt", *train(models.Net, getattr(models, saved), 1))
     first = CLASSES.index(saved)
-    for target in CLASSES if ALL else [CLASSES[(first + step) % len(CLASSES)] for step in (0, 1, 4, 9)]:
+    for target in (
+        CLASSES if ALL else [CLASSES[(first + step) % len(CLASSES)] for step in (0, 1, 4, 9)]
+    ):
         make = getattr(models, target)
         new = ("--model", "optimizer_models:Net", "--optimizer", f"optimizer_models:{target}")
         status, data = answer(run, "diff", *new, path)
@@ -73,7 +82,8 @@ def test_pytorch_7499_143828_state_of_another_class(saved: str, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("layout", "picked"), [(("model", "a", "b"), "a"), (("model", "a"), "a"), (("model", "a"), None), (("a",), None)]
+    ("layout", "picked"),
+    [(("model", "a", "b"), "a"), (("model", "a"), "a"), (("model", "a"), None), (("a",), None)],
 )
 def test_incompatible_optimizer_has_no_fix(
     layout: tuple[str, ...], picked: str | None, tmp_path: Path, run: Run
@@ -92,7 +102,9 @@ def test_group_order_is_fixed_in_the_selected_optimizer(tmp_path: Path, run: Run
     model, optimizer = train(models.Net, models.in_order, 1)
     other = train(models.Net, models.decayed_named, 1)[1]
     path = str(tmp_path / "old.pt")
-    torch.save({"model": model.state_dict(), "a": optimizer.state_dict(), "b": other.state_dict()}, path)
+    torch.save(
+        {"model": model.state_dict(), "a": optimizer.state_dict(), "b": other.state_dict()}, path
+    )
     new = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:decayed_named")
     assert answer(run, "diff", *new, f"{path}::b")[0] == 0
     status, data = answer(run, "diff", *new, f"{path}::a")
@@ -103,7 +115,14 @@ def test_group_order_is_fixed_in_the_selected_optimizer(tmp_path: Path, run: Run
 
 def test_remap_refuses_state_of_another_optimizer_class(tmp_path: Path, run: Run) -> None:
     path, out = save(tmp_path / "sgd.pt", *train(models.Net, models.sgd, 1)), tmp_path / "out.pt"
-    words = ("remap", path, "--model", "optimizer_models:Net", "--to-optimizer", "optimizer_models:adamw")
+    words = (
+        "remap",
+        path,
+        "--model",
+        "optimizer_models:Net",
+        "--to-optimizer",
+        "optimizer_models:adamw",
+    )
     status, data = answer(run, *words, "-o", str(out))
     assert status == 1
     assert "this is the state of SGD" in data["error"]
@@ -116,7 +135,9 @@ def test_remap_refuses_state_of_another_optimizer_class(tmp_path: Path, run: Run
 # Param groups
 
 
-def save_tagged(path: Path, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]) -> str:
+def save_tagged(
+    path: Path, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> str:
     net, optimizer = train(model, make, 1)
     for name, parameter in net.named_parameters():
         optimizer.state[parameter]["exp_avg"].fill_(_tag(name))
@@ -127,7 +148,9 @@ def _tag(name: str) -> float:
     return float(1 + sorted(name for name, _ in models.Grown().named_parameters()).index(name))
 
 
-def loads_correctly(path: str, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]) -> bool:
+def loads_correctly(
+    path: str, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> bool:
     net = model()
     optimizer = make(net)
     optimizer.load_state_dict(torch.load(path, weights_only=True)["optimizer"])
@@ -138,7 +161,8 @@ def loads_correctly(path: str, model: type[nn.Module], make: Callable[[nn.Module
     )
 
 
-GROUPS = [  # old model, old optimizer, new model, new optimizer, whether the model loads with the fix
+# old model, old optimizer, new model, new optimizer, whether the model loads with the fix
+GROUPS = [
     ("Net", "adamw", "Net", "decayed", True),
     ("Net", "in_order", "Net", "decayed_named", True),
     ("Net", "in_order", "Net", "named", True),
@@ -159,14 +183,23 @@ GROUPS = [  # old model, old optimizer, new model, new optimizer, whether the mo
 def test_pytorch_3852_other_param_groups(
     old: str, saved: str, new: str, target: str, loads: bool, prefix: str, tmp_path: Path, run: Run
 ) -> None:
-    """torch: loaded state dict contains a parameter group that doesn't match the size of optimizer's group.
+    """torch: loaded state dict contains a parameter group that doesn't match the size of
+    optimizer's group.
 
     One command fixes the keys of the model too, unless it has placeholders.
     """
     path = save_tagged(tmp_path / "old.pt", getattr(models, old), getattr(models, saved))
     file = torch.load(path)
-    torch.save({**file, "model": {prefix + key: value for key, value in file["model"].items()}}, path)
-    words = ("diff", "--model", f"optimizer_models:{new}", "--optimizer", f"optimizer_models:{target}")
+    torch.save(
+        {**file, "model": {prefix + key: value for key, value in file["model"].items()}}, path
+    )
+    words = (
+        "diff",
+        "--model",
+        f"optimizer_models:{new}",
+        "--optimizer",
+        f"optimizer_models:{target}",
+    )
     status, data = answer(run, *words, path)
     assert status == 1
     (command,) = fixes_in(data)
@@ -194,7 +227,13 @@ def test_state_that_cannot_be_kept_gets_a_reason_instead_of_a_fix(
     old: str, saved: str, new: str, target: str, reason: str, tmp_path: Path, run: Run
 ) -> None:
     path = save(tmp_path / "old.pt", *train(getattr(models, old), getattr(models, saved), 2))
-    words = ("diff", "--model", f"optimizer_models:{new}", "--optimizer", f"optimizer_models:{target}")
+    words = (
+        "diff",
+        "--model",
+        f"optimizer_models:{new}",
+        "--optimizer",
+        f"optimizer_models:{target}",
+    )
     status, data = answer(run, *words, path)
     assert (status, fixes_in(data)) == (1, [])
     assert any(reason in note for note in notes_in(data))
@@ -211,7 +250,9 @@ def test_other_order_is_read_in_the_model_order_only_if_the_shapes_and_the_keys_
     is_certain = target == "backwards"
     (command,) = fixes_in(answer(run, *words, path)[1])
     assert ("OLD_OPTIMIZER" in command) != is_certain
-    assert run("fix", path, *words[1:], "-o", tmp_path / "fixed.pt").status == (0 if is_certain else 1)
+    assert run("fix", path, *words[1:], "-o", tmp_path / "fixed.pt").status == (
+        0 if is_certain else 1
+    )
     file = torch.load(path)
     torch.save({"optimizer": file["optimizer"]}, path)
     (command,) = fixes_in(answer(run, *words, path)[1])
@@ -223,7 +264,15 @@ def test_other_order_is_read_in_the_model_order_only_if_the_shapes_and_the_keys_
 
 def test_missing_parameters_are_named_if_the_file_has_only_ids(tmp_path: Path, run: Run) -> None:
     path = save_tagged(tmp_path / "old.pt", models.Shrunk, models.adamw)
-    _, data = answer(run, "diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw", path)
+    _, data = answer(
+        run,
+        "diff",
+        "--model",
+        "optimizer_models:Net",
+        "--optimizer",
+        "optimizer_models:adamw",
+        path,
+    )
     missing = [entry["right"] for entry in data["entries"] if entry["status"] == "missing"]
     assert missing == [[f"param_groups.0.params.second.{name}"] for name in ("weight", "bias")]
 
@@ -232,7 +281,9 @@ def test_missing_parameters_are_named_if_the_file_has_only_ids(tmp_path: Path, r
 
 
 def test_optimizer_with_a_hook_that_loads_by_name(tmp_path: Path, run: Run) -> None:
-    """A pre-hook reorders the saved state, as the documentation of Optimizer.load_state_dict shows."""
+    """A pre-hook reorders the saved state, as the documentation of Optimizer.load_state_dict
+    shows.
+    """
     path = save_tagged(tmp_path / "old.pt", models.Net, models.in_order)
     chosen = ("diff", "--model", "optimizer_models:Reordered", "--optimizer")
     assert not loads_correctly(path, models.Reordered, models.in_order)
@@ -242,7 +293,10 @@ def test_optimizer_with_a_hook_that_loads_by_name(tmp_path: Path, run: Run) -> N
 
 
 def test_reordered_parameters_are_found_without_optimizer(tmp_path: Path, run: Run) -> None:
-    path, names = save_tagged(tmp_path / "old.pt", models.Net, models.in_order), str(tmp_path / "names.json")
+    path, names = (
+        save_tagged(tmp_path / "old.pt", models.Net, models.in_order),
+        str(tmp_path / "names.json"),
+    )
     operands = ("optimizer_models:Reordered", "--optimizer", "optimizer_models:in_order")
     assert main(["trace", *operands, "-o", names]) == 0
     for model in (names, "optimizer_models:Reordered"):
@@ -258,12 +312,25 @@ def test_reordered_parameters_are_found_without_optimizer(tmp_path: Path, run: R
 
 @pytest.mark.parametrize("saved", ["in_order", "adamw"])
 def test_state_of_a_renamed_layer_is_not_dropped(saved: str, tmp_path: Path, run: Run) -> None:
-    path, out = save_tagged(tmp_path / "old.pt", models.Net, getattr(models, saved)), str(tmp_path / "out.pt")
-    words = ("diff", "--model", "optimizer_models:Renamed", "--optimizer", "optimizer_models:in_order")
+    path, out = (
+        save_tagged(tmp_path / "old.pt", models.Net, getattr(models, saved)),
+        str(tmp_path / "out.pt"),
+    )
+    words = (
+        "diff",
+        "--model",
+        "optimizer_models:Renamed",
+        "--optimizer",
+        "optimizer_models:in_order",
+    )
     status, data = answer(run, *words, path)
     assert status == 1
     assert fixes_in(data) == []
-    expected = "the model in this file does not load as it is" if saved == "adamw" else "remap --rule 'FROM => TO'"
+    expected = (
+        "the model in this file does not load as it is"
+        if saved == "adamw"
+        else ("remap --rule 'FROM => TO'")
+    )
     assert any(expected in note for note in notes_in(data))
     old = () if saved == "in_order" else ("--model", "optimizer_models:Net")
     rule = ("--rule", "first.{x} => body.{x}", "--optimizer-keys", "fqn")
@@ -273,9 +340,12 @@ def test_state_of_a_renamed_layer_is_not_dropped(saved: str, tmp_path: Path, run
 
 
 @pytest.mark.parametrize(
-    ("new", "keys", "status"), [("Net", "id", 0), ("Net", "fqn", 0), ("Grown", "id", 1), ("Grown", "fqn", 0)]
+    ("new", "keys", "status"),
+    [("Net", "id", 0), ("Net", "fqn", 0), ("Grown", "id", 1), ("Grown", "fqn", 0)],
 )
-def test_group_of_a_new_parameter_is_not_guessed(new: str, keys: str, status: int, tmp_path: Path, run: Run) -> None:
+def test_group_of_a_new_parameter_is_not_guessed(
+    new: str, keys: str, status: int, tmp_path: Path, run: Run
+) -> None:
     path = save_tagged(tmp_path / "old.pt", models.Net, models.halves)
     old = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:halves")
     to = (
@@ -290,24 +360,47 @@ def test_group_of_a_new_parameter_is_not_guessed(new: str, keys: str, status: in
     done, data = answer(run, "remap", path, *old, *to)
     assert done == status
     problems = [(one["problem"], one["key"]) for one in data.get("problems", ())]
-    assert problems == ([("in which group?", f"extra.{leaf}") for leaf in ("weight", "bias")] if status else [])
+    assert problems == (
+        [("in which group?", f"extra.{leaf}") for leaf in ("weight", "bias")] if status else []
+    )
     if (new, keys) == ("Net", "id"):
         assert loads_correctly(str(tmp_path / "out.pt"), models.Net, models.halves)
 
 
 @pytest.mark.parametrize("saved", ["trained", "all"])
-def test_fqn_state_is_not_converted_to_ids_of_other_parameters(saved: str, tmp_path: Path, run: Run) -> None:
+def test_fqn_state_is_not_converted_to_ids_of_other_parameters(
+    saved: str, tmp_path: Path, run: Run
+) -> None:
     path, named = str(tmp_path / "old.pt"), str(tmp_path / "named.pt")
-    save(Path(path), *train(models.Frozen, models.in_order if saved == "all" else models.trainable, 1))
+    save(
+        Path(path),
+        *train(models.Frozen, models.in_order if saved == "all" else models.trainable, 1),
+    )
     target = {"all": "in_order", "trained": "trainable"}
     model = ("--model", "optimizer_models:Frozen", "--optimizer")
     assert (
-        main(["remap", path, *model, f"optimizer_models:{target[saved]}", "--optimizer-keys", "fqn", "-o", named]) == 0
+        main(
+            [
+                "remap",
+                path,
+                *model,
+                f"optimizer_models:{target[saved]}",
+                "--optimizer-keys",
+                "fqn",
+                "-o",
+                named,
+            ]
+        )
+        == 0
     )
     (other,) = set(target) - {saved}
     back = ("--optimizer-keys", "id", "-o", str(tmp_path / "back.pt"))
     status, data = answer(run, "remap", named, *model, f"optimizer_models:{target[other]}", *back)
-    frozen = {name for name, parameter in models.Frozen().named_parameters() if not parameter.requires_grad}
+    frozen = {
+        name
+        for name, parameter in models.Frozen().named_parameters()
+        if not parameter.requires_grad
+    }
     assert (status, {problem["key"] for problem in data["problems"]}) == (1, frozen)
     assert main(["remap", named, *model, f"optimizer_models:{target[saved]}", *back]) == 0
 
@@ -316,7 +409,9 @@ def test_fqn_state_is_not_converted_to_ids_of_other_parameters(saved: str, tmp_p
 
 
 @pytest.mark.parametrize("saved", CLASSES)
-def test_fix_between_saved_optimizers_reduces_the_differences(saved: str, tmp_path: Path, run: Run) -> None:
+def test_fix_between_saved_optimizers_reduces_the_differences(
+    saved: str, tmp_path: Path, run: Run
+) -> None:
     """If remap would be refused, a note is printed instead of a fix."""
     left = save(tmp_path / "old.pt", *train(models.Net, getattr(models, saved), 1))
     right = save(tmp_path / "new.pt", *train(models.Net, models.decayed, 1))
@@ -352,9 +447,19 @@ def test_optimizer_next_to_two_models_gets_a_fix(tmp_path: Path, run: Run) -> No
     """It is unclear which of the two is the model, so their keys stay as they are."""
     net, optimizer = train(models.Net, models.in_order, 1)
     weights = {f"module.{key}": value for key, value in net.state_dict().items()}
-    file = {"generator": weights, "critic": nn.Linear(2, 2).state_dict(), "optimizer": optimizer.state_dict()}
+    file = {
+        "generator": weights,
+        "critic": nn.Linear(2, 2).state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
     torch.save(file, path := tmp_path / "two.pt")
-    words = ("diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:decayed_named")
+    words = (
+        "diff",
+        "--model",
+        "optimizer_models:Net",
+        "--optimizer",
+        "optimizer_models:decayed_named",
+    )
     status, data = answer(run, *words, f"{path}::optimizer")
     assert status == 1
     (command,) = fixes_in(data)
@@ -363,9 +468,13 @@ def test_optimizer_next_to_two_models_gets_a_fix(tmp_path: Path, run: Run) -> No
     assert torch.load(out)["generator"].keys() == weights.keys()
 
 
-def test_remap_of_a_file_without_a_model_says_that_it_has_optimizer_state_only(tmp_path: Path, run: Run) -> None:
+def test_remap_of_a_file_without_a_model_says_that_it_has_optimizer_state_only(
+    tmp_path: Path, run: Run
+) -> None:
     torch.save(train(models.Net, models.in_order, 1)[1].state_dict(), tmp_path / "optimizer.pt")
-    done = run("remap", tmp_path / "optimizer.pt", "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt")
+    done = run(
+        "remap", tmp_path / "optimizer.pt", "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt"
+    )
     assert (done.status, done.out.splitlines()[1]) == (0, "optimizer state only")
 
 
@@ -387,7 +496,10 @@ def test_fix_of_one_section_is_a_command_for_the_complete_file(
     assert (status, data["summary"]["renamed"]) == (1, 1)
     (command,) = fixes_in(data)
     out = paste(command)
-    assert answer(run, "diff", f"{out.rstrip('/')}::optim", f"{ids}::optimizer", "--values", *words)[0] == 0
+    assert (
+        answer(run, "diff", f"{out.rstrip('/')}::optim", f"{ids}::optimizer", "--values", *words)[0]
+        == 0
+    )
 
 
 def _count_differences(data: dict[str, Any]) -> int:
@@ -395,11 +507,19 @@ def _count_differences(data: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(("old", "new"), [("Split", "Fused"), ("Fused", "Split")])
-def test_split_or_fused_parameters_are_not_missing(old: str, new: str, tmp_path: Path, run: Run) -> None:
+def test_split_or_fused_parameters_are_not_missing(
+    old: str, new: str, tmp_path: Path, run: Run
+) -> None:
     """A different number of keys does not justify --partial, which would hide missing keys."""
     path = save(tmp_path / "old.pt", *train(getattr(models, old), models.in_order, 1))
     status, data = answer(
-        run, "diff", "--model", f"optimizer_models:{new}", "--optimizer", "optimizer_models:in_order", path
+        run,
+        "diff",
+        "--model",
+        f"optimizer_models:{new}",
+        "--optimizer",
+        "optimizer_models:in_order",
+        path,
     )
     assert status == 1
     (command,) = fixes_in(data)
@@ -418,7 +538,10 @@ def test_state_of_frozen_parameters_is_left_out_by_remap_only(tmp_path: Path, ru
     assert status == 1
     model = models.Frozen()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert any("leaves out the state of" in note and frozen <= {*note.split()} for note in _notes_without_commas(data))
+    assert any(
+        "leaves out the state of" in note and frozen <= {*note.split()}
+        for note in _notes_without_commas(data)
+    )
     (line,) = fixes_in(data)
     out = paste(line)
     assert answer(run, "diff", *words, out)[0] == 0

@@ -46,13 +46,28 @@ def _save() -> None:
     torch.manual_seed(0)
     model: nn.Module = scope["Net"]()
     named = torch.optim.AdamW(model.named_parameters())
-    for optimizer, name in ((scope["one"](model), "ids"), (named, "named"), (scope["by_rank"](model), "groups")):
+    for optimizer, name in (
+        (scope["one"](model), "ids"),
+        (named, "named"),
+        (scope["by_rank"](model), "groups"),
+    ):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         torch.save(optimizer.state_dict(), f"{name}.pt")
     for form, name in (("fqn", "names"), ("flat", "flat")):
-        main(["remap", "ids.pt", "--model", "net.py:Net", "--optimizer-keys", form, "-o", f"{name}.pt"])
+        main(
+            [
+                "remap",
+                "ids.pt",
+                "--model",
+                "net.py:Net",
+                "--optimizer-keys",
+                form,
+                "-o",
+                f"{name}.pt",
+            ]
+        )
 
 
 @pytest.fixture
@@ -67,7 +82,9 @@ def files(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("left", SIDES)
 @pytest.mark.parametrize("right", SIDES)
 def test_suggested_command_works(run: Run, left: str, right: str, with_model: bool) -> None:
-    """The command, with its placeholders replaced, removes all differences; without a command, a note is printed."""
+    """The command, with its placeholders replaced, removes all differences; without a command, a
+    note is printed.
+    """
     model = ["--model", "net.py:Net"] if with_model else []
     line = ("diff", f"{left}.pt", f"{right}.pt", *model, "--format", "json")
     done = run(*line)
@@ -77,7 +94,9 @@ def test_suggested_command_works(run: Run, left: str, right: str, with_model: bo
         assert fixes_in(done.data) or done.status == 0
     for command in fixes_in(done.data):
         filled = command.replace("MODEL", "net.py:Net")
-        filled = filled.replace("OPTIMIZER", "net.py:by_rank" if right == "groups" else "net.py:one")
+        filled = filled.replace(
+            "OPTIMIZER", "net.py:by_rank" if right == "groups" else "net.py:one"
+        )
         words = shlex.split(filled)[1:]
         result = run(*words)
         assert result.status == 0, (command, result)

@@ -1,7 +1,8 @@
-"""For random models, moments stay with their parameters or a difference is reported; torch is the oracle.
+"""For random models, moments stay with their parameters or a difference is reported; torch is the
+oracle.
 
-The state of each parameter has a unique value, so that loading it in torch shows which parameter received it.
-CKPTTOOL_SEEDS sets the number of seeds.
+The state of each parameter has a unique value, so that loading it in torch shows which parameter
+received it. CKPTTOOL_SEEDS sets the number of seeds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import optimizer_orders as orders
 from ckpttool.cli.app import main
@@ -25,7 +30,9 @@ SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "25"))
 
 
 def tags(case: Spec, model: nn.Module) -> dict[nn.Parameter, float]:
-    """Return a unique value for each parameter, independent of the order; tied ones use their first name."""
+    """Return a unique value for each parameter, independent of the order; tied ones use their first
+    name.
+    """
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter] = min(names.get(parameter, name), name)
@@ -40,7 +47,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def save_filled(path: Path, case: Spec, which: str = "old") -> str:
-    """Save a checkpoint of one definition, with each state filled with the value of its parameter."""
+    """Save a checkpoint of one definition, with each state filled with the value of its
+    parameter.
+    """
     model = orders.Net(case, getattr(case, which))
     optimizer = orders.optimizer(case, model)
     step(model, optimizer)
@@ -83,7 +92,9 @@ def resumes(path: str, case: Spec, form: str, which: str = "new") -> bool:
             for value in state.values()
             if isinstance(value, torch.Tensor) and value.dim()
         ]
-        is_correct = all(v.shape == p.shape and torch.equal(v, torch.full_like(v, values[p])) for p, v in moments)
+        is_correct = all(
+            v.shape == p.shape and torch.equal(v, torch.full_like(v, values[p])) for p, v in moments
+        )
         step(model, optimizer)
     except (RuntimeError, ValueError, KeyError):
         return False
@@ -91,7 +102,9 @@ def resumes(path: str, case: Spec, form: str, which: str = "new") -> bool:
 
 
 def torch_can_reload(case: Spec, form: str) -> bool:
-    """Return False for flat state with a tied parameter in torch 2.6, which does not load what it saved."""
+    """Return False for flat state with a tied parameter in torch 2.6, which does not load what it
+    saved.
+    """
     trained = not (case.trainable and case.frozen & {*(case.tied or ())})
     return not (form == "flat" and case.tied and trained and torch.__version__ < "2.7")
 
@@ -106,14 +119,21 @@ def states_an_assumption(notes: list[str]) -> bool:
 
 
 def paste(command: str, seed: int) -> int:
-    return main([word.replace("OLD", f"optimizer_orders:old_{seed}") for word in shlex.split(command)[1:]])
+    return main(
+        [word.replace("OLD", f"optimizer_orders:old_{seed}") for word in shlex.split(command)[1:]]
+    )
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_state_stays_with_its_parameter(seed: int, tmp_path: Path, run: Run) -> None:
     case = spec(seed)
     path = save_filled(tmp_path / "old.pt", case)
-    new = ["--model", f"optimizer_orders:new_{seed}", "--optimizer", f"optimizer_orders:make_{seed}"]
+    new = [
+        "--model",
+        f"optimizer_orders:new_{seed}",
+        "--optimizer",
+        f"optimizer_orders:make_{seed}",
+    ]
     named = case.form != "id" or case.with_names
     right = resumes(path, case, case.form)
 
@@ -153,7 +173,9 @@ def test_state_stays_with_its_parameter(seed: int, tmp_path: Path, run: Run) -> 
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_optimizer_section_has_the_same_result_as_the_file(seed: int, tmp_path: Path, run: Run) -> None:
+def test_optimizer_section_has_the_same_result_as_the_file(
+    seed: int, tmp_path: Path, run: Run
+) -> None:
     """Without --optimizer, the parameter order of the model is used."""
     case = spec(seed)
     path = save_filled(tmp_path / "old.pt", case)
@@ -161,7 +183,9 @@ def test_optimizer_section_has_the_same_result_as_the_file(seed: int, tmp_path: 
     chosen = ["--optimizer", f"optimizer_orders:make_{seed}"]
     named = case.form != "id" or case.with_names
     right = resumes(path, case, case.form)
-    whole, alone = (answer(run, "diff", *new, *chosen, operand)[0] for operand in (path, f"{path}::optimizer"))
+    whole, alone = (
+        answer(run, "diff", *new, *chosen, operand)[0] for operand in (path, f"{path}::optimizer")
+    )
     assert whole == alone
     if not torch_can_reload(case, case.form):
         return

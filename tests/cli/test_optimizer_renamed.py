@@ -29,7 +29,9 @@ RULES = ("--rule", "b.{x*} => bb.{x*}", "--rule", "c.{x*} => cc.{x*}")
 
 
 class Net(nn.Module):
-    """Layers of the same shape, which differ only in order and name. They are called in the old order."""
+    """Layers of the same shape, which differ only in order and name. They are called in the old
+    order.
+    """
 
     def __init__(self, layers: Sequence[str], hooked: bool = False) -> None:
         super().__init__()
@@ -66,15 +68,21 @@ class Wrapped(nn.Module):
 def make(model: nn.Module, kind: str, groups: int, named: bool = False) -> torch.optim.Optimizer:
     """Return an optimizer; with two groups, the biases are in the second one."""
     pairs = list(model.named_parameters())
-    parts = [[p for p in pairs if (groups == 2 and p[1].dim() < 2) == which] for which in (False, True)]
+    parts = [
+        [p for p in pairs if (groups == 2 and p[1].dim() < 2) == which] for which in (False, True)
+    ]
     chosen = [part if named else [parameter for _, parameter in part] for part in parts if part]
-    options: list[dict[str, Any]] = [{"params": part, "weight_decay": 0.1 * at} for at, part in enumerate(chosen)]
+    options: list[dict[str, Any]] = [
+        {"params": part, "weight_decay": 0.1 * at} for at, part in enumerate(chosen)
+    ]
     return torch.optim.SGD(options, 0.1, 0.9) if kind == "SGD" else torch.optim.AdamW(options, 0.1)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.zero_grad()
-    model(torch.randn(4, 2, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+    model(
+        torch.randn(4, 2, generator=torch.Generator().manual_seed(seed))
+    ).square().sum().backward()
     optimizer.step()
 
 
@@ -97,9 +105,18 @@ WRAPS = {
 
 def parameter_names(optimizer: Mapping[str, Any]) -> list[str]:
     if "param_groups" not in optimizer:
-        return [key.removeprefix("param_groups.")[: -len(".lr")] for key in optimizer if key.endswith(".lr")]
+        return [
+            key.removeprefix("param_groups.")[: -len(".lr")]
+            for key in optimizer
+            if key.endswith(".lr")
+        ]
     groups = optimizer["param_groups"]
-    return [name for group in groups for name in group.get("param_names", group["params"]) if isinstance(name, str)]
+    return [
+        name
+        for group in groups
+        for name in group.get("param_names", group["params"])
+        if isinstance(name, str)
+    ]
 
 
 @pytest.mark.parametrize("form", ["id", "param_names", "fqn", "flat"])
@@ -110,11 +127,18 @@ def test_optimizer_names_are_keys_of_the_model(
     """For each kind of file, try random combinations of options; refused remaps are skipped."""
     chance = random.Random(f"{wrap} {form}")
     register_module(
-        monkeypatch, net=lambda: Net(OLD), hooked=lambda: Net(OLD, hooked=True), make=lambda m: make(m, "SGD", 1)
+        monkeypatch,
+        net=lambda: Net(OLD),
+        hooked=lambda: Net(OLD, hooked=True),
+        make=lambda m: make(m, "SGD", 1),
     )
     refused, known = 0, ("--model", "renamed_net:{}", "--optimizer", "renamed_net:make")
-    options = list(itertools.product((0, 2, 4), (None, "id", "fqn", "flat"), (None, *WRAPS), (False, True)))
-    for at, (count, keys, to, hooked) in enumerate([(4, "fqn", None, False), *chance.sample(options, 5)]):
+    options = list(
+        itertools.product((0, 2, 4), (None, "id", "fqn", "flat"), (None, *WRAPS), (False, True))
+    )
+    for at, (count, keys, to, hooked) in enumerate(
+        [(4, "fqn", None, False), *chance.sample(options, 5)]
+    ):
         net = Net(OLD, hooked)
         model: Any = WRAPS[wrap](net)
         optimizer = make(model, "SGD", 1, form == "param_names")
@@ -134,10 +158,17 @@ def test_optimizer_names_are_keys_of_the_model(
             continue
         result = torch.load(out)
         names, stored = parameter_names(result["optimizer"]), list(result["model"])
-        prefix = next(stored[0][: stored[0].index(layer)] for layer in ("shown.", "a.", "b.") if layer in stored[0])
-        without_prefix = form in ("fqn", "flat") and wrap != "serialized"  # torch saves these without wrapper prefixes
+        prefix = next(
+            stored[0][: stored[0].index(layer)]
+            for layer in ("shown.", "a.", "b.")
+            if layer in stored[0]
+        )
+        # torch saves these without wrapper prefixes
+        without_prefix = form in ("fqn", "flat") and wrap != "serialized"
         allowed = {*stored, *(prefix + name for name, _ in net.named_parameters())}
-        assert set(names) <= allowed or (without_prefix and set(names) <= {n for n, _ in net.named_parameters()}), args
+        assert set(names) <= allowed or (
+            without_prefix and set(names) <= {n for n, _ in net.named_parameters()}
+        ), args
         if keys in ("fqn", "flat") and to is None:
             assert prefix == "" or not count
     assert refused < 6  # at least one is written; a remap without changes is refused too
@@ -147,7 +178,9 @@ def flat(form: str) -> StateDictOptions:
     return StateDictOptions(flatten_optimizer_state_dict=form == "flat")
 
 
-def test_fqn_keys_remove_the_wrappers_of_the_model(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fqn_keys_remove_the_wrappers_of_the_model(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     register_module(monkeypatch, net=lambda: Net(OLD), make=lambda model: make(model, "AdamW", 1))
     net = Net(OLD)
     model = Wrapped(torch.compile(net))  # type: ignore[arg-type]
@@ -162,7 +195,9 @@ def test_fqn_keys_remove_the_wrappers_of_the_model(tmp_path: Path, run: Run, mon
     fresh.load_state_dict(result["model"])
     set_optimizer_state_dict(fresh, make(fresh, "AdamW", 1), result["optimizer"])
     assert run("diff", *operands, out).status == 0
-    done = run("remap", path, *operands, "--optimizer-keys", "fqn", "--to", "ddp", "-o", tmp_path / "no.pt")
+    done = run(
+        "remap", path, *operands, "--optimizer-keys", "fqn", "--to", "ddp", "-o", tmp_path / "no.pt"
+    )
     assert done.status == 1
     assert "have no wrappers" in done.err
 
@@ -184,7 +219,10 @@ def resumed(path: Path, form: str, kind: str, groups: int) -> dict[str, torch.Te
     model = Net(NEW)
     optimizer = make(model, kind, groups)
     if form == "dcp":
-        checkpoint = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        checkpoint = {
+            "model": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
         load(checkpoint, storage_reader=FileSystemReader(path))
     else:
         checkpoint = torch.load(path)
@@ -205,7 +243,10 @@ def test_renamed_and_reordered_run_resumes_exactly(
     form: str, kind: str, groups: int, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_module(
-        monkeypatch, old=lambda: Net(OLD), new=lambda: Net(NEW), make=lambda model: make(model, kind, groups)
+        monkeypatch,
+        old=lambda: Net(OLD),
+        new=lambda: Net(NEW),
+        make=lambda model: make(model, kind, groups),
     )
     torch.manual_seed(0)
     model = Net(OLD)
@@ -217,7 +258,10 @@ def test_renamed_and_reordered_run_resumes_exactly(
     for seed in (7, 8):
         step(model, optimizer, seed)
     new_names = {"b": "bb", "c": "cc"}
-    expected = {f"{new_names.get(n[0], n[0])}{n[1:]}": parameter for n, parameter in model.named_parameters()}
+    expected = {
+        f"{new_names.get(n[0], n[0])}{n[1:]}": parameter
+        for n, parameter in model.named_parameters()
+    }
     old = ("--model", "renamed_net:old", "--optimizer", "renamed_net:make")
     new = ("--to-model", "renamed_net:new", "--to-optimizer", "renamed_net:make")
     option_sets: list[tuple[str, ...]] = [(*old, *new)]
@@ -225,7 +269,14 @@ def test_renamed_and_reordered_run_resumes_exactly(
         keys = "id" if form == "param_names" else "fqn"
         option_sets += [
             new,
-            ("--model", "renamed_net:new", "--optimizer", "renamed_net:make", "--optimizer-keys", keys),
+            (
+                "--model",
+                "renamed_net:new",
+                "--optimizer",
+                "renamed_net:make",
+                "--optimizer-keys",
+                keys,
+            ),
         ]
     for at, options in enumerate(option_sets):
         out = tmp_path / f"{at}{path.suffix}"
@@ -236,19 +287,36 @@ def test_renamed_and_reordered_run_resumes_exactly(
         assert all(torch.equal(result[name], expected[name]) for name in expected), options
 
 
-def test_note_says_that_rules_do_not_reorder_ids(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The note suggests a command that checks the order; it is omitted if nothing can be misassigned."""
-    register_module(monkeypatch, old=lambda: Net(OLD), new=lambda: Net(NEW), make=lambda model: make(model, "AdamW", 1))
+def test_note_says_that_rules_do_not_reorder_ids(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The note suggests a command that checks the order; it is omitted if nothing can be
+    misassigned.
+    """
+    register_module(
+        monkeypatch,
+        old=lambda: Net(OLD),
+        new=lambda: Net(NEW),
+        make=lambda model: make(model, "AdamW", 1),
+    )
     model = Net(OLD)
     optimizer = make(model, "AdamW", 1)
     step(model, optimizer, 0)
     path, out = tmp_path / "run.pt", tmp_path / "out.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     done = ckpttool.remap(str(path), str(out), rule=[*RULES[1::2]])
-    (note,) = (note for note in done.notes if "ids keep the order of the model that saved them" in note)
-    command = note.partition("check with ")[2].replace("NEW", "renamed_net:new").replace(" O ", " renamed_net:make ")
+    (note,) = (
+        note for note in done.notes if "ids keep the order of the model that saved them" in note
+    )
+    command = (
+        note.partition("check with ")[2]
+        .replace("NEW", "renamed_net:new")
+        .replace(" O ", " renamed_net:make ")
+    )
     assert run(*shlex.split(command)[1:]).status == 1
     assert run("diff", "--model", "renamed_net:new", out).status == 0
     assert not ckpttool.remap(str(path), to="ddp").notes
-    torch.save({"model": model.state_dict(), "optimizer": make(model, "AdamW", 1).state_dict()}, path)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": make(model, "AdamW", 1).state_dict()}, path
+    )
     assert not ckpttool.remap(str(path), rule=[*RULES[1::2]]).notes

@@ -47,7 +47,10 @@ class Options:
     out: Annotated[str | None, Option("-o, --output OUT", "")] = None
 
 
-PLAIN = {"ckpt": "a.pt", **{name: getattr(Options(), name) for name in ("like", "rule", "rtol", "depth", "all", "out")}}
+PLAIN = {
+    "ckpt": "a.pt",
+    **{name: getattr(Options(), name) for name in ("like", "rule", "rtol", "depth", "all", "out")},
+}
 
 
 received: dict[str, Any] = {}
@@ -55,7 +58,9 @@ received: dict[str, Any] = {}
 
 def command(ckpt: Annotated[str, Argument("CKPT", "")], options: Options) -> None:
     received.clear()
-    received.update({"ckpt": ckpt, **{name: getattr(options, name) for name in PLAIN if name != "ckpt"}})
+    received.update(
+        {"ckpt": ckpt, **{name: getattr(options, name) for name in PLAIN if name != "ckpt"}}
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -88,7 +93,10 @@ def test_values_have_the_types_of_the_options(line: str, expected: Mapping[str, 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["--like", "--rule", "-o", "--rtol", "--depth"]), st.sampled_from(WORDS) | st.text()),
+        st.tuples(
+            st.sampled_from(["--like", "--rule", "-o", "--rtol", "--depth"]),
+            st.sampled_from(WORDS) | st.text(),
+        ),
         max_size=3,
     )
 )

@@ -65,7 +65,11 @@ def head(name: str = "head") -> nn.ModuleDict:
     return nn.ModuleDict({"body": nn.Linear(2, 2), name: nn.Linear(2, 2)})
 
 
-WRAPPED = {f"module.{key}": value for key, value in head().state_dict().items() if not key.startswith("head")}
+WRAPPED = {
+    f"module.{key}": value
+    for key, value in head().state_dict().items()
+    if not key.startswith("head")
+}
 
 
 @pytest.mark.parametrize(
@@ -110,17 +114,25 @@ def test_rules_must_produce_every_key_of_the_new_model(run: Run) -> None:
 def test_dropped_keys_are_not_missing(options: list[str], run: Run) -> None:
     torch.save({f"module.{key}": value for key, value in head().state_dict().items()}, "whole.pt")
     options = [word.replace("head", "module.head") for word in options]
-    done = run("remap", "whole.pt", "--model", "m.py:Head", *options, "-o", "out.pt", "--format", "json")
+    done = run(
+        "remap", "whole.pt", "--model", "m.py:Head", *options, "-o", "out.pt", "--format", "json"
+    )
     assert (done.status, done.data["missing"]) == (0, []), done.err
 
 
 def test_keys_not_needed_by_a_strict_load_are_not_missing(run: Run) -> None:
-    state = {"module.a.weight": torch.ones(2, 2), "module.a.bias": torch.ones(2), "module.b.bias": torch.ones(2)}
+    state = {
+        "module.a.weight": torch.ones(2, 2),
+        "module.a.bias": torch.ones(2),
+        "module.b.bias": torch.ones(2),
+    }
     torch.save(state, "tied.pt")
     done = run("remap", "tied.pt", "--model", "m.py:Tied", "-o", "out.pt", "--format", "json")
     assert (done.status, done.data["missing"]) == (0, [])
     assert run("diff", "--model", "m.py:Tied", "out.pt").status == 0
     torch.save({"module.weight": torch.ones(2, 2), "module.bias": torch.ones(2)}, "unmasked.pt")
-    done = run("remap", "unmasked.pt", "--model", "m.py:OptionalMask", "-o", "mask.pt", "--format", "json")
+    done = run(
+        "remap", "unmasked.pt", "--model", "m.py:OptionalMask", "-o", "mask.pt", "--format", "json"
+    )
     assert (done.status, done.data["missing"]) == (0, []), done.err
     assert run("diff", "--model", "m.py:OptionalMask", "mask.pt").status == 0

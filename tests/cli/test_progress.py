@@ -90,9 +90,14 @@ def test_slow_operations_show_rate_and_time_left(folder: Path) -> None:
 
 
 def test_fast_operations_have_no_bar(folder: Path) -> None:
-    quick = stderr_on_terminal(folder, 5, 0, "inspect a.safetensors --stats", "inspect a.pt -q --stats")
+    quick = stderr_on_terminal(
+        folder, 5, 0, "inspect a.safetensors --stats", "inspect a.pt -q --stats"
+    )
     assert [text.strip() for text in quick] == ["", ""]
-    assert [text.strip() for text in stderr_on_terminal(folder, 0.05, 0.02, "inspect a.safetensors --stats -q")] == [""]
+    assert [
+        text.strip()
+        for text in stderr_on_terminal(folder, 0.05, 0.02, "inspect a.safetensors --stats -q")
+    ] == [""]
 
 
 SUMMARY = re.compile(
@@ -104,9 +109,27 @@ VERBOSE = {
     "inspect a.safetensors": ("KiB", "1", *NOTHING),
     "inspect a.safetensors --stats": ("10.0 MiB", "1", *NOTHING),
     "diff a.safetensors b.safetensors --values": ("MiB", "2", *NOTHING),
-    "remap a.safetensors -o c.safetensors --rule layers.{i}.w=>w.{i}": ("10.0 MiB", "1", "10.0 MiB", "0 bytes", "10.0"),
-    "remap a.safetensors -o e.pt --rules half.toml": ("10.0 MiB", "2", "0 bytes", "5.0 MiB", "5.0 MiB"),
-    "remap a.safetensors --in-place --rule layers.{i}.w=>w.{i}": ("KiB", "1", "0 bytes", "0 bytes", "bytes"),
+    "remap a.safetensors -o c.safetensors --rule layers.{i}.w=>w.{i}": (
+        "10.0 MiB",
+        "1",
+        "10.0 MiB",
+        "0 bytes",
+        "10.0",
+    ),
+    "remap a.safetensors -o e.pt --rules half.toml": (
+        "10.0 MiB",
+        "2",
+        "0 bytes",
+        "5.0 MiB",
+        "5.0 MiB",
+    ),
+    "remap a.safetensors --in-place --rule layers.{i}.w=>w.{i}": (
+        "KiB",
+        "1",
+        "0 bytes",
+        "0 bytes",
+        "bytes",
+    ),
     "swap-weights p.pt2 new.pt -o o.pt2": ("KiB", "2", "KiB", "", "KiB"),
     "check a.safetensors": ("KiB", "1", *NOTHING),
     "inspect none.pt": ("0 bytes", "0", *NOTHING),
@@ -147,7 +170,9 @@ def test_fetched_bytes_are_counted(folder: Path, run: Run) -> None:
     assert int(requests) >= 2
 
 
-def test_slow_tracing_suggests_a_names_file(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_tracing_suggests_a_names_file(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text("import torch\ndef build(n): return torch.nn.Linear(n, n)\n")
     torch.save(torch.nn.Linear(3, 3).state_dict(), "a.pt")

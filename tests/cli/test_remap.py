@@ -1,4 +1,6 @@
-"""Exit statuses, errors and output of remap, diff and swap-weights; a failed command writes nothing."""
+"""Exit statuses, errors and output of remap, diff and swap-weights; a failed command writes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,16 @@ ERRORS: dict[str, tuple[int, str, str]] = {
     "an unused rule": (1, "remap model.pt -o o.pt --rule a=>b", "do not fit"),
     "a rule that collides": (1, "remap model.pt -o o.pt --rule {x}.weight=>w --rule weight=>w", "do not fit"),
     "an unused drop": (1, "remap model.pt -o o.pt --drop a", "match nothing"),
-    "a missing rules file": (2, "remap model.pt -o o.pt --rules gone.json", "cannot read gone.json: No such file"),
+    "a missing rules file": (2, "remap model.pt -o o.pt --rules gone.json", "cannot read"
+    " gone.json: No such file"),
     "a missing model file": (2, "remap model.pt -o o.pt --model gone.py:build", "gone.py"),
     "a missing attribute": (2, "remap model.pt -o o.pt --model zoo.py:nothing", "nothing"),
-    "arguments that are not literals": (2, "remap model.pt -o o.pt --model zoo.py:net(n=f())", "no arguments that can"),
-    "arguments without names": (2, "remap model.pt -o o.pt --model zoo.py:net(2)", "no arguments that can be read"),
-    "an invalid names file": (2, "remap model.pt -o o.pt --model list.json --to runtime", "not a names file"),
+    "arguments that are not literals": (2, "remap model.pt -o o.pt --model zoo.py:net(n=f())", "no"
+    " arguments that can"),
+    "arguments without names": (2, "remap model.pt -o o.pt --model zoo.py:net(2)", "no arguments"
+    " that can be read"),
+    "an invalid names file": (2, "remap model.pt -o o.pt --model list.json --to runtime", "not a"
+    " names file"),
     "another model": (1, "remap model.pt -o o.pt --model T --to runtime", "0 of 4 keys"),
     "nothing to diff": (2, "diff", "nothing to compare"),
     "three to diff": (2, "diff model.pt model.pt model.pt", "diff compares two checkpoints"),
@@ -60,7 +66,9 @@ ERRORS: dict[str, tuple[int, str, str]] = {
 }  # fmt: skip
 
 
-def test_names_file_next_to_a_checkpoint_is_suggested_as_its_model(tmp_path: Path, model: Path, run: Run) -> None:
+def test_names_file_next_to_a_checkpoint_is_suggested_as_its_model(
+    tmp_path: Path, model: Path, run: Run
+) -> None:
     names = tmp_path / "names.json"
     assert run("trace", MODEL, "-o", names).status == 0
     refused = run("diff", names, model)
@@ -78,7 +86,9 @@ def test_error_has_a_message_and_a_hint(
     (tmp_path / "zoo.py").write_bytes(zoo.read_bytes())
     monkeypatch.chdir(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    status, out, err = run(*[{"M": MODEL, "T": f"{zoo}:tied"}.get(word, word) for word in line.split(" ")])
+    status, out, err = run(
+        *[{"M": MODEL, "T": f"{zoo}:tied"}.get(word, word) for word in line.split(" ")]
+    )
     lines = err.splitlines()
     assert status == expected, err
     assert out == ""
@@ -96,7 +106,8 @@ def test_error_has_a_message_and_a_hint(
     [
         "remap new.pt --like like.pt -o like.pt",
         "remap new.pt --like like.pt::model -o like.pt",
-        "remap new.pt --like sharded/model.safetensors.index.json -o sharded/model-00001-of-00002.safetensors",
+        "remap new.pt --like sharded/model.safetensors.index.json -o"
+        " sharded/model-00001-of-00002.safetensors",
         "remap new.pt --like sharded -o sharded/",
         "remap new.pt --rules rules.pt -o rules.pt",
         "swap-weights other.pt2 new.pt --model program.pt2 -o program.pt2",
@@ -125,7 +136,9 @@ def test_input_of_the_command_is_not_overwritten(
 
 def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path, model: Path, run: Run) -> None:
     before = sorted(os.listdir(tmp_path))
-    status, out, _ = run("remap", model, "--model", MODEL, "--to", "runtime", "--dry-run", "--format", "json")
+    status, out, _ = run(
+        "remap", model, "--model", MODEL, "--to", "runtime", "--dry-run", "--format", "json"
+    )
     done = json.loads(out)
     assert (status, done["renamed"], done["unchanged"], done["output"]) == (0, 2, 2, "")
     assert {o["from"]["ref"]: o["key"] for o in done["plan"]["outputs"]}["weight"] == "layer.weight"

@@ -32,7 +32,9 @@ def odd_keys(tmp_path: Path) -> str:
 
 def run(*args: str, **env: str) -> subprocess.CompletedProcess[bytes]:
     line = [sys.executable, "-m", "ckpttool", *args]
-    return subprocess.run(line, capture_output=True, env={**os.environ, **env}, timeout=120, check=False)
+    return subprocess.run(
+        line, capture_output=True, env={**os.environ, **env}, timeout=120, check=False
+    )
 
 
 def test_json_is_valid_in_an_ascii_locale(odd_keys: str) -> None:
@@ -62,14 +64,25 @@ def test_key_is_not_a_workflow_command_in_a_github_log(
     assert not any(line.lstrip().startswith("::") for line in error.splitlines())
 
 
-def test_keys_are_not_escaped_outside_of_a_job(odd_keys: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_keys_are_not_escaped_outside_of_a_job(
+    odd_keys: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", odd_keys]) == 0
     assert "::error::c" in capfd.readouterr().out
 
 
 def test_long_error_line_is_clipped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    torch.save({"k" * 1_000_000: torch.ones(1), "l" * 1_000_000: torch.ones(1)}, tmp_path / "long.pt")
-    line = ["remap", str(tmp_path / "long.pt"), "-o", str(tmp_path / "o.pt"), "--rule", "re:[kl]* => w"]
+    torch.save(
+        {"k" * 1_000_000: torch.ones(1), "l" * 1_000_000: torch.ones(1)}, tmp_path / "long.pt"
+    )
+    line = [
+        "remap",
+        str(tmp_path / "long.pt"),
+        "-o",
+        str(tmp_path / "o.pt"),
+        "--rule",
+        "re:[kl]* => w",
+    ]
     assert main(line) == 1
     error = capfd.readouterr().err
     assert len(error) < 50_000
@@ -101,16 +114,36 @@ def build():
 """
 
 
-def test_output_of_the_models_code_goes_to_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_the_models_code_goes_to_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "loud.py").write_text(_LOUD)
     torch.save(nn.DataParallel(nn.Linear(2, 2)).state_dict(), tmp_path / "wrapped.pt")
     monkeypatch.chdir(tmp_path)
     done = run(
-        "remap", "wrapped.pt", "--model", "loud.py:build", "--to", "serialized", "-o", "o.pt", "--format", "json"
+        "remap",
+        "wrapped.pt",
+        "--model",
+        "loud.py:build",
+        "--to",
+        "serialized",
+        "-o",
+        "o.pt",
+        "--format",
+        "json",
     )
     assert json.loads(done.stdout)["output"] == "o.pt"
-    assert torch.load("o.pt").keys() == {"weight", "bias"}  # not in the folder that the model's code went to
-    said = {"a child", "a library in C", "a descriptor", "an import", "an exit handler", "the first stdout", "a shell"}
+    # not in the folder that the model's code went to
+    assert torch.load("o.pt").keys() == {"weight", "bias"}
+    said = {
+        "a child",
+        "a library in C",
+        "a descriptor",
+        "an import",
+        "an exit handler",
+        "the first stdout",
+        "a shell",
+    }
     assert said <= set(done.stderr.decode().splitlines())
 
 
@@ -129,7 +162,14 @@ def test_metadata_keys_that_are_not_strings_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "stays"),
-    [("inside", False), ("before", True), ("full", True), ("named", True), ("nobody", True), ("none", False)],
+    [
+        ("inside", False),
+        ("before", True),
+        ("full", True),
+        ("named", True),
+        ("nobody", True),
+        ("none", False),
+    ],
 )
 def test_only_an_empty_folder_created_by_torch_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, stays: bool
@@ -156,7 +196,10 @@ def test_only_an_empty_folder_created_by_torch_is_removed(
 
 def test_long_line_is_clipped_in_the_middle() -> None:
     assert streams.clipped("x" * 4000) == "x" * 4000
-    assert streams.clipped("a" * 2000 + "b" + "c" * 2000) == "a" * 2000 + " … 1 characters … " + "c" * 2000
+    assert (
+        streams.clipped("a" * 2000 + "b" + "c" * 2000)
+        == "a" * 2000 + " … 1 characters … " + "c" * 2000
+    )
 
 
 def test_report_path_that_is_a_folder_is_refused(

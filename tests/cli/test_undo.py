@@ -51,7 +51,8 @@ def zipped() -> None:
     torch.save({"model": STATE, "epoch": 3}, "in.pt")
 
 
-# Name, which starts with the format's name in JSON -> function that makes the checkpoint, and the command line.
+# Name, which starts with the format's name in JSON -> function that makes the checkpoint, and the
+# command line.
 EDITS: dict[str, tuple[Callable[[], object], str]] = {
     "safetensors": (safetensors, "remap in.safetensors"),
     "safetensors of a folder": (one_file_in_a_folder, "remap in"),
@@ -69,12 +70,16 @@ EDITS: dict[str, tuple[Callable[[], object], str]] = {
 
 def content(folder: Path = Path()) -> dict[str, tuple[int, bytes]]:
     return {
-        str(path): (path.stat().st_mode, path.read_bytes() if path.is_file() else b"") for path in folder.rglob("*")
+        str(path): (path.stat().st_mode, path.read_bytes() if path.is_file() else b"")
+        for path in folder.rglob("*")
     }
 
 
 def test_formats_page_lists_the_formats_edited_in_place() -> None:
-    rows = [[cell.strip() for cell in row.split("|")] for row in (DOCS / "formats.md").read_text().splitlines()]
+    rows = [
+        [cell.strip() for cell in row.split("|")]
+        for row in (DOCS / "formats.md").read_text().splitlines()
+    ]
     header = next(row for row in rows if "in place" in row)
     edited = {
         row[header.index("in JSON")].strip("`")
@@ -85,7 +90,9 @@ def test_formats_page_lists_the_formats_edited_in_place() -> None:
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_in_place_edit_can_be_undone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+def test_in_place_edit_can_be_undone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
     monkeypatch.chdir(tmp_path)
     make, line = EDITS[name]
     make()
@@ -128,14 +135,27 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("its header has room for", safetensors, f"in.safetensors --rule b.{{x}}=>{'long.' * 30}{{x}}"),
     ("more than names would change", safetensors, "in.safetensors --drop b.weight"),
     ("the format has no place for new ones", legacy, "in.pt"),
-    ("the format has no place for new ones", lambda: shutil.copy(PROGRAM, "in.pt2"), "in.pt2 --rule scale=>s"),
-    ("other files of the folder would be removed: scaler.pt", with_other_file, "in --drop scaler.pt"),
+    (
+        "the format has no place for new ones",
+        lambda: shutil.copy(PROGRAM, "in.pt2"),
+        "in.pt2 --rule scale=>s",
+    ),
+    (
+        "other files of the folder would be removed: scaler.pt",
+        with_other_file,
+        "in --drop scaler.pt",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("reason", "make", "line"), REFUSED)
 def test_what_cannot_be_edited_in_place_is_refused(
-    reason: str, make: Callable[[], object], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+    reason: str,
+    make: Callable[[], object],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run: Run,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make()
@@ -150,9 +170,14 @@ def test_what_cannot_be_edited_in_place_is_refused(
         assert "hint: write another file: -o OUT" in done.err
 
 
-def test_second_edit_replaces_the_undo_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+def test_second_edit_replaces_the_undo_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for make, path in ((safetensors, "in.safetensors"), (lambda: dcp.save(STATE, checkpoint_id="in"), "in")):
+    for make, path in (
+        (safetensors, "in.safetensors"),
+        (lambda: dcp.save(STATE, checkpoint_id="in"), "in"),
+    ):
         make()
         for rule in ("a.{x} => z.{x}", "z.{x} => y.{x}"):
             before = {name: file for name, file in content().items() if "ckpttool" not in name}
@@ -168,7 +193,9 @@ def test_second_edit_replaces_the_undo_record(tmp_path: Path, monkeypatch: pytes
 def test_one_of_two_concurrent_edits_is_refused(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    """The second one runs when the first one has written its journal, but not yet changed the file."""
+    """The second one runs when the first one has written its journal, but not yet changed the
+    file.
+    """
     monkeypatch.chdir(tmp_path)
     path = "in.safetensors" if form == "safetensors" else "in"
     save_file(STATE, path) if form == "safetensors" else dcp.save(STATE, checkpoint_id=path)
@@ -177,7 +204,11 @@ def test_one_of_two_concurrent_edits_is_refused(
     def fsync(descriptor: int) -> None:
         monkeypatch.setattr(os, "fsync", plain)
         line = ["remap", path, "--in-place", "--rule", "b.{x} => c.{x}"]
-        statuses.append(subprocess.run([sys.executable, "-m", "ckpttool", *line], capture_output=True).returncode)
+        statuses.append(
+            subprocess.run(
+                [sys.executable, "-m", "ckpttool", *line], capture_output=True
+            ).returncode
+        )
         plain(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -210,17 +241,28 @@ from ckpttool.__main__ import process
 builtins.__import__ = importing
 sys.exit(process())
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
 
 
 def test_child_process_of_a_rank_is_not_a_rank(tmp_path: Path) -> None:
     """A training script may call ckpttool on one rank only, so it must not wait for other ranks."""
     save_file(STATE, tmp_path / "in.safetensors")
-    job = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    job = {
+        "TORCHELASTIC_RUN_ID": "x",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     call = [sys.executable, "-m", "ckpttool", "inspect", "in.safetensors"]
     for words in (call, shlex.join(call)):
-        code = f"import subprocess, sys; sys.exit(subprocess.call({words!r}, shell={isinstance(words, str)}))"
+        code = (
+            f"import subprocess, sys; sys.exit(subprocess.call({words!r},"
+            f" shell={isinstance(words, str)}))"
+        )
         done = subprocess.run(
             [sys.executable, "-c", code],
             cwd=tmp_path,
@@ -257,12 +299,19 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("start", ["fork", "launch"])
-def test_child_process_of_an_elastic_launch_worker_is_not_a_rank(start: str, tmp_path: Path) -> None:
+def test_child_process_of_an_elastic_launch_worker_is_not_a_rank(
+    start: str, tmp_path: Path
+) -> None:
     """torch starts the worker as a function and sets RANK in the worker."""
     save_file(STATE, tmp_path / "in.safetensors")
     (tmp_path / "train.py").write_text(_WORK)
     done = subprocess.run(
-        [sys.executable, "train.py", start], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "train.py", start],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.stdout.strip() == str((0, True, "")), done.stderr
 
@@ -280,7 +329,8 @@ def test_umask_is_never_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         for known in (True, False):
             if not known:  # as without /proc
                 monkeypatch.setattr(
-                    "builtins.open", lambda path, *args: plain("/none" if "status" in str(path) else path, *args)
+                    "builtins.open",
+                    lambda path, *args: plain("/none" if "status" in str(path) else path, *args),
                 )
             assert run("remap", "in.safetensors", *RENAME, "-o", f"{known}.safetensors").status == 0
             assert os.stat(f"{known}.safetensors").st_mode & 0o777 == 0o640

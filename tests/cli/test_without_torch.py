@@ -1,4 +1,6 @@
-"""Commands that only slice or reorder tensors do not need torch, for views and for chunks of a DCP folder."""
+"""Commands that only slice or reorder tensors do not need torch, for views and for chunks of a DCP
+folder.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_views_and_chunks_do_not_need_torch(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(old, (x,)), tmp_path / "old.pt2")
     (tmp_path / "names.json").write_text(json.dumps(ckpttool.trace(Fused).to_json()))
     torch.save(new.state_dict(), tmp_path / "new.pt")
-    dcp.save({"w": torch.arange(6.0).view(2, 3).t(), "v": torch.ones(1)}, checkpoint_id=tmp_path / "dcp")
+    dcp.save(
+        {"w": torch.arange(6.0).view(2, 3).t(), "v": torch.ones(1)}, checkpoint_id=tmp_path / "dcp"
+    )
     with torchless() as process:
         for line in (
             "swap-weights old.pt2 new.pt --model names.json -o new.pt2",
@@ -57,6 +61,8 @@ def test_views_and_chunks_do_not_need_torch(tmp_path: Path) -> None:
     swapped = torch.export.load(tmp_path / "new.pt2")
     assert torch.equal(swapped.module()(x), new(x))
     assert torch.equal(torch.load(tmp_path / "whole.pt")["w"], torch.arange(6.0).view(2, 3).t())
-    in_memory = ckpttool.swap_weights(str(tmp_path / "old.pt2"), new.state_dict(), str(tmp_path / "m.pt2"), model=Fused)
+    in_memory = ckpttool.swap_weights(
+        str(tmp_path / "old.pt2"), new.state_dict(), str(tmp_path / "m.pt2"), model=Fused
+    )
     assert set(in_memory.sources) == {"q.weight", "k.weight"}
     assert torch.equal(torch.export.load(tmp_path / "m.pt2").module()(x), new(x))

@@ -39,10 +39,16 @@ def _working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_warnings_are_printed_to_stderr(run: Run) -> None:
     done = run("diff", "a.pt", "b.pt")
-    assert (done.status, "warning:" in done.out, done.err.startswith("warning: ")) == (1, False, True)
+    assert (done.status, "warning:" in done.out, done.err.startswith("warning: ")) == (
+        1,
+        False,
+        True,
+    )
 
 
-def test_repeated_output_of_model_code_is_printed_once(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_output_of_model_code_is_printed_once(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = run("diff", "--model", "noisy.py:build")
     assert (done.status, "a layer" in done.out) == (0, False)
     lines = done.err.splitlines()
@@ -65,7 +71,17 @@ def test_many_problems_are_grouped() -> None:
 
 def test_json_contains_all_problems(run: Run) -> None:
     torch.save({f"k{i}": torch.ones(1) for i in range(42)}, "many.pt")
-    done = run("remap", "many.pt", "--model", "noisy.py:build", "--to", "runtime", "--dry-run", "--format", "json")
+    done = run(
+        "remap",
+        "many.pt",
+        "--model",
+        "noisy.py:build",
+        "--to",
+        "runtime",
+        "--dry-run",
+        "--format",
+        "json",
+    )
     assert (done.status, len(done.data["problems"])) == (1, 42)
     assert "... and 32 more (--format json)" in done.err
 
@@ -89,9 +105,15 @@ def test_dry_run_groups_repeated_layers(run: Run) -> None:
 @pytest.mark.parametrize(
     ("args", "hint"),
     [
-        (["diff", "noisy.py:build", "a.pt"], "noisy.py:build is a MODEL, and stands where a checkpoint is to stand"),
+        (
+            ["diff", "noisy.py:build", "a.pt"],
+            "noisy.py:build is a MODEL, and stands where a checkpoint is to stand",
+        ),
         (["diff", "--model", "a.pt", "b.pt"], "a.pt is not a model"),
-        (["diff", "--model", "noisy.py", "a.pt"], "noisy.py:Layer, noisy.py:build, noisy.py:number"),
+        (
+            ["diff", "--model", "noisy.py", "a.pt"],
+            "noisy.py:Layer, noisy.py:build, noisy.py:number",
+        ),
         (
             ["swap-weights", "a.pt", "b.pt", "-o", "o.pt2"],
             "PROGRAM is a .pt2 or a TorchScript archive, and comes first",

@@ -15,7 +15,9 @@ from ckpttool.core.expression import ARGUMENT, Op, Ref, Special
 from ckpttool.core.schema import check
 
 LITERALS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3))
-SPECIALS = st.builds(Special, st.sampled_from(["dtype", "layout", "memory_format", "device", "complex"]), st.text())
+SPECIALS = st.builds(
+    Special, st.sampled_from(["dtype", "layout", "memory_format", "device", "complex"]), st.text()
+)
 ARGUMENTS = st.recursive(
     st.one_of(LITERALS, st.builds(Ref, st.text()), SPECIALS),
     lambda inner: st.one_of(
@@ -24,7 +26,9 @@ ARGUMENTS = st.recursive(
             Op,
             st.sampled_from(["aten.cat.default", "getitem", "opaque"]),
             st.lists(inner, max_size=3).map(tuple),
-            st.dictionaries(st.text(max_size=3), inner, max_size=2).map(lambda kwargs: tuple(kwargs.items())),
+            st.dictionaries(st.text(max_size=3), inner, max_size=2).map(
+                lambda kwargs: tuple(kwargs.items())
+            ),
         ),
     ),
     max_leaves=8,

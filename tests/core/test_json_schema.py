@@ -29,13 +29,20 @@ NAMES = json.loads(json.dumps(trace(zoo_model("fused_qkv")).to_json()))
 PLAN = {
     "schema": "ckpttool.plan/1",
     "outputs": [
-        {"section": "", "key": "x", "from": {"op": "aten.cat.default", "args": [[{"ref": "a"}, {"ref": "b"}], 0]}},
+        {
+            "section": "",
+            "key": "x",
+            "from": {"op": "aten.cat.default", "args": [[{"ref": "a"}, {"ref": "b"}], 0]},
+        },
         {"section": "", "key": "y", "from": {"ref": "a"}},
     ],
     "dropped": [{"section": "", "key": "c", "reason": "not wanted"}],
     "modules": [{"section": "", "old": "m", "new": "n"}],
 }
-READERS = {"names": (NAMES, lambda value: Names.from_json(value, "f.json")), "plan": (PLAN, Plan.from_json)}
+READERS = {
+    "names": (NAMES, lambda value: Names.from_json(value, "f.json")),
+    "plan": (PLAN, Plan.from_json),
+}
 
 
 def changed(value: Any, path: str, new: Any) -> Any:
@@ -58,27 +65,54 @@ def problems(name: str, value: Any) -> list[str]:
 
 FAULTS: list[tuple[str, str, Any, str]] = [
     ("names", "runtime.0.shape", [-1], "-1 is not an integer from 0 on @ $.runtime[0].shape[0]"),
-    ("names", "runtime.0.shape", [True], "true is not an integer from 0 on @ $.runtime[0].shape[0]"),
+    (
+        "names",
+        "runtime.0.shape",
+        [True],
+        "true is not an integer from 0 on @ $.runtime[0].shape[0]",
+    ),
     ("names", "serialized.1.shape", "33", "'33' is not a list @ $.serialized[1].shape"),
-    ("names", "runtime.1.dtype", "float33", "'float33' is not a dtype that ckpttool knows @ $.runtime[1].dtype"),
+    (
+        "names",
+        "runtime.1.dtype",
+        "float33",
+        "'float33' is not a dtype that ckpttool knows @ $.runtime[1].dtype",
+    ),
     ("names", "runtime.0.persistent", "no", "'no' is not true or false @ $.runtime[0].persistent"),
-    ("names", "runtime.0.kind", "tensor", "'tensor' is not 'parameter' or 'buffer' @ $.runtime[0].kind"),
+    (
+        "names",
+        "runtime.0.kind",
+        "tensor",
+        "'tensor' is not 'parameter' or 'buffer' @ $.runtime[0].kind",
+    ),
     ("names", "runtime.0.alias_of", "x", "'x' is not a name in this file @ $.runtime[0].alias_of"),
-    ("names", "serialized.0.from", {"ref": "x"}, "'x' is not a name in this file @ $.serialized[0].from"),
+    (
+        "names",
+        "serialized.0.from",
+        {"ref": "x"},
+        "'x' is not a name in this file @ $.serialized[0].from",
+    ),
     ("names", "serialized.0.hook", "h", "'h' is not an object @ $.serialized[0].hook"),
     ("names", "extra_state", "abc", "'abc' is not a list @ $.extra_state"),
     ("names", "optimizer.0.id", "0", "'0' is not an integer from 0 on @ $.optimizer[0].id"),
     ("names", "torch", 2.6, "2.6 is not a string @ $.torch"),
     ("plan", "outputs.1.key", 1, "1 is not a string @ $.outputs[1].key"),
     ("plan", "outputs.0.from", 3, "not an expression @ $.outputs[0].from"),
-    ("plan", "outputs.0.from.args.0.1", {"rf": "b"}, "not an expression: {'rf': 'b'} @ $.outputs[0].from.args[0][1]"),
+    (
+        "plan",
+        "outputs.0.from.args.0.1",
+        {"rf": "b"},
+        "not an expression: {'rf': 'b'} @ $.outputs[0].from.args[0][1]",
+    ),
     ("plan", "dropped.0.reason", None, "null is not a string @ $.dropped[0].reason"),
     ("plan", "modules", None, "null is not a list @ $.modules"),
 ]
 
 
 @pytest.mark.parametrize(("reader", "path", "new", "expected"), FAULTS)
-def test_fault_is_reported_with_its_json_path(reader: str, path: str, new: Any, expected: str) -> None:
+def test_fault_is_reported_with_its_json_path(
+    reader: str, path: str, new: Any, expected: str
+) -> None:
     assert problems(reader, changed(READERS[reader][0], path, new)) == [expected]
 
 
@@ -95,7 +129,9 @@ def test_all_faults_are_reported_together() -> None:
 def test_repeated_name_is_reported() -> None:
     twice = {**NAMES, "serialized": [*NAMES["serialized"], NAMES["serialized"][0]]}
     first, last = NAMES["serialized"][0]["key"], len(NAMES["serialized"])
-    assert problems("names", twice) == [f"'{first}' stands 2 times @ $.serialized[{place}].key" for place in (0, last)]
+    assert problems("names", twice) == [
+        f"'{first}' stands 2 times @ $.serialized[{place}].key" for place in (0, last)
+    ]
 
 
 def test_only_the_first_100_faults_are_reported() -> None:
@@ -114,20 +150,33 @@ def test_repeated_member_is_refused(tmp_path: Path) -> None:
 
 def test_file_over_the_size_limit_names_the_limit(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(json.dumps(PLAN))
-    with limited(Limits(json_bytes=100)), pytest.raises(CkptError, match=r"--max-memory 200 raises it"):
+    with (
+        limited(Limits(json_bytes=100)),
+        pytest.raises(
+            CkptError,
+            match=r"--max-memory 200 raises"
+            r" it",
+        ),
+    ):
         read_file(str(tmp_path / "p.json"), "")
 
 
 def places(value: Any, path: str = "") -> Iterator[str]:
     """Yield the path of every value in the file."""
     for step, inner in (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
     ):
         yield f"{path}{step}"
         yield from places(inner, f"{path}{step}.")
 
 
-JUNK = st.sampled_from([None, True, -1, 0, 1, 2**70, 1.5, "", "x", [], {}, [1], {"ref": "x"}, {"op": "aten.t.default"}])
+JUNK = st.sampled_from(
+    [None, True, -1, 0, 1, 2**70, 1.5, "", "x", [], {}, [1], {"ref": "x"}, {"op": "aten.t.default"}]
+)
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -169,7 +218,9 @@ def test_member_with_a_space_has_a_quoted_path() -> None:
 
 
 def test_unknown_param_group_is_refused(tmp_path: Path) -> None:
-    names_json = ckpttool.trace("torch.nn:Linear(in_features=2, out_features=2)", optimizer=torch.optim.SGD).to_json()
+    names_json = ckpttool.trace(
+        "torch.nn:Linear(in_features=2, out_features=2)", optimizer=torch.optim.SGD
+    ).to_json()
     for group, problems in ((0, []), (1, ["$.optimizer[0].group"]), (7, ["$.optimizer[0].group"])):
         names_json["optimizer"][0]["group"] = group
         (tmp_path / "names.json").write_text(json.dumps(names_json))

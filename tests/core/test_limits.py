@@ -1,4 +1,6 @@
-"""Limits on input: it is read quickly and in little memory, or refused with the name of the limit."""
+"""Limits on input: it is read quickly and in little memory, or refused with the name of the
+limit.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def test_max_memory_raises_the_limits_on_memory() -> None:
     assert with_memory(None) == with_memory("1G") == with_memory("1GiB") == Limits()
     four = with_memory("4G")
     assert (four.json_bytes, four.pickle_memory, four.pickle_opcodes) == (4 << 30, 1 << 29, 1 << 27)
-    assert (four.rules_seconds, four.pickle_marks) == (Limits().rules_seconds, Limits().pickle_marks)
+    assert (four.rules_seconds, four.pickle_marks) == (
+        Limits().rules_seconds,
+        Limits().pickle_marks,
+    )
     with limited(Limits(rules_dots=3)):
         assert limits().rules_dots == 3
     assert limits() == Limits()
@@ -44,7 +49,9 @@ def test_invalid_size_is_a_usage_error(text: str) -> None:
     assert "--max-memory 4G" in refused.value.hint
 
 
-def test_limit_named_by_the_error_can_be_raised(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_limit_named_by_the_error_can_be_raised(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
     line = ["inspect", str(tmp_path / "w.pt")]
     assert main([*line, "--max-memory", "96"]) == 2
@@ -58,10 +65,16 @@ def test_limit_named_by_the_error_can_be_raised(tmp_path: Path, capfd: pytest.Ca
 
 
 @pytest.mark.parametrize("command", ["inspect", "diff", "remap"])
-def test_pipe_without_a_writer_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str) -> None:
+def test_pipe_without_a_writer_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
     os.mkfifo(tmp_path / "w.pt")
     start = time.monotonic()
-    rest = {"inspect": [], "diff": [str(tmp_path / "w.pt")], "remap": ["-o", str(tmp_path / "o.pt")]}[command]
+    rest = {
+        "inspect": [],
+        "diff": [str(tmp_path / "w.pt")],
+        "remap": ["-o", str(tmp_path / "o.pt")],
+    }[command]
     assert main([command, str(tmp_path / "w.pt"), *rest]) == 2
     assert time.monotonic() - start < MAX_SECONDS
     assert "it is a pipe, not a file" in capfd.readouterr().err
@@ -121,7 +134,9 @@ def test_rules_file_over_the_size_limit_is_refused(tmp_path: Path) -> None:
 
 @contextmanager
 def server(answer: bytes, forever: bytes, closes: bool = True) -> Iterator[str]:
-    """Run a web server that answers GET with `answer`, then sends `forever` until the client disconnects."""
+    """Run a web server that answers GET with `answer`, then sends `forever` until the client
+    disconnects.
+    """
     listening = socket.create_server(("127.0.0.1", 0))
     listening.settimeout(0.2)
     stopped: list[bool] = []
@@ -162,7 +177,9 @@ PARTIAL = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-131071/100000
 
 
 @NEEDS_HTTP
-@pytest.mark.parametrize("head", [PARTIAL, b"HTTP/1.1 200 OK\r\n\r\n"], ids=["partial response", "full response"])
+@pytest.mark.parametrize(
+    "head", [PARTIAL, b"HTTP/1.1 200 OK\r\n\r\n"], ids=["partial response", "full response"]
+)
 def test_endless_response_is_refused(head: bytes) -> None:
     tracemalloc.start()
     with (
@@ -176,9 +193,14 @@ def test_endless_response_is_refused(head: bytes) -> None:
 
 @NEEDS_HTTP
 def test_silent_server_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.io.remote._SLOWEST", 1e6)  # bytes per second, so the size adds little time
+    # bytes per second, so the size adds little time
+    monkeypatch.setattr("ckpttool.io.remote._SLOWEST", 1e6)
     start = time.monotonic()
     quick = Limits(remote_seconds=1)
-    with limited(quick), server(PARTIAL, b"") as url, pytest.raises(CkptError, match="the limit remote_seconds is 1"):
+    with (
+        limited(quick),
+        server(PARTIAL, b"") as url,
+        pytest.raises(CkptError, match="the limit remote_seconds is 1"),
+    ):
         open_checkpoint(url)
     assert time.monotonic() - start < 3 + MAX_SECONDS

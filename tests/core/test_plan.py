@@ -1,4 +1,6 @@
-"""Plans as data: checks against a checkpoint, JSON round trip, composition, and renames in `_metadata`."""
+"""Plans as data: checks against a checkpoint, JSON round trip, composition, and renames in
+`_metadata`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from torch import nn
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, TensorEntry
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import BY_CODE, Expression, Op, Ref, refs
-from ckpttool.core.plan import SCHEMA, Dropped, ModelRun, ModuleRename, Output, Plan, compose, in_turn, module_renames
+from ckpttool.core.plan import (
+    SCHEMA,
+    Dropped,
+    ModelRun,
+    ModuleRename,
+    Output,
+    Plan,
+    compose,
+    in_turn,
+    module_renames,
+)
 from ckpttool.evaluate.apply import apply
 from ckpttool.evaluate.torch_eval import load
 from ckpttool.live.model import section_of
@@ -40,7 +52,11 @@ KEPT = Dropped("", "extra", "because")
 CHECKED: dict[str, tuple[Plan, tuple[str, ...], list[str]]] = {
     "every key is used or dropped": (renames({"a": "x", "extra": "extra"}, ("b",)), ("a", "b"), []),
     "swapped names": (renames({"a": "b", "b": "a", "extra": "extra"}), ("a", "b"), []),
-    "one tensor under two keys": (Plan((Output("", "x", A), Output("", "y", A)), (KEPT,)), ("a",), []),
+    "one tensor under two keys": (
+        Plan((Output("", "x", A), Output("", "y", A)), (KEPT,)),
+        ("a",),
+        [],
+    ),
     "a section that is not in the plan": (Plan(), ("a",), []),
     "a missing section": (
         Plan((Output("model", "x", A),)),
@@ -80,7 +96,10 @@ def test_problems_of_a_plan_are_reported_together(name: str) -> None:
 
 
 PLAN = Plan(
-    (Output("m", "x", Op("aten.cat.default", ((Ref("a"), Ref("b")), 0))), Output("m", "y", Ref("a"))),
+    (
+        Output("m", "x", Op("aten.cat.default", ((Ref("a"), Ref("b")), 0))),
+        Output("m", "y", Ref("a")),
+    ),
     (Dropped("m", "c", "not wanted"),),
     (ModuleRename("m", "old", "new"),),
 )
@@ -101,10 +120,14 @@ def test_keys_computed_by_model_code_are_listed_by_run() -> None:
     runs = {(path, way): ModelRun(path, way, "m.py:M", {}, {}) for path in "ab" for way in BY_CODE}
     plan = Plan((Output("a", "plain", Ref("w")), *outputs, mixed), runs=tuple(runs.values()))
     found = {(run.section, run.way): keys for run, keys in plan.by_code}
-    assert found == {(path, way): [f"{path}.{way}", *["mixed"] * (path == "a")] for path, way in runs}
+    assert found == {
+        (path, way): [f"{path}.{way}", *["mixed"] * (path == "a")] for path, way in runs
+    }
     for place, run in runs.items():
         rest = replace(plan, runs=tuple(other for other in plan.runs if other is not run))
-        missing = [p.key for p in rest.check(checkpoint(path="a")) if "which model's code" in p.problem]
+        missing = [
+            p.key for p in rest.check(checkpoint(path="a")) if "which model's code" in p.problem
+        ]
         assert missing == found[place]
 
 
@@ -120,7 +143,11 @@ def random_plan(chance: random.Random, keys: Sequence[str]) -> Plan:
         if chance.random() < 0.25:
             dropped += [Dropped("", key, f"{key} is not wanted") for key in parts]
         else:
-            source: Expression = Op("aten.cat.default", (tuple(map(Ref, parts)),)) if len(parts) > 1 else Ref(parts[0])
+            source: Expression = (
+                Op("aten.cat.default", (tuple(map(Ref, parts)),))
+                if len(parts) > 1
+                else Ref(parts[0])
+            )
             for _ in range(chance.choice([1, 1, 2])):
                 outputs.append(Output("", f"k{at}", source))
                 at += 1
@@ -137,7 +164,10 @@ def test_composed_plan_equals_two_plans_in_sequence() -> None:
         second = random_plan(chance, between.section("").keys) if first.outputs else Plan()
         both = compose(first, second)
         assert both.check(whole) == [], seed
-        expected, actual = apply(second, between) if second.sections else between, apply(both, whole)
+        expected, actual = (
+            apply(second, between) if second.sections else between,
+            apply(both, whole),
+        )
         assert values(actual) == values(expected), seed
         dropped = {drop.key: drop.reason for drop in both.dropped}
         used = {key for output in both.outputs for key in refs(output.source)}
@@ -160,7 +190,11 @@ def moved(*rows: str) -> tuple[ModuleRename, ...]:
         (["m a b"], ["m b a"], ["m b a"]),
         (["m a b"], ["m a c"], ["m a b"]),
         ([], ["m a c"], ["m a c"]),
-        (["m a b", "m c d", "n a x"], ["m b z", "m d c", "m e f"], ["m a z", "n a x", "m b z", "m d c", "m e f"]),
+        (
+            ["m a b", "m c d", "n a x"],
+            ["m b z", "m d c", "m e f"],
+            ["m a z", "n a x", "m b z", "m d c", "m e f"],
+        ),
     ],
 )
 def test_module_renames_are_chained(first: list[str], second: list[str], both: list[str]) -> None:
@@ -197,7 +231,12 @@ def test_invalid_plan_is_refused(value: Any) -> None:
             "module.",
             {"": "module", "0": "module.0", "1": "module.1", "1.0": "module.1.0"},
         ),
-        (nn.ModuleDict({"a": nn.BatchNorm1d(1), "b": nn.BatchNorm1d(1)}), "a.", "x.y.", {"a": "x.y"}),
+        (
+            nn.ModuleDict({"a": nn.BatchNorm1d(1), "b": nn.BatchNorm1d(1)}),
+            "a.",
+            "x.y.",
+            {"a": "x.y"},
+        ),
         (
             nn.ModuleDict({"a": nn.Sequential(nn.Linear(1, 1), nn.ReLU())}),  # one without tensors
             "a.",
@@ -219,11 +258,15 @@ def test_modules_are_renamed_with_their_own_tensors(
 @pytest.mark.parametrize("path", ["a", "b"])
 def test_module_rename_applies_only_to_its_section(path: str) -> None:
     sections = tuple(
-        Section(name, "state_dict", (entry("old.w"),), modules={"": {}, "old": {"version": 1}}) for name in ("a", "b")
+        Section(name, "state_dict", (entry("old.w"),), modules={"": {}, "old": {"version": 1}})
+        for name in ("a", "b")
     )
     outputs = tuple(Output(name, "new.w", Ref("old.w")) for name in ("a", "b"))
     done = apply(
-        Plan(outputs, (), (ModuleRename(path, "old", "new"),)), Checkpoint("no file", "torch_zip", 0, sections)
+        Plan(outputs, (), (ModuleRename(path, "old", "new"),)),
+        Checkpoint("no file", "torch_zip", 0, sections),
     )
-    sections_with_new = [section.path for section in done.sections if "new" in (section.modules or {})]
+    sections_with_new = [
+        section.path for section in done.sections if "new" in (section.modules or {})
+    ]
     assert sections_with_new == [path]

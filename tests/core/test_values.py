@@ -41,7 +41,12 @@ def test_equality_hash_and_repr(one: tuple[Any, ...]) -> None:
 
 
 def test_fields() -> None:
-    assert [field.name for field in dataclasses.fields(REPLACEMENT)] == ["name", "parts", "about", "secret"]
+    assert [field.name for field in dataclasses.fields(REPLACEMENT)] == [
+        "name",
+        "parts",
+        "about",
+        "secret",
+    ]
     assert dataclasses.replace(REPLACEMENT("a"), parts=(2,)) == REPLACEMENT("a", (2,))
     assert dataclasses.asdict(REPLACEMENT("a")) == dataclasses.asdict(STANDARD("a"))
     assert REPLACEMENT.__slots__ == ("name", "parts", "about", "secret")
@@ -88,7 +93,11 @@ def test_options_of_the_decorator() -> None:
     assert Derived("a", 1) == Derived("a", 1) != Derived("a", 2)
     assert Derived("a") != Base("a")
     assert Derived("abc").long == 3
-    assert pickle.loads(pickle.dumps(Derived("a", 1))) == copy.deepcopy(Derived("a", 1)) == Derived("a", 1)
+    assert (
+        pickle.loads(pickle.dumps(Derived("a", 1)))
+        == copy.deepcopy(Derived("a", 1))
+        == Derived("a", 1)
+    )
     assert Options(name="n") == Options(name="n", depth=0)
     with pytest.raises(TypeError):
         Options("n")  # type: ignore[call-arg, arg-type]
@@ -112,7 +121,8 @@ def test_short_repr_shows_small_values() -> None:
         parts: tuple[int, ...]
 
     assert (
-        repr(Counts("a" * 50, 3, 1 << 200, (1, 2))) == f"Counts(name='{'a' * 40}...', small=3, large=<int>, parts=<2>)"
+        repr(Counts("a" * 50, 3, 1 << 200, (1, 2))) == f"Counts(name='{'a' * 40}...', small=3,"
+        " large=<int>, parts=<2>)"
     )
 
 

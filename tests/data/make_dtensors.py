@@ -1,7 +1,9 @@
-"""Writes what six ranks hold of three DTensors with the torch that runs it: ``python make_dtensors.py OUTDIR``.
+"""Writes what six ranks hold of three DTensors with the torch that runs it: ``python
+make_dtensors.py OUTDIR``.
 
-Whole they are ``torch.arange(42.0).reshape(7, 6)``: replicas of three parts, cut by rows and by columns, and rows that
-are cut for tensor parallelism first and for FSDP then. The mesh is two by three, of ranks in another order.
+Whole they are ``torch.arange(42.0).reshape(7, 6)``: replicas of three parts, cut by rows and by
+columns, and rows that are cut for tensor parallelism first and for FSDP then. The mesh is two by
+three, of ranks in another order.
 """
 
 from __future__ import annotations
@@ -33,11 +35,19 @@ def main(out: Path) -> None:
         parts: dict[str, tuple[torch.Tensor, list[Placement]]] = {
             "replicated": (part(whole, 3, column), [Replicate(), Shard(0)]),
             "square": (part(part(whole, 2, row), 3, column, dim=1), [Shard(0), Shard(1)]),
-            "strided": (part(part(whole, 3, column), 2, row), [_StridedShard(0, split_factor=3), Shard(0)]),
+            "strided": (
+                part(part(whole, 3, column), 2, row),
+                [_StridedShard(0, split_factor=3), Shard(0)],
+            ),
         }
         made = {
             name: DTensor.from_local(
-                own.clone().contiguous(), mesh, ways, run_check=False, shape=whole.shape, stride=(6, 1)
+                own.clone().contiguous(),
+                mesh,
+                ways,
+                run_check=False,
+                shape=whole.shape,
+                stride=(6, 1),
             )
             for name, (own, ways) in parts.items()
         }

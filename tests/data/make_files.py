@@ -1,4 +1,5 @@
-"""Writes the goldens of one small model with the torch that runs it: ``python make_files.py OUTDIR``.
+"""Writes the goldens of one small model with the torch that runs it: ``python make_files.py
+OUTDIR``.
 
 The names of the files in this folder have the version of torch at their end.
 """
@@ -13,7 +14,9 @@ from torch import nn
 
 
 class Tagger(nn.Module):
-    """Tied output weights, buffers of both kinds, a frozen parameter, a block that is called twice."""
+    """Tied output weights, buffers of both kinds, a frozen parameter, a block that is called
+    twice.
+    """
 
     def __init__(self, vocab: int = 12, dim: int = 6) -> None:
         super().__init__()
@@ -33,7 +36,9 @@ class Tagger(nn.Module):
 
 
 def main(out: Path) -> None:
-    """The program before training; weights and outputs after it; a checkpoint with its optimizer; a traced script."""
+    """The program before training; weights and outputs after it; a checkpoint with its optimizer; a
+    traced script.
+    """
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
     model, tokens = Tagger().eval(), torch.arange(5)
@@ -48,7 +53,10 @@ def main(out: Path) -> None:
     optimizer = torch.optim.AdamW([p for p in model.train().parameters() if p.requires_grad])
     model(tokens).sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, out / "training.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1},
+        out / "training.pt",
+    )
     torch.jit.save(torch.jit.trace(model.eval(), (tokens,)), str(out / "script.pt"))
 
 

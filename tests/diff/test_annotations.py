@@ -32,8 +32,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({key: value + 1 for key, value in state.items()}, "new.pt")
 
 
-@pytest.mark.parametrize("line", [("diff", "old.pt", "nope.pt"), ("inspect", "nope.pt"), ("diff", "old.pt")])
-def test_an_error_is_an_annotation(run: Run, monkeypatch: pytest.MonkeyPatch, line: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "line", [("diff", "old.pt", "nope.pt"), ("inspect", "nope.pt"), ("diff", "old.pt")]
+)
+def test_an_error_is_an_annotation(
+    run: Run, monkeypatch: pytest.MonkeyPatch, line: tuple[str, ...]
+) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     done = run(*line, "--format", "github")
     assert done.status == 2
@@ -55,17 +59,25 @@ def test_an_annotation_points_to_the_line_of_the_hook(run: Run) -> None:
     done = run("diff", "--model", "net.py:Net", "--format", "github")
     line = next(at for at, text in enumerate(HOOKED.splitlines(), 1) if "def rename" in text)
     (annotation,) = (text for text in done.out.splitlines() if text.startswith("::error file="))
-    assert annotation.startswith(f"::error file=net.py,line={line},title=diff::") or f",line={line - 1}," in annotation
+    assert (
+        annotation.startswith(f"::error file=net.py,line={line},title=diff::")
+        or f",line={line - 1}," in annotation
+    )
     assert "renamed: kernel" in annotation
 
 
 def test_the_headline_gives_the_reason_for_a_failure(run: Run) -> None:
     ignored = ("--ignore", "value w* # trained", "--ignore", "value other # gone")
     done = run("diff", "old.pt", "new.pt", "--values", *ignored, "--fail-on-unused")
-    assert (done.status, done.out.splitlines()[1].partition(";")[0]) == (1, "1 unused ignore entry (--fail-on-unused)")
+    assert (done.status, done.out.splitlines()[1].partition(";")[0]) == (
+        1,
+        "1 unused ignore entry (--fail-on-unused)",
+    )
     assert "30 of 30 keys differ, accepted" in done.out
     assert run("diff", "old.pt", "new.pt", "--values", *ignored).status == 0
     done = run("diff", "old.pt", "new.pt", "--values", *ignored[2:], "--fail-on-unused")
     assert done.out.splitlines()[1] == "30 of 30 keys differ"
     done = run("diff", "old.pt", "old.pt", *ignored, "--fail-on-unused")
-    assert done.out.splitlines()[1].startswith("2 unused ignore entries (--fail-on-unused); no differences")
+    assert done.out.splitlines()[1].startswith(
+        "2 unused ignore entries (--fail-on-unused); no differences"
+    )

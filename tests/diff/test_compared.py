@@ -1,4 +1,6 @@
-"""A verdict says what it covers: each difference is reported, or `compared` says that it was not checked."""
+"""A verdict says what it covers: each difference is reported, or `compared` says that it was not
+checked.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,10 @@ CHANGES: dict[str, tuple[str, Callable[[State], object]]] = {
     "values": ("values", train),
     "a tie": ("aliases", untie),
     "a version": ("metadata", change_version),
-    "a learning rate": ("optimizers", lambda state: state["optimizer"]["param_groups"][0].update(lr=0.5)),
+    "a learning rate": (
+        "optimizers",
+        lambda state: state["optimizer"]["param_groups"][0].update(lr=0.5),
+    ),
     "moments": ("values", lambda state: state["optimizer"]["state"][0]["exp_avg"].add_(1)),
     "a lost state": ("optimizers", lambda state: state["optimizer"]["state"].pop(0)),
     "a hyperparameter": ("optimizers", drop_hyperparameter),
@@ -141,7 +146,9 @@ def use_change(change: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("question", "options"), PAIRS, ids=lambda value: value if isinstance(value, str) else " ".join(value)
+    ("question", "options"),
+    PAIRS,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_a_difference_is_reported_or_marked_as_not_compared(
     run: Run, folder: Path, question: str, options: tuple[str, ...]
@@ -154,10 +161,14 @@ def test_a_difference_is_reported_or_marked_as_not_compared(
 
     same = answer("nothing")
     silent = []
-    for name in {"two optimizers": OPTIMIZER_CHANGES, "an optimizer": CHANGES_FOR_CODE}.get(question, CHANGES):
+    for name in {"two optimizers": OPTIMIZER_CHANGES, "an optimizer": CHANGES_FOR_CODE}.get(
+        question, CHANGES
+    ):
         aspect, result = CHANGES[name][0], answer(name)
         compared = result.pop("compared")
-        if result == {key: value for key, value in same.items() if key != "compared"} and compared.get(aspect):
+        if result == {
+            key: value for key, value in same.items() if key != "compared"
+        } and compared.get(aspect):
             silent.append(name)
     assert silent == []
     assert same["compared"]["keys"]
@@ -171,7 +182,9 @@ def test_a_difference_is_reported_or_marked_as_not_compared(
         *(("two checkpoints", form) for form in ("markdown", "html", "github")),
     ],
 )
-def test_text_output_says_if_values_were_compared(run: Run, folder: Path, question: str, form: str) -> None:
+def test_text_output_says_if_values_were_compared(
+    run: Run, folder: Path, question: str, form: str
+) -> None:
     text = run(*QUESTIONS[question], "--format", form).out
     assert "values not compared" in text
     assert "--values" in text
@@ -189,9 +202,18 @@ def test_python_results_say_if_values_were_compared(folder: Path) -> None:
 
 
 class Exported(nn.Module):
-    """A module whose program depends on the arguments. `constant` is lifted, `table` is a non-persistent buffer."""
+    """A module whose program depends on the arguments. `constant` is lifted, `table` is a
+    non-persistent buffer.
+    """
 
-    def __init__(self, name: str = "head", width: int = 4, scale: float = 1.0, bias: float = 0.0, held: float = 1.0):
+    def __init__(
+        self,
+        name: str = "head",
+        width: int = 4,
+        scale: float = 1.0,
+        bias: float = 0.0,
+        held: float = 1.0,
+    ):
         super().__init__()
         torch.manual_seed(0)
         self.name, self.scale = name, scale
@@ -216,8 +238,14 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder_path = tmp_path_factory.mktemp("programs")
-    for name, arguments in {"old": {}, "same": {}, **{name: one[1] for name, one in PROGRAMS.items()}}.items():
-        program = torch.export.export(Exported(**arguments).eval(), (torch.ones(2, 4),), strict=False)
+    for name, arguments in {
+        "old": {},
+        "same": {},
+        **{name: one[1] for name, one in PROGRAMS.items()},
+    }.items():
+        program = torch.export.export(
+            Exported(**arguments).eval(), (torch.ones(2, 4),), strict=False
+        )
         torch.export.save(program, folder_path / f"{name}.pt2")
     torch.save(Exported().state_dict(), folder_path / "weights.pt")
     return folder_path

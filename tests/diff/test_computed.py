@@ -60,15 +60,30 @@ def pruned() -> nn.Module:
 
 MODELS = {
     build.__name__: build
-    for build in (plain, weight_norm, parametrized_weight_norm, spectral_norm, parametrized_spectral_norm, pruned)
+    for build in (
+        plain,
+        weight_norm,
+        parametrized_weight_norm,
+        spectral_norm,
+        parametrized_spectral_norm,
+        pruned,
+    )
 }
 
 
 def test_a_renamed_key_is_not_called_computed() -> None:
     """Left `w` is right `x`; only right `w`, another tensor, is computed from `w_g` and `w_v`."""
     renamed = Entry("renamed", ("w",), ("x",), Cause(Code.HOOK, ("hides `a`",)))
-    result = explain_computed([renamed, only_left("w_g"), only_left("w_v"), only_right("w"), only_right("other")])
-    assert [entry.has(Code.PART, Code.COMPUTED_FROM) for entry in result] == [False, True, True, True, False]
+    result = explain_computed(
+        [renamed, only_left("w_g"), only_left("w_v"), only_right("w"), only_right("other")]
+    )
+    assert [entry.has(Code.PART, Code.COMPUTED_FROM) for entry in result] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_part_names_match_torch() -> None:
@@ -83,7 +98,9 @@ def test_part_names_match_torch() -> None:
 @pytest.mark.parametrize(
     ("saved_kind", "target_kind"), [pair for pair in product(MODELS, MODELS) if pair[0] != pair[1]]
 )
-def test_a_printed_command_produces_the_same_model(saved_kind: str, target_kind: str, tmp_path: Path, run: Run) -> None:
+def test_a_printed_command_produces_the_same_model(
+    saved_kind: str, target_kind: str, tmp_path: Path, run: Run
+) -> None:
     """If there is no such command, the reason is printed."""
     source, target = MODELS[saved_kind](), MODELS[target_kind]()
     torch.save(source.state_dict(), tmp_path / "saved.pt")
@@ -93,7 +110,9 @@ def test_a_printed_command_produces_the_same_model(saved_kind: str, target_kind:
     if "plain" in (saved_kind, target_kind):
         assert not fixes_in(answer.data)
         assert all(
-            entry["code"] in ("part", "computed-from") for entry in answer.data["entries"] if entry["status"] != "same"
+            entry["code"] in ("part", "computed-from")
+            for entry in answer.data["entries"]
+            if entry["status"] != "same"
         )
     for command in fixes_in(answer.data):
         words = shlex.split(command)

@@ -1,4 +1,6 @@
-"""Two files of nested containers that differ in at most one tensor: the same only if all compared entries are."""
+"""Two files of nested containers that differ in at most one tensor: the same only if all compared
+entries are.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ Place = tuple[Any, ...]
 
 
 def container(draw: random.Random, depth: int = 0) -> Any:
-    kind = draw.choice(["tensor", "tensor", "tensor", "dict", "list", "plain"]) if 0 < depth < 4 else "dict"
+    kind = (
+        draw.choice(["tensor", "tensor", "tensor", "dict", "list", "plain"])
+        if 0 < depth < 4
+        else "dict"
+    )
     if kind == "tensor" or depth == 4:
         return torch.randn(draw.choice([(), (2,), (2, 3), (0,)]))
     if kind == "dict":
@@ -45,10 +51,17 @@ def changed(value: Any, draw: random.Random) -> Any:
     """Return a copy in which one tensor has another value, shape or dtype, or is not a tensor."""
     result = copy.deepcopy(value)
     parents = [result, *(part for part in _nested(result) if isinstance(part, (dict, list)))]
-    places = [(parent, key) for parent in parents for key in _keys(parent) if isinstance(parent[key], torch.Tensor)]
+    places = [
+        (parent, key)
+        for parent in parents
+        for key in _keys(parent)
+        if isinstance(parent[key], torch.Tensor)
+    ]
     if places:
         parent, key = draw.choice(places)
-        parent[key] = draw.choice([parent[key] + 1, parent[key].unsqueeze(0), parent[key].double(), "gone"])
+        parent[key] = draw.choice(
+            [parent[key] + 1, parent[key].unsqueeze(0), parent[key].double(), "gone"]
+        )
     return result
 
 
@@ -65,7 +78,8 @@ def _nested(value: Any) -> Iterator[Any]:
 
 def same(left: dict[Place, torch.Tensor], right: dict[Place, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(
-        left[place].dtype == right[place].dtype and torch.equal(left[place], right[place]) for place in left
+        left[place].dtype == right[place].dtype and torch.equal(left[place], right[place])
+        for place in left
     )
 
 
@@ -78,7 +92,9 @@ class Pair(NamedTuple):
 
 def save_pair(left: Any, draw: random.Random, folder: Path) -> Pair:
     """Save the value, and a copy of it in which a tensor is changed in two of three cases."""
-    right = draw.choice([copy.deepcopy, partial(changed, draw=draw), partial(changed, draw=draw)])(left)
+    right = draw.choice([copy.deepcopy, partial(changed, draw=draw), partial(changed, draw=draw)])(
+        left
+    )
     paths = str(folder / "left.pt"), str(folder / "right.pt")
     for path, value in zip(paths, (left, right)):
         torch.save(value, path)
@@ -91,7 +107,11 @@ def optimizer(draw: random.Random) -> dict[str, Any]:
     states = {param: {name: container(draw, 2) for name in ("b.c", "c", "m")} for param in params}
     extra = {draw.choice(("0", "b.c", "x")): container(draw, 2), "scaler": container(draw, 1)}
     (name, state), *rest = extra.items()
-    return {"state": {**states, name: state}, "param_groups": [{"params": [*params], "lr": 0.1}], **dict(rest)}
+    return {
+        "state": {**states, name: state},
+        "param_groups": [{"params": [*params], "lr": 0.1}],
+        **dict(rest),
+    }
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -103,11 +123,15 @@ def test_files_are_the_same_only_if_all_tensors_are(
     status = main(["diff", *pair.paths, "--values"])
     captured = capsys.readouterr()
     assert "internal error" not in captured.err
-    assert status in ((0, 2) if pair.equal else (1, 2)) or "not compared" in captured.out, captured.out
+    assert status in ((0, 2) if pair.equal else (1, 2)) or "not compared" in captured.out, (
+        captured.out
+    )
 
 
 @pytest.mark.parametrize("seed", range(SEEDS // 4))
-def test_optimizers_are_the_same_only_if_all_tensors_are(seed: int, tmp_path: Path, run: Run) -> None:
+def test_optimizers_are_the_same_only_if_all_tensors_are(
+    seed: int, tmp_path: Path, run: Run
+) -> None:
     draw = random.Random(seed)
     pair = save_pair(optimizer(draw), draw, tmp_path)
     done = run("diff", *pair.paths, "--values")

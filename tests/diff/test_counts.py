@@ -1,4 +1,6 @@
-"""The verdict, the summary, the tables and JSON count the same entries, over random checkpoints and models."""
+"""The verdict, the summary, the tables and JSON count the same entries, over random checkpoints and
+models.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,11 @@ def net(seed):
     blocks = nn.ModuleList(kind(random.Random(seed)) for _ in range(choose.randrange(1, 4)))
     return nn.ModuleDict({choose.choice(["layers", "h"]): blocks, "head": nn.Linear(3, 2)})
 """
-CHANGES = {0: (), 1: ("--values",), 2: ("--ignore-dtype", "--ignore", "missing *.bias # filled in later")}
+CHANGES = {
+    0: (),
+    1: ("--values",),
+    2: ("--ignore-dtype", "--ignore", "missing *.bias # filled in later"),
+}
 HARMLESS = {"alias", "not_serialized", "extra_state"}
 
 
@@ -78,14 +84,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def groups(text: str) -> dict[str, list[tuple[str, int, list[str]]]]:
-    """Return title -> (status, number of keys, lines) of each group of keys; the differences have no title."""
+    """Return title -> (status, number of keys, lines) of each group of keys; the differences have
+    no title.
+    """
     result: dict[str, list[tuple[str, int, list[str]]]] = {}
     for block in text.split("\n\n")[1:]:
         title = ""
         for line in block.splitlines():
             heading = re.match(r"(?:(\w+): )?([\d,]+) (?:key|pair)s?\b", line)
             if heading:
-                result.setdefault(title, []).append((heading[1], int(heading[2].replace(",", "")), []))
+                result.setdefault(title, []).append(
+                    (heading[1], int(heading[2].replace(",", "")), [])
+                )
             elif line.startswith("  ") and title in result:
                 result[title][-1][2].append(line.strip())
             else:
@@ -94,12 +104,15 @@ def groups(text: str) -> dict[str, list[tuple[str, int, list[str]]]]:
 
 
 def number_of_keys(line: str) -> int:
-    """Count the keys in a line such as ``layers.{0-2}.w -> layers.{0-2}.v: detail`` or ``... 3 more keys``."""
+    """Count the keys in a line such as ``layers.{0-2}.w -> layers.{0-2}.v: detail`` or ``... 3 more
+    keys``.
+    """
     if line.startswith("... "):
         return int(line.split()[1])
     pattern = re.split(r" -> |: | \+ ", line)[0]
     return prod(
-        sum(len(_range(part)) for part in numbers.split(",")) for numbers in re.findall(r"\{([^}]*)\}", pattern)
+        sum(len(_range(part)) for part in numbers.split(","))
+        for numbers in re.findall(r"\{([^}]*)\}", pattern)
     )
 
 
@@ -117,13 +130,21 @@ def counts(rows: list[tuple[str, int, list[str]]]) -> Counter[str]:
 
 def summary_counts(text: str) -> Counter[str]:
     line = re.search(r"^keys +(.*)$", text, re.M)
-    return Counter({status: int(count) for count, status in re.findall(r"(\d+) (\w+)", line[1] if line else "")})
+    return Counter(
+        {
+            status: int(count)
+            for count, status in re.findall(r"(\d+) (\w+)", line[1] if line else "")
+        }
+    )
 
 
 PAIRS = [(left, right) for left in range(5) for right in (left, (left + 1) % 5, (left + 3) % 5)]
 COMMANDS = [
     *(pytest.param((f"{a}.pt", f"{b}.pt", *CHANGES[(a + b) % 3]), id=f"{a} {b}") for a, b in PAIRS),
-    *(pytest.param((f"{a}.pt", "--model", f"models.py:net{b}"), id=f"{a} of {b}") for a, b in PAIRS[::2]),
+    *(
+        pytest.param((f"{a}.pt", "--model", f"models.py:net{b}"), id=f"{a} of {b}")
+        for a, b in PAIRS[::2]
+    ),
     *(pytest.param(("--model", f"models.py:net{a}"), id=f"model {a}") for a in range(5)),
 ]
 
@@ -136,7 +157,9 @@ def test_all_outputs_have_the_same_counts(
     done, data = run("diff", *arguments), run("diff", *arguments, "--format", "json").data
     assert done.status in (0, 1), done.err
     verdict, shown = done.out.splitlines()[1], groups(done.out)
-    counted = re.match(r"(\d+) of (\d+) keys? differs?\b|loads; (\d+) harmless differences?", verdict)
+    counted = re.match(
+        r"(\d+) of (\d+) keys? differs?\b|loads; (\d+) harmless differences?", verdict
+    )
     total = int(counted[1] or counted[3]) if counted else 0
     summary = summary_counts(done.out)
     listed, others = counts(shown.get("", [])), counts(shown.get("Not counted as differences", []))
@@ -146,7 +169,11 @@ def test_all_outputs_have_the_same_counts(
     if counted and counted[2]:
         assert int(counted[2]) == summary.total()
     assert listed == summary - same
-    assert summary + others == Counter(data["summary"]) == Counter(entry["status"] for entry in data["entries"])
+    assert (
+        summary + others
+        == Counter(data["summary"])
+        == Counter(entry["status"] for entry in data["entries"])
+    )
     assert set(others) <= {*HARMLESS, "dtype"}
     for rows in shown.values():
         for status, count, lines in rows:
@@ -154,14 +181,18 @@ def test_all_outputs_have_the_same_counts(
                 assert sum(map(number_of_keys, lines)) == count, (status, lines)
     suggested = [rows for title, rows in shown.items() if title.startswith("Likely")]
     pairs = re.search(r"\((\d+) likely renames?", verdict)
-    assert sum(count for rows in suggested for _, count, _ in rows) == (int(pairs[1]) if pairs else 0)
+    assert sum(count for rows in suggested for _, count, _ in rows) == (
+        int(pairs[1]) if pairs else 0
+    )
     if counted and done.status != 0:
         assert (int(pairs[1]) if pairs else 0) == len(data.get("suggested", ()))
     all_groups = groups(run("diff", *arguments, "--all").out)
     assert counts(all_groups.get("Every key", [])) == summary
     assert counts(all_groups.get("Not counted as differences", [])) == others
     assert all(len(lines) == count for rows in all_groups.values() for _, count, lines in rows)
-    shown_keys = Counter(key for line in all_lines(all_groups) for key in re.split(r" -> |: | \+ ", line))
+    shown_keys = Counter(
+        key for line in all_lines(all_groups) for key in re.split(r" -> |: | \+ ", line)
+    )
     for entry in data["entries"]:
         assert all(shown_keys[key] for key in (*entry["left"], *entry["right"])), entry
 
@@ -179,7 +210,9 @@ def test_a_suggested_rename_is_one_missing_and_one_unexpected_key(
     done = run("diff", "a.pt", "b.pt")
     assert done.out.splitlines()[1].startswith("4 of 4 keys differ (2 likely renames); values not")
     assert "layers.{0-1}.wq.weight -> layers.{0-1}.q_proj.weight" in done.out
-    torch.save({"layers.0.q_proj.weight": torch.ones(3, 4), "layers.1.wq.weight": torch.ones(3, 5)}, "b.pt")
+    torch.save(
+        {"layers.0.q_proj.weight": torch.ones(3, 4), "layers.1.wq.weight": torch.ones(3, 5)}, "b.pt"
+    )
     assert "2 of 3 keys differ (1 likely rename); " in run("diff", "a.pt", "b.pt").out
 
 

@@ -1,4 +1,6 @@
-"""Diffs: every key of each side is in exactly one entry, and status 0 means that a strict load succeeds."""
+"""Diffs: every key of each side is in exactly one entry, and status 0 means that a strict load
+succeeds.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from hypothesis import strategies as st
 import ckpttool
 import hook_zoo
 from ckpttool.cli.app import main
-from ckpttool.core.checkpoint import ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
+from ckpttool.core.checkpoint import (
+    ExtraEntry,
+    Section,
+    Span,
+    Storage,
+    TensorEntry,
+    contiguous_stride,
+)
 from ckpttool.core.errors import CkptError
 from ckpttool.diffing.model import names_alone
 from ckpttool.diffing.names import compare_load, compare_names
@@ -33,15 +42,20 @@ from zoo import FLAT, randomized, runtime_values, state_of, traced, zoo_model
 
 torch.set_num_threads(1)
 MODELS = Path(hook_zoo.__file__)
-UNVERSIONED = [name for name in FLAT if traced(name).versions is None]  # loading does not depend on module versions
+# loading does not depend on module versions
+UNVERSIONED = [name for name in FLAT if traced(name).versions is None]
 
 
-def tensor(key: str, shape: tuple[int, ...] = (2,), dtype: str = "float32", storage: Storage | None = None) -> Any:
+def tensor(
+    key: str, shape: tuple[int, ...] = (2,), dtype: str = "float32", storage: Storage | None = None
+) -> Any:
     storage = storage or Storage(Span("no file", 0, 64))
     return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage)
 
 
-def assert_each_key_once(entries: Iterable[Entry], left: Iterable[str], right: Iterable[str]) -> None:
+def assert_each_key_once(
+    entries: Iterable[Entry], left: Iterable[str], right: Iterable[str]
+) -> None:
     entries = list(entries)
     assert Counter(key for entry in entries for key in entry.left) == Counter(list(left))
     assert Counter(key for entry in entries for key in entry.right) == Counter(list(right))
@@ -56,14 +70,23 @@ KEYS = st.lists(st.sampled_from(SEGMENTS), min_size=1, max_size=4).map(".".join)
 def sections(draw: st.DrawFn) -> Section:
     keys = draw(st.lists(KEYS, unique=True, max_size=8))
     shared = Storage(Span("no file", 0, 64))
-    kinds = draw(st.lists(st.sampled_from(["own", "shared", "shape", "dtype", "extra"]), min_size=8, max_size=8))
+    kinds = draw(
+        st.lists(
+            st.sampled_from(["own", "shared", "shape", "dtype", "extra"]), min_size=8, max_size=8
+        )
+    )
     result = {
         "own": tensor, "shared": lambda key: tensor(key, storage=shared), "shape": lambda key: tensor(key, (1, 2)),
         "dtype": lambda key: tensor(key, dtype="int64"), "extra": ExtraEntry,
     }  # fmt: skip
     entries = [result[kind](key) for key, kind in zip(keys, kinds)]
     tensors = tuple(entry for entry in entries if isinstance(entry, TensorEntry))
-    return Section("", "state_dict", tensors, tuple(entry for entry in entries if isinstance(entry, ExtraEntry)))
+    return Section(
+        "",
+        "state_dict",
+        tensors,
+        tuple(entry for entry in entries if isinstance(entry, ExtraEntry)),
+    )
 
 
 NO_BYTES = settings(max_examples=150)
@@ -78,7 +101,8 @@ def test_each_key_of_two_checkpoints_is_in_one_entry(left: Section, right: Secti
 
 
 @pytest.mark.parametrize(
-    ("name", "same"), [("plain", True), ("buffers", True), ("drops_a_key", False), ("strip_layer", False)]
+    ("name", "same"),
+    [("plain", True), ("buffers", True), ("drops_a_key", False), ("strip_layer", False)],
 )
 def test_a_model_alone_is_the_same_if_hooks_change_no_key(name: str, same: bool) -> None:
     """A non-persistent buffer is not a loss, but a parameter that a hook omits is."""
@@ -89,18 +113,27 @@ def test_a_model_alone_is_the_same_if_hooks_change_no_key(name: str, same: bool)
 def forms(name: str, folder: Path) -> list[Section]:
     """Return checkpoints of the model: as saved, with its runtime names, and wrapped."""
     state = state_of(name)
-    runtime = {k: v for k, v in runtime_values(randomized(zoo_model(name).build(True), 2)).items() if v.numel()}
+    runtime = {
+        k: v
+        for k, v in runtime_values(randomized(zoo_model(name).build(True), 2)).items()
+        if v.numel()
+    }
     for form, content in (
         ("saved", state),
         ("runtime", runtime),
         ("ddp", {f"module.{k}": v for k, v in state.items()}),
     ):
         torch.save(content, folder / f"{form}.pt")
-    return [model_section(open_operand(str(folder / f"{form}.pt"))) for form in ("saved", "runtime", "ddp")]
+    return [
+        model_section(open_operand(str(folder / f"{form}.pt")))
+        for form in ("saved", "runtime", "ddp")
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))
-def test_each_name_of_a_model_and_key_of_its_checkpoints_is_in_one_entry(tmp_path: Path, name: str) -> None:
+def test_each_name_of_a_model_and_key_of_its_checkpoints_is_in_one_entry(
+    tmp_path: Path, name: str
+) -> None:
     names = traced(name)
     keys = {**dict.fromkeys(s.key for s in names.serialized), **dict.fromkeys(names.extra_state)}
     assert_each_key_once(compare_names(names), keys, [t.fqn for t in names.runtime])
@@ -125,7 +158,9 @@ DAMAGES: dict[str, Callable[[dict[str, Any], str], object]] = {
     "renamed": lambda state, key: state.update({f"module.{key}": state.pop(key)}),
     "reshaped": lambda state, key: state.update({key: torch.zeros(7, 1)}),
     "cast": lambda state, key: state.update({key: state[key].to(torch.complex128)}),
-    "no metadata": lambda state, key: vars(state).pop("_metadata", None) if hasattr(state, "_metadata") else None,
+    "no metadata": lambda state, key: (
+        vars(state).pop("_metadata", None) if hasattr(state, "_metadata") else None
+    ),
     "a second copy": lambda state, key: state.update({key: state[key].clone()}),
     "not a tensor": lambda state, key: state.update({key: 3}),
 }
@@ -136,7 +171,9 @@ def loads(name: str, state: dict[str, torch.Tensor]) -> bool:
     converted: list[bool] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is torch.ops.aten.copy_.default and isinstance(
                 args[1], torch.Tensor
             ):  # the source may also be a number
@@ -158,7 +195,11 @@ def test_nothing_to_compare_is_an_error(tmp_path: Path, run: Run) -> None:
     for name, value in {
         "w.pt": layer.state_dict(),
         "o.pt": optimizer.state_dict(),
-        "two.pt": {"model": layer.state_dict(), "a": optimizer.state_dict(), "b": optimizer.state_dict()},
+        "two.pt": {
+            "model": layer.state_dict(),
+            "a": optimizer.state_dict(),
+            "b": optimizer.state_dict(),
+        },
     }.items():
         torch.save(value, tmp_path / name)
     w, o, two = (str(tmp_path / name) for name in ("w.pt", "o.pt", "two.pt"))
@@ -178,7 +219,9 @@ def test_nothing_to_compare_is_an_error(tmp_path: Path, run: Run) -> None:
     assert run("diff", "--model", model, *optimizer_options, f"{two}::a").status == 0
     with pytest.raises(CkptError, match="nothing to compare"):
         ckpttool.diff(None, w, model=model)
-    torch.save({key: value + 0.5 for key, value in layer.state_dict().items()}, tmp_path / "near.pt")
+    torch.save(
+        {key: value + 0.5 for key, value in layer.state_dict().items()}, tmp_path / "near.pt"
+    )
     for tolerance, status in (None, 0), ("--atol=0.6", 0), ("--atol=0.4", 1), ("--rtol=1e-9", 1):
         assert run("diff", w, tmp_path / "near.pt", *filter(None, [tolerance])).status == status
 
@@ -192,17 +235,27 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("other", ["float16", "float8_e5m2", "int64", "complex64", "bool"])
-def test_ignore_dtype_compares_values_as_torch_converts_them(other: str, tmp_path: Path, run: Run) -> None:
+def test_ignore_dtype_compares_values_as_torch_converts_them(
+    other: str, tmp_path: Path, run: Run
+) -> None:
     w = torch.tensor([0.0, 1.25, -3.0, 1e4])
     torch.save({"w": w, "v": w}, tmp_path / "left.pt")
     result = w.to(getattr(torch, other))
     for name, value in ("same", result), ("another", torch.cat([result[:3], result[:1]])):
         torch.save({"w": value, "v": w}, tmp_path / f"{name}.pt")
         pair = ("diff", tmp_path / "left.pt", tmp_path / f"{name}.pt")
-        assert [run(*pair).status, run(*pair, "--ignore-dtype").status, run(*pair, "--values").status] == [1, 0, 1]
+        assert [
+            run(*pair).status,
+            run(*pair, "--ignore-dtype").status,
+            run(*pair, "--values").status,
+        ] == [1, 0, 1]
         done = run(*pair, "--ignore-dtype", "--values", "--format", "json")
         assert done.status == (name == "another")
-        found = {(entry["status"], *entry["left"]) for entry in done.data["entries"] if entry["left"] == ["w"]}
+        found = {
+            (entry["status"], *entry["left"])
+            for entry in done.data["entries"]
+            if entry["left"] == ["w"]
+        }
         assert found == {("dtype" if name == "same" else "value", "w")}
 
 
@@ -218,7 +271,9 @@ def test_objects_are_not_counted_as_tensors(tmp_path: Path, run: Run) -> None:
     assert [note.partition(" with")[0] for note in counted] == ["1 tensor", "3 objects"]
 
 
-def test_different_values_in_other_dtypes_are_reported_outside_dense_tensors(tmp_path: Path, run: Run) -> None:
+def test_different_values_in_other_dtypes_are_reported_outside_dense_tensors(
+    tmp_path: Path, run: Run
+) -> None:
     """Sparse tensors, extra state, and tensors outside the state_dict are compared too."""
     for name, w in ("a.pt", torch.ones(2)), ("b.pt", 2 * torch.ones(2).half()):
         model = {"w": w.to_sparse(), "v": torch.ones(1), "x._extra_state": {"scale": w}}
@@ -242,12 +297,16 @@ def test_status_0_means_that_torch_loads_the_file(
     for _ in range(data.draw(st.integers(0, 2))):
         tensors = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
         if tensors:
-            DAMAGES[data.draw(st.sampled_from(sorted(DAMAGES)))](state, data.draw(st.sampled_from(tensors)))
+            DAMAGES[data.draw(st.sampled_from(sorted(DAMAGES)))](
+                state, data.draw(st.sampled_from(tensors))
+            )
     tensors = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
     torch.save(state, tmp_path / "model.pt")
     if not tensors and not hasattr(state, "_metadata"):
         return  # it looks like any other dict
-    status = main(["diff", "--model", f"{MODELS}:{name}", str(tmp_path / "model.pt"), "--format", "json"])
+    status = main(
+        ["diff", "--model", f"{MODELS}:{name}", str(tmp_path / "model.pt"), "--format", "json"]
+    )
     out, err = capsys.readouterr()
     assert status == (0 if loads(name, state) else 1), err
     assert json.loads(out)["identical"] == (status == 0)
@@ -258,12 +317,23 @@ def test_json_has_the_spread_of_value_differences(tmp_path: Path, run: Run) -> N
     right = left + torch.tensor([0.0, 0.25, 0.375, 3.0, -2.0, float("nan")])
     for name, values in (("left", left), ("right", right)):
         same = torch.arange(6.0).reshape(2, 3).t()
-        torch.save({"w": values, "same": same if name == "left" else same.contiguous()}, tmp_path / f"{name}.pt")
-    entries = run("diff", tmp_path / "left.pt", tmp_path / "right.pt", "--values", "--format", "json").data["entries"]
+        torch.save(
+            {"w": values, "same": same if name == "left" else same.contiguous()},
+            tmp_path / f"{name}.pt",
+        )
+    entries = run(
+        "diff", tmp_path / "left.pt", tmp_path / "right.pt", "--values", "--format", "json"
+    ).data["entries"]
     spread = {entry["left"][0]: entry.get("spread") for entry in entries}
-    expected = Counter(math.frexp(d)[1] - 1 for d in (left - right).abs().tolist() if d and not math.isnan(d))
+    expected = Counter(
+        math.frexp(d)[1] - 1 for d in (left - right).abs().tolist() if d and not math.isnan(d)
+    )
     assert spread["same"] is None
-    numbers = {bucket["exponent"]: bucket["elements"] for bucket in spread["w"] if bucket["exponent"] < 1023}
+    numbers = {
+        bucket["exponent"]: bucket["elements"]
+        for bucket in spread["w"]
+        if bucket["exponent"] < 1023
+    }
     assert numbers == dict(expected) == {-2: 2, 1: 2}
     assert [bucket["elements"] for bucket in spread["w"] if bucket["exponent"] >= 1023] == [1]
 
@@ -278,20 +348,39 @@ def test_a_conversion_at_load_is_noted_if_no_key_shows_it(
     arguments = ("diff", "--model", f"{MODELS}:casts_to_half", tmp_path / "a.pt", *more)
     result = run(*arguments, "--format", "json")
     note = notes_in(result.data)[0]
-    assert (result.status, note.startswith("loading converts"), "weight (float16 to float32)" in note) == (
+    assert (
+        result.status,
+        note.startswith("loading converts"),
+        "weight (float16 to float32)" in note,
+    ) == (
         1,
         True,
         True,
     )
-    assert [one["status"] for one in result.data["entries"] if one["status"] != "same"] == ["missing"] * len(lost)
+    assert [one["status"] for one in result.data["entries"] if one["status"] != "same"] == [
+        "missing"
+    ] * len(lost)
     assert lost or "loads, and converts" in run(*arguments).out
     allowed = run(*arguments, "--ignore-dtype", "--format", "json")
-    assert (allowed.status, notes_in(allowed.data)) == (int(bool(lost) and not more), notes_in(result.data)[1:])
+    assert (allowed.status, notes_in(allowed.data)) == (
+        int(bool(lost) and not more),
+        notes_in(result.data)[1:],
+    )
 
 
 def test_a_conversion_at_load_is_not_noted_if_a_key_shows_it(run: Run, tmp_path: Path) -> None:
-    torch.save({key: value.half() for key, value in ZOO["joins_experts"]().state_dict().items()}, tmp_path / "a.pt")
-    arguments = ("diff", "--model", f"{MODELS}:joins_experts", tmp_path / "a.pt", "--format", "json")
+    torch.save(
+        {key: value.half() for key, value in ZOO["joins_experts"]().state_dict().items()},
+        tmp_path / "a.pt",
+    )
+    arguments = (
+        "diff",
+        "--model",
+        f"{MODELS}:joins_experts",
+        tmp_path / "a.pt",
+        "--format",
+        "json",
+    )
     result = run(*arguments)
     assert (result.status, [one["status"] for one in result.data["entries"]]) == (1, ["dtype"])
     assert not any(note.startswith("loading converts") for note in notes_in(result.data))

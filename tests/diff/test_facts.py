@@ -1,4 +1,6 @@
-"""State dicts whose tensors differ in several ways at once: none of the ways hides another, whatever is accepted."""
+"""State dicts whose tensors differ in several ways at once: none of the ways hides another,
+whatever is accepted.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,18 @@ class Fact(NamedTuple):
     statuses: frozenset[str]
 
 
-def states(draw: random.Random) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, str]]:
+def states(
+    draw: random.Random,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, str]]:
     """Return two state dicts, and the names that the left has for tensors of the right."""
     right = {key: torch.rand(draw.choice([(2,), (2, 3)])).to(draw.choice(DTYPES)) for key in KEYS}
     prefix = draw.choice(["", "module.", "_orig_mod."])
     left: dict[str, torch.Tensor] = {}
     names: dict[str, str] = {}
     for key, tensor in right.items():
-        changes = set(draw.choices(["none", "dtype", "value", "shape", "gone"], [6, 3, 3, 1, 1], k=2))
+        changes = set(
+            draw.choices(["none", "dtype", "value", "shape", "gone"], [6, 3, 3, 1, 1], k=2)
+        )
         if "gone" in changes and (left or key != KEYS[-1]):  # a file without tensors is refused
             continue
         tensor = tensor + 1 if "value" in changes else tensor
@@ -50,9 +56,15 @@ def states(draw: random.Random) -> tuple[dict[str, torch.Tensor], dict[str, torc
 
 
 def facts(
-    left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], names: dict[str, str], values: bool, dtypes: bool
+    left: dict[str, torch.Tensor],
+    right: dict[str, torch.Tensor],
+    names: dict[str, str],
+    values: bool,
+    dtypes: bool,
 ) -> list[Fact]:
-    found = [Fact(key, None, frozenset({"unexpected"})) for key in left if key not in names.values()]
+    found = [
+        Fact(key, None, frozenset({"unexpected"})) for key in left if key not in names.values()
+    ]
     for key, expected in right.items():
         if key not in names:
             found.append(Fact(None, key, frozenset({"missing"})))
@@ -72,11 +84,16 @@ def facts(
 
 
 def passes(
-    found: list[Fact], fail_on: list[str], ignored: list[tuple[list[str], str]], refused: frozenset[str] = frozenset()
+    found: list[Fact],
+    fail_on: list[str],
+    ignored: list[tuple[list[str], str]],
+    refused: frozenset[str] = frozenset(),
 ) -> bool:
     left_over = set[str]()
     for fact in found:
-        lines = [statuses for statuses, key in ignored if key in (EVERYTHING, fact.left, fact.right)]
+        lines = [
+            statuses for statuses, key in ignored if key in (EVERYTHING, fact.left, fact.right)
+        ]
         left_over |= fact.statuses.difference(*lines)
     return not left_over.intersection([*fail_on, *refused] if fail_on else STATUSES)
 
@@ -119,17 +136,22 @@ def test_each_difference_of_a_tensor_counts(tmp_path: Path, seed: int) -> None:
         "ignore": [f"{','.join(statuses)} {key} # reason" for statuses, key in ignored],
     }
     found = facts(left, right, names, values, not ignore_dtype)
-    two = ckpttool.diff(str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), values=values, **options)
+    two = ckpttool.diff(
+        str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), values=values, **options
+    )
     assert two.identical is not any(fact.statuses for fact in found)
     assert two.passes is passes(found, fail_on, ignored)
     if any("renamed" in fact.statuses for fact in found):
         assert main(shlex.split(two.fix[-1])[1:]) == 0
-        fixed = ckpttool.diff(str(next(tmp_path.glob("left.*.pt"))), str(tmp_path / "right.pt"), ignore_dtype=True)
+        fixed = ckpttool.diff(
+            str(next(tmp_path.glob("left.*.pt"))), str(tmp_path / "right.pt"), ignore_dtype=True
+        )
         assert not any("renamed" in entry.statuses for entry in fixed.entries)
 
     found = facts(left, right, names, False, not ignore_dtype)
     one = ckpttool.diff(str(tmp_path / "left.pt"), model=model(right), **options)
     assert one.identical is not any(fact.statuses for fact in found)
-    assert one.passes is passes(found, fail_on, ignored, frozenset({"shape"}))  # strict=False raises for shapes
+    # strict=False raises for shapes
+    assert one.passes is passes(found, fail_on, ignored, frozenset({"shape"}))
     if ignore_dtype:
         assert one.identical is loads

@@ -6,7 +6,16 @@ from collections.abc import Iterable
 
 import pytest
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry, Unreached
+from ckpttool.core.checkpoint import (
+    Checkpoint,
+    ExtraEntry,
+    Lazy,
+    Section,
+    Span,
+    Storage,
+    TensorEntry,
+    Unreached,
+)
 from ckpttool.diffing.checkpoints import compare_outside
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Entry
@@ -27,18 +36,27 @@ def tensor(key: str, *values: int, dtype: str = "uint8", of: Storage | None = No
 
 def section(*entries: Entries, path: str = "", kind: str = "state_dict") -> Section:
     tensors = tuple(one for one in entries if isinstance(one, TensorEntry))
-    return Section(path, kind, tensors, tuple(one for one in entries if isinstance(one, ExtraEntry)))
+    return Section(
+        path, kind, tensors, tuple(one for one in entries if isinstance(one, ExtraEntry))
+    )
 
 
 def differences(entries: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
     return [
-        (one.status, " ".join(one.left), " ".join(one.right), ": ".join(filter(None, (one.reason, one.detail))))
+        (
+            one.status,
+            " ".join(one.left),
+            " ".join(one.right),
+            ": ".join(filter(None, (one.reason, one.detail))),
+        )
         for one in entries
         if one.status != "same"
     ]
 
 
-def differences_of(left: list[Entries], right: list[Entries], values: bool = True) -> list[tuple[str, str, str, str]]:
+def differences_of(
+    left: list[Entries], right: list[Entries], values: bool = True
+) -> list[tuple[str, str, str, str]]:
     compare_values = VALUES if values else None
     return differences(compare(section(*left), section(*right), compare_values))
 
@@ -80,14 +98,27 @@ PAIRS: dict[str, tuple[list[Entries], list[Entries], list[tuple[str, str, str, s
         [tensor("a", 1), tensor("b", 2), tensor("d", 1)],
         [
             ("renamed", "module.a", "a", "IN"),
-            ("value", "module.b", "b", "different values; IN: 1 of 1 elements differ, by 1 at most"),
+            (
+                "value",
+                "module.b",
+                "b",
+                "different values; IN: 1 of 1 elements differ, by 1 at most",
+            ),
             ("unexpected", "c", "", "not in right"),
             ("missing", "", "d", "missing from left"),
         ],
     ),
     "objects": (
-        [ExtraEntry("a", value=1), ExtraEntry("b", value=1), ExtraEntry("c", tensors=(tensor("0", 1), tensor("1", 2)))],
-        [ExtraEntry("a", value=1), ExtraEntry("b", value=2), ExtraEntry("c", tensors=(tensor("0", 1), tensor("1", 3)))],
+        [
+            ExtraEntry("a", value=1),
+            ExtraEntry("b", value=1),
+            ExtraEntry("c", tensors=(tensor("0", 1), tensor("1", 2))),
+        ],
+        [
+            ExtraEntry("a", value=1),
+            ExtraEntry("b", value=2),
+            ExtraEntry("c", tensors=(tensor("0", 1), tensor("1", 3))),
+        ],
         [
             ("value", "b", "b", "not a tensor, and a different object"),
             (
@@ -114,17 +145,24 @@ def test_differences_of_two_state_dicts(name: str) -> None:
     left, right, expected_entries = PAIRS[name]
     ddp = "left is wrapped in DistributedDataParallel or DataParallel or AveragedModel (`module`)"
     inside = "not a tensor, and a tensor inside it differs"
-    expected = [(*entry[:3], entry[3].replace("INSIDE", inside).replace("IN", ddp)) for entry in expected_entries]
+    expected = [
+        (*entry[:3], entry[3].replace("INSIDE", inside).replace("IN", ddp))
+        for entry in expected_entries
+    ]
     assert differences_of(left, right) == expected
     back = {(status, right_key, left_key) for status, left_key, right_key, _ in expected_entries}
     swap = {"unexpected": "missing", "missing": "unexpected"}
-    assert {entry[:3] for entry in differences_of(right, left)} == {(swap.get(s, s), *keys) for s, *keys in back}
+    assert {entry[:3] for entry in differences_of(right, left)} == {
+        (swap.get(s, s), *keys) for s, *keys in back
+    }
 
 
 def test_objects_are_not_compared_without_values() -> None:
     one: list[Entries] = [ExtraEntry("a", value=1), tensor("w", 1)]
     other: list[Entries] = [ExtraEntry("a", value=2), tensor("w", 2)]
-    assert differences_of(one, other, values=False) == [("extra_state", "a", "a", "not a tensor: copied, not compared")]
+    assert differences_of(one, other, values=False) == [
+        ("extra_state", "a", "a", "not a tensor: copied, not compared")
+    ]
 
 
 def test_a_second_name_of_a_common_tensor_is_an_alias() -> None:
@@ -136,14 +174,23 @@ def test_a_second_name_of_a_common_tensor_is_an_alias() -> None:
             ("alias", dropped, "", f"{alias} {kept}"),
             ("unexpected", "c", "", "not in right"),
         ]
-        assert differences_of([tensor(kept, 1, 2)], [*tied])[0] == ("alias", "", dropped, f"{alias} {kept}")
-    assert [entry[0] for entry in differences_of([*tied], [tensor("x", 9, 9)])] == ["unexpected"] * 3 + ["missing"]
+        assert differences_of([tensor(kept, 1, 2)], [*tied])[0] == (
+            "alias",
+            "",
+            dropped,
+            f"{alias} {kept}",
+        )
+    assert [entry[0] for entry in differences_of([*tied], [tensor("x", 9, 9)])] == [
+        "unexpected"
+    ] * 3 + ["missing"]
 
 
 # Outside the models
 
 
-def checkpoint(*sections: Section, unreached: tuple[Unreached, ...] = (), format: str = "torch_zip") -> Checkpoint:
+def checkpoint(
+    *sections: Section, unreached: tuple[Unreached, ...] = (), format: str = "torch_zip"
+) -> Checkpoint:
     return Checkpoint(f"{format}.pt", format, 0, sections, unreached=unreached)
 
 
@@ -154,9 +201,16 @@ def test_the_spread_of_values_is_kept() -> None:
 
 def test_tensors_outside_state_dicts_are_compared_if_both_have_them() -> None:
     model = section(tensor("w", 1))
-    left = checkpoint(model, section(tensor("a", 1), tensor("b", 1), tensor("left_only", 1), path="more", kind="other"))
-    right = checkpoint(model, section(tensor("b", 2), tensor("a", 1), kind="other"), section(path="ema"))
-    assert [entry[:3] for entry in differences(compare_outside(left, right, VALUES))] == [("value", "b", "b")]
+    left = checkpoint(
+        model,
+        section(tensor("a", 1), tensor("b", 1), tensor("left_only", 1), path="more", kind="other"),
+    )
+    right = checkpoint(
+        model, section(tensor("b", 2), tensor("a", 1), kind="other"), section(path="ema")
+    )
+    assert [entry[:3] for entry in differences(compare_outside(left, right, VALUES))] == [
+        ("value", "b", "b")
+    ]
 
 
 def test_storages_without_a_known_tensor_are_compared_by_their_bytes() -> None:
@@ -175,9 +229,15 @@ def test_storages_without_a_known_tensor_are_compared_by_their_bytes() -> None:
         ("missing", "", "data/1", reason.format("missing from left")),
     ]
     unreadable = (Unreached("data/0", Storage(Span("no such file", 0, 1))),)
-    assert [status for status, *_ in differences(outside(unreadable, unreadable))] == ["unexpected", "missing"]
+    assert [status for status, *_ in differences(outside(unreadable, unreadable))] == [
+        "unexpected",
+        "missing",
+    ]
     script = checkpoint(unreached=storages(1), format="torchscript")
     assert not differences(compare_outside(script, checkpoint(), None))
-    assert [status for status, *_ in differences(compare_outside(script, checkpoint(format="torchscript"), None))] == [
-        "unexpected"
-    ]
+    assert [
+        status
+        for status, *_ in differences(
+            compare_outside(script, checkpoint(format="torchscript"), None)
+        )
+    ] == ["unexpected"]

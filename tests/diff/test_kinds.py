@@ -1,4 +1,6 @@
-"""Kinds of tensors that cannot be loaded as each other: dense, sparse, sharded; torch is the oracle."""
+"""Kinds of tensors that cannot be loaded as each other: dense, sparse, sharded; torch is the
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def tensors() -> dict[str, torch.Tensor]:
     dense = torch.eye(3, dtype=torch.complex64)
     parts = distribute_tensor(dense, init_device_mesh("cpu", (1,)), [Shard(0)])
-    return dict(zip(KINDS, (dense, dense.conj(), dense.to_sparse(), dense.to_sparse_csr(), parts), strict=True))
+    return dict(
+        zip(
+            KINDS,
+            (dense, dense.conj(), dense.to_sparse(), dense.to_sparse_csr(), parts),
+            strict=True,
+        )
+    )
 
 
 def loads(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -57,7 +65,9 @@ def loads(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize(("left", "right"), list(product(KINDS, KINDS)))
-def test_kinds_are_the_same_only_if_torch_loads_one_as_the_other(files: Path, run: Run, left: str, right: str) -> None:
+def test_kinds_are_the_same_only_if_torch_loads_one_as_the_other(
+    files: Path, run: Run, left: str, right: str
+) -> None:
     status = run("diff", files / f"{left}.pt", files / f"{right}.pt", "--format", "json").status
     by_kind = tensors()
     assert status in (0, 1)
@@ -75,7 +85,9 @@ def test_names_alone_cannot_decide_if_another_kind_loads(files: Path, run: Run, 
     is_dense = kind in ("dense", "conjugated")
     assert done.status == (0 if is_dense else 2), done
     assert is_dense or "a tensor of another kind" in done.err
-    assert ("is the part of one rank: name the files of all ranks" in done.err) is (kind == "sharded")
+    assert ("is the part of one rank: name the files of all ranks" in done.err) is (
+        kind == "sharded"
+    )
 
 
 def test_file_of_one_rank_is_the_reason_and_the_error_of_torch_is_printed_once(
@@ -83,7 +95,10 @@ def test_file_of_one_rank_is_the_reason_and_the_error_of_torch_is_printed_once(
 ) -> None:
     part = tensors()["sharded"]
     torch.save({"weight": part, "bias": part}, tmp_path / "rank_0.pt")
-    source = "import torch\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    source = (
+        "import torch\nclass Net(torch.nn.Module):\n    def __init__(self):\n       "
+        " super().__init__()\n"
+    )
     source += "".join(
         f"        self.{name} = torch.nn.Parameter(torch.ones(3, 3, dtype=torch.complex64))\n"
         for name in ("weight", "bias")
@@ -100,10 +115,19 @@ def test_file_of_one_rank_is_the_reason_and_the_error_of_torch_is_printed_once(
 
 def test_torch_warnings_about_dtensors_are_printed_once(files: Path) -> None:
     """This needs a new process: torch logs to the stderr of its import time."""
-    args = [sys.executable, "-m", "ckpttool", "diff", "--model", f"{files / 'net.py'}:Net", str(files / "sharded.pt")]
+    args = [
+        sys.executable,
+        "-m",
+        "ckpttool",
+        "diff",
+        "--model",
+        f"{files / 'net.py'}:Net",
+        str(files / "sharded.pt"),
+    ]
     lines = subprocess.run(args, capture_output=True, text=True, check=False).stderr.splitlines()
     ends = next(
         (at for at, line in enumerate(lines) if line.startswith("nanobind: ")), None
     )  # printed by triton at exit
     assert all(line.startswith("warning: ") for line in lines[:ends]), lines
-    assert sum("DeviceMesh" in line for line in lines) == (torch.__version__ >= "2.7")  # older releases do not warn
+    # older releases do not warn
+    assert sum("DeviceMesh" in line for line in lines) == (torch.__version__ >= "2.7")

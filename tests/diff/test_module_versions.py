@@ -1,4 +1,6 @@
-"""Module versions (`_metadata`) of two files: they are a difference if and only if torch loads the two differently."""
+"""Module versions (`_metadata`) of two files: they are a difference if and only if torch loads the
+two differently.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def batch_norm_alone() -> nn.Module:
 
 
 def without_statistics() -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.InstanceNorm1d(4), nn.GroupNorm(2, 4))
+    return nn.Sequential(
+        nn.BatchNorm1d(4, track_running_stats=False), nn.InstanceNorm1d(4), nn.GroupNorm(2, 4)
+    )
 
 
 def instance_norm() -> nn.Module:
@@ -46,7 +50,9 @@ def spectral_norm() -> nn.Module:
 
 
 def quantized() -> nn.Module:
-    return _quiet(lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear}))
+    return _quiet(
+        lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})
+    )
 
 
 def static() -> nn.Module:
@@ -99,7 +105,9 @@ LEFT_OUT = ("", "num_batches_tracked", "weight_v", "eps")
 
 
 def saved(build: Build, left_out: str) -> dict[str, OrderedDict[str, Any]]:
-    """Return the state dict of the model with its own versions, without versions, and with others."""
+    """Return the state dict of the model with its own versions, without versions, and with
+    others.
+    """
     state: Any = _quiet(build).state_dict()
     for key in [key for key in state if left_out and key.endswith(left_out)]:
         del state[key]
@@ -115,7 +123,9 @@ def saved(build: Build, left_out: str) -> dict[str, OrderedDict[str, Any]]:
 def loaded(build: Build, path: Path) -> list[tuple[str, str]] | None:
     """Return the values after torch has loaded the file, as text; None if it does not load."""
     model = _quiet(build)
-    state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    state = (
+        load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    )
     try:
         _quiet(lambda: model.load_state_dict(state) and model)
     except Exception:
@@ -139,7 +149,8 @@ def test_versions_count_if_and_only_if_torch_loads_differently(
         done = run("diff", tmp_path / f"{left}.pt", tmp_path / f"{right}.pt")
         if results[left] != results[right]:
             assert done.status == 1, (left, right, done)
-        elif results[left] is not None and build not in OBSERVED:  # if both fail, that may have another reason
+        # if both fail, that may have another reason
+        elif results[left] is not None and build not in OBSERVED:
             assert done.status == 0, (left, right, done)
 
 
@@ -153,7 +164,9 @@ def custom() -> nn.Module:
     return nn.Sequential(Custom(4, 4), nn.BatchNorm1d(4))
 
 
-def test_other_versions_of_a_module_that_only_its_code_knows_count(tmp_path: Path, run: Run) -> None:
+def test_other_versions_of_a_module_that_only_its_code_knows_count(
+    tmp_path: Path, run: Run
+) -> None:
     for name, state in saved(custom, "").items():
         torch.save(state, tmp_path / f"{name}.pt")
     done = run("diff", tmp_path / "own.pt", tmp_path / "2.pt", "--format", "json")
@@ -165,8 +178,12 @@ def test_other_versions_of_a_module_that_only_its_code_knows_count(tmp_path: Pat
     assert run("diff", tmp_path / "own.pt", tmp_path / "none.pt", "--fail-on", "value").status == 1
 
 
-@pytest.mark.parametrize("build", [plain, batch_norm, instance_norm, custom], ids=lambda build: build.__name__)
-def test_conversion_to_a_format_without_versions_is_no_difference(build: Build, tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize(
+    "build", [plain, batch_norm, instance_norm, custom], ids=lambda build: build.__name__
+)
+def test_conversion_to_a_format_without_versions_is_no_difference(
+    build: Build, tmp_path: Path, run: Run
+) -> None:
     state = build().state_dict()
     torch.save(state, tmp_path / "a.pt")
     save_file(dict(state), tmp_path / "a.safetensors")
@@ -176,7 +193,9 @@ def test_conversion_to_a_format_without_versions_is_no_difference(build: Build, 
         assert (done.status, len(named)) == (0, build is not plain)
 
 
-def test_conversion_without_what_the_version_requires_is_a_difference(tmp_path: Path, run: Run) -> None:
+def test_conversion_without_what_the_version_requires_is_a_difference(
+    tmp_path: Path, run: Run
+) -> None:
     state = saved(batch_norm, "num_batches_tracked")["own"]
     torch.save(state, tmp_path / "a.pt")
     save_file(dict(state), tmp_path / "a.safetensors")
@@ -193,7 +212,9 @@ def test_versions_of_wrapped_modules_are_compared(tmp_path: Path, run: Run) -> N
 
     torch.save(Wrapper(batch_norm()).state_dict(), tmp_path / "wrapped.pt")
     torch.save(batch_norm().state_dict(), tmp_path / "plain.pt")
-    done = run("remap", tmp_path / "wrapped.pt", "--to", "serialized", "-o", tmp_path / "unwrapped.pt")
+    done = run(
+        "remap", tmp_path / "wrapped.pt", "--to", "serialized", "-o", tmp_path / "unwrapped.pt"
+    )
     assert done.status == 0
     data = run("diff", tmp_path / "wrapped.pt", tmp_path / "plain.pt", "--format", "json").data
     assert not [note for note in notes_in(data) if "versions" in note]
@@ -207,17 +228,27 @@ def test_lost_versions_are_named_and_written_back(build: Build, tmp_path: Path, 
     torch.save(states["none"], tmp_path / "lost.pt")
     lost = tmp_path / "lost.pt"
     assert loaded(build, lost) is None
-    for asked in (("--model", f"{__file__}:{build.__name__}", "--materialize"), (tmp_path / "own.pt",)):
+    for asked in (
+        ("--model", f"{__file__}:{build.__name__}", "--materialize"),
+        (tmp_path / "own.pt",),
+    ):
         done = run("diff", lost, *asked, "--format", "json")
-        assert (done.status, any("lost its module versions" in note for note in notes_in(done.data))) == (1, True)
+        assert (
+            done.status,
+            any("lost its module versions" in note for note in notes_in(done.data)),
+        ) == (1, True)
         (fix,) = fixes_in(done.data)
         words = shlex.split(fix)[1:]
         assert run(*words, "--force").status == 0
-        assert loaded(build, Path(words[words.index("-o") + 1])) == loaded(build, tmp_path / "own.pt")
+        assert loaded(build, Path(words[words.index("-o") + 1])) == loaded(
+            build, tmp_path / "own.pt"
+        )
 
 
 def test_missing_step_counter_of_a_norm_is_added(tmp_path: Path, run: Run) -> None:
-    torch.save({"model": saved(batch_norm, "num_batches_tracked")["own"], "epoch": 3}, tmp_path / "a.pt")
+    torch.save(
+        {"model": saved(batch_norm, "num_batches_tracked")["own"], "epoch": 3}, tmp_path / "a.pt"
+    )
     done = run("diff", tmp_path / "a.pt", "--model", f"{__file__}:batch_norm", "--format", "json")
     (fix,) = fixes_in(done.data)
     words = shlex.split(fix)[1:]
@@ -235,5 +266,14 @@ def test_other_missing_keys_are_not_added(tmp_path: Path, run: Run) -> None:
     for name in ("1.num_batches_tracked", "1.running_mean", "1.running_var"):
         del state[name]
     torch.save(state, tmp_path / "a.pt")
-    done = run("remap", tmp_path / "a.pt", "--model", f"{__file__}:batch_norm", "--to", "serialized", "-o", "out.pt")
+    done = run(
+        "remap",
+        tmp_path / "a.pt",
+        "--model",
+        f"{__file__}:batch_norm",
+        "--to",
+        "serialized",
+        "-o",
+        "out.pt",
+    )
     assert (done.status, "1.running_mean" in done.err) == (1, True)

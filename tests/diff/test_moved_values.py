@@ -1,4 +1,6 @@
-"""Values found under another name or in another order, and tensors that only their names distinguish."""
+"""Values found under another name or in another order, and tensors that only their names
+distinguish.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,20 @@ def reasons(left: State, right: State) -> dict[str, str]:
 def test_swapped_layers_are_reported() -> None:
     layers = [{"w": torch.rand(3, 4), "b": torch.rand(3)} for _ in range(3)]
     left, right = (
-        {f"layers.{at}.{name}": layers[n][name] for at, n in enumerate(order) for name in ("w", "b")}
+        {
+            f"layers.{at}.{name}": layers[n][name]
+            for at, n in enumerate(order)
+            for name in ("w", "b")
+        }
         for order in ((0, 1, 2), (1, 0, 2))
     )
     assert reasons(left, right) == {
-        **dict.fromkeys(["layers.0.w", "layers.0.b"], "different values; left `layers.0` is right `layers.1`"),
-        **dict.fromkeys(["layers.1.w", "layers.1.b"], "different values; left `layers.1` is right `layers.0`"),
+        **dict.fromkeys(
+            ["layers.0.w", "layers.0.b"], "different values; left `layers.0` is right `layers.1`"
+        ),
+        **dict.fromkeys(
+            ["layers.1.w", "layers.1.b"], "different values; left `layers.1` is right `layers.0`"
+        ),
     }
 
 
@@ -63,7 +73,9 @@ def test_sparse_tensors_are_skipped(tmp_path: Path, run: Run) -> None:
     torch.save({"a": torch.zeros(2), "s": torch.zeros(2).to_sparse()}, tmp_path / "b.pt")
     done = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--values", "--format", "json")
     assert done.status == 1
-    assert [(entry["status"], entry["left"], entry["reason"]) for entry in done.data["entries"]] == [
+    assert [
+        (entry["status"], entry["left"], entry["reason"]) for entry in done.data["entries"]
+    ] == [
         ("value", ["a"], "different values"),
         ("value", ["s"], "different values"),
     ]
@@ -72,14 +84,22 @@ def test_sparse_tensors_are_skipped(tmp_path: Path, run: Run) -> None:
 def test_only_matrices_of_one_shape_are_checked_for_rotary_order() -> None:
     w = torch.rand(6, 3)
     section = section_of(
-        {"w": w, "more": torch.cat([w, w]), "none": torch.empty(6, 0), "half": w.half(), "one": w[0, 0]}
+        {
+            "w": w,
+            "more": torch.cat([w, w]),
+            "none": torch.empty(6, 0),
+            "half": w.half(),
+            "one": w[0, 0],
+        }
     )
     sparse = TensorEntry("sparse", "float32", (6, 3), (3, 1), 0, None, "sparse_coo")
     entries = {**section.by_key(), "object": ExtraEntry("object"), "sparse": sparse}
     permuted = section_of({"w": permute(w, 1)}).by_key()["w"]
     assert rotary(entries["w"], permuted) == Rotary(6, True)
     assert rotary(permuted, entries["w"]) == Rotary(6, False)
-    result = [rotary(one, other) for one in entries.values() for other in (permuted, *entries.values())]
+    result = [
+        rotary(one, other) for one in entries.values() for other in (permuted, *entries.values())
+    ]
     assert [order for order in result if order is not None] == [Rotary(6, True)]
 
 
@@ -88,12 +108,18 @@ def test_an_unchanged_tensor_is_not_a_source_of_moved_values() -> None:
     left = {"a.w": torch.ones(3), "b.w": torch.ones(3), "c.w": torch.ones(3) * 2}
     assert reasons(left, {**left, "a.w": torch.rand(3)}) == {"a.w": "different values"}
     moved = {**left, "a.w": torch.rand(3), "c.w": torch.ones(3)}
-    assert reasons(left, moved) == {"a.w": "different values; left `a` is right `c`", "c.w": "different values"}
+    assert reasons(left, moved) == {
+        "a.w": "different values; left `a` is right `c`",
+        "c.w": "different values",
+    }
 
 
 def test_the_command_reports_swapped_norms(tmp_path: Path, run: Run) -> None:
     """torchtitan#1441: all names and shapes match, but the model generates nonsense."""
-    left = {"layers.0.attention_norm.weight": torch.rand(8), "layers.0.ffn_norm.weight": torch.rand(8)}
+    left = {
+        "layers.0.attention_norm.weight": torch.rand(8),
+        "layers.0.ffn_norm.weight": torch.rand(8),
+    }
     torch.save(left, tmp_path / "a.pt")
     torch.save(dict(zip(left, reversed(left.values()))), tmp_path / "b.pt")
     done = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--values", "--format", "json")
@@ -114,7 +140,9 @@ def permute(w: torch.Tensor, heads: int) -> torch.Tensor:
 
 @settings(max_examples=25)
 @given(st.integers(1, 4), st.sampled_from([6, 8, 16]), st.booleans())
-def test_permuted_rotary_rows_are_recognised_with_their_head_size(heads: int, size: int, back: bool) -> None:
+def test_permuted_rotary_rows_are_recognised_with_their_head_size(
+    heads: int, size: int, back: bool
+) -> None:
     w = torch.rand(heads * size, 5)
     sides = {"q": w}, {"q": permute(w, heads)}
     (reason,) = reasons(*(sides[::-1] if back else sides)).values()
@@ -125,8 +153,12 @@ def test_permuted_rotary_rows_are_recognised_with_their_head_size(heads: int, si
 
 def test_reordered_rows_and_a_transposed_matrix_are_recognised() -> None:
     w = torch.rand(6, 6)
-    assert reasons({"w": w}, {"w": w.flip(0)}) == {"w": "different values; same rows in a different order"}
-    assert reasons({"w": w}, {"w": w.t().contiguous()}) == {"w": "different values; each is the transpose of the other"}
+    assert reasons({"w": w}, {"w": w.flip(0)}) == {
+        "w": "different values; same rows in a different order"
+    }
+    assert reasons({"w": w}, {"w": w.t().contiguous()}) == {
+        "w": "different values; each is the transpose of the other"
+    }
     assert reasons({"w": w}, {"w": w + 1}) == {"w": "different values"}
     two = {"a": w, "b": w.clone(), "c": w + 1}  # two candidates
     assert reasons({"a": w + 1, "b": w + 2, "c": w}, two) == {
@@ -148,11 +180,18 @@ def test_tensors_whose_swap_would_not_be_noticed_are_listed(run: Run, tmp_path: 
     assert {layer + "input_layernorm.weight", layer + "post_attention_layernorm.weight"} in alike
     assert {"model.embed_tokens.weight", "lm_head.weight"} in alike
     same = run("diff", "--model", model, tmp_path / "llama.pt")
-    assert (same.status, "would not be noticed" in same.out + same.err) == (0, False)  # nothing was renamed
-    state = {key.replace("input_layer", "in_layer"): value for key, value in real_models.llama().state_dict().items()}
+    # nothing was renamed
+    assert (same.status, "would not be noticed" in same.out + same.err) == (0, False)
+    state = {
+        key.replace("input_layer", "in_layer"): value
+        for key, value in real_models.llama().state_dict().items()
+    }
     torch.save(state, tmp_path / "llama.pt")
     renamed = run("diff", "--model", model, tmp_path / "llama.pt")
-    assert (renamed.status, "the same shape as a neighbor, so a swap would not be noticed" in renamed.out) == (1, True)
+    assert (
+        renamed.status,
+        "the same shape as a neighbor, so a swap would not be noticed" in renamed.out,
+    ) == (1, True)
 
 
 def test_a_tied_head_is_not_exchangeable(run: Run, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A committed names file against the model's code: which changes break checkpoints, and how to migrate them."""
+"""A committed names file against the model's code: which changes break checkpoints, and how to
+migrate them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ DIFF = ("diff", "names.json", "--model", "model.py:build", "--optimizer", "model
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Copy examples/ci, and save a checkpoint of its model and optimizer after one step."""
-    shutil.copytree(ROOT / "examples" / "ci", tmp_path / "ci", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "examples" / "ci", tmp_path / "ci", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in [name for name in os.environ if name.startswith("CKPTTOOL_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path / "ci")
@@ -60,7 +64,9 @@ def load_moments(path: str) -> dict[str, torch.Tensor]:
     saved = torch.load(path)
     net.load_state_dict(saved["model"], strict=True)
     optimizer.load_state_dict(saved["optimizer"])
-    return {name: optimizer.state[parameter]["exp_avg"] for name, parameter in net.named_parameters()}
+    return {
+        name: optimizer.state[parameter]["exp_avg"] for name, parameter in net.named_parameters()
+    }
 
 
 def run_command(run: Run, command: str) -> None:
@@ -79,7 +85,10 @@ def test_a_rename_is_reported_migrated_and_accepted(repository: Path, run: Run) 
     assert any("rejects checkpoints with the old keys" in note for note in notes_in(done.data))
     assert run(*DIFF, "--suggest", "migrate.toml").status == 1
     assert run("remap", "CKPT", "--rules", "migrate.toml", "-o", "new.pt").status == 0
-    renamed = {name.replace("head", "classifier").replace("embed", "embedding"): m for name, m in moments.items()}
+    renamed = {
+        name.replace("head", "classifier").replace("embed", "embedding"): m
+        for name, m in moments.items()
+    }
     result = load_moments("new.pt")
     assert result.keys() == renamed.keys()
     assert all(torch.equal(result[name], renamed[name]) for name in renamed)
@@ -98,11 +107,15 @@ def test_a_rename_is_reported_migrated_and_accepted(repository: Path, run: Run) 
 def test_a_changed_definition_order_changes_the_ids(repository: Path, run: Run) -> None:
     """A strict load succeeds, but torch would assign every moment to the wrong parameter."""
     moments = load_moments("CKPT")
-    change((LINEAR, ""), ("self.embed = ", "self.head = nn.Linear(width, 4)\n        self.embed = "))
+    change(
+        (LINEAR, ""), ("self.embed = ", "self.head = nn.Linear(width, 4)\n        self.embed = ")
+    )
     done = run(*DIFF, "--format", "json")
     assert done.status == 1
     assert done.data["summary"] == {"same": 16, "order": 16}
-    assert {entry["detail"] for entry in done.data["entries"] if entry["status"] == "order"} == set(moments)
+    assert {entry["detail"] for entry in done.data["entries"] if entry["status"] == "order"} == set(
+        moments
+    )
     assert any("accepts the old keys" in note for note in notes_in(done.data))
     (command,) = fixes_in(done.data)
     run_command(run, command)
@@ -116,7 +129,11 @@ def test_a_changed_definition_order_changes_the_ids(repository: Path, run: Run) 
         ("nn.Linear(8, width)", "nn.Linear(8, width, bias=False)", {"unexpected", "order"}),
         ("nn.Linear(width, 4)", "nn.Linear(width, 5)", {"shape"}),
         ("nn.Linear(width, 4)", "nn.Linear(width, 4).half()", {"dtype"}),
-        (LINEAR, LINEAR + "\n        self.scale = nn.Parameter(torch.ones(1))", {"missing", "order"}),
+        (
+            LINEAR,
+            LINEAR + "\n        self.scale = nn.Parameter(torch.ones(1))",
+            {"missing", "order"},
+        ),
         (LINEAR, LINEAR + "\n        self.register_buffer('scale', torch.ones(1))", {"missing"}),
         ("model.parameters()", "reversed(list(model.parameters()))", {"order"}),
         ("model.parameters()", "model.head.parameters()", {"unexpected", "order"}),
@@ -128,9 +145,15 @@ def test_a_code_change_has_the_expected_statuses(
     repository: Path, run: Run, old: str, new: str, statuses: set[str]
 ) -> None:
     if old == "'lost'":  # a parameter that is not saved: only the optimizer knows its name
-        hook = "\n        self.register_state_dict_post_hook(lambda module, state, *_: state.__delitem__('lost'))"
+        hook = (
+            "\n        self.register_state_dict_post_hook(lambda module, state, *_:"
+            " state.__delitem__('lost'))"
+        )
         lost = "\n        self.register_parameter('lost', nn.Parameter(torch.ones(1)))"
-        change((LINEAR, LINEAR + lost + hook), ("__delitem__('lost')", "__delitem__(*module._parameters)"))
+        change(
+            (LINEAR, LINEAR + lost + hook),
+            ("__delitem__('lost')", "__delitem__(*module._parameters)"),
+        )
         assert run(*DIFF, "--update", "-q").status == 0
     change((old, new))
     done = run(*DIFF, "--format", "json")
@@ -143,17 +166,22 @@ def test_a_code_change_has_the_expected_statuses(
 def test_changed_hooks_are_differences(repository: Path, run: Run) -> None:
     hook = "\n        self.register_state_dict_post_hook(rename)"
     rename = (
-        "def rename(module, state, prefix, meta):\n    state[prefix + 'out.weight'] = state.pop(prefix + '{}.weight')"
+        "def rename(module, state, prefix, meta):\n    state[prefix + 'out.weight'] ="
+        " state.pop(prefix + '{}.weight')"
     )
     change((LINEAR, LINEAR + hook), ("def build", rename.format("head") + "\n\n\ndef build"))
     assert run(*DIFF, "--update", "-q").status == 0
     change(("self.head", "self.inner"), ("head.weight", "inner.weight"))
     done = run(*DIFF, "--format", "json")
     renamed = [entry for entry in done.data["entries"] if entry["status"] == "renamed"]
-    assert [(entry["left"], entry["right"]) for entry in renamed] == [(["head.weight"], ["inner.weight"])]
+    assert [(entry["left"], entry["right"]) for entry in renamed] == [
+        (["head.weight"], ["inner.weight"])
+    ]
     change(("state.pop(prefix + 'inner.weight')", "2 * state.pop(prefix + 'inner.weight')"))
     done = run(*DIFF, "--format", "json")
-    assert ["out.weight"] in [entry["left"] for entry in done.data["entries"] if entry["status"] == "transformed"]
+    assert ["out.weight"] in [
+        entry["left"] for entry in done.data["entries"] if entry["status"] == "transformed"
+    ]
 
 
 def test_parameters_added_to_the_optimizer_are_listed(repository: Path, run: Run) -> None:
@@ -163,7 +191,11 @@ def test_parameters_added_to_the_optimizer_are_listed(repository: Path, run: Run
     entries = run(*DIFF, "--format", "json").data["entries"]
     result = {(entry["status"], entry["detail"]) for entry in entries if entry["status"] != "same"}
     others = [name for name, _ in build_net()[0].named_parameters() if not name.startswith("head.")]
-    assert result == {*(("missing", name) for name in others), ("order", "head.weight"), ("order", "head.bias")}
+    assert result == {
+        *(("missing", name) for name in others),
+        ("order", "head.weight"),
+        ("order", "head.bias"),
+    }
 
 
 def test_an_optimizer_missing_from_the_names_file_is_reported(repository: Path, run: Run) -> None:
@@ -171,18 +203,26 @@ def test_an_optimizer_missing_from_the_names_file_is_reported(repository: Path, 
     assert run("trace", "model.py:build", "-o", "names.json", "--force").status == 0
     assert run("diff", *names).status == 0
     done = run("diff", *names, "--optimizer", "model.py:optimizer")
-    assert (done.status, "the optimizer is AdamW; it was not named" in done.out + done.err) == (1, True)
+    assert (done.status, "the optimizer is AdamW; it was not named" in done.out + done.err) == (
+        1,
+        True,
+    )
 
 
 def test_changed_values_added_by_hooks_are_differences(repository: Path, run: Run) -> None:
     hook = "\n        self.register_state_dict_post_hook(add)"
-    add = "def add(module, state, *_):\n    state['added'] = torch.ones(2)\n    state['twice'] = 2 * state['head.bias']"
+    add = (
+        "def add(module, state, *_):\n    state['added'] = torch.ones(2)\n    state['twice'] = 2"
+        " * state['head.bias']"
+    )
     change((LINEAR, LINEAR + hook), ("class Cl", f"{add}\n\n\nclass Cl"))
     assert run(*DIFF, "--update", "-q").status == 0
     assert run(*DIFF).status == 0
     change(("torch.ones(2)", "torch.ones(3)"))
     done = run(*DIFF, "--format", "json")
-    assert [entry["left"] for entry in done.data["entries"] if entry["status"] == "shape"] == [["added"]]
+    assert [entry["left"] for entry in done.data["entries"] if entry["status"] == "shape"] == [
+        ["added"]
+    ]
 
 
 def test_without_memory_to_load_the_old_keys_a_note_says_so(
@@ -199,7 +239,9 @@ def test_without_memory_to_load_the_old_keys_a_note_says_so(
     )  # tracing needs 3 times the size of the model, loading 5 times
     monkeypatch.setattr(instances, "memory_available", lambda: free)
     notes = notes_in(run(*DIFF, "--format", "json").data)
-    assert any(note.startswith("could not check if the new code loads the old keys") for note in notes)
+    assert any(
+        note.startswith("could not check if the new code loads the old keys") for note in notes
+    )
 
 
 def test_wrong_usage_is_an_error(repository: Path, run: Run) -> None:
@@ -230,10 +272,16 @@ def split(): return Net(*((name, 4) for name in ("q_proj", "k_proj", "v_proj")),
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "commands"), [("net", "reordered", ["remap"]), ("fused", "split", ["diff", "remap"])]
+    ("old", "new", "commands"),
+    [("net", "reordered", ["remap"]), ("fused", "split", ["diff", "remap"])],
 )
 def test_a_split_is_fixed_with_rules_and_a_new_order_with_the_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, old: str, new: str, commands: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run: Run,
+    old: str,
+    new: str,
+    commands: list[str],
 ) -> None:
     """The fix depends on the parameter order even without an optimizer in the names file."""
     monkeypatch.chdir(tmp_path)
@@ -250,7 +298,9 @@ def test_a_split_is_fixed_with_rules_and_a_new_order_with_the_models(
     optimizer.step()
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state if new == "reordered" else state["model"], "CKPT")
-    fix = fixes_in(run("diff", "names.json", "--model", f"layers.py:{new}", "--format", "json").data)
+    fix = fixes_in(
+        run("diff", "names.json", "--model", f"layers.py:{new}", "--format", "json").data
+    )
     assert [line.split()[1] for line in fix] == commands
     for line in fix:
         run_command(run, line)
@@ -260,7 +310,10 @@ def test_a_split_is_fixed_with_rules_and_a_new_order_with_the_models(
     if "optimizer" in migrated:
         optimizer = torch.optim.Adam(net.parameters())
         optimizer.load_state_dict(migrated["optimizer"])
-        assert all(optimizer.state[parameter]["exp_avg"].shape == parameter.shape for parameter in net.parameters())
+        assert all(
+            optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+            for parameter in net.parameters()
+        )
 
 
 def test_two_names_files_can_be_compared(repository: Path, run: Run) -> None:
@@ -268,7 +321,10 @@ def test_two_names_files_can_be_compared(repository: Path, run: Run) -> None:
     names["serialized"][0]["shape"] = [3, 3]
     Path("other.json").write_text(json.dumps(names))
     assert run("diff", "names.json", "names.json").status == 0
-    assert run("diff", "names.json", "other.json", "--format", "json").data["summary"] == {"same": 15, "shape": 1}
+    assert run("diff", "names.json", "other.json", "--format", "json").data["summary"] == {
+        "same": 15,
+        "shape": 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -288,12 +344,17 @@ def test_a_single_missing_and_a_single_unexpected_buffer_are_a_suggested_rename(
             "import torch\nfrom torch import nn\n\n\ndef build():\n"
             "    net = nn.Sequential(nn.Linear(4, 4), nn.Module())\n    at = net[1]\n"
             f"    *way, name = {buffer!r}.split('.')\n"
-            "    for part in way:\n        at.add_module(part, nn.Module())\n        at = at.get_submodule(part)\n"
+            "    for part in way:\n        at.add_module(part, nn.Module())\n        at ="
+            " at.get_submodule(part)\n"
             f"    at.register_buffer(name, torch.zeros({shape}))\n    return net\n"
         )
     names = tmp_path / "names.json"
     assert run("trace", f"{tmp_path}/old.py:build", "-o", names).status == 0
     done = run("diff", names, "--model", f"{tmp_path}/new.py:build", "--format", "json")
-    assert [(one["left"], one["right"]) for one in done.data["suggested"]] == [([f"1.{old}"], [f"1.{new}"])]
+    assert [(one["left"], one["right"]) for one in done.data["suggested"]] == [
+        ([f"1.{old}"], [f"1.{new}"])
+    ]
     assert done.data["ambiguous"] == []
-    assert fixes_in(done.data) == [f"ckpttool remap CKPT --rule '1.{old} => 1.{new}' -o CKPT.renamed.pt"]
+    assert fixes_in(done.data) == [
+        f"ckpttool remap CKPT --rule '1.{old} => 1.{new}' -o CKPT.renamed.pt"
+    ]

@@ -1,4 +1,6 @@
-"""Values of two checkpoints of one model: every changed bit is found, whatever names the two have."""
+"""Values of two checkpoints of one model: every changed bit is found, whatever names the two
+have.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ MOST_FLIPS = 6  # tensors of a model that are changed, one at a time
 
 
 def states_by_form(name: str, names: Names, folder: Path) -> dict[str, State]:
-    """Return the same weights as saved, in DDP, and with the runtime names if they can be computed."""
+    """Return the same weights as saved, in DDP, and with the runtime names if they can be
+    computed.
+    """
     saved = dict(state_of(name))
     states = {"saved": saved, "ddp": {f"module.{key}": value for key, value in saved.items()}}
     try:
@@ -33,7 +37,9 @@ def states_by_form(name: str, names: Names, folder: Path) -> dict[str, State]:
 
 
 def with_one_bit_changed(state: State, key: str) -> State:
-    """Change a bit of the last byte of the first element: of the exponent, which no conversion rounds away."""
+    """Change a bit of the last byte of the first element: of the exponent, which no conversion
+    rounds away.
+    """
     changed = copy.deepcopy(state)
     tensor = changed[key]
     first_byte = tensor.storage_offset() * tensor.element_size()
@@ -49,7 +55,9 @@ def names_of_tensor(state: State, key: str) -> set[str]:
 
 def not_equal(diff: Diff) -> set[str]:
     """Return the keys of left that are different, without a counterpart, or not compared."""
-    entries = [entry for entry in diff.entries if entry.status in ("value", "unexpected", "shape", "dtype")]
+    entries = [
+        entry for entry in diff.entries if entry.status in ("value", "unexpected", "shape", "dtype")
+    ]
     return {key for entry in entries for key in entry.left}
 
 
@@ -58,12 +66,16 @@ def test_a_changed_bit_is_found_in_every_form(tmp_path: Path, name: str) -> None
     names = traced(name)
     states = states_by_form(name, names, tmp_path)
     for left_form, left in states.items():
-        keys = [key for key, value in left.items() if isinstance(value, torch.Tensor) and value.numel()]
+        keys = [
+            key for key, value in left.items() if isinstance(value, torch.Tensor) and value.numel()
+        ]
         for right_form, right in states.items():
             if names.versions and left_form != right_form:
                 continue  # the forms other than the saved one have no versions here
             for key in keys[:: max(1, len(keys) // MOST_FLIPS)]:
-                diff = ckpttool.diff(with_one_bit_changed(left, key), right, model=names, values=True)
+                diff = ckpttool.diff(
+                    with_one_bit_changed(left, key), right, model=names, values=True
+                )
                 assert not diff.identical, (left_form, right_form, key)
                 assert not_equal(diff) & names_of_tensor(left, key), (left_form, right_form, key)
 
@@ -73,11 +85,25 @@ def test_tensors_that_only_one_side_ties_are_named(tmp_path: Path, run: Run) -> 
     torch.save({"head": weight, "embed": weight}, tmp_path / "tied.pt")
     torch.save({"head": weight.clone(), "embed": weight.clone()}, tmp_path / "untied.pt")
     for left, right, side in (("tied", "untied", "left"), ("untied", "tied", "right")):
-        done = run("diff", tmp_path / f"{left}.pt", tmp_path / f"{right}.pt", "--values", "--format", "json")
+        done = run(
+            "diff",
+            tmp_path / f"{left}.pt",
+            tmp_path / f"{right}.pt",
+            "--values",
+            "--format",
+            "json",
+        )
         assert done.status == 0
         assert f"tied in {side} only: embed = head" in notes_in(done.data)
-        assert run("diff", tmp_path / f"{left}.pt", tmp_path / f"{right}.pt", "--values", "--whole").status == 1
-    same = run("diff", tmp_path / "tied.pt", tmp_path / "tied.pt", "--values", "--format", "json").data
+        assert (
+            run(
+                "diff", tmp_path / f"{left}.pt", tmp_path / f"{right}.pt", "--values", "--whole"
+            ).status
+            == 1
+        )
+    same = run(
+        "diff", tmp_path / "tied.pt", tmp_path / "tied.pt", "--values", "--format", "json"
+    ).data
     assert same["compared"]["aliases"] is True
     assert notes_in(same) == []
 

@@ -33,16 +33,24 @@ def saved(path: Path, model: type[torch.nn.Module], make, count: int = 1) -> Sav
 
 
 def differences(entries: tuple[Entry, ...]) -> list[tuple[str, str, str, str | None]]:
-    return [(e.status, " ".join((*e.left, *e.right)), e.reason, e.detail) for e in entries if e.status not in HARMLESS]
+    return [
+        (e.status, " ".join((*e.left, *e.right)), e.reason, e.detail)
+        for e in entries
+        if e.status not in HARMLESS
+    ]
 
 
 def test_equal_states_have_no_differences(tmp_path: Path) -> None:
     left = saved(tmp_path / "a.pt", models.Net, models.named)
-    entries, notes, *_ = compare_optimizers(left, saved(tmp_path / "b.pt", models.Net, models.named))
+    entries, notes, *_ = compare_optimizers(
+        left, saved(tmp_path / "b.pt", models.Net, models.named)
+    )
     assert not differences(entries)
     assert not notes
     keys = [key for entry in entries for key in entry.left]
-    hyperparameters = len(models.named(models.Net()).param_groups[0]) - len(["params", "param_names"])
+    hyperparameters = len(models.named(models.Net()).param_groups[0]) - len(
+        ["params", "param_names"]
+    )
     assert len(keys) == len(set(keys)) == 9 + 3 * 9 + hyperparameters
 
 
@@ -61,7 +69,9 @@ def test_pytorch_124546_ids_and_names_of_the_same_state(keys: str, tmp_path: Pat
 
 def test_equal_names_in_another_order_differ_in_position(tmp_path: Path) -> None:
     left = saved(tmp_path / "a.pt", models.Net, models.named)
-    right = saved(tmp_path / "b.pt", models.Net, lambda m: torch.optim.AdamW(list(m.named_parameters()), 0.01))
+    right = saved(
+        tmp_path / "b.pt", models.Net, lambda m: torch.optim.AdamW(list(m.named_parameters()), 0.01)
+    )
     entries, notes, *_ = compare_optimizers(left, right)
     assert {status for status, *_ in differences(entries)} == {"order"}
     assert len(differences(entries)) == 8  # the fifth of nine has the same position
@@ -71,7 +81,8 @@ def test_equal_names_in_another_order_differ_in_position(tmp_path: Path) -> None
 
 def test_ids_of_models_in_another_order_differ_if_keys_show_the_order(tmp_path: Path) -> None:
     left, right = (
-        save(tmp_path / f"{m.__name__}.pt", *train(m, models.sgd, 1)) for m in (models.Net, models.Reordered)
+        save(tmp_path / f"{m.__name__}.pt", *train(m, models.sgd, 1))
+        for m in (models.Net, models.Reordered)
     )
     state = torch.load(left)
     torch.save({**torch.load(right), "optimizer": state["optimizer"]}, right)
@@ -83,17 +94,26 @@ def test_ids_of_models_in_another_order_differ_if_keys_show_the_order(tmp_path: 
 def test_another_model_does_not_hide_a_different_order(tmp_path: Path) -> None:
     """Ids follow the order of --model, unless the keys of the file contradict it, as here."""
     left, right = (
-        save(tmp_path / f"{m.__name__}.pt", *train(m, models.sgd, 1)) for m in (models.Net, models.Reordered)
+        save(tmp_path / f"{m.__name__}.pt", *train(m, models.sgd, 1))
+        for m in (models.Net, models.Reordered)
     )
     torch.save({**torch.load(right), "optimizer": torch.load(left)["optimizer"]}, right)
-    files = {"Net": optimizer_in_file(left), "Reordered": optimizer_in_file(right), "alone": optimizer_alone(left)}
+    files = {
+        "Net": optimizer_in_file(left),
+        "Reordered": optimizer_in_file(right),
+        "alone": optimizer_alone(left),
+    }
     for model in ("Net", "Reordered"):  # the state does not have the shapes of Reordered
         for one, other in permutations(files, 2):
             entries, *_ = compare_optimizers(files[one], files[other], names_of(model))
             is_other_order = model == "Reordered" or "Reordered" in (one, other)
-            assert {status for status, *_ in differences(entries)} == ({"order"} if is_other_order else set())
+            assert {status for status, *_ in differences(entries)} == (
+                {"order"} if is_other_order else set()
+            )
         for one in ("Net", "Reordered"):
-            assert not differences(compare_optimizers(files[one], files[one], names_of(model)).entries)
+            assert not differences(
+                compare_optimizers(files[one], files[one], names_of(model)).entries
+            )
 
 
 def test_values_are_compared_only_if_requested(tmp_path: Path) -> None:
@@ -103,9 +123,13 @@ def test_values_are_compared_only_if_requested(tmp_path: Path) -> None:
     steps(model, optimizer, 1, 1)
     right = optimizer_alone(save(tmp_path / "b.pt", model, optimizer))
     without = differences(compare_optimizers(left, right)[0])
-    assert without == [("value", "param_groups.0.lr param_groups.0.lr", "different `lr`", "0.01 instead of 0.5")]
+    assert without == [
+        ("value", "param_groups.0.lr param_groups.0.lr", "different `lr`", "0.01 instead of 0.5")
+    ]
     entries, *_ = compare_optimizers(left, right, values=lambda a, b: difference(a, b, 0.0, 0.0))
-    assert ("value", "state.head.weight.step state.head.weight.step") in [entry[:2] for entry in differences(entries)]
+    assert ("value", "state.head.weight.step state.head.weight.step") in [
+        entry[:2] for entry in differences(entries)
+    ]
 
 
 def test_unknown_hyperparameters_are_reported_and_do_not_matter(tmp_path: Path) -> None:
@@ -141,7 +165,12 @@ def test_pytorch_7499_the_state_of_another_optimizer_is_reported(tmp_path: Path)
     )
     assert classes == ("SGD", "Adam or AdamW")
     result = differences(entries)
-    assert ("missing", "param_groups.0.betas", "`betas` is not in the param groups of left", None) in result
+    assert (
+        "missing",
+        "param_groups.0.betas",
+        "`betas` is not in the param groups of left",
+        None,
+    ) in result
     assert (
         "unexpected",
         "state.head.weight.momentum_buffer",
@@ -154,12 +183,21 @@ def test_an_optimizer_that_is_not_compared_is_noted(tmp_path: Path, run: Run) ->
     """The model loads, but torch would assign the moments to the wrong parameters."""
     layers = {name: torch.nn.Linear(2, 2) for name in ("b", "a")}
     model = torch.nn.ModuleDict(layers)
-    torch.save({"net": model.state_dict(), "train.adam": models.adamw(model).state_dict()}, tmp_path / "a.pt")
-    source = "from torch import nn\ndef build(): return nn.ModuleDict({name: nn.Linear(2, 2) for name in 'ab'})\n"
+    torch.save(
+        {"net": model.state_dict(), "train.adam": models.adamw(model).state_dict()},
+        tmp_path / "a.pt",
+    )
+    source = (
+        "from torch import nn\ndef build(): return nn.ModuleDict({name: nn.Linear(2, 2) for"
+        " name in 'ab'})\n"
+    )
     (tmp_path / "net.py").write_text(source)
     done = run("diff", "--model", f"{tmp_path / 'net.py'}:build", tmp_path / "a.pt")
     assert done.status == 0
-    assert "another order, which decides whose state torch loads: train.adam is not compared" in done.out
+    assert (
+        "another order, which decides whose state torch loads: train.adam is not compared"
+        in done.out
+    )
 
 
 def test_parameters_in_another_group_are_reported(tmp_path: Path) -> None:
@@ -169,15 +207,28 @@ def test_parameters_in_another_group_are_reported(tmp_path: Path) -> None:
     assert ("missing", "param_groups.1", "left does not have this param group", None) in result
     moved = {tuple(key.split()) for status, key, *_ in result if status == "renamed"}
     rest = [name for name, _ in models.Net().named_parameters() if not name.startswith("second")]
-    assert moved == {(f"param_groups.0.params.{name}", f"param_groups.1.params.{name}") for name in rest}
+    assert moved == {
+        (f"param_groups.0.params.{name}", f"param_groups.1.params.{name}") for name in rest
+    }
 
 
 def test_missing_parameters_are_reported_with_their_group(tmp_path: Path) -> None:
-    """torch: loaded state dict contains a parameter group that doesn't match the size of optimizer's group."""
-    left = saved(tmp_path / "a.pt", models.Shrunk, lambda m: torch.optim.AdamW(list(m.named_parameters()), 0.01))
+    """torch: loaded state dict contains a parameter group that doesn't match the size of
+    optimizer's group.
+    """
+    left = saved(
+        tmp_path / "a.pt",
+        models.Shrunk,
+        lambda m: torch.optim.AdamW(list(m.named_parameters()), 0.01),
+    )
     fit = compare_with_optimizer(left, names_of("Net", "adamw"))
     assert differences(fit.entries) == [
-        ("missing", f"param_groups.0.params.second.{n}", "parameter missing from left; in param group 0 of right", None)
+        (
+            "missing",
+            f"param_groups.0.params.second.{n}",
+            "parameter missing from left; in param group 0 of right",
+            None,
+        )
         for n in ("weight", "bias")
     ]
     assert not fit.fits
@@ -199,17 +250,26 @@ def test_ids_without_names_are_compared_with_the_model(tmp_path: Path) -> None:
 
 def test_two_files_without_names_are_compared_by_id(tmp_path: Path) -> None:
     left = saved(tmp_path / "a.pt", models.Net, models.adamw)
-    entries, *_, by_id = compare_optimizers(left, saved(tmp_path / "b.pt", models.Net, models.backwards))
-    assert ("shape", "state.0.exp_avg state.0.exp_avg", "different shape", "[4, 3] instead of [2, 4]") in differences(
-        entries
+    entries, *_, by_id = compare_optimizers(
+        left, saved(tmp_path / "b.pt", models.Net, models.backwards)
     )
+    assert (
+        "shape",
+        "state.0.exp_avg state.0.exp_avg",
+        "different shape",
+        "[4, 3] instead of [2, 4]",
+    ) in differences(entries)
     assert by_id
 
 
 @pytest.mark.parametrize("form", ["ids", "names"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_state_that_torch_converts_is_listed(dtype: str, form: str, tmp_path: Path, run: Run) -> None:
-    """`Optimizer.load_state_dict` gives the state the dtype of the parameter, except step counters."""
+def test_state_that_torch_converts_is_listed(
+    dtype: str, form: str, tmp_path: Path, run: Run
+) -> None:
+    """`Optimizer.load_state_dict` gives the state the dtype of the parameter, except step
+    counters.
+    """
     (tmp_path / "net.py").write_text(
         f"import torch\ndef build(): return torch.nn.Linear(2, 2, dtype=torch.{dtype})\n"
         "def adamw(model): return torch.optim.AdamW(model.parameters())\n"
@@ -230,7 +290,12 @@ def test_state_that_torch_converts_is_listed(dtype: str, form: str, tmp_path: Pa
     assert len(converted) == (0 if dtype == "float32" else 4)
     state = optimizer.state_dict() if form == "ids" else get_optimizer_state_dict(saved, optimizer)
     torch.save({"model": net.state_dict(), "optimizer": state}, tmp_path / "a.pt")
-    options = ("--model", f"{tmp_path / 'net.py'}:build", "--optimizer", f"{tmp_path / 'net.py'}:adamw")
+    options = (
+        "--model",
+        f"{tmp_path / 'net.py'}:build",
+        "--optimizer",
+        f"{tmp_path / 'net.py'}:adamw",
+    )
     done = run("diff", tmp_path / "a.pt", *options, "--format", "json")
     notes = [note["text"] for note in json.loads(done.out)["notes"] if note["code"] == "converts"]
     assert (done.status, len(notes)) == (0, bool(converted))

@@ -12,8 +12,21 @@ from ckpttool.core.checkpoint import Lazy, Section, Storage, TensorEntry
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import Names, OptimizerParam, RuntimeTensor, SerializedKey
-from ckpttool.core.optimizer_state import FLAT, FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
-from ckpttool.diffing.optimizer import OptimizerFit, SavedOptimizer, compare_with_optimizer, in_model_order
+from ckpttool.core.optimizer_state import (
+    FLAT,
+    FQN,
+    ID,
+    PARAM_NAMES,
+    OptimizerState,
+    Param,
+    ParamGroup,
+)
+from ckpttool.diffing.optimizer import (
+    OptimizerFit,
+    SavedOptimizer,
+    compare_with_optimizer,
+    in_model_order,
+)
 from ckpttool.diffing.result import HARMLESS, Remedy
 from ckpttool.optimizers.forms import write
 
@@ -21,12 +34,20 @@ OPTIONS = {"lr": 0.1, "betas": (0.9, 0.99)}
 
 
 def model(*groups: str, frozen: str = "") -> Names:
-    """Return the names of a model with one-letter parameters of two elements, in these groups of an AdamW."""
+    """Return the names of a model with one-letter parameters of two elements, in these groups of an
+    AdamW.
+    """
     letters = sorted("".join(groups) + frozen)
-    runtime = (RuntimeTensor(one, one, "parameter", True, one not in frozen, "float32", (2,), None) for one in letters)
+    runtime = (
+        RuntimeTensor(one, one, "parameter", True, one not in frozen, "float32", (2,), None)
+        for one in letters
+    )
     keys = (SerializedKey(one, "float32", (2,), Ref(one), None) for one in letters)
     places = [(one, index) for index, group in enumerate(groups) for one in group]
-    params = (OptimizerParam(number, one, index, ("step", "exp_avg")) for number, (one, index) in enumerate(places))
+    params = (
+        OptimizerParam(number, one, index, ("step", "exp_avg"))
+        for number, (one, index) in enumerate(places)
+    )
     return Names(
         *("net.py:Net", "2.6", tuple(runtime), tuple(keys), ()),
         optimizer=tuple(params),
@@ -36,7 +57,10 @@ def model(*groups: str, frozen: str = "") -> Names:
 
 
 def adam() -> dict[str, Any]:
-    return {"step": 1, "exp_avg": TensorEntry("", "float32", (2,), (1,), 0, Storage(Lazy(8, lambda: [bytes(8)])))}
+    return {
+        "step": 1,
+        "exp_avg": TensorEntry("", "float32", (2,), (1,), 0, Storage(Lazy(8, lambda: [bytes(8)]))),
+    }
 
 
 def saved(
@@ -50,11 +74,18 @@ def saved(
     """Return a state of the same parameters in this form, with a separate state for each."""
     letters = "".join(groups)
     param_of: dict[str, Param] = {one: at if form == ID else one for at, one in enumerate(letters)}
-    state: Mapping[Param, Any] = {param_of[one]: make_state() for one in letters if one not in stateless}
+    state: Mapping[Param, Any] = {
+        param_of[one]: make_state() for one in letters if one not in stateless
+    }
     param_groups = (
         ParamGroup(
             tuple(param_of[one] for one in group),
-            {**OPTIONS, "weight_decay": index, **(extra or {}), **({PARAM_NAMES: list(group)} if names else {})},
+            {
+                **OPTIONS,
+                "weight_decay": index,
+                **(extra or {}),
+                **({PARAM_NAMES: list(group)} if names else {}),
+            },
         )
         for index, group in enumerate(groups)
     )
@@ -70,11 +101,18 @@ def compare_saved(
 
 
 def tensors(keys: str) -> Iterable[TensorEntry]:
-    return (TensorEntry(key, "float32", (2,), (1,), 0, Storage(Lazy(8, lambda: [bytes(8)]))) for key in keys)
+    return (
+        TensorEntry(key, "float32", (2,), (1,), 0, Storage(Lazy(8, lambda: [bytes(8)])))
+        for key in keys
+    )
 
 
 def differences(fit: OptimizerFit) -> list[tuple[str, str, str | None]]:
-    return [(e.status, " ".join((*e.left, *e.right)), e.detail) for e in fit.entries if e.status not in HARMLESS]
+    return [
+        (e.status, " ".join((*e.left, *e.right)), e.detail)
+        for e in fit.entries
+        if e.status not in HARMLESS
+    ]
 
 
 @pytest.mark.parametrize("form", [ID, FQN, FLAT])
@@ -88,7 +126,9 @@ def test_the_same_optimizer_fits_in_every_form(form: str, groups: tuple[str, ...
 def test_keys_of_the_state_dict_confirm_or_contradict_ids() -> None:
     fit = compare_saved(saved(ID, "abc"), model("abc"), ["abc"])
     assert fit.fits
-    assert fit.notes == ("left: its ids are those of the optimizer: the file lists the model's keys in this order",)
+    assert fit.notes == (
+        "left: its ids are those of the optimizer: the file lists the model's keys in this order",
+    )
     other = compare_saved(saved(ID, "abc"), model("abc"), ["acb"])
     assert not other.fits
     assert [entry[0] for entry in differences(other)] == ["order", "order"]
@@ -102,7 +142,8 @@ def test_named_ids_in_another_order_are_misassigned() -> None:
         ("order", "gets the state of b"),
     ]
     assert (fit.fits, fit.remedy) == (False, Remedy("by_name", ID))
-    assert compare_saved(saved(ID, "abc", names=True, stateless="bc"), model("acb")).fits  # no state can be misassigned
+    # no state can be misassigned
+    assert compare_saved(saved(ID, "abc", names=True, stateless="bc"), model("acb")).fits
     assert not compare_saved(saved(ID, "abc", names=True, stateless="b"), model("acb")).fits
 
 
@@ -130,7 +171,8 @@ def test_the_state_of_another_class_can_only_be_dropped() -> None:
     keys = [key for status, key, _ in differences(fit) if status == "missing"]
     assert keys == [f"state.{param}.{name}" for param in "ab" for name in ("step", "exp_avg")]
     assert any(
-        "the state is from SGD, the optimizer is an optimizer that is not part of torch" in note for note in fit.notes
+        "the state is from SGD, the optimizer is an optimizer that is not part of torch" in note
+        for note in fit.notes
     )
 
 
@@ -160,13 +202,20 @@ def test_other_groups_are_regrouped(form: str) -> None:
 def test_flat_states_with_other_parameters_or_groups_do_not_fit() -> None:
     """torch refuses both."""
     missing = compare_saved(saved(FLAT, "ab"), model("abc"))
-    assert (missing.fits, ("missing", "param_groups.0.params.c", None) in differences(missing)) == (False, True)
+    assert (missing.fits, ("missing", "param_groups.0.params.c", None) in differences(missing)) == (
+        False,
+        True,
+    )
     split = compare_saved(saved(FLAT, "a", "b"), model("ab"))
     assert (split.fits, split.remedy) == (False, Remedy("drop_state"))
 
 
-@pytest.mark.parametrize(("form", "named", "groups"), [(FQN, False, False), (ID, True, None), (ID, False, False)])
-def test_parameters_not_in_the_model_need_the_old_model(form: str, named: bool, groups: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("form", "named", "groups"), [(FQN, False, False), (ID, True, None), (ID, False, False)]
+)
+def test_parameters_not_in_the_model_need_the_old_model(
+    form: str, named: bool, groups: bool | None
+) -> None:
     fit = compare_saved(saved(form, "x", "yzw", names=named), model("abc"))
     same = None if named or form == FQN else False
     assert (fit.fits, fit.remedy) == (False, Remedy("old_model", None, same))
@@ -183,7 +232,10 @@ def test_an_empty_state_fits() -> None:
 
 def test_extra_and_missing_parameters_are_reported() -> None:
     extra = compare_saved(saved(FQN, "abcd"), model("abc", frozen="d"))
-    assert (extra.fits, differences(extra)) == (False, [("unexpected", "param_groups.0.params.d", None)])
+    assert (extra.fits, differences(extra)) == (
+        False,
+        [("unexpected", "param_groups.0.params.d", None)],
+    )
     missing = compare_saved(saved(FQN, "ab"), model("abc"))
     assert ("missing", "param_groups.0.params.c", None) in differences(missing)
     assert (missing.fits, missing.remedy) == (False, Remedy("regroup"))
@@ -203,10 +255,21 @@ def test_the_verdict_of_torch_overrides_positions() -> None:
     swapped = saved(ID, "ba", names=True)
     assert not compare_saved(swapped, model("ab")).fits
     assert compare_saved(swapped, model("ab"), verdict=torch_verdict(a=1, b=0)).fits
-    misassigned = compare_saved(saved(ID, "ab", names=True), model("ab"), verdict=torch_verdict(a=1, b=0))
-    assert [detail for *_, detail in differences(misassigned)] == ["gets the state of b", "gets the state of a"]
-    refused = compare_saved(saved(ID, "ab"), model("ab"), verdict=torch_verdict("ValueError: no", stepped=False))
-    assert (refused.fits, refused.remedy, refused.notes) == (False, Remedy("drop_state"), ("torch: ValueError: no",))
+    misassigned = compare_saved(
+        saved(ID, "ab", names=True), model("ab"), verdict=torch_verdict(a=1, b=0)
+    )
+    assert [detail for *_, detail in differences(misassigned)] == [
+        "gets the state of b",
+        "gets the state of a",
+    ]
+    refused = compare_saved(
+        saved(ID, "ab"), model("ab"), verdict=torch_verdict("ValueError: no", stepped=False)
+    )
+    assert (refused.fits, refused.remedy, refused.notes) == (
+        False,
+        Remedy("drop_state"),
+        ("torch: ValueError: no",),
+    )
     unknown_class = saved(ID, "ab", make_state=lambda: {"trace": 1})
     assert compare_saved(unknown_class, model("ab"), verdict=torch_verdict(a=0, b=1)).fits
     assert not compare_saved(unknown_class, model("ab"), verdict=torch_verdict(stepped=False)).fits
@@ -216,14 +279,19 @@ def test_keys_that_may_be_renamed_are_not_dropped() -> None:
     """A key not in the model may be a missing key under another name."""
     fit = compare_saved(saved(ID, "abcd"), model("abc"), ["abxy"])
     assert (fit.fits, fit.remedy) == (False, None)
-    assert any(note.startswith("x is not in net.py:Net, and c is not in the file") for note in fit.notes)
+    assert any(
+        note.startswith("x is not in net.py:Net, and c is not in the file") for note in fit.notes
+    )
     grown = compare_saved(saved(ID, "abcd"), model("abc"), ["abcx"])
     assert grown.remedy == Remedy("old_model", None, None, ("x",))
 
 
 def test_groups_in_model_order_name_all_or_all_trained_parameters() -> None:
     names = Names(
-        *(getattr(model("abc", frozen="z"), name) for name in ("model", "torch", "runtime", "serialized", "load"))
+        *(
+            getattr(model("abc", frozen="z"), name)
+            for name in ("model", "torch", "runtime", "serialized", "load")
+        )
     )
 
     def section(*groups: str) -> Section:
@@ -237,5 +305,7 @@ def test_groups_in_model_order_name_all_or_all_trained_parameters() -> None:
         (("ab",), "2 parameters in 1 param group"),
         (("ab", "c"), "3 parameters in 2 param groups"),
     ):
-        with pytest.raises(CkptError, match=f"{description}: unclear which optimizer of net.py:Net"):
+        with pytest.raises(
+            CkptError, match=f"{description}: unclear which optimizer of net.py:Net"
+        ):
             in_model_order(names, section(*groups))

@@ -1,6 +1,8 @@
-"""Entries next to the models of two files: each difference is reported, or a note says that it was not compared.
+"""Entries next to the models of two files: each difference is reported, or a note says that it was
+not compared.
 
-The oracle is torch: one place in the contents of a file is changed, and `torch.save` writes the second file.
+The oracle is torch: one place in the contents of a file is changed, and `torch.save` writes the
+second file.
 """
 
 from __future__ import annotations
@@ -50,8 +52,12 @@ def training_checkpoint() -> dict[str, Any]:
         "args": argparse.Namespace(lr=0.1, names=["a", "b"], size=(3, 4)),
         "rng": {"torch": torch.get_rng_state(), "python": random.Random(0).getstate()},
         "seen": {"files": {"a", "b"}, "counts": Counter(x=2), "by": defaultdict(list, q=[1.5])},
-        "more": OrderedDict(best=[0.5, float("nan")], when=None, device=torch.device("cpu"), dtype=torch.float16),
-        "settings": Settings(scale=torch.ones(2), rate=0.5, inner=Settings(deep=[torch.zeros(1), 7])),
+        "more": OrderedDict(
+            best=[0.5, float("nan")], when=None, device=torch.device("cpu"), dtype=torch.float16
+        ),
+        "settings": Settings(
+            scale=torch.ones(2), rate=0.5, inner=Settings(deep=[torch.zeros(1), 7])
+        ),
     }
 
 
@@ -59,7 +65,9 @@ Change = Callable[[Any], Any]
 
 
 def places(value: Any) -> Iterator[tuple[str, Change]]:
-    """Yield each place in `value`, and a function that returns a copy of `value` changed at that place."""
+    """Yield each place in `value`, and a function that returns a copy of `value` changed at that
+    place.
+    """
     if isinstance(value, torch.Tensor):
         if value.numel():
             yield "", lambda old: old.logical_not() if old.dtype == torch.bool else old + 1
@@ -126,7 +134,15 @@ def test_a_change_at_any_place_is_reported(folder: Path, place: str) -> None:
         assert not result.identical
     else:
         reported = " ".join(
-            (*result.notes, *(key for entry in result.entries for key in entry.left if result.is_difference(entry)))
+            (
+                *result.notes,
+                *(
+                    key
+                    for entry in result.entries
+                    for key in entry.left
+                    if result.is_difference(entry)
+                ),
+            )
         )
         assert section in reported or place == "-"
         assert result.has_other_notes or not result.identical
@@ -172,7 +188,9 @@ def test_an_alias_outside_the_models_is_a_difference_with_whole(folder: Path, ru
 def test_options_count_for_other_sections_too(tmp_path: Path, run: Run, change: float) -> None:
     model = {"w": torch.ones(2)}
     torch.save({"model": model, "ema": {"w": torch.ones(2)}}, tmp_path / "left.pt")
-    torch.save({"model": model, "ema": {"w": torch.ones(2).double() + change}}, tmp_path / "right.pt")
+    torch.save(
+        {"model": model, "ema": {"w": torch.ones(2).double() + change}}, tmp_path / "right.pt"
+    )
     line = ("diff", tmp_path / "left.pt", tmp_path / "right.pt", "--whole", "--rtol", "0.01")
     assert run(*line).status == 1
     whole = run(*line, "--ignore-dtype")
@@ -182,7 +200,9 @@ def test_options_count_for_other_sections_too(tmp_path: Path, run: Run, change: 
         assert "1 value" in run(*shlex.split(command)).out
 
 
-def test_the_verdict_covers_only_the_models_and_commands_compare_the_rest(tmp_path: Path, run: Run) -> None:
+def test_the_verdict_covers_only_the_models_and_commands_compare_the_rest(
+    tmp_path: Path, run: Run
+) -> None:
     left, right = training_checkpoint(), training_checkpoint()
     right["epoch"], right["optimizer"]["state"][0]["exp_avg"] = 4, torch.ones(4, 3)
     right["ema"] = {key: value + 1 for key, value in right["ema"].items()}
@@ -190,10 +210,15 @@ def test_the_verdict_covers_only_the_models_and_commands_compare_the_rest(tmp_pa
     for name, result in (("left.pt", left), ("right.pt", right)):
         torch.save(result, tmp_path / name)
     done = run("diff", "--values", tmp_path / "left.pt", tmp_path / "right.pt")
-    assert (done.status, done.out.splitlines()[1].partition(";")[0]) == (0, "no differences between the models")
+    assert (done.status, done.out.splitlines()[1].partition(";")[0]) == (
+        0,
+        "no differences between the models",
+    )
     assert "non-tensor entries in left only: args" in done.out
     assert "non-tensor entries with different values: epoch" in done.out
-    commands = re.findall(r"^(ema|optimizer): (\d+) differences? \((ckpttool diff .*)\)$", done.out, re.MULTILINE)
+    commands = re.findall(
+        r"^(ema|optimizer): (\d+) differences? \((ckpttool diff .*)\)$", done.out, re.MULTILINE
+    )
     assert [(name, int(count)) for name, count, _ in commands] == [("ema", 9), ("optimizer", 1)]
     for _, count, command in commands:
         section_diff = run(*shlex.split(command)[1:])
@@ -206,11 +231,15 @@ def test_the_verdict_covers_only_the_models_and_commands_compare_the_rest(tmp_pa
     )
     done = run("diff", "--values", "--whole", tmp_path / "left.pt", tmp_path / "right.pt")
     assert (done.status, done.out.splitlines()[1]) == (1, OTHERS_DIFFER)
-    assert run("diff", "--values", "--whole", tmp_path / "left.pt", tmp_path / "left.pt").status == 0
+    assert (
+        run("diff", "--values", "--whole", tmp_path / "left.pt", tmp_path / "left.pt").status == 0
+    )
 
 
 @pytest.mark.parametrize("line", ["a.pt --model M", "a.pt", "a.pt a.pt a.pt"])
-def test_whole_requires_two_checkpoints(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+def test_whole_requires_two_checkpoints(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"w": torch.ones(2)}, "a.pt")
     line = line.replace("M", f"{Path(__file__).parents[1] / 'support' / 'small_models.py'}:Block")
@@ -224,7 +253,8 @@ def test_entries_next_to_two_optimizers_are_compared(tmp_path: Path) -> None:
     for epoch in (1, 2):
         torch.save({"optimizer": optimizer.state_dict(), "epoch": epoch}, tmp_path / f"{epoch}.pt")
     assert (
-        diff_values(tmp_path / "1.pt", tmp_path / "2.pt").notes[-1] == "non-tensor entries with different values: epoch"
+        diff_values(tmp_path / "1.pt", tmp_path / "2.pt").notes[-1] == "non-tensor entries with"
+        " different values: epoch"
     )
 
 
@@ -238,9 +268,12 @@ def sections(**parts: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("left", "right", "expected"),
     [
-        ({"ema": {"w": torch.ones(2)}}, {}, "not compared: ema in left only (for example LEFT::ema)"),
-        ({}, {"ema": {"w": torch.ones(2)}}, "not compared: ema in right only (for example RIGHT::ema)"),
-        ({"a": (torch.ones(2),)}, {}, "not compared: 1 entry outside of state dicts in left only: a.0"),
+        ({"ema": {"w": torch.ones(2)}}, {}, "not compared: ema in left only (for example"
+        " LEFT::ema)"),
+        ({}, {"ema": {"w": torch.ones(2)}}, "not compared: ema in right only (for example"
+        " RIGHT::ema)"),
+        ({"a": (torch.ones(2),)}, {}, "not compared: 1 entry outside of state dicts in left only:"
+        " a.0"),
         ({"o": EMPTY}, {"o": {"w": torch.ones(2)}}, "o: optimizer in left, state_dict in right"),
         (
             {"o": {"state": {}, "param_groups": [{"lr": 1}]}},
@@ -252,17 +285,22 @@ def sections(**parts: Any) -> dict[str, Any]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_entries_that_are_not_compared_are_noted(tmp_path: Path, left: Any, right: Any, expected: str) -> None:
+def test_entries_that_are_not_compared_are_noted(
+    tmp_path: Path, left: Any, right: Any, expected: str
+) -> None:
     for name, parts in (("left.pt", left), ("right.pt", right)):
         torch.save(sections(**parts), tmp_path / name)
     result = diff_values(tmp_path / "left.pt", tmp_path / "right.pt")
     names = (("LEFT", tmp_path / "left.pt"), ("RIGHT", tmp_path / "right.pt"))
-    assert [reduce(lambda note, name: note.replace(str(name[1]), name[0]), names, note) for note in result.notes] == [
-        expected
-    ]
+    assert [
+        reduce(lambda note, name: note.replace(str(name[1]), name[0]), names, note)
+        for note in result.notes
+    ] == [expected]
     assert result.identical
     assert result.has_other_notes
-    whole = ckpttool.diff(str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), values=True, whole=True)
+    whole = ckpttool.diff(
+        str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), values=True, whole=True
+    )
     assert (whole.identical, whole.other_failure, whole.fix) == (False, OTHERS_DIFFER, ())
     assert whole.notes == result.notes
 
@@ -274,11 +312,15 @@ def test_versions_of_modules_are_named(tmp_path: Path) -> None:
         state._metadata[""]["version"] = version  # type: ignore[attr-defined]
         torch.save(state, tmp_path / f"{version}.pt")
     (note,) = diff_values(tmp_path / "1.pt", tmp_path / "2.pt").notes
-    assert note.startswith("the module versions differ (_metadata); loading these keys is the same: (root)")
+    assert note.startswith(
+        "the module versions differ (_metadata); loading these keys is the same: (root)"
+    )
     assert not diff_values(tmp_path / "1.pt", tmp_path / "1.pt").notes
 
 
-def test_an_accepted_model_difference_does_not_accept_other_differences(tmp_path: Path, run: Run) -> None:
+def test_an_accepted_model_difference_does_not_accept_other_differences(
+    tmp_path: Path, run: Run
+) -> None:
     left, right = str(tmp_path / "left.pt"), str(tmp_path / "right.pt")
     weights = {"w": torch.ones(3)}
     torch.save({"model": weights, "ema": {"w": torch.ones(3)}}, left)
@@ -304,9 +346,13 @@ def test_ignore_dtype_compares_every_rank(tmp_path: Path, run: Run, other: torch
     assert run("diff", left, write("right", other, torch.bfloat16), *options).status == 1
 
 
-def test_a_dtype_difference_in_an_object_does_not_hide_a_shape_difference(tmp_path: Path, run: Run) -> None:
+def test_a_dtype_difference_in_an_object_does_not_hide_a_shape_difference(
+    tmp_path: Path, run: Run
+) -> None:
     def write(name: str, first: torch.Tensor, second: torch.Tensor) -> str:
-        torch.save({"w": torch.ones(2), "m._extra_state": {"a": first, "b": second}}, tmp_path / name)
+        torch.save(
+            {"w": torch.ones(2), "m._extra_state": {"a": first, "b": second}}, tmp_path / name
+        )
         return str(tmp_path / name)
 
     left, half = write("left.pt", torch.ones(2), torch.ones(2)), torch.ones(2, dtype=torch.bfloat16)

@@ -1,4 +1,6 @@
-"""Two checkpoints compared through a model that lacks some of their keys: common keys are still compared."""
+"""Two checkpoints compared through a model that lacks some of their keys: common keys are still
+compared.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def statuses(result: ckpttool.Diff) -> dict[str, str]:
 
 @pytest.mark.parametrize("removed", [0, 1])
 @pytest.mark.parametrize("name", ZOO)
-def test_a_copy_is_the_same_even_if_the_model_lacks_some_keys(name: str, removed: int, tmp_path: Path) -> None:
+def test_a_copy_is_the_same_even_if_the_model_lacks_some_keys(
+    name: str, removed: int, tmp_path: Path
+) -> None:
     """This also holds if the checkpoints lack one of the model's keys."""
     state: dict[str, Any] = dict(getattr(hook_zoo, name)().state_dict())
     for key in list(state)[:removed]:
@@ -30,7 +34,9 @@ def test_a_copy_is_the_same_even_if_the_model_lacks_some_keys(name: str, removed
     for file in ("left.pt", "right.pt"):
         torch.save(state, tmp_path / file)
     operand = f"{SUPPORT}/hook_zoo.py:{name}"
-    result = ckpttool.diff(str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), model=operand, values=True)
+    result = ckpttool.diff(
+        str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), model=operand, values=True
+    )
     assert result.identical, result.entries
 
 
@@ -39,12 +45,18 @@ def test_different_values_of_a_key_not_in_the_model_are_reported(tmp_path: Path)
     torch.save({**state, "loss.weight": torch.ones(2)}, tmp_path / "left.pt")
     torch.save({**state, "loss.weight": torch.zeros(2)}, tmp_path / "right.pt")
     operand = f"{SUPPORT}/hook_zoo.py:tied"
-    result = ckpttool.diff(str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), model=operand, values=True)
+    result = ckpttool.diff(
+        str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), model=operand, values=True
+    )
     assert statuses(result)["loss.weight"] == "value"
 
 
 def test_equal_keys_of_two_different_tensors_are_not_the_same() -> None:
-    """Left has runtime names, right has serialized keys: `a` on the left is another tensor than `a` on the right."""
+    """Left has runtime names, right has serialized keys: `a` on the left is another tensor than `a`
+    on the right.
+    """
     model = hook_zoo.swaps_two_names()
-    left, right = ({f"{name}.{leaf}": torch.ones(2) for leaf in ("weight", "bias")} for name in "ab")
+    left, right = (
+        {f"{name}.{leaf}": torch.ones(2) for leaf in ("weight", "bias")} for name in "ab"
+    )
     assert not ckpttool.diff(left, right, model=model).identical

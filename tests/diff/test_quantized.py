@@ -1,4 +1,6 @@
-"""`diff` of models that round some loaded values. The oracle is the values of the model after torch loads them."""
+"""`diff` of models that round some loaded values. The oracle is the values of the model after torch
+loads them.
+"""
 
 from __future__ import annotations
 
@@ -49,21 +51,27 @@ def test_a_weight_is_the_same_only_if_loading_keeps_its_value(
     kind: str, model: str, values: str, run: Run, tmp_path: Path
 ) -> None:
     state = saved(kind, values, tmp_path / "model.pt")
-    done = run("diff", tmp_path / "model.pt", "--model", f"rounded_tensors:{model}", "--format", "json")
+    done = run(
+        "diff", tmp_path / "model.pt", "--model", f"rounded_tensors:{model}", "--format", "json"
+    )
     expected = keeps(model, state)
     assert done.status == (0 if expected else 1)
     entry = next(entry for entry in done.data["entries"] if entry["left"] == ["weight"])
     assert entry["status"] == ("same" if expected else "value")
 
 
-def test_a_large_model_is_also_loaded_with_values(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_is_also_loaded_with_values(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ckpttool.tracing.instances._CHEAP", 0)
     saved("plain", "other values", tmp_path / "model.pt")
     assert run("diff", tmp_path / "model.pt", "--model", "rounded_tensors:int8").status == 1
 
 
 @pytest.mark.parametrize(("model", "status"), [("plain", 0), ("int8", 2)])
-def test_names_cannot_decide_if_a_rounded_value_is_kept(model: str, status: int, run: Run, tmp_path: Path) -> None:
+def test_names_cannot_decide_if_a_rounded_value_is_kept(
+    model: str, status: int, run: Run, tmp_path: Path
+) -> None:
     saved("plain", "other values", tmp_path / "model.pt")
     names = tmp_path / "names.json"
     assert run("trace", f"rounded_tensors:{model}", "-o", names).status == 0
@@ -76,4 +84,6 @@ def test_a_class_without_clone_is_reported(run: Run, tmp_path: Path) -> None:
     saved("plain", "integers", tmp_path / "model.pt")
     done = run("diff", tmp_path / "model.pt", "--model", "rounded_tensors:single")
     assert done.status == 2
-    assert "weight cannot be copied: NotImplementedError: Single does not implement aten.clone.default" in done.err
+    assert (
+        "weight cannot be copied: NotImplementedError: Single does not implement aten.clone.default"
+    ) in done.err

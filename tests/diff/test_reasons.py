@@ -28,7 +28,10 @@ def test_the_changed_segment_is_described(old: str, new: str, reason: str) -> No
     assert segment_change(old, new) == reason
 
 
-DDP, COMPILE = "DistributedDataParallel or DataParallel or AveragedModel (`module`)", "torch.compile (`_orig_mod`)"
+DDP, COMPILE = (
+    "DistributedDataParallel or DataParallel or AveragedModel (`module`)",
+    "torch.compile (`_orig_mod`)",
+)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,9 @@ def test_segments_that_a_hook_may_hide_are_counted() -> None:
         Entry("unexpected", (key,), ()) for key in unexpected
     ]
     entries += [Entry("missing", (), ("d.z",)), Entry("same", ("e.layer.w",), ("e.layer.w",))]
-    segments = [note.partition(": a state_dict hook may hide it")[0] for note in hidden_segments(entries)]
+    segments = [
+        note.partition(": a state_dict hook may hide it")[0] for note in hidden_segments(entries)
+    ]
     assert segments == [
         "2 keys in left without the segment `layer` of the other side",
         "1 key in left without the segment `other` of the other side",

@@ -1,4 +1,6 @@
-"""Tied weights: one tensor with several names, in models and in files that have all of the names or only one."""
+"""Tied weights: one tensor with several names, in models and in files that have all of the names or
+only one.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,12 @@ def test_a_tied_name_on_one_side_only_is_a_difference(tmp_path: Path, run: Run) 
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
 @pytest.mark.parametrize("name", TIED)
-def test_missing_tied_names_are_explained_and_restored(name: str, ending: str, tmp_path: Path, run: Run) -> None:
-    """`save_pretrained` keeps one name; the diff explains the missing names, and its command restores them."""
+def test_missing_tied_names_are_explained_and_restored(
+    name: str, ending: str, tmp_path: Path, run: Run
+) -> None:
+    """`save_pretrained` keeps one name; the diff explains the missing names, and its command
+    restores them.
+    """
     model, operand = real_models.build(name, seed=1), f"{SUPPORT}/real_models.py:{name}"
     model.save_pretrained(tmp_path / "saved")
     state = load_file(tmp_path / "saved" / "model.safetensors")
@@ -64,15 +70,28 @@ def test_missing_tied_names_are_explained_and_restored(name: str, ending: str, t
     assert answer(run, "diff", "--model", operand, fixed)[0] == 0
     target = real_models.build(name, seed=2)
     target.load_state_dict(torch.load(fixed), strict=True)
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in target.state_dict().items())
-    assert fixed.stat().st_size < 1.3 * path.stat().st_size + 20_000  # one more name, not one more tensor
+    assert all(
+        torch.equal(value, model.state_dict()[key]) for key, value in target.state_dict().items()
+    )
+    # one more name, not one more tensor
+    assert fixed.stat().st_size < 1.3 * path.stat().st_size + 20_000
 
 
-def test_safetensors_refuses_tied_names_and_names_two_alternatives(tmp_path: Path, run: Run) -> None:
+def test_safetensors_refuses_tied_names_and_names_two_alternatives(
+    tmp_path: Path, run: Run
+) -> None:
     """The format cannot store them; both alternatives in the message work."""
     operand = f"{SUPPORT}/hook_zoo.py:tied"
     save_file({"embed.weight": torch.ones(5, 3)}, tmp_path / "one.safetensors")
-    arguments = ("remap", tmp_path / "one.safetensors", "--model", operand, "--to", "serialized", "-o")
+    arguments = (
+        "remap",
+        tmp_path / "one.safetensors",
+        "--model",
+        operand,
+        "--to",
+        "serialized",
+        "-o",
+    )
     refused = run(*arguments, tmp_path / "out.safetensors")
     assert (refused.status, "--keep-aliases" in refused.err) == (1, True)
     assert run(*arguments, tmp_path / "kept.safetensors", "--keep-aliases").status == 0
@@ -82,8 +101,12 @@ def test_safetensors_refuses_tied_names_and_names_two_alternatives(tmp_path: Pat
 
 def test_different_values_under_tied_names_are_reported(tmp_path: Path, run: Run) -> None:
     """torch loads the file and loses the values of one name, so the status is 1."""
-    torch.save({"embed.weight": torch.ones(5, 3), "head.weight": torch.zeros(5, 3)}, tmp_path / "two.pt")
-    status, diff = answer(run, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")
+    torch.save(
+        {"embed.weight": torch.ones(5, 3), "head.weight": torch.zeros(5, 3)}, tmp_path / "two.pt"
+    )
+    status, diff = answer(
+        run, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt"
+    )
     assert (status, diff["identical"]) == (1, False)
     (lost,) = [entry for entry in diff["entries"] if entry["status"] == "value"]
     assert "tied" in lost["reason"]
@@ -94,20 +117,28 @@ def test_different_values_under_tied_names_are_reported(tmp_path: Path, run: Run
 
 
 @pytest.mark.parametrize("other", ["embed.weight", "head.weight"])
-def test_a_tied_name_with_another_shape_is_a_shape_difference(tmp_path: Path, run: Run, other: str) -> None:
+def test_a_tied_name_with_another_shape_is_a_shape_difference(
+    tmp_path: Path, run: Run, other: str
+) -> None:
     """Lost values are not reported, because torch refuses the file."""
     state = {**hook_zoo.tied().state_dict(), other: torch.ones(4, 3)}
     with pytest.raises(RuntimeError, match=f"size mismatch for {other}"):
         hook_zoo.tied().load_state_dict(state)
     torch.save(state, tmp_path / "two.pt")
-    status, diff = answer(run, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")
+    status, diff = answer(
+        run, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt"
+    )
     assert status == 1
     assert {entry["status"] for entry in diff["entries"] if entry["left"] == [other]} == {"shape"}
 
 
 def test_equal_copies_under_tied_names_are_the_same(tmp_path: Path, run: Run) -> None:
-    torch.save({"embed.weight": torch.ones(5, 3), "head.weight": torch.ones(5, 3)}, tmp_path / "two.pt")
-    assert answer(run, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")[0] == 0
+    torch.save(
+        {"embed.weight": torch.ones(5, 3), "head.weight": torch.ones(5, 3)}, tmp_path / "two.pt"
+    )
+    assert (
+        answer(run, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")[0] == 0
+    )
 
 
 VARIANT = """
@@ -125,7 +156,9 @@ def other():
 
 
 @pytest.mark.parametrize("model", ["both", "other"])
-def test_a_module_named_like_a_call_variant_is_not_an_alias(tmp_path: Path, run: Run, model: str) -> None:
+def test_a_module_named_like_a_call_variant_is_not_an_alias(
+    tmp_path: Path, run: Run, model: str
+) -> None:
     """A key that torch does not load is missing, even if it looks like a call variant."""
     (tmp_path / "net.py").write_text(VARIANT)
     state = torch.nn.ModuleDict({"enc": torch.nn.Linear(2, 2)}).state_dict()
@@ -139,7 +172,9 @@ def test_a_module_named_like_a_call_variant_is_not_an_alias(tmp_path: Path, run:
 
 
 def test_equal_values_at_the_other_path_of_a_module_are_not_lost(tmp_path: Path, run: Run) -> None:
-    """The parts that a hook joins have the same storage at both paths; only the kind of one differs."""
+    """The parts that a hook joins have the same storage at both paths; only the kind of one
+    differs.
+    """
     state = hook_zoo.fused_twice().state_dict()
     state["0.q.weight"] = TwoTensor(state["0.q.weight"], state["0.q.weight"])
     torch.save(state, tmp_path / "state.pt")
@@ -147,6 +182,10 @@ def test_equal_values_at_the_other_path_of_a_module_are_not_lost(tmp_path: Path,
     model.load_state_dict(state)
     for key in ("2.k.weight", "2.v.weight"):
         assert torch.equal(model.state_dict()[key], state[key])
-    status, diff = answer(run, "diff", "--model", f"{SUPPORT}/hook_zoo.py:fused_twice", tmp_path / "state.pt")
-    changed = [(entry["left"], entry["code"]) for entry in diff["entries"] if entry["status"] == "value"]
+    status, diff = answer(
+        run, "diff", "--model", f"{SUPPORT}/hook_zoo.py:fused_twice", tmp_path / "state.pt"
+    )
+    changed = [
+        (entry["left"], entry["code"]) for entry in diff["entries"] if entry["status"] == "value"
+    ]
     assert (status, changed) == (1, [(["2.q.weight"], "tied-value")])

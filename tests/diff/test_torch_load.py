@@ -1,4 +1,6 @@
-"""`diff --model` on each dtype in each format of torch.save; the oracle is torch.load and a strict load."""
+"""`diff --model` on each dtype in each format of torch.save; the oracle is torch.load and a strict
+load.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from torch import nn
 
 from command import Run, fixes_in
 
-DTYPES = sorted({str(dtype)[6:] for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
+DTYPES = sorted(
+    {str(dtype)[6:] for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+)
 QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 SUB_BYTE = re.compile(r"u?int[1-7]")  # torch.save does not support them
 BY_HAND = ("float32", "bfloat16", "float8_e4m3fn", "uint16", "complex32", "int4")
@@ -30,7 +34,9 @@ class Net(torch.nn.Module):
 
 
 class Rebuilt:
-    """Pickles as a call that rebuilds a tensor, with a dtype or storage that torch.save does not write."""
+    """Pickles as a call that rebuilds a tensor, with a dtype or storage that torch.save does not
+    write.
+    """
 
     def __init__(self, function: Callable[..., Any], *args: object) -> None:
         self.function, self.args = function, args
@@ -64,7 +70,12 @@ def loads(path: Path, dtype: str) -> bool:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "dtype", [name for name in DTYPES if name not in QUANTIZED and (name in BY_HAND or not SUB_BYTE.fullmatch(name))]
+    "dtype",
+    [
+        name
+        for name in DTYPES
+        if name not in QUANTIZED and (name in BY_HAND or not SUB_BYTE.fullmatch(name))
+    ],
 )
 def test_a_file_loads_only_if_torch_loads_it(tmp_path: Path, run: Run, dtype: str) -> None:
     net = tmp_path / "net.py"
@@ -76,7 +87,9 @@ def test_a_file_loads_only_if_torch_loads_it(tmp_path: Path, run: Run, dtype: st
                 torch.save({"w": value}, path, _use_new_zipfile_serialization=is_zip)
             except KeyError:  # torch.save does not support this dtype
                 continue
-            assert (run("diff", path, "--model", f"{net}:Net").status == 0) == loads(path, dtype), path
+            assert (run("diff", path, "--model", f"{net}:Net").status == 0) == loads(path, dtype), (
+                path
+            )
 
 
 @pytest.mark.parametrize("section", [(), ("model",)])
@@ -86,7 +99,11 @@ def test_a_file_that_torch_cannot_load_gets_a_command_that_converts_it(
     (tmp_path / "net.py").write_text(MODEL.replace("DTYPE", "float8_e4m3fn"))
     state = {"w": torch.ones(4).to(torch.float8_e4m3fn)}
     path = tmp_path / "old.pt"
-    torch.save({"model": state, "epoch": 1} if section else state, path, _use_new_zipfile_serialization=False)
+    torch.save(
+        {"model": state, "epoch": 1} if section else state,
+        path,
+        _use_new_zipfile_serialization=False,
+    )
     with pytest.raises(AttributeError):
         torch.load(path, weights_only=True)
     assert "torch.load raises for this file" in run("inspect", path).err
@@ -107,7 +124,9 @@ def test_a_file_that_torch_cannot_load_gets_a_command_that_converts_it(
 
 def test_an_old_file_that_torch_loads_has_no_note(tmp_path: Path, run: Run) -> None:
     (tmp_path / "net.py").write_text(MODEL.replace("DTYPE", "bfloat16"))
-    torch.save({"w": torch.ones(4).bfloat16()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"w": torch.ones(4).bfloat16()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False
+    )
     assert "torch.load" not in run("inspect", tmp_path / "old.pt").err
     done = run("diff", tmp_path / "old.pt", "--model", f"{tmp_path / 'net.py'}:Net")
     assert (done.status, "torch.load" in done.err) == (0, False)
@@ -126,10 +145,14 @@ def test_tensors_that_have_no_shape_yet_load_if_torch_loads_them(
         eval(f"nn.{model}").load_state_dict(state)
     except RuntimeError:
         loads = False
-    assert run("diff", tmp_path / "saved.pt", "--model", f"{tmp_path}/net.py:build").status == (0 if loads else 1)
+    assert run("diff", tmp_path / "saved.pt", "--model", f"{tmp_path}/net.py:build").status == (
+        0 if loads else 1
+    )
 
 
-def test_a_state_dict_of_dicts_that_loads_has_no_note_that_it_would_load_nothing(tmp_path: Path, run: Run) -> None:
+def test_a_state_dict_of_dicts_that_loads_has_no_note_that_it_would_load_nothing(
+    tmp_path: Path, run: Run
+) -> None:
     code = """
         import torch
         class Net(torch.nn.Module):

@@ -16,10 +16,22 @@ from command import Run, notes_in
     ("left", "right", "detail"),
     [
         ([1.0, math.nan], [1.0, 2.0], "1 of 2 elements differ; 1 NaN in left"),
-        ([1.0, 2.0], [math.inf, math.nan], "2 of 2 elements differ; 1 NaN in right, 1 infinite in right"),
+        (
+            [1.0, 2.0],
+            [math.inf, math.nan],
+            "2 of 2 elements differ; 1 NaN in right, 1 infinite in right",
+        ),
         ([1.5, math.nan], [1.0, 2.0], "2 of 2 elements differ, by 0.5 at most; 1 NaN in left"),
-        ([math.inf, 1.0], [-math.inf, 1.0], "1 of 2 elements differ; 1 infinite in left, 1 infinite in right"),
-        ([math.nan, 1.0], [math.nan, 3.0], "1 of 2 elements differ, by 2 at most; 1 NaN in left, 1 NaN in right"),
+        (
+            [math.inf, 1.0],
+            [-math.inf, 1.0],
+            "1 of 2 elements differ; 1 infinite in left, 1 infinite in right",
+        ),
+        (
+            [math.nan, 1.0],
+            [math.nan, 3.0],
+            "1 of 2 elements differ, by 2 at most; 1 NaN in left, 1 NaN in right",
+        ),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
@@ -35,13 +47,22 @@ def test_elements_that_are_not_finite_are_counted_on_each_side(
 def test_metadata_of_safetensors_is_compared(tmp_path: Path, run: Run) -> None:
     tensors = {"w": torch.ones(1)}
     save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt", "step": "1"})
-    save_file(tensors, tmp_path / "b.safetensors", metadata={"format": "pt", "step": "2", "more": "x"})
+    save_file(
+        tensors, tmp_path / "b.safetensors", metadata={"format": "pt", "step": "2", "more": "x"}
+    )
     torch.save(tensors, tmp_path / "c.pt")
-    same = run("diff", tmp_path / "a.safetensors", tmp_path / "a.safetensors", "--format", "json").data
+    same = run(
+        "diff", tmp_path / "a.safetensors", tmp_path / "a.safetensors", "--format", "json"
+    ).data
     assert (same["compared"]["metadata"], notes_in(same)) == (True, [])
     arguments = ("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     done = run(*arguments, "--format", "json")
     assert done.status == 0
-    assert notes_in(done.data) == ["the metadata of the files (__metadata__) differs: step, more (in right only)"]
+    assert notes_in(done.data) == [
+        "the metadata of the files (__metadata__) differs: step, more (in right only)"
+    ]
     assert run(*arguments, "--values", "--whole").status == 1
-    assert run("diff", tmp_path / "a.safetensors", tmp_path / "c.pt", "--values", "--whole").status == 0
+    assert (
+        run("diff", tmp_path / "a.safetensors", tmp_path / "c.pt", "--values", "--whole").status
+        == 0
+    )

@@ -1,4 +1,6 @@
-"""The table of alternatives in docs/troubleshooting.md: what each of them loses, and the result of ckpttool."""
+"""The table of alternatives in docs/troubleshooting.md: what each of them loses, and the result of
+ckpttool.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_merge_weights_unties_weights_and_fails_with_an_optimizer(state: State) 
 def test_consolidate_drops_keys_that_are_not_listed(state: State) -> None:
     needs_torch("2.8", "HuggingFaceStorageWriter")
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+        consolidate_safetensors_files,
+    )
 
     shards = HuggingFaceStorageWriter(path="shards", save_distributed=True)
     dcp.save(torch.load("ddp.pt"), storage_writer=shards)
@@ -124,7 +128,9 @@ def test_from_pretrained_leaves_random_values(state: State) -> None:
     weights = {f"module.{key}": value for key, value in load_file("gpt2/model.safetensors").items()}
     save_file(weights, "gpt2/model.safetensors", metadata={"format": "pt"})
     key = "transformer.wte.weight"
-    assert not torch.equal(GPT2LMHeadModel.from_pretrained("gpt2").state_dict()[key], model.state_dict()[key])
+    assert not torch.equal(
+        GPT2LMHeadModel.from_pretrained("gpt2").state_dict()[key], model.state_dict()[key]
+    )
     assert not ckpttool.diff("gpt2", model="hf:gpt2").identical
     ckpttool.remap("gpt2", "plain", rule=["module.{x*} => {x*}"])
     loaded = Path("plain/config.json")

@@ -51,7 +51,9 @@ def commit(repository: Path) -> str:
 
 def head(repository: Path) -> str:
     command = ["git", "rev-parse", "--short=8", "HEAD"]
-    return subprocess.run(command, cwd=repository, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=repository, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def evidence(repository: Path, *runs: str) -> subprocess.CompletedProcess[str]:
@@ -60,7 +62,11 @@ def evidence(repository: Path, *runs: str) -> subprocess.CompletedProcess[str]:
 
 
 def row(repository: Path, run: str) -> list[str]:
-    (line,) = [line for line in (repository / PAGE).read_text().splitlines() if line.startswith(f"| {run} | ")]
+    (line,) = [
+        line
+        for line in (repository / PAGE).read_text().splitlines()
+        if line.startswith(f"| {run} | ")
+    ]
     return line.strip("| ").split(" | ")[2:7]
 
 

@@ -14,7 +14,9 @@ PAGES = {"live.md": DOCS / "live.md", "api.md": DOCS / "api.md", "README.md": RO
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_examples_of_the_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_the_page_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGES[name].read_text(), re.MULTILINE | re.DOTALL)
     assert blocks

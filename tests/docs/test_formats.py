@@ -33,15 +33,23 @@ class Net(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = torch.nn.LayerNorm(600, bias=False), torch.nn.LayerNorm(600, bias=False)
+        self.up, self.down = (
+            torch.nn.LayerNorm(600, bias=False),
+            torch.nn.LayerNorm(600, bias=False),
+        )
 
 
 def _sharded(kind: str, run: Run, folder: Path) -> Path:
-    """Write shards with ckpttool; `tests/formats` compares them with shards that the libraries wrote."""
+    """Write shards with ckpttool; `tests/formats` compares them with shards that the libraries
+    wrote.
+    """
     save_file(STATE, folder / "whole.safetensors")
     out = folder / "shards" / INDEX.format(kind)
     out.parent.mkdir()
-    assert run("convert", folder / "whole.safetensors", "-o", out, "--max-shard-size", "3KB").status == 0
+    assert (
+        run("convert", folder / "whole.safetensors", "-o", out, "--max-shard-size", "3KB").status
+        == 0
+    )
     return out.parent
 
 
@@ -63,7 +71,10 @@ def _dcp(run: Run, folder: Path) -> Path:
 def _accelerate(run: Run, folder: Path) -> Path:
     """Write a folder like accelerate's; tests/formats/test_accelerate.py uses real ones."""
     dcp.save({"model": STATE}, checkpoint_id=folder / "run" / "pytorch_model_fsdp_0")
-    optimizer = {"state": {"up.weight": {"step": torch.ones(())}}, "param_groups": [{"params": ["up.weight"]}]}
+    optimizer = {
+        "state": {"up.weight": {"step": torch.ones(())}},
+        "param_groups": [{"params": ["up.weight"]}],
+    }
     dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "run" / "optimizer_0")
     return folder / "run"
 
@@ -96,22 +107,36 @@ RENAMED = ("--rule", r"re:(.*) => m.\1")  # a remap without changes is refused
 HEADS = ("format", "in JSON", "on disk", "remap from", "written", "in place", "by torchrun")
 
 
-def write_output(row: Format, ending: str, run: Run, folder: Path) -> tuple[Path, tuple[object, ...]] | None:
-    """Write an output with this ending; return it and the command if it has the format, else None."""
+def write_output(
+    row: Format, ending: str, run: Run, folder: Path
+) -> tuple[Path, tuple[object, ...]] | None:
+    """Write an output with this ending; return it and the command if it has the format, else
+    None.
+    """
     index = ending.endswith(".json")
-    name = INDEX.format(ending.split(".")[1]) if index else ending if ending == ".metadata" else f"out{ending}"
+    name = (
+        INDEX.format(ending.split(".")[1])
+        if index
+        else ending
+        if ending == ".metadata"
+        else f"out{ending}"
+    )
     out = folder / f"outputs{ending}" / name
     out.parent.mkdir()
     way = ("convert", "--max-shard-size", "2MB") if index else ("remap", *RENAMED)
     command = (way[0], folder / "plain.safetensors", *way[1:])
     done = run(*command, "-o", out)
     at = out.parent if row.folder and not out.is_dir() else out
-    return (out, command) if done.status == 0 and open_checkpoint(str(at)).format == row.name else None
+    return (
+        (out, command) if done.status == 0 and open_checkpoint(str(at)).format == row.name else None
+    )
 
 
 def written(row: Format, sample: Path, run: Run, folder: Path) -> tuple[str, str]:
     """Return how to request an output of the format, and whether ranks can write it together."""
-    save_file({key: value.repeat(700) for key, value in STATE.items()}, folder / "plain.safetensors")
+    save_file(
+        {key: value.repeat(700) for key, value in STATE.items()}, folder / "plain.safetensors"
+    )
     outputs = [write_output(row, ending, run, folder) for ending in row.endings]
     if outputs and outputs[0] is not None and all(outputs):
         return " ".join(f"`{ending}`" for ending in row.endings), by_ranks(run, *outputs[0])
@@ -121,7 +146,9 @@ def written(row: Format, sample: Path, run: Run, folder: Path) -> tuple[str, str
 
 
 def by_ranks(run: Run, alone: Path, command: tuple[object, ...]) -> str:
-    """Return "yes" if two ranks write the bytes of one process, or a DCP folder with equal tensors, else "no"."""
+    """Return "yes" if two ranks write the bytes of one process, or a DCP folder with equal tensors,
+    else "no".
+    """
     folder = alone.parent.with_name(f"{alone.parent.name}-by-ranks")
     folder.mkdir()
     done = run_ranks(folder, 2, *command, "-o", folder / alone.name)

@@ -14,7 +14,9 @@ import torch
 
 from places import DOCS
 
-LINES = re.findall(r"^# (.*)\n(ckpttool .* \| jq .*)$", (DOCS / "ci.md").read_text(encoding="utf-8"), re.MULTILINE)
+LINES = re.findall(
+    r"^# (.*)\n(ckpttool .* \| jq .*)$", (DOCS / "ci.md").read_text(encoding="utf-8"), re.MULTILINE
+)
 MODEL = """
 from torch import nn
 
@@ -45,6 +47,10 @@ def test_jq_command_prints_what_its_comment_says(about: str, line: str, tmp_path
     (tmp_path / "model.py").write_text(MODEL)
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PATH": places}
+        ["bash", "-c", line],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": places},
     )
     assert done.stdout.splitlines() == EXPECTED[about], done.stderr

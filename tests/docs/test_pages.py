@@ -1,4 +1,5 @@
-"""The pages are correct: command lines exist, the quickstart runs, and the image shows the output of the demo.
+"""The pages are correct: command lines exist, the quickstart runs, and the image shows the output
+of the demo.
 
 ``UPDATE_DOCS=1 make test ARGS=tests/docs/test_pages.py`` rewrites the outputs and the image.
 """
@@ -29,7 +30,11 @@ PLAIN = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "PYTHONWARNINGS": "igno
 @cache
 def help_of(command: str) -> str:
     done = subprocess.run(
-        [CKPTTOOL, *([command] if command else []), "--help"], capture_output=True, text=True, env=PLAIN, check=True
+        [CKPTTOOL, *([command] if command else []), "--help"],
+        capture_output=True,
+        text=True,
+        env=PLAIN,
+        check=True,
     )
     return done.stdout
 
@@ -67,14 +72,20 @@ def test_image_shows_the_output_of_the_demo(tmp_path: Path) -> None:
 def test_quickstart_runs(tmp_path: Path) -> None:
     needs_torch("2.7", "the layout that is written")
     text = QUICKSTART.read_text(encoding="utf-8")
-    ((name, source),) = re.findall(r'^```python title="([^"]*)"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
+    ((name, source),) = re.findall(
+        r'^```python title="([^"]*)"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL
+    )
     (tmp_path / name).write_text(source)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     (block,) = re.findall(r"^```console\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     new = ""
     for line in re.findall(r"^\$ (.*)$", block, re.MULTILINE):
         done = subprocess.run(
-            ["bash", "-c", line], capture_output=True, text=True, cwd=tmp_path, env={**PLAIN, "PATH": path}
+            ["bash", "-c", line],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**PLAIN, "PATH": path},
         )
         assert done.returncode == (1 if "diff train" in line else 0), done.stderr
         new += f"$ {line}\n{first_lines(done.stdout)}"
@@ -86,6 +97,8 @@ def test_quickstart_runs(tmp_path: Path) -> None:
 
 
 def test_contributing_names_existing_files() -> None:
-    named = re.findall(r"`((?:ckpttool|tests|docs)/[\w/.-]+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    named = re.findall(
+        r"`((?:ckpttool|tests|docs)/[\w/.-]+)`", (ROOT / "CONTRIBUTING.md").read_text()
+    )
     assert named
     assert [path for path in named if not (ROOT / path).exists()] == []

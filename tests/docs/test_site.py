@@ -1,4 +1,6 @@
-"""Links are valid in the repository and on the site that `make docs` builds, and the references are complete."""
+"""Links are valid in the repository and on the site that `make docs` builds, and the references are
+complete.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ def hooks() -> ModuleType:
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub and mkdocs make for the headings."""
-    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
-    return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    headings = re.findall(
+        r"^#+ (.*)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE
+    )
+    return {
+        re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -55,11 +61,18 @@ def test_every_link_is_valid(page: Path) -> None:
 
 def test_links_of_root_pages_are_rewritten_for_the_site() -> None:
     relinked = hooks().relinked
-    text = "[a](docs/rules.md#x) [b](CHANGELOG.md) [c](https://x.org/) [d](#h) [e](examples/demo.py) ![f](docs/f.svg)"
-    expected = "[a](rules.md#x) [b](changelog.md) [c](https://x.org/) [d](#h) [e](examples/demo.py) ![f](f.svg)"
+    text = (
+        "[a](docs/rules.md#x) [b](CHANGELOG.md) [c](https://x.org/) [d](#h)"
+        " [e](examples/demo.py) ![f](docs/f.svg)"
+    )
+    expected = (
+        "[a](rules.md#x) [b](changelog.md) [c](https://x.org/) [d](#h)"
+        " [e](examples/demo.py) ![f](f.svg)"
+    )
     assert relinked(text, "README.md") == expected
     assert (
-        relinked("[a](../benchmarks/README.md) [b](rules.md)", "docs/safety.md") == "[a](benchmarks.md) [b](rules.md)"
+        relinked("[a](../benchmarks/README.md) [b](rules.md)", "docs/safety.md")
+        == "[a](benchmarks.md) [b](rules.md)"
     )
 
 
@@ -67,7 +80,8 @@ def test_references_list_every_command_code_schema_and_name() -> None:
     site = hooks()
     assert {f"## ckpttool {name}" for name in COMMANDS} <= set(site.commands().splitlines())
     assert all(f"| `{code}` |" in site.codes() for code in CODES)
-    assert sum(line.startswith("| `") for line in markdown().splitlines()) == len(CODES)  # no code has two rows
+    # no code has two rows
+    assert sum(line.startswith("| `") for line in markdown().splitlines()) == len(CODES)
     assert all(code.fix.endswith((".", "?", "-")) for code in CODES.values())
     assert all(f"## {name}\n" in site.schemas() for name in OBJECTS)
     assert all(f".{name}\n" in site.python() + "\n" for name in ckpttool.__all__)
@@ -77,12 +91,22 @@ def test_references_list_every_command_code_schema_and_name() -> None:
 
 def test_data_files_are_packaged() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    (listed,) = re.findall(r"^\[tool\.setuptools\.package-data\]\nckpttool = \[(.*?)\]", project, re.M | re.S)
+    (listed,) = re.findall(
+        r"^\[tool\.setuptools\.package-data\]\nckpttool = \[(.*?)\]", project, re.M | re.S
+    )
     patterns = re.findall(r'"([^"]+)"', listed)
     package = ROOT / "ckpttool"
-    tracked = subprocess.run(["git", "ls-files", "ckpttool"], cwd=ROOT, capture_output=True, text=True, check=False)
-    others = [name.removeprefix("ckpttool/") for name in tracked.stdout.split() if not name.endswith(".py")]
-    assert [name for name in others if not any(fnmatch(name, pattern) for pattern in patterns)] == []
+    tracked = subprocess.run(
+        ["git", "ls-files", "ckpttool"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    others = [
+        name.removeprefix("ckpttool/")
+        for name in tracked.stdout.split()
+        if not name.endswith(".py")
+    ]
+    assert [
+        name for name in others if not any(fnmatch(name, pattern) for pattern in patterns)
+    ] == []
     assert all(list(package.glob(pattern)) for pattern in patterns)
 
 
@@ -99,7 +123,8 @@ def test_site_loads_nothing_from_the_network(tmp_path: Path) -> None:
         url
         for page in pages
         for url in re.findall(
-            r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=\"?(https?:[^\s\">]+)", page.read_text(encoding="utf-8")
+            r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=\"?(https?:[^\s\">]+)",
+            page.read_text(encoding="utf-8"),
         )
     ]
     assert len(pages) > 20

@@ -15,14 +15,22 @@ from safetensors.torch import save_file
 
 from places import DOCS
 
-SCRIPTS = re.findall(r"^```bash\n(.*?)^```", (DOCS / "tasks.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+SCRIPTS = re.findall(
+    r"^```bash\n(.*?)^```",
+    (DOCS / "tasks.md").read_text(encoding="utf-8"),
+    re.MULTILINE | re.DOTALL,
+)
 STEPS, DIGESTS = SCRIPTS
 
 
 def bash(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
-        ["bash", "-c", script], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
+        ["bash", "-c", script],
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
     )
 
 
@@ -31,7 +39,9 @@ def test_each_step_of_a_run_is_compared_with_the_one_before(tmp_path: Path) -> N
     for step, value in enumerate((1.0, 1.0, 2.0)):
         torch.save({"w": torch.full((2,), value)}, tmp_path / f"run/step-{step}.pt")
     done = bash(STEPS, tmp_path)
-    assert [line for line in done.stdout.splitlines() if line.startswith("changed")] == ["changed in run/step-2.pt"]
+    assert [line for line in done.stdout.splitlines() if line.startswith("changed")] == [
+        "changed in run/step-2.pt"
+    ]
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the script needs jq")

@@ -15,7 +15,21 @@ from doc_lines import command_lines
 from torchless import may_need_torch, torchless
 
 MODEL = {"encoder.0.weight": (3, 3), "encoder.0.bias": (3,), "layers.1.weight": (2, 3)}
-FILES = ("train", "old", "base", "left", "right", "ours", "theirs", "in", "plain", "out", "engine", "full", "whole")
+FILES = (
+    "train",
+    "old",
+    "base",
+    "left",
+    "right",
+    "ours",
+    "theirs",
+    "in",
+    "plain",
+    "out",
+    "engine",
+    "full",
+    "whole",
+)
 WEIGHTS = ("model", "in", "ten", "converted", "tied", "weights", "out")
 
 
@@ -50,7 +64,9 @@ def test_only_commands_that_run_model_code_import_torch(tmp_path: Path) -> None:
     statuses: Counter[int] = Counter()
     imported = []
     with torchless() as process:
-        for number, line in enumerate(line for line in lines if not may_need_torch(line) and "://" not in line):
+        for number, line in enumerate(
+            line for line in lines if not may_need_torch(line) and "://" not in line
+        ):
             folder = tmp_path / str(number)
             shutil.copytree(kept, folder)
             answer = process.run(line, folder)

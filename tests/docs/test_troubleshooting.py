@@ -1,4 +1,5 @@
-"""Every entry of docs/troubleshooting.md is correct: torch raises the message, and the commands print the lines.
+"""Every entry of docs/troubleshooting.md is correct: torch raises the message, and the commands
+print the lines.
 
 `UPDATE_DOCS=1 make test ARGS=tests/docs/test_troubleshooting.py` rewrites the lines.
 """
@@ -23,9 +24,15 @@ from places import DOCS, ROOT
 from torchless import Torchless, may_need_torch, torchless
 
 PAGE = DOCS / "troubleshooting.md"
-ENTRY = re.compile(r"^### (?P<heading>[^\n]*)\n<!-- (?P<setup>\w+) -->\n(?P<body>.*?)(?=^##|\Z)", re.M | re.S)
+ENTRY = re.compile(
+    r"^### (?P<heading>[^\n]*)\n<!-- (?P<setup>\w+) -->\n(?P<body>.*?)(?=^##|\Z)", re.M | re.S
+)
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.M | re.S)
-ANSWERS = re.compile(r"(reason|(partial )?fix( \(not tried\))?): "), re.compile("warning: "), re.compile("")
+ANSWERS = (
+    re.compile(r"(reason|(partial )?fix( \(not tried\))?): "),
+    re.compile("warning: "),
+    re.compile(""),
+)
 
 
 @pytest.fixture
@@ -61,7 +68,11 @@ def printed(line: str, run: Run, process: Torchless) -> str:
         done, has_torch = process.run(line, Path.cwd())
         assert not has_torch, f"ckpttool {line} imports torch"
     assert "internal error" not in done.err
-    lines = [line for line in f"{done.out}\n{done.err}".splitlines() if line.strip() and not is_echo(line)]
+    lines = [
+        line
+        for line in f"{done.out}\n{done.err}".splitlines()
+        if line.strip() and not is_echo(line)
+    ]
     if not done.err.startswith("error: "):
         *important, lines = ([line for line in lines if answer.match(line)] for answer in ANSWERS)
         lines = important[0] or important[1] or lines[:1]
@@ -70,7 +81,9 @@ def printed(line: str, run: Run, process: Torchless) -> str:
 
 @pytest.mark.usefixtures("folder")
 def test_page_shows_real_messages_and_output(run: Run) -> None:
-    pinned = re.findall(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    pinned = re.findall(
+        r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
     if torch.__version__.partition("+")[0] not in pinned:
         pytest.skip(f"the page shows the messages of torch {', '.join(pinned)}")
     text = PAGE.read_text(encoding="utf-8")
@@ -81,7 +94,9 @@ def test_page_shows_real_messages_and_output(run: Run) -> None:
         def shown(block: re.Match[str]) -> str:
             lines = re.findall(r"^\$ ckpttool (.*)$", block[1], re.M)
             return (
-                "```console\n" + "".join(f"$ ckpttool {line}\n{printed(line, run, process)}" for line in lines) + "```"
+                "```console\n"
+                + "".join(f"$ ckpttool {line}\n{printed(line, run, process)}" for line in lines)
+                + "```"
             )
 
         new = {}
@@ -89,7 +104,9 @@ def test_page_shows_real_messages_and_output(run: Run) -> None:
             message = raised(entry["setup"])
             quoted = re.findall(r"`([^`]+)`", entry["heading"]) if message else []
             assert bool(message) == entry["heading"].startswith("`"), (entry["heading"], message)
-            assert [part for whole in quoted for part in whole.split(" … ") if part not in message] == [], message
+            assert [
+                part for whole in quoted for part in whole.split(" … ") if part not in message
+            ] == [], message
             new[entry["body"]] = CONSOLE.sub(shown, entry["body"])
     if os.environ.get("UPDATE_DOCS"):
         for old, body in new.items():

@@ -1,4 +1,5 @@
-"""The table in wrapped.md is measured on the real wrappers, and docs/wrappers.md has some of its rows.
+"""The table in wrapped.md is measured on the real wrappers, and docs/wrappers.md has some of its
+rows.
 
 If a change is correct, update it with ``UPDATE_DOCS=1 make test ARGS=tests/docs/test_wrappers.py``.
 """
@@ -65,7 +66,9 @@ def peft_row(folder: Path) -> str:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(net(0), LoraConfig(target_modules=["block.0"]))
-    source, plain, back = (str(folder / f"{name}.pt") for name in ("peft", "peft-plain", "peft-back"))
+    source, plain, back = (
+        str(folder / f"{name}.pt") for name in ("peft", "peft-plain", "peft-back")
+    )
     torch.save(model.state_dict(), source)
     assert main(["remap", source, "--to", "serialized", "-o", plain]) == 0
     assert main(["remap", plain, "--to", "peft", "-o", back]) == 0
@@ -105,7 +108,12 @@ def lightning_row(folder: Path) -> str:
 
 def test_table_equals_the_names_of_real_wrappers(wrapped: Wrapped, tmp_path: Path) -> None:
     rows = [ranks_row(wrapped, form) for form in CHAINS + BLOCKS]
-    table = HEAD + "| --- " * len(COLUMNS) + "|\n" + "".join([*rows, peft_row(tmp_path), lightning_row(tmp_path)])
+    table = (
+        HEAD
+        + "| --- " * len(COLUMNS)
+        + "|\n"
+        + "".join([*rows, peft_row(tmp_path), lightning_row(tmp_path)])
+    )
     intro, _, shown = TABLE.read_text().partition(HEAD)
     if os.environ.get("UPDATE_DOCS"):
         TABLE.write_text(intro + table)

@@ -17,7 +17,9 @@ from ckpttool.io.pieces import read_all
 
 
 def entry(chance: random.Random, file: Path, tensor: torch.Tensor) -> TensorEntry:
-    """Return an entry whose storage is part of a file, or computed in chunks of which one is in the file."""
+    """Return an entry whose storage is part of a file, or computed in chunks of which one is in the
+    file.
+    """
     data = tensor.untyped_storage().tolist()
     begin = file.stat().st_size if file.exists() else 0
     with file.open("ab") as out:
@@ -26,18 +28,26 @@ def entry(chance: random.Random, file: Path, tensor: torch.Tensor) -> TensorEntr
     cut = chance.randrange(len(data) + 1)
     chunks: list[Part] = [Span(str(file), span.offset, cut), bytes(data[cut:])]
     storage = Storage(span if chance.random() < 0.5 else Lazy(len(data), lambda: chunks))
-    return TensorEntry("w", "int16", tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), storage)
+    return TensorEntry(
+        "w", "int16", tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), storage
+    )
 
 
 def numbers_in(storage: Storage) -> list[int]:
-    return torch.frombuffer(read_all(storage.data), dtype=torch.int16).tolist() if storage.nbytes else []
+    return (
+        torch.frombuffer(read_all(storage.data), dtype=torch.int16).tolist()
+        if storage.nbytes
+        else []
+    )
 
 
 def test_concatenated_pieces_match_torch(tmp_path: Path) -> None:
     for seed in range(60):
         chance = random.Random(seed)
         tensors = [
-            torch.randint(-9, 9, (12,), dtype=torch.int16)[chance.randrange(4) :][: chance.choice([0, 1, 4, 8])]
+            torch.randint(-9, 9, (12,), dtype=torch.int16)[chance.randrange(4) :][
+                : chance.choice([0, 1, 4, 8])
+            ]
             for _ in range(chance.randint(1, 4))
         ]
         entries = [entry(chance, tmp_path / str(seed), tensor) for tensor in tensors]
@@ -79,7 +89,9 @@ def test_windows_share_one_computation() -> None:
     tensor = in_row_major("w", "int16", (12, 10), Storage(Lazy(len(data), compute)))
     for ranks in (2, 5, 12):
         computed = 0
-        cuts = [concatenated([window(tensor, 120 * at // ranks, 120 // ranks)]) for at in range(ranks)]
+        cuts = [
+            concatenated([window(tensor, 120 * at // ranks, 120 // ranks)]) for at in range(ranks)
+        ]
         assert b"".join(bytes(read_all(cut.data)) for cut in cuts) == data
         assert computed == 1
     del cuts

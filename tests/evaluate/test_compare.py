@@ -42,7 +42,11 @@ def lazy(data: bytes, cuts: list[int]) -> Lazy:
 
 
 def test_fingerprints_agree_with_verify(tmp_path: Path) -> None:
-    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2), "c": torch.arange(6.0).reshape(2, 3).t()}
+    tensors = {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "b": torch.ones(2),
+        "c": torch.arange(6.0).reshape(2, 3).t(),
+    }
     torch.save(tensors, tmp_path / "one.pt")
     torch.save({**tensors, "b": torch.zeros(2), "d": torch.ones(1)}, tmp_path / "two.pt")
     one, two = (open_checkpoint(str(tmp_path / f"{name}.pt")) for name in ("one", "two"))
@@ -50,7 +54,10 @@ def test_fingerprints_agree_with_verify(tmp_path: Path) -> None:
     assert verify(two, fingerprints(one)) == verify(two, one)
     assert verify(one, fingerprints(two)) == verify(one, two)
     assert {problem.key for problem in verify(two, one)} == {"b", "d"}
-    assert {problem.problem for problem in verify(one, two)} == {"not in the output", "other bytes in the output"}
+    assert {problem.problem for problem in verify(one, two)} == {
+        "not in the output",
+        "other bytes in the output",
+    }
 
 
 def test_tensors_of_two_files_are_compared_by_kind_and_bytes(tmp_path: Path) -> None:
@@ -87,19 +94,34 @@ class Meaning(Payload):
 
 
 def entries(folder: Path) -> dict[str, list[TensorEntry | ExtraEntry]]:
-    """Return groups of entries with the same content: in files, in memory, as views, or as objects."""
+    """Return groups of entries with the same content: in files, in memory, as views, or as
+    objects.
+    """
     numbers = torch.tensor([[1.0, -2.0, 0.0], [4.0, 5.0, 6.0]])
 
     def strided(tensor: torch.Tensor, payload: object = None) -> TensorEntry:
-        whole = bytes(torch_eval.to_bytes(torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())))
+        whole = bytes(
+            torch_eval.to_bytes(torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()))
+        )
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         storage = Storage(Lazy(len(whole), lambda: [whole[:5], whole[5:]]))
-        return TensorEntry("w", dtype, shape, tensor.stride(), int(tensor.storage_offset()), storage, payload=payload)
+        return TensorEntry(
+            "w",
+            dtype,
+            shape,
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            storage,
+            payload=payload,
+        )
 
     def in_file(tensor: torch.Tensor, name: str) -> TensorEntry:
         path = folder / name
         path.write_bytes(b"before" + bytes(torch_eval.to_bytes(tensor)) + b"after")
-        return replace(strided(tensor), storage=Storage(Span(str(path), 6, tensor.numel() * tensor.element_size())))
+        return replace(
+            strided(tensor),
+            storage=Storage(Span(str(path), 6, tensor.numel() * tensor.element_size())),
+        )
 
     def packed(layout: str, payload: object, nbytes: int = 8) -> TensorEntry:
         return TensorEntry("w", "float32", (2, 3), (3, 1), 0, None, layout, nbytes, payload)
@@ -108,18 +130,35 @@ def entries(folder: Path) -> dict[str, list[TensorEntry | ExtraEntry]]:
     wide[1:3, 2:5] = numbers
     return {
         "numbers": [
-            *(strided(numbers), in_file(numbers, "a"), in_file(numbers, "b"), strided(wide[1:3, 2:5])),
-            *(strided(numbers.t().contiguous().t()), strided(torch.cat([torch.zeros(1, 3), numbers])[1:])),
+            *(
+                strided(numbers),
+                in_file(numbers, "a"),
+                in_file(numbers, "b"),
+                strided(wide[1:3, 2:5]),
+            ),
+            *(
+                strided(numbers.t().contiguous().t()),
+                strided(torch.cat([torch.zeros(1, 3), numbers])[1:]),
+            ),
         ],
-        "another number": [strided(numbers + torch.eye(2, 3)), in_file(numbers + torch.eye(2, 3), "c")],
+        "another number": [
+            strided(numbers + torch.eye(2, 3)),
+            in_file(numbers + torch.eye(2, 3), "c"),
+        ],
         "another zero": [strided(torch.where(numbers == 0, -0.0, numbers))],
         "the same bytes": [strided(numbers.view(torch.int32))],
         "another shape": [strided(numbers.reshape(3, 2)), in_file(numbers.reshape(3, 2), "d")],
         "in one row": [strided(numbers.reshape(1, 2, 3))],
-        "with a meaning": [strided(numbers, Meaning("metres")), strided(numbers.clone(), Meaning("metres"))],
+        "with a meaning": [
+            strided(numbers, Meaning("metres")),
+            strided(numbers.clone(), Meaning("metres")),
+        ],
         "with another meaning": [strided(numbers, Meaning("feet"))],
         "empty": [strided(torch.empty(0, 3)), in_file(torch.empty(0, 3), "e")],
-        "complex": [strided(torch.complex(numbers, numbers)), in_file(torch.complex(numbers, numbers), "f")],
+        "complex": [
+            strided(torch.complex(numbers, numbers)),
+            in_file(torch.complex(numbers, numbers), "f"),
+        ],
         "another complex": [strided(torch.complex(numbers, numbers + 1))],
         "without values": [packed("meta", None), packed("meta", None)],
         "sparse": [packed("sparse_coo", Content(b"a")), packed("sparse_coo", Content(b"a"))],
@@ -130,7 +169,10 @@ def entries(folder: Path) -> dict[str, list[TensorEntry | ExtraEntry]]:
         "another object": [ExtraEntry("w", Content(b"b"))],
         "a number": [ExtraEntry("w", value=3), ExtraEntry("w", value=3)],
         "a float": [ExtraEntry("w", value=3.0)],
-        "a list": [ExtraEntry("w", value=[1, {"a": None}]), ExtraEntry("w", value=[1, {"a": None}])],
+        "a list": [
+            ExtraEntry("w", value=[1, {"a": None}]),
+            ExtraEntry("w", value=[1, {"a": None}]),
+        ],
     }
 
 
@@ -152,8 +194,13 @@ def test_entries_with_equal_content_are_the_same(tmp_path: Path) -> None:
 def test_differing_elements_are_counted_for_every_dtype(dtype: str, tolerance: float) -> None:
     """Also for bits and half bytes, which torch cannot convert to numbers."""
     size = itemsize(dtype)
-    left, right = bytes(5 * size), bytes(2 * size) + bytes([1] * size) + bytes(size) + bytes([1] * size)
-    one, other = (in_row_major("w", dtype, (5,), Storage(lazy(data, [1, 3]))) for data in (left, right))
+    left, right = (
+        bytes(5 * size),
+        bytes(2 * size) + bytes([1] * size) + bytes(size) + bytes([1] * size),
+    )
+    one, other = (
+        in_row_major("w", dtype, (5,), Storage(lazy(data, [1, 3]))) for data in (left, right)
+    )
     if hasattr(torch, dtype):
         found = difference(one, other, tolerance, 0.0)
         assert found is not None
@@ -169,13 +216,19 @@ def test_unknown_content_is_never_the_same() -> None:
         ExtraEntry("w"),
         ExtraEntry("w", Content(None)),
     ]
-    for one in unknown[:4]:  # nothing proves that unknown content was written, even to a replaced file
-        section = Section("", "state_dict", *(((one,), ()) if isinstance(one, TensorEntry) else ((), (one,))))
+    # nothing proves that unknown content was written, even to a replaced file
+    for one in unknown[:4]:
+        section = Section(
+            "", "state_dict", *(((one,), ()) if isinstance(one, TensorEntry) else ((), (one,)))
+        )
         checkpoint = Checkpoint("a.pt", "torch_zip", 8, (section,))
         assert [problem.key for problem in verify(checkpoint, fingerprints(checkpoint))] == ["w"]
     for one, other in product(unknown, map(copy, unknown)):
         assert same_values(one, other) == (one.payload is not None and one.payload is other.payload)
-    empty, dense = replace(tensor, packed_bytes=0), replace(tensor, storage=Storage(Lazy(8, lambda: [bytes(8)])))
+    empty, dense = (
+        replace(tensor, packed_bytes=0),
+        replace(tensor, storage=Storage(Lazy(8, lambda: [bytes(8)]))),
+    )
     assert not any(same_values(*pair) for pair in permutations([tensor, empty, dense], 2))
 
 
@@ -184,9 +237,15 @@ def test_an_edit_in_place_is_verified(tmp_path: Path, name: str) -> None:
     """Bytes of the source are overwritten when the output is read back."""
     save_file({"long.x": torch.arange(6.0), "long.y": torch.ones(4)}, tmp_path / "in.safetensors")
     out = f"{tmp_path}/{name}" + ("/" if name == "shards" else "")
-    command = ["convert", "--max-shard-size", "30"] if name == "shards" else ["remap", "--rule", "long.x => long.z"]
+    command = (
+        ["convert", "--max-shard-size", "30"]
+        if name == "shards"
+        else ["remap", "--rule", "long.x => long.z"]
+    )
     assert main([command[0], str(tmp_path / "in.safetensors"), "-o", out, *command[1:]]) == 0
-    assert main(["remap", out.rstrip("/"), "--in-place", "--rule", "long.{k} => {k}", "--verify"]) == 0
+    assert (
+        main(["remap", out.rstrip("/"), "--in-place", "--rule", "long.{k} => {k}", "--verify"]) == 0
+    )
 
 
 KINDS: dict[str, Callable[[float], Any]] = {
@@ -213,7 +272,10 @@ KINDS: dict[str, Callable[[float], Any]] = {
 def test_diff_values_reports_different_content(kind: str, tmp_path: Path, run: Run) -> None:
     for name, value in (("one", 1.0), ("same", 1.0), ("other", 2.0)):
         torch.save({"weight": torch.ones(2), "odd": KINDS[kind](value)}, tmp_path / f"{name}.pt")
-    same, other = (run("diff", tmp_path / "one.pt", tmp_path / f"{n}.pt", "--values") for n in ("same", "other"))
+    same, other = (
+        run("diff", tmp_path / "one.pt", tmp_path / f"{n}.pt", "--values")
+        for n in ("same", "other")
+    )
     assert (same.status, other.status) == (0, 1)
     assert "odd" in other.out
     assert run("diff", tmp_path / "one.pt", tmp_path / "other.pt").status == 0  # without --values

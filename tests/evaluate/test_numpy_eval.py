@@ -1,4 +1,6 @@
-"""numpy_eval reads, casts and compares like torch: every bit pattern of small dtypes, random ones of others."""
+"""numpy_eval reads, casts and compares like torch: every bit pattern of small dtypes, random ones
+of others.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_every_dtype_with_numbers_is_supported() -> None:
     numbers = {
         name
         for name in named
-        if getattr(torch, name).is_complex or getattr(torch, name).is_floating_point or name in _INTEGERS
+        if getattr(torch, name).is_complex
+        or getattr(torch, name).is_floating_point
+        or name in _INTEGERS
     }
     assert set(NUMERIC) & set(named) == numbers - {"float4_e2m1fn_x2"}
 
@@ -63,16 +67,24 @@ def difference(left: torch.Tensor, right: torch.Tensor, rtol: float, atol: float
     a, b = left.to(wide), right.to(wide)
     equal = (a == b) | (a.isnan() & b.isnan())
     apart = (a - b).abs()
-    if left.dtype in (torch.int64, torch.uint64):  # float64 cannot hold all of them, but their distance
-        x, y = (t.view(torch.int64) ^ (0 if t.dtype == torch.int64 else -(1 << 63)) for t in (left, right))
+    # float64 cannot hold all of them, but their distance
+    if left.dtype in (torch.int64, torch.uint64):
+        x, y = (
+            t.view(torch.int64) ^ (0 if t.dtype == torch.int64 else -(1 << 63))
+            for t in (left, right)
+        )
         steps = torch.where(x > y, x - y, y - x)
         equal, apart = x == y, steps.double() + (steps < 0) * 2.0**64
-    close = equal | (apart.isfinite() & (apart <= atol + (rtol * b).abs())) if rtol or atol else equal
+    close = (
+        equal | (apart.isfinite() & (apart <= atol + (rtol * b).abs())) if rtol or atol else equal
+    )
     count = int((~close).sum())
     if not count:
         return None if rtol or atol else EQUAL
     far = torch.where(equal | ~apart.isfinite(), 0.0, apart).max().item()
-    text = f"{count:,} of {left.numel():,} elements differ" + (f", by {far:.3g} at most" if far else "")
+    text = f"{count:,} of {left.numel():,} elements differ" + (
+        f", by {far:.3g} at most" if far else ""
+    )
     counts = {
         "NaN in left": a.isnan().sum(),
         "infinite in left": a.isinf().sum(),
@@ -100,16 +112,26 @@ def test_differences_match_torch(dtype: str) -> None:
     tolerances = st.sampled_from([0.0, 1e-9, 0.01, 1.0, 1e30])
 
     @settings(max_examples=30)
-    @given(st.lists(st.tuples(patterns(dtype), patterns(dtype)), min_size=1, max_size=6), tolerances, tolerances)
+    @given(
+        st.lists(st.tuples(patterns(dtype), patterns(dtype)), min_size=1, max_size=6),
+        tolerances,
+        tolerances,
+    )
     def agree(pairs: list[tuple[bytes, bytes]], rtol: float, atol: float) -> None:
         left, right = (b"".join(side) for side in zip(*pairs))
         expected = difference(tensor(left, dtype), tensor(right, dtype), rtol, atol)
         found = difference_of_elements(dtype, cut(left), cut(right), rtol, atol)
         assert (found and found.text) == expected
         if found is not None and (rtol, atol) == (0.0, 0.0):
-            far, differing = sum(count for _, count in found.spread), found.text.partition(" of ")[0]
-            wide = dtype in ("float64", "int64", "uint64")  # float64 may round different values to the same one
-            assert differing.startswith("the") or (far <= int(differing) if wide else far == int(differing))
+            far, differing = (
+                sum(count for _, count in found.spread),
+                found.text.partition(" of ")[0],
+            )
+            # float64 may round different values to the same one
+            wide = dtype in ("float64", "int64", "uint64")
+            assert differing.startswith("the") or (
+                far <= int(differing) if wide else far == int(differing)
+            )
 
     agree()
 
@@ -140,8 +162,12 @@ def cut(data: bytes) -> list[bytes]:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_gathered_views_match_torch(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from([name for name in BY_NAME if hasattr(torch, name) and "x" not in name[4:]]))
+def test_gathered_views_match_torch(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    dtype = data.draw(
+        st.sampled_from([name for name in BY_NAME if hasattr(torch, name) and "x" not in name[4:]])
+    )
     size = itemsize(dtype)
     path = tmp_path_factory.getbasetemp() / f"elements-of-{size}"
     if not path.exists():  # the file is shared by all examples
@@ -149,10 +175,17 @@ def test_gathered_views_match_torch(tmp_path_factory: pytest.TempPathFactory, da
     shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))
     stride = tuple(data.draw(st.integers(0, 12)) for _ in shape)
     entry = TensorEntry(
-        "w", dtype, shape, stride, data.draw(st.integers(0, 9)), Storage(Span(str(path), 0, 200 * size))
+        "w",
+        dtype,
+        shape,
+        stride,
+        data.draw(st.integers(0, 9)),
+        Storage(Span(str(path), 0, 200 * size)),
     )
     numbers = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(200, size)
-    expected = numbers.as_strided((*shape, size), (*(s * size for s in stride), 1), entry.offset * size)
+    expected = numbers.as_strided(
+        (*shape, size), (*(s * size for s in stride), 1), entry.offset * size
+    )
     assert bytes(numpy_eval.gathered(entry)) == bytes(torch_eval.to_bytes(expected))
     tile = data.draw(st.integers(1, 100))
     with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +211,9 @@ assert count == 4 * side * side
 
 
 def test_a_large_matrix_is_transposed_in_tiles(tmp_path: Path) -> None:
-    """For a sparse file of 64 MiB, three tiles are in memory (read, reorder, pass on), besides Python and numpy."""
+    """For a sparse file of 64 MiB, three tiles are in memory (read, reorder, pass on), besides
+    Python and numpy.
+    """
     side, tile, path = 4096, 1 << 24, tmp_path / "zeros"
     with open(path, "wb") as file:
         file.truncate(4 * side * side)
@@ -192,7 +227,9 @@ FLOATS = ["float64", "float32", "float16", "bfloat16"]
 @pytest.mark.parametrize("new", FLOATS)
 @pytest.mark.parametrize("old", FLOATS)
 def test_casts_match_torch(old: str, new: str) -> None:
-    """Every pattern of two bytes; of larger dtypes special and random ones, and those half-way between two results."""
+    """Every pattern of two bytes; of larger dtypes special and random ones, and those half-way
+    between two results.
+    """
     size = itemsize(old)
     if size == 2:
         data = np.arange(1 << 16, dtype="<u2").tobytes()
@@ -201,7 +238,11 @@ def test_casts_match_torch(old: str, new: str) -> None:
         values = values * 2.0 ** torch.randint(-160, 140, values.shape)
         halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
         near = [halves.view(one).double() for one in (torch.float16, torch.bfloat16)]
-        half = [torch.nextafter(n, torch.tensor(float(way)).double()) for n in near for way in ("inf", "-inf")]
+        half = [
+            torch.nextafter(n, torch.tensor(float(way)).double())
+            for n in near
+            for way in ("inf", "-inf")
+        ]
         half += [(n[:-1] + n[1:]) / 2 for n in near]
         numbers = torch.cat([values, *near, *half]).to(getattr(torch, old))
         data = random.Random(1).randbytes(size << 14) + bytes(torch_eval.to_bytes(numbers))

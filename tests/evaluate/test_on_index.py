@@ -1,4 +1,6 @@
-"""Operators on the index give the values that torch computes, and leave everything else to torch."""
+"""Operators on the index give the values that torch computes, and leave everything else to
+torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ torch.set_num_threads(1)
 def entries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TensorEntry | ExtraEntry]:
     path = tmp_path_factory.mktemp("moved") / "in.pt"
     whole = torch.arange(60.0).reshape(3, 4, 5)
-    state = {"a": whole, "b": whole + 60, "t": whole.mT, "half": whole.half(), "row": whole[:1], "s": torch.tensor(1.0)}
+    state = {
+        "a": whole,
+        "b": whole + 60,
+        "t": whole.mT,
+        "half": whole.half(),
+        "row": whole[:1],
+        "s": torch.tensor(1.0),
+    }
     torch.save({**state, "sparse": torch.eye(2).to_sparse(), "number": 3}, path)
     return model_section(open_operand(str(path))).by_key()
 
@@ -79,7 +88,9 @@ EXPRESSIONS = {
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
-def test_values_on_the_index_match_torch(entries: dict[str, TensorEntry | ExtraEntry], name: str) -> None:
+def test_values_on_the_index_match_torch(
+    entries: dict[str, TensorEntry | ExtraEntry], name: str
+) -> None:
     entry, expected = (
         ops.on_index("x", EXPRESSIONS[name], entries),
         torch_eval.entry_of("x", EXPRESSIONS[name], entries),
@@ -118,12 +129,16 @@ LEFT_TO_TORCH = {
     "a range from the end": Op("aten.slice.Tensor", (A, 0, -2, 3)),
     "too many dimensions": Op("aten.permute.default", (A, (0, 1, 2, None))),
     "an inferred size of one element": reshape(Ref("s"), -1),
-    "a part of negative size": Op("getitem", (Op("aten.split_with_sizes.default", (A, (2, -1, 2))), 2)),
+    "a part of negative size": Op(
+        "getitem", (Op("aten.split_with_sizes.default", (A, (2, -1, 2))), 2)
+    ),
     "a part along a missing dimension": Op("getitem", (Op("aten.split.Tensor", (A, 2, 3)), 0)),
     "a missing part": Op("getitem", (Op("aten.split.Tensor", (A, 2)), 2)),
     "a part from the end": Op("getitem", (Op("aten.split.Tensor", (A, 2)), -1)),
     "parts of size zero": Op("getitem", (Op("aten.split.Tensor", (A, 0)), 0)),
-    "parts that do not add up": Op("getitem", (Op("aten.split_with_sizes.default", (A, (1, 1))), 0)),
+    "parts that do not add up": Op(
+        "getitem", (Op("aten.split_with_sizes.default", (A, (1, 1))), 0)
+    ),
     "zero chunks": Op("getitem", (Op("aten.chunk.default", (A, 0)), 0)),
     "another operator": Op("aten.neg.default", (A,)),
     "a cast to integers": cast(A, "int64"),
@@ -142,22 +157,37 @@ LEFT_TO_TORCH = {
 
 
 @pytest.mark.parametrize("name", LEFT_TO_TORCH)
-def test_other_operators_are_left_to_torch(entries: dict[str, TensorEntry | ExtraEntry], name: str) -> None:
+def test_other_operators_are_left_to_torch(
+    entries: dict[str, TensorEntry | ExtraEntry], name: str
+) -> None:
     assert ops.on_index("x", LEFT_TO_TORCH[name], entries) is None
 
 
-def apply_valid(chance: random.Random, node: Expression, value: torch.Tensor) -> tuple[Expression, torch.Tensor]:
+def apply_valid(
+    chance: random.Random, node: Expression, value: torch.Tensor
+) -> tuple[Expression, torch.Tensor]:
     """Apply a random valid operator to the node, and to its value with torch."""
     dim = chance.randrange(value.dim())
     length = value.shape[dim]
     start, end = sorted(chance.choices(range(length + 1), k=2))
-    kind = chance.choice(["narrow", "slice", "permute", "clone", "sizes", *["select", "split", "chunk"] * bool(length)])
+    kind = chance.choice(
+        [
+            "narrow",
+            "slice",
+            "permute",
+            "clone",
+            "sizes",
+            *["select", "split", "chunk"] * bool(length),
+        ]
+    )
     at = () if dim == 0 and chance.random() < 0.5 else (dim,)
     if kind == "narrow":
         return narrow(node, dim, start, end - start), value.narrow(dim, start, end - start)
     if kind == "slice":
         end += chance.choice([0, 0, 9])
-        return Op("aten.slice.Tensor", (node, dim, start, end)), torch.ops.aten.slice(value, dim, start, end)
+        return Op("aten.slice.Tensor", (node, dim, start, end)), torch.ops.aten.slice(
+            value, dim, start, end
+        )
     if kind == "permute":
         order = tuple(chance.sample(range(value.dim()), value.dim()))
         return Op("aten.permute.default", (node, order)), value.permute(order)
@@ -190,7 +220,10 @@ def test_random_valid_expressions_match_torch(entries: dict[str, TensorEntry | E
                 node, value = apply_valid(chance, node, value)
         entry = ops.on_index("x", node, entries)
         assert entry is not None, node
-        assert (entry.shape, torch.equal(torch_eval.load(entry), value)) == (tuple(value.shape), True), node
+        assert (entry.shape, torch.equal(torch_eval.load(entry), value)) == (
+            tuple(value.shape),
+            True,
+        ), node
 
 
 def random_expression(chance: random.Random, depth: int = 2) -> Expression:
@@ -202,7 +235,10 @@ def random_expression(chance: random.Random, depth: int = 2) -> Expression:
     order = tuple(chance.sample(range(-1, 4), chance.randint(1, 4)))
     shape = chance.choice([(60,), (4, 15), (-1, 5), (1, 20), (20, 1), (3, 0), (n, dim)])
     way = chance.choice(["split.Tensor", "chunk.default", "split_with_sizes.default"])
-    cut = (tuple(more[: chance.randint(1, 3)]) if "sizes" in way else n, *[dim] * chance.randint(0, 1))
+    cut = (
+        tuple(more[: chance.randint(1, 3)]) if "sizes" in way else n,
+        *[dim] * chance.randint(0, 1),
+    )
     return chance.choice(
         [
             narrow(of, dim, n, more[0]),
@@ -219,7 +255,9 @@ def random_expression(chance: random.Random, depth: int = 2) -> Expression:
     )
 
 
-def test_random_expressions_match_torch_or_are_left_to_it(entries: dict[str, TensorEntry | ExtraEntry]) -> None:
+def test_random_expressions_match_torch_or_are_left_to_it(
+    entries: dict[str, TensorEntry | ExtraEntry],
+) -> None:
     moved = 0
     for seed in range(1500):
         node = random_expression(random.Random(seed))
@@ -232,8 +270,12 @@ def test_random_expressions_match_torch_or_are_left_to_it(entries: dict[str, Ten
     assert moved > 100
 
 
-def test_results_beyond_the_limits_are_left_to_torch(entries: dict[str, TensorEntry | ExtraEntry]) -> None:
-    """The limit is twice the 240 bytes read, and each tensor counts once. Torch reports larger results."""
+def test_results_beyond_the_limits_are_left_to_torch(
+    entries: dict[str, TensorEntry | ExtraEntry],
+) -> None:
+    """The limit is twice the 240 bytes read, and each tensor counts once. Torch reports larger
+    results.
+    """
     with limited(Limits(made_bytes=1, made_times=2, made_parts=4)):
         assert ops.on_index("w", cat(0, A, A), entries) is not None
         assert ops.on_index("w", cat(0, A, A, A), entries) is None

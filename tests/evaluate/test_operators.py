@@ -1,4 +1,6 @@
-"""The list of allowed operators: each matches torch, and arguments that fail its check never reach a kernel."""
+"""The list of allowed operators: each matches torch, and arguments that fail its check never reach
+a kernel.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ LEAVES = {
 X, Y, INDEX, WHOLE, MASK = (Ref(name) for name in ("x", "y", "index", "whole", "mask"))
 FLOAT = Special("dtype", "float32")
 NEAREST = ("upsample_nearest", "_upsample_nearest_exact")
-# Arguments of operators that need more than one tensor, or two of one shape: by overload first, then by packet.
+# Arguments of operators that need more than one tensor, or two of one shape: by overload first,
+# then by packet.
 ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "transpose": (X, 0, 1), "permute": (X, (1, 0)), "movedim.int": (X, 0, 1), "movedim.intlist": (X, (0,), (1,)),
     "swapaxes": (X, 0, 1), "view": (X, (4, 3)), "view.dtype": (X, Special("dtype", "int32")),
@@ -113,7 +116,11 @@ def example(name: str) -> Op:
         first = WHOLE if packet.startswith(BITS) else MASK if packet.startswith("nonzero") else X
         schema = getattr(getattr(torch.ops.aten, packet), overload)._schema
         kinds = [str(arg.real_type) for arg in schema.arguments if not arg.has_default_value()]
-        known = {"Tensor": first, "number": 2 if packet.startswith(BITS) else 2.0, "List[Tensor]": (first, Y)}
+        known = {
+            "Tensor": first,
+            "number": 2 if packet.startswith(BITS) else 2.0,
+            "List[Tensor]": (first, Y),
+        }
         args = tuple(known[kind] for kind in kinds)
     keywords = KEYWORDS.get(f"{packet}.{overload}") or KEYWORDS.get(packet, {})
     return Op(name, args, tuple(keywords.items()))
@@ -155,7 +162,9 @@ def _flat(args: Iterable[Any]) -> Iterable[Any]:
 
 
 def kernels_run_by(node: Op) -> list[str]:
-    """Return the kernels that ran before the expression was refused; the error must name the operator."""
+    """Return the kernels that ran before the expression was refused; the error must name the
+    operator.
+    """
     with Kernels() as kernels, pytest.raises(Refused, match="does not fit") as refused:
         evaluate(node, LEAVES.__getitem__)
     assert node.op in refused.value.message
@@ -175,7 +184,9 @@ def test_each_operator_matches_torch_and_refuses_arguments_of_another_type(name:
         assert not kernels_run_by(Op(name, (bad, *node.args[1:]), node.kwargs))
     assert not kernels_run_by(Op(name, (), node.kwargs))
     assert not kernels_run_by(Op(name, node.args, (*node.kwargs, ("nonsense", 1))))
-    assert not node.args or not kernels_run_by(Op(name, node.args, ((first_name(name), node.args[0]), *node.kwargs)))
+    assert not node.args or not kernels_run_by(
+        Op(name, node.args, ((first_name(name), node.args[0]), *node.kwargs))
+    )
     assert not kernels_run_by(Op(name, (*node.args, *([1] * 20)), node.kwargs))
 
 
@@ -193,12 +204,20 @@ OUTSIDE: dict[str, Op] = {
     "as_strided beyond its tensor": Op("aten.as_strided.default", (X, (13,), (1,), 0)),
     "as_strided before its tensor": Op("aten.as_strided.default", (X, (2,), (-1,), 1)),
     "as_strided from an offset past its tensor": Op("aten.as_strided.default", (X, (1,), (1,), 12)),
-    "as_strided of a part, beyond it": Op("aten.as_strided.default", (Op("aten.select.int", (X, 0, 0)), (5,), (1,), 0)),
-    "as_strided with sums that overflow": Op("aten.as_strided.default", (X, (2**62, 2), (4, 2**62), 0)),
-    "as_strided_scatter beyond its tensor": Op("aten.as_strided_scatter.default", (X, X, (13,), (1,), 0)),
+    "as_strided of a part, beyond it": Op(
+        "aten.as_strided.default", (Op("aten.select.int", (X, 0, 0)), (5,), (1,), 0)
+    ),
+    "as_strided with sums that overflow": Op(
+        "aten.as_strided.default", (X, (2**62, 2), (4, 2**62), 0)
+    ),
+    "as_strided_scatter beyond its tensor": Op(
+        "aten.as_strided_scatter.default", (X, X, (13,), (1,), 0)
+    ),
     "too many parts": Op("aten.unbind.int", (Op("aten.zeros.default", ((1 << 40, 0),)),)),
     "parts of size zero": Op("aten.split.Tensor", (X, 0)),
-    "the lowest integer divided": Op("aten.div.Tensor_mode", (MIN_INT64, index_of(-1)), (("rounding_mode", "trunc"),)),
+    "the lowest integer divided": Op(
+        "aten.div.Tensor_mode", (MIN_INT64, index_of(-1)), (("rounding_mode", "trunc"),)
+    ),
     "the remainder of the lowest integer": Op("aten.fmod.Scalar", (MIN_INT64, -1)),
     "integers divided by zero": Op("aten.floor_divide.default", (WHOLE, index_of(0))),
     "an index past the end": Op("aten.index.Tensor", (X, (index_of(3),))),
@@ -207,13 +226,23 @@ OUTSIDE: dict[str, Op] = {
     "a scattered position past the end": Op(
         "aten.scatter.value", (X, 0, Op("aten.reshape.default", (index_of(3), (1, 1))), 1.0)
     ),
-    "an interpolation of no elements": Op("aten.upsample_linear1d.default", (Ref("nothing"), (4,), True)),
+    "an interpolation of no elements": Op(
+        "aten.upsample_linear1d.default", (Ref("nothing"), (4,), True)
+    ),
     "the lowest integer as a number": Op("aten.floor_divide.default", (-(2**63), index_of(-1))),
     "a dtype that is a number": Op("aten._to_copy.default", (X,), (("dtype", 6),)),
-    "a factor close to zero": Op("aten.upsample_nearest2d.default", (Ref("image"), (8, 8), 1e-320, 1e-320)),
-    "a factor that reaches outside": Op("aten._upsample_bicubic2d_aa.default", (Ref("image"), (8, 8), False, 90.0)),
-    "a dtype without arithmetic": Op("aten._to_copy.default", (X,), (("dtype", Special("dtype", "qint8")),)),
-    "a sparse layout": Op("aten._to_copy.default", (X,), (("layout", Special("layout", "sparse_coo")),)),
+    "a factor close to zero": Op(
+        "aten.upsample_nearest2d.default", (Ref("image"), (8, 8), 1e-320, 1e-320)
+    ),
+    "a factor that reaches outside": Op(
+        "aten._upsample_bicubic2d_aa.default", (Ref("image"), (8, 8), False, 90.0)
+    ),
+    "a dtype without arithmetic": Op(
+        "aten._to_copy.default", (X,), (("dtype", Special("dtype", "qint8")),)
+    ),
+    "a sparse layout": Op(
+        "aten._to_copy.default", (X,), (("layout", Special("layout", "sparse_coo")),)
+    ),
 }
 
 
@@ -225,7 +254,9 @@ def test_arguments_outside_of_the_tensor_are_refused(name: str) -> None:
 def test_integers_of_a_file_are_divided(tmp_path: Path) -> None:
     (tmp_path / "w").write_bytes(torch.tensor([7, -8, 9, 2]).numpy().tobytes())
     storage = Storage(Span(str(tmp_path / "w"), 0, 32))
-    entries = {key: TensorEntry(key, "int64", (2,), (1,), at, storage) for key, at in (("w", 0), ("by", 2))}
+    entries = {
+        key: TensorEntry(key, "int64", (2,), (1,), at, storage) for key, at in (("w", 0), ("by", 2))
+    }
     result = entry_of("new", Op("aten.floor_divide.default", (Ref("w"), Ref("by"))), entries)
     assert load(result).tolist() == [0, -4]
 
@@ -256,7 +287,8 @@ TOO_LARGE: dict[str, Op] = {
     "an expansion": Op("aten.expand.default", (Ref("row"), (1 << 40, 4))),
     "a repetition": Op("aten.repeat.default", (X, (1 << 30, 1))),
     "an outer product": Op(
-        "aten.outer.default", (Op("aten.ones.default", ((1 << 20,),)), Op("aten.ones.default", ((1 << 20,),)))
+        "aten.outer.default",
+        (Op("aten.ones.default", ((1 << 20,),)), Op("aten.ones.default", ((1 << 20,),))),
     ),
     "a tensor joined to itself": Op(
         "aten.cat.default", ((Op("aten.expand.default", (Ref("row"), (1 << 25, 4))),) * 3,)
@@ -292,7 +324,9 @@ def stored(folder: Path, count: int = 4) -> Checkpoint:
     path = folder / "two.bin"
     path.write_bytes(torch.tensor([1.0] * count + [9.0] * count).numpy().tobytes())
     entries = tuple(
-        TensorEntry(key, "float32", (count,), (1,), at * count, Storage(Span(str(path), 0, 8 * count)))
+        TensorEntry(
+            key, "float32", (count,), (1,), at * count, Storage(Span(str(path), 0, 8 * count))
+        )
         for at, key in enumerate(("own", "secret"))
     )
     return Checkpoint(str(path), "torch_zip", 8 * count, (Section("", "state_dict", entries),))
@@ -300,7 +334,8 @@ def stored(folder: Path, count: int = 4) -> Checkpoint:
 
 def test_all_forbidden_operators_of_a_plan_are_reported(tmp_path: Path) -> None:
     outputs = tuple(
-        Output("", key, Op(f"aten.{key}.default", (Ref("own"), Ref("secret")))) for key in ("save", "_cdist")
+        Output("", key, Op(f"aten.{key}.default", (Ref("own"), Ref("secret"))))
+        for key in ("save", "_cdist")
     )
     with pytest.raises(CkptError, match="not an operator that a plan may hold") as refused:
         apply(Plan(outputs), stored(tmp_path))
@@ -318,7 +353,10 @@ def test_all_values_that_cannot_be_computed_are_reported(tmp_path: Path) -> None
         "c": Op("aten.narrow.default", (own, 0, 3, 2)),
     }
     with pytest.raises(Refused, match="some values cannot be computed") as refused:
-        apply(Plan(tuple(Output("", key, source) for key, source in sources.items())), stored(tmp_path))
+        apply(
+            Plan(tuple(Output("", key, source) for key, source in sources.items())),
+            stored(tmp_path),
+        )
     assert [problem.key for problem in refused.value.problems] == ["a", "c"]
 
 
@@ -333,11 +371,16 @@ def test_a_view_cannot_read_other_bytes_of_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("view", ["a part", "a transpose"])
 def test_as_strided_counts_elements_of_its_tensor(view: str) -> None:
-    source = Op("aten.slice.Tensor", (X, 0, 1, 3)) if view == "a part" else Op("aten.t.default", (X,))
+    source = (
+        Op("aten.slice.Tensor", (X, 0, 1, 3)) if view == "a part" else Op("aten.t.default", (X,))
+    )
     elements = torch_value(source).clone(memory_format=torch.contiguous_format)
     found = evaluate(Op("aten.as_strided.default", (source, (2, 2), (3, 1), 2)), LEAVES.__getitem__)
     assert torch.equal(found, elements.as_strided((2, 2), (3, 1), 2))
-    changed = Op("aten.as_strided_scatter.default", (source, Op("aten.zeros.default", ((2,),)), (2,), (3,), 1))
+    changed = Op(
+        "aten.as_strided_scatter.default",
+        (source, Op("aten.zeros.default", ((2,),)), (2,), (3,), 1),
+    )
     expected = elements.clone()
     expected.as_strided((2,), (3,), 1).zero_()
     assert torch.equal(evaluate(changed, LEAVES.__getitem__), expected)

@@ -1,4 +1,6 @@
-"""`inspect --stats` matches torch, in bounded memory, and without torch for dtypes that numpy knows."""
+"""`inspect --stats` matches torch, in bounded memory, and without torch for dtypes that numpy
+knows.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,16 @@ FLOATS = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 )
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.bool)
+INTEGERS = (
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.bool,
+)
 
 
 def stats_of(tensor: torch.Tensor) -> Statistics:
@@ -44,10 +55,14 @@ def expected(tensor: torch.Tensor) -> Statistics:
     wide = tensor.double().reshape(-1)
     finite = wide[wide.isfinite()]
     low, high, mean = (
-        (finite.min().item(), finite.max().item(), finite.mean().item()) if finite.numel() else (None,) * 3
+        (finite.min().item(), finite.max().item(), finite.mean().item())
+        if finite.numel()
+        else (None,) * 3
     )
     zeros, nan, inf = (int(hits.sum()) for hits in (wide == 0, wide.isnan(), wide.isinf()))
-    return Statistics(low, high, mean, zeros, nan, inf, hashlib.sha256(bytes(data.tolist())).hexdigest())
+    return Statistics(
+        low, high, mean, zeros, nan, inf, hashlib.sha256(bytes(data.tolist())).hexdigest()
+    )
 
 
 def alike(one: Statistics, other: Statistics) -> bool:
@@ -60,7 +75,9 @@ def alike(one: Statistics, other: Statistics) -> bool:
 
 @settings(max_examples=100)
 @given(st.sampled_from(FLOATS + INTEGERS), st.binary(max_size=96), st.booleans())
-def test_statistics_of_random_bits_match_torch(dtype: torch.dtype, data: bytes, transposed: bool) -> None:
+def test_statistics_of_random_bits_match_torch(
+    dtype: torch.dtype, data: bytes, transposed: bool
+) -> None:
     if dtype == torch.bool:
         data = bytes(byte & 1 for byte in data)
     size = dtype.itemsize
@@ -69,7 +86,9 @@ def test_statistics_of_random_bits_match_torch(dtype: torch.dtype, data: bytes, 
     tensor = tensor.reshape(-1, 2)
     tensor = tensor.t() if transposed else tensor
     wide = tensor.double()
-    if wide.isfinite().any() and wide[wide.isfinite()].abs().max() > (2**53 if dtype in INTEGERS else 1e300):
+    if wide.isfinite().any() and wide[wide.isfinite()].abs().max() > (
+        2**53 if dtype in INTEGERS else 1e300
+    ):
         return  # the sum overflows, or torch rounds and Python does not
     assert alike(stats_of(tensor), expected(tensor))
 
@@ -82,12 +101,20 @@ def test_statistics_of_several_chunks_match_torch(tmp_path: Path) -> None:
 
 def test_complex_numbers_have_only_a_hash() -> None:
     found = stats_of(torch.zeros(2, dtype=torch.complex64))
-    assert found == Statistics(None, None, None, None, None, None, hashlib.sha256(bytes(16)).hexdigest())
+    assert found == Statistics(
+        None, None, None, None, None, None, hashlib.sha256(bytes(16)).hexdigest()
+    )
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
-def test_inspect_stats_shows_statistics(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = {"good": torch.tensor([1.0, -3.0]), "nan": torch.tensor([float("nan"), 2.0]), "zero": torch.zeros(4)}
+def test_inspect_stats_shows_statistics(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {
+        "good": torch.tensor([1.0, -3.0]),
+        "nan": torch.tensor([float("nan"), 2.0]),
+        "zero": torch.zeros(4),
+    }
     state |= {
         "step": torch.zeros(()),
         "rest": torch.tensor([0.0, 0.0, float("inf")]),
@@ -121,7 +148,9 @@ def test_inspect_stats_shows_statistics(name: str, tmp_path: Path, capsys: pytes
     assert stats["good"]["sha256"][:12] in shown.out
 
 
-def test_without_stats_no_values_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_stats_no_values_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.save({"nan": torch.tensor([float("nan")] * 2)}, tmp_path / "w.pt")
     assert main(["inspect", str(tmp_path / "w.pt"), "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -129,8 +158,13 @@ def test_without_stats_no_values_are_reported(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_statistics_do_not_import_torch(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(3), "b": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "w.safetensors")
-    code = "import sys; from ckpttool.cli.app import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    save_file(
+        {"a": torch.ones(3), "b": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "w.safetensors"
+    )
+    code = (
+        "import sys; from ckpttool.cli.app import main; main(sys.argv[1:]); assert 'torch' not"
+        " in sys.modules"
+    )
     words = [sys.executable, "-c", code, "inspect", str(tmp_path / "w.safetensors"), "--stats"]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
 
@@ -139,12 +173,21 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     peaks = []
     for count in (1 << 10, 1 << 24):  # 64 MiB
         save_file({"w": torch.zeros(count)}, tmp_path / "w.safetensors")
-        command = [sys.executable, "-m", "ckpttool", "inspect", str(tmp_path / "w.safetensors"), "--stats"]
+        command = [
+            sys.executable,
+            "-m",
+            "ckpttool",
+            "inspect",
+            str(tmp_path / "w.safetensors"),
+            "--stats",
+        ]
         peaks.append(run_measured(command, tmp_path)[1])
     assert peaks[1] - peaks[0] < 32 << 20
 
 
-def notes_of(state: dict[str, torch.Tensor], path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def notes_of(
+    state: dict[str, torch.Tensor], path: Path, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
     torch.save(state, path)
     assert main(["inspect", str(path), "--format", "json"]) == 0
     notes: list[str] = notes_in(json.loads(capsys.readouterr().out))
@@ -152,11 +195,15 @@ def notes_of(state: dict[str, torch.Tensor], path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("count", [3, 8])
-def test_a_note_reports_partitioned_parameters(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_note_reports_partitioned_parameters(
+    count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """transformers#20082: ZeRO-3 saves placeholders of partitioned parameters."""
     state = {f"layers.{n}.self_attn.q_proj.weight": torch.ones(1) for n in range(count)}
     (note,) = notes_of(state, tmp_path / "w.pt", capsys)
-    assert note.startswith(f"{count} tensors of shape [1], as ZeRO-3 leaves parameters that it has partitioned (likely")
+    assert note.startswith(
+        f"{count} tensors of shape [1], as ZeRO-3 leaves parameters that it has partitioned (likely"
+    )
     whole = {f"layers.{n}.bias": torch.ones(4) for n in range(count)}
     weights = {f"layers.{n}.weight": torch.ones(1) for n in range(count)}
     (note,) = notes_of(weights | whole, tmp_path / "w.pt", capsys)

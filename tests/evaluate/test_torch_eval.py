@@ -1,4 +1,6 @@
-"""Evaluation of expressions, with torch as the oracle; operators that are not functions of tensors are refused."""
+"""Evaluation of expressions, with torch as the oracle; operators that are not functions of tensors
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,20 @@ def stored(tensor: torch.Tensor, folder: Path, key: str = "x") -> TensorEntry:
     path.write_bytes(b"-" * skipped + bytes(storage.tolist()))
     dtype = str(tensor.dtype).removeprefix("torch.")
     span = Span(str(path), skipped, storage.nbytes())
-    return TensorEntry(key, dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), Storage(span))
+    return TensorEntry(
+        key,
+        dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        Storage(span),
+    )
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return (left.dtype, left.shape) == (right.dtype, right.shape) and torch_eval.same_bits(left, right)
+    return (left.dtype, left.shape) == (right.dtype, right.shape) and torch_eval.same_bits(
+        left, right
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -44,7 +55,9 @@ def test_entries_keep_their_strides(tmp_path: Path, dtype: torch.dtype) -> None:
     for number, view in enumerate(views):
         entry = stored(view, tmp_path, f"x{number}")
         assert same(torch_eval.load(entry), view)
-        assert bytes(torch_eval.to_bytes(torch_eval.load(entry))) == bytes(torch_eval.to_bytes(view))
+        assert bytes(torch_eval.to_bytes(torch_eval.load(entry))) == bytes(
+            torch_eval.to_bytes(view)
+        )
 
 
 X = torch.arange(24, dtype=torch.float32).reshape(4, 6)
@@ -65,7 +78,11 @@ EXPRESSIONS: dict[str, tuple[Any, torch.Tensor]] = {
 def test_expressions_match_torch(tmp_path: Path, name: str) -> None:
     source, expected = EXPRESSIONS[name]
     entry = torch_eval.entry_of("new", source, {"x": stored(X, tmp_path)})
-    assert (entry.key, entry.shape, entry.dtype) == ("new", expected.shape, str(expected.dtype).removeprefix("torch."))
+    assert (entry.key, entry.shape, entry.dtype) == (
+        "new",
+        expected.shape,
+        str(expected.dtype).removeprefix("torch."),
+    )
     assert same(torch_eval.load(entry), expected.contiguous())
 
 
@@ -128,7 +145,9 @@ FORBIDDEN = [
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_other_operators_are_refused_by_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(CkptError, match="not an operator that a plan may hold") as refused:
-        torch_eval.entry_of("new", Op(name, (Ref("x"), str(tmp_path / "written"))), {"x": stored(X, tmp_path)})
+        torch_eval.entry_of(
+            "new", Op(name, (Ref("x"), str(tmp_path / "written"))), {"x": stored(X, tmp_path)}
+        )
     assert name in refused.value.message
     assert not (tmp_path / "written").exists()
 
@@ -158,9 +177,17 @@ def test_unknown_dtypes_and_lists_of_tensors_are_errors(tmp_path: Path) -> None:
     x = stored(X, tmp_path)
     cast = [
         (Op("aten._to_copy.default", (Ref("x"),), (("dtype", argument),)), x, "torch has no")
-        for argument in (Special("dtype", "save"), Special("dtype", "nowhere"), Special("complex", "two"))
+        for argument in (
+            Special("dtype", "save"),
+            Special("dtype", "nowhere"),
+            Special("complex", "two"),
+        )
     ]
-    unknown = (Op("aten.t.default", (Ref("x"),)), replace(x, dtype="float3"), "this torch has no dtype 'float3'")
+    unknown = (
+        Op("aten.t.default", (Ref("x"),)),
+        replace(x, dtype="float3"),
+        "this torch has no dtype 'float3'",
+    )
     for source, entry, message in (*cast, unknown, (SPLIT, x, "not a tensor")):
         with pytest.raises(CkptError, match=message):
             torch_eval.entry_of("new", source, {"x": entry})
@@ -175,7 +202,9 @@ def test_operators_on_entries_other_than_dense_tensors_are_refused() -> None:
 
 def test_an_unaligned_offset_of_a_wider_dtype_is_not_a_view(tmp_path: Path) -> None:
     entry = stored(torch.arange(9.0)[1:], tmp_path)
-    wide = torch_eval.entry_of("new", Op("aten.view.dtype", (Ref("x"), Special("dtype", "int64"))), {"x": entry})
+    wide = torch_eval.entry_of(
+        "new", Op("aten.view.dtype", (Ref("x"), Special("dtype", "int64"))), {"x": entry}
+    )
     assert wide.storage is not entry.storage
     assert same(torch_eval.load(wide), torch.arange(1.0, 9.0).view(torch.int64))
 
@@ -195,7 +224,9 @@ def test_arrange_keeps_bytes_between_values(tmp_path: Path) -> None:
 def test_overlapping_places_with_different_values_are_refused(tmp_path: Path) -> None:
     whole = stored(torch.zeros(4), tmp_path, "whole")
     assert whole.storage is not None
-    places = [TensorEntry(k, "float32", (3,), (1,), at, whole.storage) for k, at in (("a", 0), ("b", 1))]
+    places = [
+        TensorEntry(k, "float32", (3,), (1,), at, whole.storage) for k, at in (("a", 0), ("b", 1))
+    ]
     values = [stored(torch.full((3,), v), tmp_path, f"v{v}") for v in (1.0, 2.0)]
     data = torch_eval.arrange(whole.storage, list(zip(places, values))).data
     assert isinstance(data, Lazy)

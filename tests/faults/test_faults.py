@@ -1,7 +1,9 @@
-"""No data is lost: if any call fails or the process dies at any point, the output is the old or the new one.
+"""No data is lost: if any call fails or the process dies at any point, the output is the old or the
+new one.
 
-Reading commands do not write after a killed edit; they name the command that resolves it. `make test` tries a few fixed
-points of each scenario, and a few kinds of leftovers of each format; `make faults` (CKPTTOOL_FAULTS=all) tries all.
+Reading commands do not write after a killed edit; they name the command that resolves it. `make
+test` tries a few fixed points of each scenario, and a few kinds of leftovers of each format; `make
+faults` (CKPTTOOL_FAULTS=all) tries all.
 """
 
 from __future__ import annotations
@@ -90,10 +92,15 @@ def scripted(folder: Path) -> None:
 def sharded(folder: Path, name: str = "in", state: dict[str, torch.Tensor] = STATE) -> None:
     home = folder / name
     home.mkdir()
-    shards = {f"model-{i + 1:05}-of-{len(state):05}.safetensors": key for i, key in enumerate(state)}
+    shards = {
+        f"model-{i + 1:05}-of-{len(state):05}.safetensors": key for i, key in enumerate(state)
+    }
     for shard, key in shards.items():
         save_file({key: state[key]}, home / shard)
-    index = {"metadata": {"total_size": 1}, "weight_map": {key: shard for shard, key in shards.items()}}
+    index = {
+        "metadata": {"total_size": 1},
+        "weight_map": {key: shard for shard, key in shards.items()},
+    }
     (home / "model.safetensors.index.json").write_text(json.dumps(index))
     (home / "config.json").write_text("{}")
 
@@ -124,16 +131,24 @@ def program(folder: Path) -> None:
 
 CASES = {
     "safetensors, copied": Case(tensors, "remap in.safetensors -o out.safetensors"),
-    "safetensors, over another": Case(tensors_and_out, "remap in.safetensors -o out.safetensors --force"),
-    "safetensors, in place": Case(tensors, "remap in.safetensors --in-place", look="in.safetensors", journal=True),
+    "safetensors, over another": Case(
+        tensors_and_out, "remap in.safetensors -o out.safetensors --force"
+    ),
+    "safetensors, in place": Case(
+        tensors, "remap in.safetensors --in-place", look="in.safetensors", journal=True
+    ),
     "safetensors, undone": Case(edited, "undo in.safetensors", look="in.safetensors", journal=True),
-    "safetensors, verified": Case(tensors, "remap in.safetensors -o out.safetensors --verify --no-fsync"),
+    "safetensors, verified": Case(
+        tensors, "remap in.safetensors -o out.safetensors --verify --no-fsync"
+    ),
     "with a report": Case(tensors, "remap in.safetensors -o o.safetensors --report r.md"),
     "torch zip, in place": Case(zipped, "remap in.pt --in-place", look="in.pt", journal=True),
     "torch zip to safetensors": Case(zipped, "remap in.pt::model -o out.safetensors"),
     "torch legacy to torch zip": Case(legacy, "remap in.pt -o out.pt"),
     "torchscript": Case(scripted, "swap-weights in.pt new.pt -o out.pt"),
-    "program": Case(program, "swap-weights tagger-torch-2.9.1.pt2 weights-torch-2.9.1.pt -o out.pt2"),
+    "program": Case(
+        program, "swap-weights tagger-torch-2.9.1.pt2 weights-torch-2.9.1.pt -o out.pt2"
+    ),
     "sharded, copied": Case(sharded, "remap in -o out/"),
     "sharded, in place": Case(sharded, "remap in --in-place", look="in", journal=True),
     "sharded, undone": Case(sharded_edited, "undo in", look="in", journal=True),
@@ -163,13 +178,21 @@ def scenario(case: Case, template: Path) -> Scenario:
 def selected(request: pytest.FixtureRequest, function: str) -> list[str]:
     """Return the names of the selected cases of a test."""
     tests = [test for test in request.session.items if isinstance(test, pytest.Function)]
-    return [str(t.callspec.params["name"]) for t in tests if t.module is request.module and t.originalname == function]
+    return [
+        str(t.callspec.params["name"])
+        for t in tests
+        if t.module is request.module and t.originalname == function
+    ]
 
 
 def run_driver(name: str, **wanted: Any) -> dict[str, Any]:
     """Run the scenarios in one process, and return its results by name."""
     # in memory if possible, since the order of calls is tested; only a disk can move blocks
-    scratch = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) and not ALL_POINTS else None))
+    scratch = Path(
+        tempfile.mkdtemp(
+            dir="/dev/shm" if os.access("/dev/shm", os.W_OK) and not ALL_POINTS else None
+        )
+    )
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "support" / name)],
         input=json.dumps({**wanted, "scratch": str(scratch)}),
@@ -183,9 +206,13 @@ def run_driver(name: str, **wanted: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     names = selected(request, "test_output_is_the_old_or_the_new_one")
-    scenarios = {name: asdict(scenario(CASES[name], tmp_path_factory.mktemp("template"))) for name in names}
+    scenarios = {
+        name: asdict(scenario(CASES[name], tmp_path_factory.mktemp("template"))) for name in names
+    }
     return run_driver("fault_driver.py", scenarios=scenarios, points=POINTS)
 
 
@@ -233,10 +260,15 @@ def small_bins(work: Path) -> None:
     (work / "in" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
-# Format -> function that writes the files, options of the killed command, checkpoint to read afterwards.
+# Format -> function that writes the files, options of the killed command, checkpoint to read
+# afterwards.
 READ: dict[str, tuple[Callable[[Path], object], Sequence[str], str]] = {
     "safetensors": (small_tensors, RENAME, "in.safetensors"),
-    "torch zip": (lambda work: torch.save({"model": SMALL, "epoch": 3}, work / "in.pt"), RENAME, "in.pt"),
+    "torch zip": (
+        lambda work: torch.save({"model": SMALL, "epoch": 3}, work / "in.pt"),
+        RENAME,
+        "in.pt",
+    ),
     "sharded": (small_shards, RENAME, "in"),
     "sharded bin": (small_bins, RENAME, "in"),
     "dcp": (lambda work: distributed(work, state=SMALL), RENAME, "in"),
@@ -244,7 +276,9 @@ READ: dict[str, tuple[Callable[[Path], object], Sequence[str], str]] = {
 
 
 @pytest.fixture(scope="module")
-def readings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def readings(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     others = tmp_path_factory.mktemp("others")
     torch.save({"0.weight": torch.zeros(2, 2), "0.bias": torch.ones(2)}, others / "other.pt")
     (others / "net.py").write_text(

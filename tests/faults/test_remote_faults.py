@@ -20,7 +20,9 @@ from safetensors.torch import save_file
 from ckpttool.cli.app import main
 from remote_servers import s3_server
 
-pytestmark = pytest.mark.skipif(not (find_spec("s3fs") and find_spec("moto")), reason="s3fs or moto is not installed")
+pytestmark = pytest.mark.skipif(
+    not (find_spec("s3fs") and find_spec("moto")), reason="s3fs or moto is not installed"
+)
 
 ALL_POINTS = os.environ.get("CKPTTOOL_FAULTS") == "all"
 CHANGES = frozenset(
@@ -44,7 +46,11 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return the file system of a store with an empty bucket named ``bucket``."""
     import fsspec
 
-    for name, value in (("ACCESS_KEY_ID", "me"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
+    for name, value in (
+        ("ACCESS_KEY_ID", "me"),
+        ("SECRET_ACCESS_KEY", "x"),
+        ("DEFAULT_REGION", "us-east-1"),
+    ):
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     fsspec.filesystem("s3").clear_instance_cache()
@@ -57,7 +63,9 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class Failing:
-    """Count the requests that change the store; number `at` fails as if the store were overloaded."""
+    """Count the requests that change the store; number `at` fails as if the store were
+    overloaded.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from fsspec.asyn import sync_wrapper
@@ -84,7 +92,12 @@ def objects(fs: Any) -> dict[str, bytes]:
 
 CASES = {
     "file": ("in.safetensors", "s3://bucket/out.safetensors", (), ()),
-    "over another": ("in.safetensors", "s3://bucket/out.safetensors", ("old.safetensors",), ("--force",)),
+    "over another": (
+        "in.safetensors",
+        "s3://bucket/out.safetensors",
+        ("old.safetensors",),
+        ("--force",),
+    ),
     "folder": ("in.safetensors", "s3://bucket/out/", (), ("--max-shard-size", "200KB")),
 }
 
@@ -143,10 +156,16 @@ def test_signal_aborts_the_upload(bucket: Any, large: Path, number: signal.Signa
     line = [sys.executable, "-m", "ckpttool", "remap", str(large), *RENAME]
     for wait in (0.0, 0.1, 0.3, 0.7) if ALL_POINTS else (0.05,):
         process = subprocess.Popen(
-            [*line, "-o", "s3://bucket/out.safetensors", "--force"], stderr=subprocess.PIPE, text=True
+            [*line, "-o", "s3://bucket/out.safetensors", "--force"],
+            stderr=subprocess.PIPE,
+            text=True,
         )
         deadline = time.monotonic() + 60
-        while not bucket.list_multipart_uploads("bucket") and process.poll() is None and time.monotonic() < deadline:
+        while (
+            not bucket.list_multipart_uploads("bucket")
+            and process.poll() is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         time.sleep(wait)
         process.send_signal(number)

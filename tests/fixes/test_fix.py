@@ -63,7 +63,9 @@ WRAPPED = {
     "runtime": lambda net: dict(net.named_parameters()),
     "ddp": lambda net: {f"module.{key}": value for key, value in net.state_dict().items()},
     "compiled": lambda net: {f"_orig_mod.{key}": value for key, value in net.state_dict().items()},
-    "submodule": lambda net: {f"encoder.net.{key}": value for key, value in net.state_dict().items()},
+    "submodule": lambda net: {
+        f"encoder.net.{key}": value for key, value in net.state_dict().items()
+    },
 }
 
 
@@ -73,14 +75,18 @@ def test_model_loads_the_fixed_file(form: str, where: str, run: Run) -> None:
     net = model()
     torch.save(WRAPPED[form](net), "in.pt")
     before = Path("in.pt").read_bytes()
-    assert run("fix", "in.pt", "--model", "fix_net.py:Hidden", "-o", "out.pt", "--dry-run").status == 0
+    assert (
+        run("fix", "in.pt", "--model", "fix_net.py:Hidden", "-o", "out.pt", "--dry-run").status == 0
+    )
     assert not Path("out.pt").exists()
     out = ("-o", "out.pt") if where == "out" else ("--in-place",)
     done = run("fix", "in.pt", "--model", "fix_net.py:Hidden", *out, "--verify")
     assert done.status == 0, done.said
     other = model()
     other.load_state_dict(torch.load("out.pt" if where == "out" else "in.pt"), strict=True)
-    assert all(torch.equal(value, other.state_dict()[key]) for key, value in net.state_dict().items())
+    assert all(
+        torch.equal(value, other.state_dict()[key]) for key, value in net.state_dict().items()
+    )
     assert where == "in place" or Path("in.pt").read_bytes() == before
 
 
@@ -103,7 +109,11 @@ def test_matching_and_unfixable_files_are_refused(run: Run) -> None:
     torch.save(net.state_dict(), "good.pt")
     torch.save({**net.state_dict(), "head.weight": torch.ones(5, 5)}, "bad.pt")
     torch.save({"model": {"head.bias": torch.ones(2)}}, "less.pt")
-    for path, message in (("good.pt", "nothing to fix"), ("bad.pt", "head.weight"), ("less.pt", "head.weight")):
+    for path, message in (
+        ("good.pt", "nothing to fix"),
+        ("bad.pt", "head.weight"),
+        ("less.pt", "head.weight"),
+    ):
         done = run("fix", path, "--model", "fix_net.py:Hidden", "-o", "out.pt", "--report", "r.md")
         assert (done.status, message in done.err) == (1, True), done.said
         assert "ckpttool diff" in done.err
@@ -149,10 +159,14 @@ def test_hint_with_a_remap_option_includes_the_command(run: Run) -> None:
     done = run("fix", "in.pt", "--model", "tied.py:Tied", "-o", "out.safetensors")
     hint = " ".join(done.err.split()).partition("hint: ")[2]
     assert (done.status, hint.startswith("--keep-aliases keeps ")) == (1, True), done.said
-    assert run(*shlex.split(hint.partition("add it to: ckpttool ")[2]), "--keep-aliases").status == 0
+    assert (
+        run(*shlex.split(hint.partition("add it to: ckpttool ")[2]), "--keep-aliases").status == 0
+    )
     assert list(load_file("out.safetensors")) == ["embed.weight"]
     Path("out.pt").touch()
-    assert run("fix", "in.pt", "--model", "tied.py:Tied", "-o", "out.pt").err.endswith("or name another file\n")
+    assert run("fix", "in.pt", "--model", "tied.py:Tied", "-o", "out.pt").err.endswith(
+        "or name another file\n"
+    )
 
 
 def test_an_optimizer_is_fixed_with_its_model(run: Run) -> None:
@@ -250,7 +264,9 @@ def test_hint_names_a_separate_optimizer_file(run: Run) -> None:
     Path("step").mkdir()
     save_file(net.state_dict(), "step/model.safetensors")
     torch.save(optimizer.state_dict(), "step/optimizer.pt")
-    Path("opt.py").write_text("import torch\ndef adam(model): return torch.optim.AdamW(model.parameters())\n")
+    Path("opt.py").write_text(
+        "import torch\ndef adam(model): return torch.optim.AdamW(model.parameters())\n"
+    )
     done = run("diff", "step", "--model", "fix_net.py:Hidden", "--optimizer", "opt.py:adam")
     assert done.status == 2
     (hint,) = re.findall(r"name the file: ckpttool (.*)", " ".join(done.err.split()))

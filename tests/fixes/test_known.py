@@ -40,7 +40,9 @@ MODELS = Path(small_models.__file__)
 
 
 @pytest.fixture
-def diff_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Diff:
+def diff_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Diff:
     """Run a diff in a folder that has the models in ``model.py``, and return the JSON."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(MODELS, "model.py")
@@ -82,7 +84,10 @@ def test_a_models_arguments_are_in_the_command(diff_json: Diff) -> None:
 
 def test_printed_output_name_is_not_an_existing_file(diff_json: Diff) -> None:
     words = ("--model", "model.py:net", saved(with_prefix("module.", state_of(net()))))
-    assert [run_printed(fixes_in(diff_json(*words))[0]) for _ in range(2)] == ["a.serialized.pt", "a.serialized2.pt"]
+    assert [run_printed(fixes_in(diff_json(*words))[0]) for _ in range(2)] == [
+        "a.serialized.pt",
+        "a.serialized2.pt",
+    ]
 
 
 @pytest.mark.parametrize("form", ["serialized", "runtime"])
@@ -94,7 +99,9 @@ def test_a_model_next_to_a_loss(diff_json: Diff, form: str) -> None:
     words = ("--model", "model.py:hooked")
     found = diff_json(*words, saved({**with_prefix("net.", state), "loss.weight": torch.ones(2)}))
     assert [fix["complete"] for fix in found["fix"]] == [True]
-    assert "leaves out 1 entry of left that the model does not have: loss.weight" in " ".join(notes_in(found))
+    assert "leaves out 1 entry of left that the model does not have: loss.weight" in " ".join(
+        notes_in(found)
+    )
     hooked().load_state_dict(torch.load(run_printed(fixes_in(found)[0])), strict=True)
 
 
@@ -114,11 +121,16 @@ def test_no_submodule_is_chosen_if_several_match(diff_json: Diff, right: str) ->
 
 @pytest.mark.parametrize("right", ["model", "file"])
 @pytest.mark.parametrize("wrapper", ["", "module."])
-def test_shapes_decide_between_submodules_with_the_same_names(diff_json: Diff, right: str, wrapper: str) -> None:
+def test_shapes_decide_between_submodules_with_the_same_names(
+    diff_json: Diff, right: str, wrapper: str
+) -> None:
     plain = state_of(net())
     other = {key: torch.cat([value, value]) for key, value in plain.items()}
     left = saved(
-        with_prefix(wrapper, {**with_prefix("a.", other), **with_prefix("b.", plain), **with_prefix("c.", other)})
+        with_prefix(
+            wrapper,
+            {**with_prefix("a.", other), **with_prefix("b.", plain), **with_prefix("c.", other)},
+        )
     )
     words = (*(("--model", "model.py:net") if right == "model" else ()), left)
     words += (saved(plain, "plain.pt"),) if right == "file" else ()
@@ -136,11 +148,15 @@ def test_a_model_that_refuses_its_own_keys_gets_no_fix(diff_json: Diff, prefix: 
     with pytest.raises(RuntimeError, match="Unexpected key"):
         model.load_state_dict(model.state_dict())
     found = diff_json(
-        "--model", f"{MODELS.parent}/hook_zoo.py:partial_hook", saved(with_prefix(prefix, state_of(model)))
+        "--model",
+        f"{MODELS.parent}/hook_zoo.py:partial_hook",
+        saved(with_prefix(prefix, state_of(model))),
     )
     assert (found["identical"], fixes_in(found)) == (False, [])
     if not prefix:
-        assert {entry["code"] for entry in found["entries"] if entry["status"] == "unexpected"} == {"not-read-back"}
+        assert {entry["code"] for entry in found["entries"] if entry["status"] == "unexpected"} == {
+            "not-read-back"
+        }
 
 
 def test_fixes_do_not_depend_on_the_order_of_sets(diff_json: Diff) -> None:
@@ -148,12 +164,21 @@ def test_fixes_do_not_depend_on_the_order_of_sets(diff_json: Diff) -> None:
     plain = state_of(net())
     saved(plain, "plain.pt")
     saved({**with_prefix("old.", plain), **with_prefix("new.", state_of(net()))}, "two.pt")
-    saved({f"{key}_{index % 3}": value for index, (key, value) in enumerate(plain.items())}, "other.pt")
-    code = "from ckpttool.cli.app import main\nfor name in ('two.pt', 'other.pt'): main(['diff', name, 'plain.pt'])"
+    saved(
+        {f"{key}_{index % 3}": value for index, (key, value) in enumerate(plain.items())},
+        "other.pt",
+    )
+    code = (
+        "from ckpttool.cli.app import main\nfor name in ('two.pt', 'other.pt'): main(['diff',"
+        " name, 'plain.pt'])"
+    )
     outputs = set()
     for seed in "012":
         done = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
         )
         outputs.add((done.stdout, done.stderr))
     ((out, _),) = outputs
@@ -175,14 +200,20 @@ def test_extra_keys_are_reported_and_not_dropped(diff_json: Diff) -> None:
     found = diff_json("--model", "model.py:net", saved({**net().state_dict(), **more}))
     assert (fixes_in(found), found["summary"]["unexpected"]) == ([], 3)
     assert not any("--drop" in note for note in notes_in(found))
-    found = diff_json("--model", "model.py:net", saved(with_prefix("module.", {**net().state_dict(), **more})))
+    found = diff_json(
+        "--model", "model.py:net", saved(with_prefix("module.", {**net().state_dict(), **more}))
+    )
     assert PART in notes_in(found)
     assert set(torch.load(run_printed(fixes_in(found)[0]))) == {*net().state_dict(), *more}
 
 
 def test_keys_of_another_tree_are_not_dropped_while_others_are_missing(diff_json: Diff) -> None:
-    tree = {key.replace("layers.", "transformer.h."): value for key, value in net().state_dict().items()}
-    assert not any("--drop" in line for line in fixes_in(diff_json("--model", "model.py:net", saved(tree))))
+    tree = {
+        key.replace("layers.", "transformer.h."): value for key, value in net().state_dict().items()
+    }
+    assert not any(
+        "--drop" in line for line in fixes_in(diff_json("--model", "model.py:net", saved(tree)))
+    )
 
 
 @pytest.mark.parametrize("change", ["shape", "absent", "tree"])
@@ -196,15 +227,22 @@ def test_swap_that_would_be_refused_is_not_printed(diff_json: Diff, change: str)
     }[change]
     for words in ((), ("--model", "model.py:net")):
         found = diff_json(*words, saved(damaged), "p.pt2")
-        assert not any("swap-weights" in line or "--model MODEL" in line for line in fixes_in(found))
+        assert not any(
+            "swap-weights" in line or "--model MODEL" in line for line in fixes_in(found)
+        )
         assert fixes_in(found) or notes_in(found)
 
 
 @pytest.mark.parametrize("program_first", [False, True])
-def test_swap_of_constants_with_another_dtype_is_printed_and_works(diff_json: Diff, program_first: bool) -> None:
+def test_swap_of_constants_with_another_dtype_is_printed_and_works(
+    diff_json: Diff, program_first: bool
+) -> None:
     model = small_models.lifted()
     torch.export.save(torch.export.export(model, (torch.ones(1, 4),)), "p.pt2")
-    weights = {key: value.double() for key, value in {**model.state_dict(), "scale": torch.full((4,), 2.0)}.items()}
+    weights = {
+        key: value.double()
+        for key, value in {**model.state_dict(), "scale": torch.full((4,), 2.0)}.items()
+    }
     found = diff_json(*(("p.pt2", saved(weights)) if program_first else (saved(weights), "p.pt2")))
     (line,) = fixes_in(found)
     assert {"--constants", "--cast"} <= set(line.split())
@@ -213,7 +251,9 @@ def test_swap_of_constants_with_another_dtype_is_printed_and_works(diff_json: Di
     assert torch.equal(swapped(torch.ones(1, 4)), model(torch.ones(1, 4)) * 2)
 
 
-HIDING = {f"{first}.{first}_inner.w": torch.zeros(number + 1) for number, first in enumerate("abcd")}
+HIDING = {
+    f"{first}.{first}_inner.w": torch.zeros(number + 1) for number, first in enumerate("abcd")
+}
 HIDDEN = {f"{key[0]}.w": value for key, value in HIDING.items()}
 
 
@@ -223,7 +263,8 @@ HIDDEN = {f"{key[0]}.w": value for key, value in HIDING.items()}
         (HIDING, HIDDEN, "serialized"),
         (HIDDEN, HIDING, "exported"),
         ({**HIDING, "same": torch.ones(1)}, {**HIDDEN, "same": torch.ones(1)}, "serialized"),
-        ({**HIDING, "e.e_inner.n": 3}, {**HIDDEN, "e.n": 3}, "serialized"),  # not a tensor, hidden like the tensors
+        # not a tensor, hidden like the tensors
+        ({**HIDING, "e.e_inner.n": 3}, {**HIDDEN, "e.n": 3}, "serialized"),
         ({**HIDING, "a.a_inner.w": torch.zeros(7)}, HIDDEN, None),
         ({**HIDING, "a.a_inner.w": torch.zeros(1).half()}, HIDDEN, None),
         ({**HIDING, "e.w": torch.ones(9)}, HIDDEN, None),
@@ -247,17 +288,29 @@ def test_swap_is_printed_for_a_program_on_either_side(diff_json: Diff) -> None:
     for prefix in ("", "module._orig_mod."):
         weights = saved({prefix + key: value for key, value in state_of(model).items()})
         for sides in (("p.pt2", weights), (weights, "p.pt2")):
-            assert fixes_in(diff_json(*sides))[0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
+            assert fixes_in(diff_json(*sides))[0] == (
+                "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
+            )
 
 
 def test_wrapper_segments_do_not_change_the_pairs() -> None:
-    shapes = {"norm.w": (8,), "attn.w": (24, 8), "mlp.0.w": (32, 8), "mlp.0.b": (32,), "mlp.2.w": (8, 32)}
+    shapes = {
+        "norm.w": (8,),
+        "attn.w": (24, 8),
+        "mlp.0.w": (32, 8),
+        "mlp.0.b": (32,),
+        "mlp.2.w": (8, 32),
+    }
     left = {f"layers.1.layer.{key}": torch.ones(shape) for key, shape in shapes.items()}
     right = {key.replace(".layer.", "."): value for key, value in left.items()}
     plain = ckpttool.diff(left, right).inferred
     assert plain is not None
     assert len(plain.pairs) == len(shapes)
-    for left_prefix, right_prefix in (("", "module._orig_mod."), ("_orig_mod.", ""), ("module.", "_orig_mod.")):
+    for left_prefix, right_prefix in (
+        ("", "module._orig_mod."),
+        ("_orig_mod.", ""),
+        ("module.", "_orig_mod."),
+    ):
         sides = (
             {prefix + key: value for key, value in side.items()}
             for prefix, side in ((left_prefix, left), (right_prefix, right))
@@ -265,15 +318,22 @@ def test_wrapper_segments_do_not_change_the_pairs() -> None:
         found = ckpttool.diff(*sides).inferred
         assert found is not None
         pairs = [
-            ((left_prefix + pair.left[0],), (right_prefix + pair.right[0],), pair.evidence) for pair in plain.pairs
+            ((left_prefix + pair.left[0],), (right_prefix + pair.right[0],), pair.evidence)
+            for pair in plain.pairs
         ]
         assert [(pair.left, pair.right, pair.evidence) for pair in found.pairs] == pairs
 
 
 @pytest.mark.parametrize(("count", "by_file"), [(2, False), (3, True)])
-def test_rules_are_printed_if_they_fix_more_than_unwrapping(diff_json: Diff, count: int, by_file: bool) -> None:
-    """A few rules are options, more are written to a file, even if another command would fix some differences."""
-    left = {f"module.{'abcd'[n]}.w": torch.rand(2, n + 1) for n in range(count)} | {"module.z": torch.rand(5)}
+def test_rules_are_printed_if_they_fix_more_than_unwrapping(
+    diff_json: Diff, count: int, by_file: bool
+) -> None:
+    """A few rules are options, more are written to a file, even if another command would fix some
+    differences.
+    """
+    left = {f"module.{'abcd'[n]}.w": torch.rand(2, n + 1) for n in range(count)} | {
+        "module.z": torch.rand(5)
+    }
     right = {f"{'pqrs'[n]}.v{n}": torch.rand(2, n + 1) for n in range(count)} | {"z": torch.rand(5)}
     fix = fixes_in(diff_json(saved(left), saved(right, "b.pt")))
     assert [line.split()[1] for line in fix] == (["diff", "remap"] if by_file else ["remap"])
@@ -308,9 +368,12 @@ def test_in_memory_state_is_passed_as_like_object(diff_json: Diff) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "more"), [(1, ""), (3, ""), (4, "; and 1 problem more"), (6, "; and 3 problems more")]
+    ("missing", "more"),
+    [(1, ""), (3, ""), (4, "; and 1 problem more"), (6, "; and 3 problems more")],
 )
-def test_note_has_three_reasons_why_a_swap_would_be_refused(diff_json: Diff, missing: int, more: str) -> None:
+def test_note_has_three_reasons_why_a_swap_would_be_refused(
+    diff_json: Diff, missing: int, more: str
+) -> None:
     state = state_of(net())
     torch.export.save(torch.export.export(net(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
     absent = list(state)[:missing]
@@ -318,7 +381,9 @@ def test_note_has_three_reasons_why_a_swap_would_be_refused(diff_json: Diff, mis
     found = diff_json("--model", "model.py:net", saved(incomplete), "p.pt2")
     (note,) = (note for note in notes_in(found) if note.startswith("swap-weights would be refused"))
     assert f"the weights do not fit: {missing} problem" in note
-    assert [key in note for key in state] == [number < min(missing, 3) for number in range(len(state))]
+    assert [key in note for key in state] == [
+        number < min(missing, 3) for number in range(len(state))
+    ]
     assert note.endswith(f"{absent[:3][-1]}{more})")
 
 
@@ -361,16 +426,24 @@ def without_bias(module, state, prefix, meta): del state[prefix + "bias"]
         ("twin", None),  # saved under its first name
         ("both", "1 tensor is not in any key that state_dict() writes (b.weight), so no command"),
         ("alone", "1 tensor is not in any key that state_dict() writes (bias), so no command"),
-        ("three", "2 tensors are not in any key that state_dict() writes (a.bias, b.weight), so no command"),
+        (
+            "three",
+            "2 tensors are not in any key that state_dict() writes (a.bias, b.weight), so no"
+            " command",
+        ),
     ],
 )
-def test_tensors_that_a_model_does_not_save_are_reported(diff_json: Diff, name: str, message: str | None) -> None:
+def test_tensors_that_a_model_does_not_save_are_reported(
+    diff_json: Diff, name: str, message: str | None
+) -> None:
     Path("forgetful.py").write_text(FORGETFUL)
     found = diff_json("--model", f"forgetful.py:{name}")
     notes = [note for note in notes_in(found) if "not in any key that state_dict() writes" in note]
     assert [note.startswith(message or "") for note in notes] == ([True] if message else [])
     names_differ = [] if name == "alone" else ["remap"]
-    assert [line.split()[1] for line in fixes_in(found)] == (names_differ if message else ["swap-weights", "remap"])
+    assert [line.split()[1] for line in fixes_in(found)] == (
+        names_differ if message else ["swap-weights", "remap"]
+    )
 
 
 def test_placeholders_are_used_only_for_unknown_operands(diff_json: Diff) -> None:
@@ -381,7 +454,9 @@ def test_placeholders_are_used_only_for_unknown_operands(diff_json: Diff) -> Non
         assert "MODEL" not in line
         assert diff_json(run_printed(line), target)["identical"]
     torch.export.save(torch.export.export(hooked(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
-    assert fixes_in(diff_json(left, "p.pt2"))[0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
+    assert fixes_in(diff_json(left, "p.pt2"))[0] == (
+        "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
+    )
     known = fixes_in(diff_json("--model", "model.py:hooked", left, right))
     assert "MODEL" not in " ".join(known)
     assert diff_json(run_printed(known[0]), right)["identical"]
@@ -427,7 +502,10 @@ def test_default_output_is_next_to_its_source(source: str, name: str) -> None:
 
 def test_output_of_a_folder_is_a_folder_if_it_can_hold_the_result(tmp_path: Path) -> None:
     (tmp_path / "v1.0").mkdir()
-    assert list(outputs(str(tmp_path / "v1.0"), "new")) == [f"{tmp_path}/v1.0.new/", f"{tmp_path}/v1.0.new.pt"]
+    assert list(outputs(str(tmp_path / "v1.0"), "new")) == [
+        f"{tmp_path}/v1.0.new/",
+        f"{tmp_path}/v1.0.new.pt",
+    ]
 
 
 def test_options_are_printed_as_command_line_words() -> None:
@@ -444,7 +522,9 @@ def test_options_are_printed_as_command_line_words() -> None:
 KEYS = ["a.0.w", "a.1.w", "a.0.lora_A.w", "b.lora_A", "odd[0].w", "x{y}.w", "c.d"]
 
 
-@pytest.mark.parametrize("dropped", [KEYS[2:4], KEYS[4:6], ["c.d"], ["a.0.w"], KEYS[:2], [*KEYS[2:6], "a.1.w"]])
+@pytest.mark.parametrize(
+    "dropped", [KEYS[2:4], KEYS[4:6], ["c.d"], ["a.0.w"], KEYS[:2], [*KEYS[2:6], "a.1.w"]]
+)
 def test_patterns_match_exactly_the_dropped_keys(dropped: list[str]) -> None:
     patterns = drops(dropped, set(KEYS) - set(dropped)) or ()
     assert {key for key in KEYS if any(matches(text, key) for text in patterns)} == set(dropped)
@@ -462,7 +542,9 @@ def test_prefixes() -> None:
 
 
 def test_the_fix_of_an_object_in_memory_is_a_python_call(diff_json: Diff) -> None:
-    """A command line cannot name the object. The printed call works if pasted with the caller's variable names."""
+    """A command line cannot name the object. The printed call works if pasted with the caller's
+    variable names.
+    """
     expected = saved(net().state_dict(), "b.pt")
     assert diff_json(expected, expected)["identical"]
     state = {f"model.{key}": value for key, value in net().state_dict().items()}
@@ -474,7 +556,12 @@ def test_the_fix_of_an_object_in_memory_is_a_python_call(diff_json: Diff) -> Non
         found = diff(state, **named)
         (line,) = found.fix
         assert not any(note.startswith("not tried") for note in found.notes)
-        names = {"ckpttool": ckpttool, "ckpt": state, "like": named.get("right"), "model": named.get("model")}
+        names = {
+            "ckpttool": ckpttool,
+            "ckpt": state,
+            "like": named.get("right"),
+            "model": named.get("model"),
+        }
         eval(line, names)
         (out,) = (path for path in Path().glob("checkpoint.*.pt"))
         assert diff(str(out), **named).identical

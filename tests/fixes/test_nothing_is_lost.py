@@ -1,6 +1,8 @@
-"""Every command that a diff prints runs unchanged, and its output holds the values of all input tensors.
+"""Every command that a diff prints runs unchanged, and its output holds the values of all input
+tensors.
 
-Only a command that takes one submodule for a model leaves out what is not below it, and a note names that.
+Only a command that takes one submodule for a model leaves out what is not below it, and a note
+names that.
 
 ``CKPTTOOL_FIXES=2000`` tries 2000 random pairs.
 """
@@ -89,20 +91,28 @@ def damage(state: State, rng: random.Random) -> State:
         state |= {f"{extra}.weight": torch.randn(2, 3), f"{extra}.bias": torch.randn(2)}
     if rng.random() < 0.3:
         removed = rng.choice([key.rpartition(".")[0] for key in state])
-        state = {key: value for key, value in state.items() if not key.startswith(f"{removed}.")} or state
+        state = {
+            key: value for key, value in state.items() if not key.startswith(f"{removed}.")
+        } or state
     if rng.random() < 0.3:  # different values for tied names
         state = {key: value.clone() + key.count("head") for key, value in state.items()}
     return state
 
 
 def draw_model(namespace: dict[str, Any], rng: random.Random) -> tuple[dict[str, Any], nn.Module]:
-    kwargs = {"layers": rng.choice([1, 2, 3]), "tied": rng.random() < 0.5, "hidden": rng.random() < 0.3}
+    kwargs = {
+        "layers": rng.choice([1, 2, 3]),
+        "tied": rng.random() < 0.5,
+        "hidden": rng.random() < 0.3,
+    }
     return kwargs, namespace["Net"](**kwargs)
 
 
 def state_of(model: nn.Module, rng: random.Random) -> State:
     if rng.random() < 0.3:
-        return {key: value.detach() for key, value in model.named_parameters(remove_duplicate=False)}
+        return {
+            key: value.detach() for key, value in model.named_parameters(remove_duplicate=False)
+        }
     return model.state_dict()
 
 
@@ -143,7 +153,11 @@ def test_printed_command_runs_and_keeps_every_value(
         if "MODEL" in parts:
             assert any("depends on MODEL" in note for note in notes_in(found))
             continue
-        assert main(parts) == (1 if parts[0] == "diff" else 0), (words, line, capsys.readouterr().err)
+        assert main(parts) == (1 if parts[0] == "diff" else 0), (
+            words,
+            line,
+            capsys.readouterr().err,
+        )
         if parts[0] == "remap":
             kept = values(read(parts[parts.index("-o") + 1]))
             lost = [value for value in actual if value not in kept]
@@ -151,7 +165,9 @@ def test_printed_command_runs_and_keeps_every_value(
                 (note,) = (note for note in notes_in(found) if "leaves out" in note)
                 prefix = parts[parts.index("--select") + 1]
                 state = read(left)
-                outside = {key: value for key, value in state.items() if f"{prefix}." not in f".{key}"}
+                outside = {
+                    key: value for key, value in state.items() if f"{prefix}." not in f".{key}"
+                }
                 assert all(value in values(outside) for value in lost), (words, line)
                 assert note.partition("model does not have: ")[2].split(", ")[0] in state
                 continue
@@ -171,7 +187,9 @@ def test_keys_without_a_counterpart_get_no_fix(
         found = json.loads(capsys.readouterr().out)
         assert found["summary"]["unexpected"] == 2
         assert not any("1.weight" in line or "--drop" in line for line in fixes_in(found))
-        assert any("1.weight, 1.bias" in note and "no fix is suggested" in note for note in notes_in(found))
+        assert any(
+            "1.weight, 1.bias" in note and "no fix is suggested" in note for note in notes_in(found)
+        )
 
 
 def test_command_for_tied_names_writes_a_format_that_can_hold_them(
@@ -181,7 +199,9 @@ def test_command_for_tied_names_writes_a_format_that_can_hold_them(
     Path("m.py").write_text(MODULE)
     state = nn.Module.state_dict(_tied())
     torch.save(state, "tied.pt")
-    save_file({key: value for key, value in state.items() if key != "head.weight"}, "tied.safetensors")
+    save_file(
+        {key: value for key, value in state.items() if key != "head.weight"}, "tied.safetensors"
+    )
     for left, right in (("tied.safetensors", "tied.pt"), ("tied.pt", "tied.safetensors")):
         assert main(["diff", left, right, "--format", "json"]) == 1
         found = json.loads(capsys.readouterr().out)
@@ -201,10 +221,12 @@ def _tied() -> nn.Module:
 
 
 REFUSED = {
-    "another model": (("remap", "two.pt", "--model", "torch.nn:Linear(in_features=4, out_features=4)",
+    "another model": (("remap", "two.pt", "--model", "torch.nn:Linear(in_features=4,"
+    " out_features=4)",
                           "-o", "out.pt"), "no name of this model"),
     "another model's": (("remap", "two.pt", "--model", "m.py:two", "--to-model", "m.py:one", "-o", "out.pt"), "do not"),
-    "format that holds tensors only": (("remap", "run.pt", "-o", "out.safetensors"), "holds tensors only"),
+    "format that holds tensors only": (("remap", "run.pt", "-o", "out.safetensors"), "holds"
+    " tensors only"),
 }  # fmt: skip
 
 

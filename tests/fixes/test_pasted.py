@@ -1,4 +1,6 @@
-"""Commands that were refused when pasted: files with code in other entries, optimizers, rules, folders, two files."""
+"""Commands that were refused when pasted: files with code in other entries, optimizers, rules,
+folders, two files.
+"""
 
 from __future__ import annotations
 
@@ -123,12 +125,20 @@ def test_rules_are_applied_with_what_the_optimizer_needs(
     done = run(*question, *(("--suggest", "rules.toml") if suggests else ()))
     assert done.data["fix"][-1]["complete"] is not more
     if more:  # what is left is named
-        assert any("2 keys missing from left (extra.weight, extra.bias)" in note for note in notes_in(done.data))
-        assert {key for one in done.data["unfixed"] for key in one["keys"]} == {"extra.weight", "extra.bias"}
+        assert any(
+            "2 keys missing from left (extra.weight, extra.bias)" in note
+            for note in notes_in(done.data)
+        )
+        assert {key for one in done.data["unfixed"] for key in one["keys"]} == {
+            "extra.weight",
+            "extra.bias",
+        }
     out = paste(run, done)
     content = torch.load(out)
     loaded = Lm(more=more)
-    missing = loaded.load_state_dict(content["model"] if with_optimizer else content, strict=not more).missing_keys
+    missing = loaded.load_state_dict(
+        content["model"] if with_optimizer else content, strict=not more
+    ).missing_keys
     assert missing == (["extra.weight", "extra.bias"] if more else [])
     assert torch.equal(loaded.layers[1].k.weight, state["layers.1.qkv.weight"][6:12])
 
@@ -156,7 +166,9 @@ class New(Net):
     exec(source, scope)
     models = {"old": Net(), "new": scope["New"]()}
     for name, model in models.items():
-        torch.save({"model": model.state_dict(), "optimizer": stepped(model).state_dict()}, f"{name}.pt")
+        torch.save(
+            {"model": model.state_dict(), "optimizer": stepped(model).state_dict()}, f"{name}.pt"
+        )
     words = ("--model", "net.py:New") if with_model else ()
     done = run("diff", "old.pt::optimizer", "new.pt::optimizer", *words, "--format", "json")
     (command,) = fixes_in(done.data)
@@ -171,8 +183,20 @@ class New(Net):
     saved = stepped(models["old"])
     for name, parameter in model.named_parameters():
         old = models["old"].get_parameter(name)
-        assert torch.equal(optimizer.state[parameter]["exp_avg"] != 0, saved.state[old]["exp_avg"] != 0)
-    assert run("diff", line[line.index("-o") + 1], "--model", "net.py:New", "--optimizer", "net.py:adam").status == 0
+        assert torch.equal(
+            optimizer.state[parameter]["exp_avg"] != 0, saved.state[old]["exp_avg"] != 0
+        )
+    assert (
+        run(
+            "diff",
+            line[line.index("-o") + 1],
+            "--model",
+            "net.py:New",
+            "--optimizer",
+            "net.py:adam",
+        ).status
+        == 0
+    )
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
@@ -197,7 +221,9 @@ def test_folder_of_a_wrapped_tied_model_becomes_a_folder(prefix: str, name: str,
     out = paste(run, done)
     assert out.endswith("/")
     loaded = transformers.LlamaForCausalLM.from_pretrained(out)
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+    assert all(
+        torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("layers", [1, 6])
@@ -213,7 +239,10 @@ def test_extra_state_is_dropped_by_the_hint(section: str, layers: int, run: Run)
     state = nn.Sequential(*(Scaled(2, 2) for _ in range(layers))).state_dict()
     torch.save({section: state, "epoch": 3} if section else state, "x.pt")
     operands = ["x.pt", *([f"x.pt::{section}"] if section else [])]
-    for command in (*(("convert", operand) for operand in operands), ("remap", "x.pt", "--rule", "0.{x} => a.{x}")):
+    for command in (
+        *(("convert", operand) for operand in operands),
+        ("remap", "x.pt", "--rule", "0.{x} => a.{x}"),
+    ):
         done = run(*command, "-o", "x.safetensors")
         assert done.status == 1
         line = shlex.split(done.err.partition("to leave out what is not a tensor: ")[2])

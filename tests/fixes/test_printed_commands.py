@@ -1,4 +1,5 @@
-"""Every command that a diff prints is run as it stands; afterwards the two are the same, or the diff has said why not.
+"""Every command that a diff prints is run as it stands; afterwards the two are the same, or the
+diff has said why not.
 
 ``CKPTTOOL_COMMANDS=2000`` runs as many printed commands.
 """
@@ -62,7 +63,11 @@ def adapted(state: State) -> State:
 
 def beside_a_head(state: State) -> State:
     """As a part of a larger model."""
-    return {**prefixed("backbone.")(state), "head.weight": torch.ones(5, 2), "head.bias": torch.ones(5)}
+    return {
+        **prefixed("backbone.")(state),
+        "head.weight": torch.ones(5, 2),
+        "head.bias": torch.ones(5),
+    }
 
 
 def twice(state: State) -> State:
@@ -74,12 +79,17 @@ def reversed_modules(state: State) -> State:
     result = {}
     for key, value in state.items():
         *modules, leaf = key.split(".")
-        result[".".join([*(part if part.isdigit() else part[::-1] + "x" for part in modules), leaf])] = value
+        result[
+            ".".join([*(part if part.isdigit() else part[::-1] + "x" for part in modules), leaf])
+        ] = value
     return result
 
 
 def renamed_tree(state: State) -> State:
-    return {key.replace("layers.", "transformer.h.").replace("0.", "first."): value for key, value in state.items()}
+    return {
+        key.replace("layers.", "transformer.h.").replace("0.", "first."): value
+        for key, value in state.items()
+    }
 
 
 WRAPPERS: dict[str, Callable[[State], State]] = {
@@ -108,7 +118,11 @@ def without_one(state: State, rng: random.Random) -> State:
 
 
 def with_more(state: State, rng: random.Random) -> State:
-    more = {"ema.decay": torch.ones(1), "extra.0.weight": torch.ones(2), "extra.1.weight": torch.ones(2)}
+    more = {
+        "ema.decay": torch.ones(1),
+        "extra.0.weight": torch.ones(2),
+        "extra.1.weight": torch.ones(2),
+    }
     return {**state, **dict(rng.sample(list(more.items()), rng.randint(1, 3)))}
 
 
@@ -125,8 +139,16 @@ def halved(state: State, rng: random.Random) -> State:
 
 
 def other_values(state: State, rng: random.Random) -> State:
-    keys = [key for key in tensors(state) if state[key].dtype.is_floating_point and state[key].layout == torch.strided]
-    return {**state, key: torch.full_like(state[key], 7)} if keys and (key := rng.choice(keys)) else state
+    keys = [
+        key
+        for key in tensors(state)
+        if state[key].dtype.is_floating_point and state[key].layout == torch.strided
+    ]
+    return (
+        {**state, key: torch.full_like(state[key], 7)}
+        if keys and (key := rng.choice(keys))
+        else state
+    )
 
 
 DAMAGE: dict[str, Callable[[State, random.Random], State]] = {
@@ -161,7 +183,11 @@ def numbered_state(model: nn.Module, count: int) -> State:
 
 CONTAINERS: dict[str, Callable[[State, nn.Module], Any]] = {
     "root": lambda state, model: state,
-    "mmengine": lambda state, model: {"meta": {"epoch": 1}, "state_dict": state, "message_hub": {"lr": Called()}},
+    "mmengine": lambda state, model: {
+        "meta": {"epoch": 1},
+        "state_dict": state,
+        "message_hub": {"lr": Called()},
+    },
     "lightning": lambda state, model: {
         "state_dict": state,
         "pytorch-lightning_version": "2.4.0",
@@ -170,10 +196,17 @@ CONTAINERS: dict[str, Callable[[State, nn.Module], Any]] = {
         "lr_schedulers": [],
         "hyper_parameters": {"lr": 0.1},
     },
-    "nested": lambda state, model: {"run": {"net": {"model": state}, "step": 3}, "args": {"lr": 0.1, "w": [1, 2]}},
+    "nested": lambda state, model: {
+        "run": {"net": {"model": state}, "step": 3},
+        "args": {"lr": 0.1, "w": [1, 2]},
+    },
     "code": lambda state, model: {"model": state, "args": {"hooks": [Called()]}, "epoch": 3},
     "optimizer": lambda state, model: {"model": state, "optimizer": numbered_state(model, 99)},
-    "average": lambda state, model: {"model": state, "ema": {f"module.{k}": v for k, v in state.items()}, "step": 1},
+    "average": lambda state, model: {
+        "model": state,
+        "ema": {f"module.{k}": v for k, v in state.items()},
+        "step": 1,
+    },
 }
 
 
@@ -191,7 +224,9 @@ def accelerate_folder(state: State, model: nn.Module, path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Pair:
-    """Arguments of a diff; a remap reads `left`. `model` is the model if the arguments name none."""
+    """Arguments of a diff; a remap reads `left`. `model` is the model if the arguments name
+    none.
+    """
 
     args: tuple[str, ...]
     left: str
@@ -203,12 +238,15 @@ def saved(state: State, path: Path, form: str) -> str | None:
     """Save the state; return its operand, or None if the format cannot hold it."""
     if form == "safetensors":
         plain = all(
-            type(v) is torch.Tensor and v.layout == torch.strided and not v.is_quantized for v in state.values()
+            type(v) is torch.Tensor and v.layout == torch.strided and not v.is_quantized
+            for v in state.values()
         )
         if not plain:
             return None
         try:
-            save_file({key: value.contiguous() for key, value in state.items()}, f"{path}.safetensors")
+            save_file(
+                {key: value.contiguous() for key, value in state.items()}, f"{path}.safetensors"
+            )
         except (RuntimeError, ValueError):  # tied
             return None
         return f"{path}.safetensors"
@@ -245,12 +283,16 @@ def plain(value: Any) -> Any:
 
 
 def runtime_state(model: nn.Module) -> State:
-    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    held = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
     return {key: plain(value) for key, value in held.items()}
 
 
 def pair(seed: int, folder: Path) -> Pair | None:
-    """Return a random pair: a model, the wrappers of its keys, a fault in the file, and the other side."""
+    """Return a random pair: a model, the wrappers of its keys, a fault in the file, and the other
+    side.
+    """
     rng = random.Random(seed)
     name = rng.choice(list(MODELS)) if rng.random() < 0.5 else f"small_models.py:{rng.choice(OWN)}"
     try:
@@ -259,7 +301,11 @@ def pair(seed: int, folder: Path) -> Pair | None:
         runtime = runtime_state(model)
     except Exception:  # a model whose code fails if it runs with real tensors
         return None
-    words = rng.choice(list(WRAPPERS)), rng.choice(list(DAMAGE)), rng.choice(["pt", "safetensors", "section"])
+    words = (
+        rng.choice(list(WRAPPERS)),
+        rng.choice(list(DAMAGE)),
+        rng.choice(["pt", "safetensors", "section"]),
+    )
     own = rng.choice([state, runtime])
     made = WRAPPERS[words[0]](DAMAGE[words[1]](own, rng))
     container = rng.choice([*CONTAINERS, "accelerate"]) if rng.random() < 0.5 else ""
@@ -274,15 +320,26 @@ def pair(seed: int, folder: Path) -> Pair | None:
         left = saved(made, folder / "left", words[2])
     if left is None:
         return None
-    how = rng.choice(["load", "load", "alone", "two", "two with model", "program", "program with model"])
-    shown = f"{seed}: {name}, {'runtime' if own is runtime else 'serialized'}, {', '.join(words)}, {how}"
+    how = rng.choice(
+        ["load", "load", "alone", "two", "two with model", "program", "program with model"]
+    )
+    shown = (
+        f"{seed}: {name}, {'runtime' if own is runtime else 'serialized'}, {', '.join(words)},"
+        f" {how}"
+    )
     if how == "alone":
         return Pair(("--model", operand), left, operand, shown)
     if how == "load":
         return Pair(("--model", operand, left), left, operand, shown)
-    right = saved(rng.choice([state, runtime]), folder / "right", rng.choice(["pt", "safetensors", "section"]))
+    right = saved(
+        rng.choice([state, runtime]), folder / "right", rng.choice(["pt", "safetensors", "section"])
+    )
     if how.startswith("program"):
-        right = program(model, folder / f"{name.split(':')[1]}.pt2") if name.startswith("small_models") else None
+        right = (
+            program(model, folder / f"{name.split(':')[1]}.pt2")
+            if name.startswith("small_models")
+            else None
+        )
     if right is None:
         return None
     model_words = ("--model", operand) if how.endswith("model") else ()
@@ -315,7 +372,8 @@ class Runs:
         line = shlex.split(command)
         assert line[0] == "ckpttool", words
         status, _, err = self(*line[1:])
-        assert status == (1 if line[1] == "diff" else 0), f"{words}\n{command}\n{err}"  # diff --suggest
+        # diff --suggest
+        assert status == (1 if line[1] == "diff" else 0), f"{words}\n{command}\n{err}"
         return line[line.index("-o") + 1] if "-o" in line else ""
 
 
@@ -324,7 +382,9 @@ def check(case: Pair, run: Runs) -> None:
     found = run.diff(case.args, case.words)
     if found is None or found["identical"]:
         return
-    assert fixes_in(found) or notes_in(found) or "--model" in case.args[:1], f"{case.words}: no fix and no note"
+    assert fixes_in(found) or notes_in(found) or "--model" in case.args[:1], (
+        f"{case.words}: no fix and no note"
+    )
     alone = case.left not in case.args
     complete = {fix["command"]: fix["complete"] for fix in found["fix"]}
     for command in fixes_in(found):
@@ -342,9 +402,13 @@ def check(case: Pair, run: Runs) -> None:
             continue
         out = run.printed(shlex.join(filled), case.words)
         if not unsure and words[1] == "remap":
-            after = run.diff(tuple(out if arg == case.left else arg for arg in case.args), case.words)
+            after = run.diff(
+                tuple(out if arg == case.left else arg for arg in case.args), case.words
+            )
             assert after is not None, case.words
-            assert after["identical"] or not complete[command], f"{case.words}\n{command}\n{after['summary']}"
+            assert after["identical"] or not complete[command], (
+                f"{case.words}\n{command}\n{after['summary']}"
+            )
             assert after["identical"] or to_fix(after) < to_fix(found), f"{case.words}\n{command}"
         elif words[1] == "swap-weights":
             assert OWN_NAMES in notes_in(found) or unsure, case.words
@@ -355,19 +419,26 @@ def check(case: Pair, run: Runs) -> None:
 
 
 def fitting(case: Pair, alone: bool) -> bool:
-    """Return True if the model saved the file and it is undamaged: then a command with placeholders must work."""
+    """Return True if the model saved the file and it is undamaged: then a command with placeholders
+    must work.
+    """
     return alone and "none, none" in case.words and "serialized" in case.words
 
 
 def to_fix(found: dict[str, Any]) -> int:
-    """Return how much a remap could fix: a name counts more than a shape or dtype, and values do not count.
+    """Return how much a remap could fix: a name counts more than a shape or dtype, and values do
+    not count.
 
     Nor do names that a load hook accepts.
     """
     done = {"same", "extra_state", "load-hook"}
-    entries = [entry for entry in found["entries"] if not {entry["status"], entry.get("code")} & done]
+    entries = [
+        entry for entry in found["entries"] if not {entry["status"], entry.get("code")} & done
+    ]
     under_one_name = {"value": 0, "dtype": 1, "shape": 1}
-    return sum(under_one_name.get(e["status"], 2) if e["left"] == e["right"] else 2 for e in entries)
+    return sum(
+        under_one_name.get(e["status"], 2) if e["left"] == e["right"] else 2 for e in entries
+    )
 
 
 def cases(folder: Path) -> Iterator[Pair]:
@@ -380,7 +451,9 @@ def cases(folder: Path) -> Iterator[Pair]:
 
 
 def test_every_printed_command_works(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
 ) -> None:
     run, failures = Runs(capsys), []
     for case in cases(tmp_path):
@@ -394,7 +467,9 @@ def test_every_printed_command_works(
     assert not failures, "\n\n".join(failures)
 
 
-def test_command_for_a_model_that_does_not_save_all_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_for_a_model_that_does_not_save_all_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     operand = f"{SUPPORT / 'hook_zoo.py'}:merges_lora"
     torch.save(MODELS["hook_zoo.py:merges_lora"]().state_dict(), tmp_path / "left.pt")
     run = Runs(capsys)

@@ -1,4 +1,6 @@
-"""A model whose keys are all below one submodule of the file: the printed command takes it, and `fix` applies it."""
+"""A model whose keys are all below one submodule of the file: the printed command takes it, and
+`fix` applies it.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ FILES: dict[str, Callable[[], Any]] = {
     "in a section": lambda: {"state_dict": trained("backbone"), "epoch": 3},
     "DDP": lambda: {"model": below("module.", trained("backbone"))},
     "compiled": lambda: below("_orig_mod.", trained("encoder")),
-    "with an optimizer": lambda: {"model": trained("backbone"), "optimizer": optimizer_of("backbone")},
+    "with an optimizer": lambda: {
+        "model": trained("backbone"),
+        "optimizer": optimizer_of("backbone"),
+    },
     "Lightning": lambda: {
         "state_dict": trained("model"),
         "pytorch-lightning_version": "2.4.0",
@@ -86,14 +91,20 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [tensor for part in value.values() for tensor in tensors(part)] if isinstance(value, dict) else []
+    return (
+        [tensor for part in value.values() for tensor in tensors(part)]
+        if isinstance(value, dict)
+        else []
+    )
 
 
 def loaded(path: str) -> State:
     """Return the state of a model that strictly loads what is in the file."""
     content = torch.load(path)
     model = Net()
-    state = next((content[name] for name in ("state_dict", "model", "ema") if name in content), content)
+    state = next(
+        (content[name] for name in ("state_dict", "model", "ema") if name in content), content
+    )
     model.load_state_dict(state, strict=True)
     return dict(model.state_dict())
 
@@ -112,7 +123,9 @@ def test_submodule_is_taken(content: Callable[[], Any], run: Run) -> None:
     state = loaded(out)
     assert run("diff", out, "--model", "net.py:Net").status == 0
     originals = tensors(saved)
-    assert all(any(torch.equal(value, original) for original in originals) for value in state.values())
+    assert all(
+        any(torch.equal(value, original) for original in originals) for value in state.values()
+    )
     if "--select" in line:
         assert any("that the model does not have: " in note for note in notes_in(done.data))
 
@@ -125,7 +138,15 @@ def test_submodule_is_taken(content: Callable[[], Any], run: Run) -> None:
 
 
 def test_two_submodules_of_the_same_names_are_a_choice(run: Run) -> None:
-    torch.save({"model": {**below("student.", Net().state_dict()), **below("teacher.", Net().state_dict())}}, "x.pt")
+    torch.save(
+        {
+            "model": {
+                **below("student.", Net().state_dict()),
+                **below("teacher.", Net().state_dict()),
+            }
+        },
+        "x.pt",
+    )
     done = run("fix", "x.pt", "--model", "net.py:Net", "-o", "fixed.pt")
     assert done.status == 1
     assert not Path("fixed.pt").exists()
@@ -133,7 +154,10 @@ def test_two_submodules_of_the_same_names_are_a_choice(run: Run) -> None:
     assert run(*line[1:]).status == 0
     assert run("diff", line[line.index("-o") + 1], "--model", "net.py:Net").status == 0
     shown = run("diff", "x.pt", "--model", "net.py:Net").out.splitlines()
-    assert any(text.startswith("fix: left has names of right below each of student, teacher") for text in shown)
+    assert any(
+        text.startswith("fix: left has names of right below each of student, teacher")
+        for text in shown
+    )
 
 
 def test_an_incomplete_or_misshapen_submodule_is_not_taken(run: Run) -> None:
@@ -147,6 +171,8 @@ def test_an_incomplete_or_misshapen_submodule_is_not_taken(run: Run) -> None:
         done = run("diff", "x.pt", "--model", "net.py:Net", "--format", "json")
         assert done.status == 1
         assert not any(
-            "--select" in command or fix["complete"] for fix in done.data["fix"] for command in fixes_in(done.data)
+            "--select" in command or fix["complete"]
+            for fix in done.data["fix"]
+            for command in fixes_in(done.data)
         )
         assert run("fix", "x.pt", "--model", "net.py:Net", "-o", "fixed.pt").status == 1

@@ -1,4 +1,6 @@
-"""A wrapper and another difference together: the fix is as complete as without the wrapper, and it loads strictly."""
+"""A wrapper and another difference together: the fix is as complete as without the wrapper, and it
+loads strictly.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,12 @@ DIFFERENCES: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = [
     (FirstKey, Tied),
     (plain, Renamed),
 ]
-WRAPPERS = {"ddp": "module.", "compile": "_orig_mod.", "both": "_orig_mod.module.", "opacus": "_module."}
+WRAPPERS = {
+    "ddp": "module.",
+    "compile": "_orig_mod.",
+    "both": "_orig_mod.module.",
+    "opacus": "_module.",
+}
 
 
 def fixed(run: Run, path: Path, model: str) -> Path | None:
@@ -96,13 +103,22 @@ def fixed(run: Run, path: Path, model: str) -> Path | None:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize(("old", "new"), DIFFERENCES, ids=lambda build: build.__name__)
 def test_fix_of_a_wrapped_checkpoint(
-    old: Callable[[], nn.Module], new: Callable[[], nn.Module], wrapper: str, tmp_path: Path, run: Run
+    old: Callable[[], nn.Module],
+    new: Callable[[], nn.Module],
+    wrapper: str,
+    tmp_path: Path,
+    run: Run,
 ) -> None:
     model, state = f"{__file__}:{new.__name__}", dict(old().state_dict())
-    torch.save({f"{WRAPPERS[wrapper]}{key}": value for key, value in state.items()}, tmp_path / "wrapped.pt")
+    torch.save(
+        {f"{WRAPPERS[wrapper]}{key}": value for key, value in state.items()},
+        tmp_path / "wrapped.pt",
+    )
     path = fixed(run, tmp_path / "wrapped.pt", model)
     assert path is not None
     result = torch.load(path, weights_only=True)
     new().load_state_dict(result)
-    size = sum(tensor.numel() for tensor in {id(tensor): tensor for tensor in state.values()}.values())
+    size = sum(
+        tensor.numel() for tensor in {id(tensor): tensor for tensor in state.values()}.values()
+    )
     assert sum(tensor.numel() for key, tensor in result.items() if key != "head.weight") <= size

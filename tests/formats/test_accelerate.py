@@ -1,4 +1,6 @@
-"""FSDP checkpoints that accelerate wrote are read as one checkpoint, and accelerate loads what ckpttool writes."""
+"""FSDP checkpoints that accelerate wrote are read as one checkpoint, and accelerate loads what
+ckpttool writes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     needs_torch("2.7", "fully_shard without a GPU")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     folder = tmp_path_factory.mktemp("accelerate")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, str(SCRIPT), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -50,7 +55,9 @@ def same(left: Any, right: Any, path: str = "") -> None:
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_a_folder_is_converted_with_model_and_optimizer(saved: Path, run: Run, tmp_path: Path, kind: str) -> None:
+def test_a_folder_is_converted_with_model_and_optimizer(
+    saved: Path, run: Run, tmp_path: Path, kind: str
+) -> None:
     out, expected = tmp_path / "whole.pt", torch.load(saved / f"{kind}.pt")
     done = run("remap", saved / kind, "-o", out, *DROPPED, "--verify")
     assert done.status == 0, done.err
@@ -61,7 +68,9 @@ def test_a_folder_is_converted_with_model_and_optimizer(saved: Path, run: Run, t
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "SHARDED" in kind])
-def test_convert_writes_the_same_bytes_as_merge_fsdp_weights(saved: Path, run: Run, tmp_path: Path, kind: str) -> None:
+def test_convert_writes_the_same_bytes_as_merge_fsdp_weights(
+    saved: Path, run: Run, tmp_path: Path, kind: str
+) -> None:
     merge = pytest.importorskip("accelerate.utils").merge_fsdp_weights
     folder, out = saved / kind / "pytorch_model_fsdp_0", tmp_path / "out.safetensors"
     merge(folder, tmp_path / "merged")
@@ -86,7 +95,9 @@ ADAM = {"state": {0: {"step": torch.ones(1)}}, "param_groups": [{"params": [0]}]
         ),
     ],
 )
-def test_each_model_has_its_own_sections(tmp_path: Path, run: Run, files: Any, sections: list[str]) -> None:
+def test_each_model_has_its_own_sections(
+    tmp_path: Path, run: Run, files: Any, sections: list[str]
+) -> None:
     for name, state in files.items():
         torch.save(state, tmp_path / f"{name}.bin")
     (tmp_path / "optimizer").write_text("not a folder")
@@ -102,17 +113,27 @@ def test_each_model_has_its_own_sections(tmp_path: Path, run: Run, files: Any, s
     ("name", "content", "problem"),
     [
         ("pytorch_model_fsdp", ADAM, "holds (root) (optimizer) instead of the one of model @ {}"),
-        ("optimizer", {"w": torch.ones(2)}, "holds (root) (state_dict) instead of the one of optimizer @ {}"),
+        (
+            "optimizer",
+            {"w": torch.ones(2)},
+            "holds (root) (state_dict) instead of the one of optimizer @ {}",
+        ),
         (
             "pytorch_model_fsdp",
             {"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(2)}},
             "holds a (state_dict), b (state_dict) instead of the one of model @ {}",
         ),
         ("pytorch_model_fsdp", 3, "holds no state dict instead of the one of model @ {}"),
-        ("pytorch_model_fsdp", {"a": {"w": torch.ones(2)}, "epoch": 3}, "is not expected there @ {}::epoch"),
+        (
+            "pytorch_model_fsdp",
+            {"a": {"w": torch.ones(2)}, "epoch": 3},
+            "is not expected there @ {}::epoch",
+        ),
     ],
 )
-def test_an_invalid_part_is_reported(tmp_path: Path, run: Run, name: str, content: Any, problem: str) -> None:
+def test_an_invalid_part_is_reported(
+    tmp_path: Path, run: Run, name: str, content: Any, problem: str
+) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model_fsdp_1.bin")
     torch.save(content, tmp_path / f"{name}.bin")
     done = run("inspect", tmp_path)
@@ -128,7 +149,8 @@ def test_other_files_are_refused_or_copied(saved: Path, run: Run, tmp_path: Path
     done = run("remap", saved / KINDS[0], "-o", tmp_path / "whole.dcp")
     assert done.status == 0, done.err
     assert (
-        sorted(OTHER_FILES) == sorted(p.name for p in (tmp_path / "whole.dcp").iterdir() if "distcp" not in p.name)[1:]
+        sorted(OTHER_FILES)
+        == sorted(p.name for p in (tmp_path / "whole.dcp").iterdir() if "distcp" not in p.name)[1:]
     )
     assert run("diff", tmp_path / "whole.dcp", saved / KINDS[0], "--values").status == 0
 

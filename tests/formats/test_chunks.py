@@ -24,7 +24,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @st.composite
 def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """Draw a shape and boxes that partition it along every dimension, possibly differently in each half."""
+    """Draw a shape and boxes that partition it along every dimension, possibly differently in each
+    half.
+    """
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     boxes: list[Box] = [(tuple(0 for _ in shape), shape)]
     for _ in range(draw(st.integers(0, 6))):
@@ -40,7 +42,9 @@ def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return shape, draw(st.permutations(boxes))
 
 
-def saved(folder: Path, tensor: torch.Tensor, boxes: list[Box], transposed: bool = False) -> TensorItem:
+def saved(
+    folder: Path, tensor: torch.Tensor, boxes: list[Box], transposed: bool = False
+) -> TensorItem:
     chunks = []
     with open(folder / "data", "wb") as file:
         for offsets, sizes in boxes:
@@ -64,7 +68,10 @@ def problem(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
 @settings(max_examples=60)
 @given(partitions(), st.booleans(), st.sampled_from([1, 40, 1 << 24]))
 def test_any_partition_assembles_to_the_tensor(
-    tmp_path_factory: pytest.TempPathFactory, cut: tuple[tuple[int, ...], list[Box]], transposed: bool, slab: int
+    tmp_path_factory: pytest.TempPathFactory,
+    cut: tuple[tuple[int, ...], list[Box]],
+    transposed: bool,
+    slab: int,
 ) -> None:
     shape, boxes = cut
     assert problem(shape, boxes) is None
@@ -92,11 +99,19 @@ def test_a_cover_is_accepted_if_it_holds_every_element_once(drawn: list[Any]) ->
 
 
 @settings(max_examples=150)
-@given(partitions(), st.integers(0, 9), st.integers(0, 2), st.sampled_from([0, 0, 1]), st.integers(-2, 2))
+@given(
+    partitions(),
+    st.integers(0, 9),
+    st.integers(0, 2),
+    st.sampled_from([0, 0, 1]),
+    st.integers(-2, 2),
+)
 def test_a_cover_with_one_changed_box_is_refused(
     cut: tuple[tuple[int, ...], list[Box]], which: int, dim: int, of: int, by: int
 ) -> None:
-    """A moved box overlaps another one or is outside; a resized box changes the number of elements."""
+    """A moved box overlaps another one or is outside; a resized box changes the number of
+    elements.
+    """
     shape, boxes = cut
     which, dim = which % len(boxes), dim % len(shape)
     changed = [list(part) for part in boxes[which]]
@@ -118,7 +133,9 @@ def test_a_cover_with_one_changed_box_is_refused(
         assert refused == (None if set(counts.values()) == {1} else "two of its chunks overlap")
 
 
-@pytest.mark.parametrize("boxes", [[((0,), (4,))], [((0, 0, 0), (4, 1, 1))], [((0, 0), (4,))], [((), ())]])
+@pytest.mark.parametrize(
+    "boxes", [[((0,), (4,))], [((0, 0, 0), (4, 1, 1))], [((0, 0), (4,))], [((), ())]]
+)
 def test_a_box_with_another_number_of_dimensions_is_refused(boxes: list[Box]) -> None:
     assert "is not inside [4, 1]" in str(problem((4, 1), boxes))
 
@@ -142,7 +159,9 @@ def test_a_chunk_of_another_dtype_or_shape_is_refused(tmp_path: Path) -> None:
         (None, "data"),
     ],
 )
-def test_a_chunk_that_is_not_a_dense_tensor_is_refused(tmp_path: Path, value: Any, message: str) -> None:
+def test_a_chunk_that_is_not_a_dense_tensor_is_refused(
+    tmp_path: Path, value: Any, message: str
+) -> None:
     if value is None:
         (tmp_path / "data").write_bytes(b"junk" * 100)
     else:
@@ -153,4 +172,9 @@ def test_a_chunk_that_is_not_a_dense_tensor_is_refused(tmp_path: Path, value: An
 
 
 def test_empty_chunks_are_not_read(tmp_path: Path) -> None:
-    assert data(tmp_path, TensorItem("float32", (0, 4), ((Chunk((0, 0), (0, 4)), Place("gone", 0, 9)),))) == b""
+    assert (
+        data(
+            tmp_path, TensorItem("float32", (0, 4), ((Chunk((0, 0), (0, 4)), Place("gone", 0, 9)),))
+        )
+        == b""
+    )

@@ -1,4 +1,6 @@
-"""Conversions between formats: losses are reported, and entries that the output cannot hold are refused."""
+"""Conversions between formats: losses are reported, and entries that the output cannot hold are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def remap(run: Run) -> Remap:
 
 def test_strided_views_become_contiguous(tmp_path: Path, remap: Remap) -> None:
     whole = torch.arange(24.0).reshape(4, 6)
-    state = {"t": whole.t(), "part": torch.arange(10)[2:5], "broad": torch.ones(1).expand(3), "scalar": torch.tensor(7)}
+    state = {
+        "t": whole.t(),
+        "part": torch.arange(10)[2:5],
+        "broad": torch.ones(1).expand(3),
+        "scalar": torch.tensor(7),
+    }
     torch.save(state, tmp_path / "in.pt")
     assert remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors", "--verify")[0] == 0
     found = load_file(tmp_path / "out.safetensors")
@@ -39,8 +46,14 @@ def test_strided_views_become_contiguous(tmp_path: Path, remap: Remap) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"step": "3"}])
-def test_safetensors_are_converted_to_torch_files(tmp_path: Path, remap: Remap, more: dict[str, str]) -> None:
-    state = {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": torch.zeros((), dtype=torch.int64), "e": torch.empty(0)}
+def test_safetensors_are_converted_to_torch_files(
+    tmp_path: Path, remap: Remap, more: dict[str, str]
+) -> None:
+    state = {
+        "a": torch.ones(2, 3, dtype=torch.bfloat16),
+        "b": torch.zeros((), dtype=torch.int64),
+        "e": torch.empty(0),
+    }
     save_file(state, tmp_path / "in.safetensors", metadata={"format": "pt", **more})
     status, output = remap(tmp_path / "in.safetensors", "-o", tmp_path / "out.pt", "--verify")
     found = torch.load(tmp_path / "out.pt", weights_only=True, mmap=True)
@@ -51,7 +64,11 @@ def test_safetensors_are_converted_to_torch_files(tmp_path: Path, remap: Remap, 
 
 
 def test_the_format_in_the_metadata_is_not_an_alias(tmp_path: Path, remap: Remap) -> None:
-    save_file({"pt": torch.ones(2), "w": torch.ones(1)}, tmp_path / "in.safetensors", metadata={"format": "pt"})
+    save_file(
+        {"pt": torch.ones(2), "w": torch.ones(1)},
+        tmp_path / "in.safetensors",
+        metadata={"format": "pt"},
+    )
     assert remap(tmp_path / "in.safetensors", "-o", tmp_path / "out.pt", "--verify")[0] == 0
     assert torch.load(tmp_path / "out.pt").keys() == {"pt", "w"}
 
@@ -109,10 +126,23 @@ def test_the_model_alone_is_converted(tmp_path: Path, remap: Remap, how: str) ->
     ("value", "section", "hint"),
     [
         ({"m": {"w": W, "w._extra_state": 3}}, "", "choose an output that ends in .pt"),
-        ({"m": {"w": W, "w._extra_state": 3}, "epoch": 3}, "", "take the section alone: {}::m, or choose an output"),
-        ({"run": {"m": {"w": W}, "n": {"w": W}, "epoch": 3}}, "run", "choose an output that ends in .pt"),
+        (
+            {"m": {"w": W, "w._extra_state": 3}, "epoch": 3},
+            "",
+            "take the section alone: {}::m, or choose an output",
+        ),
+        (
+            {"run": {"m": {"w": W}, "n": {"w": W}, "epoch": 3}},
+            "run",
+            "choose an output that ends in .pt",
+        ),
         ({"w": W, "w._extra_state": 3}, "", "choose an output that ends in .pt"),
-        (ADAM, "", "it is an optimizer's state, which torch files can hold: choose an output that ends in .pt"),
+        (
+            ADAM,
+            "",
+            "it is an optimizer's state, which torch files can hold: choose an output that"
+            " ends in .pt",
+        ),
         ([W, W], "", "hint: choose an output that ends in .pt"),
         (W, "", "it is one tensor without a name; give it one:"),
         (TRAINING, "", "not a tensor @ epoch"),
@@ -141,24 +171,44 @@ def test_in_place_refuses_another_format(tmp_path: Path) -> None:
     for checkpoint, target in ((source, "safetensors"), (other, "torch_zip")):
         with pytest.raises(Refused, match="is in another format"):
             check_in_place(checkpoint, FORMATS[target])
-    for checkpoint, target in ((source, "torch_zip"), (source, "torch_legacy"), (other, "safetensors")):
+    for checkpoint, target in (
+        (source, "torch_zip"),
+        (source, "torch_legacy"),
+        (other, "safetensors"),
+    ):
         check_in_place(checkpoint, FORMATS[target])
 
 
 def test_dropped_entries_are_not_written(tmp_path: Path, remap: Remap) -> None:
     path = training(tmp_path)
     assert (
-        remap(path, "-o", tmp_path / "out.pt", "--drop", "optimizer", "--drop", "epoch", "--drop", "model.bias")[0] == 0
+        remap(
+            path,
+            "-o",
+            tmp_path / "out.pt",
+            "--drop",
+            "optimizer",
+            "--drop",
+            "epoch",
+            "--drop",
+            "model.bias",
+        )[0]
+        == 0
     )
     found = torch.load(tmp_path / "out.pt", weights_only=False)
     assert list(found) == ["model", "args"]
     assert list(found["model"]) == ["weight"]
     torch.save({"w": W, "w._extra_state": 3}, tmp_path / "in.pt")
-    assert remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors", "--drop", "*._extra_state")[0] == 0
+    assert (
+        remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors", "--drop", "*._extra_state")[0]
+        == 0
+    )
 
 
 def test_drops_that_match_nothing_are_refused(tmp_path: Path, remap: Remap) -> None:
-    status, output = remap(training(tmp_path), "-o", tmp_path / "out.pt", "--drop", "nowhere.*", "--drop", "epoch")
+    status, output = remap(
+        training(tmp_path), "-o", tmp_path / "out.pt", "--drop", "nowhere.*", "--drop", "epoch"
+    )
     assert status == 1
     assert "matches nothing @ nowhere.*" in output
     assert not (tmp_path / "out.pt").exists()

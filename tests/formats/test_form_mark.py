@@ -24,9 +24,15 @@ MODULES = {"": {"version": 1}, "a": {"version": 2}, "zz": {"version": 3}}
 @pytest.mark.parametrize("modules", [None, {}, MODULES])
 @pytest.mark.parametrize("form", ["runtime", "serialized"])
 def test_a_torch_file_has_the_mark_in_the_module_versions(form: str, modules: Any) -> None:
-    before = checkpoint(section("optimizer"), section("model", modules, form), section("ema", MODULES))
+    before = checkpoint(
+        section("optimizer"), section("model", modules, form), section("ema", MODULES)
+    )
     written = write_form(before, in_metadata=False)
-    assert [one.modules for one in written.sections] == [None, {**(modules or {}), MARK: {"form": form}}, MODULES]
+    assert [one.modules for one in written.sections] == [
+        None,
+        {**(modules or {}), MARK: {"form": form}},
+        MODULES,
+    ]
     assert written.metadata == {}
     read = read_form(written)
     assert [one.form for one in read.sections] == [None, form, None]
@@ -35,9 +41,13 @@ def test_a_torch_file_has_the_mark_in_the_module_versions(form: str, modules: An
 
 @pytest.mark.parametrize("form", ["runtime", "serialized"])
 def test_a_safetensors_file_has_the_mark_in_its_metadata(form: str) -> None:
-    written = write_form(checkpoint(section("", None, form), a="0", format="pt", zz="1"), in_metadata=True)
+    written = write_form(
+        checkpoint(section("", None, form), a="0", format="pt", zz="1"), in_metadata=True
+    )
     assert written.metadata == {"a": "0", "format": "pt", "zz": "1", MARK: form}
-    read = read_form(Checkpoint("made up", "safetensors", 0, (section(""),), metadata=written.metadata))
+    read = read_form(
+        Checkpoint("made up", "safetensors", 0, (section(""),), metadata=written.metadata)
+    )
     assert (read.metadata, read.sections[0].form) == ({"a": "0", "format": "pt", "zz": "1"}, form)
 
 

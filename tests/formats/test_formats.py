@@ -1,5 +1,7 @@
-"""One suite over every format: the index matches the reference library, which also loads every output; a rename and
-its inverse restore the same bytes, and a conversion and its inverse restore the values."""
+"""One suite over every format: the index matches the reference library, which also loads every
+output; a rename and its inverse restore the same bytes, and a conversion and its inverse restore
+the values.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,27 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 STATES: dict[str, Callable[[], State]] = {
     "0-dim": lambda: {"step": torch.tensor(3.5), "n": torch.tensor(7)},
-    "empty": lambda: {"none": torch.empty(0), "rows": torch.empty(3, 0, dtype=torch.int64), "w": torch.ones(2)},
+    "empty": lambda: {
+        "none": torch.empty(0),
+        "rows": torch.empty(3, 0, dtype=torch.int64),
+        "w": torch.ones(2),
+    },
     "bool": lambda: {"mask": filled((3, 5), torch.bool)},
     "integers": lambda: {name: filled((4,), getattr(torch, name)) for name in INTEGERS},
     "half": lambda: {"bf16": filled((5, 3), torch.bfloat16), "fp16": filled((5, 3), torch.float16)},
     "fp8": lambda: {
         str(d).removeprefix("torch."): filled((3, 3), d)
-        for d in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+        for d in (
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2fnuz,
+        )
     },
     "complex": lambda: {"c64": filled((2, 3), torch.complex64)},
-    MANY: lambda: {f"layers.{i // 100}.{i % 100}.weight": torch.full((1,), float(i)) for i in range(3_000)},
+    MANY: lambda: {
+        f"layers.{i // 100}.{i % 100}.weight": torch.full((1,), float(i)) for i in range(3_000)
+    },
     "names": lambda: {
         name: torch.full((2,), float(i))
         for i, name in enumerate(
@@ -59,7 +72,9 @@ ALONE = ("0-dim", "empty")  # files with few bytes
 def state_of(name: str, kind: str) -> State:
     if name != ALL:
         return STATES[name]()
-    parts = [build() for name, build in STATES.items() if name != MANY and (kind, name) not in UNLOADABLE]
+    parts = [
+        build() for name, build in STATES.items() if name != MANY and (kind, name) not in UNLOADABLE
+    ]
     return {key: tensor for part in parts for key, tensor in part.items()}
 
 
@@ -107,7 +122,9 @@ KINDS = {
     "safetensors": Kind(save_file, load_file, "out.safetensors"),
     "torch_zip": Kind(torch.save, _load_zip, "out.pt"),
     "sharded": Kind(_save_sharded, _load_sharded, f"out/{INDEX}"),
-    "dcp": Kind(lambda state, path: dcp.save(state, checkpoint_id=path), _load_dcp, "out.dcp", False),
+    "dcp": Kind(
+        lambda state, path: dcp.save(state, checkpoint_id=path), _load_dcp, "out.dcp", False
+    ),
     "torch_legacy": Kind(
         lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
         lambda path: dict(torch.load(path, weights_only=True)),
@@ -115,7 +132,8 @@ KINDS = {
     ),
 }
 WRITTEN = [kind for kind in KINDS if KINDS[kind].out]
-UNLOADABLE = {("torch_legacy", "integers"), ("torch_legacy", "fp8")}  # torch 2.13 writes these and cannot load them
+# torch 2.13 writes these and cannot load them
+UNLOADABLE = {("torch_legacy", "integers"), ("torch_legacy", "fp8")}
 
 
 def assert_equal(left: State, right: State) -> None:
@@ -127,7 +145,10 @@ def assert_equal(left: State, right: State) -> None:
 
 
 def source(kind: str, state: State, folder: Path) -> Path:
-    path = folder / f"in{'.pt' if kind.startswith('torch') else '.safetensors' if kind == 'safetensors' else ''}"
+    path = (
+        folder
+        / f"in{'.pt' if kind.startswith('torch') else '.safetensors' if kind == 'safetensors' else ''}"
+    )
     KINDS[kind].save(state, path)
     return path
 
@@ -144,7 +165,9 @@ def contents(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in files if file.is_file()}
 
 
-@pytest.mark.parametrize(("kind", "name"), [p for p in itertools.product(KINDS, STATES) if p not in UNLOADABLE])
+@pytest.mark.parametrize(
+    ("kind", "name"), [p for p in itertools.product(KINDS, STATES) if p not in UNLOADABLE]
+)
 def test_the_index_matches_the_reference_library(kind: str, name: str, tmp_path: Path) -> None:
     state = STATES[name]()
     path = source(kind, state, tmp_path)
@@ -158,7 +181,9 @@ def test_the_index_matches_the_reference_library(kind: str, name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", [ALL, *ALONE])
-@pytest.mark.parametrize(("kind", "target"), [pair for pair in itertools.permutations(KINDS, 2) if pair[1] in WRITTEN])
+@pytest.mark.parametrize(
+    ("kind", "target"), [pair for pair in itertools.permutations(KINDS, 2) if pair[1] in WRITTEN]
+)
 def test_a_conversion_loads_and_its_inverse_restores_the_values(
     kind: str, target: str, name: str, tmp_path: Path
 ) -> None:
@@ -172,11 +197,15 @@ def test_a_conversion_loads_and_its_inverse_restores_the_values(
 
 
 @pytest.mark.parametrize(("kind", "name"), list(itertools.product(WRITTEN, [ALL, *ALONE, MANY])))
-def test_a_rename_loads_and_its_inverse_restores_the_bytes(kind: str, name: str, tmp_path: Path) -> None:
+def test_a_rename_loads_and_its_inverse_restores_the_bytes(
+    kind: str, name: str, tmp_path: Path
+) -> None:
     state = state_of(name, kind)
     path = source(kind, state, tmp_path)
     renamed = remap(path, kind, tmp_path, "--rule", "{k*} => deep.er.{k*}")
-    assert_equal(KINDS[kind].load(renamed), {f"deep.er.{key}": tensor for key, tensor in state.items()})
+    assert_equal(
+        KINDS[kind].load(renamed), {f"deep.er.{key}": tensor for key, tensor in state.items()}
+    )
     back = remap(renamed, kind, tmp_path / "back", "--rule", "deep.er.{k*} => {k*}")
     assert_equal(KINDS[kind].load(back), state)
     if KINDS[kind].keeps_bytes:
@@ -190,4 +219,6 @@ def test_shared_and_strided_tensors_stay_so_in_torch_files(tmp_path: Path) -> No
     loaded = _load_zip(remap(tmp_path / "in.pt", "torch_zip", tmp_path, "--rule", "{k} => m.{k}"))
     assert_equal(loaded, {f"m.{key}": tensor for key, tensor in state.items()})
     assert len({tensor.untyped_storage().data_ptr() for tensor in loaded.values()}) == 1
-    assert [tensor.stride() for tensor in loaded.values()] == [tensor.stride() for tensor in state.values()]
+    assert [tensor.stride() for tensor in loaded.values()] == [
+        tensor.stride() for tensor in state.values()
+    ]

@@ -1,4 +1,6 @@
-"""Files are recognized by content; for a file that is not a checkpoint the error says what to do."""
+"""Files are recognized by content; for a file that is not a checkpoint the error says what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -74,11 +76,19 @@ def format_of(tmp_path, data: bytes, name: str = "model.bin") -> str:
         (lambda: written(torch.save, {"a": torch.ones(2)}), "torch_zip"),
         (lambda: written(torch.save, 3), "torch_zip"),
         (exported, "pt2"),
-        (lambda: zipped("serialized_exported_program.json", "serialized_state_dict.pt", "version"), "pt2"),
+        (
+            lambda: zipped(
+                "serialized_exported_program.json", "serialized_state_dict.pt", "version"
+            ),
+            "pt2",
+        ),
         (lambda: zipped("tagger/models/model.json", "tagger/data/weights/model.pt"), "pt2"),
         (lambda: zipped("p/data/aotinductor/model/m.so", "p/archive_format"), "pt2"),
         (lambda: written(torch.save, {}, _use_new_zipfile_serialization=False), "torch_legacy"),
-        (lambda: written(torch.save, 3, _use_new_zipfile_serialization=False, pickle_protocol=4), "torch_legacy"),
+        (
+            lambda: written(torch.save, 3, _use_new_zipfile_serialization=False, pickle_protocol=4),
+            "torch_legacy",
+        ),
         (lambda: written(torch.jit.save, torch.jit.script(Doubling())), "torchscript"),
     ],
 )
@@ -103,7 +113,11 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 4265
         (lambda: bz2.compress(b"x"), "bzip2", "bzip2 -dk"),
         (lambda: b"\x28\xb5\x2f\xfd\x04\x00", "zstd", "zstd -dk"),
         (tarred, "a tar archive", "tar -xf"),
-        (lambda: written(lambda a, f: numpy.save(f, a), numpy.ones(3)), "a NumPy array", "safetensors"),
+        (
+            lambda: written(lambda a, f: numpy.save(f, a), numpy.ones(3)),
+            "a NumPy array",
+            "safetensors",
+        ),
         (numpy_archive, "a NumPy archive", "safetensors"),
         (lambda: b"\x89HDF\r\n\x1a\n\0\0\0", "an HDF5 file", "safetensors"),
         (lambda: b"GGUF\3\0\0\0" + bytes(20), "a GGUF file", "made from"),
@@ -111,9 +125,21 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 4265
         (lambda: json.dumps({"hidden_size": 8}).encode(), "JSON text", "holds the tensors"),
         (lambda: b"[1, 2]", "JSON text", "holds the tensors"),
         (lambda: pickle.dumps({"a": 1}), "a pickle", "torch.save"),
-        (lambda: zipped("m/model.json", "m/tensors/0"), "a TorchScript archive of torch 1.0", "torch.jit.load"),
-        (lambda: zipped("m/.data/extern_modules", "m/model.pkl"), "a torch.package archive", "state dict"),
-        (lambda: zipped("m/archive_format", "m/extra/note"), "a .pt2 archive without a program", "export"),
+        (
+            lambda: zipped("m/model.json", "m/tensors/0"),
+            "a TorchScript archive of torch 1.0",
+            "torch.jit.load",
+        ),
+        (
+            lambda: zipped("m/.data/extern_modules", "m/model.pkl"),
+            "a torch.package archive",
+            "state dict",
+        ),
+        (
+            lambda: zipped("m/archive_format", "m/extra/note"),
+            "a .pt2 archive without a program",
+            "export",
+        ),
         (lambda: b"\x1c\0\0\0PTMF" + bytes(40), "for mobile", "made from"),
         (lambda: zipped("m/model.json"), "a zip archive that torch did not write", "unzip"),
         (lambda: b"PK\3\4" + zipped(), "a zip archive that torch did not write", "unzip"),
@@ -135,7 +161,12 @@ def test_other_files_are_errors_with_a_hint(tmp_path, make, kind, hint):
 
 
 def test_the_index_of_a_sharded_checkpoint_is_recognized(tmp_path):
-    assert format_of(tmp_path, json.dumps({"metadata": {}, "weight_map": {"a": "b"}}, indent=2).encode()) == "sharded"
+    assert (
+        format_of(
+            tmp_path, json.dumps({"metadata": {}, "weight_map": {"a": "b"}}, indent=2).encode()
+        )
+        == "sharded"
+    )
 
 
 def test_broken_safetensors_are_recognized(tmp_path):

@@ -41,14 +41,24 @@ def put(folder: Path, *names: str) -> Path:
     [
         (["model.safetensors", "config.json"], "safetensors", "model.safetensors"),
         (["pytorch_model.bin"], "torch_zip", "pytorch_model.bin"),
-        (["model.safetensors", "optimizer.pt", "training_args.bin", "rng_state_0.pth"], "safetensors", "model"),
+        (
+            ["model.safetensors", "optimizer.pt", "training_args.bin", "rng_state_0.pth"],
+            "safetensors",
+            "model",
+        ),
         (["optimizer.pt"], "torch_zip", "optimizer.pt"),
-        (["model.safetensors.index.json", "model-00001-of-00001.safetensors"], "sharded", "index.json"),
+        (
+            ["model.safetensors.index.json", "model-00001-of-00001.safetensors"],
+            "sharded",
+            "index.json",
+        ),
         (["model.safetensors.index.fp16.json", "optimizer.pt"], "sharded", "index.fp16.json"),
         ([".metadata", "__0_0.distcp", "train.pt"], "dcp", ""),
     ],
 )
-def test_the_only_checkpoint_is_found(tmp_path: Path, names: list[str], format: str, found: str) -> None:
+def test_the_only_checkpoint_is_found(
+    tmp_path: Path, names: list[str], format: str, found: str
+) -> None:
     located = locate(str(put(tmp_path, *names)))
     assert located.format == format
     assert found in located.path
@@ -60,7 +70,11 @@ def test_the_only_checkpoint_is_found(tmp_path: Path, names: list[str], format: 
         ([], "holds nothing", "check the path"),
         (["config.json"], "no weights", "check the path"),
         (["run/model.pt"], "no checkpoint", "/run"),
-        (["notes.txt", "step_100/model.pt", "step_200/model.pt", "step_300/model.pt"], "no checkpoint", "step_300"),
+        (
+            ["notes.txt", "step_100/model.pt", "step_200/model.pt", "step_300/model.pt"],
+            "no checkpoint",
+            "step_300",
+        ),
         (["model-00001-of-00002.safetensors"], "1 shards without their index", "index.json"),
         (["__0_0.distcp"], "without its .metadata", "hidden"),
         (["__0.metadata", "__0_0.distcp"], "each rank has its own index", "use_collectives=True"),
@@ -86,13 +100,27 @@ def test_the_only_checkpoint_is_found(tmp_path: Path, names: list[str], format: 
             "the step '{}' that its file `latest` names",
             "global_step5",
         ),
-        (["latest", "global_step5/mp_rank_00_model_states.pt", ".zzz/x"], "the step", "global_step5"),
+        (
+            ["latest", "global_step5/mp_rank_00_model_states.pt", ".zzz/x"],
+            "the step",
+            "global_step5",
+        ),
         (["latest", "global_step5"], "the step", "copy the folder again"),
-        (["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "without the model's own file", "copy the folder again"),
-        (["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "without the model's own file", "copy the folder again"),
+        (
+            ["zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+            "without the model's own file",
+            "copy the folder again",
+        ),
+        (
+            ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+            "without the model's own file",
+            "copy the folder again",
+        ),
     ],
 )
-def test_a_folder_without_a_checkpoint_is_an_error(tmp_path: Path, names: list[str], message: str, hint: str) -> None:
+def test_a_folder_without_a_checkpoint_is_an_error(
+    tmp_path: Path, names: list[str], message: str, hint: str
+) -> None:
     with pytest.raises(CkptError, match=message) as caught:
         open_checkpoint(str(put(tmp_path, *names)))
     assert hint in caught.value.hint
@@ -102,19 +130,34 @@ def test_a_folder_without_a_checkpoint_is_an_error(tmp_path: Path, names: list[s
 def test_a_step_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     put(tmp_path, "latest", "global_step5/mp_rank_00_model_states.pt")
     (tmp_path / "latest").write_text("latest")
-    with pytest.raises(CkptError, match="the step 'latest' that its file `latest` names is not there"):
+    with pytest.raises(
+        CkptError, match="the step 'latest' that its file `latest` names is not there"
+    ):
         open_checkpoint(str(tmp_path))
 
 
 def test_folders_with_names_of_files_are_ignored(tmp_path: Path) -> None:
-    files = ("pytorch_model_fsdp.bin", "scheduler.bin", "own.pkl", "model.safetensors", "train.pt", "training_args.bin")
+    files = (
+        "pytorch_model_fsdp.bin",
+        "scheduler.bin",
+        "own.pkl",
+        "model.safetensors",
+        "train.pt",
+        "training_args.bin",
+    )
     put(tmp_path, *files)
     functions = [other_weights, state_files, other_files]
     found = [names(str(tmp_path)) for names in functions]
     assert found == [
         ("model.safetensors", "train.pt"),
         ("own.pkl", "scheduler.bin", "training_args.bin"),
-        ("model.safetensors", "pytorch_model_fsdp.bin", "scheduler.bin", "train.pt", "training_args.bin"),
+        (
+            "model.safetensors",
+            "pytorch_model_fsdp.bin",
+            "scheduler.bin",
+            "train.pt",
+            "training_args.bin",
+        ),
     ]
     for name in ("other.safetensors", "sampler.bin", "sampler.pkl"):
         (tmp_path / name).mkdir()
@@ -134,7 +177,9 @@ def test_folders_with_names_of_files_are_ignored(tmp_path: Path) -> None:
         ("config.json", True),
     ],
 )
-def test_shards_and_indexes_are_parts_of_a_checkpoint(tmp_path: Path, name: str, whole: bool) -> None:
+def test_shards_and_indexes_are_parts_of_a_checkpoint(
+    tmp_path: Path, name: str, whole: bool
+) -> None:
     assert is_part(str(tmp_path), ["a.txt", name]) is not whole
 
 
@@ -146,7 +191,13 @@ def test_files_of_the_same_kind_are_replaced(tmp_path: Path) -> None:
     dcp = [".metadata", "__0_0.distcp"]
     for name in (*others, *bins, *safe, *dcp):
         (tmp_path / name).write_bytes(b"")
-    for like, expected in ((".metadata", dcp), (safe[0], safe), (safe[2], safe), (bins[0], bins), (bins[2], bins)):
+    for like, expected in (
+        (".metadata", dcp),
+        (safe[0], safe),
+        (safe[2], safe),
+        (bins[0], bins),
+        (bins[2], bins),
+    ):
         assert checkpoint_files(str(tmp_path), like) == set(expected)
     assert checkpoint_files(str(tmp_path / "none"), ".metadata") == set()
 
@@ -161,7 +212,19 @@ def test_several_checkpoints_are_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../a", "/etc/passwd", "x/../../a", "", "a\0b", "..\\a", "./a", "a//b", "out.safetensors", "way/a"]
+    "name",
+    [
+        "../a",
+        "/etc/passwd",
+        "x/../../a",
+        "",
+        "a\0b",
+        "..\\a",
+        "./a",
+        "a//b",
+        "out.safetensors",
+        "way/a",
+    ],
 )
 def test_names_that_leave_the_folder_are_unsafe(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "in"
@@ -175,7 +238,9 @@ def test_names_that_leave_the_folder_are_unsafe(tmp_path: Path, name: str) -> No
 def test_names_inside_the_folder_are_safe(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("x")
     (tmp_path / "link").symlink_to("real")
-    assert safe_path(str(tmp_path), "sub/model.safetensors") == str(tmp_path / "sub/model.safetensors")
+    assert safe_path(str(tmp_path), "sub/model.safetensors") == str(
+        tmp_path / "sub/model.safetensors"
+    )
     assert safe_path(str(tmp_path), "link") == str(tmp_path / "link")
 
 
@@ -195,7 +260,15 @@ def test_links_of_a_hugging_face_cache_are_followed(tmp_path: Path) -> None:
 
 
 def test_companions_are_the_small_files_next_to_the_weights(tmp_path: Path) -> None:
-    put(tmp_path, "config.json", "tokenizer.model", "model.safetensors", "tf_model.h5", ".gitattributes", "sub/x.txt")
+    put(
+        tmp_path,
+        "config.json",
+        "tokenizer.model",
+        "model.safetensors",
+        "tf_model.h5",
+        ".gitattributes",
+        "sub/x.txt",
+    )
     (tmp_path.parent / "outside.json").write_text("{}")
     (tmp_path / "link.json").symlink_to(tmp_path.parent / "outside.json")
     assert set(companions(str(tmp_path))) == {"config.json", "tokenizer.model"}
@@ -205,7 +278,9 @@ def test_snapshot_of_torchsnapshot_is_named(tmp_path: Path) -> None:
     """Its folders hold raw bytes, and no checkpoint."""
     (tmp_path / "0" / "app").mkdir(parents=True)
     (tmp_path / "0" / "app" / "weight").write_bytes(bytes(16))
-    (tmp_path / ".snapshot_metadata").write_text('{"version": "0.1.0", "world_size": 1, "manifest": {}}')
+    (tmp_path / ".snapshot_metadata").write_text(
+        '{"version": "0.1.0", "world_size": 1, "manifest": {}}'
+    )
     with pytest.raises(CkptError, match="is a snapshot of torchsnapshot") as error:
         open_checkpoint(str(tmp_path))
     assert "torchsnapshot.Snapshot(" in error.value.hint

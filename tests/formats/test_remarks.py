@@ -24,7 +24,10 @@ class Callback:
 def lightning(path: Path) -> dict[str, object]:
     model = nn.Module()
     model.model = nn.Linear(3, 2)
-    optimizers = [torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), momentum=0.9)]
+    optimizers = [
+        torch.optim.AdamW(model.parameters()),
+        torch.optim.SGD(model.parameters(), momentum=0.9),
+    ]
     model.model(torch.ones(1, 3)).sum().backward()
     for optimizer in optimizers:
         optimizer.step()
@@ -43,10 +46,13 @@ def lightning(path: Path) -> dict[str, object]:
 @pytest.mark.parametrize("size", [16, 816, 817, 5056])
 def test_states_of_random_generators_are_not_sections(tmp_path: Path, size: int) -> None:
     torch.save(
-        {"model": {"w": torch.ones(1)}, "rng": {"cuda": torch.zeros(size, dtype=torch.uint8)}}, tmp_path / "a.pt"
+        {"model": {"w": torch.ones(1)}, "rng": {"cuda": torch.zeros(size, dtype=torch.uint8)}},
+        tmp_path / "a.pt",
     )
     paths = [
-        section.path for section in open_checkpoint(str(tmp_path / "a.pt")).sections if section.kind == "state_dict"
+        section.path
+        for section in open_checkpoint(str(tmp_path / "a.pt")).sections
+        if section.kind == "state_dict"
     ]
     assert paths == (["model", "rng"] if size == 817 else ["model"])
 
@@ -61,7 +67,9 @@ def test_lightning_checkpoints_have_sections(tmp_path: Path, run: Run) -> None:
     assert {"epoch", "hyper_parameters", "lr_schedulers"} <= set(checkpoint.others)
     assert checkpoint.notes == ()
     out = tmp_path / "out.ckpt"
-    done = run("remap", tmp_path / "last.ckpt", "-o", out, "--rule", "model.{x*} => {x*}", "--verify")
+    done = run(
+        "remap", tmp_path / "last.ckpt", "-o", out, "--rule", "model.{x*} => {x*}", "--verify"
+    )
     assert done.status == 0, done.err
     found = torch.load(out, weights_only=False)
     assert list(found) == list(state)
@@ -74,7 +82,9 @@ def test_lightning_checkpoints_have_sections(tmp_path: Path, run: Run) -> None:
 
 def test_a_note_says_how_to_gather_files_of_deepspeed(tmp_path: Path, run: Run) -> None:
     common = {"ds_config": {"zero_optimization": {"stage": 3}}, "ds_version": "0.16.4"}
-    placeholders = OrderedDict((key, torch.zeros(0, dtype=torch.bfloat16)) for key in ("a.weight", "a.bias"))
+    placeholders = OrderedDict(
+        (key, torch.zeros(0, dtype=torch.bfloat16)) for key in ("a.weight", "a.bias")
+    )
     placeholders["norm.running_mean"] = torch.zeros(3)
     model = {
         **common, "module": placeholders, "buffer_names": ["norm.running_mean"], "optimizer": None,
@@ -90,11 +100,15 @@ def test_a_note_says_how_to_gather_files_of_deepspeed(tmp_path: Path, run: Run) 
     }  # fmt: skip
     torch.save(model, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     torch.save(ranks, tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    first, second = open_checkpoint(str(tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")).notes
+    first, second = open_checkpoint(
+        str(tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    ).notes
     assert "the model's part of a DeepSpeed checkpoint" in first
     assert second.startswith("2 tensors have shape [0]: ZeRO-3 placeholders")
     assert "ckpttool remap FOLDER -o whole.pt" in second
-    (note,) = open_checkpoint(str(tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")).notes
+    (note,) = open_checkpoint(
+        str(tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    ).notes
     assert "one rank's part of a DeepSpeed checkpoint" in note
     done = run("inspect", tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
     assert "ckpttool remap FOLDER -o whole.pt" in done.out + done.err
@@ -117,21 +131,45 @@ SHAPES: dict[str, tuple[dict[str, tuple[int, ...]], str | None]] = {
     "one of two is empty": ({"a.weight": E, "b.weight": (2,)}, None),
     "two of three are empty": ({"weight": (5,), "bias": E, "output_mask": E}, None),
     "empty in two dimensions": ({"a.weight": (0, 3), "b.weight": (0, 3)}, None),
-    "empty, next to integers": ({"a.weight": E, "b.weight": E, "n:int": E}, "2 tensors have shape [0]"),
-    "next to a larger bias": ({"a.weight": ONE, "a.bias": (3,), "c.weight": (3,)}, "a.weight next to a bias of 3"),
-    "next to the bias of another module": ({"a.weight": ONE, "b.bias": (3,), "c.weight": (3,)}, None),
+    "empty, next to integers": (
+        {"a.weight": E, "b.weight": E, "n:int": E},
+        "2 tensors have shape [0]",
+    ),
+    "next to a larger bias": (
+        {"a.weight": ONE, "a.bias": (3,), "c.weight": (3,)},
+        "a.weight next to a bias of 3",
+    ),
+    "next to the bias of another module": (
+        {"a.weight": ONE, "b.bias": (3,), "c.weight": (3,)},
+        None,
+    ),
     "next to a bias of one element": ({"a.weight": ONE, "a.bias": ONE}, None),
     "a bias next to a larger weight": ({"a.bias": ONE, "a.weight": (3,)}, None),
     "an integer weight": ({"a.weight:int": ONE, "a.bias": (3,)}, None),
-    "two, one next to its bias": ({"x.weight": ONE, "a.weight": ONE, "a.bias": (3,)}, "a.weight next to a bias of 3"),
+    "two, one next to its bias": (
+        {"x.weight": ONE, "a.weight": ONE, "a.bias": (3,)},
+        "a.weight next to a bias of 3",
+    ),
     "mostly single elements, including a matrix": (
         {"q_proj.weight": ONE, "n.weight": ONE, "m.weight": (4,)},
         "as q_proj.weight",
     ),
-    "half are single elements": ({"q_proj.weight": ONE, "n.weight": ONE, "m.weight": (4,), "o.weight": (4,)}, None),
-    "mostly single elements, without a matrix": ({"norm.weight": ONE, "n.weight": ONE, "m.weight": (4,)}, None),
-    "inside a module": ({"h.0.c_fc.weight": ONE, "h.0.n.weight": ONE, "m.weight": (4,)}, "as h.0.c_fc.weight"),
-    "a module, not a matrix": ({"q_proj.norm.weight": ONE, "n.weight": ONE, "m.weight": (4,)}, None),
+    "half are single elements": (
+        {"q_proj.weight": ONE, "n.weight": ONE, "m.weight": (4,), "o.weight": (4,)},
+        None,
+    ),
+    "mostly single elements, without a matrix": (
+        {"norm.weight": ONE, "n.weight": ONE, "m.weight": (4,)},
+        None,
+    ),
+    "inside a module": (
+        {"h.0.c_fc.weight": ONE, "h.0.n.weight": ONE, "m.weight": (4,)},
+        "as h.0.c_fc.weight",
+    ),
+    "a module, not a matrix": (
+        {"q_proj.norm.weight": ONE, "n.weight": ONE, "m.weight": (4,)},
+        None,
+    ),
 }
 
 
@@ -147,8 +185,12 @@ def test_zero_placeholders_are_distinguished_from_small_tensors(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("key", ["ds_version", "ds_config"])
-@pytest.mark.parametrize(("other", "note"), [("param_shapes", "the model's part"), ("more", "one rank's part")])
-def test_one_placeholder_is_reported_in_a_deepspeed_file(tmp_path: Path, key: str, other: str, note: str) -> None:
+@pytest.mark.parametrize(
+    ("other", "note"), [("param_shapes", "the model's part"), ("more", "one rank's part")]
+)
+def test_one_placeholder_is_reported_in_a_deepspeed_file(
+    tmp_path: Path, key: str, other: str, note: str
+) -> None:
     state = {"module": {"a.weight": torch.zeros(0), "b.weight": torch.zeros(2)}, key: {}, other: 1}
     torch.save(state, tmp_path / "states.pt")
     first, second = open_checkpoint(str(tmp_path / "states.pt")).notes

@@ -1,4 +1,6 @@
-"""Every storage of a file belongs to a tensor or is reported as unknown, and unknown content is never equal."""
+"""Every storage of a file belongs to a tensor or is reported as unknown, and unknown content is
+never equal.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ import python2
 from ckpttool.formats.detect_folder import open_checkpoint
 from command import Run
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "40"))
 
 
@@ -46,7 +50,9 @@ class Slotted:
 
 def network(seed: int) -> OrderedDict[str, Any]:
     torch.manual_seed(seed)
-    state = OrderedDict([("lin.weight", torch.randn(3, 4)), ("lin.bias", torch.randn(3)), ("n", torch.tensor(7))])
+    state = OrderedDict(
+        [("lin.weight", torch.randn(3, 4)), ("lin.bias", torch.randn(3)), ("n", torch.tensor(7))]
+    )
     state._metadata = OrderedDict([("", {"version": 1}), ("lin", {"version": 1})])  # type: ignore[attr-defined]
     return state
 
@@ -56,13 +62,19 @@ def test_a_file_of_python_2_is_read(tmp_path: Path, legacy: bool) -> None:
     path = python2.save(network(0), tmp_path / "old.pth", legacy=legacy)
     assert list(torch.load(path, weights_only=False)) == list(network(0))  # torch reads the file
     (section,) = open_checkpoint(path).sections
-    assert [(e.key, e.shape) for e in section.tensors] == [("lin.weight", (3, 4)), ("lin.bias", (3,)), ("n", ())]
+    assert [(e.key, e.shape) for e in section.tensors] == [
+        ("lin.weight", (3, 4)),
+        ("lin.bias", (3,)),
+        ("n", ()),
+    ]
     assert list(section.modules or ()) == ["", "lin"]
     assert oracle.disagreements(path) == []
 
 
 @pytest.mark.parametrize("legacy", [True, False])
-def test_a_file_of_python_2_is_compared_and_rewritten(run: Run, tmp_path: Path, legacy: bool) -> None:
+def test_a_file_of_python_2_is_compared_and_rewritten(
+    run: Run, tmp_path: Path, legacy: bool
+) -> None:
     one = python2.save({"model": network(0), "epoch": 3}, tmp_path / "one.pth", legacy=legacy)
     two = python2.save({"model": network(1), "epoch": 3}, tmp_path / "two.pth", legacy=legacy)
     assert run("diff", one, one, "--values")[0] == 0
@@ -77,7 +89,9 @@ def test_a_file_of_python_2_is_compared_and_rewritten(run: Run, tmp_path: Path, 
 
 
 def test_keys_of_python_2_that_are_not_ascii_are_read(run: Run, tmp_path: Path) -> None:
-    path = python2.save(OrderedDict([("caf\xe9", torch.ones(2)), ("w", torch.zeros(3))]), tmp_path / "old.pth")
+    path = python2.save(
+        OrderedDict([("caf\xe9", torch.ones(2)), ("w", torch.zeros(3))]), tmp_path / "old.pth"
+    )
     (section,) = open_checkpoint(path).sections
     assert [entry.key for entry in section.tensors] == ["caf\xe9", "w"]
     out = tmp_path / "out.safetensors"
@@ -90,7 +104,10 @@ def test_dicts_that_are_pickled_with_their_items_are_read(tmp_path: Path) -> Non
             return OrderedDict, ([*self.items()],)
 
     state = WithItems(a=torch.ones(2), b=torch.zeros(2))
-    path = saved(tmp_path / "items.pt", {"model": state, "count": Counter(a=1), "more": defaultdict(list, x=[1])})
+    path = saved(
+        tmp_path / "items.pt",
+        {"model": state, "count": Counter(a=1), "more": defaultdict(list, x=[1])},
+    )
     assert [e.key for e in open_checkpoint(path).section("model").tensors] == ["a", "b"]
     assert oracle.disagreements(path) == []
 
@@ -102,7 +119,10 @@ def anything(rng: random.Random, depth: int) -> Any:
     if depth == 0 or rng.random() < 0.2:
         return leaf(rng)
     parts = [anything(rng, depth - 1) for _ in range(rng.randrange(1, 4))]
-    names = [rng.choice(["model", "weight", "ema", "a.b", "0", "state", "optimizer", "_metadata"]) for _ in parts]
+    names = [
+        rng.choice(["model", "weight", "ema", "a.b", "0", "state", "optimizer", "_metadata"])
+        for _ in parts
+    ]
     kinds = (
         lambda: parts,
         lambda: tuple(parts),
@@ -153,8 +173,12 @@ def test_a_storage_without_a_tensor_is_reported(run: Run, tmp_path: Path) -> Non
     code, out, _ = run("inspect", path, "--format", "json")
     (found,) = json.loads(out)["unreached"]
     assert (code, found["path"], found["bytes"]) == (0, "buffers.raw", 20)
-    assert "1 storage (20 bytes) of no tensor that is understood: buffers.raw" in "".join(run("inspect", path)[1:])
-    other = saved(tmp_path / "other.pt", {**value, "buffers": {"raw": torch.ones(5).untyped_storage()}})
+    assert "1 storage (20 bytes) of no tensor that is understood: buffers.raw" in "".join(
+        run("inspect", path)[1:]
+    )
+    other = saved(
+        tmp_path / "other.pt", {**value, "buffers": {"raw": torch.ones(5).untyped_storage()}}
+    )
     assert run("diff", path, path)[0] == 0
     code, out, _ = run("diff", path, other)
     assert code == 1
@@ -168,15 +192,21 @@ def test_a_storage_without_a_tensor_is_reported(run: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("model", "operand"), [("model", ""), ("", ""), ("", "::")])
-def test_a_storage_outside_the_model_is_compared(run: Run, tmp_path: Path, model: str, operand: str) -> None:
+def test_a_storage_outside_the_model_is_compared(
+    run: Run, tmp_path: Path, model: str, operand: str
+) -> None:
     """Both for a selected section and for the complete file."""
     weights = {"w": torch.ones(2)}
     for name in ("left.pt", "right.pt"):
         raw = torch.full((3,), len(name)).untyped_storage()
         torch.save({**({model: weights} if model else weights), "raw": raw}, tmp_path / name)
-    done = run("diff", f"{tmp_path}/left.pt{operand}", f"{tmp_path}/right.pt{operand}", "--format", "json")
+    done = run(
+        "diff", f"{tmp_path}/left.pt{operand}", f"{tmp_path}/right.pt{operand}", "--format", "json"
+    )
     assert done.status == 1
-    reasons = [entry["reason"] for entry in done.data["entries"] if "raw" in entry["left"] + entry["right"]]
+    reasons = [
+        entry["reason"] for entry in done.data["entries"] if "raw" in entry["left"] + entry["right"]
+    ]
     assert sum("a storage that belongs to no known tensor" in reason for reason in reasons) == 2
 
 
@@ -197,7 +227,10 @@ def test_an_unreferenced_record_is_reported_and_copied(run: Run, tmp_path: Path)
 
 
 def test_a_storage_in_a_folder_of_torch_distributed_is_reported(tmp_path: Path) -> None:
-    value = {"model": {"w": torch.ones(2)}, "more": (torch.arange(3.0), torch.arange(4.0).untyped_storage())}
+    value = {
+        "model": {"w": torch.ones(2)},
+        "more": (torch.arange(3.0), torch.arange(4.0).untyped_storage()),
+    }
     dcp.save(value, checkpoint_id=tmp_path / "folder")
     checkpoint = open_checkpoint(str(tmp_path / "folder"))
     assert sum(len(section.all_tensors()) for section in checkpoint.sections) == 2
@@ -242,7 +275,9 @@ def test_tensors_inside_entries_are_copied_under_the_new_key(run: Run, tmp_path:
     out = tmp_path / "out.pt"
     assert run("remap", path, "-o", out, "--rule", "pair => two", "--verify")[0] == 0
     found = torch.load(out, weights_only=False)
-    assert [part.tolist() for part in found["two"]] == [part.tolist() for part in nested(0.5)["pair"]]
+    assert [part.tolist() for part in found["two"]] == [
+        part.tolist() for part in nested(0.5)["pair"]
+    ]
     code, _, err = run("remap", path, "-o", tmp_path / "out.safetensors")
     assert code == 1
     assert "pair" in err
@@ -251,7 +286,9 @@ def test_tensors_inside_entries_are_copied_under_the_new_key(run: Run, tmp_path:
 def test_a_dynamically_quantized_model_is_renamed_and_loaded(run: Run, tmp_path: Path) -> None:
     def quantized(seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 3)), {nn.Linear}, torch.qint8)
+        return torch.ao.quantization.quantize_dynamic(
+            nn.Sequential(nn.Linear(4, 3)), {nn.Linear}, torch.qint8
+        )
 
     one = saved(tmp_path / "one.pt", quantized(0).state_dict())
     two = saved(tmp_path / "two.pt", quantized(1).state_dict())
@@ -275,7 +312,9 @@ def test_packed_tensors_are_compared_by_content(run: Run, tmp_path: Path, kind: 
         if kind == "quantized":
             return torch.quantize_per_tensor(numbers, 0.5, 0, torch.qint8)
         if kind == "four bits":  # two elements in a byte
-            return torch.quantize_per_channel(numbers[None], torch.ones(1), torch.zeros(1), 0, torch.quint4x2)
+            return torch.quantize_per_channel(
+                numbers[None], torch.ones(1), torch.zeros(1), 0, torch.quint4x2
+            )
         return numbers.to_sparse() if kind == "sparse" else torch.complex(numbers, numbers).conj()
 
     one, two = (saved(tmp_path / f"{value}.pt", {"w": packed(value)}) for value in (1.0, 4.0))
@@ -312,7 +351,10 @@ def test_a_pickled_module_is_read_as_its_state_dict(run: Run, tmp_path: Path) ->
     assert section.kind == "state_dict"
     assert [entry.key for entry in section.tensors] == list(model.state_dict())
     assert section.aliases() == {"again.weight": "head.weight"}
-    assert {e.key for s in checkpoint.sections if s.kind == "other" for e in s.tensors} == {"model.rope", "model.plain"}
+    assert {e.key for s in checkpoint.sections if s.kind == "other" for e in s.tensors} == {
+        "model.rope",
+        "model.plain",
+    }
     assert any("pickled module" in note for note in checkpoint.notes)
     assert oracle.disagreements(path) == []
     out = tmp_path / "weights.safetensors"
@@ -327,7 +369,9 @@ def test_a_pickled_module_is_read_as_its_state_dict(run: Run, tmp_path: Path) ->
 
 def test_pickled_modules_of_other_classes_are_read_as_state_dicts(tmp_path: Path) -> None:
     graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    for number, model in enumerate([nn.DataParallel(Net()), graph, nn.ParameterList([torch.ones(2)]), nn.LSTM(2, 3)]):
+    for number, model in enumerate(
+        [nn.DataParallel(Net()), graph, nn.ParameterList([torch.ones(2)]), nn.LSTM(2, 3)]
+    ):
         for zipped in (True, False):
             path = saved(tmp_path / f"{number}.pt", model, _use_new_zipfile_serialization=zipped)
             (section, *_) = open_checkpoint(path).sections
@@ -335,9 +379,12 @@ def test_pickled_modules_of_other_classes_are_read_as_state_dicts(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "value", [torch.ones(3), torch.optim.Adam([nn.Parameter(torch.ones(2))]).state_dict(), nn.ReLU()]
+    "value",
+    [torch.ones(3), torch.optim.Adam([nn.Parameter(torch.ones(2))]).state_dict(), nn.ReLU()],
 )
-def test_no_drop_is_suggested_for_a_file_without_a_state_dict(run: Run, tmp_path: Path, value: Any) -> None:
+def test_no_drop_is_suggested_for_a_file_without_a_state_dict(
+    run: Run, tmp_path: Path, value: Any
+) -> None:
     path = saved(tmp_path / "bare.pt", value)
     code, _, err = run("remap", path, "-o", tmp_path / "out.safetensors")
     assert code in (0, 1, 2)
@@ -350,26 +397,42 @@ def test_no_drop_is_suggested_for_a_file_without_a_state_dict(run: Run, tmp_path
 def test_settings_scores_and_random_states_are_not_state_dicts(tmp_path: Path) -> None:
     value = {
         "state_dict": nn.Linear(2, 2).state_dict(),
-        "callbacks": {"checkpoint": {"best_model_score": torch.tensor(0.5), "best_model_path": "x", "monitor": "loss"}},
+        "callbacks": {
+            "checkpoint": {
+                "best_model_score": torch.tensor(0.5),
+                "best_model_path": "x",
+                "monitor": "loss",
+            }
+        },
         "rng": {"torch": torch.get_rng_state(), "python": random.getstate()},
         "config": {"lr": 0.1, "name": "run", "class_weights": torch.ones(3)},
     }
     checkpoint = open_checkpoint(saved(tmp_path / "last.ckpt", value))
-    assert [section.path for section in checkpoint.sections if section.kind == "state_dict"] == ["state_dict"]
+    assert [section.path for section in checkpoint.sections if section.kind == "state_dict"] == [
+        "state_dict"
+    ]
     assert sum(len(section.all_tensors()) for section in checkpoint.sections) == 5
 
 
-def test_conjugated_and_negated_views_are_resolved_for_safetensors(run: Run, tmp_path: Path) -> None:
+def test_conjugated_and_negated_views_are_resolved_for_safetensors(
+    run: Run, tmp_path: Path
+) -> None:
     from safetensors.torch import load_file
 
     numbers = torch.complex(torch.arange(6.0), torch.ones(6)).reshape(2, 3)
-    state = {"conj": numbers.conj(), "neg": torch._neg_view(torch.arange(4.0)), "part": numbers.t().conj()[1:]}
+    state = {
+        "conj": numbers.conj(),
+        "neg": torch._neg_view(torch.arange(4.0)),
+        "part": numbers.t().conj()[1:],
+    }
     path = saved(tmp_path / "lazy.pt", state)
     assert state["neg"].is_neg()
     out = tmp_path / "out.safetensors"
     assert run("remap", path, "-o", out, "--verify")[0] == 0
     found = load_file(out)
-    assert all(torch.equal(found[key], value.resolve_conj().resolve_neg()) for key, value in state.items())
+    assert all(
+        torch.equal(found[key], value.resolve_conj().resolve_neg()) for key, value in state.items()
+    )
 
 
 def test_a_missing_crc_is_computed(run: Run, tmp_path: Path) -> None:
@@ -392,13 +455,17 @@ def test_a_missing_crc_is_computed(run: Run, tmp_path: Path) -> None:
             assert all(record.CRC for record in archive.infolist())
 
 
-def test_a_file_next_to_a_distributed_checkpoint_is_copied_or_refused(run: Run, tmp_path: Path) -> None:
+def test_a_file_next_to_a_distributed_checkpoint_is_copied_or_refused(
+    run: Run, tmp_path: Path
+) -> None:
     """Megatron-Core saves the iteration and its arguments in such a file."""
     folder = tmp_path / "iter_0000010"
     dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=folder)
     common = saved(folder / "common.pt", {"iteration": 10, "args": argparse.Namespace(lr=0.1)})
     assert "common.pt" in "".join(run("inspect", folder)[1:])
-    assert run("remap", folder, "-o", tmp_path / "out.dcp", "--rule", "w => v", "--verify").status == 0
+    assert (
+        run("remap", folder, "-o", tmp_path / "out.dcp", "--rule", "w => v", "--verify").status == 0
+    )
     assert (tmp_path / "out.dcp" / "common.pt").read_bytes() == Path(common).read_bytes()
     for name in ("out.pt", "out.safetensors"):
         done = run("remap", folder, "-o", tmp_path / name)
@@ -431,7 +498,11 @@ def test_diff_accepts_packed_parameters_that_torch_loads(run: Run, tmp_path: Pat
     space["build"]().load_state_dict(torch.load(path, weights_only=False), strict=True)
     model = f"{tmp_path / 'quantized.py'}:build"
     assert run("diff", "--model", model, path).status == 0
-    without = {key: value for key, value in whole.items() if not key.endswith("_packed_params._packed_params")}
+    without = {
+        key: value
+        for key, value in whole.items()
+        if not key.endswith("_packed_params._packed_params")
+    }
     assert run("diff", "--model", model, saved(tmp_path / "part.pt", without)).status == 1
 
 
@@ -450,16 +521,24 @@ def test_a_wrong_total_size_is_corrected(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     saved(tmp_path / "w.pt", {"w": torch.ones(64), "v": torch.ones(64), "u": torch.ones(16)})
-    assert run("convert", tmp_path / "w.pt", "-o", f"{folder}/", "--max-shard-size", "300").status == 0
+    assert (
+        run("convert", tmp_path / "w.pt", "-o", f"{folder}/", "--max-shard-size", "300").status == 0
+    )
     index = folder / "model.safetensors.index.json"
     text = json.loads(index.read_text())
     text["metadata"] |= {"total_size": 7, "total_parameters": 3}
     index.write_text(json.dumps(text))
-    for number, words in enumerate((["remap", "--rule", "w => x"], ["convert", "--max-shard-size", "330"])):
+    for number, words in enumerate(
+        (["remap", "--rule", "w => x"], ["convert", "--max-shard-size", "330"])
+    ):
         out = tmp_path / f"out{number}"
         assert run(words[0], folder, "-o", f"{out}/", *words[1:]).status == 0
-        assert json.loads((out / "model.safetensors.index.json").read_text())["metadata"] == {"total_size": 576}
+        assert json.loads((out / "model.safetensors.index.json").read_text())["metadata"] == {
+            "total_size": 576
+        }
     text["metadata"] |= {"total_size": 576, "total_parameters": 144}
     index.write_text(json.dumps(text))
     assert run("remap", folder, "-o", f"{tmp_path}/renamed/", "--rule", "w => x").status == 0
-    assert json.loads((tmp_path / "renamed" / index.name).read_text())["metadata"] == text["metadata"]
+    assert (
+        json.loads((tmp_path / "renamed" / index.name).read_text())["metadata"] == text["metadata"]
+    )

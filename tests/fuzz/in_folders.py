@@ -1,6 +1,7 @@
 """Readers of a file that belongs to a folder: rank files, journals, a project's defaults.
 
-Each function returns a reader of bytes that writes them into an otherwise valid folder, and most return seeds too.
+Each function returns a reader of bytes that writes them into an otherwise valid folder, and most
+return seeds too.
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ def _of_rank(rank: int) -> bytes:
         mesh, buffer = init_device_mesh("cpu", (2,)), io.BytesIO()
         sharded = DTensor.from_local(torch.ones(2, 3) + rank, mesh, [Shard(0)])
         torch.save(
-            {"model": {"w": sharded, "b": DTensor.from_local(torch.ones(2), mesh, [Replicate()])}, "n": 3}, buffer
+            {
+                "model": {
+                    "w": sharded,
+                    "b": DTensor.from_local(torch.ones(2), mesh, [Replicate()]),
+                },
+                "n": 3,
+            },
+            buffer,
         )
         return buffer.getvalue()
     finally:
@@ -139,4 +147,7 @@ def ignore_file(path: Path) -> Reader:
     return read
 
 
-IGNORED = b"# list\nmissing model.norm.* # initialized\nshape,dtype re:(a+)+b # intended\nunexpected *.bias # no bias\n"
+IGNORED = (
+    b"# list\nmissing model.norm.* # initialized\nshape,dtype re:(a+)+b #"
+    b" intended\nunexpected *.bias # no bias\n"
+)

@@ -19,8 +19,8 @@ _END = struct.Struct("<4s4xHHLLH")
 def mutated(seeds: Sequence[bytes], words: Sequence[bytes], chance: random.Random) -> bytes:
     """Return one of the seeds, changed in one or more places.
 
-    For an archive this mostly changes the contents of a member, and for safetensors the header, and fixes offsets and
-    lengths. Long seeds are drawn less often, so that none takes most of the time.
+    For an archive this mostly changes the contents of a member, and for safetensors the header, and
+    fixes offsets and lengths. Long seeds are drawn less often, so that none takes most of the time.
     """
     [seed] = chance.choices(seeds, [1 / (_SHORT + len(seed)) for seed in seeds])
     if seed.startswith(_ZIP) and chance.random() < 0.8:
@@ -30,7 +30,9 @@ def mutated(seeds: Sequence[bytes], words: Sequence[bytes], chance: random.Rando
     return changed(seed, seeds, words, chance)
 
 
-def changed(data: bytes, seeds: Sequence[bytes], words: Sequence[bytes], chance: random.Random) -> bytes:
+def changed(
+    data: bytes, seeds: Sequence[bytes], words: Sequence[bytes], chance: random.Random
+) -> bytes:
     """Return the bytes, changed in one or more places."""
     mutant = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 3, 8))):
@@ -93,14 +95,22 @@ def _bit(data: bytearray, _: Sequence[bytes], __: Sequence[bytes], chance: rando
 
 def _byte(data: bytearray, _: Sequence[bytes], __: Sequence[bytes], chance: random.Random) -> None:
     if data:
-        data[chance.randrange(len(data))] = chance.choice((0, 1, 10, 32, 46, 127, 128, 255, chance.randrange(256)))
+        data[chance.randrange(len(data))] = chance.choice(
+            (0, 1, 10, 32, 46, 127, 128, 255, chance.randrange(256))
+        )
 
 
-def _number(data: bytearray, _: Sequence[bytes], __: Sequence[bytes], chance: random.Random) -> None:
+def _number(
+    data: bytearray, _: Sequence[bytes], __: Sequence[bytes], chance: random.Random
+) -> None:
     size = chance.choice((2, 4, 8))
-    value = chance.choice((0, 1, 2 ** (8 * size - 1), 2 ** (8 * size) - 1, chance.randrange(1 << 12)))
+    value = chance.choice(
+        (0, 1, 2 ** (8 * size - 1), 2 ** (8 * size) - 1, chance.randrange(1 << 12))
+    )
     at = chance.randrange(len(data) + 1)
-    data[at : at + size] = value.to_bytes(8, "little")[:size] if value < 1 << 64 else struct.pack("<q", -1)[:size]
+    data[at : at + size] = (
+        value.to_bytes(8, "little")[:size] if value < 1 << 64 else struct.pack("<q", -1)[:size]
+    )
 
 
 def _cut(data: bytearray, _: Sequence[bytes], __: Sequence[bytes], chance: random.Random) -> None:
@@ -108,19 +118,25 @@ def _cut(data: bytearray, _: Sequence[bytes], __: Sequence[bytes], chance: rando
     del data[start : start + chance.choice((1, 2, 8, len(data)))]
 
 
-def _repeat(data: bytearray, _: Sequence[bytes], __: Sequence[bytes], chance: random.Random) -> None:
+def _repeat(
+    data: bytearray, _: Sequence[bytes], __: Sequence[bytes], chance: random.Random
+) -> None:
     start = chance.randrange(len(data) + 1)
     piece = data[start : start + chance.choice((1, 4, 32, 256))]
     data[start:start] = piece * chance.choice((1, 2, 50))
 
 
-def _word(data: bytearray, _: Sequence[bytes], words: Sequence[bytes], chance: random.Random) -> None:
+def _word(
+    data: bytearray, _: Sequence[bytes], words: Sequence[bytes], chance: random.Random
+) -> None:
     if words:
         at = chance.randrange(len(data) + 1)
         data[at : at + chance.choice((0, 0, 1, 4))] = chance.choice(words)
 
 
-def _splice(data: bytearray, seeds: Sequence[bytes], _: Sequence[bytes], chance: random.Random) -> None:
+def _splice(
+    data: bytearray, seeds: Sequence[bytes], _: Sequence[bytes], chance: random.Random
+) -> None:
     other = chance.choice(seeds)
     start = chance.randrange(len(other) + 1)
     at = chance.randrange(len(data) + 1)

@@ -1,7 +1,9 @@
-"""``make fuzz TIME=600``: fuzz every reader for its share of the time, and print a table of the results.
+"""``make fuzz TIME=600``: fuzz every reader for its share of the time, and print a table of the
+results.
 
-With ``--guided`` atheris chooses inputs by coverage; otherwise they are mutated at random. An input on which a reader
-crashes or is slow is kept in the folder ``found``: turn it into a test with its name.
+With ``--guided`` atheris chooses inputs by coverage; otherwise they are mutated at random. An input
+on which a reader crashes or is slow is kept in the folder ``found``: turn it into a test with its
+name.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ _MEASURED = 100  # memory is measured for one input in this many, because that i
 
 @dataclass
 class Tally:
-    """Counts of inputs of a target, and the time and memory of its slowest and its largest input (seconds, bytes)."""
+    """Counts of inputs of a target, and the time and memory of its slowest and its largest input
+    (seconds, bytes).
+    """
 
     inputs: int = 0
     taken: int = 0
@@ -73,7 +77,12 @@ def try_one(name: str, target: Target, data: bytes, tally: Tally) -> None:
         tally.taken += target.run(data)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        _keep(name, data, f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {error}"[:200], tally)
+        _keep(
+            name,
+            data,
+            f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {error}"[:200],
+            tally,
+        )
     taken = time.process_time() - start
     if measured:
         tally.largest = max(tally.largest, tracemalloc.get_traced_memory()[1])
@@ -101,8 +110,16 @@ def guided(name: str, target: Target, seconds: float) -> None:
     folder.mkdir(exist_ok=True)
     for number, data in enumerate(target.seeds()):
         (folder / f"seed-{number}").write_bytes(data)
-    options = [sys.argv[0], f"-max_total_time={int(seconds)}", "-max_len=65536", "-timeout=30", "-print_final_stats=1"]
-    atheris.Setup([*options, f"-artifact_prefix={name.replace(' ', '-')}-", str(folder)], target.run)
+    options = [
+        sys.argv[0],
+        f"-max_total_time={int(seconds)}",
+        "-max_len=65536",
+        "-timeout=30",
+        "-print_final_stats=1",
+    ]
+    atheris.Setup(
+        [*options, f"-artifact_prefix={name.replace(' ', '-')}-", str(folder)], target.run
+    )
     atheris.Fuzz()
 
 
@@ -122,7 +139,10 @@ def main(args: Sequence[str]) -> int:
     faults = 0
     print(f"{'reader':<18}{'inputs':>12}{'taken':>10}{'slowest':>11}{'memory':>12}{'faults':>8}")
     fuzz_one = partial(
-        fuzz, seconds=options.time * options.jobs / (len(names) + 1), most=options.inputs, seed=options.seed
+        fuzz,
+        seconds=options.time * options.jobs / (len(names) + 1),
+        most=options.inputs,
+        seed=options.seed,
     )
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         for name, tally in zip(names, pool.map(fuzz_one, names)):
@@ -134,7 +154,10 @@ def main(args: Sequence[str]) -> int:
                 flush=True,
             )
             failures = sorted(f"{name}: {fault}" for fault in tally.faults)
-            sizes = {"slowest, ms": round(tally.slowest * 1000, 1), "memory, MiB": round(tally.largest / 2**20, 1)}
+            sizes = {
+                "slowest, ms": round(tally.slowest * 1000, 1),
+                "memory, MiB": round(tally.largest / 2**20, 1),
+            }
             results.add(name, tally.inputs, failures, taken=tally.taken, **sizes)
     if options.target is None:
         seconds = options.time / (len(names) + 1)
@@ -142,7 +165,11 @@ def main(args: Sequence[str]) -> int:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         counts = json.loads(done.stdout) if done.returncode == 0 else {}
         print("operators", counts or f"ended with {done.returncode}")
-        results.add("operators", sum(counts.values()), [] if counts else [f"operators: exit status {done.returncode}"])
+        results.add(
+            "operators",
+            sum(counts.values()),
+            [] if counts else [f"operators: exit status {done.returncode}"],
+        )
         faults += done.returncode != 0
     return int(faults > 0)
 

@@ -1,4 +1,6 @@
-"""One target for each reader: a function of bytes that returns a value or raises `CkptError`, and its seeds."""
+"""One target for each reader: a function of bytes that returns a value or raises `CkptError`, and
+its seeds.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,12 @@ from ckpttool.ruleset import parse as rules_file
 from ckpttool.ruleset.patterns import matches, parse
 
 DATA = Path(__file__).parents[1] / "data"
-sources._TICK = 0  # nobody else writes to the inputs, so a reader need not wait until a change would be visible
+# nobody else writes to the inputs, so a reader need not wait until a change would be visible
+sources._TICK = 0
 LIMITS = Limits(rules_seconds=1, json_bytes=1 << 20)
-_FOLDER = Path(tempfile.mkdtemp(prefix="ckpttool-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+_FOLDER = Path(
+    tempfile.mkdtemp(prefix="ckpttool-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+)
 atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 
 
@@ -57,7 +62,9 @@ class Target:
     words: tuple[bytes, ...] = ()
 
     def run(self, data: bytes) -> bool:
-        """Return True if the reader accepts the input; any exception other than `CkptError` is a bug."""
+        """Return True if the reader accepts the input; any exception other than `CkptError` is a
+        bug.
+        """
         with limited(LIMITS):
             try:
                 self.read(data)
@@ -100,9 +107,13 @@ def _rule(data: bytes) -> object:
 
 
 def _command_line(data: bytes) -> object:
-    """Run the command line: any arguments give an exit status of 0, 1 or 2, and never a traceback."""
+    """Run the command line: any arguments give an exit status of 0, 1 or 2, and never a
+    traceback.
+    """
     words = data.decode("utf-8", "replace").split("\0")[:12]
-    if any(word.startswith(("-o", "--output", "--report", "--in-place", "--out")) for word in words):
+    if any(
+        word.startswith(("-o", "--output", "--report", "--in-place", "--out")) for word in words
+    ):
         return None  # the fuzzer must not write files
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
@@ -138,7 +149,12 @@ def _training() -> dict[str, Any]:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(4, 2)).sum().backward()
     optimizer.step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "note": {"a": [1, None]}}
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "note": {"a": [1, None]},
+    }
 
 
 def _torch_files() -> list[bytes]:
@@ -146,7 +162,10 @@ def _torch_files() -> list[bytes]:
 
 
 def _legacy_files() -> list[bytes]:
-    return [_saved(_training(), _use_new_zipfile_serialization=False), (DATA / "legacy-torch-2.5.1.pt").read_bytes()]
+    return [
+        _saved(_training(), _use_new_zipfile_serialization=False),
+        (DATA / "legacy-torch-2.5.1.pt").read_bytes(),
+    ]
 
 
 def _pickles() -> list[bytes]:
@@ -157,7 +176,11 @@ def _pickles() -> list[bytes]:
 
 
 def _safetensors() -> list[bytes]:
-    state = {"a": torch.ones(2, 3), "b.c": torch.zeros(1, dtype=torch.bfloat16), "e": torch.empty(0)}
+    state = {
+        "a": torch.ones(2, 3),
+        "b.c": torch.zeros(1, dtype=torch.bfloat16),
+        "e": torch.empty(0),
+    }
     return [save(state, {"format": "pt"}), save({})]
 
 
@@ -174,16 +197,26 @@ def _scripts() -> list[bytes]:
 
 def _metadata() -> list[bytes]:
     folder = Path(tempfile.mkdtemp(dir=_FOLDER)) / "dcp"
-    dcp.save({"w": torch.ones(4), "n": 3, "x": {"y": [torch.ones(2, 2)]}}, checkpoint_id=str(folder))
+    dcp.save(
+        {"w": torch.ones(4), "n": 3, "x": {"y": [torch.ones(2, 2)]}}, checkpoint_id=str(folder)
+    )
     return [(folder / ".metadata").read_bytes()]
 
 
 _PLAN = {
     "schema": "ckpttool.plan/1",
     "outputs": [
-        {"section": "", "key": "x", "from": {"op": "aten.cat.default", "args": [[{"ref": "a"}], 0], "kwargs": {}}},
+        {
+            "section": "",
+            "key": "x",
+            "from": {"op": "aten.cat.default", "args": [[{"ref": "a"}], 0], "kwargs": {}},
+        },
         {"section": "m", "key": "y", "from": {"ref": "a"}},
-        {"section": "", "key": "z", "from": {"op": "aten._to_copy.default", "kwargs": {"dtype": {"dtype": "int8"}}}},
+        {
+            "section": "",
+            "key": "z",
+            "from": {"op": "aten._to_copy.default", "kwargs": {"dtype": {"dtype": "int8"}}},
+        },
     ],
     "dropped": [{"section": "", "key": "c", "reason": "r"}],
     "modules": [{"section": "", "old": "m", "new": "n"}],
@@ -228,7 +261,9 @@ def _expression(value: Any) -> object:
 
 
 def _names() -> list[bytes]:
-    return [json.dumps(ModelOperand(lambda: nn.Sequential(nn.Linear(1, 1))).names().to_json()).encode()]
+    return [
+        json.dumps(ModelOperand(lambda: nn.Sequential(nn.Linear(1, 1))).names().to_json()).encode()
+    ]
 
 
 def _commands() -> list[bytes]:
@@ -249,16 +284,61 @@ _JSON_WORDS = (
     *(b"null", b"true", b"-1", b"1e999", b"{}", b"[]", b'""', b'{"ref":"a"}'),
     *(b"9" * 30, b'"\\ud800"', b"[" * 50, b"[" * 20_000),
 )
-_RULE_WORDS = (b"{x*}", b"{x}", b" => ", b"re:", b"(a+)+", b"\\1", b".", b"*", b"[!", b"{0,9}", b"(?P<x>", b"a.a.a.a")
-_PICKLE_WORDS = (
-    *(b"(", b"t.", b"\x85", b"}", b"]", b"ccollections\nOrderedDict\n", b"R", b"b", b"\x8a\xff", b"Q", b"h\0"),
+_RULE_WORDS = (
+    b"{x*}",
+    b"{x}",
+    b" => ",
+    b"re:",
+    b"(a+)+",
+    b"\\1",
+    b".",
+    b"*",
+    b"[!",
+    b"{0,9}",
+    b"(?P<x>",
+    b"a.a.a.a",
 )
-_LINE_WORDS = (b"missing", b"dtype,", b" # why", b"\n", b"re:(a+)+$", b"{x*}.{y*}.z", b"[!", b"\0", b"# ")
+_PICKLE_WORDS = (
+    *(
+        b"(",
+        b"t.",
+        b"\x85",
+        b"}",
+        b"]",
+        b"ccollections\nOrderedDict\n",
+        b"R",
+        b"b",
+        b"\x8a\xff",
+        b"Q",
+        b"h\0",
+    ),
+)
+_LINE_WORDS = (
+    b"missing",
+    b"dtype,",
+    b" # why",
+    b"\n",
+    b"re:(a+)+$",
+    b"{x*}.{y*}.z",
+    b"[!",
+    b"\0",
+    b"# ",
+)
 _TOML_WORDS = (
     *(b"[tool.ckpttool]", b"[[a]]", b"a.a.a.a", b"[" * 50, b"a = " + b"[" * 20_000, b"{a={"),
     *(b"1e999", b"9" * 30, b'"""', b" = ", b"\n"),
 )
-_OPTION_WORDS = (b"--rules", b"--to", b"--from", b"--like", b"--rtol", b"::model", b"s3://", b"\0", b"=")
+_OPTION_WORDS = (
+    b"--rules",
+    b"--to",
+    b"--from",
+    b"--like",
+    b"--rtol",
+    b"::model",
+    b"s3://",
+    b"\0",
+    b"=",
+)
 
 _undo_journal, _undo_seeds = in_folders.undo_journal(_FOLDER / "edits")
 _STATES = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -270,17 +350,27 @@ TARGETS: dict[str, Target] = {
     "names": Target(_of_json(lambda value: Names.from_json(value, "f")), _names, _JSON_WORDS),
     "index": Target(_of_file(read_index, "x.index.json"), _json(_INDEX), _JSON_WORDS),
     "rules": Target(_of_file(rules_file.read, "r.toml"), lambda: [_RULES.encode()], _RULE_WORDS),
-    "rule": Target(_rule, lambda: [b"a.{x*}.b => {x*}\na.c.b", b"re:(.*)_(\\d+) => \\2\nw_3"], _RULE_WORDS),
-    "options": Target(_options, lambda: [b"json_bytes=4G", b"5GB", b"fsdp/compile@layers.{i}"], _RULE_WORDS),
+    "rule": Target(
+        _rule, lambda: [b"a.{x*}.b => {x*}\na.c.b", b"re:(.*)_(\\d+) => \\2\nw_3"], _RULE_WORDS
+    ),
+    "options": Target(
+        _options, lambda: [b"json_bytes=4G", b"5GB", b"fsdp/compile@layers.{i}"], _RULE_WORDS
+    ),
     "pickle": Target(pickle_read.loads, _pickles, _PICKLE_WORDS),
     "dcp metadata": Target(lambda data: parse_metadata(data, "f"), _metadata, _PICKLE_WORDS),
-    "zip": Target(_of_file(read_archive, "a.zip"), _torch_files, (b"PK\1\2", b"PK\3\4", b"PK\5\6", b"\xff" * 4)),
+    "zip": Target(
+        _of_file(read_archive, "a.zip"),
+        _torch_files,
+        (b"PK\1\2", b"PK\3\4", b"PK\5\6", b"\xff" * 4),
+    ),
     "safetensors": Target(_of_file(open_checkpoint, "s.safetensors"), _safetensors, _JSON_WORDS),
     "torch": Target(_of_file(open_checkpoint, "t.pt"), _torch_files, _PICKLE_WORDS),
     "torch before 1.6": Target(_of_file(open_checkpoint, "l.pt"), _legacy_files, _PICKLE_WORDS),
     "torchscript": Target(_of_file(open_checkpoint, "script.pt"), _scripts, _PICKLE_WORDS),
     "program": Target(_of_file(open_checkpoint, "p.pt2"), _programs, _JSON_WORDS),
-    "rank files": Target(in_folders.rank_file(_FOLDER / "ranks"), in_folders.rank_files, _PICKLE_WORDS),
+    "rank files": Target(
+        in_folders.rank_file(_FOLDER / "ranks"), in_folders.rank_files, _PICKLE_WORDS
+    ),
     **{
         f"deepspeed {stage}": Target(
             in_folders.deepspeed(_FOLDER / f"zero-{stage}", stage, name),
@@ -290,6 +380,8 @@ TARGETS: dict[str, Target] = {
         for stage, name in ((1, "mp_rank_00_model_states.pt"), (2, _STATES), (3, _STATES))
     },
     "edit journal": Target(_undo_journal, _undo_seeds, _JSON_WORDS),
-    "ignore file": Target(in_folders.ignore_file(_FOLDER / "i.txt"), lambda: [in_folders.IGNORED], _LINE_WORDS),
+    "ignore file": Target(
+        in_folders.ignore_file(_FOLDER / "i.txt"), lambda: [in_folders.IGNORED], _LINE_WORDS
+    ),
     "command line": Target(_command_line, _commands, _OPTION_WORDS),
 }

@@ -25,7 +25,11 @@ from hook_zoo import ZOO
 def test_every_name_resolves_to_its_tensors(model: str) -> None:
     names = trace(of_object(ZOO[model]))
     tables = NameTables(names)
-    by_key = {s.key: {tables.first[fqn] for fqn in ex.refs(s.source)} for s in names.serialized if s.source is not None}
+    by_key = {
+        s.key: {tables.first[fqn] for fqn in ex.refs(s.source)}
+        for s in names.serialized
+        if s.source is not None
+    }
     every = {t.fqn for t in names.runtime} | {t.canonical for t in names.runtime} | set(by_key)
     for name in every:
         expected = {tables.first[t.fqn] for t in names.runtime if name in (t.fqn, t.canonical)}
@@ -41,8 +45,12 @@ def test_every_name_resolves_to_its_tensors(model: str) -> None:
         assert found.tensor.fqn not in found.aliases
     for first, group in tables.groups.items():
         aliases = [explain(fqn, names) for fqn in group]
-        assert {key for found in aliases for key in found.serialized} == {key for key in by_key if first in by_key[key]}
-        assert all(found.serialized for found in aliases) or not any(found.serialized for found in aliases)
+        assert {key for found in aliases for key in found.serialized} == {
+            key for key in by_key if first in by_key[key]
+        }
+        assert all(found.serialized for found in aliases) or not any(
+            found.serialized for found in aliases
+        )
 
 
 class Fused(nn.Module):
@@ -77,7 +85,9 @@ def test_other_tensors_with_the_name_are_listed(name: str, run: Run) -> None:
     done = run(*command, "--format", "json")
     assert (done.data["serialized"], done.data["also"], done.data["optimizer_id"]) == FUSED[name]
     assert done.data["optimizer_group"] == (None if name == "steps" else 0)
-    assert done.data["forms"].get("serialized") == (FUSED[name][0] if isinstance(FUSED[name][0], str) else None)
+    assert done.data["forms"].get("serialized") == (
+        FUSED[name][0] if isinstance(FUSED[name][0], str) else None
+    )
     assert ("also a name of" in run(*command).out) == bool(FUSED[name][1])
 
 
@@ -131,13 +141,21 @@ def wrapped(how: str) -> tuple[nn.Module, nn.Module]:
     return plain, inner
 
 
-@pytest.mark.parametrize("how", ["compile", "dp", "ac", "averaged", "compile dp", "ac compile dp", "ac dp", "blocks"])
+@pytest.mark.parametrize(
+    "how", ["compile", "dp", "ac", "averaged", "compile dp", "ac compile dp", "ac dp", "blocks"]
+)
 def test_wrapped_names_are_resolved(how: str) -> None:
-    """Every FQN of a real wrapper, and its optimizer key, resolves to the tensor of the plain model."""
+    """Every FQN of a real wrapper, and its optimizer key, resolves to the tensor of the plain
+    model.
+    """
     plain, outer = wrapped(how)
     inner = plain._orig_mod if hasattr(plain, "_orig_mod") else plain
-    own = {id(tensor): name for name, tensor in (*plain.named_parameters(), *inner.named_parameters())}
-    expected = {name: own[id(tensor)] for name, tensor in outer.named_parameters() if id(tensor) in own}
+    own = {
+        id(tensor): name for name, tensor in (*plain.named_parameters(), *inner.named_parameters())
+    }
+    expected = {
+        name: own[id(tensor)] for name, tensor in outer.named_parameters() if id(tensor) in own
+    }
     assert len(expected) == 6
     for name, fqn in expected.items():
         for form in ("{}", "state.{}.exp_avg", "optimizer.state.{}.step"):

@@ -8,7 +8,15 @@ from pathlib import Path
 import torch
 
 import ckpttool
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
+from ckpttool.core.checkpoint import (
+    Checkpoint,
+    ExtraEntry,
+    Section,
+    Span,
+    Storage,
+    TensorEntry,
+    contiguous_stride,
+)
 from ckpttool.core.pickle_imports import Import
 from ckpttool.inspection.inspect import inspect
 from ckpttool.report import render
@@ -17,7 +25,9 @@ from ckpttool.report.documents.inspection import document
 TIED = Storage(Span("train.pt", 64, 288))
 
 
-def tensor(key: str, shape: tuple[int, ...] = (12, 6), storage: Storage | None = None) -> TensorEntry:
+def tensor(
+    key: str, shape: tuple[int, ...] = (12, 6), storage: Storage | None = None
+) -> TensorEntry:
     fresh = Storage(Span("train.pt", 0, 288))
     return TensorEntry(key, "float32", shape, contiguous_stride(shape), 0, storage or fresh)
 
@@ -33,14 +43,26 @@ MODEL = Section(
     ),
     (ExtraEntry("module.fp8._extra_state"),),
 )
-SPARSE = TensorEntry("state.0.g", "float32", (4,), (), 0, None, layout="sparse_coo", packed_bytes=24)
+SPARSE = TensorEntry(
+    "state.0.g", "float32", (4,), (), 0, None, layout="sparse_coo", packed_bytes=24
+)
 TRAIN = Checkpoint(
     "train.pt",
     "torch_zip",
     4096,
     (MODEL, Section("optimizer", "optimizer", (SPARSE,))),
     ("epoch",),
-    (Import("argparse.Namespace", "unknown", "train.pt", "train/data.pkl", 7, ("argparse.Namespace()",), 1),),
+    (
+        Import(
+            "argparse.Namespace",
+            "unknown",
+            "train.pt",
+            "train/data.pkl",
+            7,
+            ("argparse.Namespace()",),
+            1,
+        ),
+    ),
 )
 
 
@@ -66,7 +88,13 @@ def test_the_json_report_follows_the_contract() -> None:
         "format": "torch_zip",
         "bytes": 4096,
         "sections": [
-            {"path": "model", "kind": "state_dict", "tensors": 11, "bytes": 2884, "wrappers": ["module"]},
+            {
+                "path": "model",
+                "kind": "state_dict",
+                "tensors": 11,
+                "bytes": 2884,
+                "wrappers": ["module"],
+            },
             {"path": "optimizer", "kind": "optimizer", "tensors": 1, "bytes": 24, "wrappers": []},
         ],
         "globals": ["argparse.Namespace"],
@@ -137,7 +165,9 @@ def test_all_lists_every_tensor() -> None:
 
 def test_long_lists_are_cut_without_all() -> None:
     odd = tuple(tensor(f"w{index}", (index + 1,)) for index in range(73))
-    checkpoint = Checkpoint("a.safetensors", "safetensors", 1, (Section("", "state_dict", odd),), metadata={"k": "v"})
+    checkpoint = Checkpoint(
+        "a.safetensors", "safetensors", 1, (Section("", "state_dict", odd),), metadata={"k": "v"}
+    )
     text = render("text", document(inspect(checkpoint)), {})
     assert "  ... 33 more (--all)\n" in text
     assert "w39 " in text
@@ -160,13 +190,20 @@ def test_a_long_text_is_cut_with_the_number_of_hidden_characters() -> None:
 
 def test_an_empty_checkpoint_has_a_text_report() -> None:
     empty = Checkpoint("a.pt", "torch_zip", 0, ())
-    assert render("text", document(inspect(empty)), {}) == "inspect a.pt\ntorch_zip, 0 tensors, 0 bytes on disk\n"
+    assert render("text", document(inspect(empty)), {}) == (
+        "inspect a.pt\ntorch_zip, 0 tensors, 0 bytes on disk\n"
+    )
 
 
 def test_nan_and_infinity_are_highlighted(tmp_path: Path) -> None:
-    state = {"odd": torch.tensor([1.0, float("nan"), float("inf"), float("-inf")]), "even": torch.ones(2)}
+    state = {
+        "odd": torch.tensor([1.0, float("nan"), float("inf"), float("-inf")]),
+        "even": torch.ones(2),
+    }
     torch.save(state, tmp_path / "a.pt")
     shown = render("html", document(ckpttool.inspect(str(tmp_path / "a.pt"), stats=True)), {})
     for name, role, counts in (("odd", "bad", (1, 2)), ("even", "number", (0, 0))):
-        cells = (f'<td class="{role}" data-title="{t}">{n}</td>' for t, n in zip(("NaN", "inf"), counts))
+        cells = (
+            f'<td class="{role}" data-title="{t}">{n}</td>' for t, n in zip(("NaN", "inf"), counts)
+        )
         assert re.search(f">{name}<.*{''.join(cells)}", shown)

@@ -1,4 +1,6 @@
-"""One S3 server for all tests of remote files: a driver keeps the first endpoint that it connects to."""
+"""One S3 server for all tests of remote files: a driver keeps the first endpoint that it connects
+to.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ def endpoint() -> Iterator[str]:
 def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
     """Return the S3 driver and the name of a bucket that only this test uses."""
     pytest.importorskip("s3fs", reason="the driver of s3:// is not installed")
-    for variable, value in (("ACCESS_KEY_ID", "me"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
+    for variable, value in (
+        ("ACCESS_KEY_ID", "me"),
+        ("SECRET_ACCESS_KEY", "x"),
+        ("DEFAULT_REGION", "us-east-1"),
+    ):
         monkeypatch.setenv(f"AWS_{variable}", value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     fs = fsspec.filesystem("s3")

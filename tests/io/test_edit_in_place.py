@@ -1,4 +1,6 @@
-"""In-place edits: only names are written, no data is lost at any moment, and undo restores the same bytes."""
+"""In-place edits: only names are written, no data is lost at any moment, and undo restores the same
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ LONG = "z." + "a.much.longer.name." * 300
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    save_file({"a.w": torch.arange(9_000.0), "a.b": torch.ones(3), "c": torch.zeros(2)}, "in.safetensors")
+    save_file(
+        {"a.w": torch.arange(9_000.0), "a.b": torch.ones(3), "c": torch.zeros(2)}, "in.safetensors"
+    )
     return Path("in.safetensors")
 
 
@@ -107,7 +111,9 @@ def test_undo_does_not_accept_a_section(source: Path, run: Run) -> None:
 
 
 def kill_after(step: str, line: list[str]) -> None:
-    """Run the command line in a process that is killed as soon as it has finished `step` of the edit."""
+    """Run the command line in a process that is killed as soon as it has finished `step` of the
+    edit.
+    """
 
     def child() -> None:
         call = getattr(patch, step)
@@ -129,7 +135,9 @@ RECOVERIES: dict[str, Callable[[str], object]] = {
     "undo": lambda path: main(["undo", path]),
     "library": ckpttool.undo,
     "undo of the folder": lambda path: main(["undo", "."]),
-    "the next writing command": lambda path: main(["remap", path, "--in-place", "--rule", "none.{x} => z.{x}"]),
+    "the next writing command": lambda path: main(
+        ["remap", path, "--in-place", "--rule", "none.{x} => z.{x}"]
+    ),
 }
 
 
@@ -161,11 +169,18 @@ def live_pid() -> Iterator[int]:
         ({"pid": 1 << 23}, 0, True),
         ({"started": 1}, 0, True),  # another process had this pid
         ({"boot": "00000000"}, 0, True),  # the machine was rebooted
-        *(({far: value}, 1e6, False) for far, value in (("host", "00000000"), ("space", 1))),  # its state is unknown
+        # its state is unknown
+        *(({far: value}, 1e6, False) for far, value in (("host", "00000000"), ("space", 1))),
     ],
 )
 def test_edit_is_recovered_only_if_its_process_is_dead(
-    source: Path, run: Run, live_pid: int, edited: str, other: dict[str, Any], age: float, recovers: bool
+    source: Path,
+    run: Run,
+    live_pid: int,
+    edited: str,
+    other: dict[str, Any],
+    age: float,
+    recovers: bool,
 ) -> None:
     owner = replace(temporary._owner(live_pid), **other)
     name = f".in.{owner}-00000000.ckpttool."
@@ -235,12 +250,16 @@ def test_journal_with_an_invalid_file_name_is_refused(source: Path, run: Run) ->
         ("name", "[" * 100_000),  # deeper than Python's recursion limit
     ],
 )
-def test_undo_record_with_a_wrong_field_is_refused(source: Path, run: Run, field: str, value: str) -> None:
+def test_undo_record_with_a_wrong_field_is_refused(
+    source: Path, run: Run, field: str, value: str
+) -> None:
     assert run("remap", source, "--rule", "a.{x} => z.{x}", "--in-place").status == 0
     record, edited = transaction.record_of(source), source.read_bytes()
     line, rest = record.read_bytes().split(b"\n", 1)
     record.write_bytes(
-        re.sub(rb'("%s"): [^,]*' % field.encode(), rb"\1: " + value.encode(), line, count=1) + b"\n" + rest
+        re.sub(rb'("%s"): [^,]*' % field.encode(), rb"\1: " + value.encode(), line, count=1)
+        + b"\n"
+        + rest
     )
     status, _, err = run("undo", source)
     assert status == 2
@@ -255,7 +274,8 @@ def test_modified_undo_record_restores_the_old_bytes_or_is_refused(
 ) -> None:
     """Change every number of the record of every file in several ways.
 
-    The record covers two safetensors shards, of which only the headers were written, and an index that was rewritten.
+    The record covers two safetensors shards, of which only the headers were written, and an index
+    that was rewritten.
     """
     monkeypatch.chdir(tmp_path)
     save_file({"a.w": torch.arange(9_000.0), "b": torch.ones(3)}, "in.safetensors")
@@ -322,25 +342,34 @@ def test_locked_file_is_not_edited(source: Path, run: Run) -> None:
     assert "a.w" in load_file(source)
 
 
-def test_all_shards_are_edited_or_none(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_shards_are_edited_or_none(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    save_file({"a.w": torch.arange(9_000.0), "a.b": torch.ones(3), "c": torch.zeros(2)}, "in.safetensors")
+    save_file(
+        {"a.w": torch.arange(9_000.0), "a.b": torch.ones(3), "c": torch.zeros(2)}, "in.safetensors"
+    )
     assert run("convert", "in.safetensors", "-o", "m/", "--max-shard-size", "20KB")[0] == 0
     shutil.copytree("m", "old")
     remap_in_place(run, Path("m"), "a.{x} => z.{x}")
     assert "z.w" in {entry.key for entry in ckpttool.open_checkpoint("m").sections[0].tensors}
     assert run("undo", "m")[0] == 0
-    assert run("remap", "m", "--in-place", "--rule", f"a.b => {LONG}b").status == 1  # one shard has no room
+    # one shard has no room
+    assert run("remap", "m", "--in-place", "--rule", f"a.b => {LONG}b").status == 1
     for name in os.listdir("old"):
         assert Path("m", name).read_bytes() == Path("old", name).read_bytes()
 
 
-def test_targets_of_symlinked_shards_are_not_edited(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_of_symlinked_shards_are_not_edited(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in the Hugging Face cache, in which snapshots share their blobs."""
     monkeypatch.chdir(tmp_path)
     save_file({"a.w": torch.arange(9_000.0), "a.b": torch.ones(3)}, "in.safetensors")
     Path("cache/snapshots/one").mkdir(parents=True)
-    assert run("convert", "in.safetensors", "-o", "cache/blobs/", "--max-shard-size", "20KB")[0] == 0
+    assert (
+        run("convert", "in.safetensors", "-o", "cache/blobs/", "--max-shard-size", "20KB")[0] == 0
+    )
     blobs = {path: path.read_bytes() for path in Path("cache/blobs").iterdir()}
     for path in blobs:
         Path("cache/snapshots/one", path.name).symlink_to(f"../../blobs/{path.name}")
@@ -363,8 +392,14 @@ STATES = {
     "tied": {"a.w": WEIGHTS, "a.t": WEIGHTS, "b": torch.ones(2)},
     "views": {"a.w": WEIGHTS[100:200], "a.v": WEIGHTS[::2], "b": torch.zeros(0)},
     "nested": {"model": {"a.w": WEIGHTS, "b": torch.ones(1)}, "epoch": 3, "loose": torch.ones(5)},
-    "parameters": {"a.w": torch.nn.Parameter(WEIGHTS), "b": torch.nn.Parameter(torch.ones(2), requires_grad=False)},
-    "unusual": {"a.s": torch.eye(3).to_sparse(), "a.q": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)},
+    "parameters": {
+        "a.w": torch.nn.Parameter(WEIGHTS),
+        "b": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+    },
+    "unusual": {
+        "a.s": torch.eye(3).to_sparse(),
+        "a.q": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+    },
     "a model": {f"a.{key}": value for key, value in torch.nn.Linear(30, 40).state_dict().items()},
 }
 
@@ -374,8 +409,11 @@ STATES = {
 def test_torch_zip_edit_appends_a_pickle_and_a_directory(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """`torch.load` reads it in every mode; a copy drops the unused records; truncating the file undoes the edit."""
-    monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")  # torch then checks the storage offsets that it computes
+    """`torch.load` reads it in every mode; a copy drops the unused records; truncating the file
+    undoes the edit.
+    """
+    # torch then checks the storage offsets that it computes
+    monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
     path = save_state(tmp_path, STATES[name])
     old = path.read_bytes()
     rule = "a.{x} => longer.name.{x}"
@@ -395,9 +433,15 @@ def test_torch_zip_edit_appends_a_pickle_and_a_directory(
     assert path.read_bytes() == old
 
 
-@pytest.mark.parametrize("name", ["training-torch-2.5.1.pt", "training-torch-2.9.1.pt", "lightning-2.6.6.ckpt"])
-def test_files_of_other_torch_versions_are_edited_and_restored(tmp_path: Path, run: Run, name: str) -> None:
-    """All model keys are renamed and the optimizer ids stay, as in a copy; the inverse restores every byte."""
+@pytest.mark.parametrize(
+    "name", ["training-torch-2.5.1.pt", "training-torch-2.9.1.pt", "lightning-2.6.6.ckpt"]
+)
+def test_files_of_other_torch_versions_are_edited_and_restored(
+    tmp_path: Path, run: Run, name: str
+) -> None:
+    """All model keys are renamed and the optimizer ids stay, as in a copy; the inverse restores
+    every byte.
+    """
     path = tmp_path / name
     shutil.copy(DATA / name, path)
     rule = r"re:(.*) => other.\1"
@@ -409,15 +453,21 @@ def test_files_of_other_torch_versions_are_edited_and_restored(tmp_path: Path, r
     assert path.read_bytes() == (DATA / name).read_bytes()
 
 
-def test_repeated_edits_of_a_torch_zip(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rename, drop a storage in the middle, rename again: the file grows only by the names and loads correctly."""
+def test_repeated_edits_of_a_torch_zip(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rename, drop a storage in the middle, rename again: the file grows only by the names and
+    loads correctly.
+    """
     monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
     path = save_state(tmp_path, {name: torch.full((5_000,), at) for at, name in enumerate("abcd")})
     old = path.stat().st_size
     remap_in_place(run, path, "a => z")
     status, out, _ = run("remap", path, "--drop", "b", "--in-place", "--format", "json")
     assert status == 0
-    copy = next(note for note in notes_in(json.loads(out)) if "ckpttool convert" in note).rpartition("ckpttool ")[2]
+    copy = next(
+        note for note in notes_in(json.loads(out)) if "ckpttool convert" in note
+    ).rpartition("ckpttool ")[2]
     remap_in_place(run, path, "c => y")
     assert old < path.stat().st_size < old + 5_000
     for mmap in (False, True):
@@ -506,14 +556,18 @@ def test_contradictory_record_is_refused(source: Path) -> None:
         transaction.parse(transaction.text([row]), source)
 
 
-def test_change_of_many_bytes_is_refused(source: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_change_of_many_bytes_is_refused(
+    source: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(patch, "_MOST", 10)
     done = run("remap", source, "--rule", "a.{x} => z.{x}", "--in-place")
     assert (done.status, "more changes than names" in done.err) == (1, True)
     assert "a.w" in load_file(source)
 
 
-def test_failed_edit_leaves_the_file_as_it_was(source: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_edit_leaves_the_file_as_it_was(
+    source: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, plain = source.read_bytes(), patch.apply
     refusals = [OSError(errno.EIO, os.strerror(errno.EIO))]
 

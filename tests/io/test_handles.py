@@ -55,7 +55,9 @@ def write(folder: Path, form: str) -> tuple[Path, set[str]]:
 
 @pytest.mark.parametrize("form", ["a.safetensors", "a.pt", "old.pt", "shards", "a.dcp"])
 @pytest.mark.parametrize("command", ["inspect", "stats", "remap", "diff"])
-def test_a_command_opens_each_file_once(tmp_path: Path, run: Run, opens: Counter[str], form: str, command: str) -> None:
+def test_a_command_opens_each_file_once(
+    tmp_path: Path, run: Run, opens: Counter[str], form: str, command: str
+) -> None:
     path, names = write(tmp_path, form)
     out = tmp_path / ("out" if path.is_dir() else "out.safetensors")
     lines = {

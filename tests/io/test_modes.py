@@ -48,15 +48,17 @@ def test_new_file_gets_the_common_bits_of_umask_and_sources(tmp_path: Path, umas
             assert syscalls.umask() == syscalls.umask() == umask
         assert mode == 0o666 & ~umask & (one & other | 0o600)
     with umask_set_to(umask):
-        assert mode_of_output(tmp_path, tmp_path / "gone", [tmp_path / "no source"]) == 0o666 & ~umask
+        assert (
+            mode_of_output(tmp_path, tmp_path / "gone", [tmp_path / "no source"]) == 0o666 & ~umask
+        )
 
 
 def test_replaced_file_keeps_only_bits_that_the_sources_have(tmp_path: Path) -> None:
     for old, source in product(MODES, MODES):
         place = file_with_mode(tmp_path, "place", old)
-        assert mode_of_output(tmp_path, place, [file_with_mode(tmp_path, "source", source)]) == old & (
-            source | 0o700 | _search_bits(source)
-        )
+        assert mode_of_output(
+            tmp_path, place, [file_with_mode(tmp_path, "source", source)]
+        ) == old & (source | 0o700 | _search_bits(source))
 
 
 def _search_bits(source: int) -> int:
@@ -64,7 +66,9 @@ def _search_bits(source: int) -> int:
 
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
-def test_new_folder_is_closed_to_users_who_cannot_read_the_sources(tmp_path: Path, umask: int) -> None:
+def test_new_folder_is_closed_to_users_who_cannot_read_the_sources(
+    tmp_path: Path, umask: int
+) -> None:
     for one, inherited in product(MODES, (0, stat.S_ISGID)):
         folder = tmp_path / f"{one:o}-{inherited}"
         folder.mkdir()
@@ -80,11 +84,17 @@ def test_source_folder_uses_its_own_mode(tmp_path: Path, bits: int) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source").chmod(bits)
     with umask_set_to(0):
-        assert mode_of_output(tmp_path, tmp_path / "gone", [tmp_path / "source"]) == 0o666 & (bits | 0o600)
+        assert mode_of_output(tmp_path, tmp_path / "gone", [tmp_path / "source"]) == 0o666 & (
+            bits | 0o600
+        )
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can change the owner of a file")
-def test_group_other_than_the_sources_gets_the_bits_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0, reason="only root can change the owner of a file"
+)
+def test_group_other_than_the_sources_gets_the_bits_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for mode in MODES:
         source = file_with_mode(tmp_path, "source", mode)
         os.chown(source, -1, 12_345)

@@ -1,4 +1,6 @@
-"""Patches of real files: apply and invert to the byte, also after a process was killed at any step."""
+"""Patches of real files: apply and invert to the byte, also after a process was killed at any
+step.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,18 @@ def opened(path: Path, content: bytes) -> Iterator[int]:
 
 
 @settings(max_examples=80)
-@given(size=SIZES, cuts=CUTS, tail=st.sampled_from([0, 0, 1, 300, 5000]), shift=st.sampled_from([0, 0, 0, 1, BLOCK]))
+@given(
+    size=SIZES,
+    cuts=CUTS,
+    tail=st.sampled_from([0, 0, 1, 300, 5000]),
+    shift=st.sampled_from([0, 0, 0, 1, BLOCK]),
+)
 def test_patch_writes_its_pieces_and_its_inverse_undoes_it(
-    tmp_path_factory: pytest.TempPathFactory, size: int, cuts: tuple[float, float], tail: int, shift: int
+    tmp_path_factory: pytest.TempPathFactory,
+    size: int,
+    cuts: tuple[float, float],
+    tail: int,
+    shift: int,
 ) -> None:
     path = tmp_path_factory.mktemp("patch").resolve() / "file"
     content = os.urandom(size)
@@ -49,7 +60,10 @@ def test_patch_writes_its_pieces_and_its_inverse_undoes_it(
             assert result is None  # the bytes that stay would move
             return
         assert result is not None
-        assert (result.after, len(result.head) + len(result.tail)) == (len(expected), len(head) + len(tail_bytes))
+        assert (result.after, len(result.head) + len(result.tail)) == (
+            len(expected),
+            len(head) + len(tail_bytes),
+        )
         back = patch.inverse(descriptor, result)
         patch.apply(descriptor, result, fsync=False)
         assert path.read_bytes() == expected
@@ -61,13 +75,18 @@ def test_patch_writes_its_pieces_and_its_inverse_undoes_it(
         assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize(("size", "new"), [(300, b"other"), (3, b"other bytes"), (5, b""), (0, b"first")])
+@pytest.mark.parametrize(
+    ("size", "new"), [(300, b"other"), (3, b"other bytes"), (5, b""), (0, b"first")]
+)
 def test_patch_that_keeps_nothing_rewrites_the_file(tmp_path: Path, size: int, new: bytes) -> None:
     content = os.urandom(size)
     result = patch.of_pieces([Piece(new[:2]), Piece(new[2:])], str(tmp_path / "file"), size)
     assert result is not None
     with opened(tmp_path / "file", content) as descriptor:
-        back, sample = patch.inverse(descriptor, result), patch.sample_of(descriptor, result.start, result.length)
+        back, sample = (
+            patch.inverse(descriptor, result),
+            patch.sample_of(descriptor, result.start, result.length),
+        )
         patch.apply(descriptor, result, fsync=False)
         assert (tmp_path / "file").read_bytes() == new
         assert patch.fits(descriptor, back, sample)
@@ -80,7 +99,12 @@ def test_patch_keeps_only_one_span_of_the_file(tmp_path: Path) -> None:
     place, other = str(tmp_path.resolve() / "file"), str(tmp_path.resolve() / "other")
     kept = Span(place, 100, 400)
     computed = Lazy(400, lambda: [bytes(400)])
-    kinds: list[list[Span | Lazy]] = [[Span(other, 100, 400)], [computed], [kept, kept], [kept, computed]]
+    kinds: list[list[Span | Lazy]] = [
+        [Span(other, 100, 400)],
+        [computed],
+        [kept, kept],
+        [kept, computed],
+    ]
     for kind in kinds:
         assert patch.of_pieces([Piece(b"head"), *(Piece(one) for one in kind)], place, 500) is None
     head = Piece(bytes(100))
@@ -89,7 +113,9 @@ def test_patch_keeps_only_one_span_of_the_file(tmp_path: Path) -> None:
     assert (result.start, result.length, result.head, result.after) == (100, 400, bytes(100), 500)
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "file").touch()
-    assert patch.of_pieces([head, Piece(Span(str(tmp_path / "link"), 100, 400))], place, 500) == result
+    assert (
+        patch.of_pieces([head, Piece(Span(str(tmp_path / "link"), 100, 400))], place, 500) == result
+    )
 
 
 class Died(Exception):
@@ -97,7 +123,9 @@ class Died(Exception):
 
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
-    """Allow `left` calls that change a file, of which a last write is cut in half; later ones raise."""
+    """Allow `left` calls that change a file, of which a last write is cut in half; later ones
+    raise.
+    """
     calls = [left]
 
     def limit(owner: Any, name: str, call: Any) -> None:
@@ -135,7 +163,9 @@ def test_patch_interrupted_at_any_step_can_be_undone(
 
 
 def test_another_file_does_not_fit_the_patch(tmp_path: Path) -> None:
-    """The size must be between the old and the new one, and both ends of the kept span must match."""
+    """The size must be between the old and the new one, and both ends of the kept span must
+    match.
+    """
     content = os.urandom(20_480)
     new = Patch(len(content), 600, len(content) - 600, os.urandom(600), b"")
     tail = Patch(len(content), 600, 10_000, os.urandom(600), b"x" * 100)

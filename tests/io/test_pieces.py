@@ -49,7 +49,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     right_sizes=CUTS,
 )
 def test_same_data_ignores_chunk_sizes(
-    path: Path, start: int, size: int, at: int, more: list[int], left_sizes: list[int], right_sizes: list[int]
+    path: Path,
+    start: int,
+    size: int,
+    at: int,
+    more: list[int],
+    left_sizes: list[int],
+    right_sizes: list[int],
 ) -> None:
     expected = path.read_bytes()[start : start + size]
     data = bytearray(expected + bytes(more[:1]))
@@ -82,7 +88,9 @@ def test_digest_of_a_range_on_disk(tmp_path: Path, size: int) -> None:
     data = os.urandom(size)
     (tmp_path / "a").write_bytes(data)
     for start, length in ((0, None), (0, size), (1, None), (size // 3, size // 2), (0, 0)):
-        wanted = hashlib.blake2b(data[start:] if length is None else data[start : start + length]).digest()
+        wanted = hashlib.blake2b(
+            data[start:] if length is None else data[start : start + length]
+        ).digest()
         assert digest_on_disk(str(tmp_path / "a"), start, length) == wanted
 
 

@@ -1,4 +1,6 @@
-"""Guarantees for every output: sources are never overwritten, changes are noticed, one of two processes wins."""
+"""Guarantees for every output: sources are never overwritten, changes are noticed, one of two
+processes wins.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ def test_report_replaces_a_file_only_with_force(source: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["inspect CKPT", "diff CKPT CKPT", "explain weight --model names.json", "trace names.json"]
+    "command",
+    ["inspect CKPT", "diff CKPT CKPT", "explain weight --model names.json", "trace names.json"],
 )
 def test_every_command_needs_force_to_replace_a_report(
     source: Path, capsys: pytest.CaptureFixture[str], command: str
@@ -94,7 +97,9 @@ def test_source_is_never_overwritten(source: Path, words: str) -> None:
     assert {path: path.read_bytes() for path in Path().iterdir() if path in before} == before
 
 
-def test_shard_of_the_source_folder_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_of_the_source_folder_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     save_file(STATE, "in.safetensors")
     shards = tmp_path / "llama"
@@ -108,7 +113,9 @@ def test_shard_of_the_source_folder_is_not_overwritten(tmp_path: Path, monkeypat
 def test_only_one_of_several_processes_succeeds(source: Path) -> None:
     line = [sys.executable, "-m", "ckpttool", "remap", source.name, *RENAME, "--no-fsync", "-o"]
     for out in ("out.safetensors", "new/"):
-        processes = [subprocess.Popen([*line, out], stderr=subprocess.PIPE, text=True) for _ in range(3)]
+        processes = [
+            subprocess.Popen([*line, out], stderr=subprocess.PIPE, text=True) for _ in range(3)
+        ]
         err = [process.communicate()[1] for process in processes]
         assert sorted(process.returncode for process in processes) == [0, 2, 2], err
     assert names(source.parent) == {"in.safetensors", "out.safetensors", "new"}
@@ -174,12 +181,16 @@ def test_source_that_changes_while_it_is_read_is_refused(source: Path, keep_time
     assert names(source.parent) == {"in.safetensors"}
 
 
-def test_source_that_became_shorter_is_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_that_became_shorter_is_refused(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reads may be short; only an empty one means that the file ends."""
     plain = os.preadv
     monkeypatch.setattr(os, "preadv", lambda file, buffers, at: plain(file, [buffers[0][:7]], at))
     span = Span(str(source), 10, source.stat().st_size)
-    with pytest.raises(CkptError, match=re.escape(f"ends at byte {source.stat().st_size:,}, it was longer")):
+    with pytest.raises(
+        CkptError, match=re.escape(f"ends at byte {source.stat().st_size:,}, it was longer")
+    ):
         list(stream([Piece(span)]))
 
 
@@ -221,17 +232,29 @@ def test_verify_fails_if_the_disk_holds_other_bytes(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signal_removes_partial_output(source: Path, number: signal.Signals) -> None:
     with source.open("r+b") as file:  # large, and sparse
-        header = json.dumps({"a.w": {"dtype": "U8", "shape": [1 << 32], "data_offsets": [0, 1 << 32]}}).encode()
+        header = json.dumps(
+            {"a.w": {"dtype": "U8", "shape": [1 << 32], "data_offsets": [0, 1 << 32]}}
+        ).encode()
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + (1 << 32))
-    line = [sys.executable, "-m", "ckpttool", "remap", source.name, *RENAME, "-o", "out.safetensors"]
+    line = [
+        sys.executable,
+        "-m",
+        "ckpttool",
+        "remap",
+        source.name,
+        *RENAME,
+        "-o",
+        "out.safetensors",
+    ]
     # The parent of the test run may ignore the signal, and a child would inherit that.
     default = partial(signal.signal, number, signal.SIG_DFL)
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, preexec_fn=default)
     deadline = time.monotonic() + 300
     while names(source.parent) == {"in.safetensors"} and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(0.1)  # Python ignores exceptions in some callbacks, for example at the end of an import
+    # Python ignores exceptions in some callbacks, for example at the end of an import
+    time.sleep(0.1)
     process.send_signal(number)
     err = process.communicate(timeout=60)[1]
     assert process.returncode == 128 + number, err
@@ -239,8 +262,14 @@ def test_signal_removes_partial_output(source: Path, number: signal.Signals) -> 
 
 
 def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
-    code = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN)\nfrom ckpttool.io.syscalls import *\n"
-    code += "with ended_by_signals(), uninterrupted():\n    signal.raise_signal(signal.SIGHUP)\nprint('on')"
+    code = (
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN)\nfrom"
+        " ckpttool.io.syscalls import *\n"
+    )
+    code += (
+        "with ended_by_signals(), uninterrupted():\n   "
+        " signal.raise_signal(signal.SIGHUP)\nprint('on')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "on\n", done.stderr
 
@@ -256,8 +285,10 @@ def test_temporary_name_contains_its_owner() -> None:
     for parts, dead in (
         (("00000000", "00000000", 1, 1, 1), False),  # another machine
         ((temporary.me().host, "00000000", 1, 1, 1), True),  # before this machine was rebooted
-        ((temporary.me().host, temporary.me().boot, temporary.me().space, os.getppid(), 1), True),  # a reused pid
-        ((temporary.me().host, temporary.me().boot, temporary.me().space + 1, 1, 1), False),  # another container
+        # a reused pid
+        ((temporary.me().host, temporary.me().boot, temporary.me().space, os.getppid(), 1), True),
+        # another container
+        ((temporary.me().host, temporary.me().boot, temporary.me().space + 1, 1, 1), False),
     ):
         other = f".x.{temporary.Owner(*parts)}-00000000.ckpttool.tmp"
         assert temporary.is_dead(other, now) == dead
@@ -272,13 +303,24 @@ def test_only_leftovers_of_dead_processes_are_removed(tmp_path: Path, source: Pa
     assert main(["inspect", source.name]) == 0
     assert names(tmp_path) == {dead, alive, ".x.tmp", "y.ckpttool.tmp", "in.safetensors"}
     assert main(["remap", source.name, *RENAME, "-o", "out.safetensors"]) == 0
-    assert names(tmp_path) == {alive, ".x.tmp", "y.ckpttool.tmp", "in.safetensors", "out.safetensors"}
+    assert names(tmp_path) == {
+        alive,
+        ".x.tmp",
+        "y.ckpttool.tmp",
+        "in.safetensors",
+        "out.safetensors",
+    }
 
 
-@pytest.mark.parametrize("name", ["../out", "/etc/x", "a/../../b", "a\0b", "\ud800", "a" * 300, 5, None])
+@pytest.mark.parametrize(
+    "name", ["../out", "/etc/x", "a/../../b", "a\0b", "\ud800", "a" * 300, 5, None]
+)
 @pytest.mark.parametrize("field", ["name", "old"])
 def test_journal_with_an_invalid_path_is_refused(tmp_path: Path, name: object, field: str) -> None:
-    dead = tmp_path / f".x.{temporary.Owner(temporary.me().host, '00000000', 1, 1, 1)}-00000000.ckpttool.edit"
+    dead = (
+        tmp_path
+        / f".x.{temporary.Owner(temporary.me().host, '00000000', 1, 1, 1)}-00000000.ckpttool.edit"
+    )
     row = {"name": "a", "old": None, "state": None, field: name}
     dead.write_text(json.dumps({"schema": "ckpttool.record/1", "files": [row]}))
     with pytest.raises(CkptError, match="cannot be read"):
@@ -295,7 +337,9 @@ def test_journal_nested_too_deeply_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL])
-def test_failed_flush_of_the_folder_is_reported(source: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_failed_flush_of_the_folder_is_reported(
+    source: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     """Only EINVAL is ignored: some file systems cannot flush a folder."""
     plain = os.fsync
 
@@ -305,19 +349,28 @@ def test_failed_flush_of_the_folder_is_reported(source: Path, monkeypatch: pytes
         plain(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    message = "out is written and complete, but the disk does not confirm that it stays: Input/output error"
+    message = (
+        "out is written and complete, but the disk does not confirm that it stays:"
+        " Input/output error"
+    )
     with pytest.raises(CkptError, match=message) if number == errno.EIO else nullcontext():
         write([Piece(b"x")], "out")
     assert Path("out").read_bytes() == b"x"
 
 
-def test_file_is_flushed_before_the_rename_and_folder_after_it(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_flushed_before_the_rename_and_folder_after_it(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With --no-fsync, nothing is flushed."""
     done: list[str] = []
 
     def recorded(name: str, call: Callable[..., object]) -> Callable[..., object]:
         def wrapped(*args: object, **how: object) -> object:
-            folder = name == "fsync" and isinstance(args[0], int) and stat.S_ISDIR(os.fstat(args[0]).st_mode)
+            folder = (
+                name == "fsync"
+                and isinstance(args[0], int)
+                and stat.S_ISDIR(os.fstat(args[0]).st_mode)
+            )
             done.append("folder" if folder else name)
             return call(*args, **how)
 
@@ -339,7 +392,9 @@ def test_file_is_flushed_before_the_rename_and_folder_after_it(source: Path, mon
     assert done.count("fsync") == len(os.listdir("m"))
     assert done[-2:] == ["folder", "folder"]
     done.clear()
-    assert main(["remap", source.name, "-o", "two.safetensors", "--rule", "b => c", "--no-fsync"]) == 0
+    assert (
+        main(["remap", source.name, "-o", "two.safetensors", "--rule", "b => c", "--no-fsync"]) == 0
+    )
     assert done == ["link"]
 
 
@@ -347,9 +402,12 @@ def test_file_is_flushed_before_the_rename_and_folder_after_it(source: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("mode", "umask", "expected"), [(0o600, 0o022, 0o600), (0o644, 0o027, 0o640), (0o664, 0, 0o664), (0o400, 0, 0o600)]
+    ("mode", "umask", "expected"),
+    [(0o600, 0o022, 0o600), (0o644, 0o027, 0o640), (0o664, 0, 0o664), (0o400, 0, 0o600)],
 )
-def test_output_is_not_more_readable_than_its_source(source: Path, mode: int, umask: int, expected: int) -> None:
+def test_output_is_not_more_readable_than_its_source(
+    source: Path, mode: int, umask: int, expected: int
+) -> None:
     source.chmod(mode)
     before = os.umask(umask)
     try:
@@ -366,7 +424,9 @@ def test_output_is_not_more_readable_than_its_source(source: Path, mode: int, um
     assert stat.S_IMODE(os.stat("out").st_mode) & 0o044 & ~mode == 0
 
 
-def test_dangling_and_circular_symlinks_are_refused(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dangling_and_circular_symlinks_are_refused(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("out.safetensors").symlink_to("elsewhere.safetensors")
     Path("loop.safetensors").symlink_to("loop.safetensors")
     assert main(["remap", source.name, *RENAME, "-o", "out.safetensors"]) == 2
@@ -378,7 +438,9 @@ def test_dangling_and_circular_symlinks_are_refused(source: Path, capsys: pytest
     assert set(load_file("elsewhere.safetensors")) == {"z.weight", "b"}
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can change the owner of a file")
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0, reason="only root can change the owner of a file"
+)
 def test_symlink_of_another_user_in_a_shared_folder_is_refused(
     source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

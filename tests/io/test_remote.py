@@ -47,7 +47,9 @@ STATE = {
     "empty": torch.empty(0, 3),
     "flags": torch.tensor([True, False, True]),
 }
-NEEDS_S3 = pytest.mark.skipif(not (find_spec("s3fs") and find_spec("moto")), reason="s3fs or moto is not installed")
+NEEDS_S3 = pytest.mark.skipif(
+    not (find_spec("s3fs") and find_spec("moto")), reason="s3fs or moto is not installed"
+)
 NEEDS_HTTP = pytest.mark.skipif(not find_spec("aiohttp"), reason="aiohttp is not installed")
 
 
@@ -60,7 +62,8 @@ class Store:
 
     def put(self, filename: str, data: bytes | Path) -> str:
         self.fs.pipe_file(
-            self.fs._strip_protocol(f"{self.url}/{filename}"), data if isinstance(data, bytes) else data.read_bytes()
+            self.fs._strip_protocol(f"{self.url}/{filename}"),
+            data if isinstance(data, bytes) else data.read_bytes(),
         )
         return f"{self.url}/{filename}"
 
@@ -82,7 +85,10 @@ class Store:
 @pytest.fixture(params=["memory", pytest.param("s3", marks=NEEDS_S3)])
 def store(request: pytest.FixtureRequest) -> Store:
     if request.param == "memory":
-        return Store(fsspec.filesystem("memory"), f"memory://bucket-{zlib.crc32(request.node.nodeid.encode()):x}")
+        return Store(
+            fsspec.filesystem("memory"),
+            f"memory://bucket-{zlib.crc32(request.node.nodeid.encode()):x}",
+        )
     fs, name = request.getfixturevalue("bucket")
     return Store(fs, f"s3://{name}/deep")
 
@@ -118,17 +124,36 @@ def test_every_kind_of_file_is_read(store: Store) -> None:
         assert same(tensors(open_operand(url)), STATE)
 
 
-@pytest.mark.parametrize("filename", ["script-torch-2.5.1.pt", "tagger-torch-2.7.1.pt2", "tagger-torch-2.9.1.pt2"])
+@pytest.mark.parametrize(
+    "filename", ["script-torch-2.5.1.pt", "tagger-torch-2.7.1.pt2", "tagger-torch-2.9.1.pt2"]
+)
 def test_exported_programs_are_read(store: Store, filename: str) -> None:
-    remote_one, local = open_checkpoint(store.put(filename, DATA / filename)), open_checkpoint(str(DATA / filename))
+    remote_one, local = (
+        open_checkpoint(store.put(filename, DATA / filename)),
+        open_checkpoint(str(DATA / filename)),
+    )
     assert remote_one.format == local.format
-    assert [section.path for section in remote_one.sections] == [section.path for section in local.sections]
+    assert [section.path for section in remote_one.sections] == [
+        section.path for section in local.sections
+    ]
     assert same(tensors(remote_one), tensors(local))
 
 
 def test_sharded_folder_is_read(store: Store, tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "all.safetensors")
-    assert main(["convert", str(tmp_path / "all.safetensors"), "-o", f"{tmp_path}/m/", "--max-shard-size", "100B"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "all.safetensors"),
+                "-o",
+                f"{tmp_path}/m/",
+                "--max-shard-size",
+                "100B",
+            ]
+        )
+        == 0
+    )
     (tmp_path / "m" / "config.json").write_text("{}")
     url = store.put_folder("m", tmp_path / "m")
     if url.startswith("s3:"):
@@ -182,7 +207,14 @@ def test_spans_larger_than_all_buffers_are_read(monkeypatch: pytest.MonkeyPatch)
     for constant, value in (("BLOCK", 1 << 10), ("_LARGE", 1 << 12), ("PART", 10_007)):
         monkeypatch.setattr(remote, constant, value)
     monkeypatch.setattr(remote, "BATCH", 40 << 10)
-    for start, length in ((0, 300_001), (1, 299_999), (4095, 4097), (300_000, 1), (7, 0), (123_456, 4096)):
+    for start, length in (
+        (0, 300_001),
+        (1, 299_999),
+        (4095, 4097),
+        (300_000, 1),
+        (7, 0),
+        (123_456, 4096),
+    ):
         assert read_span(Span(url, start, length)) == data[start : start + length]
         remote.forget(url)
     reader, taken = SpanReader(512), b""
@@ -217,12 +249,16 @@ def test_logged_bytes_equal_the_count_of_the_server(
 
 
 def test_remap_fetches_every_byte_once(store: Store, tmp_path: Path) -> None:
-    state = {f"layers.{number}.weight": torch.full((100, 100), float(number)) for number in range(60)}
+    state = {
+        f"layers.{number}.weight": torch.full((100, 100), float(number)) for number in range(60)
+    }
     url = store.put("a.safetensors", save(state))
     before = remote.known.fetched[url]
     out = tmp_path / "out.safetensors"
     assert main(["remap", url, "--rule", "layers.{n}.weight => h.{n}.w", "-o", str(out)]) == 0
-    assert same(load_file(out), {f"h.{number}.w": state[f"layers.{number}.weight"] for number in range(60)})
+    assert same(
+        load_file(out), {f"h.{number}.w": state[f"layers.{number}.weight"] for number in range(60)}
+    )
     assert remote.known.fetched[url] - before < 2_400_000 + 2 * remote.BLOCK
 
 
@@ -237,7 +273,10 @@ def test_file_is_written_and_verified(store: Store, tmp_path: Path) -> None:
     url = store.put("a.pt", torch_zip(STATE))
     assert main(["remap", url, *RENAME, "-o", f"{store.url}/b.safetensors", "--verify"]) == 0
     assert same(load(store.get("b.safetensors")), RENAMED)
-    assert main(["remap", f"{store.url}/b.safetensors", "-o", f"{store.url}/new/c.pt", "--verify"]) == 0
+    assert (
+        main(["remap", f"{store.url}/b.safetensors", "-o", f"{store.url}/new/c.pt", "--verify"])
+        == 0
+    )
     assert same(torch.load(io.BytesIO(store.get("new/c.pt"))), RENAMED)
     assert store.names() == {"a.pt", "b.safetensors", "new/c.pt"}
     local = tmp_path / "a.pt"
@@ -247,7 +286,9 @@ def test_file_is_written_and_verified(store: Store, tmp_path: Path) -> None:
     assert same(load(store.get("d.safetensors")), RENAMED)
 
 
-def test_existing_file_is_replaced_only_with_force(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_file_is_replaced_only_with_force(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     url, old = store.put("a.pt", torch_zip(STATE)), store.put("b.safetensors", b"old")
     assert main(["remap", url, "-o", old]) == 2
     assert "pass --force" in capsys.readouterr().err
@@ -294,10 +335,16 @@ def test_multipart_upload_makes_one_file(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "block"), [(1, PART), (1 << 37, PART), (5 << 40, 583 << 20)])
-def test_block_size_keeps_uploads_below_10_000_parts(monkeypatch: pytest.MonkeyPatch, nbytes: int, block: int) -> None:
+def test_block_size_keeps_uploads_below_10_000_parts(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, block: int
+) -> None:
     options: dict[str, Any] = {}
     opened = MemoryFileSystem.open
-    monkeypatch.setattr(MemoryFileSystem, "open", lambda fs, *args, **more: options.update(more) or opened(fs, *args))
+    monkeypatch.setattr(
+        MemoryFileSystem,
+        "open",
+        lambda fs, *args, **more: options.update(more) or opened(fs, *args),
+    )
     with pytest.raises(ZeroDivisionError), _appearing("memory://parts/big", nbytes, True):
         1 / 0  # noqa: B018
     assert options == {"block_size": block}
@@ -306,7 +353,9 @@ def test_block_size_keeps_uploads_below_10_000_parts(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("is_removed", [False, True])
 @pytest.mark.parametrize("to", ["local", "remote"])
-def test_source_changed_during_a_write_is_refused(store: Store, tmp_path: Path, to: str, is_removed: bool) -> None:
+def test_source_changed_during_a_write_is_refused(
+    store: Store, tmp_path: Path, to: str, is_removed: bool
+) -> None:
     from ckpttool.io.write import write_file
 
     url = store.put("a.safetensors", save(STATE))
@@ -321,7 +370,12 @@ def test_source_changed_during_a_write_is_refused(store: Store, tmp_path: Path, 
     else:
         store.put(
             "a.safetensors",
-            save({key: value.clone() + 1 if value.is_floating_point() else value for key, value in STATE.items()}),
+            save(
+                {
+                    key: value.clone() + 1 if value.is_floating_point() else value
+                    for key, value in STATE.items()
+                }
+            ),
         )
     out = str(tmp_path / "out") if to == "local" else f"{store.url}/out"
     with pytest.raises(CkptError, match="was changed while it was read"):
@@ -349,7 +403,10 @@ def test_source_changed_between_two_output_files_is_refused(store: Store) -> Non
 
 def test_folders_are_written(store: Store, tmp_path: Path) -> None:
     url = store.put("a.pt", torch_zip(STATE))
-    assert main(["convert", url, "-o", f"{store.url}/shards/", "--max-shard-size", "100B", "--verify"]) == 0
+    assert (
+        main(["convert", url, "-o", f"{store.url}/shards/", "--max-shard-size", "100B", "--verify"])
+        == 0
+    )
     assert same(tensors(open_checkpoint(f"{store.url}/shards")), STATE)
     assert main(["remap", f"{store.url}/shards", *RENAME, "-o", f"{store.url}/m/", "--verify"]) == 0
     assert same(tensors(open_checkpoint(f"{store.url}/m")), RENAMED)
@@ -376,7 +433,9 @@ def test_dcp_rename_copies_data_within_the_store(store: Store) -> None:
     assert same(tensors(open_checkpoint(f"{store.url}/e.dcp")), RENAMED)
 
 
-def test_checkpoint_in_a_folder_of_a_store_is_never_replaced(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_in_a_folder_of_a_store_is_never_replaced(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     old = store.put("old.safetensors", save({"w": torch.ones(40), "v": torch.ones(40)}))
     new = store.put("new.safetensors", save({"x": torch.zeros(40)}))
     out = f"{store.url}/m/"
@@ -405,7 +464,9 @@ def test_swap_weights_reads_and_writes_urls(store: Store) -> None:
 
 def test_diff_reads_urls(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     left = store.put("a.pt", torch_zip(STATE))
-    right = store.put("b.safetensors", save({f"module.{key}": value for key, value in STATE.items()}))
+    right = store.put(
+        "b.safetensors", save({f"module.{key}": value for key, value in STATE.items()})
+    )
     assert main(["diff", left, left, "--values"]) == 0
     capsys.readouterr()
     assert main(["diff", left, right, "--format", "json"]) == 1
@@ -434,12 +495,16 @@ def test_join_name_and_parent_of_urls(folder: str, filename: str, joined: str) -
     assert parent(joined).rstrip("/") == folder.rstrip("/")
 
 
-@pytest.mark.parametrize("path", ["m.pt", "/a/b.pt", "a::b", "C:\\x", "dir:/x", "://x", "1a://x", "x/y://z"])
+@pytest.mark.parametrize(
+    "path", ["m.pt", "/a/b.pt", "a::b", "C:\\x", "dir:/x", "://x", "1a://x", "x/y://z"]
+)
 def test_local_path_is_not_a_url(path: str) -> None:
     assert not is_url(path)
 
 
-def test_a_driver_that_cannot_read_ranges_is_asked_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_cannot_read_ranges_is_asked_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """simplecache:: of older fsspec answers so for each file that it has not fetched yet."""
     memory = fsspec.filesystem("memory")
     url = Store(memory, "memory://ranges").put("m.pt", torch_zip({"model": STATE}))
@@ -456,7 +521,9 @@ def test_a_driver_that_cannot_read_ranges_is_asked_for_each(monkeypatch: pytest.
 
 
 def test_chained_urls_are_read(tmp_path: Path) -> None:
-    url = Store(fsspec.filesystem("memory"), "memory://chain").put("m.pt", torch_zip({"model": STATE}))
+    url = Store(fsspec.filesystem("memory"), "memory://chain").put(
+        "m.pt", torch_zip({"model": STATE})
+    )
     assert same(tensors(open_operand(f"simplecache::{url}::model")), STATE)
     with fsspec.open("memory://chain/a.zip", "wb") as file:
         import zipfile
@@ -467,7 +534,9 @@ def test_chained_urls_are_read(tmp_path: Path) -> None:
     assert same(tensors(open_operand("zip://deep::memory://chain/a.zip")), STATE)
 
 
-def test_file_urls_are_read_but_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_urls_are_read_but_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_file(STATE, tmp_path / "a.safetensors")
     url = (tmp_path / "a.safetensors").as_uri()
     assert same(tensors(open_operand(url)), STATE)
@@ -478,7 +547,8 @@ def test_file_urls_are_read_but_not_written(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "filename", ["../x", "/x", "a/../x", "%2e%2e/x", "x?y", "x#y", "a::memory:", "memory://x", "*", ""]
+    "filename",
+    ["../x", "/x", "a/../x", "%2e%2e/x", "x?y", "x#y", "a::memory:", "memory://x", "*", ""],
 )
 def test_unsafe_name_in_a_remote_folder_is_refused(filename: str) -> None:
     assert safe_path("s3://b/m", filename) is None
@@ -531,11 +601,14 @@ def test_file_that_is_not_a_checkpoint_is_reported(store: Store, failing: Any) -
 def test_missing_bucket_is_reported(failing: Any, tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "a.safetensors")
     assert "no such file" in failing("inspect", "s3://no-such-bucket/a.pt")
-    assert "bucket" in failing("remap", str(tmp_path / "a.safetensors"), "-o", "s3://no-such-bucket/a.pt")
+    assert "bucket" in failing(
+        "remap", str(tmp_path / "a.safetensors"), "-o", "s3://no-such-bucket/a.pt"
+    )
 
 
 def test_missing_driver_is_reported(monkeypatch: pytest.MonkeyPatch, failing: Any) -> None:
-    monkeypatch.setitem(sys.modules, "gcsfs", None)  # makes its import fail, as if it were not installed
+    # makes its import fail, as if it were not installed
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
     err = failing("inspect", "gs://bucket/a.pt")
     assert "needs the Python package gcsfs" in err
     assert "hint: pip install 'ckpttool[gcs]', or only gcsfs" in err
@@ -547,7 +620,8 @@ def test_missing_driver_is_reported(monkeypatch: pytest.MonkeyPatch, failing: An
 def test_unknown_scheme_is_reported(failing: Any) -> None:
     assert "no driver is known for s4://" in failing("inspect", "s4://bucket/a.pt")
     assert "did you mean memory://?" in failing("inspect", "memmory://bucket/a.pt")
-    failing("inspect", "zip://x.pt::/tmp/a.zip")  # parsed as a section: a chain would need file:///tmp/a.zip
+    # parsed as a section: a chain would need file:///tmp/a.zip
+    failing("inspect", "zip://x.pt::/tmp/a.zip")
 
 
 @NEEDS_HTTP
@@ -557,7 +631,9 @@ def test_errors_of_web_servers(failing: Any) -> None:
         assert same(tensors(open_checkpoint(f"{server.url}/a.pt")), STATE)
         assert "no such file" in failing("inspect", f"{server.url}/b.pt")
         assert "credentials" in failing("inspect", f"{server.url}/secret.pt")
-        assert "cannot do this" in failing("remap", f"{server.url}/a.pt", "-o", f"{server.url}/c.pt", "--to", "ddp")
+        assert "cannot do this" in failing(
+            "remap", f"{server.url}/a.pt", "-o", f"{server.url}/c.pt", "--to", "ddp"
+        )
     with web_server({"/a.pt": data * 100}, ranges=False) as server:
         assert "its server cannot send a part" in failing("inspect", f"{server.url}/a.pt")
 
@@ -582,7 +658,10 @@ def test_listing_page_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
             return await answer.read(), await answer.read()
 
     with web_server(files) as server:
-        assert asyncio.run(read_twice("/m/rank_0.pt", Range="bytes=0-9")) == (files["/m/rank_0.pt"][:10],) * 2
+        assert (
+            asyncio.run(read_twice("/m/rank_0.pt", Range="bytes=0-9"))
+            == (files["/m/rank_0.pt"][:10],) * 2
+        )
         for room in (0, -1):
             monkeypatch.setattr(remote, "_LISTING", len(page) + room)
             with pytest.raises(remote_errors.SendsTooMuch) if room else nullcontext():
@@ -606,7 +685,14 @@ def test_local_paths_do_not_import_fsspec(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "a.safetensors")
     code = (
         "import sys; from ckpttool.cli.app import main; status = main(sys.argv[1:]);"
-        "assert not {'fsspec', 'torch', 'ckpttool.io.remote'} & sys.modules.keys(); sys.exit(status)"
+        "assert not {'fsspec', 'torch', 'ckpttool.io.remote'} & sys.modules.keys();"
+        " sys.exit(status)"
     )
-    words = ["remap", str(tmp_path / "a.safetensors"), *RENAME, "-o", str(tmp_path / "b.safetensors")]
+    words = [
+        "remap",
+        str(tmp_path / "a.safetensors"),
+        *RENAME,
+        "-o",
+        str(tmp_path / "b.safetensors"),
+    ]
     subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True)

@@ -1,4 +1,6 @@
-"""Exceptions of drivers: which are retried, which mean that a file is missing, and their messages."""
+"""Exceptions of drivers: which are retried, which mean that a file is missing, and their
+messages.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import pytest
 from fsspec.exceptions import FSTimeoutError
 
 from ckpttool.core.errors import CkptError
-from ckpttool.io.remote_errors import CameShort, SendsTooMuch, answered, is_failure, is_passing, patiently
+from ckpttool.io.remote_errors import (
+    CameShort,
+    SendsTooMuch,
+    answered,
+    is_failure,
+    is_passing,
+    patiently,
+)
 
 
 class DriverError(Exception):
@@ -46,8 +55,14 @@ def boto_error(status: int) -> Exception:
         *((DriverError(status=status), False) for status in (200, 400, 401, 403, 404, 410, 501)),
         *((boto_error(status), status == 503) for status in (403, 503)),
         (DriverError(response="text"), False),
-        *((OSError(number, "said"), True) for number in (errno.ECONNRESET, errno.EPIPE, errno.ETIMEDOUT)),
-        *((OSError(number, "said"), False) for number in (errno.ENOENT, errno.ECONNREFUSED, errno.EACCES)),
+        *(
+            (OSError(number, "said"), True)
+            for number in (errno.ECONNRESET, errno.EPIPE, errno.ETIMEDOUT)
+        ),
+        *(
+            (OSError(number, "said"), False)
+            for number in (errno.ENOENT, errno.ECONNREFUSED, errno.EACCES)
+        ),
         (ServerDisconnectedError(), True),
         (SlowDown(), True),
         (TimeoutError(), True),
@@ -127,13 +142,33 @@ def missing_module(name: str, by: ImportError | None = None) -> ImportError:
 @pytest.mark.parametrize(
     ("error", "message", "hint"),
     [
-        (missing_module("gcsfs.core"), "gs:// needs the Python package gcsfs, which is", "pip install 'ckpttool[gcs]'"),
+        (
+            missing_module("gcsfs.core"),
+            "gs:// needs the Python package gcsfs, which is",
+            "pip install 'ckpttool[gcs]'",
+        ),
         (missing_module("smbclient"), "the Python package smbprotocol", "pip install smbprotocol"),
-        (missing_module("adlfs", missing_module("yarl")), "the Python package aiohttp", "pip install aiohttp"),
+        (
+            missing_module("adlfs", missing_module("yarl")),
+            "the Python package aiohttp",
+            "pip install aiohttp",
+        ),
         (missing_module(""), "the driver of gs:// cannot be loaded", "ImportError: no module"),
-        (ValueError("Protocol not known: memmory"), "no driver is known for memmory://", "did you mean memory://?"),
-        (ValueError("Protocol not known: q"), "no driver is known for q://", "every part with a path is a URL"),
-        (ValueError("something else"), "x::gs://b/a: ValueError: something else", "check the URL, the network"),
+        (
+            ValueError("Protocol not known: memmory"),
+            "no driver is known for memmory://",
+            "did you mean memory://?",
+        ),
+        (
+            ValueError("Protocol not known: q"),
+            "no driver is known for q://",
+            "every part with a path is a URL",
+        ),
+        (
+            ValueError("something else"),
+            "x::gs://b/a: ValueError: something else",
+            "check the URL, the network",
+        ),
         (FileNotFoundError(), "no such file, folder or bucket: x::gs://b/a", "check the URL"),
         (FileExistsError(), "exists: another process has written it meanwhile", "another place"),
         (SendsTooMuch("sends more"), "x::gs://b/a: sends more", "hostile"),

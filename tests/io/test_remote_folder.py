@@ -33,10 +33,14 @@ def fs() -> Iterator[Any]:
 
 
 def test_existing_file_is_kept(fs: Any) -> None:
-    """This also holds for files created after the check, while the new files are written; what was written goes."""
+    """This also holds for files created after the check, while the new files are written; what was
+    written goes.
+    """
     preflight_folder(f"{OUT}/new/", (), "elsewhere.pt", force=False, in_place=False)
     fs.pipe_file("/folders/m/new/index", b"theirs")
-    with pytest.raises(CkptError, match="new/index exists: another process has written it meanwhile"):
+    with pytest.raises(
+        CkptError, match="new/index exists: another process has written it meanwhile"
+    ):
         write_folder({"shard": [Piece(b"x")], "index": [Piece(b"y")]}, f"{OUT}/new/")
     assert fs.find("/folders/m/new") == ["/folders/m/new/index"]
 
@@ -45,7 +49,9 @@ def test_existing_file_is_kept(fs: Any) -> None:
         return [b"y"]
 
     files = {"shard": [Piece(b"x")], "index": [Piece(Lazy(1, late))]}
-    with pytest.raises(CkptError, match="late/index exists: another process has written it meanwhile"):
+    with pytest.raises(
+        CkptError, match="late/index exists: another process has written it meanwhile"
+    ):
         write_folder(files, f"{OUT}/late/")
     assert fs.find("/folders/m/late") == ["/folders/m/late/index"]
     assert fs.cat_file("/folders/m/late/index") == b"theirs"
@@ -76,7 +82,11 @@ def test_linked_file_is_copied_within_the_store_if_possible(
     fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "local").write_bytes(b"local")
-    files = {"a": Link(f"{OUT}/mine"), "b": Link(str(tmp_path / "local")), "c": Link(f"file://{tmp_path}/local")}
+    files = {
+        "a": Link(f"{OUT}/mine"),
+        "b": Link(str(tmp_path / "local")),
+        "c": Link(f"file://{tmp_path}/local"),
+    }
     copied, plain = list[str](), MemoryFileSystem.cp_file
 
     def counted(fs: Any, source: str, place: str, **how: Any) -> None:
@@ -85,5 +95,9 @@ def test_linked_file_is_copied_within_the_store_if_possible(
 
     monkeypatch.setattr(MemoryFileSystem, "cp_file", counted)
     write_folder(files, f"{OUT}/linked")
-    assert [fs.cat_file(f"/folders/m/linked/{name}") for name in "abc"] == [b"mine", b"local", b"local"]
+    assert [fs.cat_file(f"/folders/m/linked/{name}") for name in "abc"] == [
+        b"mine",
+        b"local",
+        b"local",
+    ]
     assert copied.count("/folders/m/mine") == 1

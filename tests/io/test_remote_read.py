@@ -34,7 +34,13 @@ STEPS = st.one_of(
 def _few_ranges(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Upload a file of many blocks, of which only a few are held; at first none."""
     monkeypatch.setattr(remote, "known", Known())
-    for constant, value in (("BLOCK", 64), ("PART", 300), ("_LARGE", 512), ("_SMALL_GAP", 20), ("BATCH", 700)):
+    for constant, value in (
+        ("BLOCK", 64),
+        ("PART", 300),
+        ("_LARGE", 512),
+        ("_SMALL_GAP", 20),
+        ("BATCH", 700),
+    ):
         monkeypatch.setattr(remote, constant, value)
     fsspec.filesystem("memory").pipe_file("/reads/data", DATA)
     yield
@@ -65,12 +71,22 @@ def test_reads_in_any_order_return_the_bytes_of_the_file(steps: list[tuple[str, 
             found = file.read(arguments)
             assert found == (DATA[at:] if arguments < 0 else DATA[at : at + arguments])
             at += len(found)
-        assert sum(ranges.nbytes for ranges in remote.known.ranges.values()) == remote.known.nbytes <= 700
+        assert (
+            sum(ranges.nbytes for ranges in remote.known.ranges.values())
+            == remote.known.nbytes
+            <= 700
+        )
 
 
 def test_a_short_read_fetches_a_block_up_to_the_next_range() -> None:
     file = open_file(URL)
-    for offset, count, fetched in ((1000, 1, 64), (1063, 1, 0), (990, 4, 10), (990, 80, 64), (2_950, 9, 51)):
+    for offset, count, fetched in (
+        (1000, 1, 64),
+        (1063, 1, 0),
+        (990, 4, 10),
+        (990, 80, 64),
+        (2_950, 9, 51),
+    ):
         before = remote.known.fetched[URL]
         assert file.read_at(offset, count) == DATA[offset : offset + count]
         assert remote.known.fetched[URL] - before == fetched, offset
@@ -140,7 +156,9 @@ def test_a_batch_is_fetched_again_after_a_passing_error(monkeypatch: pytest.Monk
 
 
 def test_look_ahead_holds_starts_of_readable_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that are empty or missing are not fetched. If one was removed or is shorter, each is fetched when read."""
+    """Files that are empty or missing are not fetched. If one was removed or is shorter, each is
+    fetched when read.
+    """
     fs, names = fsspec.filesystem("memory"), ("good", "empty", "gone", "shorter", "late")
     for name in names:
         fs.pipe_file(f"/reads/heads/{name}", b"" if name == "empty" else DATA)
@@ -218,7 +236,9 @@ def test_forget_drops_the_url_its_parent_and_its_contents(url: str, forgotten: s
 
 @pytest.mark.parametrize("other", ["s3://b/mode", "s3://b/m", "s3://b/mo/"])
 def test_file_with_the_same_name_prefix_is_not_forgotten(other: str) -> None:
-    """While ``b/model.pt.new`` is written, ``b/model.pt`` may be its source, whose state must stay known."""
+    """While ``b/model.pt.new`` is written, ``b/model.pt`` may be its source, whose state must stay
+    known.
+    """
     known = Known()
     known.stats[other] = None
     known.forget("s3://b/model")

@@ -1,4 +1,6 @@
-"""Reflink copies on real file systems in images; needs root, loop devices, mkfs.xfs and mkfs.btrfs."""
+"""Reflink copies on real file systems in images; needs root, loop devices, mkfs.xfs and
+mkfs.btrfs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     with open(image, "wb") as file:
         file.truncate(400 << 20)
     place.mkdir()
-    subprocess.run([*maker, image], check=True, env={**os.environ, "PATH": path}, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*maker, image], check=True, env={**os.environ, "PATH": path}, stdout=subprocess.DEVNULL
+    )
     if subprocess.run(["mount", "-o", "loop", image, place], stderr=subprocess.DEVNULL).returncode:
         pytest.skip(f"no loop device can be mounted as {request.param}")
     yield place
@@ -49,7 +53,9 @@ def used(place: Path) -> int:
 
 
 @pytest.mark.parametrize("metadata", [{}, {"note": "x" * 100}])
-def test_renamed_safetensors_shares_its_data(disk: Path, run: Run, metadata: dict[str, str]) -> None:
+def test_renamed_safetensors_shares_its_data(
+    disk: Path, run: Run, metadata: dict[str, str]
+) -> None:
     tensor = torch.arange(NBYTES // 4, dtype=torch.int32)
     save_file({"a.w": tensor, "a.b": torch.ones(3)}, disk / "in.safetensors", metadata)
     before = used(disk)
@@ -60,7 +66,11 @@ def test_renamed_safetensors_shares_its_data(disk: Path, run: Run, metadata: dic
 
 
 def test_renamed_torch_zip_shares_its_storages(disk: Path, run: Run) -> None:
-    state = {"a.b": torch.ones(3), "a.w": torch.arange(NBYTES // 8), "a.v": torch.arange(NBYTES // 8) + 1}
+    state = {
+        "a.b": torch.ones(3),
+        "a.w": torch.arange(NBYTES // 8),
+        "a.v": torch.arange(NBYTES // 8) + 1,
+    }
     torch.save(state, disk / "in.pt")
     before = used(disk)
     assert run("remap", disk / "in.pt", *RENAME, "-o", disk / "out.pt")[0] == 0
@@ -71,14 +81,19 @@ def test_renamed_torch_zip_shares_its_storages(disk: Path, run: Run) -> None:
     assert (disk / "back.pt").read_bytes() == (disk / "in.pt").read_bytes()
     os.unlink(disk / "in.pt")
     result = torch.load(disk / "out.pt", mmap=True)
-    assert all(torch.equal(result[f"a.longer.name.than.before.{key[2:]}"], value) for key, value in state.items())
+    assert all(
+        torch.equal(result[f"a.longer.name.than.before.{key[2:]}"], value)
+        for key, value in state.items()
+    )
     assert zipfile.ZipFile(disk / "out.pt").testzip() is None
 
 
 def test_reflink_copy_has_the_bytes_of_a_plain_copy(disk: Path, tmp_path: Path, run: Run) -> None:
     save_file({"a.w": torch.arange(NBYTES // 4), "a.b": torch.ones(3)}, disk / "in.safetensors")
     assert run("remap", disk / "in.safetensors", *RENAME, "-o", disk / "out.safetensors")[0] == 0
-    assert run("remap", disk / "in.safetensors", *RENAME, "-o", tmp_path / "out.safetensors")[0] == 0
+    assert (
+        run("remap", disk / "in.safetensors", *RENAME, "-o", tmp_path / "out.safetensors")[0] == 0
+    )
     assert (disk / "out.safetensors").read_bytes() == (tmp_path / "out.safetensors").read_bytes()
     back = ("--rule", "a.longer.name.than.before.{x} => a.{x}")
     assert run("remap", disk / "out.safetensors", *back, "-o", disk / "back.safetensors")[0] == 0
@@ -111,7 +126,10 @@ def test_copy_may_consist_of_shared_blocks(disk: Path) -> None:
     (disk / "source").write_bytes(os.urandom(2 << 20))
     before = used(disk)
     write([Piece(Span(str(disk / "source"), 0, 2 << 20))], str(disk / "out"))
-    write([Piece(bytes(4096)), Piece(Span(str(disk / "source"), 4096, (2 << 20) - 4096))], str(disk / "end"))
+    write(
+        [Piece(bytes(4096)), Piece(Span(str(disk / "source"), 4096, (2 << 20) - 4096))],
+        str(disk / "end"),
+    )
     assert used(disk) - before < 1 << 20
     source = (disk / "source").read_bytes()
     assert (disk / "out").read_bytes() == source

@@ -1,4 +1,6 @@
-"""Requests to a store: bytes fetched, conditional writes, retries, and concurrent reads of headers."""
+"""Requests to a store: bytes fetched, conditional writes, retries, and concurrent reads of
+headers.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ MIB = 1 << 20
 
 def as_safetensors(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
     save_file(state, folder / "a.safetensors")
-    return "a.safetensors", 8 + int.from_bytes((folder / "a.safetensors").read_bytes()[:8], "little")
+    return "a.safetensors", 8 + int.from_bytes(
+        (folder / "a.safetensors").read_bytes()[:8], "little"
+    )
 
 
 def as_zip(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
@@ -41,14 +45,19 @@ def as_zip(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
 
 def as_legacy(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
     torch.save(state, folder / "old.pt", _use_new_zipfile_serialization=False)
-    return "old.pt", (folder / "old.pt").stat().st_size - sum(8 + tensor.nbytes for tensor in state.values())
+    return "old.pt", (folder / "old.pt").stat().st_size - sum(
+        8 + tensor.nbytes for tensor in state.values()
+    )
 
 
 def as_shards(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
     as_safetensors(state, folder)
     ckpttool.convert(str(folder / "a.safetensors"), f"{folder}/shards/", max_shard_size="2MB")
     (index,) = (folder / "shards").glob("*.json")
-    headers = [8 + int.from_bytes(p.read_bytes()[:8], "little") for p in (folder / "shards").glob("*.safetensors")]
+    headers = [
+        8 + int.from_bytes(p.read_bytes()[:8], "little")
+        for p in (folder / "shards").glob("*.safetensors")
+    ]
     return "shards", index.stat().st_size + sum(headers)
 
 
@@ -68,7 +77,8 @@ FORMS = {
     "sharded safetensors": as_shards,
     "DCP": as_dcp,
 }
-BLOCKS = {"safetensors": 1, "torch zip": 1, "before torch 1.6": 2}  # that may be fetched in addition to headers
+# that may be fetched in addition to headers
+BLOCKS = {"safetensors": 1, "torch zip": 1, "before torch 1.6": 2}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -77,11 +87,14 @@ def test_inspect_fetches_little_more_than_the_headers(
 ) -> None:
     """The server sends at most 10% more than the headers, as benchmarks/README.md shows.
 
-    Other formats may fetch 1 block more. Pickles from before torch 1.6 do not state their length, so 2 are allowed.
+    Other formats may fetch 1 block more. Pickles from before torch 1.6 do not state their length,
+    so 2 are allowed.
     """
     fs, name = bucket
     monkeypatch.chdir(tmp_path)  # DCP stores the name of its folder
-    filename, nbytes = FORMS[form]({f"layers.{i}.weight": torch.full((256, 8), float(i)) for i in range(1000)}, Path())
+    filename, nbytes = FORMS[form](
+        {f"layers.{i}.weight": torch.full((256, 8), float(i)) for i in range(1000)}, Path()
+    )
     fs.put(str(tmp_path / filename), f"{name}/{filename}", recursive=True)
     received = Received(monkeypatch)
     result = ckpttool.inspect(f"s3://{name}/{filename}")
@@ -89,18 +102,25 @@ def test_inspect_fetches_little_more_than_the_headers(
     files = len([*(tmp_path / filename).iterdir()]) if (tmp_path / filename).is_dir() else 1
     row = f"| {form} | {files} | {nbytes:,} | {received.requests} | {received.sent:,} |"
     assert received.sent <= 1.1 * nbytes + BLOCKS.get(form, 0) * BLOCK
-    if torch.__version__.startswith(MEASURED):  # tensor metadata of DCP and torch zip differs between releases
+    # tensor metadata of DCP and torch zip differs between releases
+    if torch.__version__.startswith(MEASURED):
         assert row in (ROOT / "benchmarks/README.md").read_text()
 
 
 def test_assumed_offsets_are_checked_before_tensors_are_read(bucket: Any, tmp_path: Path) -> None:
-    """If local headers or element counts contradict the assumed layout, torch would read other bytes."""
+    """If local headers or element counts contradict the assumed layout, torch would read other
+    bytes.
+    """
     fs, name = bucket
     state = {f"{i}": torch.full((64,), float(i)) for i in range(4)}
     for form, at, change in (("torch zip", 28, b"\x05"), ("before torch 1.6", 0, b"\x3f")):
         filename, _ = FORMS[form](state, tmp_path)
         data = bytearray((tmp_path / filename).read_bytes())
-        begin = data.index(b"data/2") - 30 - len("a/") if at else data.index(bytes(state["2"].numpy())) - 8
+        begin = (
+            data.index(b"data/2") - 30 - len("a/")
+            if at
+            else data.index(bytes(state["2"].numpy())) - 8
+        )
         data[begin + at : begin + at + 1] = change
         fs.pipe_file(f"{name}/{filename}", bytes(data))
         url = f"s3://{name}/{filename}"
@@ -121,7 +141,9 @@ def test_assumed_offsets_are_checked_before_tensors_are_read(bucket: Any, tmp_pa
 def test_object_created_meanwhile_is_kept_without_force(
     bucket: Any, monkeypatch: Any, nbytes: int, is_conditional: bool
 ) -> None:
-    """S3 refuses to replace it. For drivers without conditional puts, ckpttool looks before it completes the object."""
+    """S3 refuses to replace it. For drivers without conditional puts, ckpttool looks before it
+    completes the object.
+    """
     fs, name = bucket
     if is_conditional:
         monkeypatch.setattr(write_remote, "_check_absent", lambda url: None)
@@ -147,7 +169,9 @@ def test_changed_source_is_not_copied(bucket: Any) -> None:
     assert not fs.call_s3("list_multipart_uploads", Bucket=name).get("Uploads")
 
 
-def test_damaged_upload_is_noticed_by_verify(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_upload_is_noticed_by_verify(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The store holds other bytes than were sent to it."""
     fs, name = bucket
     save_file({"a": torch.arange(10_000.0)}, tmp_path / "a.safetensors")
@@ -161,7 +185,12 @@ def test_damaged_upload_is_noticed_by_verify(bucket: Any, tmp_path: Path, monkey
 
     monkeypatch.setattr(fs, "call_s3", damaged)
     with pytest.raises(CkptError, match="is not what was planned") as error:
-        ckpttool.remap(str(tmp_path / "a.safetensors"), f"s3://{name}/b.safetensors", rule=["a => b"], verify=True)
+        ckpttool.remap(
+            str(tmp_path / "a.safetensors"),
+            f"s3://{name}/b.safetensors",
+            rule=["a => b"],
+            verify=True,
+        )
     assert [problem.key for problem in error.value.problems] == ["b"]
 
 
@@ -169,7 +198,9 @@ def test_damaged_upload_is_noticed_by_verify(bucket: Any, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("failure", [503, 429, 500, "reset", "cut", "short"])
-def test_transient_failure_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: int | str) -> None:
+def test_transient_failure_is_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: int | str
+) -> None:
     monkeypatch.setattr(remote_errors, "_WAITS", (0.01,) * 4)
     state = {f"a.{i}": torch.randn(5 * MIB // 16) for i in range(4)}
     with web_server({"/a.safetensors": save(state)}) as server:
@@ -186,7 +217,9 @@ def test_transient_failure_is_retried(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("status", [403, 404, 501])
-def test_permanent_failure_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+def test_permanent_failure_is_reported_at_once(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
     monkeypatch.setattr(remote_errors, "_WAITS", (60,))
     with web_server({"/a.safetensors": save({"a": torch.ones(2)})}) as server:
         server.failures = [status] * 2  # for both requests for the size
@@ -197,7 +230,9 @@ def test_permanent_failure_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, 
 # Headers of many shards
 
 
-def test_headers_of_many_shards_are_fetched_concurrently(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_of_many_shards_are_fetched_concurrently(
+    bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fs, name = bucket
     shards = {f"model-{i:05}-of-00100.safetensors": {f"a.{i}": torch.ones(2)} for i in range(100)}
     fs.pipe({f"{name}/m/{filename}": save(state) for filename, state in shards.items()})

@@ -25,7 +25,9 @@ from ckpttool.io.pieces import digest_on_disk
 from ckpttool.io.temporary import me
 from ckpttool.io.write import _can_move
 
-AS_ROOT = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can be another user")
+AS_ROOT = pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0, reason="only root can be another user"
+)
 DEAD = replace(me(), pid=1 << 23)
 OTHER = 12_345
 
@@ -46,7 +48,10 @@ def interrupted(folder: Path, files: dict[str, bytes], owner: object = DEAD) -> 
     for filename, data in files.items():
         (folder / filename).write_bytes(data)
     journal = folder / name(owner, "edit")
-    rows = [transaction.Replaced(filename, None, transaction.state_of(folder / filename)) for filename in files]
+    rows = [
+        transaction.Replaced(filename, None, transaction.state_of(folder / filename))
+        for filename in files
+    ]
     journal.write_bytes(transaction.text(rows))
     return journal
 
@@ -99,7 +104,9 @@ def test_leftovers_are_removed_after_recovery(tmp_path: Path) -> None:
     assert (tmp_path / "in.safetensors").read_bytes() == old
 
 
-def test_journal_removed_by_another_process_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_removed_by_another_process_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = interrupted(tmp_path, {"a": b"new"})
     (tmp_path / "a").unlink()
     plain = temporary.is_dead
@@ -162,10 +169,15 @@ def test_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> No
         assert temporary._started(1 << 23) is None
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the platform does not tell when a process started")
+@pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="the platform does not tell when a process started"
+)
 def test_start_of_a_process_is_known() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
-        ticks, uptime = temporary._started(child.pid), float(Path("/proc/uptime").read_text().split()[0])
+        ticks, uptime = (
+            temporary._started(child.pid),
+            float(Path("/proc/uptime").read_text().split()[0]),
+        )
         child.kill()
     assert ticks is not None
     assert abs(uptime - ticks / os.sysconf("SC_CLK_TCK")) < 30
@@ -205,17 +217,27 @@ def test_write_only_and_read_only_folders(shared: Path, capsys: pytest.CaptureFi
         assert rename("drop/out.safetensors") == 0
         for out in ("shelf/out.safetensors", "shelf/out/"):
             assert rename(out) == 2
-            assert "shelf: not writable\nhint: choose another folder for the output" in capsys.readouterr().err
+            assert (
+                "shelf: not writable\nhint: choose another folder for the output"
+                in capsys.readouterr().err
+            )
         assert not _can_move(shared / "shelf" / "mine")
         assert rename("shelf/mine") == 0
-    assert [*load_file("drop/out.safetensors")] == [*load_file("shelf/mine/model.safetensors")] == ["b"]
+    assert (
+        [*load_file("drop/out.safetensors")]
+        == [*load_file("shelf/mine/model.safetensors")]
+        == ["b"]
+    )
 
 
 @AS_ROOT
 def test_replaced_output_keeps_its_owner(shared: Path) -> None:
     assert rename("out.safetensors") == 0
     os.chown("out.safetensors", OTHER, OTHER)
-    assert main(["remap", "in.safetensors", "-o", "out.safetensors", "--rule", "a => c", "--force"]) == 0
+    assert (
+        main(["remap", "in.safetensors", "-o", "out.safetensors", "--rule", "a => c", "--force"])
+        == 0
+    )
     found = os.stat("out.safetensors")
     assert (found.st_uid, found.st_gid) == (OTHER, OTHER)
     assert [*load_file("out.safetensors")] == ["c"]
@@ -224,8 +246,12 @@ def test_replaced_output_keeps_its_owner(shared: Path) -> None:
 # Other platforms
 
 
-def test_commands_work_without_linux_system_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without locks, users, extent moves and page cache advice, everything is still written, but slower."""
+def test_commands_work_without_linux_system_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without locks, users, extent moves and page cache advice, everything is still written, but
+    slower.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "fcntl", None)
     monkeypatch.setattr(sys, "platform", "other")
@@ -233,10 +259,15 @@ def test_commands_work_without_linux_system_calls(tmp_path: Path, monkeypatch: p
         monkeypatch.delattr(os, call, raising=False)
     assert syscalls.memory() == sys.maxsize
     save_file({"a.w": torch.arange(400_000.0), "b": torch.ones(3)}, "in.safetensors")
-    for rule, out in (("a.{x} => z.{x}", ["-o", "out.safetensors", "--verify"]), ("a.{x} => y.{x}", ["--in-place"])):
+    for rule, out in (
+        ("a.{x} => z.{x}", ["-o", "out.safetensors", "--verify"]),
+        ("a.{x} => y.{x}", ["--in-place"]),
+    ):
         assert main(["remap", "in.safetensors", "--rule", rule, *out]) == 0
     for force in ([], ["--force"]):
-        assert main(["convert", "out.safetensors", "-o", "m/", "--max-shard-size", "1MB", *force]) == 0
+        assert (
+            main(["convert", "out.safetensors", "-o", "m/", "--max-shard-size", "1MB", *force]) == 0
+        )
     assert {*load_file("in.safetensors")} == {"y.w", "b"}
     assert {*load_file("out.safetensors")} == {"z.w", "b"}
     assert main(["undo", "in.safetensors"]) == 0
@@ -275,7 +306,9 @@ with ended_by_signals() if handled else nullcontext():
         ("handled", "patient", "one two ended"),
         ("default", "insisting", "one two"),
     ):
-        done = subprocess.run([sys.executable, "-c", code, handled, insisting], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, handled, insisting], capture_output=True, text=True
+        )
         assert done.stdout.split() == expected.split(), (handled, insisting, done.stderr)
         assert done.returncode == (0 if handled == "handled" else -15)
 
@@ -284,5 +317,8 @@ def test_locked_file_cannot_be_locked_again(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
     with open(tmp_path / "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(CkptError, match="just being edited"), transaction.locked(tmp_path / "a"):
+        with (
+            pytest.raises(CkptError, match="just being edited"),
+            transaction.locked(tmp_path / "a"),
+        ):
             pass

@@ -1,4 +1,6 @@
-"""A command on several ranks writes the bytes of one process, prints once, and never leaves a partial OUT."""
+"""A command on several ranks writes the bytes of one process, prints once, and never leaves a
+partial OUT.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a checkpoint of 8 MiB in two formats, and rules that cast it."""
     folder = tmp_path_factory.mktemp("source")
     torch.manual_seed(0)
-    tensors = {f"layers.{number}.weight": torch.randn(256, 512) for number in range(16)} | {"scale": torch.ones(3)}
+    tensors = {f"layers.{number}.weight": torch.randn(256, 512) for number in range(16)} | {
+        "scale": torch.ones(3)
+    }
     save_file(tensors, folder / "model.safetensors")
     torch.save({"model": tensors, "step": 7}, folder / "model.pt")
     (folder / "rules.toml").write_text(CAST)
@@ -43,7 +47,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def large_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Like `source`, with 22 MiB, since parts of an upload have at least 5 MiB."""
     folder = tmp_path_factory.mktemp("large_source")
-    tensors = {f"layers.{number}.weight": torch.full((1024, 512), float(number)) for number in range(11)}
+    tensors = {
+        f"layers.{number}.weight": torch.full((1024, 512), float(number)) for number in range(11)
+    }
     save_file(tensors, folder / "model.safetensors")
     torch.save({"model": tensors, "step": 7}, folder / "model.pt")
     (folder / "rules.toml").write_text(CAST)
@@ -53,7 +59,11 @@ def large_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def files_in(path: Path) -> dict[str, tuple[int, bytes]]:
     """Return mode and bytes of the file, or of every file in the folder."""
     paths = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return {str(one.relative_to(path)): (one.stat().st_mode, one.read_bytes()) for one in paths if one.is_file()}
+    return {
+        str(one.relative_to(path)): (one.stat().st_mode, one.read_bytes())
+        for one in paths
+        if one.is_file()
+    }
 
 
 @pytest.mark.parametrize(
@@ -87,10 +97,14 @@ def test_ranks_write_the_bytes_of_one_process(
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with training checkpoints that differ in the model, the optimizer and other entries."""
+    """Return a folder with training checkpoints that differ in the model, the optimizer and other
+    entries.
+    """
     folder = tmp_path_factory.mktemp("pair")
     torch.manual_seed(1)
-    model = {f"layers.{number}.weight": torch.randn(64, 64) for number in range(6)} | {"empty": torch.ones(0)}
+    model = {f"layers.{number}.weight": torch.randn(64, 64) for number in range(6)} | {
+        "empty": torch.ones(0)
+    }
     model |= {
         "bits": torch.tensor([True, False]),
         "double": torch.tensor([1e-300, float("nan"), float("inf")]).double(),
@@ -100,14 +114,23 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
     torch.save({"model": model, "optimizer": optimizer, "rng": torch.arange(9)}, folder / "base.pt")
     model["layers.1.weight"] = model["layers.1.weight"] + 0.25
-    model["layers.2.weight"], model["layers.3.weight"] = model["layers.3.weight"], model["layers.2.weight"]
-    torch.save({"model": model, "optimizer": optimizer, "rng": torch.arange(9) * 2}, folder / "new.pt")
+    model["layers.2.weight"], model["layers.3.weight"] = (
+        model["layers.3.weight"],
+        model["layers.2.weight"],
+    )
+    torch.save(
+        {"model": model, "optimizer": optimizer, "rng": torch.arange(9) * 2}, folder / "new.pt"
+    )
     state[1]["exp_avg"] = torch.ones(4)
     model["double"] = -model["double"]
     torch.save(
-        {"model": {f"module.{key}": value for key, value in model.items()}, "optimizer": optimizer}, folder / "other.pt"
+        {"model": {f"module.{key}": value for key, value in model.items()}, "optimizer": optimizer},
+        folder / "other.pt",
     )
-    save_file({key: value.contiguous() for key, value in model.items() if key != "tied"}, folder / "other.safetensors")
+    save_file(
+        {key: value.contiguous() for key, value in model.items() if key != "tied"},
+        folder / "other.safetensors",
+    )
     return folder
 
 
@@ -124,7 +147,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_ranks_print_and_write_the_same_as_one_process(
-    pair: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, command: str, is_shared: bool | None
+    pair: Path,
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    is_shared: bool | None,
 ) -> None:
     """Written files are identical too; the other ranks read a part and print nothing."""
     alone, together = (tmp_path / name for name in ("alone", "together"))
@@ -144,7 +172,8 @@ def test_ranks_print_and_write_the_same_as_one_process(
 
 
 @pytest.mark.parametrize(
-    "command", ["diff base.pt other.safetensors --values", "inspect base.pt --stats --report out.md"]
+    "command",
+    ["diff base.pt other.safetensors --values", "inspect base.pt --stats --report out.md"],
 )
 def test_read_error_on_one_rank_fails_all_ranks(pair: Path, tmp_path: Path, command: str) -> None:
     for path in pair.iterdir():
@@ -155,19 +184,27 @@ def test_read_error_on_one_rank_fails_all_ranks(pair: Path, tmp_path: Path, comm
     assert not [*tmp_path.glob("out.*")]
 
 
-def test_error_on_any_rank_fails_all_ranks_and_is_printed_once(source: Path, tmp_path: Path) -> None:
+def test_error_on_any_rank_fails_all_ranks_and_is_printed_once(
+    source: Path, tmp_path: Path
+) -> None:
     """Work that is not shared, such as writing a report file, is done only by the first rank."""
-    refused = run_ranks(tmp_path, 2, "remap", source / "model.pt", "-o", "out.dcp", "--rule", "no.such => thing")
+    refused = run_ranks(
+        tmp_path, 2, "remap", source / "model.pt", "-o", "out.dcp", "--rule", "no.such => thing"
+    )
     assert [done.status for done in refused] == [1, 1]
     assert refused[0].err.count("error: ") == 1
     assert refused[1].said == (1, "")
     assert [*tmp_path.iterdir()] == []
     wrong = ("--max-shard-size", "many")
-    failed = run_ranks(tmp_path, 2, "convert", source / "model.safetensors", "-o", "out/", last=wrong)
+    failed = run_ranks(
+        tmp_path, 2, "convert", source / "model.safetensors", "-o", "out/", last=wrong
+    )
     assert [done.status for done in failed] == [2, 2]
     assert "error: 'many' is not a size\n" in failed[0].err
     assert [*tmp_path.iterdir()] == []
-    planned = run_ranks(tmp_path, 2, "remap", source / "model.pt", "--dry-run", *RULE, "--report", "plan.md")
+    planned = run_ranks(
+        tmp_path, 2, "remap", source / "model.pt", "--dry-run", *RULE, "--report", "plan.md"
+    )
     assert [done.status for done in planned] == [0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["plan.md"]
     inspected = run_ranks(tmp_path, 2, "inspect", source / "model.pt", "--format", "json")
@@ -179,12 +216,16 @@ def test_ranks_with_different_plans_write_nothing(source: Path, tmp_path: Path) 
     command = ("convert", source / "model.safetensors", "-o", "out/")
     first, second = run_ranks(tmp_path, 2, *command, last=("--max-shard-size", "3MB"))
     assert first.status == second.status == 2
-    assert "error: the ranks do not mean the same\n  another plan than rank 0 @ rank 1\n" in first.err
+    assert (
+        "error: the ranks do not mean the same\n  another plan than rank 0 @ rank 1\n" in first.err
+    )
     assert [*tmp_path.iterdir()] == []
 
 
 def test_one_file_is_refused(source: Path, tmp_path: Path) -> None:
-    first, second = run_ranks(tmp_path, 2, "remap", source / "model.safetensors", *RULE, "-o", "out.safetensors")
+    first, second = run_ranks(
+        tmp_path, 2, "remap", source / "model.safetensors", *RULE, "-o", "out.safetensors"
+    )
     assert (first.status, second.said) == (1, (1, ""))
     assert "error: out.safetensors is one file" in first.err
     assert "-o OUT/, or -o OUT.dcp" in first.err
@@ -206,7 +247,15 @@ def test_next_job_replaces_what_a_killed_job_left(source: Path, tmp_path: Path, 
 
 def test_torchrun_restarts_a_killed_rank(source: Path, tmp_path: Path, run: Run) -> None:
     options = ("--rules", source / "rules.toml")
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", torchrun_ranks.__file__)
+    command = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        torchrun_ranks.__file__,
+    )
     path = os.pathsep.join((str(ROOT), str(Path(torchrun_ranks.__file__).parent)))
     argv = ("remap", source / "shards", "-o", f"{tmp_path}/out/", *options)
     done = subprocess.run(
@@ -226,7 +275,10 @@ def test_torchrun_restarts_a_killed_rank(source: Path, tmp_path: Path, run: Run)
 def test_first_rank_alone_swaps_weights(tmp_path: Path, run: Run) -> None:
     linear = torch.nn.Linear(3, 2)
     torch.export.save(torch.export.export(linear, (torch.ones(1, 3),)), tmp_path / "program.pt2")
-    torch.save({key: torch.full_like(value, 2.0) for key, value in linear.state_dict().items()}, tmp_path / "new.pt")
+    torch.save(
+        {key: torch.full_like(value, 2.0) for key, value in linear.state_dict().items()},
+        tmp_path / "new.pt",
+    )
     command = ("swap-weights", tmp_path / "program.pt2", tmp_path / "new.pt", "-o")
     done = run_ranks(tmp_path, 2, *command, "out.pt2")
     assert ([one.status for one in done], done[1].written) == ([0, 0], 0), done
@@ -240,11 +292,15 @@ def test_model_code_runs_on_one_rank(tmp_path: Path, run: Run) -> None:
         "import os\nfrom torch import nn\n\n\n"
         "class Renamed(nn.Linear):\n"
         "    def _save_to_state_dict(self, destination, prefix, keep_vars):\n"
-        "        destination[prefix + 'kernel'] = self.weight if keep_vars else self.weight.detach()\n\n\n"
-        "def build():\n    print(os.environ['RANK'], file=open('ran', 'a'))\n    return Renamed(3, 3, bias=False)\n"
+        "        destination[prefix + 'kernel'] = self.weight if keep_vars else"
+        " self.weight.detach()\n\n\n"
+        "def build():\n    print(os.environ['RANK'], file=open('ran', 'a'))\n    return Renamed(3,"
+        " 3, bias=False)\n"
     )
     torch.save({"kernel": torch.ones(3, 3)}, tmp_path / "a.pt")
-    done = run_ranks(tmp_path, 3, "remap", "a.pt", "-o", "out/", "--model", "model.py:build", "--to", "runtime")
+    done = run_ranks(
+        tmp_path, 3, "remap", "a.pt", "-o", "out/", "--model", "model.py:build", "--to", "runtime"
+    )
     assert [one.status for one in done] == [0, 0, 0], done
     assert [*load_file(tmp_path / "out" / "model.safetensors")] == ["weight"]
     assert {*(tmp_path / "ran").read_text().split()} == {"0"}
@@ -271,11 +327,15 @@ def saved_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save({"model": model.state_dict()}, folder / "full.pt")
     state = model.state_dict()
     units = flat_parameters(state, "0", "1", "2")
-    units["_flat_param"] = torch.cat([value.flatten() for key, value in state.items() if key[0] in "345"])
+    units["_flat_param"] = torch.cat(
+        [value.flatten() for key, value in state.items() if key[0] in "345"]
+    )
     save_sharded(folder, "flat", units, 3, "model")
     save_sharded(folder, "parts", state, 3, "model")
     for rank in range(3):
-        torch.save({"model": as_dtensors(model.state_dict(), rank, 3)}, folder / f"dtensors_{rank}.pt")
+        torch.save(
+            {"model": as_dtensors(model.state_dict(), rank, 3)}, folder / f"dtensors_{rank}.pt"
+        )
     (done, *_) = run_ranks(folder, 3, "remap", "full.pt", "-o", "three.dcp")
     assert done.status == 0, done
     return folder
@@ -317,16 +377,21 @@ def as_dtensors(state: dict[str, torch.Tensor], rank: int, size: int) -> dict[st
 def test_resharding_moves_each_byte_once(
     saved_by_ranks: Path, tmp_path: Path, source: str, options: tuple[str, ...]
 ) -> None:
-    """One of the two ranks reads each byte and one writes it; the output unshards to the same values."""
+    """One of the two ranks reads each byte and one writes it; the output unshards to the same
+    values.
+    """
     for path in saved_by_ranks.iterdir():
         os.symlink(path, tmp_path / path.name)
     ranks = run_ranks(tmp_path, 2, "remap", source, *options)
     assert [one.status for one in ranks] == [0, 0], ranks
     model_state = torch.load(saved_by_ranks / "full.pt")["model"]
     values = sum(value.nbytes for value in model_state.values())
-    read, written = (sum(counts) for counts in zip(*((one.read or 0, one.written or 0) for one in ranks)))
+    read, written = (
+        sum(counts) for counts in zip(*((one.read or 0, one.written or 0) for one in ranks))
+    )
     nbytes = sum(size for _, size in sizes(tmp_path))
-    # The pickles of rank files may be read twice. A record that ranks read in parts is read completely for its CRC.
+    # The pickles of rank files may be read twice. A record that ranks read in parts is read
+    # completely for its CRC.
     assert read <= nbytes * (1.02 if source.startswith("dtensors") or "--rule" in options else 3.02)
     assert written <= nbytes
     assert read >= values / 2
@@ -338,7 +403,11 @@ def test_resharding_moves_each_byte_once(
 
 def sizes(folder: Path) -> list[tuple[str, int]]:
     paths = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    return [(path.name, path.stat().st_size) for path in paths if not path.is_relative_to(folder / "three.dcp")]
+    return [
+        (path.name, path.stat().st_size)
+        for path in paths
+        if not path.is_relative_to(folder / "three.dcp")
+    ]
 
 
 def model_in(path: Path) -> dict[str, torch.Tensor]:
@@ -350,11 +419,17 @@ def model_in(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_dcp_folder_written_by_ranks_loads_on_any_number_of_ranks(saved_by_ranks: Path, world_size: int) -> None:
-    """Each rank writes one file of about the same size; `dcp.load` reads full tensors and shards of two ranks."""
+def test_dcp_folder_written_by_ranks_loads_on_any_number_of_ranks(
+    saved_by_ranks: Path, world_size: int
+) -> None:
+    """Each rank writes one file of about the same size; `dcp.load` reads full tensors and shards of
+    two ranks.
+    """
     files = sorted((saved_by_ranks / "three.dcp").glob("*.distcp"))
     assert [path.name for path in files] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
-    assert max(path.stat().st_size for path in files) < 1.3 * min(path.stat().st_size for path in files)
+    assert max(path.stat().st_size for path in files) < 1.3 * min(
+        path.stat().st_size for path in files
+    )
     if world_size > 1:
         dcp_ranks.run("whole", saved_by_ranks)
         return
@@ -387,14 +462,22 @@ def uploads(bucket: Any) -> list[dict[str, str]]:
     ],
 )
 def test_ranks_upload_the_bytes_of_one_process(
-    large_source: Path, bucket: Any, tmp_path: Path, run: Run, ckpt: str, out: str, options: tuple[str, ...]
+    large_source: Path,
+    bucket: Any,
+    tmp_path: Path,
+    run: Run,
+    ckpt: str,
+    out: str,
+    options: tuple[str, ...],
 ) -> None:
     """Nothing else is left in the bucket."""
     fs, name = bucket
     for path in large_source.iterdir():
         os.symlink(path, tmp_path / path.name)
         fs.put_file(str(path), f"{name}/{path.name}")
-    options = tuple(str(large_source / option) if option.endswith(".toml") else option for option in options)
+    options = tuple(
+        str(large_source / option) if option.endswith(".toml") else option for option in options
+    )
     source = ckpt.replace("BUCKET", name) if "://" in ckpt else str(large_source / ckpt)
     (tmp_path / "alone").mkdir()
     command = "convert" if "--max-shard-size" in options else "remap"
@@ -411,7 +494,14 @@ def test_ranks_upload_the_bytes_of_one_process(
 
 def test_failed_upload_leaves_no_objects(large_source: Path, bucket: Any, tmp_path: Path) -> None:
     """A read error on one rank ends all of them."""
-    command = ("convert", large_source / "model.safetensors", "-o", f"s3://{bucket[1]}/out/", "--max-shard-size", "6MB")
+    command = (
+        "convert",
+        large_source / "model.safetensors",
+        "-o",
+        f"s3://{bucket[1]}/out/",
+        "--max-shard-size",
+        "6MB",
+    )
     failed = run_ranks(tmp_path, 2, *command, fault=Fault(1))
     assert [one.status for one in failed] == [2, 2]
     assert failed[0].err.count("error: ") == 1

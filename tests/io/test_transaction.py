@@ -1,4 +1,6 @@
-"""Files of a folder are replaced in a transaction: the old files can be restored after a crash at any step."""
+"""Files of a folder are replaced in a transaction: the old files can be restored after a crash at
+any step.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from ckpttool.core.errors import CkptError
 from ckpttool.io import transaction
 from ckpttool.io.temporary import is_edit, me, owner_of
 
-BEFORE = {"index": b"old", "shard": b"old", "removed": b"old", "sub/deep": b"old", "other": b"other"}
+BEFORE = {
+    "index": b"old",
+    "shard": b"old",
+    "removed": b"old",
+    "sub/deep": b"old",
+    "other": b"other",
+}
 PUT = {"shard": b"new", "sub/deep": b"new", "more/added": b"new", "index": b"new"}
 AFTER = {"other": b"other", **PUT}
 RENAMES = 10  # write the journal, move 4 old files away, move 4 new ones in, remove the journal
@@ -97,7 +105,8 @@ def test_crash_at_any_step_restores_the_old_files(
     else:
         switch(folder)
     found = content(folder)
-    assert "index" not in found or found in (BEFORE, AFTER)  # the index exists only with all other files
+    # the index exists only with all other files
+    assert "index" not in found or found in (BEFORE, AFTER)
     monkeypatch.undo()
     mark_as_dead(folder)
     for other in ("other", "another"):  # not in the journal, so the journal and the old files stay
@@ -124,7 +133,9 @@ def test_recovery_keeps_files_of_other_processes(
 
 
 @pytest.mark.parametrize("count", range(RENAMES))
-def test_error_restores_all_files(folder: Path, fail_after: Callable[..., None], count: int) -> None:
+def test_error_restores_all_files(
+    folder: Path, fail_after: Callable[..., None], count: int
+) -> None:
     fail_after(count, OSError(5, "Input/output error"))
     with pytest.raises(OSError, match="Input/output"):
         switch(folder)
@@ -136,7 +147,9 @@ def test_journal_stays_if_rollback_failed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, fail_after: Callable[..., None]
 ) -> None:
     fail_after(3, OSError(5, "Input/output error"), fails=2)
-    with pytest.raises(CkptError, match="is only partly written, and cannot be restored now: Input/output error"):
+    with pytest.raises(
+        CkptError, match="is only partly written, and cannot be restored now: Input/output error"
+    ):
         switch(folder)
     monkeypatch.undo()
     assert content(folder) != BEFORE

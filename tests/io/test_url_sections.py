@@ -1,4 +1,6 @@
-"""``URL::SECTION`` means what ``PATH::SECTION`` means: the same answers from a web server, S3, memory and a cache."""
+"""``URL::SECTION`` means what ``PATH::SECTION`` means: the same answers from a web server, S3,
+memory and a cache.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from command import Done, Run
 from places import DOCS
 from remote_servers import web_server
 
-NEEDS_S3 = pytest.mark.skipif(not (find_spec("s3fs") and find_spec("moto")), reason="s3fs or moto is not installed")
+NEEDS_S3 = pytest.mark.skipif(
+    not (find_spec("s3fs") and find_spec("moto")), reason="s3fs or moto is not installed"
+)
 NEEDS_HTTP = pytest.mark.skipif(not find_spec("aiohttp"), reason="aiohttp is not installed")
 CODE = """
 import torch
@@ -42,7 +46,12 @@ def trained() -> dict[str, Any]:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     wrapped = {f"module.{key}": value + 1 for key, value in model.state_dict().items()}
-    return {"model": model.state_dict(), "ema": wrapped, "optimizer": optimizer.state_dict(), "epoch": 3}
+    return {
+        "model": model.state_dict(),
+        "ema": wrapped,
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+    }
 
 
 @pytest.fixture
@@ -57,7 +66,14 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     return out.getvalue()
 
 
-@pytest.fixture(params=["memory", pytest.param("http", marks=NEEDS_HTTP), pytest.param("s3", marks=NEEDS_S3), "cache"])
+@pytest.fixture(
+    params=[
+        "memory",
+        pytest.param("http", marks=NEEDS_HTTP),
+        pytest.param("s3", marks=NEEDS_S3),
+        "cache",
+    ]
+)
 def url(request: pytest.FixtureRequest, data: bytes) -> Iterator[str]:
     if request.param == "http":
         with web_server({"/x.pt": data}) as server:
@@ -70,7 +86,11 @@ def url(request: pytest.FixtureRequest, data: bytes) -> Iterator[str]:
         return
     fs = fsspec.filesystem("memory")
     fs.pipe("/sections/x.pt", data)
-    yield "simplecache::memory://sections/x.pt" if request.param == "cache" else "memory://sections/x.pt"
+    yield (
+        "simplecache::memory://sections/x.pt"
+        if request.param == "cache"
+        else "memory://sections/x.pt"
+    )
     fs.rm("/sections", recursive=True)
 
 
@@ -101,7 +121,9 @@ swap-weights p.pt2 {x}::ema -o OUT.pt2 --model net.py:build
 
 
 def answer(done: Done, path: str) -> tuple[int, str, str]:
-    """Return the status and the output, without what depends on the place of the file and its name."""
+    """Return the status and the output, without what depends on the place of the file and its
+    name.
+    """
 
     def neutral(text: str) -> str:
         text = text.replace(path, "PLACE")
@@ -120,7 +142,9 @@ def test_a_section_behind_a_url_gives_the_answer_of_the_file(line: str, url: str
         if "-o" in words and words[words.index("-o") + 1] == f"out{number}":
             words[words.index("-o") + 1] += ".safetensors"
         status, out, err = answer(run(*words), place)
-        answers.append((status, out.replace(f"out{number}", "OUT"), err.replace(f"out{number}", "OUT")))
+        answers.append(
+            (status, out.replace(f"out{number}", "OUT"), err.replace(f"out{number}", "OUT"))
+        )
     local, remote = answers
     assert remote == local
     written = [sorted(Path().glob(f"out{number}*")) for number in range(2)]
@@ -164,5 +188,7 @@ def test_each_line_of_the_page_works(data: bytes, bucket: Any, tmp_path: Path, r
         assert done.status == 0, f"{operand}\n{done.said}"
     shutil.make_archive("all", "zip", ".", "new.safetensors")
     (inside,) = re.findall(r"`(zip://[^`]*\.zip)`", page)
-    put_in = inside.replace("model.pt", "new.safetensors").replace("/data/all.zip", str(tmp_path / "all.zip"))
+    put_in = inside.replace("model.pt", "new.safetensors").replace(
+        "/data/all.zip", str(tmp_path / "all.zip")
+    )
     assert run("inspect", put_in).status == 0

@@ -1,4 +1,6 @@
-"""Writing a file: it appears complete or not at all, and a rename needs little memory and no torch."""
+"""Writing a file: it appears complete or not at all, and a rename needs little memory and no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +41,28 @@ def names(folder: Path) -> list[str]:
 
 def test_pieces_are_written_in_order(tmp_path: Path, source: Path) -> None:
     lazy = Lazy(5, lambda: [b"ab", memoryview(b"cde")])
-    pieces = [Piece(b"head"), Piece(Span(str(source), 7, 2 * CHUNK + 3)), Piece(lazy), Piece(Span(str(source), 0, 0))]
+    pieces = [
+        Piece(b"head"),
+        Piece(Span(str(source), 7, 2 * CHUNK + 3)),
+        Piece(lazy),
+        Piece(Span(str(source), 0, 0)),
+    ]
     write(pieces, str(tmp_path / "out"))
-    assert (tmp_path / "out").read_bytes() == b"head" + source.read_bytes()[7 : 7 + 2 * CHUNK + 3] + b"abcde"
+    assert (tmp_path / "out").read_bytes() == b"head" + source.read_bytes()[
+        7 : 7 + 2 * CHUNK + 3
+    ] + b"abcde"
     assert names(tmp_path) == ["out", "source"]
 
 
-@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR, errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize(
+    "number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR, errno.ENOSPC, errno.EIO]
+)
 def test_disk_space_is_reserved_before_writing(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """The file is written if the file system cannot reserve space; no error leaves a file behind."""
+    """The file is written if the file system cannot reserve space; no error leaves a file
+    behind.
+    """
 
     def refused(*_: int) -> None:
         raise OSError(number, os.strerror(number))
@@ -66,27 +79,35 @@ def test_disk_space_is_reserved_before_writing(
         assert (tmp_path / "out").read_bytes() == source.read_bytes() * len(pieces)
 
 
-def test_write_back_starts_before_fsync(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_back_starts_before_fsync(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranges: list[tuple[int, int]] = []
-    monkeypatch.setattr(syscalls, "write_back", lambda _, offset, length: ranges.append((offset, length)))
+    monkeypatch.setattr(
+        syscalls, "write_back", lambda _, offset, length: ranges.append((offset, length))
+    )
     pieces = [Piece(Span(str(source), 0, 3 * CHUNK))] * 40
     write(pieces, str(tmp_path / "without"), WriteOptions(fsync=False))
     assert not ranges
     write(pieces, str(tmp_path / "out"))
-    assert [offset for offset, _ in ranges] == [sum(length for _, length in ranges[:n]) for n in range(len(ranges))]
+    assert [offset for offset, _ in ranges] == [
+        sum(length for _, length in ranges[:n]) for n in range(len(ranges))
+    ]
     assert 0 <= 120 * CHUNK - sum(length for _, length in ranges) < FLUSHED
 
 
 def test_large_outputs_are_evicted_from_the_page_cache(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The outputs of one command may use a part of the memory; further pages are evicted once they are on disk.
+    """The outputs of one command may use a part of the memory; further pages are evicted once they
+    are on disk.
 
     Earlier outputs of the process do not count.
     """
     pieces = [Piece(Span(str(source), 0, 3 * CHUNK))] * 40
     nbytes = 120 * CHUNK
-    monkeypatch.setattr(syscalls, "write_back", lambda descriptor, *_: os.fsync(descriptor))  # as on a fast disk
+    # as on a fast disk
+    monkeypatch.setattr(syscalls, "write_back", lambda descriptor, *_: os.fsync(descriptor))
     for memory, kept in ((nbytes, [False, False, False]), (8 * nbytes, [True, True, False])):
         monkeypatch.setattr(syscalls, "memory", lambda memory=memory: memory)
         with progress.doing("a folder", len(kept) * nbytes, "written"):
@@ -116,17 +137,29 @@ def resident(path: Path) -> int:
 def test_checksum_is_computed_while_writing(tmp_path: Path, source: Path) -> None:
     crc = Crc()
     late = Lazy(4, lambda: [crc.value.to_bytes(4, "little")])
-    write([Piece(Span(str(source), 0, source.stat().st_size), crc), Piece(late)], str(tmp_path / "out"))
-    assert (tmp_path / "out").read_bytes()[-4:] == zlib.crc32(source.read_bytes()).to_bytes(4, "little")
+    write(
+        [Piece(Span(str(source), 0, source.stat().st_size), crc), Piece(late)],
+        str(tmp_path / "out"),
+    )
+    assert (tmp_path / "out").read_bytes()[-4:] == zlib.crc32(source.read_bytes()).to_bytes(
+        4, "little"
+    )
 
 
 def test_progress_counts_every_byte(tmp_path: Path, source: Path) -> None:
     seen: list[int] = []
     progress.begin()
-    with progress.shown(lambda title, total: nullcontext(seen.append)), progress.doing("out", CHUNK + 2, "written"):
+    with (
+        progress.shown(lambda title, total: nullcontext(seen.append)),
+        progress.doing("out", CHUNK + 2, "written"),
+    ):
         write([Piece(b"x"), Piece(Span(str(source), 0, CHUNK + 1))], str(tmp_path / "out"))
     assert sum(seen) == CHUNK + 2
-    assert (progress.counts.read, progress.counts.moved, progress.counts.written) == (CHUNK + 1, CHUNK + 1, CHUNK + 2)
+    assert (progress.counts.read, progress.counts.moved, progress.counts.written) == (
+        CHUNK + 1,
+        CHUNK + 1,
+        CHUNK + 2,
+    )
 
 
 def test_progress_counts_parts_after_a_failed_one() -> None:
@@ -172,9 +205,13 @@ def failing_pieces(kind: str, source: Path) -> list[Piece]:
     return [Piece(b"x"), Piece(Lazy(1, raise_error))]
 
 
-@pytest.mark.parametrize("kind", ["truncated source", "no source", "wrong length", "computing", "interrupt"])
+@pytest.mark.parametrize(
+    "kind", ["truncated source", "no source", "wrong length", "computing", "interrupt"]
+)
 @pytest.mark.parametrize("existed", [False, True])
-def test_failed_write_leaves_no_file(tmp_path: Path, source: Path, kind: str, existed: bool) -> None:
+def test_failed_write_leaves_no_file(
+    tmp_path: Path, source: Path, kind: str, existed: bool
+) -> None:
     out = tmp_path / "out"
     if existed:
         out.write_bytes(b"before")
@@ -246,7 +283,9 @@ def test_refused_and_allowed_outputs(tmp_path: Path, source: Path) -> None:
     preflight(str(source), [str(source)], force=False, in_place=True)
 
 
-@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize(
+    "number", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EIO, errno.EACCES]
+)
 @pytest.mark.parametrize("renames", [True, False])
 def test_file_system_without_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, renames: bool
@@ -306,7 +345,10 @@ def test_os_errors_without_errno_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pipes", [False, True])
 def test_devices_and_pipes_are_not_opened(tmp_path: Path, pipes: bool) -> None:
-    with pytest.raises(CkptError, match="it is a terminal or another device"), opened("/dev/null", pipes=pipes):
+    with (
+        pytest.raises(CkptError, match="it is a terminal or another device"),
+        opened("/dev/null", pipes=pipes),
+    ):
         pass
     os.mkfifo(tmp_path / "pipe")
     end = os.open(tmp_path / "pipe", os.O_RDWR)
@@ -321,7 +363,9 @@ def test_devices_and_pipes_are_not_opened(tmp_path: Path, pipes: bool) -> None:
         files.names_in("gone")
 
 
-def test_existing_name_with_brackets_is_not_a_glob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_name_with_brackets_is_not_a_glob(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a[1].pt", "a1.pt", "b.pt"):
         Path(name).touch()

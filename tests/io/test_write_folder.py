@@ -1,4 +1,6 @@
-"""Folders appear complete or not at all, by one call or under a journal; an existing one keeps its unrelated files."""
+"""Folders appear complete or not at all, by one call or under a journal; an existing one keeps its
+unrelated files.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from ckpttool.core.errors import CkptError
 from ckpttool.io import syscalls, temporary
 from ckpttool.io.pieces import Digest, Files, Link, Piece, Ready
 from ckpttool.io.transaction import recover
-from ckpttool.io.write import Contents, WriteOptions, _can_move, home_of, preflight_folder, write_folder
+from ckpttool.io.write import (
+    Contents,
+    WriteOptions,
+    _can_move,
+    home_of,
+    preflight_folder,
+    write_folder,
+)
 
 
 def failing_data() -> Lazy:
@@ -59,7 +68,11 @@ def test_old_checkpoint_is_replaced_and_other_files_stay(tmp_path: Path) -> None
     for name in ("index", "shard-1", "shard-2", "README", "sub/x"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"old")
-    write_folder({"shard-1": [Piece(b"new")], "index": [Piece(b"new")]}, str(tmp_path), stale={"shard-1", "shard-2"})
+    write_folder(
+        {"shard-1": [Piece(b"new")], "index": [Piece(b"new")]},
+        str(tmp_path),
+        stale={"shard-1", "shard-2"},
+    )
     assert files_in(tmp_path) == ["README", "index", "shard-1", "sub/x"]
     assert (tmp_path / "shard-1").read_bytes() == (tmp_path / "index").read_bytes() == b"new"
 
@@ -76,7 +89,10 @@ def test_linked_file_is_copied(tmp_path: Path) -> None:
 def test_file_linked_to_itself_is_kept(tmp_path: Path) -> None:
     (tmp_path / "d").write_bytes(b"bytes")
     (tmp_path / ".metadata").write_bytes(b"old")
-    files: dict[str, list[Piece] | Link] = {"d": Link(str(tmp_path / "d")), ".metadata": [Piece(b"new")]}
+    files: dict[str, list[Piece] | Link] = {
+        "d": Link(str(tmp_path / "d")),
+        ".metadata": [Piece(b"new")],
+    }
     write_folder(files, str(tmp_path), stale={"d", ".metadata"})
     assert files_in(tmp_path) == [".metadata", "d"]
     assert (tmp_path / ".metadata").read_bytes() == b"new"
@@ -95,7 +111,9 @@ def test_preflight(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
 
-    def check(out: Path, present: Collection[str] = (), source: str = "elsewhere.pt", **how: bool) -> None:
+    def check(
+        out: Path, present: Collection[str] = (), source: str = "elsewhere.pt", **how: bool
+    ) -> None:
         preflight_folder(str(out), present, source, **{"force": False, "in_place": False, **how})
 
     check(out)
@@ -137,7 +155,13 @@ def test_ready_file_is_moved_without_a_digest(tmp_path: Path) -> None:
 
 
 NEW: Files = {"sub/shard": [Piece(b"new")], "index": [Piece(b"new")]}
-BEFORE = {"index": "old", "sub/shard": "old", "sub/note": "mine", "log/deep/a": "mine", "README": "mine"}
+BEFORE = {
+    "index": "old",
+    "sub/shard": "old",
+    "sub/note": "mine",
+    "log/deep/a": "mine",
+    "README": "mine",
+}
 AFTER = {**BEFORE, "index": "new", "sub/shard": "new"}
 
 
@@ -153,12 +177,18 @@ def folder(tmp_path: Path) -> Path:
 
 def texts(folder: Path) -> dict[str, str]:
     assert os.readlink(folder / "link") == "log"
-    found = (path for path in folder.rglob("*") if path.is_file() and not path.is_relative_to(folder / "link"))
+    found = (
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_relative_to(folder / "link")
+    )
     return {str(path.relative_to(folder)): path.read_text() for path in found}
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder.parent)) + [str(p) for p in folder.rglob("*") if temporary.owner_of(p.name)]
+    return sorted(os.listdir(folder.parent)) + [
+        str(p) for p in folder.rglob("*") if temporary.owner_of(p.name)
+    ]
 
 
 def failing_with(number: int) -> Callable[..., None]:
@@ -181,7 +211,9 @@ def test_journal_is_used_if_folders_cannot_be_exchanged(
 
 
 @pytest.mark.parametrize("call", ["renameat2", "link", "mkdir"])
-def test_other_errors_leave_the_folder_unchanged(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_other_errors_leave_the_folder_unchanged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     if call == "mkdir" and sys.version_info < (3, 11):
         pytest.skip("before Python 3.11, pathlib keeps its own reference to mkdir")
     if call == "renameat2":
@@ -190,9 +222,9 @@ def test_other_errors_leave_the_folder_unchanged(folder: Path, monkeypatch: pyte
         plain = getattr(os, call)
 
         def failing(path: Any, *more: Any, **how: Any) -> None:
-            plain(path, *more, **how) if "README" not in str(path) and "deep" not in str(path) else failing_with(
-                errno.EIO
-            )()
+            plain(path, *more, **how) if "README" not in str(path) and "deep" not in str(
+                path
+            ) else failing_with(errno.EIO)()
 
         monkeypatch.setattr(os, call, failing)
     with pytest.raises(CkptError, match="m: Input/output error"):
@@ -201,7 +233,9 @@ def test_other_errors_leave_the_folder_unchanged(folder: Path, monkeypatch: pyte
     assert (texts(folder), names(folder)) == (BEFORE, ["m"])
 
 
-def test_failed_rename_of_a_new_folder_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rename_of_a_new_folder_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "rename", failing_with(errno.EIO))
     with pytest.raises(CkptError, match="new: Input/output error"):
         write_folder(NEW, str(tmp_path / "new"))
@@ -239,9 +273,9 @@ def test_files_changed_meanwhile_are_kept(folder: Path, meanwhile: Any) -> None:
     assert texts(folder) == {**AFTER, "late": "late", "README": "another"}
     assert names(folder) == ["m"]
     assert folder.stat().st_ino != inode
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "sub", folder / "log")] == [
-        *(0o751, 0o710, 0o701)
-    ]
+    assert [
+        stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "sub", folder / "log")
+    ] == [*(0o751, 0o710, 0o701)]
 
 
 @pytest.mark.parametrize("way", ["one call", "journal"])
@@ -278,7 +312,9 @@ def test_every_folder_is_flushed_before_and_after_the_switch(
 
 
 def test_home_of_the_staging_folder(folder: Path) -> None:
-    """It is the parent if the folder can be replaced or does not exist yet, else the folder itself."""
+    """It is the parent if the folder can be replaced or does not exist yet, else the folder
+    itself.
+    """
     for place, home in (
         (folder, folder.parent),
         (folder.parent / "none", folder.parent),
@@ -312,12 +348,17 @@ def test_exchange_is_reverted_if_added_files_cannot_be_moved(
         assert "it is as it was" in raised.value.hint
         assert texts(folder) == {**BEFORE, "late": "late"}
     else:
-        assert "is replaced and complete, but not what another process put into it" in raised.value.message
+        assert (
+            "is replaced and complete, but not what another process put into it"
+            in raised.value.message
+        )
         assert texts(folder) == AFTER
     assert names(folder) == ["m"]
 
 
-def test_next_command_restores_the_folder_if_rollback_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_command_restores_the_folder_if_rollback_failed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(syscalls, "renameat2", failing_with(errno.ENOSYS))
     plain = os.rename
 
@@ -328,9 +369,13 @@ def test_next_command_restores_the_folder_if_rollback_failed(folder: Path, monke
                 monkeypatch.setattr(os, call, failing_with(errno.EIO))
 
     monkeypatch.setattr(os, "rename", dying)
-    with pytest.raises(CkptError, match="is only partly written, and cannot be restored now: Input/output error"):
+    with pytest.raises(
+        CkptError, match="is only partly written, and cannot be restored now: Input/output error"
+    ):
         write_folder(NEW, str(folder))
-    with pytest.raises(CkptError, match="is only partly written, and cannot be restored now: Input/output error"):
+    with pytest.raises(
+        CkptError, match="is only partly written, and cannot be restored now: Input/output error"
+    ):
         recover(folder)
     monkeypatch.undo()
     assert not (folder / "index").exists()
@@ -341,7 +386,9 @@ def test_next_command_restores_the_folder_if_rollback_failed(folder: Path, monke
 # Which folders can be exchanged
 
 
-def test_working_directory_is_not_exchanged(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_directory_is_not_exchanged(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder / "sub")
     assert not _can_move(folder)
     (tmp_path / "gone").mkdir()
@@ -354,7 +401,9 @@ def test_working_directory_is_not_exchanged(folder: Path, tmp_path: Path, monkey
     assert not _can_move(Path("/proc"))  # a mount point
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can change the owner of a file")
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0, reason="only root can change the owner of a file"
+)
 def test_replaced_folder_keeps_its_owner(folder: Path) -> None:
     os.chown(folder, 12_345, 12_346)
     os.chown(folder / "log", 12_345, 12_346)

@@ -1,4 +1,6 @@
-"""Swap weights that only the model's loading code can compute; ``load_state_dict`` is the oracle."""
+"""Swap weights that only the model's loading code can compute; ``load_state_dict`` is the
+oracle.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Call variants (``foo@1``) of programs unflattened by torch: in live modules, in files, and in names."""
+"""Call variants (``foo@1``) of programs unflattened by torch: in live modules, in files, and in
+names.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ def test_a_module_with_the_wrong_signature_is_refused() -> None:
         swap_module(module, "block.gate", Pair())
     problem_keys = {"block.gate", "block.gate@1", "block@1.gate@1"}  # no graph calls block@1.gate
     assert {problem.key for problem in refused.value.problems} == problem_keys
-    assert all("missing a required argument: 'y'" in problem.problem for problem in refused.value.problems)
+    assert all(
+        "missing a required argument: 'y'" in problem.problem for problem in refused.value.problems
+    )
     assert torch.equal(module(example()), model(example()))
 
 
@@ -125,11 +129,14 @@ def test_an_attribute_changes_in_every_variant(kind: type[nn.Module], name: str)
     assert sorted(changed) == sorted(f"{variant}.{name}" for variant in all_names)
     with torch.no_grad():
         tensor = (
-            model.get_submodule(fqn).get_parameter(name) if "." in name else model.get_submodule(fqn).get_buffer(name)
+            model.get_submodule(fqn).get_parameter(name)
+            if "." in name
+            else model.get_submodule(fqn).get_buffer(name)
         )
         tensor.mul_(0.5).add_(1)
     assert torch.equal(module(example()), model(example()))
-    assert torch.equal(module(example()), model(example()))  # the dispatcher starts again at its first call
+    # the dispatcher starts again at its first call
+    assert torch.equal(module(example()), model(example()))
 
 
 def test_an_attribute_keeps_its_kind() -> None:
@@ -149,15 +156,30 @@ def test_an_attribute_keeps_its_kind() -> None:
         (lambda m: variants(m, "nothing"), "no submodule 'nothing'"),
         (lambda m: variants(m, "gate@7"), "no submodule 'gate@7'"),
         (lambda m: variants(m, ""), "the root module has no variants"),
-        (lambda m: swap_module(m, "gate", cast(Any, torch.ones(1))), "gate: a Tensor is not an nn.Module"),
+        (
+            lambda m: swap_module(m, "gate", cast(Any, torch.ones(1))),
+            "gate: a Tensor is not an nn.Module",
+        ),
         (lambda m: swap_attribute(m, "gate.none", 1), "gate has no attribute 'none'"),
         (lambda m: swap_attribute(m, "gate.proj", 1), "gate.proj is a submodule"),
-        (lambda m: swap_attribute(m, "gate.shift", 1), "gate.shift is a tensor, the new value an int"),
-        (lambda m: swap_attribute(m, "gate.shift", torch.ones(5)), "gate.shift has the shape [4], the new value [5]"),
+        (
+            lambda m: swap_attribute(m, "gate.shift", 1),
+            "gate.shift is a tensor, the new value an int",
+        ),
+        (
+            lambda m: swap_attribute(m, "gate.shift", torch.ones(5)),
+            "gate.shift has the shape [4], the new value [5]",
+        ),
         (lambda m: swap_attribute(m, "none", 1), "the module has no attribute 'none'"),
         (lambda m: swap_attribute(m, "gate", 1), "gate is a submodule"),
-        (lambda m: swap_attribute(m, "gate.training", 1), "gate.training is a bool, the new value an int"),
-        (lambda m: swap_attribute(m, "gate.training", nn.ReLU()), "gate.training is a bool, the new value a ReLU"),
+        (
+            lambda m: swap_attribute(m, "gate.training", 1),
+            "gate.training is a bool, the new value an int",
+        ),
+        (
+            lambda m: swap_attribute(m, "gate.training", nn.ReLU()),
+            "gate.training is a bool, the new value a ReLU",
+        ),
         (
             lambda m: swap_attribute(m, "gate.shift", lambda t: t.double()),
             "gate.shift has the dtype torch.float32, the new value torch.float64",
@@ -182,7 +204,9 @@ def test_attributes_of_any_kind_can_be_set() -> None:
     for value, problem_keys in ((torch.ones(2), "a Tensor"), (1, "an int")):
         with pytest.raises(Refused) as refused:
             swap_attribute(module, "0.bias", value)
-        assert refused.value.message == f"0.bias is a Parameter or None, the new value {problem_keys}"
+        assert refused.value.message == (
+            f"0.bias is a Parameter or None, the new value {problem_keys}"
+        )
     assert module[0].bias is None
     assert swap_attribute(module, "0.bias", nn.Parameter(torch.ones(2))) == ("0.bias",)
     assert torch.equal(module(torch.zeros(2)), module[1](torch.ones(2)))
@@ -209,7 +233,10 @@ def test_variants_that_differ_are_not_set_together(
     for name, value in (("gate", first), ("gate@1", second)):
         module.get_submodule(name)._buffers["scale"] = value
     if are_variants:
-        assert swap_attribute(module, "gate.scale", torch.zeros(4)) == ("gate.scale", "gate@1.scale")
+        assert swap_attribute(module, "gate.scale", torch.zeros(4)) == (
+            "gate.scale",
+            "gate@1.scale",
+        )
         return
     with pytest.raises(Refused) as refused:
         swap_attribute(module, "gate.scale", torch.zeros(4))
@@ -264,7 +291,9 @@ WEIGHT = nn.Parameter(torch.ones(2, 2))
         ((None, None), (None, None), False),
     ],
 )
-def test_variants_have_one_class_and_the_same_tensors(first: Any, second: Any, are_variants: bool) -> None:
+def test_variants_have_one_class_and_the_same_tensors(
+    first: Any, second: Any, are_variants: bool
+) -> None:
     module = nn.Module()
     module.add_module("gate", Stateful(*first))
     module.add_module("gate@1", Stateful(*second))
@@ -304,7 +333,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(exported(Nested).state_dict, tmp_path / "exported.pt")
     state = program(Nested).state_dict()
     torch.save(state, tmp_path / "unflattened.pt")
-    safetensors.torch.save_file({k: v.detach().clone() for k, v in state.items()}, tmp_path / "unflattened.safetensors")
+    safetensors.torch.save_file(
+        {k: v.detach().clone() for k, v in state.items()}, tmp_path / "unflattened.safetensors"
+    )
     (tmp_path / "model.py").write_text(
         f"import sys; sys.path.insert(0, {str(SUPPORT)!r})\n"
         "import torch\n"
@@ -336,7 +367,9 @@ def test_diff_with_a_model_treats_variants_as_aliases(run: Run, files: Path) -> 
         ("flat", "exported.pt", 1),  # torch calls them missing
         ("flat", "unflattened.safetensors", 0),
     ):
-        done = run("diff", "--model", f"{files / 'model.py'}:{model}", files / name, "--format", "json")
+        done = run(
+            "diff", "--model", f"{files / 'model.py'}:{model}", files / name, "--format", "json"
+        )
         assert done.status == status
         assert not {"missing", "unexpected"} & done.data["summary"].keys()
 
@@ -366,14 +399,18 @@ def test_remap_collapses_and_expands_variants(run: Run, files: Path, tmp_path: P
     program(Nested).load_state_dict(actual, strict=True)
 
 
-def test_remap_refuses_variants_with_different_values(run: Run, files: Path, tmp_path: Path) -> None:
+def test_remap_refuses_variants_with_different_values(
+    run: Run, files: Path, tmp_path: Path
+) -> None:
     state = {key: value.clone() for key, value in torch.load(files / "unflattened.pt").items()}
     state["block@1.gate.shift"][0] += 1
     torch.save(state, tmp_path / "broken.pt")
     for model in ("plain", "flat"):
         out = tmp_path / "out.pt"
         operand = f"{files / 'model.py'}:{model}"
-        done = run("remap", tmp_path / "broken.pt", "--model", operand, "--to", "exported", "-o", out)
+        done = run(
+            "remap", tmp_path / "broken.pt", "--model", operand, "--to", "exported", "-o", out
+        )
         assert done.status == 1
         assert "block@1.gate.shift" in done.err
         assert not out.exists()
@@ -395,5 +432,8 @@ def test_a_users_module_may_be_named_like_a_variant(run: Run, tmp_path: Path) ->
     result = run("inspect", tmp_path / "own.pt", "--format", "json").data
     assert {tensor["alias_of"] for tensor in result["tensors"]} == {None}
     operand, out = f"{tmp_path / 'own.py'}:build", tmp_path / "out.pt"
-    assert run("remap", tmp_path / "own.pt", "--model", operand, "--to", "exported", "-o", out).status == 0
+    assert (
+        run("remap", tmp_path / "own.pt", "--model", operand, "--to", "exported", "-o", out).status
+        == 0
+    )
     assert torch.load(out).keys() == model.state_dict().keys()

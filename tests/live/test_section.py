@@ -36,9 +36,13 @@ SPARSE = {
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize(("tensor", "other"), (KINDS | SPARSE).values(), ids=[*KINDS, *SPARSE])
-def test_values_in_memory_are_compared_as_torch_reads_them(tensor: torch.Tensor, other: torch.Tensor) -> None:
+def test_values_in_memory_are_compared_as_torch_reads_them(
+    tensor: torch.Tensor, other: torch.Tensor
+) -> None:
     state = {"w": tensor, "again": tensor}
-    assert ckpttool.diff(state, {"w": tensor.clone(), "again": tensor.detach()}, values=True).identical
+    assert ckpttool.diff(
+        state, {"w": tensor.clone(), "again": tensor.detach()}, values=True
+    ).identical
     assert not ckpttool.diff(state, {**state, "w": other}, values=True).identical
     assert ckpttool.inspect(state).aliases[""].keys() == {"again"}
 
@@ -70,7 +74,9 @@ class OneBuffer(nn.Module):
     ids=["sparse", "quantized", "subclass"],
 )
 @pytest.mark.parametrize("same_kind", [True, False])
-def test_the_verdict_is_the_same_for_memory_and_file(buffer: torch.Tensor, same_kind: bool, tmp_path: Path) -> None:
+def test_the_verdict_is_the_same_for_memory_and_file(
+    buffer: torch.Tensor, same_kind: bool, tmp_path: Path
+) -> None:
     saved, like = OneBuffer(buffer).state_dict(), buffer.clone() if same_kind else torch.eye(2)
     torch.save(saved, tmp_path / "saved.pt")
     try:
@@ -78,7 +84,10 @@ def test_the_verdict_is_the_same_for_memory_and_file(buffer: torch.Tensor, same_
     except RuntimeError:
         loads = False
     for state in (saved, str(tmp_path / "saved.pt")):
-        assert ckpttool.diff(state, model=lambda: OneBuffer(like.clone()), materialize=True).identical is loads, state
+        assert (
+            ckpttool.diff(state, model=lambda: OneBuffer(like.clone()), materialize=True).identical
+            is loads
+        ), state
 
 
 @pytest.mark.parametrize(
@@ -93,7 +102,9 @@ def test_the_verdict_is_the_same_for_memory_and_file(buffer: torch.Tensor, same_
         ([[1, "a"], []], [[1], []]),
     ],
 )
-def test_non_tensor_values_are_compared_as_in_a_file(value: object, other: object, tmp_path: Path) -> None:
+def test_non_tensor_values_are_compared_as_in_a_file(
+    value: object, other: object, tmp_path: Path
+) -> None:
     state, changed = {"w": X, "n": value}, {"w": X, "n": other}
     torch.save(state, tmp_path / "same.pt")
     torch.save(changed, tmp_path / "other.pt")
@@ -102,9 +113,13 @@ def test_non_tensor_values_are_compared_as_in_a_file(value: object, other: objec
     assert not ckpttool.diff(state, str(tmp_path / "other.pt"), values=True).identical
 
 
-@pytest.mark.parametrize("make", [torch.ones, lambda size: TwoTensor(torch.ones(size), torch.ones(size))])
+@pytest.mark.parametrize(
+    "make", [torch.ones, lambda size: TwoTensor(torch.ones(size), torch.ones(size))]
+)
 def test_freed_memory_is_not_read(make: Any) -> None:
-    """FSDP frees memory in this way, and reading it would crash the process, so it is refused on both sides."""
+    """FSDP frees memory in this way, and reading it would crash the process, so it is refused on
+    both sides.
+    """
     freed, live = make(2), OneBuffer(torch.zeros(2))
     (freed.b if isinstance(freed, TwoTensor) else freed).untyped_storage().resize_(0)
     state = {"w": freed}

@@ -1,4 +1,6 @@
-"""`swap_weights` on modules in FSDP, DDP or tensor parallelism: they compute with the new weights."""
+"""`swap_weights` on modules in FSDP, DDP or tensor parallelism: they compute with the new
+weights.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,16 @@ from torch_version import needs_torch
 
 
 def test_sharded_modules_compute_with_the_new_weights_in_any_state(tmp_path: Path) -> None:
-    """Run every kind of module on one and two ranks: after a forward pass, after a step, or during an unshard."""
+    """Run every kind of module on one and two ranks: after a forward pass, after a step, or during
+    an unshard.
+    """
     needs_torch("2.7", "fully_shard without a GPU")
     command = [sys.executable, "-W", "ignore", sharded_live.__file__, str(tmp_path)]
     subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     results = [json.loads(path.read_text()) for path in tmp_path.glob("found-*.json")]
-    assert [len(result) for result in results] == [52 if "CKPTTOOL_SEEDS" not in os.environ else 91] * 3
+    assert [len(result) for result in results] == [
+        52 if "CKPTTOOL_SEEDS" not in os.environ else 91
+    ] * 3
     assert [{case: text for case, text in result.items() if text} for result in results] == [{}] * 3
 
 
@@ -59,7 +65,11 @@ def test_the_local_part_is_memory_only_if_it_is_dense() -> None:
         mesh = init_device_mesh("cpu", (1,))
         dense = torch.ones(2, 2)
         spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(dense.shape, dense.stride(), dense.dtype))
-        for local, is_memory in ((dense, True), (TwoTensor(dense, dense), False), (dense.to_sparse(), False)):
+        for local, is_memory in (
+            (dense, True),
+            (TwoTensor(dense, dense), False),
+            (dense.to_sparse(), False),
+        ):
             part = local_part(DTensor(local, spec, requires_grad=False))
             assert (part is local) == is_memory
             assert (part is None) != is_memory
@@ -67,15 +77,24 @@ def test_the_local_part_is_memory_only_if_it_is_dense() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("compile_module", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 2))])
+@pytest.mark.parametrize(
+    "compile_module", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 2))]
+)
 def test_torchscript_accepts_weights_only_in_place(compile_module: Any) -> None:
-    module, other = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    module, other = (
+        nn.Sequential(nn.Linear(2, 2), nn.ReLU()),
+        nn.Sequential(nn.Linear(2, 2), nn.ReLU()),
+    )
     scripted = compile_module(module)
     with pytest.raises(Refused) as refused:
         swap_weights(
-            nn.Sequential(scripted), {f"0.{key}": value for key, value in other.state_dict().items()}, in_place=False
+            nn.Sequential(scripted),
+            {f"0.{key}": value for key, value in other.state_dict().items()},
+            in_place=False,
         )
-    assert str(refused.value.problems[0]) == "TorchScript keeps its parameters where Python cannot replace them @ 0"
+    assert str(refused.value.problems[0]) == (
+        "TorchScript keeps its parameters where Python cannot replace them @ 0"
+    )
     assert "pass in_place=True" in refused.value.hint
     swap_weights(scripted, other.state_dict())
     assert torch.equal(scripted(torch.ones(1, 2)), other(torch.ones(1, 2)))
@@ -91,7 +110,9 @@ class CountAllocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         allocates = str(func).startswith(("aten._to_copy", "aten.empty", "aten.clone"))
-        self.nbytes += result.untyped_storage().nbytes() if allocates and result.device.type == "cpu" else 0
+        self.nbytes += (
+            result.untyped_storage().nbytes() if allocates and result.device.type == "cpu" else 0
+        )
         return result
 
 

@@ -1,4 +1,6 @@
-"""Live modules that `copy.deepcopy` refuses: `load` and `diff` work on them as `load_state_dict` does."""
+"""Live modules that `copy.deepcopy` refuses: `load` and `diff` work on them as `load_state_dict`
+does.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def spectral_norm() -> nn.Module:
 @case
 def cached_activation() -> nn.Module:
     model = base()
-    model.register_forward_hook(lambda module, inputs, output: setattr(module, "last", {"out": [output]}))
+    model.register_forward_hook(
+        lambda module, inputs, output: setattr(module, "last", {"out": [output]})
+    )
     model(X)
     return model
 
@@ -83,7 +87,10 @@ def stored_loss() -> nn.Module:
 @case
 def lock() -> nn.Module:
     model = base()
-    model.lock, model.settings = threading.Lock(), SimpleNamespace(lock=threading.RLock(), part=model[0], owner=model)
+    model.lock, model.settings = (
+        threading.Lock(),
+        SimpleNamespace(lock=threading.RLock(), part=model[0], owner=model),
+    )
     return model
 
 
@@ -164,10 +171,15 @@ def hooks_with_a_lock() -> nn.Module:
     return Renaming()
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_load_and_diff_of_a_live_module(name: str, tmp_path: Path) -> None:
-    torch.save({key: value.detach() + 1 for key, value in CASES[name]().state_dict().items()}, tmp_path / "new.pt")
+    torch.save(
+        {key: value.detach() + 1 for key, value in CASES[name]().state_dict().items()},
+        tmp_path / "new.pt",
+    )
     expected = CASES[name]()
     expected.load_state_dict(torch.load(tmp_path / "new.pt"))
     model = CASES[name]()
@@ -241,12 +253,19 @@ def needs_values(device: Any = None) -> nn.Module:
         lambda path: ckpttool.load(path, base().double()),
     ],
 )
-def test_errors_of_the_api_name_keywords_and_no_flags(call: Callable[[Path], object], tmp_path: Path) -> None:
+def test_errors_of_the_api_name_keywords_and_no_flags(
+    call: Callable[[Path], object], tmp_path: Path
+) -> None:
     path = tmp_path / "in.pt"
     torch.save(base().state_dict(), path)
     with pytest.raises(ckpttool.CkptError) as error:
         call(path)
-    texts = [error.value.message, error.value.hint, str(error.value), *getattr(error.value, "__notes__", ())]
+    texts = [
+        error.value.message,
+        error.value.hint,
+        str(error.value),
+        *getattr(error.value, "__notes__", ()),
+    ]
     outside_of_commands = [text.partition("ckpttool ")[0] for text in texts]
     assert not [text for text in outside_of_commands if "--" in text]
 
@@ -265,7 +284,10 @@ def test_flags_become_keywords_outside_of_commands() -> None:
         ("leave it out: --drop common.pt", "leave it out: drop='common.pt'"),
         ("--drop optimizer; or --drop 'a.*'", "drop='optimizer'; or drop='a.*'"),
         ("--from runtime says otherwise", "from_= runtime says otherwise"),
-        ("`ckpttool remap x --drop y`, or --rule 'A => B'", "`ckpttool remap x --drop y`, or rule='A => B'"),
+        (
+            "`ckpttool remap x --drop y`, or --rule 'A => B'",
+            "`ckpttool remap x --drop y`, or rule='A => B'",
+        ),
         (
             "as here: ckpttool diff x --model M; --partial writes it",
             "as here: ckpttool diff x --model M; partial=True writes it",

@@ -1,8 +1,10 @@
-"""``make conditions``: list the conditions that the tests never evaluate both ways, in a copy of the repository.
+"""``make conditions``: list the conditions that the tests never evaluate both ways, in a copy of
+the repository.
 
-Each condition (an `if`, a `while`, a filter, or an operand of `and`, `or` and `not` in one) records whether it was true
-or false, in every process of the tests. A condition that always has the same value is redundant or not tested: any
-mutant of it survives. The same applies to an `except` clause that is never entered.
+Each condition (an `if`, a `while`, a filter, or an operand of `and`, `or` and `not` in one) records
+whether it was true or false, in every process of the tests. A condition that always has the same
+value is redundant or not tested: any mutant of it survives. The same applies to an `except` clause
+that is never entered.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def decided(place, value):
 
 @dataclass(frozen=True)
 class Place:
-    """A condition or an `except` clause, with its text on one line; `known` are the outcomes that need no test."""
+    """A condition or an `except` clause, with its text on one line; `known` are the outcomes that
+    need no test.
+    """
 
     path: str
     line: int
@@ -44,9 +48,13 @@ class Recorder(ast.NodeTransformer):
     def __init__(self, path: str, source: str, places: list[Place]) -> None:
         self.path, self.source, self.places = path, source, places
 
-    def _recorded(self, node: ast.expr | ast.ExceptHandler, value: ast.expr, text: str, known: int = 0) -> ast.expr:
+    def _recorded(
+        self, node: ast.expr | ast.ExceptHandler, value: ast.expr, text: str, known: int = 0
+    ) -> ast.expr:
         self.places.append(Place(self.path, node.lineno, " ".join(text.split()), known))
-        return ast.Call(ast.Name("_outcome", ast.Load()), [ast.Constant(len(self.places) - 1), value], [])
+        return ast.Call(
+            ast.Name("_outcome", ast.Load()), [ast.Constant(len(self.places) - 1), value], []
+        )
 
     def truth(self, node: ast.expr) -> ast.expr:
         """Record an expression of which only the truth value is used."""
@@ -96,7 +104,9 @@ class Recorder(ast.NodeTransformer):
 
 
 def instrument(copy: Path) -> list[Place]:
-    """Rewrite the package in the copy so that each of its processes records conditions in the file `seen`."""
+    """Rewrite the package in the copy so that each of its processes records conditions in the file
+    `seen`.
+    """
     places: list[Place] = []
     for path in sorted((copy / "ckpttool").rglob("*.py")):
         source = path.read_text()
@@ -118,9 +128,13 @@ def instrument(copy: Path) -> list[Place]:
 
 
 def undecided(copy: Path, places: Sequence[Place]) -> list[tuple[Place, str]]:
-    """Return the places that no process of the copy has evaluated both ways, with the missing outcome."""
+    """Return the places that no process of the copy has evaluated both ways, with the missing
+    outcome.
+    """
     seen = (copy / "seen").read_bytes()
-    return [(place, outcome) for place, bits in zip(places, seen) if (outcome := _MISSING.get(bits))]
+    return [
+        (place, outcome) for place, bits in zip(places, seen) if (outcome := _MISSING.get(bits))
+    ]
 
 
 def main(args: Sequence[str]) -> int:
@@ -135,7 +149,10 @@ def main(args: Sequence[str]) -> int:
     for place, outcome in missing:
         print(f"{place.path}:{place.line}: {outcome}: {place.text}")
     total = len(places)
-    print(f"{total - len(missing):,} of {total:,} conditions were evaluated both ways, {len(missing):,} were not")
+    print(
+        f"{total - len(missing):,} of {total:,} conditions were evaluated both ways,"
+        f" {len(missing):,} were not"
+    )
     return 0
 
 

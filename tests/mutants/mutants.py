@@ -1,8 +1,9 @@
-"""``make mutants N=100``: change the code in one place at a time, in a copy of the repository, and run the tests.
+"""``make mutants N=100``: change the code in one place at a time, in a copy of the repository, and
+run the tests.
 
-Mutants are drawn at random from cosmic-ray's operators. Each is run against the tests of its package (tests/ mirrors
-ckpttool/) that reach its line, the quickest first. Survivors are printed with their line. List an equivalent mutant in
-equivalent.toml, with the reason.
+Mutants are drawn at random from cosmic-ray's operators. Each is run against the tests of its
+package (tests/ mirrors ckpttool/) that reach its line, the quickest first. Survivors are printed
+with their line. List an equivalent mutant in equivalent.toml, with the reason.
 """
 
 from __future__ import annotations
@@ -61,20 +62,28 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Reach:
-    """Seconds of each passing test and of the setup of each file, and which of them reach each line of each module."""
+    """Seconds of each passing test and of the setup of each file, and which of them reach each line
+    of each module.
+    """
 
     seconds: Mapping[str, float]
     lines: Mapping[str, Mapping[int, Sequence[str]]]
 
     def tests(self, mutant: Mutant, longest: float = _MAX_SECONDS) -> list[str]:
-        """Return the tests that reach the mutant's line or, for a line outside of functions, its module.
+        """Return the tests that reach the mutant's line or, for a line outside of functions, its
+        module.
 
-        Only the quickest are returned: `longest` seconds, including the setup of their files.
-        If only other processes reach the line, no test is known to reach it, and all tests are candidates.
+        Only the quickest are returned: `longest` seconds, including the setup of their files. If
+        only other processes reach the line, no test is known to reach it, and all tests are
+        candidates.
         """
         lines = self.lines.get(mutant.path, {})
         inside = mutant.line in _lines_of_functions((ROOT / mutant.path).read_text())
-        reached = lines.get(mutant.line, ()) if inside else [test for tests in lines.values() for test in tests]
+        reached = (
+            lines.get(mutant.line, ())
+            if inside
+            else [test for tests in lines.values() for test in tests]
+        )
         names = {name for name in reached if name}
         tests = [test for test in self.seconds if "::" in test]
         reaching = [test for test in tests if test in names or _file(test) in names]
@@ -86,7 +95,8 @@ class Reach:
                 chosen.append(test)
                 total += setup + self.seconds[test]
                 set_up.add(_file(test))
-        files = list(dict.fromkeys(map(_file, chosen)))  # one after another, so that each is set up once
+        # one after another, so that each is set up once
+        files = list(dict.fromkeys(map(_file, chosen)))
         return sorted(chosen, key=lambda test: files.index(_file(test)))
 
 
@@ -98,7 +108,9 @@ def _file(test: str) -> str:
 
 
 def random_mutants(modules: Sequence[str], seed: int) -> Iterator[Mutant]:
-    """Yield mutants without end: draw a module by its size, a place in it, and a change of that place."""
+    """Yield mutants without end: draw a module by its size, a place in it, and a change of that
+    place.
+    """
     chance, known = random.Random(seed), set(_equivalent())
     sizes = [len((ROOT / module).read_bytes()) for module in modules]
     while True:
@@ -121,13 +133,19 @@ def _equivalent() -> Iterator[tuple[str, str, str]]:
 def _operators() -> dict[str, Any]:
     names = [name for name in operator_names() if not name.endswith(_ARGUMENTS_NEEDED)]
     # replacing `is` with `==` rarely changes the behavior
-    mixed = [name for name in names if "Comparison" in name and len(_IDENTITY.intersection(name.split("_"))) == 1]
+    mixed = [
+        name
+        for name in names
+        if "Comparison" in name and len(_IDENTITY.intersection(name.split("_"))) == 1
+    ]
     return {name: get_operator(name)() for name in names if name not in mixed}
 
 
 @cache
 def _places(module: str) -> dict[tuple[int, int], list[tuple[str, int]]]:
-    """Return the places that can be changed in the module, each with its operators and their occurrence."""
+    """Return the places that can be changed in the module, each with its operators and their
+    occurrence.
+    """
     found: dict[tuple[int, int], list[tuple[str, int]]] = {}
     nodes = list(ast_nodes(parso.parse((ROOT / module).read_text())))
     for name, operator in _operators().items():
@@ -164,9 +182,15 @@ def _behaviour(text: str) -> str:
 
 @cache
 def _lines_of_functions(text: str) -> frozenset[int]:
-    bodies = [node.body for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+    bodies = [
+        node.body
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.Lambda))
+    ]
     spans = [(body[0], body[-1]) if isinstance(body, list) else (body, body) for body in bodies]
-    return frozenset(line for a, b in spans for line in range(a.lineno, (b.end_lineno or b.lineno) + 1))
+    return frozenset(
+        line for a, b in spans for line in range(a.lineno, (b.end_lineno or b.lineno) + 1)
+    )
 
 
 # Tests
@@ -184,7 +208,9 @@ def matching_tests(packages: Sequence[str]) -> list[str]:
 
 
 def reach(tests: Sequence[str], jobs: int) -> Reach:
-    """Run the tests once, and cache which lines they reach in build/mutants until the package or a test changes."""
+    """Run the tests once, and cache which lines they reach in build/mutants until the package or a
+    test changes.
+    """
     digest = sha256("\0".join(tests).encode())
     for path in sorted([*(ROOT / "ckpttool").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]):
         if HERE not in path.parents:
@@ -193,19 +219,34 @@ def reach(tests: Sequence[str], jobs: int) -> Reach:
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="ckpttool-mutants-") as folder:
-            kept.write_text(json.dumps(_measured(copy_repository(Path(folder).resolve()), tests, jobs)))
+            kept.write_text(
+                json.dumps(_measured(copy_repository(Path(folder).resolve()), tests, jobs))
+            )
     seconds, names, lines = json.loads(kept.read_text())
     return Reach(
-        seconds, {p: {int(n): [names[i] for i in row] for n, row in rows.items()} for p, rows in lines.items()}
+        seconds,
+        {
+            p: {int(n): [names[i] for i in row] for n, row in rows.items()}
+            for p, rows in lines.items()
+        },
     )
 
 
 def _measured(copy: Path, tests: Sequence[str], jobs: int) -> list[object]:
-    """Return seconds, names of tests, and for each line of each module the indices of the tests that reach it."""
+    """Return seconds, names of tests, and for each line of each module the indices of the tests
+    that reach it.
+    """
     print(f"measuring which lines {' '.join(tests)} reach …", flush=True)
-    files = sorted(str(path) for test in tests for path in [*(copy / test).rglob("test_*.py")] or [copy / test])
-    shares = [(copy / f"reached-{at}", copy / f"seconds-{at}.json", files[at::jobs]) for at in range(jobs)]
-    running = [subprocess.Popen(**_under_coverage(copy, *share), stdout=subprocess.DEVNULL) for share in shares]
+    files = sorted(
+        str(path) for test in tests for path in [*(copy / test).rglob("test_*.py")] or [copy / test]
+    )
+    shares = [
+        (copy / f"reached-{at}", copy / f"seconds-{at}.json", files[at::jobs]) for at in range(jobs)
+    ]
+    running = [
+        subprocess.Popen(**_under_coverage(copy, *share), stdout=subprocess.DEVNULL)
+        for share in shares
+    ]
     for process in running:
         process.wait()
     numbers: dict[str, int] = {}
@@ -223,8 +264,19 @@ def _measured(copy: Path, tests: Sequence[str], jobs: int) -> list[object]:
 
 
 def _under_coverage(copy: Path, data: Path, passed: Path, files: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of a process that runs the tests, and records lines and the tests that pass."""
-    line = ["-m", "coverage", "run", "--rcfile=/dev/null", f"--data-file={data}", "--source=ckpttool", "-m", "pytest"]
+    """Return the arguments of a process that runs the tests, and records lines and the tests that
+    pass.
+    """
+    line = [
+        "-m",
+        "coverage",
+        "run",
+        "--rcfile=/dev/null",
+        f"--data-file={data}",
+        "--source=ckpttool",
+        "-m",
+        "pytest",
+    ]
     return {
         "args": [sys.executable, *line, "-p", "reach", "-p", "no:cacheprovider", *files],
         "cwd": copy,
@@ -246,9 +298,17 @@ def survives(mutant: Mutant, copy: Path, tests: Sequence[str]) -> bool:
 
 
 def preload() -> None:
-    """Import packages that most tests need, so that forks share them, and nothing that is mutated."""
+    """Import packages that most tests need, so that forks share them, and nothing that is
+    mutated.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
-    for name in ("torch.export", "torch.distributed.checkpoint", "safetensors.torch", "pytest", "typer"):
+    for name in (
+        "torch.export",
+        "torch.distributed.checkpoint",
+        "safetensors.torch",
+        "pytest",
+        "typer",
+    ):
         import_module(name)
 
 
@@ -293,25 +353,43 @@ def main(args: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("-n", type=int, default=100, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", help="modules and packages, for example ckpttool/fixes")
-    parser.add_argument("--tests", nargs="*", help="tests to run (default: the tests of the packages)")
-    parser.add_argument("--seconds", type=float, default=_MAX_SECONDS, help="limit on the tests for each mutant")
+    parser.add_argument(
+        "--only", nargs="*", help="modules and packages, for example ckpttool/fixes"
+    )
+    parser.add_argument(
+        "--tests", nargs="*", help="tests to run (default: the tests of the packages)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=_MAX_SECONDS, help="limit on the tests for each mutant"
+    )
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args(args)
     os.environ.pop("PYTEST_ADDOPTS", None)  # applies to this run only, not to the tests of a mutant
     only = options.only or ["ckpttool"]
-    modules = [str(p.relative_to(ROOT)) for o in only for p in sorted((ROOT / o).rglob("*.py")) or [ROOT / o]]
-    reached, mutants = reach(options.tests or matching_tests(only), options.jobs), random_mutants(modules, options.seed)
+    modules = [
+        str(p.relative_to(ROOT))
+        for o in only
+        for p in sorted((ROOT / o).rglob("*.py")) or [ROOT / o]
+    ]
+    reached, mutants = (
+        reach(options.tests or matching_tests(only), options.jobs),
+        random_mutants(modules, options.seed),
+    )
     chosen = list({str(mutant): mutant for mutant, _ in zip(mutants, range(options.n))}.values())
     preload()
     survivors: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="ckpttool-mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="ckpttool-mutants-") as folder,
+        ThreadPoolExecutor(options.jobs) as pool,
+    ):
         copies: SimpleQueue[Path] = SimpleQueue()
         for number in range(options.jobs):
             copies.put(copy_repository(Path(folder).resolve() / str(number)))
 
         unchanged = Path(folder).resolve() / "0"
-        assert passes(unchanged, reached.tests(chosen[0], options.seconds)), "the tests fail without a mutant"
+        assert passes(unchanged, reached.tests(chosen[0], options.seconds)), (
+            "the tests fail without a mutant"
+        )
 
         def attempt(mutant: Mutant) -> tuple[Mutant, bool, int]:
             copy, tests = copies.get(), reached.tests(mutant, options.seconds)
@@ -322,7 +400,9 @@ def main(args: Sequence[str]) -> int:
 
         for mutant, survived, tests in pool.map(attempt, chosen):
             survivors += [str(mutant)] if survived else []
-            print(f"{'survived' if survived else 'killed':<9} {mutant}  [{tests} tests]", flush=True)
+            print(
+                f"{'survived' if survived else 'killed':<9} {mutant}  [{tests} tests]", flush=True
+            )
     results.add("", len(chosen), survivors)
     killed = len(chosen) - len(survivors)
     share = killed / max(1, len(chosen))

@@ -1,4 +1,5 @@
-"""A pytest plugin for ``coverage run``: record which test reaches which line, and how long each passing test took.
+"""A pytest plugin for ``coverage run``: record which test reaches which line, and how long each
+passing test took.
 
 The tests of a file may share fixtures, so the setup time is recorded for the file.
 """
@@ -43,7 +44,9 @@ def _switch_context(test: str) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _seconds[report.nodeid.partition("::")[0] if report.when == "setup" else report.nodeid] += report.duration
+    _seconds[report.nodeid.partition("::")[0] if report.when == "setup" else report.nodeid] += (
+        report.duration
+    )
     if not report.passed:
         _not_passed.add(report.nodeid)
 

@@ -1,4 +1,6 @@
-"""``make conditions`` on a small module: the outcomes of each condition, and the clauses that were entered."""
+"""``make conditions`` on a small module: the outcomes of each condition, and the clauses that were
+entered.
+"""
 
 import subprocess
 import sys
@@ -26,10 +28,13 @@ def test_missing_outcomes_are_listed(tmp_path: Path) -> None:
     (package / "__init__.py").write_text(MODULE)
     places = instrument(tmp_path)
     calls = (
-        "from ckpttool import choose; assert choose(3, 2) == 3; assert choose(3, 0) == 3; assert choose(0, 2) == 'some'"
+        "from ckpttool import choose; assert choose(3, 2) == 3; assert choose(3, 0) == 3; assert"
+        " choose(0, 2) == 'some'"
     )
     subprocess.run([sys.executable, "-c", calls], cwd=tmp_path, check=True)
-    assert [(place.line, place.text, outcome) for place, outcome in undecided(tmp_path, places)] == [
+    assert [
+        (place.line, place.text, outcome) for place, outcome in undecided(tmp_path, places)
+    ] == [
         (6, "one", "never true"),
         (7, "except (ValueError, TypeError)", "never true"),
         (11, "kept", "never false"),

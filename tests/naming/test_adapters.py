@@ -20,7 +20,9 @@ LLAMA = f"{SUPPORT / 'real_models.py'}:llama"
 
 def test_adapters_saved_by_peft_are_recognised() -> None:
     """An adapter file and a complete state_dict; PEFT lists the adapted modules."""
-    model = get_peft_model(real_models.llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True))
+    model = get_peft_model(
+        real_models.llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True)
+    )
     base = real_models.llama().state_dict()
     alone, in_model = adapter_of(get_peft_model_state_dict(model)), adapter_of(model.state_dict())
     assert alone is not None
@@ -79,10 +81,19 @@ NOTES = [
         "adapter.safetensors llama.pt",
         "left is a LoRA adapter for 4 modules, all of them are in right; it does not have",
     ),
-    ("llama.pt adapter.safetensors", "right is a LoRA adapter for 4 modules, all of them are in left"),
+    (
+        "llama.pt adapter.safetensors",
+        "right is a LoRA adapter for 4 modules, all of them are in left",
+    ),
     ("adapter.safetensors bert.pt", "left is a LoRA adapter for 4 modules, 0 of them are in right"),
-    ("adapter.safetensors bert.pt", "4 adapted modules not in right: model.layers.0.self_attn.q_proj, "),
-    (f"--model {LLAMA} adapter.safetensors", "the checkpoint is a LoRA adapter for 4 modules, all of them are in"),
+    (
+        "adapter.safetensors bert.pt",
+        "4 adapted modules not in right: model.layers.0.self_attn.q_proj, ",
+    ),
+    (
+        f"--model {LLAMA} adapter.safetensors",
+        "the checkpoint is a LoRA adapter for 4 modules, all of them are in",
+    ),
     (f"--model {LLAMA} adapter.safetensors", "0 of 8 tensors matched"),
 ]
 
@@ -100,7 +111,13 @@ def test_kokoro_368_an_adapter_without_matching_keys_is_explained(
         assert done.status == 1
         assert any(text.startswith(note) for text in notes_in(done.data)), note
     (adapter,) = run("inspect", "adapter.safetensors", "--format", "json").data["adapters"]
-    assert adapter == {"section": "", "kinds": ["LoRA"], "modules": TARGETS, "tensors": 8, "alone": True}
+    assert adapter == {
+        "section": "",
+        "kinds": ["LoRA"],
+        "modules": TARGETS,
+        "tensors": 8,
+        "alone": True,
+    }
     output = run("inspect", "adapter.safetensors").out
     assert "LoRA, without its base model" in output
     assert "model.layers.{0-1}.self_attn.q_proj" in output

@@ -1,4 +1,6 @@
-"""Two checkpoints of one model with different wrappers: matching keys, and the command that renames them."""
+"""Two checkpoints of one model with different wrappers: matching keys, and the command that renames
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from command import fixes_in, notes_in
 from wrapped_ranks import Net, net, wrap
 
 PLAIN = list(Net().state_dict())
-CYCLE = ("plain", "compile", "dp", "dp(compile)", "block: compile", "compile, block: compile", "plain")
+CYCLE = (
+    "plain",
+    "compile",
+    "dp",
+    "dp(compile)",
+    "block: compile",
+    "compile, block: compile",
+    "plain",
+)
 
 
 def save(form: str, path: Path) -> str:
@@ -48,7 +58,9 @@ def test_a_common_prefix_is_removed() -> None:
     assert align(PLAIN, [f"net.{key}" for key in PLAIN]) == {key: f"net.{key}" for key in PLAIN}
 
 
-@pytest.mark.parametrize(("left", "right"), [("dp", "dp"), *pairwise(CYCLE), *pairwise(CYCLE[::-1])])
+@pytest.mark.parametrize(
+    ("left", "right"), [("dp", "dp"), *pairwise(CYCLE), *pairwise(CYCLE[::-1])]
+)
 def test_the_command_that_diff_suggests_can_be_pasted(
     left: str, right: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,38 +81,61 @@ def test_the_command_that_diff_suggests_can_be_pasted(
 def test_pytorch_101107_113422_a_checkpoint_of_a_compiled_model_is_explained(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """torch: Missing key(s) in state_dict: "embed.weight" ... Unexpected key(s): "_orig_mod.embed.weight"."""
+    """torch: Missing key(s) in state_dict: "embed.weight" ... Unexpected key(s):
+    "_orig_mod.embed.weight".
+    """
     ckpt, out = save(form, tmp_path / "train.pt"), tmp_path / "out.pt"
     with pytest.raises(RuntimeError, match="Unexpected key"):
         Net().load_state_dict(torch.load(ckpt))
     assert main(["diff", ckpt, save("plain", tmp_path / "plain.pt")]) == 1
     output = capsys.readouterr().out
-    title = "DistributedDataParallel or DataParallel" if form == "dp" else "torch.compile (`_orig_mod`)"
+    title = (
+        "DistributedDataParallel or DataParallel"
+        if form == "dp"
+        else ("torch.compile (`_orig_mod`)")
+    )
     assert f"left is wrapped in {title}" in output
     assert main(["remap", ckpt, "--to", "serialized", "-o", str(out)]) == 0
     Net().load_state_dict(torch.load(out))
 
 
-def test_like_reports_keys_without_a_counterpart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_like_reports_keys_without_a_counterpart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     averaged, plain = save("averaged", tmp_path / "ema.pt"), save("compile", tmp_path / "plain.pt")
-    assert main(["remap", averaged, "--like", plain, "-o", str(tmp_path / "out.pt"), "--format", "json"]) == 0
+    assert (
+        main(
+            ["remap", averaged, "--like", plain, "-o", str(tmp_path / "out.pt"), "--format", "json"]
+        )
+        == 0
+    )
     result = json.loads(capsys.readouterr().out)
     assert result["from"] == "averaged"
     assert notes_in(result) == ["the other checkpoint has no name for 1 key: n_averaged"]
-    assert list(torch.load(tmp_path / "out.pt")) == ["n_averaged", *(f"_orig_mod.{key}" for key in PLAIN)]
+    assert list(torch.load(tmp_path / "out.pt")) == [
+        "n_averaged",
+        *(f"_orig_mod.{key}" for key in PLAIN),
+    ]
 
 
-def test_a_peft_wrapper_is_given_as_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peft_wrapper_is_given_as_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from peft import LoraConfig, get_peft_model
 
     torch.save(
-        get_peft_model(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"])).state_dict(), tmp_path / "a.pt"
+        get_peft_model(
+            nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"])
+        ).state_dict(),
+        tmp_path / "a.pt",
     )
     torch.save(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path / "b.pt")
     assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--format", "json"]) == 1
     entries = json.loads(capsys.readouterr().out)["entries"]
     reasons = {entry["reason"] for entry in entries if entry["status"] == "renamed"}
-    assert reasons == {"left is wrapped in PEFT (`base_model.model`) and a PEFT adapter (`base_layer`)"}
+    assert reasons == {
+        "left is wrapped in PEFT (`base_model.model`) and a PEFT adapter (`base_layer`)"
+    }
     assert [entry["left"] for entry in entries if entry["status"] == "unexpected"] == [
         ["base_model.model.0.lora_A.default.weight"],
         ["base_model.model.0.lora_B.default.weight"],

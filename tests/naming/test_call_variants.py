@@ -7,7 +7,14 @@ import pytest
 from ckpttool.core.checkpoint import Lazy, Section, Storage, TensorEntry
 from ckpttool.core.expression import Op, Ref
 from ckpttool.core.plan import Output
-from ckpttool.naming.match import aliases, base_names, drop_variants, split_call, with_variants, without_variants
+from ckpttool.naming.match import (
+    aliases,
+    base_names,
+    drop_variants,
+    split_call,
+    with_variants,
+    without_variants,
+)
 
 
 def section(**values: int) -> Section:
@@ -17,7 +24,9 @@ def section(**values: int) -> Section:
         key = f"{name.replace('_', '@')}.w"
         return TensorEntry(key, "uint8", (1,), (1,), 0, Storage(Lazy(1, lambda: [bytes([value])])))
 
-    return Section("model", "state_dict", tuple(entry(name, value) for name, value in values.items()))
+    return Section(
+        "model", "state_dict", tuple(entry(name, value) for name, value in values.items())
+    )
 
 
 def output(key: str, source: str | Op | None = None) -> Output:
@@ -48,9 +57,15 @@ def test_a_variant_with_the_bytes_of_its_base_is_an_alias() -> None:
 
 
 def test_drop_variants_drops_equal_values_and_reports_others() -> None:
-    dropped, problems = drop_variants({"f@1.w": "f.w", "f@2.w": "f.w"}, {"f.w": "f.w"}, section(f=1, f_1=1, f_2=2))
-    assert [(one.section, one.key, one.reason) for one in dropped] == [("model", "f@1.w", "a call variant of f.w")]
-    assert [str(problem) for problem in problems] == ["a call variant of f.w with another value @ f@2.w"]
+    dropped, problems = drop_variants(
+        {"f@1.w": "f.w", "f@2.w": "f.w"}, {"f.w": "f.w"}, section(f=1, f_1=1, f_2=2)
+    )
+    assert [(one.section, one.key, one.reason) for one in dropped] == [
+        ("model", "f@1.w", "a call variant of f.w")
+    ]
+    assert [str(problem) for problem in problems] == [
+        "a call variant of f.w with another value @ f@2.w"
+    ]
 
 
 def test_without_variants_keeps_only_bases() -> None:
@@ -62,14 +77,23 @@ def test_without_variants_keeps_only_bases() -> None:
     kept, dropped, problems = without_variants(outputs, alias_of, entries)
     assert [one.key for one in kept] == ["f.w", "g.w"]
     assert [one.key for one in dropped] == ["f@1.w"]
-    assert [str(problem) for problem in problems] == ["a call variant of f.w with another value @ f@2.w"]
+    assert [str(problem) for problem in problems] == [
+        "a call variant of f.w with another value @ f@2.w"
+    ]
     runtime = [output("f.w"), output("f@1.w", "f.w"), output("g.w"), output("g@1.w")]
     kept, dropped, problems = without_variants(runtime, alias_of, section(f=1, g=1, g_1=1))
-    assert [one.key for one in kept] == ["f.w", "g.w", "g@1.w"]  # the model has another tensor at `g@1.w`
+    # the model has another tensor at `g@1.w`
+    assert [one.key for one in kept] == ["f.w", "g.w", "g@1.w"]
     assert (dropped, problems) == ([], [])  # no key of the file is dropped
     computed = Op("aten.neg.default", (Ref("f.w"),))
-    for source, fits in ((computed, True), (Op("aten.neg.default", (Ref("g.w"),)), False), ("f.w", False)):
-        kept, _, problems = without_variants([output("f.w", computed), output("f@1.w", source)], alias_of, entries)
+    for source, fits in (
+        (computed, True),
+        (Op("aten.neg.default", (Ref("g.w"),)), False),
+        ("f.w", False),
+    ):
+        kept, _, problems = without_variants(
+            [output("f.w", computed), output("f@1.w", source)], alias_of, entries
+        )
         assert ([one.key for one in kept], not problems) == (["f.w"], fits)
 
 

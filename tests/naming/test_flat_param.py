@@ -24,4 +24,6 @@ def test_misfit_names_the_first_parameter_that_does_not_fit(
 ) -> None:
     """The flat parameter is padded for three ranks."""
     result = misfit(slots, numel, 3, padded)
-    assert result == (None if message is None else f"holds {numel} elements, and the model's parameters {message}")
+    assert result == (
+        None if message is None else f"holds {numel} elements, and the model's parameters {message}"
+    )

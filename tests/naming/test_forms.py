@@ -50,7 +50,10 @@ class SavesDoubled(nn.Linear):
 def section(*keys: str, form: str | None = None) -> Section:
     storage = Storage(Span("model.pt", 0, 8))
     return Section(
-        "", "state_dict", tuple(TensorEntry(key, "float32", (2,), (1,), 0, storage) for key in keys), form=form
+        "",
+        "state_dict",
+        tuple(TensorEntry(key, "float32", (2,), (1,), 0, storage) for key in keys),
+        form=form,
     )
 
 
@@ -74,7 +77,9 @@ def test_a_key_that_is_only_saved_is_dropped_if_it_can_be_restored() -> None:
     for saved in ("abc", "ab"):
         restorable = section(*saved, "sum")
         done = move(names, restorable, read(names, restorable), RUNTIME)
-        assert [(output.key, output.source) for output in done.plan.outputs] == [(name, Ref(name)) for name in saved]
+        assert [(output.key, output.source) for output in done.plan.outputs] == [
+            (name, Ref(name)) for name in saved
+        ]
         assert [dropped.key for dropped in done.plan.dropped] == ["sum"]
         assert not done.problems
     lost = move(names, incomplete, read(names, incomplete), RUNTIME)
@@ -86,18 +91,29 @@ def test_a_key_that_is_only_saved_is_dropped_if_it_can_be_restored() -> None:
 def test_a_dropped_alias_is_listed_as_a_copy() -> None:
     """The values are compared when the plan is applied, because a different value would be lost."""
     runtime = (
-        RuntimeTensor(fqn, fqn, "parameter", True, True, "float32", (2,), "v" if fqn == "v2" else None)
+        RuntimeTensor(
+            fqn, fqn, "parameter", True, True, "float32", (2,), "v" if fqn == "v2" else None
+        )
         for fqn in ("w", "v", "v2", "unsaved")
     )
     keys = (SerializedKey(key, "float32", (2,), Ref(key), None) for key in ("w", "v"))
     names = NameTables(Names("n", "2", tuple(runtime), tuple(keys), (), ("unsaved",)))
     complete = section("w", "v", "v2", "unsaved", form=RUNTIME)
     done = move(names, complete, read(names, complete), SERIALIZED)
-    assert [(one.key, one.source) for one in done.plan.outputs] == [("w", Ref("w")), ("v", Ref("v"))]
-    assert ([drop.key for drop in done.plan.dropped], done.copies) == (["v2", "unsaved"], (("v2", "v"),))
+    assert [(one.key, one.source) for one in done.plan.outputs] == [
+        ("w", Ref("w")),
+        ("v", Ref("v")),
+    ]
+    assert ([drop.key for drop in done.plan.dropped], done.copies) == (
+        ["v2", "unsaved"],
+        (("v2", "v"),),
+    )
     second = section("w", "v2", form=RUNTIME)
     done = move(names, second, read(names, second), SERIALIZED)
-    assert [(one.key, one.source) for one in done.plan.outputs] == [("w", Ref("w")), ("v", Ref("v2"))]
+    assert [(one.key, one.source) for one in done.plan.outputs] == [
+        ("w", Ref("w")),
+        ("v", Ref("v2")),
+    ]
     assert (done.plan.dropped, done.copies, done.problems) == ((), (), ())
 
 
@@ -120,7 +136,9 @@ class AddsBufferAtLoad(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones(2))
-        self._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "more": torch.ones(3)}))
+        self._register_state_dict_hook(
+            lambda m, sd, p, meta: sd.update({p + "more": torch.ones(3)})
+        )
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *more: Any) -> None:
         self.register_buffer("grown", torch.zeros(3, device=self.w.device))
@@ -129,14 +147,22 @@ class AddsBufferAtLoad(nn.Module):
 
 
 @pytest.mark.parametrize("build", [SavesShifted, AddsBufferAtLoad])
-def test_a_round_trip_through_runtime_names_keeps_all_entries(build: type[nn.Module], tmp_path: Path) -> None:
+def test_a_round_trip_through_runtime_names_keeps_all_entries(
+    build: type[nn.Module], tmp_path: Path
+) -> None:
     state = filled(of_object(build), 5).state_dict()
     torch.save(dict(state), tmp_path / "a.pt")
-    ckpttool.remap(str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), model=build, from_=SERIALIZED, to=RUNTIME)
+    ckpttool.remap(
+        str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), model=build, from_=SERIALIZED, to=RUNTIME
+    )
     loaded = build()
     loaded.load_state_dict(state, strict=True)
     assert torch.equal(torch.load(tmp_path / "b.pt")["w"], loaded.get_parameter("w"))
-    ckpttool.remap(str(tmp_path / "b.pt"), str(tmp_path / "c.pt"), model=build, from_=RUNTIME, to=SERIALIZED)
+    ckpttool.remap(
+        str(tmp_path / "b.pt"), str(tmp_path / "c.pt"), model=build, from_=RUNTIME, to=SERIALIZED
+    )
     restored = torch.load(tmp_path / "c.pt")
     build().load_state_dict(restored, strict=True)
-    assert {key: value.tolist() for key, value in restored.items()} == {key: v.tolist() for key, v in state.items()}
+    assert {key: value.tolist() for key, value in restored.items()} == {
+        key: v.tolist() for key, v in state.items()
+    }

@@ -1,4 +1,6 @@
-"""Keys matched with the names of a model: wrappers are removed on evidence, and ambiguous keys are problems."""
+"""Keys matched with the names of a model: wrappers are removed on evidence, and ambiguous keys are
+problems.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,50 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
     "a wrapper around everything": (["module.a.w"], ["a.w"], {"module.a.w": "a.w"}),
     "two wrappers": (["module._orig_mod.a.w"], ["a.w"], {"module._orig_mod.a.w": "a.w"}),
     "in any order": (["_orig_mod.module.a.w"], ["a.w"], {"_orig_mod.module.a.w": "a.w"}),
-    "a wrapper around some modules": (["a._orig_mod.w", "b.w"], ["a.w", "b.w"], {"a._orig_mod.w": "a.w", "b.w": "b.w"}),
-    "a common prefix": (["net.a.w", "net.b.w"], ["a.w", "b.w"], {"net.a.w": "a.w", "net.b.w": "b.w"}),
+    "a wrapper around some modules": (
+        ["a._orig_mod.w", "b.w"],
+        ["a.w", "b.w"],
+        {"a._orig_mod.w": "a.w", "b.w": "b.w"},
+    ),
+    "a common prefix": (
+        ["net.a.w", "net.b.w"],
+        ["a.w", "b.w"],
+        {"net.a.w": "a.w", "net.b.w": "b.w"},
+    ),
     "a prefix of some keys": (["net.a.w", "b.w"], ["a.w", "b.w"], {"b.w": "b.w"}),
-    "all names below a prefix": (["m.a.w", "m.b", "x.b"], ["a.w", "b"], {"m.a.w": "a.w", "m.b": "b"}),
-    "below a prefix of several segments": (["m.n.a", "m.n.b", "m.x"], ["a", "b"], {"m.n.a": "a", "m.n.b": "b"}),
-    "below a prefix that is also in a name": (["m.m.a", "m.b", "x"], ["m.a", "b"], {"m.m.a": "m.a", "m.b": "b"}),
-    "wrapped, below a prefix": (["m._orig_mod.a", "m.b", "x.b"], ["a", "b"], {"m._orig_mod.a": "a", "m.b": "b"}),
+    "all names below a prefix": (
+        ["m.a.w", "m.b", "x.b"],
+        ["a.w", "b"],
+        {"m.a.w": "a.w", "m.b": "b"},
+    ),
+    "below a prefix of several segments": (
+        ["m.n.a", "m.n.b", "m.x"],
+        ["a", "b"],
+        {"m.n.a": "a", "m.n.b": "b"},
+    ),
+    "below a prefix that is also in a name": (
+        ["m.m.a", "m.b", "x"],
+        ["m.a", "b"],
+        {"m.m.a": "m.a", "m.b": "b"},
+    ),
+    "wrapped, below a prefix": (
+        ["m._orig_mod.a", "m.b", "x.b"],
+        ["a", "b"],
+        {"m._orig_mod.a": "a", "m.b": "b"},
+    ),
     "not all names below the prefix": (["m.a", "x.b"], ["a", "b"], {}),
     "below two prefixes": (["m.a", "n.a"], ["a"], {}),
     "below a prefix, and a name itself": (["m.a", "m.b", "a"], ["a", "b"], {"a": "a"}),
-    "a user's module named like a wrapper segment": (["module.w"], ["module.w"], {"module.w": "module.w"}),
-    "a user's module with such a name, wrapped": (["module.module.w"], ["module.w"], {"module.module.w": "module.w"}),
+    "a user's module named like a wrapper segment": (
+        ["module.w"],
+        ["module.w"],
+        {"module.w": "module.w"},
+    ),
+    "a user's module with such a name, wrapped": (
+        ["module.module.w"],
+        ["module.w"],
+        {"module.module.w": "module.w"},
+    ),
     "another name": (["x.w"], ["a.w", "b.w"], {}),
     "a key that is only a wrapper segment": (["module"], ["a"], {}),
     "a tensor named like a wrapper segment": (["a.module"], ["a"], {}),
@@ -59,7 +93,10 @@ def test_a_match_with_fewer_faults_has_a_higher_score() -> None:
 
 
 def test_peft_segments_are_removed_by_the_evidence_of_all_keys() -> None:
-    keys = [f"base_model.model.fc.{part}.weight" for part in ("base_layer", "lora_A.default", "lora_B.default")]
+    keys = [
+        f"base_model.model.fc.{part}.weight"
+        for part in ("base_layer", "lora_A.default", "lora_B.default")
+    ]
     result = match(keys, {"fc.weight": "fc.weight", "fc.bias": "fc.bias"})
     assert result.names == {keys[0]: "fc.weight"}
     assert result.wrapped == {"base_model": 1, "model": 1, "base_layer": 1}
@@ -74,7 +111,10 @@ def test_canonical_names_match_too() -> None:
 
 def test_a_name_is_not_below_itself() -> None:
     assert unlike([""], ["b"], [""], ["b"]) == {}
-    assert unlike(["b", "c"], ["a.b", "a.c"], ["b", "c"], ["a.b", "a.c"]) == {"b": "a.b", "c": "a.c"}
+    assert unlike(["b", "c"], ["a.b", "a.c"], ["b", "c"], ["a.b", "a.c"]) == {
+        "b": "a.b",
+        "c": "a.c",
+    }
 
 
 def test_optional_names_are_not_missing() -> None:
@@ -83,7 +123,9 @@ def test_optional_names_are_not_missing() -> None:
 
 
 def test_a_key_that_matches_two_names_is_a_problem() -> None:
-    result = match(["module.x._orig_mod.w"], {"module.x.w": "module.x.w", "x._orig_mod.w": "x._orig_mod.w"})
+    result = match(
+        ["module.x._orig_mod.w"], {"module.x.w": "module.x.w", "x._orig_mod.w": "x._orig_mod.w"}
+    )
     assert [str(problem) for problem in result.problems] == [
         "could be module.x.w or x._orig_mod.w @ module.x._orig_mod.w"
     ]
@@ -92,7 +134,9 @@ def test_a_key_that_matches_two_names_is_a_problem() -> None:
 
 def test_two_keys_that_match_one_name_are_a_problem() -> None:
     result = match(["module.a", "_orig_mod.a"], {"a": "a"})
-    assert [str(problem) for problem in result.problems] == ["module.a and _orig_mod.a are both this name @ a"]
+    assert [str(problem) for problem in result.problems] == [
+        "module.a and _orig_mod.a are both this name @ a"
+    ]
 
 
 def test_removed_segments_are_counted() -> None:

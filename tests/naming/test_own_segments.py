@@ -1,4 +1,6 @@
-"""Models with modules named like wrapper segments, saved inside wrappers: each value keeps its name."""
+"""Models with modules named like wrapper segments, saved inside wrappers: each value keeps its
+name.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def loaded(make: Callable[[], nn.Module], path: str) -> dict[str, torch.Tensor]:
 
 
 def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return actual.keys() == expected.keys() and all(torch.equal(actual[fqn], expected[fqn]) for fqn in expected)
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[fqn], expected[fqn]) for fqn in expected
+    )
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -44,7 +48,11 @@ def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def test_loaded_values_are_the_saved_values(
     seed: int, wrapper: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    operand, path, out = f"segment_models:tree_{seed}", str(tmp_path / "in.pt"), str(tmp_path / "out.pt")
+    operand, path, out = (
+        f"segment_models:tree_{seed}",
+        str(tmp_path / "in.pt"),
+        str(tmp_path / "out.pt"),
+    )
     make = getattr(segment_models, f"tree_{seed}")
     model = randomized(make(), 1)
     expected = runtime_values(model)

@@ -15,13 +15,19 @@ from ckpttool.core.errors import Refused
 
 ONE, INDEX = ["model.safetensors"], "model.safetensors.index.json"
 TWO = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX]
-BIN = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
+BIN = [
+    "pytorch_model-00001-of-00002.bin",
+    "pytorch_model-00002-of-00002.bin",
+    "pytorch_model.bin.index.json",
+]
 DCP, OTHER_FILES = [".metadata", "__0_0.distcp"], ["config.json", "notes.md"]
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a checkpoint of 48 KiB as a file and as folders of several kinds, two of them with other files."""
+    """Write a checkpoint of 48 KiB as a file and as folders of several kinds, two of them with
+    other files.
+    """
     home = tmp_path_factory.mktemp("sources")
     state = {f"l.{i}.weight": torch.full((64, 64), float(i)) for i in range(3)}
     for name in ("hf", "bin", "out/there"):
@@ -72,7 +78,9 @@ def _working_folder(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("saved.dcp", f"there/{INDEX}", "40KB", TWO),
     ],
 )
-def test_out_determines_files_and_format(source: str, out: str, size: str | None, written: list[str]) -> None:
+def test_out_determines_files_and_format(
+    source: str, out: str, size: str | None, written: list[str]
+) -> None:
     try:
         ckpttool.convert(source, f"out/{out}", max_shard_size=size)
     except Refused as error:  # the same names in the same format
@@ -81,7 +89,11 @@ def test_out_determines_files_and_format(source: str, out: str, size: str | None
         ckpttool.write(ckpttool.open_checkpoint(source), f"out/{out}", max_shard_size=size)
     assert sorted(path.name for path in Path("out").rglob("*") if path.is_file()) == sorted(written)
     assert ckpttool.diff("one.pt", f"out/{out}", values=True).identical
-    assert all(path.read_text() in ("{}", "what it is") for name in OTHER_FILES for path in Path("out").rglob(name))
+    assert all(
+        path.read_text() in ("{}", "what it is")
+        for name in OTHER_FILES
+        for path in Path("out").rglob(name)
+    )
 
 
 @pytest.mark.parametrize("source", ["one.pt", "hf::"])

@@ -50,9 +50,18 @@ REFUSED = {
     "inspect m.py:build": ("m.py:build is a MODEL, and stands where", "--model m.py:build"),
     "inspect lin.pt::ema": ("lin.pt has no section 'ema'", "its sections are: (root)"),
     "inspect empty.pt::ema": ("empty.pt has no section 'ema'", "its sections are: none"),
-    "remap two.pt --model m.py:build --to runtime -o o.pt": ("two.pt holds several state dicts: a, b", "two.pt::a"),
-    "diff --model m.py:build unknown.pt": ("unknown.pt holds no state dict", "(root) (other), lr (a storage, not un"),
-    "diff --model m.py:build empty.pt": ("empty.pt holds no state dict", "it holds: no tensors at all"),
+    "remap two.pt --model m.py:build --to runtime -o o.pt": (
+        "two.pt holds several state dicts: a, b",
+        "two.pt::a",
+    ),
+    "diff --model m.py:build unknown.pt": (
+        "unknown.pt holds no state dict",
+        "(root) (other), lr (a storage, not un",
+    ),
+    "diff --model m.py:build empty.pt": (
+        "empty.pt holds no state dict",
+        "it holds: no tensors at all",
+    ),
     "diff --model names.json --optimizer m.py:sgd lin.pt": (
         "--optimizer needs the model's code, and names.json",
         "trace",
@@ -64,26 +73,62 @@ REFUSED = {
     "diff --model void.py lin.pt": ("void.py is a file of code", "as in file.py:build"),
     "diff --model bad.py lin.pt": ("bad.py is a file of code", "as in file.py:build"),
     "diff --model lin.pt lin.pt": ("lin.pt is not a model", "`ckpttool inspect lin.pt`"),
-    "diff --model m.py:build(a=) lin.pt": ("m.py:build(a=) has no arguments that can be read", "build(layers=4"),
-    "diff --model m.py:build(1) lin.pt": ("m.py:build(1) has no arguments that can be read", "build(layers=4"),
-    "diff --model m.py:build(**x) lin.pt": ("m.py:build(**x) has no arguments that can", "arguments have names"),
-    "diff --model m.py:build(a=open('x')) lin.pt": ("m.py:build(a=open('x')) has no", "arguments have names"),
+    "diff --model m.py:build(a=) lin.pt": (
+        "m.py:build(a=) has no arguments that can be read",
+        "build(layers=4",
+    ),
+    "diff --model m.py:build(1) lin.pt": (
+        "m.py:build(1) has no arguments that can be read",
+        "build(layers=4",
+    ),
+    "diff --model m.py:build(**x) lin.pt": (
+        "m.py:build(**x) has no arguments that can",
+        "arguments have names",
+    ),
+    "diff --model m.py:build(a=open('x')) lin.pt": (
+        "m.py:build(a=open('x')) has no",
+        "arguments have names",
+    ),
     "remap two.pt --sections a,c,d -o o.pt --to ddp": (
         "two.pt has no state dict 'c', 'd'",
         "its state dicts are: a, b",
     ),
-    "remap two.pt --sections a,c -o o.pt --drop b.*": ("two.pt has no state dict 'c'", "its state dicts are: a, b"),
-    "remap empty.pt --sections c -o o.pt": ("empty.pt has no state dict 'c'", "its state dicts are: none"),
-    "inspect lin.pt --report r.md --report ./r.md": ("r.md is named for two outputs", "its own name"),
-    "diff names.json --model m.py:build --report names.json --force": ("names.json is read by this", "another file"),
+    "remap two.pt --sections a,c -o o.pt --drop b.*": (
+        "two.pt has no state dict 'c'",
+        "its state dicts are: a, b",
+    ),
+    "remap empty.pt --sections c -o o.pt": (
+        "empty.pt has no state dict 'c'",
+        "its state dicts are: none",
+    ),
+    "inspect lin.pt --report r.md --report ./r.md": (
+        "r.md is named for two outputs",
+        "its own name",
+    ),
+    "diff names.json --model m.py:build --report names.json --force": (
+        "names.json is read by this",
+        "another file",
+    ),
     "trace m.py:build -o m.py --force": ("m.py is read by this command", "name another file"),
     "inspect lin.pt --report names.json": ("names.json exists", "--force"),
     "remap --rule a=>b": ("missing argument 'CKPT'", "usage: ckpttool remap [OPTIONS]"),
-    "diff lin.pt lin.pt --update": ("--update rewrites a names file", "ckpttool trace MODEL -o names.json"),
-    "diff names.json --update": ("--update rewrites a names file", "ckpttool diff names.json --model MODEL --update"),
+    "diff lin.pt lin.pt --update": (
+        "--update rewrites a names file",
+        "ckpttool trace MODEL -o names.json",
+    ),
+    "diff names.json --update": (
+        "--update rewrites a names file",
+        "ckpttool diff names.json --model MODEL --update",
+    ),
     "diff lin.pt two.pt::a --materialise": ("no such option", "did you mean --materialize?"),
-    "diff lin.pt lin.pt --model m.py:build --suggest x": ("--suggest needs two checkpoints, or a model", "LEFT RIGHT"),
-    "diff lin.pt lin.pt two.pt --suggest x.toml": ("diff compares two checkpoints", "ckpttool diff lin.pt lin.pt"),
+    "diff lin.pt lin.pt --model m.py:build --suggest x": (
+        "--suggest needs two checkpoints, or a model",
+        "LEFT RIGHT",
+    ),
+    "diff lin.pt lin.pt two.pt --suggest x.toml": (
+        "diff compares two checkpoints",
+        "ckpttool diff lin.pt lin.pt",
+    ),
 }
 
 
@@ -108,12 +153,17 @@ def test_unchanged_state_dict_with_half_of_the_names_is_reported(run: Run) -> No
     weights = {f"layers.{i}.weight": torch.ones(2) for i in range(6)}
     unrelated = {f"unrelated.{i}": torch.ones(3) for i in range(3)}
     parts = {"most": 5, "half": 3, "few": 2, "none": 0}
-    others = {name: {**dict(list(weights.items())[:count]), **unrelated} for name, count in parts.items()}
+    others = {
+        name: {**dict(list(weights.items())[:count]), **unrelated} for name, count in parts.items()
+    }
     torch.save({"model": weights, **others}, "many.pt")
     done = run("remap", "many.pt", "-o", "out.pt", "--rule", "layers.{x*} => blocks.{x*}")
     reported = {line.split()[1] for line in done.err.splitlines() if "stays as it is" in line}
     assert (done.status, reported) == (0, {"most", "half"})
-    assert "half has 3 of the 6 names of model and stays as it is (--sections 'model,half' takes it too)" in done.err
+    assert (
+        "half has 3 of the 6 names of model and stays as it is (--sections 'model,half' takes"
+        " it too)"
+    ) in done.err
 
 
 def test_sections_are_deduplicated_in_order() -> None:
@@ -123,7 +173,11 @@ def test_sections_are_deduplicated_in_order() -> None:
 
 def test_ambiguous_model_section_is_refused() -> None:
     entry = TensorEntry("w", "float32", (1,), (1,), 0, None)
-    for paths, expected in ((("a", "x"), None), (("model", "net", "x"), None), (("model", "ema", "x"), "model")):
+    for paths, expected in (
+        (("a", "x"), None),
+        (("model", "net", "x"), None),
+        (("model", "ema", "x"), "model"),
+    ):
         sections = tuple(Section(path, "state_dict", (replace(entry, key=path),)) for path in paths)
         source = Checkpoint("f.pt", "torch_zip", 0, sections)
         if expected is not None:
@@ -134,7 +188,9 @@ def test_ambiguous_model_section_is_refused() -> None:
         assert refused.value.hint == f"pick one: f.pt::{paths[0]}"
 
 
-def test_file_named_like_a_model_operand_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_named_like_a_model_operand_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"w": torch.ones(1)}, "model.py:build")
     assert [entry.key for entry in open_operand("model.py:build").sections[0].tensors] == ["w"]
@@ -145,8 +201,18 @@ def test_file_named_like_a_model_operand_is_read(tmp_path: Path, monkeypatch: py
 def test_unread_storages_are_listed_by_section(tmp_path: Path) -> None:
     path = str(tmp_path / "a.pt")
     odd = torch.UntypedStorage(range(3))
-    torch.save({"model": {"w": torch.ones(1), "x": [odd]}, "ema": {"w": torch.ones(1)}, "more": [odd.clone()]}, path)
-    assert sorted(storage.path for storage in open_operand(path).unreached) == ["model.x.0", "more.0"]
+    torch.save(
+        {
+            "model": {"w": torch.ones(1), "x": [odd]},
+            "ema": {"w": torch.ones(1)},
+            "more": [odd.clone()],
+        },
+        path,
+    )
+    assert sorted(storage.path for storage in open_operand(path).unreached) == [
+        "model.x.0",
+        "more.0",
+    ]
     assert [storage.path for storage in open_operand(f"{path}::model").unreached] == ["model.x.0"]
     assert not open_operand(f"{path}::ema").unreached
 
@@ -168,7 +234,11 @@ def test_json_files_are_recognized_in_any_member_order(run: Run) -> None:
     names = json.loads(Path("names.json").read_text())
     Path("sorted.json").write_text(json.dumps(names, sort_keys=True))
     assert run("diff", "sorted.json", "--model", "m.py:build").status == 0
-    assert run("diff", "sorted.json", "--model", "m.py:Net(in_features=2, out_features=3)").status == 1
-    (checked,) = run("check", "sorted.json", "--model", "m.py:build", "--format", "json").data["files"]
+    assert (
+        run("diff", "sorted.json", "--model", "m.py:Net(in_features=2, out_features=3)").status == 1
+    )
+    (checked,) = run("check", "sorted.json", "--model", "m.py:build", "--format", "json").data[
+        "files"
+    ]
     assert (checked["kind"], checked["problems"]) == ("names", [])
     assert run("diff", "--model", "sorted.json", "lin.pt").status == 0

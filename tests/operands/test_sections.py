@@ -1,4 +1,6 @@
-"""State dicts that contain dicts, at the top level or under a key, are read as the model loads them."""
+"""State dicts that contain dicts, at the top level or under a key, are read as the model loads
+them.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,19 @@ def folder(state: State, path: Path) -> None:
     dcp.save(state, checkpoint_id=path)
 
 
-SAVED: dict[str, Callable[[State, Path], None]] = {"zip.pt": torch.save, "legacy.pt": legacy, "folder.dcp": folder}
+SAVED: dict[str, Callable[[State, Path], None]] = {
+    "zip.pt": torch.save,
+    "legacy.pt": legacy,
+    "folder.dcp": folder,
+}
 PLACES: dict[str, Callable[[State], State]] = {
     "root": dict,
     "key": lambda state: {"model": dict(state)},
-    "with others": lambda state: {"epoch": 3, "loss_weight": torch.ones(2), "net_to_train": dict(state)},
+    "with others": lambda state: {
+        "epoch": 3,
+        "loss_weight": torch.ones(2),
+        "net_to_train": dict(state),
+    },
 }
 
 
@@ -45,15 +55,25 @@ def build(name: str, seed: int = 0) -> nn.Module:
 def load_section(path: Path, place: str) -> State:
     """Return the state_dict in the file as torch loads it."""
     content: State = torch.load(path)
-    return content if place == "root" else content[{"key": "model", "with others": "net_to_train"}[place]]
+    return (
+        content
+        if place == "root"
+        else content[{"key": "model", "with others": "net_to_train"}[place]]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*(TypedStorage|deprecated|no_dist|single process|DCP)")
 @pytest.mark.parametrize(  # every pair of two of the three occurs
     ("name", "place", "file"),
-    [(name, place, list(SAVED)[(i + j) % 3]) for i, name in enumerate(FOLDED) for j, place in enumerate(PLACES)],
+    [
+        (name, place, list(SAVED)[(i + j) % 3])
+        for i, name in enumerate(FOLDED)
+        for j, place in enumerate(PLACES)
+    ],
 )
-def test_nested_state_dict_round_trips_with_a_model(name: str, place: str, file: str, tmp_path: Path) -> None:
+def test_nested_state_dict_round_trips_with_a_model(
+    name: str, place: str, file: str, tmp_path: Path
+) -> None:
     path, model = tmp_path / file, build(name)
     SAVED[file](PLACES[place](model.state_dict()), path)
     operand = f"loading_zoo:{name}"
@@ -62,7 +82,11 @@ def test_nested_state_dict_round_trips_with_a_model(name: str, place: str, file:
     options = ["--model", operand, "--verify"]
     assert main(["remap", str(path), *options, "--to", "runtime", "-o", str(out)]) == 0
     torch.testing.assert_close(
-        {key: value for key, value in load_section(out, place).items() if isinstance(value, torch.Tensor)},
+        {
+            key: value
+            for key, value in load_section(out, place).items()
+            if isinstance(value, torch.Tensor)
+        },
         {key: value.detach() for key, value in model.named_parameters()},
     )
     back = tmp_path / "back.pt"
@@ -88,13 +112,16 @@ def test_nested_state_dict_is_kept_in_a_section_and_in_place(tmp_path: Path) -> 
 
 def test_tensor_next_to_a_section_is_not_a_state_dict(tmp_path: Path) -> None:
     """This holds even if the tensor has the name of a parameter."""
-    torch.save({"model": dict(nn.Linear(2, 2).state_dict()), "bias": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save(
+        {"model": dict(nn.Linear(2, 2).state_dict()), "bias": torch.ones(2)}, tmp_path / "a.pt"
+    )
     line = ["diff", "--model", "torch.nn:Linear(in_features=2, out_features=2)"]
     assert main([*line, str(tmp_path / "a.pt")]) == 0
 
 
 @pytest.mark.parametrize(
-    ("save", "keeps_order"), [(torch.save, True), (legacy, True), (save_file, False), (folder, False)]
+    ("save", "keeps_order"),
+    [(torch.save, True), (legacy, True), (save_file, False), (folder, False)],
 )
 def test_key_order_is_that_of_the_state_dict_or_unknown(
     tmp_path: Path, save: Callable[[State, Path], None], keeps_order: bool
@@ -102,4 +129,6 @@ def test_key_order_is_that_of_the_state_dict_or_unknown(
     state = {name: torch.ones(2) for name in "zam"}
     save(state, tmp_path / "saved")
     state_dicts = saved_state_dicts(open_checkpoint(str(tmp_path / "saved")))
-    assert [[entry.key for entry in section.tensors] for section in state_dicts] == [list(state)] * keeps_order
+    assert [[entry.key for entry in section.tensors] for section in state_dicts] == [
+        list(state)
+    ] * keeps_order

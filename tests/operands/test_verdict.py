@@ -34,7 +34,11 @@ def test_verdict_is_found_once_for_the_same_content(monkeypatch: pytest.MonkeyPa
     assert model.verdict(first).ok
     assert model.verdict(replace(first, path="model")) is model.verdict(first)
     assert len(loads) == 1
-    for other in (state | {"weight": torch.zeros(3, 2)}, {"weight": state["weight"]}, state | {"more": torch.ones(1)}):
+    for other in (
+        state | {"weight": torch.zeros(3, 2)},
+        {"weight": state["weight"]},
+        state | {"more": torch.ones(1)},
+    ):
         with pytest.raises(RuntimeError):
             nn.Linear(2, 2).load_state_dict(other)
         assert not model.verdict(section_of(other)).ok

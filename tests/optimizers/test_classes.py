@@ -25,7 +25,10 @@ MAKERS: dict[str, Make] = {
     "SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
     "RMSprop": lambda params: torch.optim.RMSprop(params, 0.1, momentum=0.5, centered=True),
     "Adafactor of transformers": lambda params: transformers.Adafactor(params),
-    **{name: getattr(torch.optim, name) for name in ("AdamW", "Adafactor", "Adagrad", "NAdam", "RAdam", "Adamax")},
+    **{
+        name: getattr(torch.optim, name)
+        for name in ("AdamW", "Adafactor", "Adagrad", "NAdam", "RAdam", "Adamax")
+    },
     **{name: getattr(torch.optim, name) for name in ("Adadelta", "ASGD", "Rprop")},
 }
 
@@ -60,16 +63,34 @@ def test_fits_accepts_exactly_the_parameter_shapes_that_produce_the_state(name: 
     for entries in states.values():
         for entry, value in entries.items():
             if isinstance(value, torch.Tensor):
-                expected = [p for p in SHAPES if entry in states[p] and states[p][entry].shape == value.shape]
+                expected = [
+                    p
+                    for p in SHAPES
+                    if entry in states[p] and states[p][entry].shape == value.shape
+                ]
                 assert [p for p in SHAPES if fits(entry, tuple(value.shape), p)] == expected, entry
 
 
-def saved(groups: Sequence[Mapping[str, Any]], state: Mapping[Param, Mapping[str, Any]]) -> OptimizerState:
+def saved(
+    groups: Sequence[Mapping[str, Any]], state: Mapping[Param, Mapping[str, Any]]
+) -> OptimizerState:
     return OptimizerState(ID, tuple(ParamGroup((0,), group) for group in groups), state)
 
 
-OWN = ("SGD", "NAdam", "Adamax", "Adadelta", "RMSprop", "Adagrad", "Adafactor", "ASGD", "Rprop", "LBFGS")
-TITLES = {  # by the options of the groups, and by the names in the state, which several classes share
+OWN = (
+    "SGD",
+    "NAdam",
+    "Adamax",
+    "Adadelta",
+    "RMSprop",
+    "Adagrad",
+    "Adafactor",
+    "ASGD",
+    "Rprop",
+    "LBFGS",
+)
+# by the options of the groups, and by the names in the state, which several classes share
+TITLES = {
     **dict.fromkeys(("Adam", "AdamW"), ("Adam or AdamW", "Adam or AdamW")),
     **{name: (name, "Adam or AdamW") for name in ("RAdam", "SparseAdam")},
     "Muon": ("Muon", "SGD"),
@@ -83,12 +104,20 @@ def test_a_class_is_recognised_by_its_groups_or_by_its_state(name: str, tmp_path
     if name == "Muon":
         needs_torch("2.9", "Muon")
     by_groups, by_state = TITLES[name]
-    (state,) = after_steps(MAKERS.get(name) or getattr(torch.optim, name), [(4, 3)], 2).state.values()
+    (state,) = after_steps(
+        MAKERS.get(name) or getattr(torch.optim, name), [(4, 3)], 2
+    ).state.values()
     assert class_of(saved([{}], {0: state})) == by_state
     if by_groups is not None:
         optimizer = getattr(torch.optim, name)(models.Matrices().parameters(), lr=0.1)
-        torch.save({"optimizer": optimizer.state_dict(), "model": {"weight": torch.ones(1)}}, tmp_path / "o.pt")
-        assert class_of(read(open_checkpoint(str(tmp_path / "o.pt")).section("optimizer"))) == by_groups
+        torch.save(
+            {"optimizer": optimizer.state_dict(), "model": {"weight": torch.ones(1)}},
+            tmp_path / "o.pt",
+        )
+        assert (
+            class_of(read(open_checkpoint(str(tmp_path / "o.pt")).section("optimizer")))
+            == by_groups
+        )
 
 
 def test_a_parameter_without_steps_does_not_lack_state() -> None:
@@ -107,11 +136,17 @@ def test_unknown_options_and_state_have_no_class() -> None:
 def test_state_is_lacking_exactly_if_the_step_fails(name: str) -> None:
     """This holds with and without the state names of the first step of the target."""
     state = after_steps(MAKERS[name], [(4, 3)]).state_dict()
-    saved_state = saved([{k: v for k, v in g.items() if k != "params"} for g in state["param_groups"]], state["state"])
+    saved_state = saved(
+        [{k: v for k, v in g.items() if k != "params"} for g in state["param_groups"]],
+        state["state"],
+    )
     for target, make in MAKERS.items():
         other = after_steps(make, [(4, 3)])
         fresh = other.state_dict()
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in fresh["param_groups"]]
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in fresh["param_groups"]
+        ]
         try:
             other.load_state_dict(deepcopy(state))
             step(other)
@@ -120,4 +155,7 @@ def test_state_is_lacking_exactly_if_the_step_fails(name: str) -> None:
             fails = True
         known_state_names: list[Mapping[Param, Sequence[str]]] = [{0: tuple(fresh["state"][0])}, {}]
         for steps in known_state_names:
-            assert bool(lacking(saved_state, groups, steps)) == fails, (target, lacking(saved_state, groups, steps))
+            assert bool(lacking(saved_state, groups, steps)) == fails, (
+                target,
+                lacking(saved_state, groups, steps),
+            )

@@ -1,4 +1,6 @@
-"""Numbers in tensors, dtypes that loading converts, and entries under the wrong names, as torch loads them."""
+"""Numbers in tensors, dtypes that loading converts, and entries under the wrong names, as torch
+loads them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 @pytest.mark.parametrize("saved", [number, tensor])
 @pytest.mark.parametrize("loads", [number, tensor])
-def test_learning_rate_in_a_tensor_is_the_same_number(saved: Any, loads: Any, tmp_path: Path) -> None:
+def test_learning_rate_in_a_tensor_is_the_same_number(
+    saved: Any, loads: Any, tmp_path: Path
+) -> None:
     save(tmp_path / "in.pt", *trained(net(), saved))
     diff = ckpttool.diff(tmp_path / "in.pt", model=net, optimizer=loads)
     assert diff.identical
@@ -63,10 +67,15 @@ def test_another_learning_rate_in_a_tensor_is_listed(tmp_path: Path) -> None:
 
 def test_load_converts_state_only_with_cast(tmp_path: Path) -> None:
     saved, optimizer = trained(net(), number)
-    torch.save({"model": saved.bfloat16().state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+    torch.save(
+        {"model": saved.bfloat16().state_dict(), "optimizer": optimizer.state_dict()},
+        tmp_path / "in.pt",
+    )
     model = half()
     fresh = number(model)
-    with pytest.raises(ckpttool.Refused, match=r"0\.weight\.exp_avg \(float32 to bfloat16\)") as error:
+    with pytest.raises(
+        ckpttool.Refused, match=r"0\.weight\.exp_avg \(float32 to bfloat16\)"
+    ) as error:
         ckpttool.load(tmp_path / "in.pt", model, fresh)
     assert (error.value.hint, len(fresh.state)) == ("cast=True converts them", 0)
     ckpttool.load(tmp_path / "in.pt", model, fresh, cast=True)
@@ -85,7 +94,11 @@ def test_the_dtype_of_the_weights_is_the_reason(tmp_path: Path, run: Run) -> Non
 def test_swapped_entries_of_optimizer_and_scheduler(tmp_path: Path, run: Run) -> None:
     model, optimizer = trained(net(), number)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    state = {"model": model.state_dict(), "optimizer": scheduler.state_dict(), "scheduler": optimizer.state_dict()}
+    state = {
+        "model": model.state_dict(),
+        "optimizer": scheduler.state_dict(),
+        "scheduler": optimizer.state_dict(),
+    }
     torch.save(state, tmp_path / "swapped.pt")
     state = {**state, "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
     torch.save(state, tmp_path / "good.pt")
@@ -103,7 +116,9 @@ def test_initialised_file_is_loaded_into_lazy_modules(tmp_path: Path) -> None:
     torch.save(net().state_dict(), tmp_path / "in.pt")
     model = lazy()
     ckpttool.load(tmp_path / "in.pt", model)
-    assert all(torch.equal(value, net().state_dict()[key]) for key, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, net().state_dict()[key]) for key, value in model.state_dict().items()
+    )
     assert torch.equal(model(torch.ones(2, 4)), net()(torch.ones(2, 4)))
 
 

@@ -37,7 +37,9 @@ def test_reading_and_writing_preserves_an_optimizer(tmp_path: Path) -> None:
     source = open_checkpoint(str(path))
     again = write(read(result), result)
     assert [e.key for e in again.tensors] == [e.key for e in result.tensors]
-    write_pieces(format_for("o.pt").layout(replace(source, sections=(again,))), tmp_path / "again.pt")
+    write_pieces(
+        format_for("o.pt").layout(replace(source, sections=(again,))), tmp_path / "again.pt"
+    )
     assert same(torch.load(tmp_path / "again.pt"), {"optimizer": state, "epoch": 1})
 
 
@@ -55,7 +57,11 @@ def test_nested_state_is_flattened_as_torch_does(tmp_path: Path) -> None:
     }
     result = section(tmp_path / "o.pt", state)
     flat = write(replace(read(result), form=FLAT), result)
-    assert list(flat.mapping or ()) == ["state.a.b.step", "state.a.b.shampoo.0", "param_groups.a.b.lr"]
+    assert list(flat.mapping or ()) == [
+        "state.a.b.step",
+        "state.a.b.shampoo.0",
+        "param_groups.a.b.lr",
+    ]
     assert read(flat).form == "flat"
     assert read(flat).state["a.b"].keys() == {"step", "shampoo"}
 
@@ -63,15 +69,33 @@ def test_nested_state_is_flattened_as_torch_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "problem"),
     [
-        ({"state": {}, "param_groups": [{"lr": 1}]}, "has no list of ids or names @ param_groups.0.params"),
+        (
+            {"state": {}, "param_groups": [{"lr": 1}]},
+            "has no list of ids or names @ param_groups.0.params",
+        ),
         ({"state": {}, "param_groups": [3]}, "has no list of ids or names @ param_groups.0.params"),
-        ({"state": {}, "param_groups": [{"params": [[0]]}]}, "has no list of ids or names @ param_groups.0.params"),
-        ({"state": {}, "param_groups": [{"params": [0, "a"]}]}, "some params are ids and some names @ param_groups"),
-        ({"state": {}, "param_groups": [{"params": [0, 0]}]}, "is listed more than once in the param groups @ 0"),
-        ({"state": {3: {}}, "param_groups": [{"params": [0]}]}, "no param group has this parameter @ state.3"),
+        (
+            {"state": {}, "param_groups": [{"params": [[0]]}]},
+            "has no list of ids or names @ param_groups.0.params",
+        ),
+        (
+            {"state": {}, "param_groups": [{"params": [0, "a"]}]},
+            "some params are ids and some names @ param_groups",
+        ),
+        (
+            {"state": {}, "param_groups": [{"params": [0, 0]}]},
+            "is listed more than once in the param groups @ 0",
+        ),
+        (
+            {"state": {3: {}}, "param_groups": [{"params": [0]}]},
+            "no param group has this parameter @ state.3",
+        ),
         ({"state": {0: 3}, "param_groups": [{"params": [0]}]}, "is not a dict @ state.0"),
         ({"state": {"a": 3}, "param_groups": [{"params": ["a"]}]}, "is not a dict @ state.a"),
-        ({"param_groups.a.lr": 1, "state.b.step": 1}, "no param_groups key names this parameter @ state.b.step"),
+        (
+            {"param_groups.a.lr": 1, "state.b.step": 1},
+            "no param_groups key names this parameter @ state.b.step",
+        ),
         ({"param_groups.lr": 1}, "names no parameter @ param_groups.lr"),
         (
             {"param_groups.a.lr": 1, "state.a.x": 1, "state.a.x.y": 2},
@@ -98,7 +122,9 @@ def test_an_invalid_optimizer_state_is_an_error(state: Any, problem: str, tmp_pa
         ("", {"state": {}, "param_groups": [{}]}, "(root)", ["param_groups.0.params"]),
     ],
 )
-def test_an_invalid_optimizer_section_is_named(path: str, mapping: Any, title: str, keys: list[str]) -> None:
+def test_an_invalid_optimizer_section_is_named(
+    path: str, mapping: Any, title: str, keys: list[str]
+) -> None:
     with pytest.raises(CkptError) as raised:
         read(Section(path, "optimizer", (), mapping=mapping))
     assert raised.value.message == f"{title} is not an optimizer's state dict as torch writes it"
@@ -106,7 +132,12 @@ def test_an_invalid_optimizer_section_is_named(path: str, mapping: Any, title: s
 
 
 def test_an_optimizer_without_parameters_has_ids(tmp_path: Path) -> None:
-    assert read(section(tmp_path / "o.pt", {"state": {}, "param_groups": [{"params": [], "lr": 1.0}]})).form == "id"
+    assert (
+        read(
+            section(tmp_path / "o.pt", {"state": {}, "param_groups": [{"params": [], "lr": 1.0}]})
+        ).form
+        == "id"
+    )
 
 
 OPTIONS: dict[str, Any] = {
@@ -149,7 +180,9 @@ def test_options_are_compared_by_value(tmp_path: Path) -> None:
     groups = {frozenset(map(str, group.params)) for group in read(result).groups}
     grouped = set().union(*EQUAL_OPTIONS)
     singles = [{name} for name in OPTIONS if name not in grouped]
-    assert groups == {frozenset(name.replace(".", "_") for name in names) for names in (*EQUAL_OPTIONS, *singles)}
+    assert groups == {
+        frozenset(name.replace(".", "_") for name in names) for names in (*EQUAL_OPTIONS, *singles)
+    }
 
 
 def test_options_with_different_names_are_not_the_same() -> None:
@@ -157,17 +190,29 @@ def test_options_with_different_names_are_not_the_same() -> None:
     assert same_options(two_options, dict(two_options))
     assert not any(
         same_options(*pair)
-        for pair in ((two_options, one_option), (one_option, two_options), (two_options, {**two_options, "eps": 3}))
+        for pair in (
+            (two_options, one_option),
+            (one_option, two_options),
+            (two_options, {**two_options, "eps": 3}),
+        )
     )
 
 
 def test_a_parameter_without_state_has_no_flat_state_keys(tmp_path: Path) -> None:
-    result = section(tmp_path / "o.pt", {"state": {"a": {}}, "param_groups": [{"params": ["a"], "lr": torch.ones(1)}]})
-    assert list(write(replace(read(result), form=FLAT), result).mapping or ()) == ["param_groups.a.lr"]
+    result = section(
+        tmp_path / "o.pt",
+        {"state": {"a": {}}, "param_groups": [{"params": ["a"], "lr": torch.ones(1)}]},
+    )
+    assert list(write(replace(read(result), form=FLAT), result).mapping or ()) == [
+        "param_groups.a.lr"
+    ]
 
 
 def test_objects_in_the_state_are_preserved(tmp_path: Path) -> None:
-    result = section(tmp_path / "o.pt", {"state": {0: {"dtype": torch.float16}}, "param_groups": [{"params": [0]}]})
+    result = section(
+        tmp_path / "o.pt",
+        {"state": {0: {"dtype": torch.float16}}, "param_groups": [{"params": [0]}]},
+    )
     again = write(read(result), replace(result, tensors=()))
     assert again.tensors == ()
     assert again.mapping is not None
@@ -185,8 +230,16 @@ AB = [{"params": ["a"], "lr": 1}, {"params": ["a.b"], "lr": 2}]
             [{"params": ["a"], "lr": torch.ones(1)}, {"params": [], "lr": 2}],
             "a param group without parameters @ param_groups",
         ),
-        ({"a": {"dirs": [torch.ones(1)]}}, [{"params": ["a"], "lr": torch.ones(1)}], "a list in the state"),
-        ({"a": {"empty": {}}}, [{"params": ["a"], "lr": torch.ones(1)}], "an empty dict in the state"),
+        (
+            {"a": {"dirs": [torch.ones(1)]}},
+            [{"params": ["a"], "lr": torch.ones(1)}],
+            "a list in the state",
+        ),
+        (
+            {"a": {"empty": {}}},
+            [{"params": ["a"], "lr": torch.ones(1)}],
+            "an empty dict in the state",
+        ),
         # torch would read the key as the state `m` of the parameter `a.b`
         ({"a": {"b.m": torch.ones(1)}, "a.b": {"c": torch.zeros(1)}}, AB, "@ state.a.b.m"),
         ({"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.zeros(1)}}, AB, "@ state.a.b.c"),
@@ -211,7 +264,9 @@ def test_state_in_other_dicts_is_read_unless_they_have_attributes(tmp_path: Path
     assert len(read(section(tmp_path / "o.pt", OrderedDict(optimizer.state_dict()))).params) == 9
     groups = [{"params": [0]}]
     plain = defaultdict(dict, {0: {"step": torch.ones(())}})
-    assert read(section(tmp_path / "o.pt", {"state": plain, "param_groups": groups})).state.keys() == {0}
+    assert read(
+        section(tmp_path / "o.pt", {"state": plain, "param_groups": groups})
+    ).state.keys() == {0}
     noted: Any = OrderedDict(plain)
     noted.note = 1
     with pytest.raises(CkptError) as raised:
@@ -223,9 +278,25 @@ def test_dropped_state_is_not_in_the_file_of_an_extracted_optimizer(tmp_path: Pa
     from ckpttool.cli.app import main
 
     _, optimizer = train(models.Net, models.adamw)
-    section(tmp_path / "o.pt", {**optimizer.state_dict(), "scaler": {"scale": torch.ones(3), "growth": torch.ones(5)}})
+    section(
+        tmp_path / "o.pt",
+        {**optimizer.state_dict(), "scaler": {"scale": torch.ones(3), "growth": torch.ones(5)}},
+    )
     out = tmp_path / "out.pt"
-    assert main(["remap", f"{tmp_path}/o.pt::optimizer", "--drop", "scaler.scale", "-o", str(out), "--verify"]) == 0
+    assert (
+        main(
+            [
+                "remap",
+                f"{tmp_path}/o.pt::optimizer",
+                "--drop",
+                "scaler.scale",
+                "-o",
+                str(out),
+                "--verify",
+            ]
+        )
+        == 0
+    )
     assert torch.load(out)["scaler"].keys() == {"growth"}
     assert open_operand(str(out)).sections[0].kind == "optimizer"
 
@@ -234,7 +305,10 @@ def test_an_exponentially_shared_pickle_is_refused(tmp_path: Path) -> None:
     node: Any = [1]
     for _ in range(60):
         node = [node, node]
-    state = {"state": {0: {"bomb": node, "step": torch.ones(())}}, "param_groups": [{"params": [0]}]}
+    state = {
+        "state": {0: {"bomb": node, "step": torch.ones(())}},
+        "param_groups": [{"params": [0]}],
+    }
     result = section(tmp_path / "o.pt", state)
     assert result.mapping is None
     with pytest.raises(CkptError, match="no access"):
@@ -258,7 +332,10 @@ def test_param_names_must_be_one_string_per_parameter(
 ) -> None:
     assert ParamGroup((0, 1), {"param_names": names}).param_names == expected
     moments = {"exp_avg": torch.ones(2)}
-    optimizer = {"state": {0: moments, 1: moments}, "param_groups": [{"params": [0, 1], "param_names": names}]}
+    optimizer = {
+        "state": {0: moments, 1: moments},
+        "param_groups": [{"params": [0, 1], "param_names": names}],
+    }
     torch.save({"optimizer": optimizer}, tmp_path / "in.pt")
     (section,) = open_checkpoint(str(tmp_path / "in.pt")).optimizers
     assert forms.read(section).groups[0].param_names == expected
@@ -267,11 +344,19 @@ def test_param_names_must_be_one_string_per_parameter(
 
 
 @pytest.mark.parametrize("groups", [3, {"params": [1]}, [1, {"a": torch.ones(1)}], None])
-def test_entry_next_to_unrelated_param_groups_can_be_dropped(groups: Any, tmp_path: Path, run: Run) -> None:
+def test_entry_next_to_unrelated_param_groups_can_be_dropped(
+    groups: Any, tmp_path: Path, run: Run
+) -> None:
     scaler = {"scale": torch.ones(2), "growth": torch.ones(()), "param_groups": groups}
-    state = {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"params": [0]}], "scaler": scaler}
+    state = {
+        "state": {0: {"step": torch.ones(())}},
+        "param_groups": [{"params": [0]}],
+        "scaler": scaler,
+    }
     torch.save({"model": {"w": torch.ones(2)}, "optimizer": state}, tmp_path / "in.pt")
-    done = run("remap", tmp_path / "in.pt", "--drop", "optimizer.scaler.scale", "-o", tmp_path / "out.pt")
+    done = run(
+        "remap", tmp_path / "in.pt", "--drop", "optimizer.scaler.scale", "-o", tmp_path / "out.pt"
+    )
     assert done.status == 0, done.err
     scaler = torch.load(tmp_path / "out.pt")["optimizer"]["scaler"]
     assert list(scaler) == ["growth", "param_groups"]

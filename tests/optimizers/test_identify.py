@@ -1,4 +1,6 @@
-"""Parameters of ids that the file does not name: the order of the model decides if only one assignment fits."""
+"""Parameters of ids that the file does not name: the order of the model decides if only one
+assignment fits.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def model(shapes: Sequence[Shape], trainable: Sequence[bool]) -> Names:
         RuntimeTensor(f"p{at}", f"p{at}", "parameter", True, is_trainable, "float32", shape, None)
         for at, (shape, is_trainable) in enumerate(zip(shapes, trainable))
     )
-    keys = (SerializedKey(f"p{at}", "float32", shape, Ref(f"p{at}"), None) for at, shape in enumerate(shapes))
+    keys = (
+        SerializedKey(f"p{at}", "float32", shape, Ref(f"p{at}"), None)
+        for at, shape in enumerate(shapes)
+    )
     return Names("net.py:Net", "2.6", tuple(runtime), tuple(keys), ())
 
 
@@ -35,7 +40,8 @@ def state_dict_section(keys: str, shapes: Sequence[Shape] = ()) -> Section:
     """Return a state_dict section with a key ``p0``, ``p1``, ... for each digit."""
     sizes = shapes or [(2,)] * len(keys)
     entries = (
-        TensorEntry(f"p{key}", "float32", shape, (1,), 0, Storage(STORAGE.data)) for key, shape in zip(keys, sizes)
+        TensorEntry(f"p{key}", "float32", shape, (1,), 0, Storage(STORAGE.data))
+        for key, shape in zip(keys, sizes)
     )
     return Section("model", "state_dict", tuple(entries))
 
@@ -53,12 +59,16 @@ def optimizer(groups: Sequence[Sequence[int]], shapes: Sequence[Shape | None]) -
 def possible_assignments(
     sizes: Sequence[int], order: Sequence[Shape], moments: Sequence[Shape | None]
 ) -> list[dict[int, int]]:
-    """Return each id -> position that assigns the ordered parameters to the groups and fits the moments."""
+    """Return each id -> position that assigns the ordered parameters to the groups and fits the
+    moments.
+    """
     starts = [sum(sizes[:group]) for group in range(len(sizes))]
     result = []
     for group_of in product(range(len(sizes)), repeat=len(order)):
         if [group_of.count(group) for group in range(len(sizes))] == list(sizes):
-            assignment = {starts[group] + group_of[:at].count(group): at for at, group in enumerate(group_of)}
+            assignment = {
+                starts[group] + group_of[:at].count(group): at for at, group in enumerate(group_of)
+            }
             if all(moments[number] in (None, order[at]) for number, at in assignment.items()):
                 result.append(assignment)
     return result
@@ -75,7 +85,9 @@ def test_ids_are_assigned_only_if_exactly_one_assignment_fits() -> None:
         if not order:
             continue
         group_of = [rng.randrange(3) for _ in order]
-        assigned = [at for group in range(3) for at, own_group in zip(order, group_of) if own_group == group]
+        assigned = [
+            at for group in range(3) for at, own_group in zip(order, group_of) if own_group == group
+        ]
         if rng.random() < 0.4:
             rng.shuffle(assigned)
         moments = [shapes[at] if rng.random() < 0.8 else None for at in assigned]
@@ -94,7 +106,9 @@ def test_ids_are_assigned_only_if_exactly_one_assignment_fits() -> None:
         counts.append(min(len(possible), 2))
         if len(possible) == 1:
             result = owners(state, names, "optimizer").settled("optimizer")
-            assert result.names == {number: f"p{order[at]}" for number, at in possible[0].items()}, seed
+            assert result.names == {
+                number: f"p{order[at]}" for number, at in possible[0].items()
+            }, seed
             continue
         with pytest.raises(Refused, match="cannot be told apart" if possible else "fit no order"):
             owners(state, names, "optimizer")
@@ -104,7 +118,9 @@ def test_ids_are_assigned_only_if_exactly_one_assignment_fits() -> None:
 def test_another_number_of_parameters_is_refused() -> None:
     names = model([(2,)] * 4, [True, True, False, True])
     for count in (2, 5):
-        with pytest.raises(Refused, match=f"has {count} parameters, and the model 4, 3 of them trainable"):
+        with pytest.raises(
+            Refused, match=f"has {count} parameters, and the model 4, 3 of them trainable"
+        ):
             owners(optimizer([range(count)], [None] * count), names, "optimizer")
 
 
@@ -123,7 +139,9 @@ def test_names_in_the_file_must_be_names_of_the_model() -> None:
         False,
         None,
     )
-    with pytest.raises(Refused, match="optimizer holds 2 parameters that the model lacks") as refused:
+    with pytest.raises(
+        Refused, match="optimizer holds 2 parameters that the model lacks"
+    ) as refused:
         owners(named_optimizer("p0", "x", "y"), names, "optimizer")
     assert list(map(str, refused.value.problems)) == [
         "not a parameter of net.py:Net @ x",
@@ -132,12 +150,16 @@ def test_names_in_the_file_must_be_names_of_the_model() -> None:
     for names_or_none in (names, None):
         with pytest.raises(Refused, match="several parameters have one name") as refused:
             owners(named_optimizer("p0", "p1", "p0"), names_or_none, "optimizer")
-        assert list(map(str, refused.value.problems)) == ["the name of more than one parameter @ p0"]
+        assert list(map(str, refused.value.problems)) == [
+            "the name of more than one parameter @ p0"
+        ]
 
 
 def test_names_that_contradict_the_shapes_are_doubted() -> None:
     names = model([(2,), (3,), (2,)], [True] * 3)
-    doubt = owners(named_optimizer("p0", "p1", "p2", shapes=[(2,), (2,), (3,)]), names, "optimizer").doubt
+    doubt = owners(
+        named_optimizer("p0", "p1", "p2", shapes=[(2,), (2,), (3,)]), names, "optimizer"
+    ).doubt
     assert doubt is not None
     assert list(map(str, doubt.problems)) == [
         "cannot be p1: exp_avg is [2], the parameter [3] @ 1",
@@ -170,28 +192,48 @@ def test_the_order_of_the_state_dict_keys_confirms_or_contradicts_the_ids(
 ) -> None:
     names = model([(2,), (2,), (2, 2)], [True] * 3)
     state = optimizer([[int(at) for at in group] for group in groups], [(2,), (2,), (2, 2)])
-    sections = [state_dict_section(key, [names.runtime[int(at)].shape or () for at in key]) for key in keys]
+    sections = [
+        state_dict_section(key, [names.runtime[int(at)].shape or () for at in key]) for key in keys
+    ]
     result = owners(state, names, "optimizer", sections)
     assert (result.doubt is not None) == is_doubted
     if result.doubt is None:
         assert result.assumed == assumed
-        assert ("the file lists the model's keys in this order" in result.rests_on("optimizer")) != assumed
+        assert (
+            "the file lists the model's keys in this order" in result.rests_on("optimizer")
+        ) != assumed
     else:
         assert result.doubt.by_another
-        changed = next(at for at, key in enumerate(keys[-1]) if key != str(at) and key != sorted(keys[-1])[at])
-        assert any(problem.key == f"p{sorted(keys[-1])[changed]}" for problem in result.doubt.problems)
+        changed = next(
+            at for at, key in enumerate(keys[-1]) if key != str(at) and key != sorted(keys[-1])[at]
+        )
+        assert any(
+            problem.key == f"p{sorted(keys[-1])[changed]}" for problem in result.doubt.problems
+        )
 
 
 def test_without_state_only_several_groups_can_be_ambiguous() -> None:
     """Any order of a single group without state is right, but not the order of two groups."""
     names = model([(2,)] * 3, [True] * 3)
-    assert owners(optimizer([range(3)], [None] * 3), names, "optimizer", [state_dict_section("210")]).doubt is None
     assert (
-        owners(optimizer([range(3)], [None, (2,), None]), names, "optimizer", [state_dict_section("210")]).doubt
+        owners(
+            optimizer([range(3)], [None] * 3), names, "optimizer", [state_dict_section("210")]
+        ).doubt
+        is None
+    )
+    assert (
+        owners(
+            optimizer([range(3)], [None, (2,), None]),
+            names,
+            "optimizer",
+            [state_dict_section("210")],
+        ).doubt
         is not None
     )
     with pytest.raises(Refused, match="cannot be told apart; its ids may not be this model's"):
-        owners(optimizer([[0], [1, 2]], [None] * 3), names, "optimizer", [state_dict_section("210")])
+        owners(
+            optimizer([[0], [1, 2]], [None] * 3), names, "optimizer", [state_dict_section("210")]
+        )
 
 
 def test_own_names_come_from_the_keys_or_names_in_the_file() -> None:
@@ -208,21 +250,32 @@ def test_own_names_come_from_the_keys_or_names_in_the_file() -> None:
         [state_dict_section("012", [(2,), (2,), (3,)])],
     ):
         assert own_names(state, sections) is None
-    assert own_names(optimizer([[0], [1, 2]], [None] * 3), [state_dict_section("012", shapes)]) is None
+    assert (
+        own_names(optimizer([[0], [1, 2]], [None] * 3), [state_dict_section("012", shapes)]) is None
+    )
     names = own_names(named_optimizer("x", "y"), [])
     assert names is not None
     assert names.names == {0: "x", 1: "y"}
 
 
 def test_a_file_may_name_serialized_keys() -> None:
-    runtime = tuple(RuntimeTensor(f"r{at}", f"r{at}", "parameter", True, True, "float32", (2,), None) for at in "01")
+    runtime = tuple(
+        RuntimeTensor(f"r{at}", f"r{at}", "parameter", True, True, "float32", (2,), None)
+        for at in "01"
+    )
     keys = tuple(SerializedKey(f"k{at}", "float32", (2,), Ref(f"r{at}"), None) for at in "01")
-    result = owners(OptimizerState(FQN, (ParamGroup(("k0", "r1"), {}),), {}), Names("M", "2.6", runtime, keys, ()), "o")
+    result = owners(
+        OptimizerState(FQN, (ParamGroup(("k0", "r1"), {}),), {}),
+        Names("M", "2.6", runtime, keys, ()),
+        "o",
+    )
     assert result.names == {"k0": "r0", "r1": "r1"}
 
 
 def test_a_parameter_without_a_shape_fits_any_state() -> None:
-    lazy = tuple(RuntimeTensor("p", "p", "parameter", True, True, "float32", None, None) for _ in "0")
+    lazy = tuple(
+        RuntimeTensor("p", "p", "parameter", True, True, "float32", None, None) for _ in "0"
+    )
     result = owners(optimizer([[0]], [(2, 3)]), Names("M", "2.6", lazy, (), ()), "o")
     assert (result.names, result.doubt) == ({0: "p"}, None)
 
@@ -248,7 +301,10 @@ def test_an_optimizer_without_parameters_has_no_order() -> None:
 
 
 def test_the_saved_order_is_found_for_runtime_names_and_serialized_keys() -> None:
-    runtime = tuple(RuntimeTensor(f"r{at}", f"r{at}", "parameter", True, True, "float32", (2,), None) for at in "01")
+    runtime = tuple(
+        RuntimeTensor(f"r{at}", f"r{at}", "parameter", True, True, "float32", (2,), None)
+        for at in "01"
+    )
     keys = tuple(SerializedKey(f"p{at}", "float32", (2,), Ref(f"r{at}"), None) for at in "01")
     constant = SerializedKey("p2", "float32", (2,), None, None)
     names = Names("M", "2.6", runtime, (*keys, constant), ())
@@ -263,7 +319,9 @@ def test_the_saved_order_is_found_for_runtime_names_and_serialized_keys() -> Non
 
 
 def _called(prefix: str, section: Section) -> Section:
-    return replace(section, tensors=tuple(replace(e, key=prefix + e.key[1:]) for e in section.tensors))
+    return replace(
+        section, tensors=tuple(replace(e, key=prefix + e.key[1:]) for e in section.tensors)
+    )
 
 
 # Two files
@@ -274,7 +332,8 @@ def test_the_order_of_common_keys_in_two_files_is_compared(right: str) -> None:
     left, other = [state_dict_section("013")], [state_dict_section(right)]
     in_order = right.index("0") < right.index("1")
     assert same_key_order(left, other) is in_order
-    assert same_key_order(left, [state_dict_section("01"), *other]) is in_order  # one different position is enough
+    # one different position is enough
+    assert same_key_order(left, [state_dict_section("01"), *other]) is in_order
     assert same_key_order(left, [*other, state_dict_section("01")]) is in_order
 
 

@@ -1,6 +1,8 @@
-"""State that an older version of the optimizer saved: it lacks hyperparameters that the newer version has.
+"""State that an older version of the optimizer saved: it lacks hyperparameters that the newer
+version has.
 
-The oracle is torch: `dcp.load` for folders, `load_state_dict` and `set_optimizer_state_dict` for files, and a step.
+The oracle is torch: `dcp.load` for folders, `load_state_dict` and `set_optimizer_state_dict` for
+files, and a step.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ def named_adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    groups = [{"params": list(part.parameters()), "lr": lr} for part, lr in zip(model.children(), (0.1, 0.2))]
+    groups = [
+        {"params": list(part.parameters()), "lr": lr}
+        for part, lr in zip(model.children(), (0.1, 0.2))
+    ]
     return torch.optim.AdamW(groups)
 
 
@@ -95,7 +100,9 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, form: str) -> d
 
 
 def save(path: Path, make: Make, form: str, option: str, is_folder: bool) -> dict[str, Any]:
-    """Save the state after a step, without the option; return the state of each parameter by its name."""
+    """Save the state after a step, without the option; return the state of each parameter by its
+    name.
+    """
     model = build()
     optimizer = make(model)
     step(model, optimizer)
@@ -114,11 +121,16 @@ def save(path: Path, make: Make, form: str, option: str, is_folder: bool) -> dic
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {name: copy.deepcopy(dict(optimizer.state[parameter])) for name, parameter in model.named_parameters()}
+    return {
+        name: copy.deepcopy(dict(optimizer.state[parameter]))
+        for name, parameter in model.named_parameters()
+    }
 
 
 def resumed(path: Path, make: Make, form: str, is_folder: bool) -> dict[str, Any] | Exception:
-    """Return the state of each parameter as torch loads it, or the error of loading or of the next step."""
+    """Return the state of each parameter as torch loads it, or the error of loading or of the next
+    step.
+    """
     model = build()
     optimizer = make(model)
     try:
@@ -147,7 +159,14 @@ def test_option_of_a_newer_version(
     path = tmp_path / ("saved" if is_folder else "saved.pt")
     saved = save(path, MAKERS[name], form, option, is_folder)
     before = resumed(path, MAKERS[name], form, is_folder)
-    asked = ("--model", f"{__file__}:build", "--optimizer", f"{__file__}:{name}", "--format", "json")
+    asked = (
+        "--model",
+        f"{__file__}:build",
+        "--optimizer",
+        f"{__file__}:{name}",
+        "--format",
+        "json",
+    )
 
     done = run("diff", path, *asked)
 
@@ -180,7 +199,9 @@ def test_state_of_another_class_gets_no_options(tmp_path: Path, run: Run) -> Non
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_folder_with_groups_as_one_value(tmp_path: Path, run: Run) -> None:
-    """Until torch 2.3, DCP saved all param groups as one value, which loads whatever options it has."""
+    """Until torch 2.3, DCP saved all param groups as one value, which loads whatever options it
+    has.
+    """
     from torch.distributed.checkpoint import _version
 
     path = tmp_path / "saved"

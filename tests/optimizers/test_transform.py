@@ -101,7 +101,9 @@ def test_a_parameter_that_a_rule_renames_is_used_once() -> None:
 
 def grouped_params(*groups: tuple[str, float]) -> OptimizerState:
     """Return one-letter parameters in groups with these learning rates."""
-    return OptimizerState(FQN, tuple(ParamGroup(tuple(params), {"lr": rate}) for params, rate in groups), {})
+    return OptimizerState(
+        FQN, tuple(ParamGroup(tuple(params), {"lr": rate}) for params, rate in groups), {}
+    )
 
 
 def params_and_rates(groups: Sequence[ParamGroup]) -> list[tuple[str, object]]:
@@ -114,15 +116,35 @@ def concat(*names: str) -> Op:
 
 def test_new_parameters_keep_the_position_of_the_old_ones() -> None:
     state = grouped_params(("ab", 1.0), ("", 3.0), ("cd", 1.0), ("e", 2.0))
-    sources: dict[str, Expression] = {"z": Ref("e"), "y": concat("d", "b"), "x": Ref("a"), "w": Ref("c")}
-    assert params_and_rates(placed(state, sources)) == [("xy", 1.0), ("", 3.0), ("w", 1.0), ("z", 2.0)]
-    assert params_and_rates(placed(state, {"x": Ref("a"), "w": Ref("c")})) == [("x", 1.0), ("", 3.0), ("w", 1.0)]
+    sources: dict[str, Expression] = {
+        "z": Ref("e"),
+        "y": concat("d", "b"),
+        "x": Ref("a"),
+        "w": Ref("c"),
+    }
+    assert params_and_rates(placed(state, sources)) == [
+        ("xy", 1.0),
+        ("", 3.0),
+        ("w", 1.0),
+        ("z", 2.0),
+    ]
+    assert params_and_rates(placed(state, {"x": Ref("a"), "w": Ref("c")})) == [
+        ("x", 1.0),
+        ("", 3.0),
+        ("w", 1.0),
+    ]
 
 
 def test_parameters_of_different_groups_are_not_concatenated() -> None:
-    with pytest.raises(Refused, match="x is made of parameters of different param groups") as refused:
+    with pytest.raises(
+        Refused, match="x is made of parameters of different param groups"
+    ) as refused:
         placed(grouped_params(("ab", 1.0), ("c", 2.0)), {"x": concat("b", "c", "a")})
-    assert list(map(str, refused.value.problems)) == ["param group 0 @ b", "param group 1 @ c", "param group 0 @ a"]
+    assert list(map(str, refused.value.problems)) == [
+        "param group 0 @ b",
+        "param group 1 @ c",
+        "param group 0 @ a",
+    ]
 
 
 def test_a_group_of_new_parameters_has_the_new_optimizers_options() -> None:
@@ -136,7 +158,10 @@ def test_a_group_of_new_parameters_has_the_new_optimizers_options() -> None:
         ("ab", 1.0),
     ]
     empty = OptimizerState(FQN, (), {})
-    assert params_and_rates(arranged(empty, {}, ["x", "y"], [{"lr": 7.0}])) == [("x", 7.0), ("y", None)]
+    assert params_and_rates(arranged(empty, {}, ["x", "y"], [{"lr": 7.0}])) == [
+        ("x", 7.0),
+        ("y", None),
+    ]
 
 
 def test_conflicting_hyperparameters_are_reported() -> None:
@@ -154,7 +179,9 @@ def test_conflicting_hyperparameters_are_reported() -> None:
 
 
 def moment(*shape: int, dtype: str = "float32", key: str = "") -> TensorEntry:
-    return TensorEntry(key, dtype, shape, (1,) * len(shape), 0, Storage(Lazy(4, lambda: [bytes(4)])))
+    return TensorEntry(
+        key, dtype, shape, (1,) * len(shape), 0, Storage(Lazy(4, lambda: [bytes(4)]))
+    )
 
 
 def carry_state(sources: dict[str, Expression], **state_of: Any) -> dict[Any, Any]:
@@ -175,7 +202,9 @@ def test_concatenated_parameters_must_have_taken_the_same_steps() -> None:
         ({"exp_avg": moment(2), "step": 4}, "step: not the same in a, b"),
         ({"exp_avg": moment(3), "step": 3}, "exp_avg: it does not have the shape of its parameter"),
     ):
-        with pytest.raises(Refused, match="the state of 1 parameters cannot follow them") as refused:
+        with pytest.raises(
+            Refused, match="the state of 1 parameters cannot follow them"
+        ) as refused:
             carry_state(concatenated, a=one, b=other)
         assert [str(problem) for problem in refused.value.problems] == [f"{message} @ x"]
 
@@ -183,7 +212,9 @@ def test_concatenated_parameters_must_have_taken_the_same_steps() -> None:
 def test_moments_do_not_follow_operators_that_change_values() -> None:
     scaled = Op("aten.mul.Scalar", (Ref("a"), 2))
     with pytest.raises(Refused) as refused:
-        carry_state({"x": scaled, "y": Ref("b")}, a={"exp_avg": moment(2)}, b={"exp_avg": moment(2)})
+        carry_state(
+            {"x": scaled, "y": Ref("b")}, a={"exp_avg": moment(2)}, b={"exp_avg": moment(2)}
+        )
     assert [str(problem) for problem in refused.value.problems] == [
         "computed by aten.mul, which changes values: moments do not follow it @ x"
     ]
@@ -198,18 +229,24 @@ def test_state_of_all_parameters_requires_the_same_order() -> None:
     for sources in ({"y": Ref("b"), "x": Ref("a")}, {"x": Ref("a")}, {"x": concat("b", "a")}):
         with pytest.raises(Refused) as refused:
             carry_state(dict(sources), a=history, b=history)
-        assert "belongs to all parameters together, in their order @ d, old_dirs" in map(str, refused.value.problems)
+        assert "belongs to all parameters together, in their order @ d, old_dirs" in map(
+            str, refused.value.problems
+        )
 
 
 def test_only_equal_scalars_are_concatenated_without_the_parameters_shape() -> None:
     """The scalar is copied to separate memory; objects and other shapes are refused."""
     step = moment(1)
-    result = carry_state({"x": concat("a", "b")}, a={"step": step}, b={"step": moment(1)})["x"]["step"]
+    result = carry_state({"x": concat("a", "b")}, a={"step": step}, b={"step": moment(1)})["x"][
+        "step"
+    ]
     assert (result.shape, result.storage is step.storage) == ((1,), False)
     for invalid in (moment(3), ExtraEntry("hook")):
         with pytest.raises(Refused) as refused:
             carry_state({"x": concat("a", "b")}, a={"m": invalid}, b={"m": invalid})
-        assert list(map(str, refused.value.problems)) == ["m: it does not have the shape of its parameter @ x"]
+        assert list(map(str, refused.value.problems)) == [
+            "m: it does not have the shape of its parameter @ x"
+        ]
 
 
 def test_hyperparameters_that_are_not_numbers_are_shown_by_kind() -> None:
@@ -234,9 +271,9 @@ def test_moments_follow_operators_that_torch_evaluates(op: str) -> None:
     values = torch.arange(2.0)
     data = Storage(Lazy(8, lambda: [values.numpy().tobytes()]))
     exp_avg = TensorEntry("", "float32", (2,), (1,), 0, data)
-    result = carry_state({"x": Op(op, (Ref("a"), (1,) if "roll" in op else (0,)))}, a={"exp_avg": exp_avg})["x"][
-        "exp_avg"
-    ]
+    result = carry_state(
+        {"x": Op(op, (Ref("a"), (1,) if "roll" in op else (0,)))}, a={"exp_avg": exp_avg}
+    )["x"]["exp_avg"]
     assert bytes(read_all(result.storage.data)) == values.flip(0).numpy().tobytes()
 
 
@@ -257,7 +294,9 @@ def test_parameters_and_serialized_keys_are_converted() -> None:
 
         def _load(self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
             state.pop(f"{prefix}of")
-            state[f"{prefix}w"] = torch.cat([state.pop(f"{prefix}{part}") for part in ("top", "bottom")])
+            state[f"{prefix}w"] = torch.cat(
+                [state.pop(f"{prefix}{part}") for part in ("top", "bottom")]
+            )
 
     model_names = ModelOperand(SavesInTwoParts).names()
     result = from_serialized(model_names, ["top", "bottom", "v"])

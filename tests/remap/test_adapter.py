@@ -1,4 +1,6 @@
-"""Adapters are renamed with their base model. Oracle: PEFT loads them onto the renamed base with the same outputs."""
+"""Adapters are renamed with their base model. Oracle: PEFT loads them onto the renamed base with
+the same outputs.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def config(rng: random.Random, names: tuple[str, ...]) -> Any:
     if rng.random() < 0.2:
         return peft.IA3Config(target_modules=targets, feedforward_modules=[], modules_to_save=saved)
     kind = {"use_dora": rng.random() < 0.3, "bias": rng.choice(["none", "lora_only"])}
-    return peft.LoraConfig(target_modules=targets, modules_to_save=saved, r=2, init_lora_weights=False, **kind)
+    return peft.LoraConfig(
+        target_modules=targets, modules_to_save=saved, r=2, init_lora_weights=False, **kind
+    )
 
 
 def trained(rng: random.Random, seed: int, folder: Path) -> Any:
@@ -90,11 +94,19 @@ def trained(rng: random.Random, seed: int, folder: Path) -> Any:
 
 def base_of(model: Any) -> dict[str, torch.Tensor]:
     state = model.state_dict()
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad or ".bias" in name}
+    frozen = {
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad or ".bias" in name
+    }
     own = {key: value for key, value in state.items() if key in frozen}
     plain = (key.removeprefix("base_model.model.") for key in own)
     names = (key.replace(".base_layer", "").replace(".original_module", "") for key in plain)
-    return {name: value for name, value in zip(names, own.values()) if "lora_" not in name and "modules_to" not in name}
+    return {
+        name: value
+        for name, value in zip(names, own.values())
+        if "lora_" not in name and "modules_to" not in name
+    }
 
 
 RULES = [
@@ -142,7 +154,9 @@ class Fused(nn.Module):
     def _join(state: dict[str, Any], *_: object) -> None:
         for at in range(2):
             for leaf in ("weight", "bias"):
-                parts = [state.pop(f"layers.{at}.{name}.{leaf}", None) for name in ("q_proj", "v_proj")]
+                parts = [
+                    state.pop(f"layers.{at}.{name}.{leaf}", None) for name in ("q_proj", "v_proj")
+                ]
                 if None not in parts:
                     state[f"layers.{at}.both.{leaf}"] = torch.cat(parts)
 
@@ -166,8 +180,15 @@ def test_joined_modules_are_refused_by_name(tmp_path: Path) -> None:
     trained(random.Random(2), 0, tmp_path / "a")
     source = str(tmp_path / "a/adapter_model.safetensors")
     with pytest.raises(Refused) as refused:
-        ckpttool.remap(source, str(tmp_path / "o.safetensors"), model=f"{__file__}:old", to_model=f"{__file__}:fused")
-    modules = [problem for problem in refused.value.problems if not problem.key.startswith("base_model")]
+        ckpttool.remap(
+            source,
+            str(tmp_path / "o.safetensors"),
+            model=f"{__file__}:old",
+            to_model=f"{__file__}:fused",
+        )
+    modules = [
+        problem for problem in refused.value.problems if not problem.key.startswith("base_model")
+    ]
     assert modules
     assert all("both" in problem.problem for problem in modules), modules
     assert "--suggest" in refused.value.hint
@@ -177,7 +198,9 @@ def test_no_target_modules_note_if_last_segments_are_kept(tmp_path: Path) -> Non
     trained(random.Random(0), 0, tmp_path / "a")
     source, out = str(tmp_path / "a/adapter_model.safetensors"), str(tmp_path / "o.safetensors")
     done = ckpttool.remap(source, out, rule=["layers.{x*} => blocks.{x*}"])
-    assert load_file(out).keys() == {key.replace(".layers.", ".blocks.") for key in load_file(source)}
+    assert load_file(out).keys() == {
+        key.replace(".layers.", ".blocks.") for key in load_file(source)
+    }
     assert not any("target_modules" in note for note in done.notes)
 
 

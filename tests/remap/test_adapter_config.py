@@ -1,4 +1,6 @@
-"""`adapter_config.json` follows a rename. Oracle: PEFT loads the folder onto the renamed base and saves it again."""
+"""`adapter_config.json` follows a rename. Oracle: PEFT loads the folder onto the renamed base and
+saves it again.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("ignore")
 OLD = {name: name for name in ("emb", "layers", "q_proj", "v_proj", "up", "head")}
 MOVED = {**OLD, "layers": "h"}
-NEW = {"emb": "tokens", "layers": "h", "q_proj": "query", "v_proj": "value", "up": "w1", "head": "final"}
+NEW = {
+    "emb": "tokens",
+    "layers": "h",
+    "q_proj": "query",
+    "v_proj": "value",
+    "up": "w1",
+    "head": "final",
+}
 
 
 class Layer(nn.Sequential):
@@ -39,7 +48,8 @@ class Tree(nn.Module):
         self.n = n
         self.add_module(n["emb"], nn.Embedding(5, 4))
         self.add_module(n["layers"], nn.ModuleList(Layer(n) for _ in range(3)))
-        self.add_module("extra", nn.ModuleDict({"query": nn.Linear(4, 4)}))  # as q_proj is called in NEW
+        # as q_proj is called in NEW
+        self.add_module("extra", nn.ModuleDict({"query": nn.Linear(4, 4)}))
         self.add_module(n["head"], nn.Sequential(nn.Linear(4, 3)))
         if n is not OLD:
             self._register_load_state_dict_pre_hook(self._rename)
@@ -47,7 +57,9 @@ class Tree(nn.Module):
     def _rename(self, state: dict[str, Any], *_: object) -> None:
         for key in list(state):
             is_extra = key.startswith("extra")
-            new_key = key if is_extra else ".".join(self.n.get(part, part) for part in key.split("."))
+            new_key = (
+                key if is_extra else ".".join(self.n.get(part, part) for part in key.split("."))
+            )
             state[new_key] = state.pop(key)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,15 +99,23 @@ def draw_config(rng: random.Random) -> Any:
         targets = rng.choice([["up"], full_names])
         return peft.IA3Config(target_modules=targets, feedforward_modules=targets)
     short_names = [["q_proj", "v_proj"], ["layers.1.q_proj", "up"], ["emb", "up"]]
-    fields: dict[str, Any] = {"target_modules": rng.choice([*short_names, full_names, r".*\.v_proj"])}
+    fields: dict[str, Any] = {
+        "target_modules": rng.choice([*short_names, full_names, r".*\.v_proj"])
+    }
     if rng.random() < 0.15:
-        fields |= {"target_modules": ["q_proj"], "layers_to_transform": [1, 2], "layers_pattern": "layers"}
+        fields |= {
+            "target_modules": ["q_proj"],
+            "layers_to_transform": [1, 2],
+            "layers_pattern": "layers",
+        }
     if rng.random() < 0.15:
         fields["exclude_modules"] = rng.choice([["layers.1.q_proj"], r".*2\.q_proj"])
     if rng.random() < 0.3:
         fields["modules_to_save"] = rng.choice([["head", "classifier"], ["layers.1.v_proj"]])
     if rng.random() < 0.4:
-        pattern = rng.choice([{"q_proj": 3}, {"layers.0.q_proj": 1, "layers.2.up": 4}, {r".*\.2\.up": 3}])
+        pattern = rng.choice(
+            [{"q_proj": 3}, {"layers.0.q_proj": 1, "layers.2.up": 4}, {r".*\.2\.up": 3}]
+        )
         fields[rng.choice(["rank_pattern", "alpha_pattern"])] = pattern
     return peft.LoraConfig(r=2, lora_alpha=5, init_lora_weights=False, **fields)
 
@@ -117,8 +137,12 @@ def trained(config: Any, folder: Path, seed: int = 0) -> tuple[Any, dict[str, to
     return model, weights
 
 
-def check(folder: Path, model: Any, base: nn.Module, weights: dict[str, torch.Tensor], again: Path) -> None:
-    """Check that PEFT computes the same outputs on the renamed base, and saves the same files again."""
+def check(
+    folder: Path, model: Any, base: nn.Module, weights: dict[str, torch.Tensor], again: Path
+) -> None:
+    """Check that PEFT computes the same outputs on the renamed base, and saves the same files
+    again.
+    """
     base.load_state_dict(weights)
     onto = peft.PeftModel.from_pretrained(base, folder).eval()
     x = torch.arange(5)
@@ -131,7 +155,9 @@ def check(folder: Path, model: Any, base: nn.Module, weights: dict[str, torch.Te
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("seed", range(16))
-def test_peft_finds_the_same_modules_or_fields_are_refused(seed: int, name: str, tmp_path: Path) -> None:
+def test_peft_finds_the_same_modules_or_fields_are_refused(
+    seed: int, name: str, tmp_path: Path
+) -> None:
     config = draw_config(random.Random(seed))
     if getattr(config, "layers_pattern", None) and peft.__version__.startswith("0.18."):
         pytest.skip("PEFT 0.18 does not find modules by layers_pattern")
@@ -140,7 +166,11 @@ def test_peft_finds_the_same_modules_or_fields_are_refused(seed: int, name: str,
     rules.write_text("".join(f'[[rule]]\nrename = "{rule}"\n' for rule in RULES[name]))
     fields = json.loads((folder / "adapter_config.json").read_text())
     ways: list[dict[str, Any]] = [
-        {"out": str(tmp_path / "by_models"), "model": f"{__file__}:old", "to_model": f"{__file__}:{name}"},
+        {
+            "out": str(tmp_path / "by_models"),
+            "model": f"{__file__}:old",
+            "to_model": f"{__file__}:{name}",
+        },
         {"out": str(tmp_path / "by_rules"), "rules": str(rules)},
         {"in_place": True, "rules": str(rules)},
     ]
@@ -149,7 +179,13 @@ def test_peft_finds_the_same_modules_or_fields_are_refused(seed: int, name: str,
         assert all(text.startswith(json.dumps(fields[field])) for field, text in problems.items())
         if not problems:
             place = Path(way.get("out", folder))
-            check(place, model, {"moved": moved, "new": new}[name](), weights, tmp_path / f"again {number}")
+            check(
+                place,
+                model,
+                {"moved": moved, "new": new}[name](),
+                weights,
+                tmp_path / f"again {number}",
+            )
 
 
 def problems_of(folder: Path, **options: Any) -> dict[str, str]:
@@ -197,14 +233,16 @@ HEAD = "head.{x*} => final.{x*}"
 EMB = "emb.{x*} => tokens.{x*}"
 FULL, SHORT = "layers.0.q_proj", "q_proj finds layers.0.q_proj, which is h.0.query now"
 UNSEEN = "it depends on modules or parameters"
-# The fields of a configuration, a rule, and for each field that changes its new value, or why it is refused.
+# The fields of a configuration, a rule, and for each field that changes its new value, or why it is
+# refused.
 FIELDS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"target_modules": ["q_proj", "up"], "rank_pattern": {"1.up": 4, r".*0\.q_proj": 3}}, MOVE, {}),
     ({"target_modules": "all-linear"}, RENAME, {}),
     ({"target_modules": ["q_proj", "up"]}, RENAME, {"target_modules": SHORT}),
     ({"target_modules": [FULL]}, RENAME, {"target_modules": ["h.0.query"]}),
     ({"target_modules": [FULL, "layers.1.up"]}, MOVE, {"target_modules": ["h.0.q_proj", "h.1.up"]}),
-    ({"target_modules": [FULL, "up"]}, MOVE, {"target_modules": f"{FULL} finds {FULL}, which is h.0.q_proj now"}),
+    ({"target_modules": [FULL, "up"]}, MOVE, {"target_modules": f"{FULL} finds {FULL}, which is"
+    " h.0.q_proj now"}),
     ({"target_modules": r".*\.q_proj"}, MOVE, {"target_modules": "an expression may match"}),
     ({"feedforward_modules": r".*\.up"}, MOVE, {"feedforward_modules": "an expression may match"}),
     ({"exclude_modules": ["up"], "layers_to_transform": 0}, MOVE, {
@@ -217,11 +255,13 @@ FIELDS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"rank_pattern": {FULL: 4}}, RENAME, {"rank_pattern": {"h.0.query": 4}}),
     ({"alpha_pattern": {r"layers\.\d\.q_proj": 4}}, MOVE, {"alpha_pattern": f"finds {FULL}"}),
     ({"rank_pattern": {f"base_model.model.{FULL}.lora_E": [True]}}, RENAME, {"rank_pattern": f"finds {FULL}"}),
-    ({"trainable_token_indices": {"emb": [1]}}, EMB, {"trainable_token_indices": "emb finds emb, which is tokens now"}),
+    ({"trainable_token_indices": {"emb": [1]}}, EMB, {"trainable_token_indices": "emb finds emb,"
+    " which is tokens now"}),
     ({"new_field": {"modules": [{"name": "q_proj"}]}}, MOVE, {}),
     ({"new_field": {"modules": [{"name": "q_proj"}]}}, RENAME, {"new_field": SHORT}),
     ({"new_field": "layers", "rank_pattern": {"(": 4}}, "{x*}.q_proj.{y*} => {x*}.query.{y*}", {}),
-    ({"new_field": "layers"}, "layers.0.{x*} => h.0.{x*}", {"new_field": "layers finds layers, which is split now"}),
+    ({"new_field": "layers"}, "layers.0.{x*} => h.0.{x*}", {"new_field": "layers finds layers,"
+    " which is split now"}),
     ({"base_model_name_or_path": "emb"}, EMB, {}),
     ({"exclude_modules": ["up"]}, "base_model.model.{x*} => {x*}", {}),
     ({"target_modules": ["q_proj"], "new_field": "q_proj"}, RENAME, {"target_modules": SHORT, "new_field": SHORT}),
@@ -229,7 +269,9 @@ FIELDS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("fields", "rule", "expected"), FIELDS)
-def test_fields(fields: dict[str, Any], rule: str, expected: dict[str, Any], tmp_path: Path) -> None:
+def test_fields(
+    fields: dict[str, Any], rule: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
     folder, out = tmp_path / "a", tmp_path / "out"
     folder.mkdir()
     parts = ("layers.0.q_proj.lora_A", "layers.1.up.lora_A", "head", "emb.token_adapter")
@@ -247,7 +289,10 @@ def test_fields(fields: dict[str, Any], rule: str, expected: dict[str, Any], tmp
     for field, text in problems.items():
         assert text.startswith(f"{json.dumps(fields[field])}: ")
         assert expected[field] in text
-    as_the_hint_says = [str(folder / "adapter_model.safetensors"), str(tmp_path / "out.safetensors")]
+    as_the_hint_says = [
+        str(folder / "adapter_model.safetensors"),
+        str(tmp_path / "out.safetensors"),
+    ]
     ckpttool.remap(*as_the_hint_says, rule=[rule])
 
 
@@ -268,9 +313,13 @@ def test_undo_restores_the_config(tmp_path: Path) -> None:
     trained(peft.LoraConfig(target_modules=["layers.0.q_proj"]), tmp_path / "a")
     before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
     ckpttool.remap(str(tmp_path / "a"), in_place=True, rule=[RENAME])
-    assert json.loads((tmp_path / "a/adapter_config.json").read_text())["target_modules"] == ["h.0.query"]
+    assert json.loads((tmp_path / "a/adapter_config.json").read_text())["target_modules"] == [
+        "h.0.query"
+    ]
     ckpttool.undo(str(tmp_path / "a"))
-    after = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir() if file.name in before}
+    after = {
+        file.name: file.read_bytes() for file in (tmp_path / "a").iterdir() if file.name in before
+    }
     assert after == before
 
 
@@ -280,5 +329,7 @@ def test_a_lone_adapter_file_gets_a_note_on_fields_that_name_other_modules(tmp_p
     source, out = str(tmp_path / "a/adapter_model.safetensors"), str(tmp_path / "out.safetensors")
     done = ckpttool.remap(source, out, rule=[RENAME])
     (note,) = (note for note in done.notes if "adapter_config.json" in note)
-    assert 'target_modules: ["q_proj"]: q_proj finds layers.0.q_proj, which is h.0.query now' in note
+    assert (
+        'target_modules: ["q_proj"]: q_proj finds layers.0.q_proj, which is h.0.query now' in note
+    )
     assert 'alpha_pattern = {"h.0.query": 3}' in note

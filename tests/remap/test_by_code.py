@@ -1,4 +1,6 @@
-"""Values that only the model's own code can compute. Oracle: the model's load_state_dict and state_dict."""
+"""Values that only the model's own code can compute. Oracle: the model's load_state_dict and
+state_dict.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_runtime_values_equal_the_loaded_models(name: str, tmp_path: Path) -> No
     found = torch.load(tmp_path / "b.pt")
     assert_equal(found, runtime_values(model))
     assert {key for _, keys in done.plan.by_code for key in keys} <= set(found)
-    persistent = {name for name, _ in model.named_parameters()} | {k for k, _ in model.named_buffers() if k != "cache"}
+    persistent = {name for name, _ in model.named_parameters()} | {
+        k for k, _ in model.named_buffers() if k != "cache"
+    }
     assert persistent <= set(found)
 
 
@@ -70,7 +74,9 @@ def test_serialized_values_equal_the_models_state_dict(name: str, tmp_path: Path
     model = trained(name)
     values = {fqn: value for fqn, value in runtime_values(model).items() if fqn != "cache"}
     source = saved(values, tmp_path / "a.pt")
-    ckpttool.remap(source, str(tmp_path / "b.pt"), model=ZOO[name], from_="runtime", to="serialized")
+    ckpttool.remap(
+        source, str(tmp_path / "b.pt"), model=ZOO[name], from_="runtime", to="serialized"
+    )
     found = torch.load(tmp_path / "b.pt")
     assert_equal(found, model.state_dict())
     ZOO[name]().load_state_dict(found, strict=True)
@@ -80,8 +86,12 @@ def test_tied_weight_with_one_name_in_the_file_is_loaded_under_both(tmp_path: Pa
     model = ZOO["quantized"]()
     state = trained("quantized").state_dict()
     model.load_state_dict(state, strict=True)
-    source = saved({key: value for key, value in state.items() if key != "head.weight"}, tmp_path / "a.pt")
-    ckpttool.remap(source, str(tmp_path / "b.pt"), model=ZOO["quantized"], from_="serialized", to="runtime")
+    source = saved(
+        {key: value for key, value in state.items() if key != "head.weight"}, tmp_path / "a.pt"
+    )
+    ckpttool.remap(
+        source, str(tmp_path / "b.pt"), model=ZOO["quantized"], from_="serialized", to="runtime"
+    )
     assert_equal(torch.load(tmp_path / "b.pt"), runtime_values(model))
 
 
@@ -89,7 +99,9 @@ def test_tied_weight_with_one_name_in_the_file_is_loaded_under_both(tmp_path: Pa
 def test_serialized_values_in_the_dtype_of_the_file(name: str, tmp_path: Path) -> None:
     model = trained(name).double()
     source = saved(runtime_values(model), tmp_path / "a.pt")
-    ckpttool.remap(source, str(tmp_path / "b.pt"), model=ZOO[name], from_="runtime", to="serialized")
+    ckpttool.remap(
+        source, str(tmp_path / "b.pt"), model=ZOO[name], from_="runtime", to="serialized"
+    )
     assert_equal(torch.load(tmp_path / "b.pt"), model.state_dict())
 
 
@@ -103,7 +115,9 @@ class Twice(Transposed):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         state = super().state_dict(*args, **kwargs)
-        state[f"{kwargs.get('prefix', '')}fc.weight"] = torch.from_numpy(self.twin.detach().numpy().T.copy())
+        state[f"{kwargs.get('prefix', '')}fc.weight"] = torch.from_numpy(
+            self.twin.detach().numpy().T.copy()
+        )
         return state
 
 
@@ -136,7 +150,9 @@ class Wrapping(Packing):
 
 
 class Choosing(Transposed):
-    """It saves no key for a weight of zeros; saving and loading fail if the weight is not finite."""
+    """It saves no key for a weight of zeros; saving and loading fail if the weight is not
+    finite.
+    """
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         state = super().state_dict(*args, **kwargs)
@@ -176,7 +192,9 @@ def test_invalid_results_of_the_models_code_are_refused(name: str, tmp_path: Pat
     to = {"runtime": "serialized", "serialized": "runtime"}[form]
     with pytest.raises(CkptError) as refused:
         ckpttool.remap(source, str(tmp_path / "b.pt"), model=build, from_=form, to=to)
-    done = [f"{problem.kind} @ {problem.key}" for problem in refused.value.problems] or [refused.value.message]
+    done = [f"{problem.kind} @ {problem.key}" for problem in refused.value.problems] or [
+        refused.value.message
+    ]
     assert any(why in one for one in done), done
     assert not (tmp_path / "b.pt").exists()
 
@@ -184,7 +202,9 @@ def test_invalid_results_of_the_models_code_are_refused(name: str, tmp_path: Pat
 def test_from_one_model_to_another(tmp_path: Path) -> None:
     state = trained("quantized").state_dict()
     source = saved(state, tmp_path / "a.pt")
-    ckpttool.remap(source, str(tmp_path / "b.pt"), model=ZOO["quantized"], to_model=listed, to="serialized")
+    ckpttool.remap(
+        source, str(tmp_path / "b.pt"), model=ZOO["quantized"], to_model=listed, to="serialized"
+    )
     first, second = ZOO["quantized"](), listed()
     first.load_state_dict(state)
     values = dict(first.named_parameters())
@@ -210,7 +230,9 @@ def listed() -> nn.Module:
 def test_plan_names_the_model_whose_code_it_needs(run: Run, tmp_path: Path) -> None:
     source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
     model = f"{OPERAND}:quantized"
-    done = run("remap", source, "--model", model, "--to", "runtime", "--dry-run", "--format", "json")
+    done = run(
+        "remap", source, "--model", model, "--to", "runtime", "--dry-run", "--format", "json"
+    )
     assert done.data["by_code"] == [
         {"way": "model.load", "model": model, "keys": ["layers.0.weight", "layers.1.weight"]}
     ]
@@ -218,23 +240,45 @@ def test_plan_names_the_model_whose_code_it_needs(run: Run, tmp_path: Path) -> N
 
 
 def test_each_section_is_computed_separately(run: Run, tmp_path: Path) -> None:
-    weights, average = trained("quantized").state_dict(), filled(of_object(ZOO["quantized"]), 5).state_dict()
-    torch.save({"model": weights, "ema": {f"module.{key}": value for key, value in average.items()}}, tmp_path / "a.pt")
-    words = ("--model", f"{OPERAND}:quantized", "--to", "runtime", "--sections", "model,ema", "--format", "json")
+    weights, average = (
+        trained("quantized").state_dict(),
+        filled(of_object(ZOO["quantized"]), 5).state_dict(),
+    )
+    torch.save(
+        {"model": weights, "ema": {f"module.{key}": value for key, value in average.items()}},
+        tmp_path / "a.pt",
+    )
+    words = (
+        "--model",
+        f"{OPERAND}:quantized",
+        "--to",
+        "runtime",
+        "--sections",
+        "model,ema",
+        "--format",
+        "json",
+    )
     done = run("remap", tmp_path / "a.pt", *words, "-o", tmp_path / "b.pt")
-    assert [found["keys"] for found in done.data["by_code"]] == [["layers.0.weight", "layers.1.weight"]] * 2
+    assert [found["keys"] for found in done.data["by_code"]] == [
+        ["layers.0.weight", "layers.1.weight"]
+    ] * 2
     found = torch.load(tmp_path / "b.pt")
     for path, state in ("model", weights), ("ema", average):
         model = ZOO["quantized"]()
         model.load_state_dict(state)
-        assert_equal({key.removeprefix("module."): value for key, value in found[path].items()}, runtime_values(model))
+        assert_equal(
+            {key.removeprefix("module."): value for key, value in found[path].items()},
+            runtime_values(model),
+        )
 
 
 @pytest.mark.parametrize("build", [noisy, blended])
 def test_nondeterministic_values_are_refused(build: type[nn.Module], tmp_path: Path) -> None:
     source = saved(build().state_dict(), tmp_path / "a.pt")
     with pytest.raises(Refused, match="does not give the same twice") as caught:
-        ckpttool.remap(source, str(tmp_path / "b.pt"), model=build, to="runtime", from_="serialized")
+        ckpttool.remap(
+            source, str(tmp_path / "b.pt"), model=build, to="runtime", from_="serialized"
+        )
     assert [problem.key for problem in caught.value.problems] == ["layers.0.weight"]
     assert not (tmp_path / "b.pt").exists()
 
@@ -244,8 +288,14 @@ def test_too_little_memory_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
     model = ModelOperand(ZOO["transposed"])
     model.names()
     monkeypatch.setattr(instances, "memory_available", lambda: 100)
-    with pytest.raises(CkptError, match=r"own load_state_dict\(\); .* takes .* MiB, and 0 MiB are free"):
-        ckpttool.remap(source, str(tmp_path / "b.pt"), model=model, to="runtime", from_="serialized")
+    with pytest.raises(
+        CkptError,
+        match=r"own load_state_dict\(\); .* takes .* MiB, and 0 MiB are"
+        r" free",
+    ):
+        ckpttool.remap(
+            source, str(tmp_path / "b.pt"), model=model, to="runtime", from_="serialized"
+        )
 
 
 def test_a_names_file_is_not_enough(run: Run, tmp_path: Path) -> None:
@@ -260,12 +310,32 @@ def test_a_names_file_is_not_enough(run: Run, tmp_path: Path) -> None:
 def test_new_weights_of_a_program(run: Run, tmp_path: Path) -> None:
     model = trained("transposed")
     sample = torch.randn(2, 4)
-    torch.export.save(torch.export.export(Forward(ZOO["transposed"]()), (sample,)), tmp_path / "p.pt2")
+    torch.export.save(
+        torch.export.export(Forward(ZOO["transposed"]()), (sample,)), tmp_path / "p.pt2"
+    )
     state = {f"net.{key}": value for key, value in model.state_dict().items()}
     source, operand = saved(state, tmp_path / "a.pt"), f"{__file__}:forward"
-    done = run("swap-weights", tmp_path / "p.pt2", source, "--model", operand, "-o", tmp_path / "q.pt2", "--verify")
+    done = run(
+        "swap-weights",
+        tmp_path / "p.pt2",
+        source,
+        "--model",
+        operand,
+        "-o",
+        tmp_path / "q.pt2",
+        "--verify",
+    )
     assert done.status == 0, done.err
-    tried = run("swap-weights", tmp_path / "p.pt2", source, "--model", operand, "-o", tmp_path / "r.pt2", "--dry-run")
+    tried = run(
+        "swap-weights",
+        tmp_path / "p.pt2",
+        source,
+        "--model",
+        operand,
+        "-o",
+        tmp_path / "r.pt2",
+        "--dry-run",
+    )
     assert (tried.status, (tmp_path / "r.pt2").exists()) == (0, False)
     assert "dry run: nothing was written" in tried.out
     assert "\ncost " in tried.out
@@ -275,14 +345,18 @@ def test_new_weights_of_a_program(run: Run, tmp_path: Path) -> None:
 
 
 class Forward(nn.Module):
-    """The net as a part; its keys are coded here, since a part's own load_state_dict is not called."""
+    """The net as a part; its keys are coded here, since a part's own load_state_dict is not
+    called.
+    """
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
 
     def load_state_dict(self, state: Tensors, strict: bool = True, assign: bool = False) -> object:
-        return self.net.load_state_dict({key.removeprefix("net."): v for key, v in state.items()}, strict, assign)
+        return self.net.load_state_dict(
+            {key.removeprefix("net."): v for key, v in state.items()}, strict, assign
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net.fc(x)

@@ -1,4 +1,6 @@
-"""Lists of tensors that belong to the parameters by position: a remap that changes the parameters names them."""
+"""Lists of tensors that belong to the parameters by position: a remap that changes the parameters
+names them.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def saved(path: Path, build: Any = Old, only_trainable: bool = False) -> None:
         "shadow_params": [parameter.detach().clone() for parameter in parameters],
         "collected_params": None,
     }
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "ema": average}, path)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "ema": average}, path
+    )
 
 
 def named(run: Run, *words: object) -> list[str]:
@@ -68,10 +72,20 @@ def named(run: Run, *words: object) -> list[str]:
 def test_other_order_of_the_parameters(only_trainable: bool, tmp_path: Path, run: Run) -> None:
     saved(tmp_path / "in.pt", frozen if only_trainable else Old, only_trainable)
     old = f"{__file__}:{'frozen' if only_trainable else 'Old'}"
-    asked = (tmp_path / "in.pt", "--drop", "optimizer", "--model", old, "--to-model", f"{__file__}:New")
+    asked = (
+        tmp_path / "in.pt",
+        "--drop",
+        "optimizer",
+        "--model",
+        old,
+        "--to-model",
+        f"{__file__}:New",
+    )
     (note,) = named(run, *asked, "-o", tmp_path / "out.pt")
     assert note.startswith("ema.shadow_params is a list of ")
-    before, after = (torch.load(tmp_path / name)["ema"]["shadow_params"] for name in ("in.pt", "out.pt"))
+    before, after = (
+        torch.load(tmp_path / name)["ema"]["shadow_params"] for name in ("in.pt", "out.pt")
+    )
     assert all(map(torch.equal, before, after))
 
 

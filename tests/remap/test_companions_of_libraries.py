@@ -1,4 +1,6 @@
-"""Files next to the weights that name modules: after a rename, their library can load OUT, or OUT lacks them."""
+"""Files next to the weights that name modules: after a rename, their library can load OUT, or OUT
+lacks them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Net(nn.Module):
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.head(self.get_submodule("trunk" if hasattr(self, "trunk") else "body")(x).relu())
+        return self.head(
+            self.get_submodule("trunk" if hasattr(self, "trunk") else "body")(x).relu()
+        )
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -61,7 +65,9 @@ def test_accelerate_resumes_a_renamed_folder(tmp_path: Path, run: Run) -> None:
     accelerator, new, optimizer, scheduler = prepared("trunk")
     accelerator.load_state(str(tmp_path / "out"))
     trained(new, optimizer, 2)
-    assert [*map(torch.Tensor.tolist, new.parameters())] == [*map(torch.Tensor.tolist, old.parameters())]
+    assert [*map(torch.Tensor.tolist, new.parameters())] == [
+        *map(torch.Tensor.tolist, old.parameters())
+    ]
 
 
 def test_dcp_loads_a_renamed_folder_by_its_metadata(tmp_path: Path, run: Run) -> None:
@@ -79,20 +85,28 @@ def test_dcp_loads_a_renamed_folder_by_its_metadata(tmp_path: Path, run: Run) ->
     state = {"model": new.state_dict(), "epoch": 0}
     dcp.load(state, checkpoint_id=tmp_path / "out.dcp")
     assert state["epoch"] == 3
-    assert all(torch.equal(a, b) for a, b in zip(new.state_dict().values(), old.state_dict().values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(new.state_dict().values(), old.state_dict().values())
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tied", [True, False])
-def test_transformers_ties_weights_missing_from_the_folder(tmp_path: Path, run: Run, tied: bool) -> None:
+def test_transformers_ties_weights_missing_from_the_folder(
+    tmp_path: Path, run: Run, tied: bool
+) -> None:
     """`_tied_weights_keys` and `tie_word_embeddings` tie lm_head.weight to embed_tokens.weight."""
-    transformers = pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed")
+    transformers = pytest.importorskip(
+        "transformers", "5.0", reason="transformers 5 is not installed"
+    )
     model: Any = real_models.llama(tied)
     model.save_pretrained(tmp_path / "hf")
     torch.save(model.state_dict(), tmp_path / "plain.pt")
 
     def loaded(folder: Path) -> tuple[dict[str, torch.Tensor], bool]:
-        found, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        found, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True
+        )
         assert not any(info.values()), info
         return found.state_dict(), found.lm_head.weight is found.model.embed_tokens.weight
 
@@ -104,7 +118,14 @@ def test_transformers_ties_weights_missing_from_the_folder(tmp_path: Path, run: 
     assert back.status == 0, back.err
     (tmp_path / "back/config.json").write_bytes((tmp_path / "hf/config.json").read_bytes())
     # Convert state_dict() names, with both names of a tied tensor, to the names of save_pretrained.
-    words = ["--model", f"hf:{tmp_path / 'hf'}", "--to", "pretrained", "-o", f"{tmp_path / 'from_plain'}/"]
+    words = [
+        "--model",
+        f"hf:{tmp_path / 'hf'}",
+        "--to",
+        "pretrained",
+        "-o",
+        f"{tmp_path / 'from_plain'}/",
+    ]
     done = run("remap", tmp_path / "plain.pt", *words)
     assert done.status == 0, done.err
     (tmp_path / "from_plain/config.json").write_bytes((tmp_path / "hf/config.json").read_bytes())
@@ -122,12 +143,25 @@ def test_quantization_config_is_not_copied_after_a_rename(tmp_path: Path, run: R
 
     folder = tmp_path / "hf"
     folder.mkdir()
-    weights = {"body.weight": torch.ones(2, 2), "body.weight_scale": torch.ones(1), "head.weight": torch.ones(2, 2)}
+    weights = {
+        "body.weight": torch.ones(2, 2),
+        "body.weight_scale": torch.ones(1),
+        "head.weight": torch.ones(2, 2),
+    }
     save_file(weights, folder / "model.safetensors")
     quantization = {"quant_method": "fp8", "modules_to_not_convert": ["head"]}
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     (folder / "quantize_config.json").write_text(json.dumps(quantization))
-    renamed = run("remap", folder, "-o", tmp_path / "renamed", "--rule", "head.{x*} => out.{x*}", "--format", "json")
+    renamed = run(
+        "remap",
+        folder,
+        "-o",
+        tmp_path / "renamed",
+        "--rule",
+        "head.{x*} => out.{x*}",
+        "--format",
+        "json",
+    )
     assert renamed.status == 0, renamed.err
     left = {one["name"] for one in renamed.data["companions"]["left_out"]}
     assert left == {"config.json", "quantize_config.json"}

@@ -1,4 +1,6 @@
-"""A damaged record of a torch zip is never copied without an error. The oracle is the zipfile module."""
+"""A damaged record of a torch zip is never copied without an error. The oracle is the zipfile
+module.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,23 @@ KEYS = ("a.weight", "b.weight", "c.bias")
 
 def state() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return {"a.weight": torch.randn(ROWS, COLUMNS), "b.weight": torch.randn(2, ROWS), "c.bias": torch.randn(5)}
+    return {
+        "a.weight": torch.randn(ROWS, COLUMNS),
+        "b.weight": torch.randn(2, ROWS),
+        "c.bias": torch.randn(5),
+    }
 
 
 def with_optimizer() -> dict[str, Any]:
     moments = {"step": torch.tensor(1.0), "exp_avg": torch.randn(5), "exp_avg_sq": torch.rand(5)}
-    group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "params": [0, 1, 2]}
+    group = {
+        "lr": 0.1,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "amsgrad": False,
+        "params": [0, 1, 2],
+    }
     return {"model": state(), "optimizer": {"state": {2: moments}, "param_groups": [group]}}
 
 
@@ -61,7 +74,15 @@ COPIES = {
     "convert to shards": ("convert", "in.pt", "-o", "out/", "--max-shard-size", "2KB"),
     "convert to DCP": ("convert", "in.pt", "-o", "out.dcp"),
     "rename": ("remap", "in.pt", "-o", "out.pt", "--rule", "{x}.{y} => {x}.z.{y}"),
-    "rename and verify": ("remap", "in.pt", "-o", "out.pt", "--rule", "{x}.{y} => {x}.z.{y}", "--verify"),
+    "rename and verify": (
+        "remap",
+        "in.pt",
+        "-o",
+        "out.pt",
+        "--rule",
+        "{x}.{y} => {x}.z.{y}",
+        "--verify",
+    ),
     "computed": ("remap", "in.pt", "-o", "out.pt", "--rules", "rules.toml"),
     "computed, safetensors": ("remap", "in.pt", "-o", "out.safetensors", "--rules", "rules.toml"),
 }
@@ -76,13 +97,21 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("number", range(len(KEYS)))
 @pytest.mark.parametrize("words", COPIES.values(), ids=COPIES)
-def test_a_copy_of_a_damaged_record_is_an_error(words: tuple[str, ...], number: int, run: Run) -> None:
+def test_a_copy_of_a_damaged_record_is_an_error(
+    words: tuple[str, ...], number: int, run: Run
+) -> None:
     torch.save(state(), "in.pt")
     out = words[words.index("-o") + 1]
     assert run(*words).status == 0
-    run("convert", "in.pt", "-o", "in.safetensors")  # the undamaged file is read before the damaged one
+    # the undamaged file is read before the damaged one
+    run("convert", "in.pt", "-o", "in.safetensors")
     record = damage(Path("in.pt"), number, at=1000 * number)
-    checked(run, Path("again") / out, record, *[f"again/{word}" if word == out else word for word in words])
+    checked(
+        run,
+        Path("again") / out,
+        record,
+        *[f"again/{word}" if word == out else word for word in words],
+    )
 
 
 def test_all_damaged_records_are_named(run: Run) -> None:
@@ -110,7 +139,9 @@ def test_a_part_of_a_damaged_storage_is_an_error(key: str, run: Run) -> None:
     whole = torch.randn(40, 50)
     parts = {"first": whole[:10], "last": whole[30:], "middle": whole[10:30], "twice": whole[::2]}
     torch.save({**parts, "other": torch.ones(3)}, "in.pt")
-    assert run("remap", "in.pt", "-o", "good.safetensors", "--drop", *_all_but(key, parts)).status == 0
+    assert (
+        run("remap", "in.pt", "-o", "good.safetensors", "--drop", *_all_but(key, parts)).status == 0
+    )
     record = damage(Path("in.pt"), 0, at=20 * 50 * 4)
     words = ("remap", "in.pt", "-o", "out.safetensors", "--drop", *_all_but(key, parts))
     checked(run, Path("out.safetensors"), record, *words)
@@ -137,7 +168,15 @@ def test_a_damaged_file_behind_a_url_is_an_error(tmp_path: Path, run: Run) -> No
     fs = fsspec.filesystem("memory")
     fs.pipe("/damaged/in.pt", Path("in.pt").read_bytes())
     try:
-        checked(run, Path("out.safetensors"), record, "convert", "memory://damaged/in.pt", "-o", "out.safetensors")
+        checked(
+            run,
+            Path("out.safetensors"),
+            record,
+            "convert",
+            "memory://damaged/in.pt",
+            "-o",
+            "out.safetensors",
+        )
         done = run("convert", "in.pt", "-o", "memory://damaged/out.safetensors")
         assert done.status == 2, done.said
         assert fs.ls("/damaged", detail=False) == ["/damaged/in.pt"]
@@ -147,7 +186,9 @@ def test_a_damaged_file_behind_a_url_is_an_error(tmp_path: Path, run: Run) -> No
 
 @pytest.mark.parametrize("number", [0, 4])
 def test_load_refuses_a_damaged_file_and_changes_nothing(number: int) -> None:
-    model = nn.ModuleDict({"a": nn.Linear(COLUMNS, ROWS, bias=False), "b": nn.Linear(ROWS, 2, bias=False)})
+    model = nn.ModuleDict(
+        {"a": nn.Linear(COLUMNS, ROWS, bias=False), "b": nn.Linear(ROWS, 2, bias=False)}
+    )
     model["c"] = nn.Module()
     model["c"].bias = nn.Parameter(torch.zeros(5))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.3)
@@ -184,10 +225,14 @@ def test_diff_compares_damaged_values(run: Run) -> None:
     damage(Path("in.pt"), 1)
     done = run("diff", "good.pt", "in.pt", "--values", "--format", "json")
     assert done.status == 1
-    assert [entry["left"] for entry in done.data["entries"] if entry["status"] == "value"] == [["b.weight"]]
+    assert [entry["left"] for entry in done.data["entries"] if entry["status"] == "value"] == [
+        ["b.weight"]
+    ]
 
 
-def test_another_file_with_the_same_relative_path(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_file_with_the_same_relative_path(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.save(state(), "in.pt")
     assert run("convert", "in.pt", "-o", "out.safetensors").status == 0
     for number, zipped in enumerate((False, True)):

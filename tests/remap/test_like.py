@@ -1,4 +1,6 @@
-"""`remap --like`: names of the other checkpoint that cannot be matched are reported, and metadata is kept."""
+"""`remap --like`: names of the other checkpoint that cannot be matched are reported, and metadata
+is kept.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,21 @@ GATE = {"gate.weight": torch.ones(2), "head.weight": torch.zeros(3)}
     ("more", "message"),
     [
         ({}, None),
-        ({"gate@1.weight": GATE["gate.weight"]}, "gate@1.weight; all are second names, which --model MODEL --to FORM"),
-        ({"tied.weight": GATE["gate.weight"]}, "tied.weight; all are second names, which --model MODEL --to FORM"),
+        (
+            {"gate@1.weight": GATE["gate.weight"]},
+            "gate@1.weight; all are second names, which --model MODEL --to FORM",
+        ),
+        (
+            {"tied.weight": GATE["gate.weight"]},
+            "tied.weight; all are second names, which --model MODEL --to FORM",
+        ),
         ({"other.weight": torch.ones(5)}, "other.weight"),
     ],
     ids=["none", "variant", "tie", "other"],
 )
-def test_unmatched_names_are_reported(run: Run, tmp_path: Path, more: dict[str, Any], message: str | None) -> None:
+def test_unmatched_names_are_reported(
+    run: Run, tmp_path: Path, more: dict[str, Any], message: str | None
+) -> None:
     source, other, out = (str(tmp_path / f"{name}.pt") for name in ("source", "other", "out"))
     torch.save({f"module.{key}": value for key, value in GATE.items()}, source)
     torch.save({**GATE, **more}, other)
@@ -45,13 +55,19 @@ def test_unmatched_names_are_reported(run: Run, tmp_path: Path, more: dict[str, 
 
 @pytest.mark.parametrize("way", ["like", "to", "neither"])
 def test_averaging_counter_is_kept_if_the_target_form_has_one(way: str, tmp_path: Path) -> None:
-    """The counter's value is kept even if the model, which has no counter, is used; a new counter would start at 1."""
+    """The counter's value is kept even if the model, which has no counter, is used; a new counter
+    would start at 1.
+    """
     averaged = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
     for _ in range(3):
         averaged.update_parameters(nn.Linear(2, 2))
     source, out = str(tmp_path / "averaged.pt"), str(tmp_path / "out.pt")
     torch.save(averaged.state_dict(), source)
-    options: dict[str, Any] = {"like": {"like": source}, "to": {"to": "averaged"}, "neither": {"to": "serialized"}}[way]
+    options: dict[str, Any] = {
+        "like": {"like": source},
+        "to": {"to": "averaged"},
+        "neither": {"to": "serialized"},
+    }[way]
     done = ckpttool.remap(source, out, model=lambda: nn.Linear(2, 2), **options)
     found = torch.load(out)
     if way == "neither":
@@ -77,4 +93,6 @@ def test_empty_checkpoint_has_no_name_in_common(tmp_path: Path) -> None:
     torch.save(GATE, tmp_path / "source.pt")
     torch.save(nn.Module().state_dict(), tmp_path / "empty.pt")
     with pytest.raises(CkptError, match="no name in common"):
-        ckpttool.remap(str(tmp_path / "source.pt"), str(tmp_path / "out.pt"), like=str(tmp_path / "empty.pt"))
+        ckpttool.remap(
+            str(tmp_path / "source.pt"), str(tmp_path / "out.pt"), like=str(tmp_path / "empty.pt")
+        )

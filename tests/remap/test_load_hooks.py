@@ -1,4 +1,6 @@
-"""Checkpoints of earlier versions of a model, whose keys only a load hook accepts. Oracle: a strict load by torch."""
+"""Checkpoints of earlier versions of a model, whose keys only a load hook accepts. Oracle: a strict
+load by torch.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class Transposed(Renamed):
 
 
 class Normed(Base):
-    """`torch.nn.utils.parametrizations.weight_norm` reads what `torch.nn.utils.weight_norm` wrote."""
+    """`torch.nn.utils.parametrizations.weight_norm` reads what `torch.nn.utils.weight_norm`
+    wrote.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,8 +136,15 @@ def renamed(state: State) -> State:
 
 
 def normed(state: State) -> State:
-    ends = {"parametrizations.weight.original0": "weight_g", "parametrizations.weight.original1": "weight_v"}
-    return {key.replace(end, ends.get(end, end)): value for key, value in state.items() for end in [key[6:]]}
+    ends = {
+        "parametrizations.weight.original0": "weight_g",
+        "parametrizations.weight.original1": "weight_v",
+    }
+    return {
+        key.replace(end, ends.get(end, end)): value
+        for key, value in state.items()
+        for end in [key[6:]]
+    }
 
 
 def split(state: State) -> State:
@@ -171,7 +182,9 @@ def old_state(model: type[nn.Module]) -> State:
 
 
 def same(actual: State, expected: State) -> bool:
-    return actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[key], expected[key]) for key in expected
+    )
 
 
 @pytest.fixture(params=OLD, ids=lambda model: model.__name__)
@@ -187,9 +200,13 @@ def operand(model: type[nn.Module]) -> str:
 def test_old_keys_become_what_the_model_saves_after_it_loads_them(
     prefix: str, model: type[nn.Module], tmp_path: Path, run: Run
 ) -> None:
-    torch.save({prefix + key: value for key, value in old_state(model).items()}, tmp_path / "old.pt")
+    torch.save(
+        {prefix + key: value for key, value in old_state(model).items()}, tmp_path / "old.pt"
+    )
     out = tmp_path / "new.pt"
-    done = run("remap", tmp_path / "old.pt", "--model", operand(model), "--to", "serialized", "-o", out)
+    done = run(
+        "remap", tmp_path / "old.pt", "--model", operand(model), "--to", "serialized", "-o", out
+    )
     assert done.status == 0, done.err
     assert same(torch.load(out), trained(model).state_dict())
     assert "load-hook -> serialized" in done.out
@@ -200,17 +217,26 @@ def test_old_keys_become_what_the_model_saves_after_it_loads_them(
 def test_old_keys_become_runtime_names(model: type[nn.Module], tmp_path: Path, run: Run) -> None:
     torch.save(old_state(model), tmp_path / "old.pt")
     out = tmp_path / "new.pt"
-    assert run("remap", tmp_path / "old.pt", "--model", operand(model), "--to", "runtime", "-o", out).status == 0
+    assert (
+        run(
+            "remap", tmp_path / "old.pt", "--model", operand(model), "--to", "runtime", "-o", out
+        ).status
+        == 0
+    )
     assert same(torch.load(out), dict(trained(model).named_parameters(remove_duplicate=False)))
 
 
-def test_program_gets_weights_with_old_keys(model: type[nn.Module], tmp_path: Path, run: Run) -> None:
+def test_program_gets_weights_with_old_keys(
+    model: type[nn.Module], tmp_path: Path, run: Run
+) -> None:
     tokens = torch.tensor([0, 3])
     torch.export.save(torch.export.export(model().eval(), (tokens,)), tmp_path / "program.pt2")
     torch.save(old_state(model), tmp_path / "old.pt")
     given = tmp_path / "program.pt2", tmp_path / "old.pt", "--model", operand(model)
     found = run("diff", *given)
-    fix = next(line for line in found.out.splitlines() if "fix" in line.partition(":")[0]).partition(": ")[2]
+    fix = next(
+        line for line in found.out.splitlines() if "fix" in line.partition(":")[0]
+    ).partition(": ")[2]
     assert run(*shlex.split(fix)[1:]).status == 0
     swapped = torch.export.load(tmp_path / "program.swapped.pt2").module()
     assert torch.equal(swapped(tokens), trained(model).eval()(tokens))
@@ -222,7 +248,12 @@ def test_dtypes_stay_and_the_second_name_of_tied_weights_may_be_absent(
     state = {key: value.half() for key, value in old_state(model).items() if key != "head.weight"}
     torch.save(state, tmp_path / "old.pt")
     out = tmp_path / "new.pt"
-    assert run("remap", tmp_path / "old.pt", "--model", operand(model), "--to", "serialized", "-o", out).status == 0
+    assert (
+        run(
+            "remap", tmp_path / "old.pt", "--model", operand(model), "--to", "serialized", "-o", out
+        ).status
+        == 0
+    )
     assert same(torch.load(out), trained(model).half().state_dict())
 
 
@@ -245,26 +276,38 @@ def test_keys_that_loading_does_not_use_are_refused_with_the_command_that_leaves
 def test_loading_that_depends_on_values_is_left_to_the_model(tmp_path: Path, run: Run) -> None:
     torch.save(old_state(Renamed), tmp_path / "old.pt")
     out = tmp_path / "new.pt"
-    refused = run("remap", tmp_path / "old.pt", "--model", operand(ByValue), "--to", "serialized", "-o", out)
+    refused = run(
+        "remap", tmp_path / "old.pt", "--model", operand(ByValue), "--to", "serialized", "-o", out
+    )
     assert refused.status == 1
     assert "hint: let it load them, and save that: model.load_state_dict(" in refused.err
     assert not out.exists()
 
 
-def test_version_of_the_file_is_not_written_with_the_keys_of_another_version(tmp_path: Path, run: Run) -> None:
+def test_version_of_the_file_is_not_written_with_the_keys_of_another_version(
+    tmp_path: Path, run: Run
+) -> None:
     """A model that loads the output would convert it again."""
     model = trained(Versioned)
     state: Any = model.state_dict()
-    state["dense.weight"], state["dense.bias"] = state.pop("layer.weight") / 2, state.pop("layer.bias")
+    state["dense.weight"], state["dense.bias"] = (
+        state.pop("layer.weight") / 2,
+        state.pop("layer.bias"),
+    )
     state._metadata[""]["version"] = 1
     torch.save(state, tmp_path / "old.pt")
     given = tmp_path / "old.pt", "--model", operand(Versioned)
     refused = run("remap", *given, "--to", "serialized", "-o", tmp_path / "new.pt")
     assert refused.status == 1
     assert "version 1, and the model saves version 2" in refused.err
-    assert "model.load_state_dict(torch.load(CKPT)); torch.save(model.state_dict(), OUT)" in refused.err
+    assert (
+        "model.load_state_dict(torch.load(CKPT)); torch.save(model.state_dict(), OUT)"
+        in refused.err
+    )
     assert run("remap", *given, "--to", "runtime", "-o", tmp_path / "runtime.pt").status == 0
-    assert same(torch.load(tmp_path / "runtime.pt"), dict(model.named_parameters(remove_duplicate=False)))
+    assert same(
+        torch.load(tmp_path / "runtime.pt"), dict(model.named_parameters(remove_duplicate=False))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -278,16 +321,26 @@ def test_diff_pairs_old_keys_with_the_keys_that_the_model_saves(
     found = json.loads(done.out)
     assert done.status == (dtype != torch.float32)
     by_hook = [entry for entry in found["entries"] if entry.get("code") == "load-hook"]
-    assert {key for entry in by_hook for key in entry["left"]} == state.keys() - model().state_dict().keys()
-    assert {key for entry in by_hook for key in entry["right"]} == model().state_dict().keys() - state.keys()
+    assert {
+        key for entry in by_hook for key in entry["left"]
+    } == state.keys() - model().state_dict().keys()
+    assert {
+        key for entry in by_hook for key in entry["right"]
+    } == model().state_dict().keys() - state.keys()
     assert {"missing", "unexpected"}.isdisjoint(found["summary"])
     assert {entry["code"] for entry in found["unfixed"]} <= {"dtype"}
 
 
-def test_diff_lists_a_key_with_another_name_once_even_if_saving_computes_it(tmp_path: Path, run: Run) -> None:
+def test_diff_lists_a_key_with_another_name_once_even_if_saving_computes_it(
+    tmp_path: Path, run: Run
+) -> None:
     torch.save(old_state(Transposed), tmp_path / "old.pt")
     done = run("diff", tmp_path / "old.pt", "--model", operand(Transposed), "--format", "json")
-    differing = [entry for entry in json.loads(done.out)["entries"] if entry["status"] not in ("same", "alias")]
+    differing = [
+        entry
+        for entry in json.loads(done.out)["entries"]
+        if entry["status"] not in ("same", "alias")
+    ]
     assert [(entry["status"], entry["left"], entry["right"]) for entry in differing] == [
         ("renamed", ["dense.weight"], ["layer.weight"]),
         ("renamed", ["dense.bias"], ["layer.bias"]),
@@ -295,8 +348,12 @@ def test_diff_lists_a_key_with_another_name_once_even_if_saving_computes_it(tmp_
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_diff_reports_values_that_a_load_hook_replaces_by_others(equal: bool, tmp_path: Path, run: Run) -> None:
-    """With both keys in the file a strict load succeeds, and the values under the model's own key are lost."""
+def test_diff_reports_values_that_a_load_hook_replaces_by_others(
+    equal: bool, tmp_path: Path, run: Run
+) -> None:
+    """With both keys in the file a strict load succeeds, and the values under the model's own key
+    are lost.
+    """
     state = old_state(Renamed)
     state["layer.weight"] = state["dense.weight"].clone() if equal else torch.ones(4, 4)
     net = Renamed()
@@ -305,14 +362,18 @@ def test_diff_reports_values_that_a_load_hook_replaces_by_others(equal: bool, tm
     torch.save(state, tmp_path / "both.pt")
     done = run("diff", tmp_path / "both.pt", "--model", operand(Renamed), "--format", "json")
     found = {tuple(entry["left"]): entry for entry in json.loads(done.out)["entries"]}
-    assert (done.status, found["layer.weight",].get("code")) == ((0, None) if equal else (1, "lost-value"))
+    assert (done.status, found["layer.weight",].get("code")) == (
+        (0, None) if equal else (1, "lost-value")
+    )
     drop = shlex.split(f"remap {tmp_path / 'both.pt'} --drop layer.weight -o {tmp_path / 'one.pt'}")
     assert run(*drop).status == 0
     assert run("diff", tmp_path / "one.pt", "--model", operand(Renamed)).status == 0
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_values_that_a_load_hook_computes_are_not_called_the_same(version: int, tmp_path: Path, run: Run) -> None:
+def test_values_that_a_load_hook_computes_are_not_called_the_same(
+    version: int, tmp_path: Path, run: Run
+) -> None:
     state = trained(Doubled).state_dict()
     torch.save(state if version == 2 else dict(state), tmp_path / "a.pt")
     net = Doubled()
@@ -321,18 +382,30 @@ def test_values_that_a_load_hook_computes_are_not_called_the_same(version: int, 
     done = run("diff", tmp_path / "a.pt", "--model", operand(Doubled), "--format", "json")
     found = {entry["left"][0]: entry["status"] for entry in json.loads(done.out)["entries"]}
     assert done.status == 0
-    assert found == dict.fromkeys(state, "same") | ({} if version == 2 else {"layer.weight": "transformed"})
+    assert found == dict.fromkeys(state, "same") | (
+        {} if version == 2 else {"layer.weight": "transformed"}
+    )
 
 
 def test_model_that_does_not_load_what_it_saves_is_reported(tmp_path: Path, run: Run) -> None:
     """The values in the file are those that the model had; loading gives others."""
     state = trained(AlwaysDoubled).state_dict()
     torch.save(state, tmp_path / "a.pt")
-    torch.export.save(torch.export.export(AlwaysDoubled(), (torch.tensor([0, 3]),)), tmp_path / "a.pt2")
+    torch.export.save(
+        torch.export.export(AlwaysDoubled(), (torch.tensor([0, 3]),)), tmp_path / "a.pt2"
+    )
     done = run("diff", tmp_path / "a.pt", "--model", operand(AlwaysDoubled), "--format", "json")
     entries = json.loads(done.out)["entries"]
     assert [entry["left"] for entry in entries if entry["status"] != "same"] == [["layer.weight"]]
-    swapped = ("swap-weights", tmp_path / "a.pt2", tmp_path / "a.pt", "-o", tmp_path / "b.pt2", "--format", "json")
+    swapped = (
+        "swap-weights",
+        tmp_path / "a.pt2",
+        tmp_path / "a.pt",
+        "-o",
+        tmp_path / "b.pt2",
+        "--format",
+        "json",
+    )
     done = run(*swapped, "--model", operand(AlwaysDoubled))
     assert [note["code"] for note in json.loads(done.out)["notes"]] == ["roundtrip"]
     assert same(dict(torch.export.load(tmp_path / "b.pt2").state_dict), state)

@@ -1,4 +1,6 @@
-"""A model is named, so the output is one that it loads; the oracle is `load_state_dict` of the model."""
+"""A model is named, so the output is one that it loads; the oracle is `load_state_dict` of the
+model.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ class Tied(nn.Module):
             state[key.replace("old.", "embed.")] = state.pop(key)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"Backbone": Backbone, "Detector": Detector, "Tied": Tied}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "Backbone": Backbone,
+    "Detector": Detector,
+    "Tied": Tied,
+}
 DAMAGES: dict[str, Callable[[State, str], object]] = {
     "none": lambda state, key: None,
     "dropped": lambda state, key: state.pop(key),
@@ -95,7 +101,9 @@ def test_output_is_written_if_and_only_if_the_model_loads_it(
         state = {f"module.{key}": value for key, value in saved(name, damage, position).items()}
         torch.save(state, tmp_path / "in.pt")
         out = tmp_path / f"out{position}.pt"
-        done = run("remap", tmp_path / "in.pt", "--model", f"{__file__}:{name}", *options, "-o", out)
+        done = run(
+            "remap", tmp_path / "in.pt", "--model", f"{__file__}:{name}", *options, "-o", out
+        )
         unwrapped = tmp_path / "unwrapped.pt"
         torch.save(saved(name, damage, position), unwrapped)
         loads = is_loaded(MODELS[name](), unwrapped)
@@ -107,10 +115,22 @@ def test_output_is_written_if_and_only_if_the_model_loads_it(
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_output_of_rules_is_loaded_by_the_model_that_they_lead_to(tmp_path: Path, run: Run, damage: str) -> None:
+def test_output_of_rules_is_loaded_by_the_model_that_they_lead_to(
+    tmp_path: Path, run: Run, damage: str
+) -> None:
     torch.save(saved("Backbone", damage, 0), tmp_path / "in.pt")
-    torch.save({f"backbone.{key}": value for key, value in Detector().state_dict().items()}, tmp_path / "box.pt")
-    arguments = ("remap", tmp_path / "in.pt", "--to-model", f"{__file__}:Detector", "-o", tmp_path / "out.pt")
+    torch.save(
+        {f"backbone.{key}": value for key, value in Detector().state_dict().items()},
+        tmp_path / "box.pt",
+    )
+    arguments = (
+        "remap",
+        tmp_path / "in.pt",
+        "--to-model",
+        f"{__file__}:Detector",
+        "-o",
+        tmp_path / "out.pt",
+    )
     for rule in ("{x*} => backbone.{x*}", "conv.{x*} => zzz.{x*}", "fc.{x*} => backbone.fc.{x*}"):
         refused = run(*arguments, "--rule", rule)
         assert refused.status == 1
@@ -123,7 +143,9 @@ def test_output_of_rules_is_loaded_by_the_model_that_they_lead_to(tmp_path: Path
     assert done.status == 0, done.err
     model = Detector()
     result = model.load_state_dict(torch.load(tmp_path / "out.pt"), strict=False)
-    missing = {"box.weight", "box.bias"} | ({"backbone.conv.weight"} if damage == "dropped" else set())
+    missing = {"box.weight", "box.bias"} | (
+        {"backbone.conv.weight"} if damage == "dropped" else set()
+    )
     assert (set(result.missing_keys), result.unexpected_keys) == (missing, [])
 
 
@@ -133,7 +155,13 @@ def test_all_problems_are_named_at_once(tmp_path: Path, run: Run) -> None:
     torch.save(state, tmp_path / "in.pt")
     out = ("-o", tmp_path / "out.pt")
     refused = run(
-        "remap", tmp_path / "in.pt", "--rule", "fc.{x} => head.{x}", "--to-model", f"{__file__}:Backbone", *out
+        "remap",
+        tmp_path / "in.pt",
+        "--rule",
+        "fc.{x} => head.{x}",
+        "--to-model",
+        f"{__file__}:Backbone",
+        *out,
     )
     assert refused.status == 1
     for line in (
@@ -148,7 +176,16 @@ def test_all_problems_are_named_at_once(tmp_path: Path, run: Run) -> None:
 
 def test_a_dtype_that_loading_converts_is_a_note(tmp_path: Path, run: Run) -> None:
     torch.save(saved("Backbone", "half", 0), tmp_path / "in.pt")
-    options = ("--model", f"{__file__}:Backbone", "--to", "ddp", "-o", tmp_path / "out.pt", "--format", "json")
+    options = (
+        "--model",
+        f"{__file__}:Backbone",
+        "--to",
+        "ddp",
+        "-o",
+        tmp_path / "out.pt",
+        "--format",
+        "json",
+    )
     done = run("remap", tmp_path / "in.pt", *options)
     assert done.status == 0
     note = "loading the output converts 1 tensor: conv.weight (float16 to float32)"
@@ -168,5 +205,13 @@ def test_options_that_lead_to_other_names_are_not_held_to_the_model(
     tmp_path: Path, run: Run, options: tuple[str, ...]
 ) -> None:
     torch.save(Backbone(classes=5).state_dict(), tmp_path / "in.pt")
-    done = run("remap", tmp_path / "in.pt", "--model", f"{__file__}:Backbone", *options, "-o", tmp_path / "out.pt")
+    done = run(
+        "remap",
+        tmp_path / "in.pt",
+        "--model",
+        f"{__file__}:Backbone",
+        *options,
+        "-o",
+        tmp_path / "out.pt",
+    )
     assert done.status == 0, done.err

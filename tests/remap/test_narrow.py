@@ -1,4 +1,6 @@
-"""Remaps of one submodule or of trainable parameters, with torch's get_model_state_dict as the oracle."""
+"""Remaps of one submodule or of trainable parameters, with torch's get_model_state_dict as the
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def narrowed(state: dict, tmp_path: Path, *options: str) -> dict:
 
 @pytest.mark.parametrize("options", [(), MODEL])
 @pytest.mark.parametrize("form", ["plain", "compile", "dp", "dp(compile)"])
-def test_selected_submodule_equals_its_own_state_dict(form: str, options: tuple[str, ...], tmp_path: Path) -> None:
+def test_selected_submodule_equals_its_own_state_dict(
+    form: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
     state = wrap(form, net(0)).state_dict()
     found = narrowed(state, tmp_path, *options, "--select", "block")
     assert same(dict(found), dict(net(0).block.state_dict()))
@@ -48,12 +52,16 @@ def test_wrapper_of_the_submodule_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_submodule_in_another_wrapper(tmp_path: Path) -> None:
-    found = narrowed(wrap("compile", net(0)).state_dict(), tmp_path, "--select", "block", "--to", "dp")
+    found = narrowed(
+        wrap("compile", net(0)).state_dict(), tmp_path, "--select", "block", "--to", "dp"
+    )
     wrap("dp", net(1).block).load_state_dict(found)
 
 
 @pytest.mark.parametrize("options", [(), ("--select", "block")])
-def test_averaging_counter_is_kept_with_the_average(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_averaging_counter_is_kept_with_the_average(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
     """A submodule is a separate model, whose average has its own counter."""
     average = torch.optim.swa_utils.AveragedModel(net(0))
     average.n_averaged += 7
@@ -98,7 +106,15 @@ def test_unknown_submodule_is_an_error(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize("to", ["serialized", "runtime", "ddp"])
 def test_trainable_only_equals_torchs_ignore_frozen_params(to: str, tmp_path: Path) -> None:
     model = models.Frozen()
-    found = narrowed(model.state_dict(), tmp_path, "--model", "optimizer_models:Frozen", "--trainable-only", "--to", to)
+    found = narrowed(
+        model.state_dict(),
+        tmp_path,
+        "--model",
+        "optimizer_models:Frozen",
+        "--trainable-only",
+        "--to",
+        to,
+    )
     expected = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     prefix = "module." if to == "ddp" else ""
     assert same(dict(found), {prefix + key: value for key, value in expected.items()})
@@ -110,7 +126,10 @@ class Renamed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.a, self.b = (
+            nn.Parameter(torch.ones(2)),
+            nn.Parameter(torch.zeros(2), requires_grad=False),
+        )
         self.register_state_dict_post_hook(_exchange)
         self.register_load_state_dict_pre_hook(_exchange)
 
@@ -121,13 +140,17 @@ def _exchange(_module: nn.Module, state: dict, prefix: str, *_more: object) -> N
 
 
 @pytest.mark.parametrize(("to", "kept"), [("serialized", "b"), ("runtime", "a")])
-def test_trainable_is_a_property_of_the_parameter_not_of_its_key(to: str, kept: str, tmp_path: Path) -> None:
+def test_trainable_is_a_property_of_the_parameter_not_of_its_key(
+    to: str, kept: str, tmp_path: Path
+) -> None:
     options = ("--model", f"{__file__}:Renamed", "--trainable-only", "--to", to)
     assert same(dict(narrowed(Renamed().state_dict(), tmp_path, *options)), {kept: torch.ones(2)})
 
 
 def test_trainable_only_keeps_buffers(tmp_path: Path) -> None:
-    assert "scale" in narrowed(Net().state_dict(), tmp_path, *MODEL, "--trainable-only", "--to", "serialized")
+    assert "scale" in narrowed(
+        Net().state_dict(), tmp_path, *MODEL, "--trainable-only", "--to", "serialized"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +160,9 @@ def test_trainable_only_keeps_buffers(tmp_path: Path) -> None:
         (("--like", "other.pt", "--to", "ddp"), "leave one of them out"),
     ],
 )
-def test_incomplete_or_conflicting_options_are_errors(options: tuple[str, ...], hint: str, run: Run) -> None:
+def test_incomplete_or_conflicting_options_are_errors(
+    options: tuple[str, ...], hint: str, run: Run
+) -> None:
     done = run("remap", "model.pt", *options, "-o", "out.pt")
     assert (done.status, hint in done.err) == (2, True)
 
@@ -153,6 +178,8 @@ class WithAverage(nn.Module):
 def test_wrappers_around_the_selected_submodule_are_replaced(tmp_path: Path, form: str) -> None:
     """The oracle: the submodule in that wrapper loads the keys."""
     part = nn.Sequential(nn.Linear(2, 2))
-    wrapped = {"serialized": part, "ddp": nn.DataParallel(part), "averaged": AveragedModel(part)}[form]
+    wrapped = {"serialized": part, "ddp": nn.DataParallel(part), "averaged": AveragedModel(part)}[
+        form
+    ]
     state = narrowed(WithAverage().state_dict(), tmp_path, "--select", "ema", "--to", form)
     wrapped.load_state_dict(state)

@@ -7,7 +7,11 @@ from typing import Any, cast
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import optimizer_models as models
 import optimizer_support
@@ -24,7 +28,9 @@ OPTIMIZERS = {
     "SGD without momentum": lambda m: torch.optim.SGD(m.parameters(), 0.01),
     "Adam": lambda m: torch.optim.Adam(m.parameters(), 0.01, amsgrad=True),
     "AdamW": lambda m: torch.optim.AdamW(m.parameters(), 0.01),
-    "AdamW, capturable lr": lambda m: torch.optim.AdamW(m.parameters(), torch.tensor(0.01), foreach=False),
+    "AdamW, capturable lr": lambda m: torch.optim.AdamW(
+        m.parameters(), torch.tensor(0.01), foreach=False
+    ),
     "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), 0.01),
     "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), 0.01),
     "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), 0.01, momentum=0.5, centered=True),
@@ -49,7 +55,9 @@ def resumed(checkpoint: dict, model, make, keys: str):
     if keys == "id":
         optimizer.load_state_dict(checkpoint["optimizer"])
     else:
-        set_optimizer_state_dict(resumed_model, optimizer, checkpoint["optimizer"], options=options_of(keys))
+        set_optimizer_state_dict(
+            resumed_model, optimizer, checkpoint["optimizer"], options=options_of(keys)
+        )
     return resumed_model, optimizer
 
 
@@ -105,7 +113,9 @@ def test_integer_steps_stay_integers(tmp_path: Path) -> None:
     for own in state["state"].values():
         own["step"] = 3  # as in torch before 1.12
     torch.save(state, tmp_path / "old.pt")
-    found, _ = remapped(str(tmp_path / "old.pt"), tmp_path / "out.pt", keys="flat", names=names_of("Net"))
+    found, _ = remapped(
+        str(tmp_path / "old.pt"), tmp_path / "out.pt", keys="flat", names=names_of("Net")
+    )
     assert found["state.embed.weight.step"] == 3
     back, _ = remapped(str(tmp_path / "out.pt"), tmp_path / "back.pt", keys="id")
     assert same(back, state)
@@ -139,8 +149,17 @@ def lbfgs(model):
     return torch.optim.LBFGS(model.parameters(), 0.01)
 
 
-REFUSED = {  # model and optimizer of the file, names, other model's names, message, part of a problem or of the hint
-    "no names": ("Net", models.adamw, (), (), "nothing says which parameters the ids are", "--model"),
+# model and optimizer of the file, names, other model's names, message, part of a problem or of the
+# hint
+REFUSED = {
+    "no names": (
+        "Net",
+        models.adamw,
+        (),
+        (),
+        "nothing says which parameters the ids are",
+        "--model",
+    ),
     "some parameters": (
         "Net",
         for_the_head,
@@ -157,7 +176,14 @@ REFUSED = {  # model and optimizer of the file, names, other model's names, mess
         *("Split", models.adamw, ("Split",), ("Fused",), "cannot follow"),
         "step: not the same in q.weight, k.weight, v.weight @ qkv.weight",
     ),
-    "LBFGS": ("Net", lbfgs, ("Net",), ("Reordered",), "cannot follow", "belongs to all parameters together"),
+    "LBFGS": (
+        "Net",
+        lbfgs,
+        ("Net",),
+        ("Reordered",),
+        "cannot follow",
+        "belongs to all parameters together",
+    ),
 }
 
 
@@ -203,7 +229,9 @@ def test_groups_of_equal_shapes_are_refused_without_the_optimizer(tmp_path: Path
 
 
 @pytest.mark.parametrize("make", ["backwards", "fused", "valued"])
-def test_other_order_is_detected_by_shapes_and_resolved_by_the_optimizer(make: str, tmp_path: Path) -> None:
+def test_other_order_is_detected_by_shapes_and_resolved_by_the_optimizer(
+    make: str, tmp_path: Path
+) -> None:
     model, optimizer = train(models.Net, getattr(models, make))
     path = save(tmp_path / "o.pt", model, optimizer)
     with pytest.raises(Refused, match="the shapes in its state contradict") as refused:
@@ -220,7 +248,9 @@ def test_optimizer_may_include_frozen_parameters_or_not(make, tmp_path: Path) ->
     path = save(tmp_path / "o.pt", model, optimizer)
     found, done = remapped(path, tmp_path / "out.pt", keys="fqn", names=names_of("Frozen"))
     assert done.params == (9 if make is models.adamw else 5)
-    assert found["optimizer"]["state"].keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert found["optimizer"]["state"].keys() == {
+        name for name, p in model.named_parameters() if p.requires_grad
+    }
 
 
 def test_unknown_optimizer_is_checked_by_its_state_shapes(tmp_path: Path) -> None:
@@ -255,7 +285,9 @@ def test_a_group_split_into_two_has_the_hyperparameters_of_the_code(tmp_path: Pa
     model, optimizer = train(models.Net, models.adamw)
     optimizer.param_groups[0]["lr"] = 0.5
     path = save(tmp_path / "o.pt", model, optimizer)
-    found, done = remapped(path, tmp_path / "out.pt", names=names_of("Net"), to_names=names_of("Net", "halves"))
+    found, done = remapped(
+        path, tmp_path / "out.pt", names=names_of("Net"), to_names=names_of("Net", "halves")
+    )
     assert "a learning-rate scheduler that was saved" in done.notes[0]
     groups = found["optimizer"]["param_groups"]
     assert [group["params"] for group in groups] == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
@@ -269,12 +301,16 @@ def test_a_group_split_into_two_has_the_hyperparameters_of_the_code(tmp_path: Pa
 
 
 def test_pytorch_3852_a_removed_layer(tmp_path: Path) -> None:
-    """torch: loaded state dict contains a parameter group that doesn't match the size of optimizer's group."""
+    """torch: loaded state dict contains a parameter group that doesn't match the size of
+    optimizer's group.
+    """
     path = save(tmp_path / "o.pt", *train(models.Net, models.adamw))
     optimizer = models.adamw(models.Shrunk())
     with pytest.raises(ValueError, match="doesn't match the size"):
         optimizer.load_state_dict(torch.load(path)["optimizer"])
-    found, done = remapped(path, tmp_path / "out.pt", names=names_of("Net"), to_names=names_of("Shrunk"))
+    found, done = remapped(
+        path, tmp_path / "out.pt", names=names_of("Net"), to_names=names_of("Shrunk")
+    )
     assert done.dropped == ("second.weight", "second.bias")
     assert any("left out, the state of 2 parameters: second.weight" in note for note in done.notes)
     optimizer.load_state_dict(found["optimizer"])
@@ -297,7 +333,9 @@ def test_a_resized_layer_is_refused_by_name(tmp_path: Path) -> None:
     path = save(tmp_path / "o.pt", *train(models.Net, models.named))
     rules = [parse("first.{rest*} => embed.{rest*}"), parse("embed.{rest*} => first.{rest*}")]
     with pytest.raises(Refused) as refused:
-        remapped(path, tmp_path / "out.pt", names=names_of("Net"), to_names=names_of("Net"), rules=rules)
+        remapped(
+            path, tmp_path / "out.pt", names=names_of("Net"), to_names=names_of("Net"), rules=rules
+        )
     assert "exp_avg is [4, 3], the parameter [4, 4]" in "".join(map(str, refused.value.problems))
 
 
@@ -307,12 +345,16 @@ def test_a_resized_layer_is_refused_by_name(tmp_path: Path) -> None:
 def test_moments_of_a_fused_projection_are_fused(tmp_path: Path) -> None:
     model, optimizer = train(models.Split, models.adamw)
     path = save(tmp_path / "o.pt", model, optimizer)
-    found, _ = remapped(path, tmp_path / "out.pt", names=names_of("Split"), to_names=names_of("Fused"))
+    found, _ = remapped(
+        path, tmp_path / "out.pt", names=names_of("Split"), to_names=names_of("Fused")
+    )
     other, target = resumed(found, models.Fused, models.adamw, "id")
     steps(model, optimizer, 3, 5)
     steps(other, target, 3, 5)
     parts = other.qkv.weight.detach().chunk(3)
-    assert all(torch.allclose(part, getattr(model, name).weight) for name, part in zip("qkv", parts))
+    assert all(
+        torch.allclose(part, getattr(model, name).weight) for name, part in zip("qkv", parts)
+    )
     moments = [optimizer.state[getattr(model, name).weight]["exp_avg"] for name in "qkv"]
     assert torch.allclose(torch.cat(moments), target.state[other.qkv.weight]["exp_avg"])
 
@@ -351,7 +393,9 @@ def test_pytorch_101107_113422_names_with_wrapper_segments(wrapper: str, tmp_pat
     wrapped = [name for name, _ in WRAPPERS[wrapper](models.Net()).named_parameters()][::-1]
     state["param_groups"][0]["param_names"] = wrapped
     torch.save(state, tmp_path / "o.pt")
-    found, _ = remapped(str(tmp_path / "o.pt"), tmp_path / "out.pt", keys="fqn", names=names_of("Net"))
+    found, _ = remapped(
+        str(tmp_path / "o.pt"), tmp_path / "out.pt", keys="fqn", names=names_of("Net")
+    )
     assert found["param_groups"][0]["params"] == found["param_groups"][0]["param_names"] == plain
     assert found["state"].keys() == set(plain)
 
@@ -366,7 +410,8 @@ def test_a_wrapped_model_resumes_from_names(keys: str, wrapper: str, tmp_path: P
     other.load_state_dict(found["model"])
     wrapped = WRAPPERS[wrapper](other)
     target = models.adamw(wrapped)
-    if wrapper in ("DataParallel", "checkpoint of compile"):  # torch leaves their segments in (torchtitan#2622)
+    # torch leaves their segments in (torchtitan#2622)
+    if wrapper in ("DataParallel", "checkpoint of compile"):
         with pytest.raises((RuntimeError, KeyError)):
             set_optimizer_state_dict(wrapped, target, found["optimizer"], options=options_of(keys))
         return
@@ -386,10 +431,24 @@ def test_names_of_tied_parameters(tmp_path: Path) -> None:
 
 def test_several_optimizers_use_their_own_names(tmp_path: Path) -> None:
     model = models.Net()
-    parts = [[(n, p) for n, p in model.named_parameters() if n.startswith("head") == head] for head in (True, False)]
+    parts = [
+        [(n, p) for n, p in model.named_parameters() if n.startswith("head") == head]
+        for head in (True, False)
+    ]
     optimizers = [torch.optim.AdamW(part, 0.01) for part in parts]
     path = tmp_path / "last.ckpt"
-    torch.save({"state_dict": model.state_dict(), "optimizer_states": [o.state_dict() for o in optimizers]}, path)
-    result, done = remap_optimizers(open_checkpoint(str(path)), OptimizerRequest("fqn", names_of("Net")))
-    assert [(one.section, one.params) for one in done] == [("optimizer_states.0", 1), ("optimizer_states.1", 8)]
+    torch.save(
+        {
+            "state_dict": model.state_dict(),
+            "optimizer_states": [o.state_dict() for o in optimizers],
+        },
+        path,
+    )
+    result, done = remap_optimizers(
+        open_checkpoint(str(path)), OptimizerRequest("fqn", names_of("Net"))
+    )
+    assert [(one.section, one.params) for one in done] == [
+        ("optimizer_states.0", 1),
+        ("optimizer_states.1", 8),
+    ]
     assert [section.kind for section in result.sections].count("optimizer") == 2

@@ -1,4 +1,6 @@
-"""Hyperparameters of a resumed run: saved groups keep the file's, new groups take the code's, and each is listed."""
+"""Hyperparameters of a resumed run: saved groups keep the file's, new groups take the code's, and
+each is listed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Net(nn.Module):
 
 def groups_of(model: nn.Module, *names: list[str], **options: list[float]) -> list[dict[str, Any]]:
     parameters = dict(model.named_parameters())
-    groups: list[dict[str, Any]] = [{"params": [parameters[name] for name in group]} for group in names]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameters[name] for name in group]} for group in names
+    ]
     for option, values in options.items():
         for group, value in zip(groups, values):
             group[option] = value
@@ -46,7 +50,9 @@ def one(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_kind(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups_of(model, WEIGHTS, BIASES, lr=[0.2, 0.3], weight_decay=[0.02, 0.0]))
+    return torch.optim.AdamW(
+        groups_of(model, WEIGHTS, BIASES, lr=[0.2, 0.3], weight_decay=[0.02, 0.0])
+    )
 
 
 def by_layer(model: nn.Module) -> torch.optim.Optimizer:
@@ -67,7 +73,9 @@ BUILDERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def trained(build: Callable[[nn.Module], torch.optim.Optimizer], scheduled: bool) -> tuple[Net, torch.optim.Optimizer]:
+def trained(
+    build: Callable[[nn.Module], torch.optim.Optimizer], scheduled: bool
+) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net()
     optimizer = build(model)
@@ -83,10 +91,15 @@ def trained(build: Callable[[nn.Module], torch.optim.Optimizer], scheduled: bool
 
 def membership(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[frozenset[str]]:
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [frozenset(name_of[id(parameter)] for parameter in group["params"]) for group in optimizer.param_groups]
+    return [
+        frozenset(name_of[id(parameter)] for parameter in group["params"])
+        for group in optimizer.param_groups
+    ]
 
 
-def check_groups(old: tuple[nn.Module, Any], new: tuple[nn.Module, Any], code: list[dict[str, Any]]) -> None:
+def check_groups(
+    old: tuple[nn.Module, Any], new: tuple[nn.Module, Any], code: list[dict[str, Any]]
+) -> None:
     """Check `new`, which loaded the state of `old`; `code` are its groups before."""
     saved = dict(zip(membership(*old), old[1].param_groups))
     factors = {group["lr"] / group.get("initial_lr", group["lr"]) for group in old[1].param_groups}
@@ -102,7 +115,9 @@ def check_groups(old: tuple[nn.Module, Any], new: tuple[nn.Module, Any], code: l
             assert group["initial_lr"] == pytest.approx(float(before["lr"]))
 
 
-CASES = [(old, new, scheduled) for old in BUILDERS for new in BUILDERS for scheduled in (False, True)]
+CASES = [
+    (old, new, scheduled) for old in BUILDERS for new in BUILDERS for scheduled in (False, True)
+]
 
 
 @pytest.mark.parametrize(("old", "new", "scheduled"), CASES)
@@ -110,8 +125,17 @@ def test_new_groups_have_the_hyperparameters_of_the_code(
     tmp_path: Path, run: Run, old: str, new: str, scheduled: bool
 ) -> None:
     model, optimizer = trained(BUILDERS[old], scheduled)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
-    words = ("--model", f"{__file__}:Net", "--optimizer", f"{__file__}:{old}", "--to-optimizer", f"{__file__}:{new}")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "old.pt"
+    )
+    words = (
+        "--model",
+        f"{__file__}:Net",
+        "--optimizer",
+        f"{__file__}:{old}",
+        "--to-optimizer",
+        f"{__file__}:{new}",
+    )
     done = run("remap", tmp_path / "old.pt", *words, "-o", tmp_path / "new.pt", "--format", "json")
     assert done.status == 0, done.err
     fresh = Net()
@@ -122,14 +146,18 @@ def test_new_groups_have_the_hyperparameters_of_the_code(
 
     # Every difference that a new group makes is listed with both values.
     saved = membership(model, optimizer)
-    new_groups = [index for index, members in enumerate(membership(fresh, target)) if members not in saved]
+    new_groups = [
+        index for index, members in enumerate(membership(fresh, target)) if members not in saved
+    ]
     text = " ".join(note for note in notes_in(done.data) if "new param groups" in note)
     for index in new_groups:
         assert f"param group {index}: " in text
     assert bool(text) is bool(new_groups)
 
 
-@pytest.mark.parametrize(("old", "new"), [("one", "by_kind"), ("by_layer", "head_first"), ("one", "one")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("one", "by_kind"), ("by_layer", "head_first"), ("one", "one")]
+)
 def test_load_says_which_hyperparameters_it_changes(old: str, new: str) -> None:
     model, optimizer = trained(BUILDERS[old], True)
     file = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -143,5 +171,7 @@ def test_load_says_which_hyperparameters_it_changes(old: str, new: str) -> None:
         for name, value in group.items():
             if name != "params" and value != was.get(name):
                 expected.append((index, name, was.get(name), value))
-    assert [(item.group, item.name, item.before, item.after) for item in loaded.hyperparameters] == expected
+    assert [
+        (item.group, item.name, item.before, item.after) for item in loaded.hyperparameters
+    ] == expected
     assert expected

@@ -1,4 +1,6 @@
-"""Files of pruned models: a model without masks gets what `torch.nn.utils.prune.remove` makes permanent."""
+"""Files of pruned models: a model without masks gets what `torch.nn.utils.prune.remove` makes
+permanent.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,26 @@ def permanent() -> dict[str, torch.Tensor]:
 
 
 def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    bits = {key: value.view(torch.int32) if value.is_floating_point() else value for key, value in actual.items()}
-    wanted = {key: value.view(torch.int32) if value.is_floating_point() else value for key, value in expected.items()}
+    bits = {
+        key: value.view(torch.int32) if value.is_floating_point() else value
+        for key, value in actual.items()
+    }
+    wanted = {
+        key: value.view(torch.int32) if value.is_floating_point() else value
+        for key, value in expected.items()
+    }
     return bits.keys() == wanted.keys() and all(torch.equal(bits[key], wanted[key]) for key in bits)
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod."])
 def test_fix_makes_pruning_permanent(prefix: str, tmp_path: Path, run: Run) -> None:
     model = pruned()
-    torch.save({f"{prefix}{key}": value for key, value in model.state_dict().items()}, tmp_path / "in.pt")
-    (fix,) = fixes_in(run("diff", tmp_path / "in.pt", "--model", f"{__file__}:net", "--format", "json").data)
+    torch.save(
+        {f"{prefix}{key}": value for key, value in model.state_dict().items()}, tmp_path / "in.pt"
+    )
+    (fix,) = fixes_in(
+        run("diff", tmp_path / "in.pt", "--model", f"{__file__}:net", "--format", "json").data
+    )
     words = shlex.split(fix)[1:]
     assert run(*words).status == 0
     result = torch.load(words[-1], weights_only=True)
@@ -57,7 +69,9 @@ def test_fix_makes_pruning_permanent(prefix: str, tmp_path: Path, run: Run) -> N
 
 
 def test_pruned_model_keeps_its_masks(tmp_path: Path, run: Run) -> None:
-    torch.save({f"module.{key}": value for key, value in pruned().state_dict().items()}, tmp_path / "in.pt")
+    torch.save(
+        {f"module.{key}": value for key, value in pruned().state_dict().items()}, tmp_path / "in.pt"
+    )
     asked = ("--model", f"{__file__}:pruned", "--to", "serialized")
     assert run("remap", tmp_path / "in.pt", *asked, "-o", tmp_path / "out.pt").status == 0
     assert same(torch.load(tmp_path / "out.pt"), dict(pruned().state_dict()))
@@ -70,9 +84,16 @@ def test_state_of_a_pruned_weight_does_not_follow(tmp_path: Path, run: Run) -> N
     optimizer = torch.optim.AdamW(model.parameters())
     model[0](torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt"
+    )
     asked = ("--model", f"{__file__}:net", "--to", "serialized")
     done = run("remap", tmp_path / "in.pt", *asked, "-o", tmp_path / "out.pt")
     assert (done.status, "--drop optimizer" in done.err) == (1, True)
-    assert run("remap", tmp_path / "in.pt", *asked, "--drop", "optimizer", "-o", tmp_path / "out.pt").status == 0
+    assert (
+        run(
+            "remap", tmp_path / "in.pt", *asked, "--drop", "optimizer", "-o", tmp_path / "out.pt"
+        ).status
+        == 0
+    )
     net().load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True)["model"])

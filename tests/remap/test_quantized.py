@@ -99,7 +99,9 @@ def test_one_part_is_not_renamed_alone(scheme: str, tmp_path: Path, run: Run) ->
         refused = run("remap", tmp_path / "in.safetensors", *rule, "-o", out)
         assert (refused.status, out.exists()) == (1, False), (name, refused.err)
         assert "quantized" in refused.err
-    done = run("remap", tmp_path / "in.safetensors", "--rule", "layers.{x*} => blocks.{x*}", "-o", out)
+    done = run(
+        "remap", tmp_path / "in.safetensors", "--rule", "layers.{x*} => blocks.{x*}", "-o", out
+    )
     assert done.status == 0, done.err
     assert set(load_file(out)) == {key.replace("layers.", "blocks.") for key in state}
 
@@ -120,14 +122,21 @@ def test_diff_with_plain_weights_does_not_suggest_a_cast(
     scheme: str, options: tuple[str, ...], tmp_path: Path, run: Run
 ) -> None:
     saved(scheme, tmp_path / "in.safetensors")
-    weight = next(iter(SCHEMES[scheme])).removeprefix("q").removesuffix("_packed").removesuffix("_blocks")
+    weight = (
+        next(iter(SCHEMES[scheme]))
+        .removeprefix("q")
+        .removesuffix("_packed")
+        .removesuffix("_blocks")
+    )
     plain = {f"layers.0.{weight}": zeros(4, 4), "layers.0.bias": zeros(4), "norm.weight": zeros(4)}
     save_file(plain, tmp_path / "plain.safetensors")
     for sides in (("in", "plain"), ("plain", "in")):
         paths = [tmp_path / f"{side}.safetensors" for side in sides]
         done = run("diff", *paths, *options, "--format", "json")
         assert done.status == 1
-        advice = [note for note in notes_in(done.data) if "`cast`" in note or "--ignore-dtype" in note]
+        advice = [
+            note for note in notes_in(done.data) if "`cast`" in note or "--ignore-dtype" in note
+        ]
         assert advice == []
         codes = {
             entry.get("code")
@@ -141,7 +150,11 @@ def test_cost_grows_with_the_number_of_weights(tmp_path: Path) -> None:
     """Each weight is searched for among its own keys, not among all keys."""
     calls = []
     for count in (50, 200):
-        state = {f"{number}.{key}": value.clone() for number in range(count) for key, value in SCHEMES[NF4].items()}
+        state = {
+            f"{number}.{key}": value.clone()
+            for number in range(count)
+            for key, value in SCHEMES[NF4].items()
+        }
         save_file(state, tmp_path / "in.safetensors")
         (section,) = open_operand(str(tmp_path / "in.safetensors")).sections
         events: list[str] = []

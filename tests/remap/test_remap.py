@@ -1,4 +1,6 @@
-"""Convert between forms and back for every model of the hook zoo, with the models themselves as the oracle."""
+"""Convert between forms and back for every model of the hook zoo, with the models themselves as the
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ torch.set_num_threads(1)
 
 
 ROUND = [name for name in FLAT if traced(name).roundtrips]
-UNVERSIONED = [name for name in FLAT if traced(name).versions is None]  # loading does not depend on versions
+# loading does not depend on versions
+UNVERSIONED = [name for name in FLAT if traced(name).versions is None]
 
 
 def remapped(source: Path, **options: Any) -> Remap:
@@ -39,13 +42,19 @@ def remapped(source: Path, **options: Any) -> Remap:
 def converted(source: Path, out: Path, name: str, to: str, **options: Any) -> Remap:
     done = remapped(source, model=traced(name), to=to, **options)
     target = format_for(str(out))
-    write_file(target.layout(fit(done.result, target, keep_aliases=True)), str(out), WriteOptions(fsync=False))
+    write_file(
+        target.layout(fit(done.result, target, keep_aliases=True)),
+        str(out),
+        WriteOptions(fsync=False),
+    )
     return done
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     left, right = left.resolve_conj(), right.resolve_conj()
-    return (left.dtype, left.shape) == (right.dtype, right.shape) and torch_eval.same_bits(left, right)
+    return (left.dtype, left.shape) == (right.dtype, right.shape) and torch_eval.same_bits(
+        left, right
+    )
 
 
 def assert_same(found: State, expected: State) -> None:
@@ -62,7 +71,9 @@ def saved_by(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize("name", [name for name in ROUND if name in UNVERSIONED])
 def test_runtime_and_back_gives_the_same_safetensors_file(tmp_path: Path, name: str) -> None:
     source, there, back = (tmp_path / f"{word}.safetensors" for word in ("source", "there", "back"))
-    pointers = [tensor.untyped_storage().data_ptr() for tensor in state_of(name).values() if tensor.numel()]
+    pointers = [
+        tensor.untyped_storage().data_ptr() for tensor in state_of(name).values() if tensor.numel()
+    ]
     if len(set(pointers)) < len(pointers) and name not in ("fused_qkv", "split_by_slices"):
         pytest.skip("safetensors cannot hold tensors that share memory")
     if name == "saves_a_tie_once":
@@ -74,11 +85,14 @@ def test_runtime_and_back_gives_the_same_safetensors_file(tmp_path: Path, name: 
 
 
 AMBIGUOUS = ["permutes_rotary", "swaps_two_names"]  # same keys, shapes and dtypes, but other values
-OTHER_LAYOUT = ("fused_twice", "saves_complex_numbers_in_parts")  # parts of one storage, which torch would copy
+# parts of one storage, which torch would copy
+OTHER_LAYOUT = ("fused_twice", "saves_complex_numbers_in_parts")
 
 
 @pytest.mark.parametrize("name", FLAT)
-def test_runtime_values_equal_the_loaded_models_and_convert_back_to_the_same_file(tmp_path: Path, name: str) -> None:
+def test_runtime_values_equal_the_loaded_models_and_convert_back_to_the_same_file(
+    tmp_path: Path, name: str
+) -> None:
     source, there, back = saved_by(name, tmp_path), tmp_path / "there.pt", tmp_path / "back.pt"
     try:
         converted(source, there, name, "runtime")
@@ -92,7 +106,11 @@ def test_runtime_values_equal_the_loaded_models_and_convert_back_to_the_same_fil
         loaded = runtime_values(model)
     except RuntimeError:
         loaded = before
-    wrong = [k for k in found if k in before and not (same(found[k], before[k]) or same(found[k], loaded[k]))]
+    wrong = [
+        k
+        for k in found
+        if k in before and not (same(found[k], before[k]) or same(found[k], loaded[k]))
+    ]
     assert wrong == []
     if not traced(name).roundtrips:
         return
@@ -110,7 +128,10 @@ def test_serialized_values_equal_the_hooks_output(tmp_path: Path, name: str) -> 
     names, model = traced(name), randomized(zoo_model(name).build(True), 1)
     persistent = {t.fqn for t in names.runtime if t.persistent} | set(names.extra_state)
     made = {s.key: state_of(name)[s.key] for s in names.serialized if s.source is None}
-    torch.save({**{k: v for k, v in runtime_values(model).items() if k in persistent}, **made}, tmp_path / "run.pt")
+    torch.save(
+        {**{k: v for k, v in runtime_values(model).items() if k in persistent}, **made},
+        tmp_path / "run.pt",
+    )
     try:
         converted(tmp_path / "run.pt", tmp_path / "saved.pt", name, "serialized", from_="runtime")
     except Refused:
@@ -137,7 +158,9 @@ def test_form_is_recorded_if_names_do_not_show_it(tmp_path: Path, name: str, end
 
 
 def test_torch_ignores_a_recorded_form(tmp_path: Path) -> None:
-    converted(saved_by("permutes_rotary", tmp_path), tmp_path / "there.pt", "permutes_rotary", "runtime")
+    converted(
+        saved_by("permutes_rotary", tmp_path), tmp_path / "there.pt", "permutes_rotary", "runtime"
+    )
     state = torch.load(tmp_path / "there.pt", weights_only=True)
     nn.Linear(4, 8, bias=False).load_state_dict(state, strict=True)
 
@@ -179,7 +202,9 @@ def test_rules_rename_metadata_and_hooks_do_not(tmp_path: Path) -> None:
 def test_metadata_is_renamed_by_wrappers_then_rules(tmp_path: Path) -> None:
     state: Any = ZOO["batch_norm"]().state_dict()
     wrapped = type(state)((f"module.{key}", value) for key, value in state.items())
-    wrapped._metadata = {f"module.{path}".rstrip("."): value for path, value in state._metadata.items()}
+    wrapped._metadata = {
+        f"module.{path}".rstrip("."): value for path, value in state._metadata.items()
+    }
     torch.save(wrapped, tmp_path / "wrapped.pt")
     done = remapped(tmp_path / "wrapped.pt", to="serialized", rule="1.{x} => norm.{x}")
     (section,) = done.result.sections
@@ -220,14 +245,21 @@ class Held:
 @pytest.mark.parametrize("dropped", ["one", "two", "x"])
 def test_non_tensor_entries_are_dropped_by_name(tmp_path: Path, run: Run, dropped: str) -> None:
     """The other entries are kept, with their storages."""
-    held = {name: Held(torch.full((size,), 1.0).untyped_storage()) for name, size in (("one", 2), ("two", 3))}
+    held = {
+        name: Held(torch.full((size,), 1.0).untyped_storage())
+        for name, size in (("one", 2), ("two", 3))
+    }
     torch.save({"model": {"w": torch.ones(2)}, **held, "x": 1}, tmp_path / "in.pt")
     out = tmp_path / "out.pt"
     assert run("remap", tmp_path / "in.pt", "--drop", dropped, "-o", out).status == 0
     kept = torch.load(out, weights_only=False)
     assert kept.keys() == {"model", "one", "two", "x"} - {dropped}
-    assert all(kept[n].storage.tolist() == h.storage.tolist() for n, h in held.items() if n != dropped)
-    assert [one.path for one in open_operand(str(out)).unreached] == [f"{n}.storage" for n in held if n != dropped]
+    assert all(
+        kept[n].storage.tolist() == h.storage.tolist() for n, h in held.items() if n != dropped
+    )
+    assert [one.path for one in open_operand(str(out)).unreached] == [
+        f"{n}.storage" for n in held if n != dropped
+    ]
 
 
 class Versioned(nn.Linear):
@@ -235,8 +267,12 @@ class Versioned(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self._register_state_dict_hook(lambda own, state, prefix, local: state.update({f"{prefix}v": torch.ones(1)}))
-        self.register_load_state_dict_pre_hook(lambda own, state, prefix, *rest: state.pop(f"{prefix}v"))
+        self._register_state_dict_hook(
+            lambda own, state, prefix, local: state.update({f"{prefix}v": torch.ones(1)})
+        )
+        self.register_load_state_dict_pre_hook(
+            lambda own, state, prefix, *rest: state.pop(f"{prefix}v")
+        )
 
     def get_extra_state(self) -> int:
         return 3
@@ -271,7 +307,9 @@ def test_required_keys_without_a_source_are_reported_as_missing(tmp_path: Path, 
     Versioned().load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
 
 
-def test_key_missing_from_one_section_is_reported_for_that_section(tmp_path: Path, run: Run) -> None:
+def test_key_missing_from_one_section_is_reported_for_that_section(
+    tmp_path: Path, run: Run
+) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     incomplete = {key: value for key, value in model.state_dict().items() if key != "1.bias"}
     (tmp_path / "m.py").write_text(
@@ -301,14 +339,17 @@ def test_tensors_that_do_not_fit_another_model_are_refused_by_name(
     (tmp_path / "m.py").write_text(
         "from torch import nn\n"
         "def net(width=2, layers=2):\n"
-        "    return nn.Sequential(*(nn.Linear(*sizes) for sizes in ((2, width), (width, 2))[:layers]))"
+        "    return nn.Sequential(*(nn.Linear(*sizes) for sizes in ((2, width), (width,"
+        " 2))[:layers]))"
     )
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     torch.save(torch.optim.swa_utils.AveragedModel(model).state_dict(), tmp_path / "in.pt")
     operand = f"{tmp_path / 'm.py'}:net"
     words = ("--model", operand, "--to-model", call_text(operand, kwargs), "--format", "json")
     done = run("remap", tmp_path / "in.pt", *words, "-o", tmp_path / "out.pt")
-    assert {problem["key"].removeprefix("module.") for problem in done.data.get("problems", ())} == problems
+    assert {
+        problem["key"].removeprefix("module.") for problem in done.data.get("problems", ())
+    } == problems
     if not problems:
         model.load_state_dict(torch.load(tmp_path / "out.pt"))
 
@@ -322,4 +363,7 @@ def test_adapter_without_its_model_is_recognized(tmp_path: Path, run: Run) -> No
     )
     options = ("--model", f"{tmp_path}/model.py:build", "--to", "runtime")
     refused = run("remap", tmp_path / "a.pt", *options, "-o", tmp_path / "b.pt")
-    assert (refused.status, "a LoRA adapter without its model: pass --to-model NEW" in refused.err) == (1, True)
+    assert (
+        refused.status,
+        "a LoRA adapter without its model: pass --to-model NEW" in refused.err,
+    ) == (1, True)

@@ -1,4 +1,6 @@
-"""Rules that rename a model with its optimizer: torch still assigns each parameter its own state by position."""
+"""Rules that rename a model with its optimizer: torch still assigns each parameter its own state by
+position.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ RENAMES = {
 
 
 class Net(nn.Module):
-    """Layers of one shape, registered in this order, so that only order and names distinguish them."""
+    """Layers of one shape, registered in this order, so that only order and names distinguish
+    them.
+    """
 
     def __init__(self, layers: Sequence[str]) -> None:
         super().__init__()
@@ -36,10 +40,14 @@ class Net(nn.Module):
 def sgd(model: nn.Module, groups: int, named: bool) -> torch.optim.Optimizer:
     params = [pair if named else pair[1] for pair in model.named_parameters()]
     parts: list[Any] = [params[:3], params[3:]] if groups == 2 else [params]
-    return torch.optim.SGD([{"params": part, "weight_decay": 0.5 * at} for at, part in enumerate(parts)], 0.1, 0.9)
+    return torch.optim.SGD(
+        [{"params": part, "weight_decay": 0.5 * at} for at, part in enumerate(parts)], 0.1, 0.9
+    )
 
 
-def trained(layers: Sequence[str], groups: int, named: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(
+    layers: Sequence[str], groups: int, named: bool
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Train so that every momentum is twice its parameter."""
     model = Net(layers)
     optimizer = sgd(model, groups, named)
@@ -65,12 +73,17 @@ def loads(path: Path, layers: Sequence[str], groups: int) -> bool:
     optimizer = sgd(model, groups, named=False)
     model.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])
-    return all(torch.equal(optimizer.state[p]["momentum_buffer"], p.detach() * 2) for p in model.parameters())
+    return all(
+        torch.equal(optimizer.state[p]["momentum_buffer"], p.detach() * 2)
+        for p in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("form", ["id", "id with names", "fqn", "flat"])
 @pytest.mark.parametrize("kind", RENAMES)
-def test_ids_and_keys_are_in_model_order_after_a_rename(kind: str, form: str, tmp_path: Path) -> None:
+def test_ids_and_keys_are_in_model_order_after_a_rename(
+    kind: str, form: str, tmp_path: Path
+) -> None:
     path, out = tmp_path / "old.pt", tmp_path / "out.pt"
     for seed in range(3):
         chance = random.Random(f"{form} {kind} {seed}")
@@ -87,8 +100,12 @@ def test_ids_and_keys_are_in_model_order_after_a_rename(kind: str, form: str, tm
         if groups == 2:
             options["optimizer"] = partial(sgd, groups=groups, named=False)
         definition = partial(Net, NAMES)
-        done = ckpttool.remap(str(path), str(out), model=definition, optimizer_keys="id", force=True, **options)
+        done = ckpttool.remap(
+            str(path), str(out), model=definition, optimizer_keys="id", force=True, **options
+        )
         layers = [renames.get(name, name) for name in NAMES]
-        assert list(dict.fromkeys(key.partition(".")[0] for key in torch.load(out)["model"])) == layers, seed
+        assert (
+            list(dict.fromkeys(key.partition(".")[0] for key in torch.load(out)["model"])) == layers
+        ), seed
         assert loads(out, layers, groups), seed
         assert not done.optimizers[0].new

@@ -1,4 +1,6 @@
-"""Several sections of one model are changed together, in any wrapper or form, unless --sections selects some."""
+"""Several sections of one model are changed together, in any wrapper or form, unless --sections
+selects some.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def _two(name: str) -> tuple[nn.Module, nn.Module]:
 
 
 def _runtime(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
     return {key: tensor.detach() for key, tensor in named}
 
 
@@ -36,7 +41,9 @@ def _equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("name", HOOKED)
 def test_both_sections_load_after_a_remap_with_a_model(name: str, tmp_path: Path, run: Run) -> None:
-    """The weights are in one form, their average in another or under a wrapper; torch loads both afterwards."""
+    """The weights are in one form, their average in another or under a wrapper; torch loads both
+    afterwards.
+    """
     model, average = _two(name)
     wrapped = {f"module.{key}": value for key, value in average.state_dict().items()}
     for word, ema in (
@@ -64,13 +71,23 @@ def test_rules_apply_to_an_average_but_not_to_another_model(tmp_path: Path, run:
     other = {"encoder.weight": torch.ones(5, 2), "head.weight": torch.ones(2, 5)}
     ema = {key: 2 * value for key, value in weights.items()}
     torch.save({"model": weights, "ema": ema, "critic": other, "lr": 0.1}, tmp_path / "a.pt")
-    done = run("remap", tmp_path / "a.pt", "-o", tmp_path / "b.pt", "--rule", "encoder.{x*} => body.{x*}")
+    done = run(
+        "remap", tmp_path / "a.pt", "-o", tmp_path / "b.pt", "--rule", "encoder.{x*} => body.{x*}"
+    )
     assert done.status == 0
     assert "sections  model, ema" in done.out
-    assert "critic has 2 of the 2 names of model and stays as it is (--sections 'model,ema,critic'" in done.said[1]
+    assert (
+        "critic has 2 of the 2 names of model and stays as it is (--sections 'model,ema,critic'"
+        in done.said[1]
+    )
     found = torch.load(tmp_path / "b.pt")
-    assert _equal(found["model"], {"body.weight": weights["encoder.weight"], "head.weight": weights["head.weight"]})
-    assert _equal(found["ema"], {"body.weight": ema["encoder.weight"], "head.weight": ema["head.weight"]})
+    assert _equal(
+        found["model"],
+        {"body.weight": weights["encoder.weight"], "head.weight": weights["head.weight"]},
+    )
+    assert _equal(
+        found["ema"], {"body.weight": ema["encoder.weight"], "head.weight": ema["head.weight"]}
+    )
     assert _equal(found["critic"], other)
     assert found["lr"] == 0.1
 
@@ -78,11 +95,27 @@ def test_rules_apply_to_an_average_but_not_to_another_model(tmp_path: Path, run:
 def test_only_selected_sections_are_changed(tmp_path: Path, run: Run) -> None:
     states = ({"a.w": torch.ones(2)}, {"a.w": torch.zeros(2)}, {"b.w": torch.ones(2)})
     torch.save(dict(zip(("one", "two", "three"), states)), tmp_path / "a.pt")
-    words = ("remap", tmp_path / "a.pt", "--force", "-o", tmp_path / "b.pt", "--rule", "{x*}.w => {x*}.v")
+    words = (
+        "remap",
+        tmp_path / "a.pt",
+        "--force",
+        "-o",
+        tmp_path / "b.pt",
+        "--rule",
+        "{x*}.w => {x*}.v",
+    )
     assert run(*words, "--sections", "two").status == 0
-    assert [list(part) for part in torch.load(tmp_path / "b.pt").values()] == [["a.w"], ["a.v"], ["b.w"]]
+    assert [list(part) for part in torch.load(tmp_path / "b.pt").values()] == [
+        ["a.w"],
+        ["a.v"],
+        ["b.w"],
+    ]
     assert run(*words, "--sections", "two, three").status == 0
-    assert [list(part) for part in torch.load(tmp_path / "b.pt").values()] == [["a.w"], ["a.v"], ["b.v"]]
+    assert [list(part) for part in torch.load(tmp_path / "b.pt").values()] == [
+        ["a.w"],
+        ["a.v"],
+        ["b.v"],
+    ]
     refused = run(*words, "--sections", "two,four")
     assert (refused.status, refused.err.count("'four'")) == (2, 1)
     assert "its state dicts are: one, two, three" in refused.err
@@ -109,12 +142,17 @@ def test_rules_apply_to_a_wrapped_average(tmp_path: Path, run: Run, from_file: b
     torch.save({"model": ddp, "ema": model.state_dict()}, tmp_path / "c.pt")
     unwrap = ("--rule", "module.{x*} => {x*}")
     assert run("remap", tmp_path / "c.pt", "-o", tmp_path / "d.pt", *unwrap).status == 0
-    assert [list(part) for part in torch.load(tmp_path / "d.pt").values()] == [list(names), list(names)]
+    assert [list(part) for part in torch.load(tmp_path / "d.pt").values()] == [
+        list(names),
+        list(names),
+    ]
 
 
 def test_rule_that_matches_no_key_of_a_section_is_refused(tmp_path: Path, run: Run) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    wrapped = {key.replace("0.", "0._orig_mod."): value for key, value in model.state_dict().items()}
+    wrapped = {
+        key.replace("0.", "0._orig_mod."): value for key, value in model.state_dict().items()
+    }
     torch.save({"model": model.state_dict(), "ema": wrapped}, tmp_path / "a.pt")
     words = ("remap", tmp_path / "a.pt", "-o", tmp_path / "b.pt", "--rule", "0.weight => w")
     refused = run(*words)
@@ -127,7 +165,9 @@ def test_rule_that_matches_no_key_of_a_section_is_refused(tmp_path: Path, run: R
 
 
 def test_a_lightning_average_follows_its_model(tmp_path: Path, run: Run) -> None:
-    """``current_model_state`` holds the weights and ``state_dict`` their average; optimizers stay correct."""
+    """``current_model_state`` holds the weights and ``state_dict`` their average; optimizers stay
+    correct.
+    """
     net = nn.ModuleDict({"net": nn.Linear(2, 2)})
     optimizer = torch.optim.Adam(net.parameters())
     net["net"](torch.ones(1, 2)).sum().backward()
@@ -138,12 +178,17 @@ def test_a_lightning_average_follows_its_model(tmp_path: Path, run: Run) -> None
         "optimizer_states": [optimizer.state_dict()], "averaging_state": {"n_averaged": torch.tensor(2)},
     }  # fmt: skip
     torch.save(content, tmp_path / "a.ckpt")
-    assert run("remap", tmp_path / "a.ckpt", "-o", tmp_path / "c.ckpt", "--to", "serialized").status == 0
+    assert (
+        run("remap", tmp_path / "a.ckpt", "-o", tmp_path / "c.ckpt", "--to", "serialized").status
+        == 0
+    )
     found = torch.load(tmp_path / "c.ckpt")
     assert list(found["state_dict"]) == list(found["current_model_state"]) == ["weight", "bias"]
     fresh = torch.optim.Adam(net.parameters())
     fresh.load_state_dict(found["optimizer_states"][0])
-    assert torch.equal(fresh.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    assert torch.equal(
+        fresh.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+    )
 
 
 def test_diff_reports_other_sections_with_the_same_model(tmp_path: Path, run: Run) -> None:
@@ -151,7 +196,9 @@ def test_diff_reports_other_sections_with_the_same_model(tmp_path: Path, run: Ru
     torch.save({"model": model.state_dict(), "ema": _runtime(average)}, tmp_path / "a.pt")
     done = run("diff", "--model", f"{CODE}:strip_layer", tmp_path / "a.pt", "--format", "json")
     assert done.status == 0
-    (note,) = [note for note in notes_in(done.data) if note.startswith("ema holds the same model as model")]
+    (note,) = [
+        note for note in notes_in(done.data) if note.startswith("ema holds the same model as model")
+    ]
     printed = note.rpartition(": ")[2].split()
     answer = run(*printed[1:], "--format", "json")
     assert (answer.status, answer.data["left"]) == (0, f"{tmp_path / 'a.pt'}::ema")

@@ -18,19 +18,37 @@ from command import Run
 def saved(path: Path) -> tuple[str, int]:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     model[0].to(torch.bfloat16)
-    weights = {**model.state_dict(), "tied": model[0].weight.detach(), "t": torch.arange(6).reshape(2, 3).t()}
+    weights = {
+        **model.state_dict(),
+        "tied": model[0].weight.detach(),
+        "t": torch.arange(6).reshape(2, 3).t(),
+    }
     torch.save({"model": weights}, path / "in.pt")
     return str(path / "in.pt"), sum(value.nbytes for value in weights.values())
 
 
 @pytest.mark.parametrize(
     ("out", "library"),
-    [("out.pt", "torch"), ("out.safetensors", "safetensors"), ("shards/", "safetensors"), ("out.dcp", "torch")],
+    [
+        ("out.pt", "torch"),
+        ("out.safetensors", "safetensors"),
+        ("shards/", "safetensors"),
+        ("out.dcp", "torch"),
+    ],
 )
 def test_the_library_reads_every_byte(out: str, library: str, tmp_path: Path, run: Run) -> None:
     source, nbytes = saved(tmp_path)
     words = ["--keep-aliases"] if library == "safetensors" else []
-    done = run("remap", f"{source}::model", "-o", f"{tmp_path}/{out}", "--rule", "{x*} => a.{x*}", "--verify", *words)
+    done = run(
+        "remap",
+        f"{source}::model",
+        "-o",
+        f"{tmp_path}/{out}",
+        "--rule",
+        "{x*} => a.{x*}",
+        "--verify",
+        *words,
+    )
     assert done.status == 0, done.err
     assert f", also by {library} " in done.out
     result = ckpttool.remap(
@@ -42,7 +60,8 @@ def test_the_library_reads_every_byte(out: str, library: str, tmp_path: Path, ru
         keep_aliases=bool(words),
     )
     assert result.verified is not None
-    assert result.verified.by_library == nbytes - (24 if words else 0)  # the tied tensor has one name
+    # the tied tensor has one name
+    assert result.verified.by_library == nbytes - (24 if words else 0)
 
 
 def test_optimizer_state_is_read_too(tmp_path: Path, run: Run) -> None:
@@ -50,8 +69,12 @@ def test_optimizer_state_is_read_too(tmp_path: Path, run: Run) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
-    done = ckpttool.remap(str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), rule="{x*} => a.{x*}", verify=True)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt"
+    )
+    done = ckpttool.remap(
+        str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), rule="{x*} => a.{x*}", verify=True
+    )
     assert done.verified is not None
     assert done.verified.by_library == done.verified.read == 32 + 2 * 32 + 8
 
@@ -67,7 +90,11 @@ def test_value_that_the_library_reads_differently_is_an_error(
     def wrong(read: Callable[[Checkpoint, str], Any]) -> Callable[[Checkpoint, str], Any]:
         def pairs(checkpoint: Checkpoint, path: str) -> Any:
             library, found = read(checkpoint, path)
-            values = {"bytes": lambda value: value + 1, "shape": lambda value: value[None], "nothing": lambda _: None}
+            values = {
+                "bytes": lambda value: value + 1,
+                "shape": lambda value: value[None],
+                "nothing": lambda _: None,
+            }
             return library, ((place, entry, values[what](value)) for place, entry, value in found)
 
         return pairs
@@ -76,7 +103,9 @@ def test_value_that_the_library_reads_differently_is_an_error(
         monkeypatch.setattr(reference, name, wrong(getattr(reference, name)))
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "in.pt")
     with pytest.raises(ckpttool.CkptError, match="differently") as error:
-        ckpttool.remap(str(tmp_path / "in.pt"), str(tmp_path / out), rule="{x*} => a.{x*}", verify=True)
+        ckpttool.remap(
+            str(tmp_path / "in.pt"), str(tmp_path / out), rule="{x*} => a.{x*}", verify=True
+        )
     assert sorted(problem.key for problem in error.value.problems) == ["a.bias", "a.weight"]
 
 
@@ -86,6 +115,8 @@ class Config:
 
 def test_file_that_the_library_refuses_is_verified_by_our_reader_only(tmp_path: Path) -> None:
     torch.save({"model": nn.Linear(2, 2).state_dict(), "config": Config()}, tmp_path / "in.pt")
-    done = ckpttool.remap(str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), rule="{x*} => a.{x*}", verify=True)
+    done = ckpttool.remap(
+        str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), rule="{x*} => a.{x*}", verify=True
+    )
     assert done.verified is not None
     assert (done.verified.read, done.verified.by_library) == (24, None)

@@ -1,4 +1,6 @@
-"""Golden texts for results with every kind of entry, so that each count, side and reason is checked."""
+"""Golden texts for results with every kind of entry, so that each count, side and reason is
+checked.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,19 @@ def because(reason: str) -> Cause:
     return Cause(Code.DOUBT, (reason,))
 
 
-def both(status: str, key: str, reason: str = "", detail: str | None = None, ignored: str | None = None) -> Entry:
-    return Entry(status, (key,), (key,), because(reason) if reason else None, None, detail, None, ignored)
+def both(
+    status: str, key: str, reason: str = "", detail: str | None = None, ignored: str | None = None
+) -> Entry:
+    return Entry(
+        status, (key,), (key,), because(reason) if reason else None, None, detail, None, ignored
+    )
 
 
 def shapes(name: str, *details: str) -> list[Entry]:
-    return [both("shape", f"{name}.{at}", f"different shape of {name}", detail) for at, detail in enumerate(details)]
+    return [
+        both("shape", f"{name}.{at}", f"different shape of {name}", detail)
+        for at, detail in enumerate(details)
+    ]
 
 
 ENTRIES = (
@@ -138,7 +147,8 @@ FULL = {
     "layers.{0-1}.a -> layers.{0-1}.b": "layers.0.a -> layers.0.b\n  layers.1.a -> layers.1.b",
     "one.{0-1}: [1] instead of [2]": "one.0: [1] instead of [2]\n  one.1: [1] instead of [2]",
     "a.{0-1}.w -> b.{0-1}.w": "a.0.w -> b.0.w\n  a.1.w -> b.1.w",
-    "  left         right        why\n  m (+1 more)  o (+1 more)  ": "  left   right  why\n  m + n  o + p  ",
+    "  left         right        why\n  m (+1 more)  o (+1 more)  ": "  left   right  why\n  m + n"
+    "  o + p  ",
 }
 
 
@@ -170,9 +180,18 @@ RELEVANT = (both("shape", "s"), both("missing", "m", ignored="new"), *HALF)
             Diff("a", "b", False, RELEVANT, accepted=True),
             "3 of 3 keys differ, accepted (1 ignored, 2 not in --fail-on)",
         ),
-        (Diff("a", "b", False, RELEVANT[1:2], accepted=True), "1 of 1 key differs, accepted (1 ignored)"),
-        (Diff("a", "b", False, RELEVANT[:1], accepted=True), "1 of 1 key differs, accepted (1 not in --fail-on)"),
-        (Diff("a", "b", False, HALF, harmless=HARMLESS_HERE, other_failure="does not load"), "does not load"),
+        (
+            Diff("a", "b", False, RELEVANT[1:2], accepted=True),
+            "1 of 1 key differs, accepted (1 ignored)",
+        ),
+        (
+            Diff("a", "b", False, RELEVANT[:1], accepted=True),
+            "1 of 1 key differs, accepted (1 not in --fail-on)",
+        ),
+        (
+            Diff("a", "b", False, HALF, harmless=HARMLESS_HERE, other_failure="does not load"),
+            "does not load",
+        ),
         (Diff("a", "b", False, (), other_failure="does not load"), "does not load"),
         (Diff("a", "b", False, ()), "different"),
     ],
@@ -228,7 +247,9 @@ def test_ignored_differences_are_listed_with_reasons() -> None:
         Entry("missing", (), ("tail",), _MISSING, ignored="later"),
         Entry("missing", (), ("lost",), _MISSING),
     )
-    found = Diff("a.pt", "b.pt", False, entries, accepted=False, unused_ignores=("shape x # y (f:1)",))
+    found = Diff(
+        "a.pt", "b.pt", False, entries, accepted=False, unused_ignores=("shape x # y (f:1)",)
+    )
     assert text(of_diff.document(found)) == IGNORED
     assert "missing           2  head.0 + head.1  new\n" in text(of_diff.document(found, all=True))
 
@@ -255,7 +276,12 @@ warning: c.toml: not compared
 
 def test_checked_files() -> None:
     files = (
-        Checked("a.json", "names", (Problem("is missing", "$.x"), Problem("cannot be read", "a.json")), "write it"),
+        Checked(
+            "a.json",
+            "names",
+            (Problem("is missing", "$.x"), Problem("cannot be read", "a.json")),
+            "write it",
+        ),
         Checked("b.pt", "checkpoint", (Problem("another", "k"),)),
         Checked("c.toml", "rules", notes=("not compared",)),
     )
@@ -300,12 +326,26 @@ def test_a_remap() -> None:
             Output("", "qk", Op("aten.cat.default", ((Ref("q"), Ref("k")), 0))),
             Output("", "made", Op(LOADED, ("made",))),
         ),
-        (Dropped("", "x.0", "not wanted"), Dropped("", "x.1", "not wanted"), Dropped("ema", "y", "no place")),
+        (
+            Dropped("", "x.0", "not wanted"),
+            Dropped("", "x.1", "not wanted"),
+            Dropped("ema", "y", "no place"),
+        ),
         runs=(ModelRun("", LOADED, "model.py:build", {}, {"made": Ref("r")}),),
     )
-    optimizers = (OptimizerRemap("optimizer", "id", "fqn", 2, "param_names"), OptimizerRemap("", "id", "id", 1))
+    optimizers = (
+        OptimizerRemap("optimizer", "id", "fqn", 2, "param_names"),
+        OptimizerRemap("", "id", "id", 1),
+    )
     done = Remap(
-        *(Checkpoint("a.pt", "torch_zip", 1, ()), plan, "runtime", "serialized", ("a note",), optimizers),
+        *(
+            Checkpoint("a.pt", "torch_zip", 1, ()),
+            plan,
+            "runtime",
+            "serialized",
+            ("a note",),
+            optimizers,
+        ),
         sections=("model", ""),
         cost=Cost(1, 2, 0),
         source="a.pt",

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """The first five lines of common commands, and text that fits the terminal."""
 
 from __future__ import annotations
@@ -17,7 +16,18 @@ from ckpttool.core.codes import CODES
 from ckpttool.core.errors import Problem
 from ckpttool.diffing.causes import Code
 from ckpttool.report import render
-from ckpttool.report.document import Cell, Column, Commands, Document, Facts, KeyGroup, Keys, Note, Problems, Table
+from ckpttool.report.document import (
+    Cell,
+    Column,
+    Commands,
+    Document,
+    Facts,
+    KeyGroup,
+    Keys,
+    Note,
+    Problems,
+    Table,
+)
 from ckpttool.report.renderers.text import Terminal
 from command import Run
 from torch_version import needs_torch
@@ -91,8 +101,12 @@ def _make() -> None:
     torch.export.save(torch.export.export(hooked.eval(), (torch.randn(2, 3),)), "deployed.pt2")
     wrapped = {f"module._orig_mod.{key}": value for key, value in net.state_dict().items()}
     torch.save({"model": wrapped, "step": 2}, "ddp.pt")
-    torch.save({key: value for key, value in net.state_dict().items() if key != "2.bias"}, "missing.pt")
-    torch.save({key.replace("2.", "head."): value for key, value in net.state_dict().items()}, "renamed.pt")
+    torch.save(
+        {key: value for key, value in net.state_dict().items() if key != "2.bias"}, "missing.pt"
+    )
+    torch.save(
+        {key.replace("2.", "head."): value for key, value in net.state_dict().items()}, "renamed.pt"
+    )
     torch.save(net.state_dict(), "net.pt")
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -196,13 +210,17 @@ def random_document(rng: random.Random) -> Document:
         Problems((Problem(text(rng), name(rng)),)),
         Commands("fix", ("ckpttool remap " + "x" * 100,)),
     )
-    return Document(text(rng), text(rng), False, blocks, None, (Facts((("reason", text(rng)),), is_short=True),))
+    return Document(
+        text(rng), text(rng), False, blocks, None, (Facts((("reason", text(rng)),), is_short=True),)
+    )
 
 
 @pytest.mark.parametrize("color", [False, True])
 @pytest.mark.parametrize("width", [60, 80])
 def test_no_line_is_wider_than_the_terminal(width: int, color: bool) -> None:
-    """Commands to paste are an exception. Segments of names are never broken, but none here is too wide."""
+    """Commands to paste are an exception. Segments of names are never broken, but none here is too
+    wide.
+    """
     for seed in range(40):
         document = random_document(random.Random(seed))
         shown = re.sub(r"\x1b\[[0-9;]*m", "", render("text", document, {}, Terminal(width, color)))
@@ -213,19 +231,30 @@ def test_no_line_is_wider_than_the_terminal(width: int, color: bool) -> None:
 COMMANDS = [
     *FIRST_LINES,
     *(f"{words} --all" for words in FIRST_LINES),
-    *("inspect resume.pt", "inspect resume.pt --all", "inspect resume.pt --depth 3", "trace model.py:hooked"),
+    *(
+        "inspect resume.pt",
+        "inspect resume.pt --all",
+        "inspect resume.pt --depth 3",
+        "trace model.py:hooked",
+    ),
     "remap ddp.pt -o out.pt --model model.py:net --to serialized --dry-run",
 ]
 
 
 @pytest.mark.parametrize("width", [60, 80])
 @pytest.mark.parametrize("words", COMMANDS)
-def test_reports_fit_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, words: str, width: int) -> None:
-    monkeypatch.setattr("ckpttool.cli.output._terminal", lambda *streams: Terminal(width, color=False))
+def test_reports_fit_the_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch, words: str, width: int
+) -> None:
+    monkeypatch.setattr(
+        "ckpttool.cli.output._terminal", lambda *streams: Terminal(width, color=False)
+    )
     done = run(*words.split())
     assert done.status in (0, 1), done.err
     for line in (done.out + done.err).splitlines():
-        assert len(line) <= width or re.match(r"\s*((partial )?fix( \(not tried\))?: )?ckpttool ", line), line
+        assert len(line) <= width or re.match(
+            r"\s*((partial )?fix( \(not tried\))?: )?ckpttool ", line
+        ), line
 
 
 def test_the_report_for_ci_names_the_keys(run: Run) -> None:
@@ -242,7 +271,9 @@ def test_every_code_of_a_report_is_explained(run: Run) -> None:
     for words in FIRST_LINES:
         data = run(*words.split(), "--format", "json").data
         codes = {one["code"] for one in (*data["notes"], *data["unfixed"])}
-        codes |= {entry["status"] for entry in data["entries"]} | {e["code"] for e in data["entries"] if "code" in e}
+        codes |= {entry["status"] for entry in data["entries"]} | {
+            e["code"] for e in data["entries"] if "code" in e
+        }
         for code in codes:
             assert run("explain", code).status == 0, code
     assert {code.code for code in Code} <= CODES.keys()

@@ -18,13 +18,23 @@ def test_keys_are_listed_in_the_order_of_the_right_side(tmp_path: Path) -> None:
     torch.save({"old": torch.ones(3), "b": sparse, "a": torch.ones(2)}, tmp_path / "left.pt")
     torch.save({"a": torch.ones(2), "b": sparse, "new": torch.ones(1)}, tmp_path / "right.pt")
     found = list(findings(ckpttool.diff(str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))))
-    shown = {name.key: (name.dtype, name.shape) for one in found for name in (*one.left, *one.right)}
+    shown = {
+        name.key: (name.dtype, name.shape) for one in found for name in (*one.left, *one.right)
+    }
     assert shown["b"] == ("float32 sparse_coo", "[2, 2]")
     assert shown["old"] == ("float32", "[3]")
-    assert [(one.left or one.right)[0].key for one in found if one.status != "unexpected"] == ["a", "b", "new"]
+    assert [(one.left or one.right)[0].key for one in found if one.status != "unexpected"] == [
+        "a",
+        "b",
+        "new",
+    ]
     names = ckpttool.trace("torch.nn:Linear(in_features=2, out_features=3)")
-    loose = replace(names, serialized=(replace(names.serialized[0], shape=None), names.serialized[1]))
-    sizes = {name.key: name.nbytes for one in findings(ckpttool.diff(model=loose)) for name in one.left}
+    loose = replace(
+        names, serialized=(replace(names.serialized[0], shape=None), names.serialized[1])
+    )
+    sizes = {
+        name.key: name.nbytes for one in findings(ckpttool.diff(model=loose)) for name in one.left
+    }
     assert sizes == {"weight": None, "bias": 12}
 
 

@@ -41,13 +41,20 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def facts(text: str, *names: str) -> dict[str, str]:
     """Return name -> value for these lines of the text."""
     lines = [line for line in text.splitlines() if line.startswith(names)]
-    return {name: line.removeprefix(name).strip() for line in lines for name in names if line.startswith(f"{name} ")}
+    return {
+        name: line.removeprefix(name).strip()
+        for line in lines
+        for name in names
+        if line.startswith(f"{name} ")
+    }
 
 
 def test_trace_counts_every_kind_of_tensor(run: Run) -> None:
     done = run("trace", "net.py:build")
     assert done.status == 0
-    assert facts(done.out, "parameters", "buffers", "aliases", "serialized keys", "extra state") == {
+    assert facts(
+        done.out, "parameters", "buffers", "aliases", "serialized keys", "extra state"
+    ) == {
         "parameters": "6 (1 frozen)",
         "buffers": "2",
         "aliases": "2",
@@ -65,8 +72,16 @@ def test_trace_counts_every_kind_of_tensor(run: Run) -> None:
             "float32 [3, 2], trainable parameter",
             {"aliases": "tied.weight", "optimizer id": "0 (param group 0)"},
         ),
-        ("b.weight", "float32 [3, 3], frozen parameter", {"aliases": "none", "serialized": "b.weight"}),
-        ("b.bias", "float32 [3], trainable parameter", {"aliases": "none", "optimizer id": "2 (param group 0)"}),
+        (
+            "b.weight",
+            "float32 [3, 3], frozen parameter",
+            {"aliases": "none", "serialized": "b.weight"},
+        ),
+        (
+            "b.bias",
+            "float32 [3], trainable parameter",
+            {"aliases": "none", "optimizer id": "2 (param group 0)"},
+        ),
         ("scale", "float32 [2], buffer", {"serialized": "scale"}),
         ("cache", "float32 [4], buffer", {"serialized": "not serialized", "persistent": "no"}),
     ],

@@ -1,4 +1,5 @@
-"""The HTML report in a real browser: display, search and folding, by mouse and keyboard, without console errors.
+"""The HTML report in a real browser: display, search and folding, by mouse and keyboard, without
+console errors.
 
 Skipped if no browser is installed; `make browser` requires one.
 """
@@ -43,9 +44,18 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def report(browser: Browser, run: Run, tmp_path: Path) -> Iterator[Path]:
-    """Diff eleven layers: one has other values, one is renamed, one has another dtype; assert an empty console."""
-    left = {f"layers.{at}.{name}.weight": torch.full((4, 4), float(at)) for at in range(11) for name in ("wq", "wk")}
-    right = {key.replace("layers.3.", "_orig_mod.layers.3."): value.clone() for key, value in left.items()}
+    """Diff eleven layers: one has other values, one is renamed, one has another dtype; assert an
+    empty console.
+    """
+    left = {
+        f"layers.{at}.{name}.weight": torch.full((4, 4), float(at))
+        for at in range(11)
+        for name in ("wq", "wk")
+    }
+    right = {
+        key.replace("layers.3.", "_orig_mod.layers.3."): value.clone()
+        for key, value in left.items()
+    }
     right["layers.1.wq.weight"][0] += torch.tensor([1e-6, 1e-3, 0.5, float("nan")])
     right["layers.2.wk.weight"] = right["layers.2.wk.weight"].half()
     for name, state in (("left", left), ("right", right)):
@@ -64,9 +74,14 @@ def test_only_differences_are_shown_at_first(browser: Browser, report: Path) -> 
     leaves = [row for row in browser.ask(ROWS) if row.endswith(".weight")]
     expected = ["layers.1.wq", "layers.2.wk", "_orig_mod.layers.3.wq", "_orig_mod.layers.3.wk"]
     assert sorted(leaves) == sorted(f"{name}.weight" for name in expected)
-    browser.ask("[...document.querySelectorAll('.chip')].find(chip => chip.textContent.startsWith('same')).click()")
+    browser.ask(
+        "[...document.querySelectorAll('.chip')].find(chip =>"
+        " chip.textContent.startsWith('same')).click()"
+    )
     assert browser.ask(STATUS) == "22 of 22 keys"
-    modules = [row for row in browser.ask(ROWS) if row.startswith("layers.") and row.count(".") == 1]
+    modules = [
+        row for row in browser.ask(ROWS) if row.startswith("layers.") and row.count(".") == 1
+    ]
     assert modules == [f"layers.{at}" for at in range(11) if at != 3]
 
 
@@ -97,7 +112,9 @@ def test_optimizer_state_has_dtypes_and_shapes(browser: Browser, run: Run, tmp_p
     page = tmp_path / "diff.html"
     assert run("diff", tmp_path / "left.pt", tmp_path / "right.pt", "--report", page).status == 1
     browser.open(page)
-    rows = browser.ask("[...document.querySelectorAll('#tree [data-at]')].map(row => row.innerText)")
+    rows = browser.ask(
+        "[...document.querySelectorAll('#tree [data-at]')].map(row => row.innerText)"
+    )
     (moment, *_) = [row.split() for row in rows if row.strip().startswith("exp_avg")]
     assert "→".join(["float32", "bfloat16"]) in "".join(moment)
     assert "[2,3]" in "".join(moment)
@@ -109,7 +126,10 @@ def test_arrows_fold_and_move(browser: Browser, report: Path) -> None:
     browser.press("Home")
     first, all = browser.ask(ACTIVE), browser.ask(ROWS)
     browser.press("ArrowLeft")
-    assert browser.ask("document.querySelector('[aria-selected=true]').getAttribute('aria-expanded')") == "false"
+    assert (
+        browser.ask("document.querySelector('[aria-selected=true]').getAttribute('aria-expanded')")
+        == "false"
+    )
     assert len(browser.ask(ROWS)) < len(all)
     browser.press("ArrowRight", "ArrowRight")
     assert browser.ask(ROWS) == all
@@ -119,12 +139,17 @@ def test_arrows_fold_and_move(browser: Browser, report: Path) -> None:
     browser.press("End")
     assert browser.ask(ACTIVE) == all[-1]
     active = browser.ask("document.getElementById('tree').getAttribute('aria-activedescendant')")
-    assert browser.ask(f"document.getElementById('{active}').getAttribute('aria-selected')") == "true"
+    assert (
+        browser.ask(f"document.getElementById('{active}').getAttribute('aria-selected')") == "true"
+    )
 
 
 def test_tree_can_show_the_names_of_either_side(browser: Browser, report: Path) -> None:
     browser.open(report)
-    browser.ask("[...document.querySelectorAll('button')].find(one => one.textContent == 'Names of: right').click()")
+    browser.ask(
+        "[...document.querySelectorAll('button')].find(one => one.textContent == 'Names"
+        " of: right').click()"
+    )
     assert "layers.3.wq.weight" in browser.ask(ROWS)
     assert not any("_orig_mod" in row for row in browser.ask(ROWS))
 
@@ -134,7 +159,8 @@ def test_page_fits_the_screen_width(browser: Browser, report: Path, width: int) 
     browser.open(report, width=width)
     assert browser.ask("document.documentElement.scrollWidth") == width
     wide = (
-        "[...document.querySelectorAll('table, .row, #details')].filter(one => one.scrollWidth > one.clientWidth + 1)"
+        "[...document.querySelectorAll('table, .row, #details')].filter(one => one.scrollWidth >"
+        " one.clientWidth + 1)"
     )
     assert browser.ask(f"{wide}.length") == 0
 
@@ -157,17 +183,27 @@ def test_both_themes_can_be_chosen(browser: Browser, report: Path) -> None:
 def page_of(findings: list[Finding], folder: Path) -> Path:
     listing = Listing(("a", "b"), {"missing": "bad", "same": "ok"}, lambda: findings)
     page = folder / "page.html"
-    page.write_text(render("html", Document("t", "v", False, listing=listing), {}), encoding="utf-8")
+    page.write_text(
+        render("html", Document("t", "v", False, listing=listing), {}), encoding="utf-8"
+    )
     return page
 
 
 def test_hostile_keys_are_shown_as_text(browser: Browser, tmp_path: Path) -> None:
     browser.console.clear()
-    browser.open(page_of([Finding("missing", (), (Named(key, key, key),), key, key) for key in HOSTILE], tmp_path))
+    browser.open(
+        page_of(
+            [Finding("missing", (), (Named(key, key, key),), key, key) for key in HOSTILE], tmp_path
+        )
+    )
     assert browser.ask(STATUS) == f"{len(HOSTILE)} of {len(HOSTILE)} keys"
-    browser.ask("[...document.querySelectorAll('button')].find(one => one.textContent == 'Unfold all').click()")
+    browser.ask(
+        "[...document.querySelectorAll('button')].find(one => one.textContent == 'Unfold"
+        " all').click()"
+    )
     titles = browser.ask(
-        "[...document.querySelectorAll('#tree [data-at]:not([aria-expanded]) .name')].map(one => one.title)"
+        "[...document.querySelectorAll('#tree [data-at]:not([aria-expanded]) .name')].map(one =>"
+        " one.title)"
     )
     assert sorted(titles) == sorted(visible(key) for key in HOSTILE)
     assert browser.ask("document.querySelectorAll('img, script:not([id])').length") == 1
@@ -185,9 +221,19 @@ def test_foreign_script_does_not_run(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_hundred_thousand_keys_are_fast(browser: Browser, tmp_path: Path) -> None:
-    keys = [f"layers.{a}.experts.{b}.w{c}.weight" for a in range(100) for b in range(250) for c in range(4)]
+    keys = [
+        f"layers.{a}.experts.{b}.w{c}.weight"
+        for a in range(100)
+        for b in range(250)
+        for c in range(4)
+    ]
     page = page_of(
-        [Finding("same", (Named(key, "float32", "[4]", 16),), (Named(key, "float32", "[4]", 16),)) for key in keys],
+        [
+            Finding(
+                "same", (Named(key, "float32", "[4]", 16),), (Named(key, "float32", "[4]", 16),)
+            )
+            for key in keys
+        ],
         tmp_path,
     )
     assert page.stat().st_size < 6_000_000
@@ -200,7 +246,10 @@ def test_hundred_thousand_keys_are_fast(browser: Browser, tmp_path: Path) -> Non
     assert browser.ask(f"({typed})(document.querySelector('input'))") < 2000
     assert browser.ask(STATUS) == "100 of 100,000 keys"
     browser.press("/", "Escape")
-    browser.ask("[...document.querySelectorAll('button')].find(one => one.textContent == 'Unfold all').click()")
+    browser.ask(
+        "[...document.querySelectorAll('button')].find(one => one.textContent == 'Unfold"
+        " all').click()"
+    )
     assert browser.ask("document.getElementById('tree').getAttribute('aria-rowcount')") == str(
         1 + 100 + 25_000 + 100_000 + 100_000
     )

@@ -29,7 +29,12 @@ from ckpttool.report.document import (
 )
 from ckpttool.report.renderers.text import Terminal
 
-COLUMNS = (Column("key", "key"), Column("dtype", "dtype"), Column("shape", "shape"), Column("size", "number"))
+COLUMNS = (
+    Column("key", "key"),
+    Column("dtype", "dtype"),
+    Column("shape", "shape"),
+    Column("size", "number"),
+)
 DIFF = Document(
     "diff a.pt b.pt",
     "1 key is missing",
@@ -39,7 +44,10 @@ DIFF = Document(
         Table(
             "Differences",
             COLUMNS,
-            (("w.weight", "float32", "[12, 6]", "288 bytes"), ("b", "bfloat16", "[]", Cell("2 bytes", "warn"))),
+            (
+                ("w.weight", "float32", "[12, 6]", "288 bytes"),
+                ("b", "bfloat16", "[]", Cell("2 bytes", "warn")),
+            ),
             "... 33 more (--all)",
         ),
         Note("hooks rename 2 keys"),
@@ -168,7 +176,9 @@ TERMINAL = """\
 """
 
 
-@pytest.mark.parametrize(("name", "expected"), [("text", PLAIN), ("markdown", MARKDOWN), ("github", GITHUB)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("text", PLAIN), ("markdown", MARKDOWN), ("github", GITHUB)]
+)
 def test_golden(name: str, expected: str) -> None:
     assert render(name, DIFF, {}) == expected
 
@@ -184,7 +194,9 @@ def test_golden_html() -> None:
     assert head.startswith('<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n')
     assert "<title>diff a.pt b.pt</title>" in head
     assert "color-scheme: light dark" in head
-    assert not re.search(r"https?://(?!www.w3.org/2000/svg\b)|@import|url\(|<link|src=|innerHTML|eval\(", page)
+    assert not re.search(
+        r"https?://(?!www.w3.org/2000/svg\b)|@import|url\(|<link|src=|innerHTML|eval\(", page
+    )
 
 
 def test_golden_terminal() -> None:
@@ -199,12 +211,16 @@ def test_golden_terminal() -> None:
         ),
     )
     assert render("text", document, {}, Terminal(40)) == TERMINAL
-    assert render("text", document, {}, Terminal(40, color=False)) == re.sub("\x1b\\[[0-9;]*m", "", TERMINAL)
+    assert render("text", document, {}, Terminal(40, color=False)) == re.sub(
+        "\x1b\\[[0-9;]*m", "", TERMINAL
+    )
 
 
 def test_terminal_without_colors_has_the_lines_of_plain_text() -> None:
     shown = render("text", DIFF, {}, Terminal(100, color=False))
-    assert [line.split() for line in shown.splitlines()] == [line.split() for line in PLAIN.splitlines()]
+    assert [line.split() for line in shown.splitlines()] == [
+        line.split() for line in PLAIN.splitlines()
+    ]
 
 
 def test_golden_json() -> None:
@@ -249,7 +265,12 @@ def hostile_document(key: str) -> Document:
         False,
         (
             Facts(((key, key),)),
-            Table(key, (Column(key), Column(key, "key")), ((key, key), (Cell(key, "ok"), Cell(key, "number"))), key),
+            Table(
+                key,
+                (Column(key), Column(key, "key")),
+                ((key, key), (Cell(key, "ok"), Cell(key, "number"))),
+                key,
+            ),
             Note(key),
             Note(key, "warning"),
             Problems((Problem(key, key),)),
@@ -259,7 +280,14 @@ def hostile_document(key: str) -> Document:
             (key, key),
             {"value": "bad", "same": "ok"},
             lambda: [
-                Finding("value", (Named(key, key, "[1]", 4),), (Named(f"{key}.x"),), key, key, ((-3, 1),)),
+                Finding(
+                    "value",
+                    (Named(key, key, "[1]", 4),),
+                    (Named(f"{key}.x"),),
+                    key,
+                    key,
+                    ((-3, 1),),
+                ),
                 Finding("same", (Named(key),), (Named(key),)),
                 Finding("value", (), (Named(key),)),
             ],
@@ -299,7 +327,12 @@ def test_terminal_shows_hostile_keys_escaped(key: str) -> None:
 @pytest.mark.parametrize("key", HOSTILE, ids=ascii)
 def test_plain_text_does_not_break_keys(key: str) -> None:
     long = key + "x" * 500
-    document = Document("t", "v", True, (Table("keys", (Column("key", "key"), Column("n", "number")), ((long, "1"),)),))
+    document = Document(
+        "t",
+        "v",
+        True,
+        (Table("keys", (Column("key", "key"), Column("n", "number")), ((long, "1"),)),),
+    )
     assert f"  {visible(long)}  " in render("text", document, {})
     assert len(render("text", document, {}).splitlines()) == 6
 
@@ -307,7 +340,12 @@ def test_plain_text_does_not_break_keys(key: str) -> None:
 @pytest.mark.parametrize("width", [1, 10, 20, 60])
 def test_narrow_terminal_does_not_truncate(width: int) -> None:
     key = ".".join(f"layer{index}" for index in range(20))
-    document = Document("t", "v", True, (Table("T", COLUMNS, ((key, "float8_e4m3fnuz", "[1, 2, 3]", "288 bytes"),)),))
+    document = Document(
+        "t",
+        "v",
+        True,
+        (Table("T", COLUMNS, ((key, "float8_e4m3fnuz", "[1, 2, 3]", "288 bytes"),)),),
+    )
     shown = render("text", document, {}, Terminal(width, color=False))
     assert "float8_e4m3fnuz" in shown
     assert "288bytes" in re.sub(r"\s", "", shown)
@@ -329,17 +367,25 @@ def test_github_runs_no_command_from_a_key(key: str) -> None:
 
 def test_github_escapes_data_and_properties() -> None:
     document = Document("a: 1, 2\n%", "100%: a, b", True)
-    assert render("github", document, {}).splitlines()[0] == "::notice title=a%3A 1%2C 2\\n%25::100%25: a, b"
+    assert render("github", document, {}).splitlines()[0] == (
+        "::notice title=a%3A 1%2C 2\\n%25::100%25: a, b"
+    )
 
 
-@pytest.mark.parametrize(("count", "summary"), [(9, None), (10, "... 2 more, listed in the log of this step")])
-def test_github_shows_at_most_ten_annotations_and_lists_the_rest(count: int, summary: str | None) -> None:
+@pytest.mark.parametrize(
+    ("count", "summary"), [(9, None), (10, "... 2 more, listed in the log of this step")]
+)
+def test_github_shows_at_most_ten_annotations_and_lists_the_rest(
+    count: int, summary: str | None
+) -> None:
     problems = tuple(Problem("missing", f"k{index}") for index in range(count))
     lines = render("github", Document("t", "v", False, (Problems(problems),)), {}).splitlines()
     annotations = [line for line in lines if line.startswith("::error")]
     assert len(annotations) == 10
     assert summary is None or annotations[-1].endswith(f"::{summary}")
-    assert [line for line in lines if line.startswith("error: missing @ k")] == [f"error: {p}" for p in problems]
+    assert [line for line in lines if line.startswith("error: missing @ k")] == [
+        f"error: {p}" for p in problems
+    ]
 
 
 @pytest.mark.parametrize("key", HOSTILE, ids=ascii)
@@ -357,7 +403,9 @@ def test_html_text_roundtrips(key: str) -> None:
     reader = Reader(convert_charrefs=True)
     reader.feed(render("html", hostile_document(key), {}))
     assert reader.tags.count("script") == 2
-    (listing,) = [json.loads(line) for line in reader.text.splitlines() if line.startswith('{"sides":')]
+    (listing,) = [
+        json.loads(line) for line in reader.text.splitlines() if line.startswith('{"sides":')
+    ]
     shown = visible(key)
     assert listing["sides"] == [shown, shown]
     assert listing["outlines"] == [[shown, "[1]", 4], ["", "", None]]
@@ -387,9 +435,14 @@ def test_markdown_keys_stay_in_their_cell(key: str, expected: str) -> None:
 
 
 def test_markdown_text_is_escaped() -> None:
-    text = render("markdown", Document("t", "*a* _b_ snake_case <i> [x](y) #1 ~~c~~ $d$ a|b \\ &lt;", True), {})
+    text = render(
+        "markdown",
+        Document("t", "*a* _b_ snake_case <i> [x](y) #1 ~~c~~ $d$ a|b \\ &lt;", True),
+        {},
+    )
     assert text.splitlines()[2] == (
-        "✅ **\\*a\\* \\_b\\_ snake_case \\<i\\> \\[x\\](y) \\#1 \\~\\~c\\~\\~ \\$d\\$ a\\|b \\\\ \\&lt;**"
+        "✅ **\\*a\\* \\_b\\_ snake_case \\<i\\> \\[x\\](y) \\#1 \\~\\~c\\~\\~ \\$d\\$ a\\|b \\\\"
+        " \\&lt;**"
     )
 
 
@@ -453,13 +506,23 @@ def test_text_helpers() -> None:
         "2 prefixes",
     ]
     assert number(1234567) == "1,234,567"
-    assert [shape_text(shape) for shape in ((12, 6), (), (3,), None)] == ["[12, 6]", "[]", "[3]", "?"]
+    assert [shape_text(shape) for shape in ((12, 6), (), (3,), None)] == [
+        "[12, 6]",
+        "[]",
+        "[3]",
+        "?",
+    ]
     assert visible("a\x1b\t\u202eé\\") == "a\\x1b\\t\\u202eé\\"
 
 
 @pytest.mark.parametrize(
     ("arg", "expected"),
-    [("a.pt", "a.pt"), ("a b", "'a b'"), ("{x} => y", "'{x} => y'"), ("it's\n\\", "$'it\\'s\\n\\\\'")],
+    [
+        ("a.pt", "a.pt"),
+        ("a b", "'a b'"),
+        ("{x} => y", "'{x} => y'"),
+        ("it's\n\\", "$'it\\'s\\n\\\\'"),
+    ],
 )
 def test_shell_quotes_special_characters(arg: str, expected: str) -> None:
     assert shell("ckpttool", arg) == f"ckpttool {expected}"
@@ -472,7 +535,9 @@ def patterns(*keys: str) -> list[str]:
 def test_collapse_merges_exact_grids() -> None:
     assert patterns(*(f"layers.{i}.w" for i in range(32))) == ["layers.{0-31}.w"]
     assert patterns("l.0.w", "l.0.b", "l.1.w", "l.1.b") == ["l.{0-1}.w", "l.{0-1}.b"]
-    assert patterns(*(f"l.{i}.e.{j}.w" for i in range(3) for j in range(8))) == ["l.{0-2}.e.{0-7}.w"]
+    assert patterns(*(f"l.{i}.e.{j}.w" for i in range(3) for j in range(8))) == [
+        "l.{0-2}.e.{0-7}.w"
+    ]
     assert patterns("l.0.e.0", "l.0.e.1", "l.1.e.0") == ["l.0.e.{0-1}", "l.1.e.0"]
     assert patterns(*(f"l.{i}.w" for i in (0, 4, 8, 12))) == ["l.{0,4,8,12}.w"]
     assert patterns(*(f"l.{i}.w" for i in range(0, 40, 4))) == ["l.{0,4,8,...,36}.w"]
@@ -481,18 +546,34 @@ def test_collapse_merges_exact_grids() -> None:
 
 def test_first_pattern_counts_the_remaining_keys() -> None:
     keys = ["l.0.w", "l.1.w", "l.0.w", "b", "c", "m.0", "m.1"]
-    more = {0: "-", 3: "l.{0-1}.w", 4: "l.{0-1}.w (+1 more)", 5: "l.{0-1}.w (+2 more)", 7: "l.{0-1}.w (+4 more)"}
+    more = {
+        0: "-",
+        3: "l.{0-1}.w",
+        4: "l.{0-1}.w (+1 more)",
+        5: "l.{0-1}.w (+2 more)",
+        7: "l.{0-1}.w (+4 more)",
+    }
     assert {n: first_pattern(keys[:n]) for n in more} == more
 
 
 def test_collapse_does_not_merge_different_keys() -> None:
     assert patterns("l.0.w", "l.w", "0.l.w") == ["l.0.w", "l.w", "0.l.w"]
-    assert patterns("l.1.w", "l.01.w", "l.-1.w", "l.1²3.w") == ["l.1.w", "l.01.w", "l.-1.w", "l.1²3.w"]
-    assert [g.pattern for g in collapse([("l.0.w", "f32"), ("l.1.w", "bf16")])] == ["l.0.w", "l.1.w"]
+    assert patterns("l.1.w", "l.01.w", "l.-1.w", "l.1²3.w") == [
+        "l.1.w",
+        "l.01.w",
+        "l.-1.w",
+        "l.1²3.w",
+    ]
+    assert [g.pattern for g in collapse([("l.0.w", "f32"), ("l.1.w", "bf16")])] == [
+        "l.0.w",
+        "l.1.w",
+    ]
 
 
 def test_collapse_counts_repeated_keys() -> None:
-    assert [(g.pattern, len(g.keys)) for g in collapse((key, None) for key in ("a.0", "a.0"))] == [("a.0", 2)]
+    assert [(g.pattern, len(g.keys)) for g in collapse((key, None) for key in ("a.0", "a.0"))] == [
+        ("a.0", 2)
+    ]
     assert patterns("a.0", "a.0", "a.1", "a.1") == ["a.{0-1}"]
     assert patterns("a.0.0", "a.0.0", "a.0.1", "a.1.0") == ["a.0.{0-1}", "a.1.0"]
 
@@ -500,5 +581,7 @@ def test_collapse_counts_repeated_keys() -> None:
 def test_collapse_keeps_every_key_and_leaves_hostile_ones_unmerged() -> None:
     keys = [".".join("1" if i == j else "0" for j in range(300)) for i in range(300)]
     groups = list(collapse((key, None) for key in [*keys, "a.0", "a.999999999", "a.2"]))
-    assert sorted(key for group in groups for key in group.keys) == sorted([*keys, "a.0", "a.999999999", "a.2"])
+    assert sorted(key for group in groups for key in group.keys) == sorted(
+        [*keys, "a.0", "a.999999999", "a.2"]
+    )
     assert groups[-1].pattern == "a.{0,2,999999999}"

@@ -1,4 +1,6 @@
-"""The module tree of `inspect`: counts, dtypes and bytes add up, repeated layers share a line, sorting by size."""
+"""The module tree of `inspect`: counts, dtypes and bytes add up, repeated layers share a line,
+sorting by size.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from command import Run, notes_in
 @pytest.fixture(autouse=True)
 def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     monkeypatch.chdir(tmp_path)
-    layers = [nn.ModuleDict({"fc": nn.Linear(32, 32), "norm": nn.LayerNorm(32).half()}) for _ in range(4)]
-    net = nn.ModuleDict({"head": nn.Linear(32, 4), "layers": nn.ModuleList(layers), "embed": nn.Embedding(100, 32)})
+    layers = [
+        nn.ModuleDict({"fc": nn.Linear(32, 32), "norm": nn.LayerNorm(32).half()}) for _ in range(4)
+    ]
+    net = nn.ModuleDict(
+        {"head": nn.Linear(32, 4), "layers": nn.ModuleList(layers), "embed": nn.Embedding(100, 32)}
+    )
     torch.save({"model": net.state_dict(), "optimizer": {"state": {}, "param_groups": []}}, "t.pt")
     return net
 
@@ -39,7 +45,9 @@ def test_modules_with_their_bytes(run: Run, net: nn.Module) -> None:
     nbytes = {name: sum(p.nbytes for p in child.parameters()) for name, child in net.items()}
     total = sum(nbytes.values())
     shares = {row[1]: row[-2] for row in found}
-    assert {name: shares[name] for name in nbytes} == {name: f"{size / total:.1%}" for name, size in nbytes.items()}
+    assert {name: shares[name] for name in nbytes} == {
+        name: f"{size / total:.1%}" for name, size in nbytes.items()
+    }
     assert "float32, float16" in done.out
     assert "Tensors\n" not in done.out
 
@@ -48,7 +56,11 @@ def test_sort_by_bytes(run: Run) -> None:
     names = [row[1] for row in rows(run("inspect", "t.pt", "--depth", "1", "--sort", "bytes").out)]
     assert names == ["model", "layers", "embed", "head"]
     tensors = run("inspect", "t.pt", "--sort", "bytes").out.split("Tensors\n")[1].split()
-    assert tensors.index("layers.{0-3}.fc.weight") < tensors.index("embed.weight") < tensors.index("head.weight")
+    assert (
+        tensors.index("layers.{0-3}.fc.weight")
+        < tensors.index("embed.weight")
+        < tensors.index("head.weight")
+    )
     assert run("inspect", "t.pt", "--sort", "size").status == 2
 
 
@@ -58,7 +70,10 @@ def test_filter_limits_the_tree(run: Run) -> None:
         f"layers.{i}.norm.{leaf}" for i in range(4) for leaf in ("weight", "bias")
     }
     assert "only what 'layers.{i}.norm.{leaf}' names: 8 of 19 tensors" in notes_in(done.data)
-    assert [row[1] for row in rows(run("inspect", "t.pt", "--filter", "model.head.*", "--depth", "3").out)] == [
+    assert [
+        row[1]
+        for row in rows(run("inspect", "t.pt", "--filter", "model.head.*", "--depth", "3").out)
+    ] == [
         "model",
         "head",
     ]

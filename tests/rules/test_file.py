@@ -110,7 +110,8 @@ ORACLE: dict[str, tuple[str, State, Callable[[torch.Tensor], State]]] = {
         '[sizes]\nheads = 2\n[[rule]]\nreshape = "w"\nfrom_shape = ["{rows}", "{in}"]\n'
         'shape = ["{heads}", "{rows} / {heads}", "{in} * 1"]', {"w": numbers(4, 3)}, lambda w: {"w": w.view(2, 2, 3)}),
     "split by named sizes": (
-        '[sizes]\nheads = 3\nkv = 1\n' + QKV + 'sizes = ["{heads} * 2", "{kv} * 2", "{heads} * 2 - 2 * 2 * {kv}"]',
+        '[sizes]\nheads = 3\nkv = 1\n' + QKV + 'sizes = ["{heads} * 2", "{kv} * 2", "{heads} * 2 -'
+        ' 2 * 2 * {kv}"]',
         {"0.qkv.w": numbers(10, 2)}, lambda w: dict(zip(("0.q.w", "0.k.w", "0.v.w"), w.split([6, 2, 2])))),
     "a constant": (
         '[[rule]]\nconstant = "s"\nvalue = 1.5\nshape = [2, 3]\ndtype = "bfloat16"', {"w": numbers(2)},
@@ -120,7 +121,8 @@ ORACLE: dict[str, tuple[str, State, Callable[[torch.Tensor], State]]] = {
         lambda w: {"7.weight": w, "7.bias": torch.zeros(2)}),
     "conditions": (
         '[[rule]]\nrename = "w => x"\nwhen = "w [2]"\n[[rule]]\nrename = "x => y"\nunless = "y"\n'
-        '[[rule]]\nrename = "y => z"\nwhen = "y [-1, 3] float32"\n[[rule]]\ndrop = "q"\noptional = true',
+        '[[rule]]\nrename = "y => z"\nwhen = "y [-1, 3] float32"\n[[rule]]\ndrop = "q"\noptional ='
+        ' true',
         {"w": numbers(2)}, lambda w: {"y": w}),
     "integral float as an integer": (
         '[[rule]]\nconstant = "s"\nvalue = 3.0\nshape = [2]\ndtype = "int8"', {"w": numbers(2)},
@@ -129,7 +131,8 @@ ORACLE: dict[str, tuple[str, State, Callable[[torch.Tensor], State]]] = {
         '[[rule]]\nconstant = "s"\nvalue = true\nshape = [2]\ndtype = "bool"', {"w": numbers(2)},
         lambda w: {"w": w, "s": torch.full((2,), True)}),
     "conditions on shapes": (
-        '[[rule]]\nrename = "w => x"\nunless = ["y", "w [2, -1]"]\n[[rule]]\nrename = "w => z"\nwhen = "w [2]"\n'
+        '[[rule]]\nrename = "w => x"\nunless = ["y", "w [2, -1]"]\n[[rule]]\nrename = "w =>'
+        ' z"\nwhen = "w [2]"\n'
         '[[rule]]\nrename = "w => v"\nunless = "w [-1, 4]"', {"w": numbers(2, 3)}, lambda w: {"v": w}),
     "dropped part": (QKV + '[[rule]]\ndrop = "0.k.w"', {"0.qkv.w": numbers(9, 2)},
         lambda w: {"0.q.w": w[:3], "0.v.w": w[6:]}),
@@ -148,7 +151,9 @@ ORACLE: dict[str, tuple[str, State, Callable[[torch.Tensor], State]]] = {
 @pytest.mark.parametrize("name", ORACLE)
 def test_rules_match_torch(tmp_path: Path, name: str, ending: str) -> None:
     text, state, expected = ORACLE[name]
-    found = rewrite(save(state, tmp_path / f"in{ending}"), tmp_path / f"out{ending}", rules_in(tmp_path, text))
+    found = rewrite(
+        save(state, tmp_path / f"in{ending}"), tmp_path / f"out{ending}", rules_in(tmp_path, text)
+    )
     (tensor,) = state.values()
     result = expected(tensor)
     assert found.keys() == result.keys()
@@ -162,22 +167,36 @@ def test_join_is_cat(tmp_path: Path) -> None:
     state = {"a": numbers(2, 3), "b": numbers(1, 3) + 9, "c": numbers(4, 3) - 9}
     text = '[[rule]]\njoin = ["c", "a", "b"]\ninto = "w"\nsizes = [4, 2, 1]'
     for ending in LOADERS:
-        found = rewrite(save(state, tmp_path / f"i{ending}"), tmp_path / f"o{ending}", rules_in(tmp_path, text))
+        found = rewrite(
+            save(state, tmp_path / f"i{ending}"), tmp_path / f"o{ending}", rules_in(tmp_path, text)
+        )
         assert same(found, {"w": torch.cat([state["c"], state["a"], state["b"]])})
 
 
 def test_numbered_parts_are_in_numeric_order(tmp_path: Path) -> None:
-    parts = {f"l.{i}.e.{e}.w": numbers(2, 3) + 100 * e + i for e in (10, 2, 0, 1, 9, 3, 4, 8, 7, 6, 5) for i in (1, 0)}
+    parts = {
+        f"l.{i}.e.{e}.w": numbers(2, 3) + 100 * e + i
+        for e in (10, 2, 0, 1, 9, 3, 4, 8, 7, 6, 5)
+        for i in (1, 0)
+    }
     state = {**parts, "l.0.e.shared.w": numbers(1)}
     for operation, torchs in (("join", torch.cat), ("stack", torch.stack)):
         for dim in (0, 1, -1):
-            text = f'[[rule]]\n{operation} = "l.{{i}}.e.{{e}}.w"\ninto = "l.{{i}}.w"\ndim = {dim}\nparts = 11'
+            text = (
+                f'[[rule]]\n{operation} = "l.{{i}}.e.{{e}}.w"\ninto = "l.{{i}}.w"\ndim ='
+                f" {dim}\nparts = 11"
+            )
             for ending in LOADERS:
                 source, rules = save(state, tmp_path / f"i{ending}"), rules_in(tmp_path, text)
                 found = rewrite(source, tmp_path / f"o{ending}", rules)
-                result = {f"l.{i}.w": torchs([parts[f"l.{i}.e.{e}.w"] for e in range(11)], dim=dim) for i in (0, 1)}
+                result = {
+                    f"l.{i}.w": torchs([parts[f"l.{i}.e.{e}.w"] for e in range(11)], dim=dim)
+                    for i in (0, 1)
+                }
                 assert same(found, {**result, "l.0.e.shared.w": numbers(1)})
-                back = rewrite(tmp_path / f"o{ending}", tmp_path / f"b{ending}", rules, reverse=True)
+                back = rewrite(
+                    tmp_path / f"o{ending}", tmp_path / f"b{ending}", rules, reverse=True
+                )
                 assert same(back, state)
 
 
@@ -192,10 +211,17 @@ def test_experts_are_moved_without_loading(tmp_path: Path) -> None:
     )
     there, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
     code = "import sys; from ckpttool.cli.app import main\n"
-    for line in (["remap", str(source), "-o", str(there)], ["remap", str(there), "-o", str(back), "--reverse"]):
-        code += f"assert main({[*line, '--rules', rules]!r}) == 0; assert 'torch' not in sys.modules\n"
+    for line in (
+        ["remap", str(source), "-o", str(there)],
+        ["remap", str(there), "-o", str(back), "--reverse"],
+    ):
+        code += (
+            f"assert main({[*line, '--rules', rules]!r}) == 0; assert 'torch' not in sys.modules\n"
+        )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    gates, ups = (torch.stack([state[f"e.{e}.{name}"] for e in range(3)]) for name in ("gate", "up"))
+    gates, ups = (
+        torch.stack([state[f"e.{e}.{name}"] for e in range(3)]) for name in ("gate", "up")
+    )
     assert torch.equal(load_file(there)["experts"], torch.cat([gates, ups], dim=1))
     assert back.read_bytes() == source.read_bytes()
 
@@ -203,11 +229,16 @@ def test_experts_are_moved_without_loading(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "hint"),
     [
-        ('reshape = "w"\nfrom_shape = ["{rows}", "{in}"]\nshape = ["{in}", "{rows}"]', "they know in, rows"),
+        (
+            'reshape = "w"\nfrom_shape = ["{rows}", "{in}"]\nshape = ["{in}", "{rows}"]',
+            "they know in, rows",
+        ),
         ('permute = "w"\ndims = [1, 0]', "they know no named sizes"),
     ],
 )
-def test_an_unknown_size_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, hint: str) -> None:
+def test_an_unknown_size_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, hint: str
+) -> None:
     torch.save({"w": torch.zeros(2, 3)}, tmp_path / "a.pt")
     (tmp_path / "rules.toml").write_text(f"[[rule]]\n{rule}\n")
     out = ["--rules", f"{tmp_path}/rules.toml(knees=1)", "-o", str(tmp_path / "b.pt")]
@@ -219,10 +250,19 @@ def test_an_unknown_size_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_sizes_of_the_command_line_override_the_file(tmp_path: Path) -> None:
     source = save({"w": numbers(8, 2)}, tmp_path / "in.safetensors")
-    text = '[sizes]\nhalves = 2\n[[rule]]\npermute = "w"\ndims = [0, 2, 1]\nrows = ["{heads}", "{halves}", -1]'
+    text = (
+        '[sizes]\nhalves = 2\n[[rule]]\npermute = "w"\ndims = [0, 2, 1]\nrows = ["{heads}",'
+        ' "{halves}", -1]'
+    )
     line = ["remap", str(source), "-o", str(tmp_path / "out.safetensors"), "--rules"]
     rules = rules_in(tmp_path, text)
-    for sizes, status in (("", 2), ("(heads=0)", 2), ("(2=3)", 2), ("(heads=2, knees=1)", 2), ("(heads=3)", 1)):
+    for sizes, status in (
+        ("", 2),
+        ("(heads=0)", 2),
+        ("(2=3)", 2),
+        ("(heads=2, knees=1)", 2),
+        ("(heads=3)", 1),
+    ):
         assert main([*line, f"{rules}{sizes}"]) == status
     assert main([*line, f"{rules}(heads=2, halves=4)"]) == 0
     expected = numbers(8, 2).view(2, 4, 1, 2).transpose(1, 2).reshape(8, 2)
@@ -240,17 +280,33 @@ def test_rules_on_strided_tensors(tmp_path: Path) -> None:
 def test_rows_are_moved_without_loading(tmp_path: Path) -> None:
     """Splitting reads no bytes and does not import torch."""
     save({"0.qkv.w": numbers(9, 2), "a": numbers(2), "b": numbers(2)}, tmp_path / "in.safetensors")
-    text = QKV + '[[rule]]\njoin = ["a", "b"]\ninto = "ab"\n[[rule]]\nreshape = "ab"\nshape = [2, 2]'
+    text = QKV + (
+        '[[rule]]\njoin = ["a", "b"]\ninto = "ab"\n[[rule]]\nreshape = "ab"\nshape = [2, 2]'
+    )
     rules = rules_in(tmp_path, text)
     done = ckpttool.remap(str(tmp_path / "in.safetensors"), rules=rules)
-    lazy = [entry.key for entry in model_section(done.result).tensors if isinstance(entry.storage.data, Lazy)]
+    lazy = [
+        entry.key
+        for entry in model_section(done.result).tensors
+        if isinstance(entry.storage.data, Lazy)
+    ]
     assert lazy == ["ab"]
-    line = ["remap", str(tmp_path / "in.safetensors"), "--rules", rules, "-o", str(tmp_path / "out.safetensors")]
+    line = [
+        "remap",
+        str(tmp_path / "in.safetensors"),
+        "--rules",
+        rules,
+        "-o",
+        str(tmp_path / "out.safetensors"),
+    ]
     code = (
-        f"import sys; from ckpttool.cli.app import main; assert main({line!r}) == 0; assert 'torch' not in sys.modules"
+        f"import sys; from ckpttool.cli.app import main; assert main({line!r}) == 0; assert"
+        " 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    assert torch.equal(load_file(tmp_path / "out.safetensors")["ab"], torch.tensor([[0.0, 1], [0, 1]]))
+    assert torch.equal(
+        load_file(tmp_path / "out.safetensors")["ab"], torch.tensor([[0.0, 1], [0, 1]])
+    )
 
 
 def test_parts_get_separate_storages_and_tied_tensors_stay_tied(tmp_path: Path) -> None:
@@ -272,47 +328,82 @@ def test_parts_get_separate_storages_and_tied_tensors_stay_tied(tmp_path: Path) 
 def reversible(draw: st.DrawFn, number: int) -> tuple[str, State]:
     sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
     dim = draw(st.integers(0, 2))
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8]))
+    dtype = draw(
+        st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+    )
     shape = [draw(st.integers(0, 3)) for _ in range(3)]
     parts = [f"r{number}.p{i}.{{x*}}" for i in range(len(sizes))]
     whole = f"r{number}.whole.{{x*}}"
-    tails = draw(st.lists(st.sampled_from(["w", "b.c", "0.w"]), min_size=1, max_size=3, unique=True))
+    tails = draw(
+        st.lists(st.sampled_from(["w", "b.c", "0.w"]), min_size=1, max_size=3, unique=True)
+    )
 
     def tensors(names: Sequence[str], lengths: Sequence[int]) -> State:
         return {
-            name.replace("{x*}", tail): torch.randint(0, 99, (*shape[:dim], length, *shape[dim + 1 :])).to(dtype)
+            name.replace("{x*}", tail): torch.randint(
+                0, 99, (*shape[:dim], length, *shape[dim + 1 :])
+            ).to(dtype)
             for tail in tails
             for name, length in zip(names, lengths)
         }
 
     kind = draw(
-        st.sampled_from(["rename", "split", "join", "stack", "unstack", "rows", "transpose", "permute", "reshape"])
+        st.sampled_from(
+            [
+                "rename",
+                "split",
+                "join",
+                "stack",
+                "unstack",
+                "rows",
+                "transpose",
+                "permute",
+                "reshape",
+            ]
+        )
     )
     count, one = len(sizes), f"r{number}.{{e}}.{{x*}}"
     if kind in ("stack", "unstack"):
         slices = [f"r{number}.{place}.{{x*}}" for place in range(count)]
         if kind == "stack":
-            return f"stack = {one!r}\ninto = {whole!r}\ndim = {dim - 4}", tensors(slices, [2] * count)
+            return f"stack = {one!r}\ninto = {whole!r}\ndim = {dim - 4}", tensors(
+                slices, [2] * count
+            )
         return f"unstack = {whole!r}\ninto = {one!r}\ndim = {dim}", tensors([whole], [count])
     if kind == "rows":
         shape[0], dim = 6, 2
         return f"permute = {whole!r}\ndims = [1, 2, 0]\nrows = [3, -1, 1]", tensors([whole], [2])
     if kind == "split":
-        return f"split = {whole!r}\ninto = {parts}\ndim = {dim}\nsizes = {sizes}", tensors([whole], [sum(sizes)])
+        return f"split = {whole!r}\ninto = {parts}\ndim = {dim}\nsizes = {sizes}", tensors(
+            [whole], [sum(sizes)]
+        )
     if kind == "join":
-        return f"join = {parts}\ninto = {whole!r}\ndim = {dim - 3}\nsizes = {sizes}", tensors(parts, sizes)
+        return f"join = {parts}\ninto = {whole!r}\ndim = {dim - 3}\nsizes = {sizes}", tensors(
+            parts, sizes
+        )
     if kind == "rename":
-        return f"rename = 'r{number}.whole.{{x*}} => other{number}.{{x*}}.end'", tensors([whole], [2])
+        return f"rename = 'r{number}.whole.{{x*}} => other{number}.{{x*}}.end'", tensors(
+            [whole], [2]
+        )
     if kind == "transpose":
-        return f"transpose = '{whole}'\ndims = [{dim}, {draw(st.integers(-3, 2))}]", tensors([whole], [2])
+        return f"transpose = '{whole}'\ndims = [{dim}, {draw(st.integers(-3, 2))}]", tensors(
+            [whole], [2]
+        )
     if kind == "permute":
-        return f"permute = '{whole}'\ndims = {draw(st.permutations(range(3)))}", tensors([whole], [2])
+        return f"permute = '{whole}'\ndims = {draw(st.permutations(range(3)))}", tensors(
+            [whole], [2]
+        )
     state = tensors([whole], [2])
     was = list(next(iter(state.values())).shape)
-    return f"reshape = '{whole}'\nshape = [{was[0] * was[1]}, 1, {was[2]}]\nfrom_shape = {was}", state
+    return (
+        f"reshape = '{whole}'\nshape = [{was[0] * was[1]}, 1, {was[2]}]\nfrom_shape = {was}",
+        state,
+    )
 
 
-RULES = st.integers(1, 4).flatmap(lambda count: st.tuples(*(reversible(number) for number in range(count))))
+RULES = st.integers(1, 4).flatmap(
+    lambda count: st.tuples(*(reversible(number) for number in range(count)))
+)
 
 
 @settings(max_examples=40)
@@ -354,7 +445,14 @@ def test_reversed_rules_restore_a_model_file(tmp_path: Path) -> None:
 
 def test_rule_options_apply_after_the_file_and_before_it_in_reverse(tmp_path: Path) -> None:
     source = save({"0.qkv.w": numbers(9, 2), "1": numbers(1)}, tmp_path / "in.safetensors")
-    line = ["--rules", rules_in(tmp_path, QKV), "--rule", "0.q.{p} => query.{p}", "--rule", "1 => one"]
+    line = [
+        "--rules",
+        rules_in(tmp_path, QKV),
+        "--rule",
+        "0.q.{p} => query.{p}",
+        "--rule",
+        "1 => one",
+    ]
     there, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
     assert main(["remap", str(source), *line, "-o", str(there), "--verify"]) == 0
     assert set(load_file(there)) == {"query.w", "0.k.w", "0.v.w", "one"}
@@ -371,7 +469,16 @@ def test_rules_apply_after_the_model(tmp_path: Path) -> None:
     fused = next(key for key, value in model.named_parameters() if "qkv" in key and value.ndim == 2)
     text = f'[[rule]]\nsplit = "{fused}"\ninto = ["first", "second", "third"]'
     operand = f"{hook_zoo.__file__}:fused_qkv"
-    line = ["remap", str(tmp_path / "in.pt"), "--model", operand, "--to", "runtime", "-o", str(tmp_path / "out.pt")]
+    line = [
+        "remap",
+        str(tmp_path / "in.pt"),
+        "--model",
+        operand,
+        "--to",
+        "runtime",
+        "-o",
+        str(tmp_path / "out.pt"),
+    ]
     assert main([*line, "--rules", rules_in(tmp_path, text)]) == 0
     found = torch.load(tmp_path / "out.pt")
     whole = dict(model.named_parameters())[fused]
@@ -380,12 +487,22 @@ def test_rules_apply_after_the_model(tmp_path: Path) -> None:
 
 def test_optimizer_names_follow_renames(tmp_path: Path) -> None:
     names = ["0.qkv.w", "a.w"]
-    state = {name: {"step": torch.tensor(1.0), "exp_avg": numbers(9, 2), "exp_avg_sq": numbers(9, 2)} for name in names}
+    state = {
+        name: {"step": torch.tensor(1.0), "exp_avg": numbers(9, 2), "exp_avg_sq": numbers(9, 2)}
+        for name in names
+    }
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": names}]}
     model = {name: numbers(9, 2) for name in names}
     torch.save({"model": model, "optimizer": optimizer}, tmp_path / "in.pt")
     text = '[[rule]]\nrename = "a.{p} => b.{p}"\n[[rule]]\nrename = "b.{p} => c.{p}"'
-    line = ["remap", str(tmp_path / "in.pt"), "-o", str(tmp_path / "out.pt"), "--rules", rules_in(tmp_path, text)]
+    line = [
+        "remap",
+        str(tmp_path / "in.pt"),
+        "-o",
+        str(tmp_path / "out.pt"),
+        "--rules",
+        rules_in(tmp_path, text),
+    ]
     assert main(line) == 0
     assert list(torch.load(tmp_path / "out.pt")["optimizer"]["state"]) == ["0.qkv.w", "c.w"]
 
@@ -402,7 +519,8 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
         '[[rule]]\nsplit = "w"\ninto = ["a", "b"]\nsizes = [3, 2]',
         ["rule 1 (split): dimension 0 of [4, 6] is 4, not 3 + 2 @ w"]),
     "unknown dimension": (
-        '[[rule]]\nsplit = "w"\ninto = ["a", "b"]\ndim = 2', ["rule 1 (split): shape [4, 6] has no dimension 2 @ w"]),
+        '[[rule]]\nsplit = "w"\ninto = ["a", "b"]\ndim = 2', ["rule 1 (split): shape [4, 6] has no"
+        " dimension 2 @ w"]),
     "a missing part": (
         '[[rule]]\njoin = ["0.q.{p}", "0.k.{p}"]\ninto = "0.qk.{p}"',
         ["rule 1 (join): needs 0.k.b, which is not there @ 0.qk.b"]),
@@ -410,21 +528,27 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
         '[[rule]]\njoin = ["w", "0.q.w"]\ninto = "x"',
         ["rule 1 (join): parts of shapes [4, 6], [2, 3] do not fit together @ x"]),
     "parts of other dtypes": (
-        '[[rule]]\njoin = ["n", "v"]\ninto = "x"', ["rule 1 (join): the parts have dtypes int64, float32 @ x"]),
+        '[[rule]]\njoin = ["n", "v"]\ninto = "x"', ["rule 1 (join): the parts have dtypes int64,"
+        " float32 @ x"]),
     "parts that are not equal": (
         '[[rule]]\njoin = ["v", "0.q.b"]\ninto = "x"',
         ["rule 1 (join): the parts are not equal: sizes = [4, 2] allows this @ x"]),
     "parts of other sizes": (
         '[[rule]]\njoin = ["v", "0.q.b"]\ninto = "x"\nsizes = [2, 4]',
         ["rule 1 (join): the parts have sizes [4, 2] in dimension 0, not [2, 4] @ x"]),
-    "a collision": ('[[rule]]\nrename = "w => v"', ["rule 1 (rename): written 2 times, from w, v @ v"]),
+    "a collision": ('[[rule]]\nrename = "w => v"', ["rule 1 (rename): written 2 times, from w, v @"
+    " v"]),
     "parts that collide": (
-        '[[rule]]\nsplit = "w"\ninto = ["v", "x"]', ["rule 1 (split): written 2 times, from w, v @ v"]),
-    "a vector transposed": ('[[rule]]\ntranspose = "v"', ["rule 1 (transpose): shape [4] has no dimension 1 @ v"]),
+        '[[rule]]\nsplit = "w"\ninto = ["v", "x"]', ["rule 1 (split): written 2 times, from w, v @"
+        " v"]),
+    "a vector transposed": ('[[rule]]\ntranspose = "v"', ["rule 1 (transpose): shape [4] has no"
+    " dimension 1 @ v"]),
     "too few dimensions": (
-        '[[rule]]\npermute = "w"\ndims = [2, 1, 0]', ["rule 1 (permute): shape [4, 6] has 2 dimensions, not 3 @ w"]),
+        '[[rule]]\npermute = "w"\ndims = [2, 1, 0]', ["rule 1 (permute): shape [4, 6] has 2"
+        " dimensions, not 3 @ w"]),
     "too many dimensions": (
-        '[[rule]]\npermute = "w"\ndims = [0]', ["rule 1 (permute): shape [4, 6] has 2 dimensions, not 1 @ w"]),
+        '[[rule]]\npermute = "w"\ndims = [0]', ["rule 1 (permute): shape [4, 6] has 2 dimensions,"
+        " not 1 @ w"]),
     "too few elements": (
         '[[rule]]\nreshape = "w"\nshape = [5, 5]',
         ["rule 1 (reshape): the elements of shape [4, 6] do not fill [5, 5] @ w"]),
@@ -440,19 +564,22 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
     "another number of dimensions before": (
         '[[rule]]\nreshape = "w"\nshape = [24]\nfrom_shape = [4]',
         ["rule 1 (reshape): the shape is [4, 6], not [4] @ w"]),
-    "a cast of nothing": ('[[rule]]\ncast = "n"\ndtype = "float16"', ["rule 1 (cast): applies to no key @ n"]),
+    "a cast of nothing": ('[[rule]]\ncast = "n"\ndtype = "float16"', ["rule 1 (cast): applies to"
+    " no key @ n"]),
     "unused pattern": (
         '[[rule]]\ndrop = ["w", "x", "y"]',
         ["rule 1 (drop): applies to no key @ x", "rule 1 (drop): applies to no key @ y"]),
     "an extra": (
         '[[rule]]\nreshape = "*state"\nshape = [1]',
-        ["rule 1 (reshape): not a dense tensor (not a tensor): it can be renamed or dropped only @ _extra_state"]),
+        ["rule 1 (reshape): not a dense tensor (not a tensor): it can be renamed or dropped only @"
+        " _extra_state"]),
     "a sparse tensor": (
         '[[rule]]\ncast = "s"\ndtype = "float16"',
         ["rule 1 (cast): not a dense tensor (sparse_coo): it can be renamed or dropped only @ s"]),
     "two ways": (
         '[[rule]]\nsplit = "{a*}.{b*}.q.w"\ninto = ["{a*}.x.{b*}", "{a*}.y.{b*}"]',
-        ["rule 1 (split): the rule '{a*}.{b*}.q.w => {a*}.x.{b*}' matches a key in more than one way @ 0.q.w"]),
+        ["rule 1 (split): the rule '{a*}.{b*}.q.w => {a*}.x.{b*}' matches a key in more than one"
+        " way @ 0.q.w"]),
     "two ways to a part": (
         '[[rule]]\njoin = ["{a*}.{b*}.w", "{a*}.{b*}.b"]\ninto = "{a*}.x.{b*}"\noptional = true',
         ["rule 1 (join): needs b, which is not there @ x",
@@ -465,10 +592,12 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
          "rule 2 (join): the parts have dtypes float32, int64 @ p.q"]),
     "many missing parts": (
         '[[rule]]\nstack = "e.{e}"\ninto = "e"\nparts = 10',
-        ["rule 1 (stack): needs e.0 and e.2 and e.4 and e.5 and e.6 and e.7 and e.8 and e.9, which are not there @ e"]),
+        ["rule 1 (stack): needs e.0 and e.2 and e.4 and e.5 and e.6 and e.7 and e.8 and e.9, which"
+        " are not there @ e"]),
     "too many missing parts to list": (
         '[[rule]]\nstack = "e.{e}"\ninto = "e"\nparts = 11',
-        ["rule 1 (stack): needs e.0 and e.2 and e.4 and e.5 and e.6 and e.7 and e.8 and e.9 and more, "
+        ["rule 1 (stack): needs e.0 and e.2 and e.4 and e.5 and e.6 and e.7 and e.8 and e.9 and"
+        " more, "
          "which are not there @ e"]),
     "one part too many": (
         '[[rule]]\nrename = "e.3 => e.0"\n[[rule]]\nstack = "e.{e}"\ninto = "e"\nparts = 1',
@@ -498,9 +627,11 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
         '[[rule]]\nreshape = "w"\nfrom_shape = ["{a}", "{b}"]\nshape = ["{a} / 0", -1]',
         ["rule 1 (reshape): {a} / 0 does not divide without a rest @ w"]),
     "existing constant": (
-        '[[rule]]\nconstant = "v"\nvalue = 1\nshape = []', ["rule 1 (constant): written 2 times, from v @ v"]),
+        '[[rule]]\nconstant = "v"\nvalue = 1\nshape = []', ["rule 1 (constant): written 2 times,"
+        " from v @ v"]),
     "fraction for an integer": (
-        '[[rule]]\nconstant = "x"\nbeside = "n"\nvalue = 0.5', ["rule 1 (constant): int64 cannot hold 0.5 @ n"]),
+        '[[rule]]\nconstant = "x"\nbeside = "n"\nvalue = 0.5', ["rule 1 (constant): int64 cannot"
+        " hold 0.5 @ n"]),
     "true as an integer": (
         '[[rule]]\nconstant = "x"\nshape = []\nvalue = true\ndtype = "int8"',
         ["rule 1 (constant): int8 cannot hold True @ x"]),
@@ -511,11 +642,14 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
         '[[rule]]\nconstant = "x"\nshape = []\nvalue = 0.5\ndtype = "bool"',
         ["rule 1 (constant): bool cannot hold 0.5 @ x"]),
     "no follow-up problems": (
-        '[[rule]]\ntranspose = ["v", "0.q.b"]\n[[rule]]\njoin = ["v", "n"]\ninto = "u"\n[[rule]]\nsplit = "u"\n'
-        'into = ["a", "b"]\n[[rule]]\nunstack = "0.q.b"\ninto = "c.{c}"\n[[rule]]\ntranspose = ["b", "c.0"]',
+        '[[rule]]\ntranspose = ["v", "0.q.b"]\n[[rule]]\njoin = ["v", "n"]\ninto ='
+        ' "u"\n[[rule]]\nsplit = "u"\n'
+        'into = ["a", "b"]\n[[rule]]\nunstack = "0.q.b"\ninto = "c.{c}"\n[[rule]]\ntranspose ='
+        ' ["b", "c.0"]',
         [f"rule 1 (transpose): shape [{size}] has no dimension 1 @ {key}" for key, size in (("0.q.b", 2), ("v", 4))]),
     "several rules": (
-        '[[rule]]\ntranspose = "v"\n[[rule]]\nrename = "v => u"\n[[rule]]\npermute = "u"\ndims = [1, 0]\n'
+        '[[rule]]\ntranspose = "v"\n[[rule]]\nrename = "v => u"\n[[rule]]\npermute = "u"\ndims ='
+        ' [1, 0]\n'
         '[[rule]]\nreshape = "w"\nshape = [5]',
         ["rule 1 (transpose): shape [4] has no dimension 1 @ v",
          "rule 4 (reshape): the elements of shape [4, 6] do not fill [5] @ w"]),
@@ -524,8 +658,15 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_all_problems_are_refused_at_once(tmp_path: Path, name: str) -> None:
-    state: dict[str, Any] = {"w": numbers(4, 6), "v": numbers(4), "0.q.w": numbers(2, 3), "0.q.b": numbers(2)}
-    state.update({"0.k.w": numbers(2, 3), "n": numbers(3, dtype=torch.int64), "_extra_state": {"version": 1}})
+    state: dict[str, Any] = {
+        "w": numbers(4, 6),
+        "v": numbers(4),
+        "0.q.w": numbers(2, 3),
+        "0.q.b": numbers(2),
+    }
+    state.update(
+        {"0.k.w": numbers(2, 3), "n": numbers(3, dtype=torch.int64), "_extra_state": {"version": 1}}
+    )
     state.update({"e.1": numbers(2), "e.3": numbers(2)})
     torch.save({**state, "s": torch.eye(3).to_sparse()}, tmp_path / "in.pt")
     text, problems = MISFITS[name]
@@ -536,22 +677,53 @@ def test_all_problems_are_refused_at_once(tmp_path: Path, name: str) -> None:
 
 # field, the rest of its rule, accepted values, refused values
 SPLIT: dict[str, Any] = {"split": "a", "into": ["b", "c"]}
-SHAPES: tuple[list[Any], list[Any]] = ([[], [0], [-1, 2], ["{n}"]], [[-1, -1], [-2], [True], [1.0], 1, "1"])
+SHAPES: tuple[list[Any], list[Any]] = (
+    [[], [0], [-1, 2], ["{n}"]],
+    [[-1, -1], [-2], [True], [1.0], 1, "1"],
+)
 FIELDS: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
     ("dim", SPLIT, [0, -1], [True, 1.0, "1", [1]]),
-    ("parts", {"split": "a", "into": "{e}"}, [1, "{n}", "{n} + 1"], [0, True, 1.0, [1], "n", "{n", "1 + " * 250 + "1"]),
+    (
+        "parts",
+        {"split": "a", "into": "{e}"},
+        [1, "{n}", "{n} + 1"],
+        [0, True, 1.0, [1], "n", "{n", "1 + " * 250 + "1"],
+    ),
     ("sizes", SPLIT, [[1, 2], ["{n}", 1]], [[0, 1], [True, 1], [1.0, 1], 1, "{n}"]),
-    ("dims", {"transpose": "a"}, [[0, 1], [-1, 0]], [[0], [0, 1, 2], [0, True], ["0", "1"], 1, "01"]),
+    (
+        "dims",
+        {"transpose": "a"},
+        [[0, 1], [-1, 0]],
+        [[0], [0, 1, 2], [0, True], ["0", "1"], 1, "01"],
+    ),
     ("dims", {"permute": "a"}, [[], [0], [1, 0]], [[1], [0, 0], [True, False], [0.0], 0, "10"]),
-    ("rows", {"permute": "a", "dims": [1, 0]}, [[-1, 2], ["{n}", -1]], [[-1, -1], [-2, 1], [True, 1], 1, "2"]),
+    (
+        "rows",
+        {"permute": "a", "dims": [1, 0]},
+        [[-1, 2], ["{n}", -1]],
+        [[-1, -1], [-2, 1], [True, 1], 1, "2"],
+    ),
     ("shape", {"reshape": "a", "from_shape": ["{n}"]}, *SHAPES),
     ("from_shape", {"reshape": "a", "shape": [1]}, *SHAPES),
     ("shape", {"constant": "a", "value": 1}, [[], [0, 2]], [[-1], [True], 1, "1"]),
     ("dtype", {"cast": "a"}, ["bool", "bfloat16"], ["", "bf16", 1, ["bool"]]),
-    ("from", {"cast": "a", "dtype": "bool"}, ["int8", ["bool", "int8"], []], ["bf16", 1, ["bool", 1], [["bool"]]]),
-    ("value", {"constant": "a", "shape": []}, [1, 1.5, True, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1, "1", [1]]),
+    (
+        "from",
+        {"cast": "a", "dtype": "bool"},
+        ["int8", ["bool", "int8"], []],
+        ["bf16", 1, ["bool", 1], [["bool"]]],
+    ),
+    (
+        "value",
+        {"constant": "a", "shape": []},
+        [1, 1.5, True, -(2**63), 2**63 - 1],
+        [2**63, -(2**63) - 1, "1", [1]],
+    ),
     ("optional", SPLIT, [True, False], [1, "true", []]),
-    *((field, SPLIT, ["a", ["a", "b"]], ["", " ", [], ["a", ""], [1], 1]) for field in ("when", "unless")),
+    *(
+        (field, SPLIT, ["a", ["a", "b"]], ["", " ", [], ["a", ""], [1], 1])
+        for field in ("when", "unless")
+    ),
     ("into", {"split": "a"}, [["b", "c"], "{e}"], [["b"], [], "", ["b", 1], ["b", ""], 1]),
     ("into", {"join": ["b", "c"]}, ["a"], ["", ["a"], 1]),
     ("split", {"into": ["b", "c"]}, ["a"], ["", ["a"], 1]),
@@ -560,7 +732,9 @@ FIELDS: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("field", "rule", "accepted", "refused"), FIELDS)
-def test_values_of_each_field(field: str, rule: dict[str, Any], accepted: list[Any], refused: list[Any]) -> None:
+def test_values_of_each_field(
+    field: str, rule: dict[str, Any], accepted: list[Any], refused: list[Any]
+) -> None:
     for value in accepted:
         assert faults({**rule, field: value}) == []
         assert step_of({**rule, field: value}, "rule 1", {"n": 2})
@@ -580,7 +754,13 @@ def test_limits_of_the_file(tmp_path: Path) -> None:
     ):
         with (
             limited(limits),
-            nullcontext() if passes else pytest.raises(CkptError, match=r"is not TOML: .*the limit rules_"),
+            nullcontext()
+            if passes
+            else pytest.raises(
+                CkptError,
+                match=r"is not TOML: .*the limit"
+                r" rules_",
+            ),
         ):
             assert read(rules)
 
@@ -597,7 +777,9 @@ def test_more_parts_than_the_limit_are_refused(tmp_path: Path) -> None:
 
 
 def test_cast_applies_to_tensors_of_its_kind(tmp_path: Path) -> None:
-    """Like `Module.to`, or the dtypes in `from`. A tensor that already has the dtype is unchanged."""
+    """Like `Module.to`, or the dtypes in `from`. A tensor that already has the dtype is
+    unchanged.
+    """
     kinds = (torch.float16, torch.float32, torch.uint8, torch.int64, torch.bool, torch.complex64)
     state = {str(dtype)[6:]: numbers(3, dtype=dtype) for dtype in kinds}
     source = save(state, tmp_path / "in.pt")
@@ -612,7 +794,10 @@ def test_cast_applies_to_tensors_of_its_kind(tmp_path: Path) -> None:
         assert [output.key for output in done.plan.outputs if isinstance(output.source, Op)] == cast
         assert same(
             rewrite(source, tmp_path / "out.pt", rules_in(tmp_path, text)),
-            {key: value.to(getattr(torch, dtype)) if key in cast else value for key, value in state.items()},
+            {
+                key: value.to(getattr(torch, dtype)) if key in cast else value
+                for key, value in state.items()
+            },
         )
 
 
@@ -637,21 +822,26 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         f"has to be one of {KINDS} @ rule 1"]),
     "two operations": ("[[rule]]\ndrop = 'a'\ncast = 'a'", [
         f"has to be one of {KINDS}, not drop and cast @ rule 1"]),
-    "an unknown field": ("[[rule]]\ndrop = 'a'\ndimension = 1", ["drop takes no 'dimension' @ rule 1"]),
+    "an unknown field": ("[[rule]]\ndrop = 'a'\ndimension = 1", ["drop takes no 'dimension' @ rule"
+    " 1"]),
     "a missing field": ("[[rule]]\nsplit = 'a'", ["split needs 'into' @ rule 1"]),
     "one part": ("[[rule]]\nsplit = 'a'\ninto = ['b']", [
-        "'into' is not a list of two strings or more, or one name with a variable that counts @ rule 1"]),
+        "'into' is not a list of two strings or more, or one name with a variable that counts @"
+        " rule 1"]),
     "bool for a number": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\ndim = true", [
         "'dim' is not an integer @ rule 1"]),
     "an empty part": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [0, 1]", [
         "'sizes' is not a list of positive integers @ rule 1"]),
-    "too many sizes": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, 1, 1]", ["3 sizes for 2 parts @ rule 1"]),
+    "too many sizes": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, 1, 1]", ["3 sizes"
+    " for 2 parts @ rule 1"]),
     "too few sizes": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c', 'd']\nsizes = [1, 1]", [
         "2 sizes for 3 parts @ rule 1"]),
     "count of listed parts": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nparts = 2", [
         "parts = counts numbered parts, and these are listed @ rule 1"]),
-    "more dims than rows": ("[[rule]]\npermute = 'a'\ndims = [1, 0]\nrows = [-1]", ["2 dims for 1 rows @ rule 1"]),
-    "the same part": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'b']", ["two parts have the same name @ rule 1"]),
+    "more dims than rows": ("[[rule]]\npermute = 'a'\ndims = [1, 0]\nrows = [-1]", ["2 dims for 1"
+    " rows @ rule 1"]),
+    "the same part": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'b']", ["two parts have the same name @"
+    " rule 1"]),
     "an arrow": ("[[rule]]\nsplit = 'a => b'\ninto = ['b', 'c']", [
         "'a => b' is not a name: => belongs into a rename @ rule 1"]),
     "a variable of one side": ("[[rule]]\nsplit = 'a.{x}'\ninto = ['b', 'c']", [
@@ -663,11 +853,13 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "unknown dtype": ("[[rule]]\ncast = 'a'\ndtype = 'bf16'", [
         "'dtype' is not a dtype of torch, as in 'bfloat16' @ rule 1"]),
     "invalid regular expression": ("[[rule]]\ndrop = 're:('", [
-        "not a regular expression: 're:(': missing ), unterminated subpattern at position 0 @ rule 1"]),
+        "not a regular expression: 're:(': missing ), unterminated subpattern at position 0 @ rule"
+        " 1"]),
     "no counting variable": ("[[rule]]\nstack = 'a.{i}'\ninto = 'b.{i}'", [
         "'a.{i}' needs one variable that 'b.{i}' lacks, as {e}, to count the parts: none @ rule 1"]),
     "two counting variables": ("[[rule]]\nstack = 'a.{i}.{e}'\ninto = 'b'", [
-        "'a.{i}.{e}' needs one variable that 'b' lacks, as {e}, to count the parts: {e} and {i} @ rule 1"]),
+        "'a.{i}.{e}' needs one variable that 'b' lacks, as {e}, to count the parts: {e} and {i} @"
+        " rule 1"]),
     "counting variable for several segments": ("[[rule]]\nstack = 'a.{e*}'\ninto = 'b'", [
         "'a.{e*}' needs one variable that 'b' lacks, as {e}, to count the parts: {e*} @ rule 1"]),
     "sizes of numbered parts": ("[[rule]]\njoin = 'a.{e}'\ninto = 'b'\nsizes = [1]", [
@@ -686,27 +878,33 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "'a => b' is not a whole name: beside = says which tensors give its variables @ rule 1"]),
     "sizes that are not a table": ("sizes = 5\n[[rule]]\nrename = 'a => b'", ["not a table @ sizes"]),
     "a size next to an example": (
-        "[sizes]\nn = 2\n[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, '{n}']\n[[example]]\nbefore = []", [
+        "[sizes]\nn = 2\n[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1,"
+        " '{n}']\n[[example]]\nbefore = []", [
         "'after' is not a list of tensors, as in ['w [4, 2]'] @ example 1"]),
     "constant with a variable": ("[[rule]]\nconstant = 'a.{i}'\nvalue = 1\nshape = []", [
         "'a.{i}' is not a whole name: beside = says which tensors give its variables @ rule 1"]),
-    "invalid example": ("[[rule]]\nrename = 'a => b'\n[[example]]\nbefore = ['a']\nafter = 1\nhow = 2", [
+    "invalid example": ("[[rule]]\nrename = 'a => b'\n[[example]]\nbefore = ['a']\nafter = 1\nhow"
+    " = 2", [
         "an example takes no 'how' @ example 1",
         "'a' in 'before' is not a tensor, as in 'w [4, 2] bfloat16' @ example 1",
         "'after' is not a list of tensors, as in ['w [4, 2]'] @ example 1"]),
-    "examples that are not tables": ("example = [1]\n[[rule]]\nrename = 'a => b'", ["not a table @ example 1"]),
+    "examples that are not tables": ("example = [1]\n[[rule]]\nrename = 'a => b'", ["not a table @"
+    " example 1"]),
     "examples of odd sizes": ("[[rule]]\nrename = 'a => b'" + "".join(
         f"\n[[example]]\nbefore = ['a [1]']\nafter = {after}\nsizes = {sizes}"
         for after, sizes in (
-            ("[1]", "{n = 1}"), ("['b [1] bf16']", 5), ("['b [1]']", "{n = 0}"), ("[]", "{n = true}"))), [
+            ("[1]", "{n = 1}"), ("['b [1] bf16']", 5), ("['b [1]']", "{n = 0}"), ("[]", "{n ="
+            " true}"))), [
         "'after' is not a list of tensors, as in ['w [4, 2]'] @ example 1",
         "'b [1] bf16' in 'after' is not a tensor, as in 'w [4, 2] bfloat16' @ example 2",
         *(f"'sizes' is not a table of positive integers @ example {number}" for number in (2, 3, 4))]),
     "wrong example": (
-        "[[rule]]\ntranspose = 'a'\n[[example]]\nbefore = ['a [2, 3]', 'b []']\nafter = ['a [2, 3] int8', 'c [1]']", [
+        "[[rule]]\ntranspose = 'a'\n[[example]]\nbefore = ['a [2, 3]', 'b []']\nafter = ['a [2, 3]"
+        " int8', 'c [1]']", [
         "the rules make no c @ example 1", "the rules leave or make b too @ example 1",
         "a is [3, 2] float32, not [2, 3] int8 @ example 1"]),
-    "example that is refused": ("[[rule]]\ntranspose = 'a'\n[[example]]\nbefore = ['a [2]']\nafter = ['a [2]']", [
+    "example that is refused": ("[[rule]]\ntranspose = 'a'\n[[example]]\nbefore = ['a [2]']\nafter"
+    " = ['a [2]']", [
         "rule 1 (transpose): shape [2] has no dimension 1 @ a @ example 1"]),
     "several": ("[[rule]]\nrename = 'a'\n[[rule]]\ndrop = 1\n[[rule]]\ncast = ''\ndtype = 1", [
         "not a rule: 'a' @ rule 1",
@@ -731,9 +929,15 @@ def test_mistakes_have_line_numbers(tmp_path: Path) -> None:
     text += "[[example]]\nbefore = 1\nafter = []"
     with pytest.raises(CkptError) as caught:
         read(rules_in(tmp_path, text))
-    assert [problem.key for problem in caught.value.problems] == ["rule 2 at line 6", "example 1 at line 8"]
-    with pytest.raises(CkptError) as caught:  # header inside a string: no line number is better than a wrong one
-        read(rules_in(tmp_path, "x = '''\n[[rule]]\n'''\n[[rule]]\ndrop = 1".replace("x", "sizes.x")))
+    assert [problem.key for problem in caught.value.problems] == [
+        "rule 2 at line 6",
+        "example 1 at line 8",
+    ]
+    # header inside a string: no line number is better than a wrong one
+    with pytest.raises(CkptError) as caught:
+        read(
+            rules_in(tmp_path, "x = '''\n[[rule]]\n'''\n[[rule]]\ndrop = 1".replace("x", "sizes.x"))
+        )
     assert caught.value.problems[0].key == "rule 1"
 
 
@@ -742,7 +946,10 @@ def test_examples_are_checked_in_the_given_direction(tmp_path: Path) -> None:
     good = rules_in(tmp_path, rules + "before = ['a [3, 2] int8']\nafter = ['a [2, 3] int8']")
     assert read(good)
     assert read(good, reverse=True)
-    sized = "[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = ['{n}', 1]\n[[example]]\nsizes = {n = 2}\n"
+    sized = (
+        "[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = ['{n}', 1]\n[[example]]\nsizes = {n"
+        " = 2}\n"
+    )
     path = rules_in(tmp_path, sized + "before = ['a [3]']\nafter = ['b [2]', 'c [1]']")
     with pytest.raises(CkptError, match="1 mistake"):  # n has a value only in the example
         read(path)
@@ -769,7 +976,10 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
 
 
 def test_rules_without_a_reverse_are_reported(tmp_path: Path) -> None:
-    text = "[[rule]]\ncast = '*'\ndtype = 'float16'\n[[rule]]\ndrop = 'a'\n[[rule]]\nreshape = 'b'\nshape = [1]\n"
+    text = (
+        "[[rule]]\ncast = '*'\ndtype = 'float16'\n[[rule]]\ndrop = 'a'\n[[rule]]\nreshape ="
+        " 'b'\nshape = [1]\n"
+    )
     with pytest.raises(CkptError) as caught:
         read(rules_in(tmp_path, text + "[[rule]]\nrename = ['re:a => b', 'c => d']"), reverse=True)
     assert without_lines(caught.value.problems) == [
@@ -798,13 +1008,18 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, wo
 
 BLOCKS = 11
 PAGE = DOCS / "rules.md"
-EXAMPLE = re.compile(r"```toml\n(.*?)```\n\n\| before \| after \|\n\| --- \| --- \|\n((?:\|[^\n]*\n)+)", re.DOTALL)
+EXAMPLE = re.compile(
+    r"```toml\n(.*?)```\n\n\| before \| after \|\n\| --- \| --- \|\n((?:\|[^\n]*\n)+)", re.DOTALL
+)
 TENSOR = re.compile(r"`([^`]+)` (\[[\d, ]+\])(?: (\w+))?")
 
 
 def tensors(cells: Sequence[str]) -> Iterator[tuple[str, list[int], str]]:
     for cell in cells:
-        yield from ((key, json.loads(shape), dtype or "float32") for key, shape, dtype in TENSOR.findall(cell))
+        yield from (
+            (key, json.loads(shape), dtype or "float32")
+            for key, shape, dtype in TENSOR.findall(cell)
+        )
 
 
 def examples() -> list[tuple[str, str]]:
@@ -823,11 +1038,19 @@ def test_examples_on_the_page_are_correct(tmp_path: Path, number: int) -> None:
     state = {key: numbers(*shape, dtype=getattr(torch, dtype)) for key, shape, dtype in before}
     source, rules = save(state, tmp_path / "in.safetensors"), rules_in(tmp_path, text)
     found = rewrite(source, tmp_path / "out.safetensors", rules)
-    assert {key: list(value.shape) for key, value in found.items()} == {key: shape for key, shape, _ in after}
+    assert {key: list(value.shape) for key, value in found.items()} == {
+        key: shape for key, shape, _ in after
+    }
     if "cast" in text:
-        assert {str(value.dtype) for value in found.values()} == {"torch.bfloat16", "torch.int64", "torch.float32"}
+        assert {str(value.dtype) for value in found.values()} == {
+            "torch.bfloat16",
+            "torch.int64",
+            "torch.float32",
+        }
     elif "drop" not in text and "constant" not in text:
-        back = rewrite(tmp_path / "out.safetensors", tmp_path / "back.safetensors", rules, reverse=True)
+        back = rewrite(
+            tmp_path / "out.safetensors", tmp_path / "back.safetensors", rules, reverse=True
+        )
         assert same(back, state)
 
 
@@ -836,7 +1059,12 @@ def test_equal_constants_are_not_tied(tmp_path: Path, run: Run) -> None:
     rule = '[[rule]]\nconstant = "{x}.bias"\nbeside = "{x}.weight"\nvalue = 0\nshape = [3]\n'
     (tmp_path / "r.toml").write_text(rule)
     for out in ("o.pt", "o.safetensors"):
-        assert run("remap", tmp_path / "a.pt", "--rules", tmp_path / "r.toml", "-o", tmp_path / out).status == 0
+        assert (
+            run(
+                "remap", tmp_path / "a.pt", "--rules", tmp_path / "r.toml", "-o", tmp_path / out
+            ).status
+            == 0
+        )
     found = torch.load(tmp_path / "o.pt")
     assert found["a.bias"].data_ptr() != found["b.bias"].data_ptr()
 
@@ -844,8 +1072,13 @@ def test_equal_constants_are_not_tied(tmp_path: Path, run: Run) -> None:
 def test_conditional_renames_do_not_apply_to_names_without_tensors(tmp_path: Path) -> None:
     from ckpttool.ruleset.steps import Renames
 
-    text = '[[rule]]\nrename = "a.{x} => z.{x}"\nwhen = "other.weight"\n[[rule]]\nrename = "b.{x} => c.{x}"\n'
-    text += '[[rule]]\nrename = "c.{x} => d.{x}"\nunless = "other.weight"\n[[rule]]\ndrop = "c.{x}"\n'
+    text = (
+        '[[rule]]\nrename = "a.{x} => z.{x}"\nwhen = "other.weight"\n[[rule]]\nrename = "b.{x}'
+        ' => c.{x}"\n'
+    )
+    text += (
+        '[[rule]]\nrename = "c.{x} => d.{x}"\nunless = "other.weight"\n[[rule]]\ndrop = "c.{x}"\n'
+    )
     (tmp_path / "r.toml").write_text(text)
     names = Renames(read(str(tmp_path / "r.toml")))
     assert (names.apply("a.w"), names.apply("b.w")) == (None, "c.w")

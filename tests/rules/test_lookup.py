@@ -1,4 +1,6 @@
-"""Indexed lookups, and trials on kinds of keys, give the same results as matching every pattern with every key."""
+"""Indexed lookups, and trials on kinds of keys, give the same results as matching every pattern
+with every key.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from ckpttool.ruleset.infer_rules import drops, patterns, renames
 from ckpttool.ruleset.patterns import InTurn, Naming, Rule, matches, parse
 
 SEGMENT = st.sampled_from(["a", "b", "layers", "0", "1", "12", "*", "{n}", "re:a", "x[1]"])
-KEYS = st.lists(st.lists(SEGMENT, min_size=1, max_size=4).map(".".join), min_size=1, max_size=8, unique=True)
+KEYS = st.lists(
+    st.lists(SEGMENT, min_size=1, max_size=4).map(".".join), min_size=1, max_size=8, unique=True
+)
 TEXTS = ["a.b", "a.{x*}", "{x}.b", "0", "re:a.*", "*", "layers.{n}.{x*}", "{x*}.1", "a", "a.b.0"]
 
 
@@ -32,7 +36,9 @@ def rename(keys: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
 def test_drops_match_only_their_keys(dropped, kept):
     found = drops(dropped, [key for key in kept if key not in dropped])
     assert found is None or all(any(matches(text, key) for text in found) for key in dropped)
-    assert found is None or not any(matches(text, key) for text in found for key in kept if key not in dropped)
+    assert found is None or not any(
+        matches(text, key) for text in found for key in kept if key not in dropped
+    )
 
 
 @given(KEYS, st.lists(st.sampled_from(TEXTS), max_size=6))
@@ -49,11 +55,19 @@ def test_rule_lookup_equals_trying_each_rule(keys, texts):
         assert InTurn(rules).first(key)[1] == (names[0] if names else None)
 
 
-@given(st.lists(st.lists(st.sampled_from("ab01"), min_size=1, max_size=4).map(".".join), min_size=1, unique=True))
+@given(
+    st.lists(
+        st.lists(st.sampled_from("ab01"), min_size=1, max_size=4).map(".".join),
+        min_size=1,
+        unique=True,
+    )
+)
 def test_suggested_patterns_match_only_the_chosen_keys(keys):
     expected, others = keys[::2], keys[1::2]
     texts = patterns(expected, others)
-    assert [key for key in keys if any(matches(text, key) for text in texts)] == [k for k in keys if k in expected]
+    assert [key for key in keys if any(matches(text, key) for text in texts)] == [
+        k for k in keys if k in expected
+    ]
 
 
 @given(KEYS, st.integers(0, 3), st.data())
@@ -63,7 +77,9 @@ def test_groups_without_some_tensors(keys, depth, data):
     left = {key: tensor for key, tensor in tensors.items() if key in stay}
     found = [part.among(left) for one in groups(tensors.values()) for part in one.at_depth(depth)]
     expected = [part for one in groups(left.values()) for part in one.at_depth(depth)]
-    assert {(one.template, *one.members) for one in filter(None, found)} == {(w.template, *w.members) for w in expected}
+    assert {(one.template, *one.members) for one in filter(None, found)} == {
+        (w.template, *w.members) for w in expected
+    }
     assert {m.key for one in expected for m in one.members.values()} == {
         key for key in left if sum(part.isdecimal() for part in key.split(".")) >= depth
     }
@@ -83,7 +99,9 @@ def test_a_rule_with_an_exception_explains_more_than_two_rules() -> None:
 @settings(max_examples=60)
 @given(
     st.dictionaries(
-        st.lists(st.sampled_from(["a", "b", "layers", "0", "1", "2"]), min_size=1, max_size=6).map(tuple),
+        st.lists(st.sampled_from(["a", "b", "layers", "0", "1", "2"]), min_size=1, max_size=6).map(
+            tuple
+        ),
         st.tuples(st.integers(0, 3), st.sampled_from(["a", "x", "0", "1"]), st.booleans()),
         min_size=1,
         max_size=12,
@@ -91,16 +109,23 @@ def test_a_rule_with_an_exception_explains_more_than_two_rules() -> None:
     st.sampled_from([0, 2, 400]),
 )
 def test_suggested_renames_give_the_expected_names(changes, kinds):
-    """Segments are replaced, inserted or kept, at any position, for any limit on generalized kinds."""
+    """Segments are replaced, inserted or kept, at any position, for any limit on generalized
+    kinds.
+    """
     names: dict[str, str] = {}
     for parts, (at, segment, put_in) in changes.items():
-        new = (*parts[:at], segment, *parts[at if put_in else at + 1 :]) if at < len(parts) else parts
+        new = (
+            (*parts[:at], segment, *parts[at if put_in else at + 1 :]) if at < len(parts) else parts
+        )
         if ".".join(new) not in names.values():
             names[".".join(parts)] = ".".join(new)
     expected = {old: new for old, new in names.items() if old != new}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(infer_rules, "_MOST_KINDS", kinds)
-        assert rename(names, [parse(text) for text in renames(expected, names.keys() - expected)]) == names
+        assert (
+            rename(names, [parse(text) for text in renames(expected, names.keys() - expected)])
+            == names
+        )
 
 
 def test_layers_with_another_first_number_are_renamed_individually():
@@ -111,8 +136,12 @@ def test_layers_with_another_first_number_are_renamed_individually():
 
 def test_redundant_rule_is_omitted():
     """The first rule explains most keys, but later rules explain all of them too."""
-    expected = {f"{way}.s.{end}": f"{way}.t.{end}" for way in "abc" for end in ("q", f"of_{way}_alone")}
-    assert sorted(renames(expected, ["z.s.u"])) == [f"{way}.s.{{x*}} => {way}.t.{{x*}}" for way in "abc"]
+    expected = {
+        f"{way}.s.{end}": f"{way}.t.{end}" for way in "abc" for end in ("q", f"of_{way}_alone")
+    }
+    assert sorted(renames(expected, ["z.s.u"])) == [
+        f"{way}.s.{{x*}} => {way}.t.{{x*}}" for way in "abc"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -141,14 +170,19 @@ def test_no_rules_for_a_name_that_looks_like_a_regular_expression(monkeypatch, m
     """One of the individual renames would be read as a regular expression."""
     monkeypatch.setattr(infer_rules, "_TOO_MANY", most)
     left = {"re:a.b": "c.d", "x.y": "z.w"}
-    left_section, right_section = (section_of({key: torch.zeros(2) for key in keys}) for keys in (left, left.values()))
+    left_section, right_section = (
+        section_of({key: torch.zeros(2) for key in keys}) for keys in (left, left.values())
+    )
     pairs = [Pair((old,), (new,), "said") for old, new in left.items()]
     assert suggest(pairs, {}, left_section, right_section) is None
     assert suggest(pairs[1:], {}, left_section, right_section) is not None
 
 
 def test_exhausted_search_budget_is_reported(monkeypatch):
-    left, right = (Side(tuple(Tensor(f"{head}{n}.w", "float32", (2, n % 3 + 1)) for n in range(20))) for head in "ab")
+    left, right = (
+        Side(tuple(Tensor(f"{head}{n}.w", "float32", (2, n % 3 + 1)) for n in range(20)))
+        for head in "ab"
+    )
     assert "not looked for" not in str(infer(left, right))
     monkeypatch.setattr(pairing, "_MOST", 100)
     monkeypatch.setattr(pairing, "_MOST_EACH", 0)

@@ -1,4 +1,6 @@
-"""Rules apply to optimizers: train, convert, load into the other model's optimizer and continue training."""
+"""Rules apply to optimizers: train, convert, load into the other model's optimizer and continue
+training.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from command import Done, Run
 from optimizer_support import same
@@ -20,7 +26,9 @@ EXPERTS = 3
 
 
 class Fused(nn.Module):
-    """Query, key and value in one transposed weight, experts in one tensor, scalar scales in one tensor."""
+    """Query, key and value in one transposed weight, experts in one tensor, scalar scales in one
+    tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +53,9 @@ class Apart(nn.Module):
         self.scale = nn.ParameterList([torch.tensor(0.0), torch.tensor(0.0)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.ln(torch.sigmoid(self.q(x)) * self.k(x) * self.scale[0] + self.v(x) * self.scale[1])
+        x = self.ln(
+            torch.sigmoid(self.q(x)) * self.k(x) * self.scale[0] + self.v(x) * self.scale[1]
+        )
         return sum((expert(x) for expert in self.expert), x)
 
 
@@ -112,7 +122,9 @@ def trained(kind: type[nn.Module], make: Make) -> tuple[nn.Module, torch.optim.O
     return model, optimizer
 
 
-def resumed(kind: type[nn.Module], make: Make, form: str, path: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+def resumed(
+    kind: type[nn.Module], make: Make, form: str, path: Path
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     found = torch.load(path, weights_only=True)
     model = kind()
     model.load_state_dict(found["model"])
@@ -125,7 +137,10 @@ def resumed(kind: type[nn.Module], make: Make, form: str, path: Path) -> tuple[n
 
 
 def saved(form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    torch.save({"model": model.state_dict(), "optimizer": state_in(form, model, optimizer), "epoch": 3}, "in.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": state_in(form, model, optimizer), "epoch": 3},
+        "in.pt",
+    )
 
 
 def remap(run: Run, rules: str, *options: str) -> Done:
@@ -141,7 +156,9 @@ def close(left: nn.Module, right: nn.Module) -> bool:
 
 
 def load_by(form: str, kind: str, old: str, new: str) -> list[str]:
-    """Return the options that ids need: the model that loads them, and with several groups both optimizers."""
+    """Return the options that ids need: the model that loads them, and with several groups both
+    optimizers.
+    """
     if form != "id":
         return []
     whose = ["--model", f"{__file__}:{old}"] if kind == "groups" else []
@@ -179,7 +196,11 @@ def test_each_parameter_gets_its_own_step_tensor(run: Run) -> None:
     saved("id", *trained(Fused, MAKERS["amsgrad"]))
     assert remap(run, RULES, "--to-model", f"{__file__}:Apart").status == 0
     state = torch.load("out.pt")["optimizer"]["state"]
-    assert len({own["step"].untyped_storage().data_ptr() for own in state.values()}) == len(state) == 13
+    assert (
+        len({own["step"].untyped_storage().data_ptr() for own in state.values()})
+        == len(state)
+        == 13
+    )
 
 
 def test_moments_are_cast_with_their_parameters(run: Run) -> None:
@@ -203,11 +224,21 @@ def test_rules_do_not_turn_other_tensors_into_parameters(run: Run) -> None:
     model, optimizer = trained(Fused, MAKERS["momentum"])
     model.register_buffer("seen", torch.ones(3))
     saved("fqn", model, optimizer)
-    rules = ('constant = "made"\nvalue = 1\nshape = [2]', 'rename = ["seen => been", "norm.{p} => ln.{p}"]')
+    rules = (
+        'constant = "made"\nvalue = 1\nshape = [2]',
+        'rename = ["seen => been", "norm.{p} => ln.{p}"]',
+    )
     assert remap(run, "\n".join(f"[[rule]]\n{rule}" for rule in rules)).status == 0
     found = torch.load("out.pt")
     assert {"made", "been"} < found["model"].keys()
-    assert sorted(found["optimizer"]["state"]) == ["c_attn", "c_bias", "experts", "ln.bias", "ln.weight", "scales"]
+    assert sorted(found["optimizer"]["state"]) == [
+        "c_attn",
+        "c_bias",
+        "experts",
+        "ln.bias",
+        "ln.weight",
+        "scales",
+    ]
 
 
 def test_ids_of_unknown_parameters_are_refused(run: Run) -> None:
@@ -239,7 +270,9 @@ def test_optimizer_with_names_of_another_model_is_not_ignored(run: Run) -> None:
 
 
 def trained_under(names: dict[str, str], wrapper: str = "") -> dict[str, Any]:
-    """Train two layers; return state with wrapped keys and an optimizer by names, replaced as in `names`."""
+    """Train two layers; return state with wrapped keys and an optimizer by names, replaced as in
+    `names`.
+    """
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2)).sum().backward()
@@ -258,8 +291,16 @@ JOINED = """join = ["0.weight", "1.weight"]\ninto = "both.weight\""""
 @pytest.mark.parametrize(
     ("names", "rule", "problems"),
     [
-        ({"0.bias": "x"}, 'rename = "0.weight => z"', {"is not a tensor of the model that the rules change @ x"}),
-        ({"1.weight": ""}, JOINED, {"is made of 1.weight too, which the optimizer has not @ both.weight"}),
+        (
+            {"0.bias": "x"},
+            'rename = "0.weight => z"',
+            {"is not a tensor of the model that the rules change @ x"},
+        ),
+        (
+            {"1.weight": ""},
+            JOINED,
+            {"is made of 1.weight too, which the optimizer has not @ both.weight"},
+        ),
         (
             {"1.weight": "", "0.bias": "x"},
             JOINED,
@@ -268,7 +309,8 @@ JOINED = """join = ["0.weight", "1.weight"]\ninto = "both.weight\""""
                 "is not a tensor of the model that the rules change @ x",
             },
         ),
-        (dict.fromkeys(("0.weight", "1.weight"), ""), JOINED, set()),  # no trained parameter is involved
+        # no trained parameter is involved
+        (dict.fromkeys(("0.weight", "1.weight"), ""), JOINED, set()),
         ({}, JOINED, set()),
     ],
 )
@@ -283,7 +325,10 @@ def test_optimizer_that_does_not_match_the_rules_is_refused(
         saved = torch.load("out.pt")
         trained = ["0.bias", "1.bias", *([] if names else ["both.weight"])]
         assert sorted(saved["optimizer"]["state"]) == trained
-        assert all(saved["optimizer"]["state"][name]["exp_avg"].shape == saved["model"][name].shape for name in trained)
+        assert all(
+            saved["optimizer"]["state"][name]["exp_avg"].shape == saved["model"][name].shape
+            for name in trained
+        )
 
 
 @pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod."])
@@ -291,12 +336,16 @@ def test_names_without_wrappers_follow_rules_for_wrapped_keys(wrapper: str, run:
     torch.save(trained_under({}, wrapper), "in.pt")
     assert remap(run, f'[[rule]]\nrename = "{wrapper}0.{{x}} => {wrapper}body.{{x}}"\n').status == 0
     found = torch.load("out.pt")
-    assert [key.removeprefix(wrapper) for key in found["model"]] == list(found["optimizer"]["state"])
+    assert [key.removeprefix(wrapper) for key in found["model"]] == list(
+        found["optimizer"]["state"]
+    )
     assert list(found["optimizer"]["state"]) == ["body.weight", "body.bias", "1.weight", "1.bias"]
 
 
 def test_colliding_parameter_names_are_refused(run: Run) -> None:
-    """This includes the case that the model has only one of them, so that its keys do not collide."""
+    """This includes the case that the model has only one of them, so that its keys do not
+    collide.
+    """
     saved = trained_under({})
     del saved["model"]["1.weight"]
     torch.save(saved, "in.pt")
@@ -327,4 +376,8 @@ def test_optimizers_in_the_file_are_looked_up_first(
 ) -> None:
     torch.save(saved, "in.pt")
     done = run("remap", "in.pt", *words, "-o", "out.pt")
-    assert (done.status, message in done.err, Path("out.pt").exists()) == (status, True, status == 0)
+    assert (done.status, message in done.err, Path("out.pt").exists()) == (
+        status,
+        True,
+        status == 0,
+    )

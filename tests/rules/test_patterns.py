@@ -18,7 +18,11 @@ RENAMES = [
     ("a => b", "a", "b"),
     ("a => b", "a.x", None),
     ("a.w => b.w", "a.w", "b.w"),
-    ("layers.{i}.layer.{rest*} => layers.{i}.{rest*}", "layers.3.layer.attn.wq.weight", "layers.3.attn.wq.weight"),
+    (
+        "layers.{i}.layer.{rest*} => layers.{i}.{rest*}",
+        "layers.3.layer.attn.wq.weight",
+        "layers.3.attn.wq.weight",
+    ),
     ("layers.{i}.layer.{rest*} => layers.{i}.{rest*}", "layers.3.4.layer.weight", None),
     ("{x} => top.{x}", "w", "top.w"),
     ("{x} => top.{x}", "a.w", None),

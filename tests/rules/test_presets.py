@@ -1,8 +1,8 @@
 """Presets: both real models, small and with random weights, give the same outputs.
 
-transformers is installed with the other test requirements; `make models` installs torchvision, timm and torchtune.
-No package has Meta's code of Llama. torchtune's model, whose layout differs only in names, is run instead, and
-torchtune's converter writes Meta's names.
+transformers is installed with the other test requirements; `make models` installs torchvision, timm
+and torchtune. No package has Meta's code of Llama. torchtune's model, whose layout differs only in
+names, is run instead, and torchtune's converter writes Meta's names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def call_of(name: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_examples_are_correct_and_reversible_presets_roundtrip(tmp_path: Path, name: str) -> None:
     assert read(call_of(name))
-    before = (FOLDER / f"{name}.toml").read_text().partition("before = [")[2].partition("]\nafter")[0]
+    before = (
+        (FOLDER / f"{name}.toml").read_text().partition("before = [")[2].partition("]\nafter")[0]
+    )
     state = {key: torch.randn(json.loads(shape)) for key, shape in TENSOR.findall(before)}
     source, there, back = (tmp_path / f"{word}.safetensors" for word in ("in", "there", "back"))
     save_file(state, source)
@@ -53,7 +55,9 @@ def test_examples_are_correct_and_reversible_presets_roundtrip(tmp_path: Path, n
         with pytest.raises(CkptError, match="cannot be reversed"):
             read(name, reverse=True)
     elif there.exists():
-        assert main(["remap", str(there), "--rules", call_of(name), "--reverse", "-o", str(back)]) == 0
+        assert (
+            main(["remap", str(there), "--rules", call_of(name), "--reverse", "-o", str(back)]) == 0
+        )
         assert back.read_bytes() == source.read_bytes()
 
 
@@ -69,7 +73,9 @@ def test_presets_are_listed(run: Run) -> None:
     assert [line.split()[0] for line in done.out.splitlines() if "-to-" in line] == NAMES
     data = run("rules", "--format", "json").data
     assert data == SETS.write([rules()])
-    assert {one["name"]: one["sizes"] for one in data["sets"]} == {name: list(sizes_of(name)) for name in NAMES}
+    assert {one["name"]: one["sizes"] for one in data["sets"]} == {
+        name: list(sizes_of(name)) for name in NAMES
+    }
     assert all(" to " in one["about"] for one in data["sets"])
 
 
@@ -77,7 +83,9 @@ def test_presets_are_listed(run: Run) -> None:
 def test_preset_rules_are_printed_as_a_rules_file(name: str, run: Run) -> None:
     done = run("rules", name)
     assert done.out == (FOLDER / f"{name}.toml").read_text()
-    assert [one["toml"] for one in run("rules", name, "--format", "json").data["sets"]] == [done.out]
+    assert [one["toml"] for one in run("rules", name, "--format", "json").data["sets"]] == [
+        done.out
+    ]
     assert run("rules", f"{name}x").status == 2
 
 
@@ -89,7 +97,10 @@ def test_page_lists_every_preset() -> None:
 def convert_with(folder: Path, state: State, name: str, *more: str) -> State:
     source, out = folder / "in.safetensors", folder / "out.safetensors"
     save_file({key: value.contiguous().clone() for key, value in state.items()}, source)
-    assert main(["remap", str(source), "--rules", call_of(name), *more, "-o", str(out), "--force"]) == 0
+    assert (
+        main(["remap", str(source), "--rules", call_of(name), *more, "-o", str(out), "--force"])
+        == 0
+    )
     return load_file(out)
 
 
@@ -103,7 +114,9 @@ def assert_same_outputs(
 
 
 def randomized(model: Any) -> Any:
-    """Randomize all weights, including norms, biases and embeddings, so that every tensor affects the output."""
+    """Randomize all weights, including norms, biases and embeddings, so that every tensor affects
+    the output.
+    """
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) / 4 + (parameter.ndim == 1)
@@ -115,14 +128,26 @@ TOKENS = torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(1)
 
 
 def torchvision_vit() -> Any:
-    torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed (make models)")
+    torchvision = pytest.importorskip(
+        "torchvision", reason="torchvision is not installed (make models)"
+    )
     return randomized(torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=5))
 
 
 def timm_vit() -> Any:
     timm = pytest.importorskip("timm", reason="timm is not installed (make models)")
     kind = timm.models.vision_transformer.VisionTransformer
-    return randomized(kind(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, mlp_ratio=2, num_classes=5))
+    return randomized(
+        kind(
+            img_size=32,
+            patch_size=8,
+            embed_dim=32,
+            depth=2,
+            num_heads=4,
+            mlp_ratio=2,
+            num_classes=5,
+        )
+    )
 
 
 def test_vit_of_torchvision_and_timm(tmp_path: Path) -> None:
@@ -141,21 +166,35 @@ def test_vit_of_timm_and_transformers(tmp_path: Path) -> None:
         num_labels=5, layer_norm_eps=first.norm.eps,
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    save_file(convert_with(tmp_path, first.state_dict(), "vit-timm-to-hf"), tmp_path / "model.safetensors")
-    second, info = transformers.ViTForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
+    save_file(
+        convert_with(tmp_path, first.state_dict(), "vit-timm-to-hf"), tmp_path / "model.safetensors"
+    )
+    second, info = transformers.ViTForImageClassification.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert not any(info.values())
     assert_same_outputs(first, lambda x: second.eval()(x).logits, IMAGES)
     second.save_pretrained(tmp_path / "saved")
-    back = convert_with(tmp_path, load_file(tmp_path / "saved" / "model.safetensors"), "vit-timm-to-hf", "--reverse")
+    back = convert_with(
+        tmp_path, load_file(tmp_path / "saved" / "model.safetensors"), "vit-timm-to-hf", "--reverse"
+    )
     first.load_state_dict(back)
     assert_same_outputs(first, lambda x: second(x).logits, IMAGES)
 
 
 def torchtune_llama() -> Any:
-    models = pytest.importorskip("torchtune.models.llama3", reason="torchtune is not installed (make models)")
+    models = pytest.importorskip(
+        "torchtune.models.llama3", reason="torchtune is not installed (make models)"
+    )
     return randomized(
         models.llama3(
-            vocab_size=32, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=16, max_seq_len=16, intermediate_dim=24
+            vocab_size=32,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            embed_dim=16,
+            max_seq_len=16,
+            intermediate_dim=24,
         )
     )
 

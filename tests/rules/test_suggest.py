@@ -1,4 +1,6 @@
-"""Suggested rules: after the commands that `diff` prints are run unchanged, names and shapes are the same."""
+"""Suggested rules: after the commands that `diff` prints are run unchanged, names and shapes are
+the same.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,18 @@ from ckpttool.naming.evidence import Inference, Pair, Side, Tensor
 from ckpttool.naming.pairing import infer
 from command import Done, Run, fixes_in, notes_in
 from places import DOCS, TESTS
-from renamed_models import MORE, PAIRS, bert_model, gpt2, lightning, meta_llama, named, phi3, plain, split_gpt
+from renamed_models import (
+    MORE,
+    PAIRS,
+    bert_model,
+    gpt2,
+    lightning,
+    meta_llama,
+    named,
+    phi3,
+    plain,
+    split_gpt,
+)
 
 torch.set_num_threads(1)
 PAGE = TESTS / "rules" / "suggested.md"
@@ -62,12 +75,16 @@ def run_fixes(found: Done, run: Run) -> str:
 
 @pytest.mark.parametrize("ending", ["pt", "safetensors"])
 @pytest.mark.parametrize(
-    ("left", "right"), [*PAIRS.values(), *MORE], ids=lambda build: build.__name__ if callable(build) else str(build)
+    ("left", "right"),
+    [*PAIRS.values(), *MORE],
+    ids=lambda build: build.__name__ if callable(build) else str(build),
 )
 def test_printed_commands_give_the_names_and_shapes_of_the_right(
     left: Build, right: Build, ending: str, tmp_path: Path, run: Run
 ) -> None:
-    """safetensors does not keep the order: rules that depend on it are not suggested, and the others still work."""
+    """safetensors does not keep the order: rules that depend on it are not suggested, and the
+    others still work.
+    """
     paths = [tmp_path / f"{name}.{ending}" for name in ("left", "right")]
     for build, path in zip((left, right), paths):
         state = {key: value.clone() for key, value in build().state_dict().items()}
@@ -80,7 +97,12 @@ def test_printed_commands_give_the_names_and_shapes_of_the_right(
         assert summary <= {"same", "unexpected"}  # keys that right lacks are kept
         assert after.status == (1 if "unexpected" in summary else 0)
     else:
-        remaining = {key for entry in after.data["entries"] if entry["status"] == "missing" for key in entry["right"]}
+        remaining = {
+            key
+            for entry in after.data["entries"]
+            if entry["status"] == "missing"
+            for key in entry["right"]
+        }
         ambiguous = {key for one in found.data["ambiguous"] for key in one["right"]}
         assert remaining <= ambiguous
         assert not {"shape", "dtype"} & summary
@@ -108,7 +130,9 @@ def test_page_shows_the_suggested_rules(compare: Compare) -> None:
         PAGE.write_text(f"{before}{START}{shown}{END}{after}")
     assert len(PAIRS) >= 8
     assert shown == page(compare)
-    (example,) = re.findall(r"^```toml\n.*?^```", (DOCS / "suggested-rules.md").read_text(), re.MULTILINE | re.DOTALL)
+    (example,) = re.findall(
+        r"^```toml\n.*?^```", (DOCS / "suggested-rules.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     assert example in shown
 
 
@@ -117,10 +141,20 @@ def test_page_shows_the_suggested_rules(compare: Compare) -> None:
 
 def inferred(left: State, right: State, ordered: bool = True) -> Inference:
     mine, theirs = (
-        Side(tuple(Tensor(key, str(value.dtype)[6:], tuple(value.shape)) for key, value in state.items()), ordered)
+        Side(
+            tuple(
+                Tensor(key, str(value.dtype)[6:], tuple(value.shape))
+                for key, value in state.items()
+            ),
+            ordered,
+        )
         for state in (left, right)
     )
-    return infer(mine, theirs, {key: key for key in left if key in right and left[key].shape == right[key].shape})
+    return infer(
+        mine,
+        theirs,
+        {key: key for key in left if key in right and left[key].shape == right[key].shape},
+    )
 
 
 def zeros(**shapes: tuple[int, ...]) -> State:
@@ -128,7 +162,10 @@ def zeros(**shapes: tuple[int, ...]) -> State:
 
 
 def test_order_is_ignored_if_the_format_does_not_keep_it() -> None:
-    left, right = zeros(a__weight=(4, 4), b__weight=(4, 4)), zeros(x__weight=(4, 4), y__weight=(4, 4))
+    left, right = (
+        zeros(a__weight=(4, 4), b__weight=(4, 4)),
+        zeros(x__weight=(4, 4), y__weight=(4, 4)),
+    )
     assert [(p.left, p.right) for p in inferred(left, right).pairs] == [
         (("a.weight",), ("x.weight",)),
         (("b.weight",), ("y.weight",)),
@@ -140,8 +177,14 @@ def test_order_is_ignored_if_the_format_does_not_keep_it() -> None:
 
 def test_common_names_take_precedence_over_the_order() -> None:
     """BART defines key, value and query in this order, BERT query, key and value."""
-    left = {f"layers.{n}.attn.{name}_proj.weight": torch.zeros(4, 4) for n in range(2) for name in "kvq"}
-    right = {f"h.{n}.{name}.weight": torch.zeros(4, 4) for n in range(2) for name in ("query", "key", "value")}
+    left = {
+        f"layers.{n}.attn.{name}_proj.weight": torch.zeros(4, 4) for n in range(2) for name in "kvq"
+    }
+    right = {
+        f"h.{n}.{name}.weight": torch.zeros(4, 4)
+        for n in range(2)
+        for name in ("query", "key", "value")
+    }
     pairs = {pair.left[0]: pair.right[0] for pair in inferred(left, right).pairs}
     assert pairs == {
         f"layers.{n}.attn.{name[0]}_proj.weight": f"h.{n}.{name}.weight"
@@ -154,10 +197,17 @@ def test_common_names_take_precedence_over_the_order() -> None:
     ("left", "right"),
     [
         (zeros(a__weight=(4,)), zeros(b__bias=(4,))),  # a scale is not a bias
-        *((zeros(a__weight=shape), zeros(b__weight=shape)) for shape in ((), (1,))),  # scalars match everywhere
+        # scalars match everywhere
+        *((zeros(a__weight=shape), zeros(b__weight=shape)) for shape in ((), (1,))),
         (zeros(a__weight=(4, 4), b__weight=(4, 4)), zeros(c__weight=(4, 4))),  # which of the two?
-        ({**zeros(a__weight=(4, 4)), "n": torch.zeros(3)}, {"b.weight": torch.zeros(4, 4).long(), "n": torch.zeros(3)}),
-        (zeros(enc__n__weight=(4,), enc__w=(2, 3)), zeros(dec__n__weight=(4,), enc__w=(2, 3), dec__w=(9, 9))),
+        (
+            {**zeros(a__weight=(4, 4)), "n": torch.zeros(3)},
+            {"b.weight": torch.zeros(4, 4).long(), "n": torch.zeros(3)},
+        ),
+        (
+            zeros(enc__n__weight=(4,), enc__w=(2, 3)),
+            zeros(dec__n__weight=(4,), enc__w=(2, 3), dec__w=(9, 9)),
+        ),
     ],
 )
 def test_unrelated_or_ambiguous_tensors_are_not_paired(left: State, right: State) -> None:
@@ -165,18 +215,26 @@ def test_unrelated_or_ambiguous_tensors_are_not_paired(left: State, right: State
 
 
 def test_head_is_not_paired_with_a_pooler() -> None:
-    """Both are a [32, 32] `dense` outside all layers; all counterparts of the other side are below `bert`."""
-    right = real_models.transformers.BertModel(real_models.transformers.BertConfig(**real_models.SIZES))
+    """Both are a [32, 32] `dense` outside all layers; all counterparts of the other side are below
+    `bert`.
+    """
+    right = real_models.transformers.BertModel(
+        real_models.transformers.BertConfig(**real_models.SIZES)
+    )
     pairs = inferred(real_models.bert().state_dict(), right.state_dict()).pairs
     assert {pair.left[0] for pair in pairs} == {f"bert.{pair.right[0]}" for pair in pairs}
     assert len(pairs) == len(bert_model().state_dict())
 
 
 def test_segment_that_looks_like_a_template_number() -> None:
-    left = zeros(**{f"layers__{n}__{odd}__w": (2, 3) for n in range(2) for odd in ("#", "\\#", "x#y")})
+    left = zeros(
+        **{f"layers__{n}__{odd}__w": (2, 3) for n in range(2) for odd in ("#", "\\#", "x#y")}
+    )
     right = {f"net.#.{key}": value for key, value in left.items()}
     found = inferred(left, right)
-    assert {(pair.left[0], pair.right[0]) for pair in found.pairs} == {(key, f"net.#.{key}") for key in left}
+    assert {(pair.left[0], pair.right[0]) for pair in found.pairs} == {
+        (key, f"net.#.{key}") for key in left
+    }
     assert {pair.evidence for pair in found.pairs} == {"the same name below `net.#`"}
 
 
@@ -196,7 +254,10 @@ def test_values_pair_tensors_with_meaningless_names(data: st.DataObject) -> None
     order = data.draw(st.permutations(list(left)))
     right = {f"other.x{at}.weight": left[key] for at, key in enumerate(order)}
     mine, theirs = (
-        Side(tuple(Tensor(key, "float32", (3, 3)) for key in state), digest=Digests(section_of(state).by_key()))
+        Side(
+            tuple(Tensor(key, "float32", (3, 3)) for key in state),
+            digest=Digests(section_of(state).by_key()),
+        )
         for state in (left, right)
     )
     pairs = infer(mine, theirs).pairs
@@ -209,8 +270,12 @@ def test_values_pair_tensors_with_meaningless_names(data: st.DataObject) -> None
 
 
 def test_values_show_the_order_of_parts(compare: Compare, run: Run) -> None:
-    """A fused tensor holds value, query and key in this order; names alone would suggest q, k, v."""
-    parts = {f"layers.0.{name}_proj.weight": torch.rand(rows, 3) for name, rows in zip("qkv", (4, 2, 2))}
+    """A fused tensor holds value, query and key in this order; names alone would suggest q, k,
+    v.
+    """
+    parts = {
+        f"layers.0.{name}_proj.weight": torch.rand(rows, 3) for name, rows in zip("qkv", (4, 2, 2))
+    }
     whole = torch.cat([parts[f"layers.0.{name}_proj.weight"] for name in "vqk"])
     found = compare(parts, {"layers.0.qkv.weight": whole}, "--values")
     assert found.status == 1
@@ -219,12 +284,16 @@ def test_values_show_the_order_of_parts(compare: Compare, run: Run) -> None:
 
 
 def test_square_weight_of_gpt2_is_transposed_like_the_others(compare: Compare, run: Run) -> None:
-    """`attn.c_proj` is square: only its values and the similar weight in `mlp` show that it must be transposed."""
+    """`attn.c_proj` is square: only its values and the similar weight in `mlp` show that it must be
+    transposed.
+    """
     source = gpt2().state_dict()
     written = torch.load(run_fixes(compare(source, split_gpt), run))
     assert torch.equal(written["blocks.1.attn.out.weight"], source["h.1.attn.c_proj.weight"].t())
     assert torch.equal(written["blocks.1.ff.down.weight"], source["h.1.mlp.c_proj.weight"].t())
-    assert torch.equal(written["blocks.0.attn.k.weight"], source["h.0.attn.c_attn.weight"].t().chunk(3)[1])
+    assert torch.equal(
+        written["blocks.0.attn.k.weight"], source["h.0.attn.c_attn.weight"].t().chunk(3)[1]
+    )
 
 
 # The command
@@ -232,7 +301,12 @@ def test_square_weight_of_gpt2_is_transposed_like_the_others(compare: Compare, r
 
 def test_few_renames_are_options(compare: Compare) -> None:
     (line,) = fixes_in(compare(plain, named).data)
-    assert shlex.split(line)[3:-2] == ["--rule", "0.{x*} => fc1.{x*}", "--rule", "2.{x*} => fc2.{x*}"]
+    assert shlex.split(line)[3:-2] == [
+        "--rule",
+        "0.{x*} => fc1.{x*}",
+        "--rule",
+        "2.{x*} => fc2.{x*}",
+    ]
 
 
 def test_prefix_is_removed_and_its_sibling_kept(compare: Compare, run: Run) -> None:
@@ -245,14 +319,21 @@ def test_prefix_is_removed_and_its_sibling_kept(compare: Compare, run: Run) -> N
 
 def test_remaining_keys_are_reported(compare: Compare) -> None:
     state = plain().state_dict()
-    found = compare({f"bert.{key}": value for key, value in state.items()}, {**state, "head.weight": torch.zeros(5, 2)})
-    assert any(note.startswith("1 key missing from left (head.weight)") for note in notes_in(found.data))
+    found = compare(
+        {f"bert.{key}": value for key, value in state.items()},
+        {**state, "head.weight": torch.zeros(5, 2)},
+    )
+    assert any(
+        note.startswith("1 key missing from left (head.weight)") for note in notes_in(found.data)
+    )
 
 
 def test_different_dtypes_are_reported(compare: Compare, run: Run) -> None:
     left = {f"a.{n}.w": torch.rand(2, n + 1) for n in range(3)}
     found = compare(left, {key.replace("a", "b"): value.half() for key, value in left.items()})
-    assert "the suggested rules do not change dtypes and values, and some differ" in notes_in(found.data)
+    assert "the suggested rules do not change dtypes and values, and some differ" in notes_in(
+        found.data
+    )
     assert {value.dtype for value in torch.load(run_fixes(found, run)).values()} == {torch.float32}
 
 
@@ -280,25 +361,36 @@ def test_transposed_parts_of_different_sizes(side: str) -> None:
     ("ends", "rules"),
     [
         (("weight", "bias"), 1),
-        (("kernel", "offset"), 2),  # other suffixes need a rule each, and unrelated keys are unchanged
+        # other suffixes need a rule each, and unrelated keys are unchanged
+        (("kernel", "offset"), 2),
         (("",), 1),
     ],
 )
 def test_a_weight_and_its_bias_are_split_by_one_rule(ends: tuple[str, ...], rules: int) -> None:
     def state(*names: str) -> State:
-        return {".".join(filter(None, (name, end))): torch.rand(6 // len(names), 2) for name in names for end in ends}
+        return {
+            ".".join(filter(None, (name, end))): torch.rand(6 // len(names), 2)
+            for name in names
+            for end in ends
+        }
 
     left, right = state("l.0.qkv"), state("l.1.q", "l.1.k", "l.1.v")
     if "weight" not in ends:
         left["l.0.qkv.zero"] = right["l.0.qkv.zero"] = torch.zeros(1)
     pairs = [
-        Pair((whole,), tuple(name for name in right if name.rpartition(".")[2] == whole.rpartition(".")[2]), "said")
+        Pair(
+            (whole,),
+            tuple(name for name in right if name.rpartition(".")[2] == whole.rpartition(".")[2]),
+            "said",
+        )
         if ends[0]
         else Pair((whole,), tuple(right)[:3], "said")
         for whole in left
         if "zero" not in whole
     ]
-    found = suggest(pairs, {key: key for key in left if key in right}, section_of(left), section_of(right))
+    found = suggest(
+        pairs, {key: key for key in left if key in right}, section_of(left), section_of(right)
+    )
     assert found is not None
     assert found.text().count("split = ") == rules
 
@@ -311,11 +403,16 @@ def test_names_with_control_characters_are_escaped() -> None:
     left = {f"{key}.w": torch.zeros(at + 1) for at, key in enumerate(ODD)}
     right = {f"new.{key}": value for key, value in left.items()} | {"f.w": torch.zeros(9)}
     pairs = [Pair((key,), (f"new.{key}",), "said") for key in left]
-    found = suggest(pairs, {"f.v": "f.w"}, section_of({**left, "f.v": torch.zeros(9)}), section_of(right))
+    found = suggest(
+        pairs, {"f.v": "f.w"}, section_of({**left, "f.v": torch.zeros(9)}), section_of(right)
+    )
     assert found is not None
     assert found.text().replace("\n", "").isprintable()
     odd = suggest(
-        pairs[:1], {}, section_of(dict(list(left.items())[:1])), section_of({f"new.{ODD[0]}.w": torch.zeros(1)})
+        pairs[:1],
+        {},
+        section_of(dict(list(left.items())[:1])),
+        section_of({f"new.{ODD[0]}.w": torch.zeros(1)}),
     )
     assert odd is not None
     assert odd.text().replace("\n", "").isprintable()
@@ -400,13 +497,15 @@ def test_rules_file_converts_a_checkpoint_to_a_model(run: Run, old: str, new: st
     before, found = run(*words).data, run(*words, "--suggest", "rules.toml")
     assert (found.status, Path("rules.toml").read_text()) == (1, found.data["rules"])
     assert found.data["entries"] == before["entries"]
-    for option, rule in pairwise(shlex.split(" ".join(fixes_in(before)))):  # rules that are printed without a file
+    # rules that are printed without a file
+    for option, rule in pairwise(shlex.split(" ".join(fixes_in(before)))):
         assert option != "--rule" or rule in found.data["rules"]
     assert not any("missing from left" in note for note in notes_in(found.data))
     out = torch.load(run_fixes(found, run))["model"]
     build(new).load_state_dict(out)  # strict
     flat = [
-        torch.cat([value.flatten() for value in state.values()]).sort().values for state in (saved.state_dict(), out)
+        torch.cat([value.flatten() for value in state.values()]).sort().values
+        for state in (saved.state_dict(), out)
     ]
     assert torch.equal(*flat)
 
@@ -421,7 +520,9 @@ def test_commands_that_write_a_rules_file_are_printed(run: Run) -> None:
     path = run_fixes(found, run)
     out = torch.load(path)
     build("fused").load_state_dict(out)  # strict
-    assert torch.equal(out["qkv.bias"], torch.cat([saved[name].bias for name in ("query", "key", "value")]))
+    assert torch.equal(
+        out["qkv.bias"], torch.cat([saved[name].bias for name in ("query", "key", "value")])
+    )
     assert run("diff", path, "--model", "models.py:fused").status == 0
     assert "--model" not in Path("a.rules.toml").read_text()
     assert "RIGHT" not in Path("a.rules.toml").read_text()
@@ -438,7 +539,10 @@ def test_commands_that_write_a_rules_file_are_printed(run: Run) -> None:
 @pytest.mark.parametrize(
     ("state", "note"),
     [
-        ({"q.weight": torch.ones(4, 4), "q.bias": torch.ones(4)}, "the suggested rules do not write 6 keys"),
+        (
+            {"q.weight": torch.ones(4, 4), "q.bias": torch.ones(4)},
+            "the suggested rules do not write 6 keys",
+        ),
         (
             {**build("short").state_dict(), "other": torch.ones(9)},
             "the suggested rules do not change 1 key of the left: other",
@@ -446,9 +550,13 @@ def test_commands_that_write_a_rules_file_are_printed(run: Run) -> None:
         ({"other": torch.ones(9)}, "rules.toml was not written"),
     ],
 )
-def test_problems_that_a_rules_file_does_not_fix_are_reported(run: Run, state: State, note: str) -> None:
+def test_problems_that_a_rules_file_does_not_fix_are_reported(
+    run: Run, state: State, note: str
+) -> None:
     torch.save(state, "a.pt")
-    done = run("diff", "a.pt", "--model", "models.py:long", "--suggest", "rules.toml", "--format", "json")
+    done = run(
+        "diff", "a.pt", "--model", "models.py:long", "--suggest", "rules.toml", "--format", "json"
+    )
     assert done.status == 1
     assert any(note in text for text in notes_in(done.data))
     assert Path("rules.toml").exists() == ("not written" not in note)
@@ -457,7 +565,10 @@ def test_problems_that_a_rules_file_does_not_fix_are_reported(run: Run, state: S
 def test_suggest_needs_two_checkpoints_or_a_model(run: Run) -> None:
     for words in ([], ["--model", "m.py:build"], ["a.pt", "b.pt", "--model", "m.py:build"]):
         done = run("diff", *words, "--suggest", "rules.toml")
-        assert (done.status, "--suggest needs two checkpoints, or a model and one" in done.err) == (2, True)
+        assert (done.status, "--suggest needs two checkpoints, or a model and one" in done.err) == (
+            2,
+            True,
+        )
 
 
 def other_order(w: torch.Tensor, heads: int) -> torch.Tensor:
@@ -470,7 +581,11 @@ ROPE = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
 
 def test_equal_rows_are_not_reordered(compare: Compare) -> None:
     """Norms start as ones; a rule that permutes them would also permute a trained checkpoint's."""
-    left = {f"layers.{n}.{name}.weight": torch.ones(12 + n) for n in range(3) for name in ("norm", "out_norm")}
+    left = {
+        f"layers.{n}.{name}.weight": torch.ones(12 + n)
+        for n in range(3)
+        for name in ("norm", "out_norm")
+    }
     left |= {f"layers.{n}.w.weight": torch.rand(12, 5) for n in range(3)}
     right = {key.replace("layers", "h").replace("norm", "ln"): value for key, value in left.items()}
     rules = compare(left, right, "--values").data["rules"]
@@ -483,15 +598,28 @@ def test_equal_rows_are_not_reordered(compare: Compare) -> None:
 def test_order_of_rotary_rows_is_one_rule_for_all_layers(
     heads: int, size: int, back: bool, renamed: bool, compare: Compare, run: Run
 ) -> None:
-    """Queries have more heads than keys. A bias is permuted with its weight. Afterwards all bits are equal."""
+    """Queries have more heads than keys. A bias is permuted with its weight. Afterwards all bits
+    are equal.
+    """
     torch.manual_seed(heads)
     rows, width = {"wq": heads * size, "wk": size, "wv": size, "wo": 10}, heads * size
-    left = {f"layers.{n}.attn.{name}.weight": torch.rand(rows[name], width + n) for n in range(3) for name in ROPE}
-    left |= {f"layers.{n}.attn.wq.bias": torch.rand(rows["wq"]) for n in range(3)} | {"head.weight": torch.rand(7, 3)}
+    left = {
+        f"layers.{n}.attn.{name}.weight": torch.rand(rows[name], width + n)
+        for n in range(3)
+        for name in ROPE
+    }
+    left |= {f"layers.{n}.attn.wq.bias": torch.rand(rows["wq"]) for n in range(3)} | {
+        "head.weight": torch.rand(7, 3)
+    }
     count = {"wq": heads, "wk": 1}
-    right = {key: other_order(w, count[at]) if (at := key.split(".")[-2]) in count else w for key, w in left.items()}
+    right = {
+        key: other_order(w, count[at]) if (at := key.split(".")[-2]) in count else w
+        for key, w in left.items()
+    }
     if renamed:
-        right = {".".join(ROPE.get(part, part) for part in key.split(".")): w for key, w in right.items()}
+        right = {
+            ".".join(ROPE.get(part, part) for part in key.split(".")): w for key, w in right.items()
+        }
     sides = (right, left) if back else (left, right)
     found = compare(*sides, "--values")
     assert found.status == 1

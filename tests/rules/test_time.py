@@ -1,4 +1,6 @@
-"""Rules are applied quickly, even for hostile patterns and keys: with nonlinear matching, tests here would not end."""
+"""Rules are applied quickly, even for hostile patterns and keys: with nonlinear matching, tests
+here would not end.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,22 @@ from ckpttool.ruleset.tensor_ops import shown
 LONG = ".".join(["a"] * 3000)
 
 
-@pytest.mark.parametrize("text", ["{a*}.{b*}.{c*}.{d*}.q => q", "{a*}.x.{b*}.x.{c*}.x.{d*}.q => q", "{a*}.{a*}.q => q"])
+@pytest.mark.parametrize(
+    "text", ["{a*}.{b*}.{c*}.{d*}.q => q", "{a*}.x.{b*}.x.{c*}.x.{d*}.q => q", "{a*}.{a*}.q => q"]
+)
 def test_variables_of_many_segments_are_matched_in_linear_time(text: str) -> None:
     assert parse(text).apply(LONG) is None
 
 
 @pytest.mark.parametrize(
-    "text", ["a " * 50_000, "a" + " " * 50_000 + "b", "a [" + "1, " * 50_000, "a [" * 50_000, "[ " * 50_000]
+    "text",
+    [
+        "a " * 50_000,
+        "a" + " " * 50_000 + "b",
+        "a [" + "1, " * 50_000,
+        "a [" * 50_000,
+        "[ " * 50_000,
+    ],
 )
 def test_text_that_is_not_a_tensor_is_rejected_in_linear_time(text: str) -> None:
     assert shown(text) is None
@@ -40,7 +51,9 @@ def test_repeated_variables_terminate() -> None:
 
 
 def test_time_is_linear_in_the_length_of_a_key() -> None:
-    assert parse("{a*}.x.{b*} => {b*}.{a*}").apply(".".join(["a"] * 200_000 + ["x"])) == ".".join(["a"] * 200_000)
+    assert parse("{a*}.x.{b*} => {b*}.{a*}").apply(".".join(["a"] * 200_000 + ["x"])) == ".".join(
+        ["a"] * 200_000
+    )
     assert not matches("*a" * 30 + "*b", "a" * 2000)
 
 
@@ -53,7 +66,9 @@ def _fresh() -> None:
     spent.clear()
 
 
-@pytest.mark.parametrize(("text", "in_a_thread"), [*((text, False) for text in NESTED), (SLOW, True)])
+@pytest.mark.parametrize(
+    ("text", "in_a_thread"), [*((text, False) for text in NESTED), (SLOW, True)]
+)
 def test_endless_regular_expression_is_answered_or_stopped(text: str, in_a_thread: bool) -> None:
     def match() -> bool:
         with limited(Limits(rules_seconds=1)):
@@ -91,7 +106,9 @@ def test_host_programs_timer_is_kept() -> None:
 
 
 # Random expressions with repeated groups that can match nothing; `re` is the oracle.
-ATOMS = st.sampled_from(["a", "b", ".", r"\w", r"\d", "[ab]", "[^a]", r"\.", r"\b", "{a}", "a{", "[{]", r"\{", "{,1}x"])
+ATOMS = st.sampled_from(
+    ["a", "b", ".", r"\w", r"\d", "[ab]", "[^a]", r"\.", r"\b", "{a}", "a{", "[{]", r"\{", "{,1}x"]
+)
 REPEATS = st.sampled_from(["*", "+", "?", "*?", "+?", "{2}", "{1,2}", "{,2}"])
 EXPRESSIONS = st.recursive(
     ATOMS,
@@ -118,7 +135,9 @@ def test_expressions_match_like_pythons_re(text: str, keys: list[str]) -> None:
         assert (found and found.groups()) == (own and own.groups())
 
 
-@pytest.mark.parametrize("text", ["a{99999999999999999999}", "(" * 5000, "*", "(?P<1>a)", "a{2,1}", "[[:alpha:]]+"])
+@pytest.mark.parametrize(
+    "text", ["a{99999999999999999999}", "(" * 5000, "*", "(?P<1>a)", "a{2,1}", "[[:alpha:]]+"]
+)
 def test_an_invalid_regular_expression_is_reported(text: str) -> None:
     with pytest.raises(CkptError, match="not a regular expression"):
         parse(f"re:{text} => b").apply("a")
@@ -126,7 +145,9 @@ def test_an_invalid_regular_expression_is_reported(text: str) -> None:
         matches(f"re:{text}", "a")
 
 
-TOKENS = st.lists(st.sampled_from(["a", "b", "{x}", "{y}", "{s*}", "{t*}", "{u*}"]), min_size=1, max_size=5)
+TOKENS = st.lists(
+    st.sampled_from(["a", "b", "{x}", "{y}", "{s*}", "{t*}", "{u*}"]), min_size=1, max_size=5
+)
 KEYS = st.lists(st.sampled_from(["a", "b", "c", ""]), min_size=1, max_size=6)
 
 
@@ -144,7 +165,9 @@ def test_ways_match_a_brute_force_search(tokens: list[str], segments: list[str])
         ends = [sum(sizes[: index + 1]) for index in range(len(tokens))]
         parts = [tuple(segments[end - size : end]) for end, size in zip(ends, sizes)]
         values: dict[str, tuple[str, ...]] = {}
-        if all(values.setdefault(t, p) == p if t in names else p == (t,) for t, p in zip(tokens, parts)):
+        if all(
+            values.setdefault(t, p) == p if t in names else p == (t,) for t, p in zip(tokens, parts)
+        ):
             found.add(frozenset(values.items()))
     full = {token.strip("{*}"): token for token in names}
     ours = [

@@ -1,4 +1,6 @@
-"""Other entries in rank files: averages of the model, other models, tensors outside of state dicts."""
+"""Other entries in rank files: averages of the model, other models, tensors outside of state
+dicts.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,13 @@ def save_ranks(folder: Path, *files: dict[str, Any]) -> Path:
 
 
 def slices(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """Return the state_dict of one of two ranks with `use_orig_params`: half of each parameter, and full buffers."""
+    """Return the state_dict of one of two ranks with `use_orig_params`: half of each parameter, and
+    full buffers.
+    """
     parameters = dict(Net().named_parameters(remove_duplicate=False))
-    return {k: v.flatten().chunk(2)[rank].clone() if k in parameters else v for k, v in state.items()}
+    return {
+        k: v.flatten().chunk(2)[rank].clone() if k in parameters else v for k, v in state.items()
+    }
 
 
 def test_averages_are_joined_like_the_model(run: Run, tmp_path: Path) -> None:
@@ -61,7 +67,9 @@ def test_averages_are_joined_like_the_model(run: Run, tmp_path: Path) -> None:
 
 def test_slices_of_an_average_are_joined(run: Run, tmp_path: Path) -> None:
     files: list[dict[str, Any]]
-    files = [{"model": slices(state_of(0), rank), "ema": slices(state_of(1), rank)} for rank in (0, 1)]
+    files = [
+        {"model": slices(state_of(0), rank), "ema": slices(state_of(1), rank)} for rank in (0, 1)
+    ]
     for file in files:
         group = {"lr": torch.tensor(0.1), "params": ["emb.weight"]}
         state = {"emb.weight": {"exp_avg": file["ema"]["emb.weight"]}}
@@ -70,14 +78,21 @@ def test_slices_of_an_average_are_joined(run: Run, tmp_path: Path) -> None:
     assert done.status == 0, done.err
     assert "differs" not in done.err
     result = torch.load(tmp_path / "out.pt")
-    assert torch.equal(result["optimizer"]["state"]["emb.weight"]["exp_avg"], result["ema"]["emb.weight"])
+    assert torch.equal(
+        result["optimizer"]["state"]["emb.weight"]["exp_avg"], result["ema"]["emb.weight"]
+    )
     assert same(result["model"], state_of(0))
     assert same(result["ema"], state_of(1))
 
 
-def test_tensors_of_another_model_that_differ_between_ranks_are_refused(run: Run, tmp_path: Path) -> None:
+def test_tensors_of_another_model_that_differ_between_ranks_are_refused(
+    run: Run, tmp_path: Path
+) -> None:
     """Without that model, shards cannot be told from copies; identical copies are kept."""
-    files = [{"model": slices(state_of(0), r), "disc": {"w": torch.full((2,), r), "b": torch.ones(1)}} for r in (0, 1)]
+    files = [
+        {"model": slices(state_of(0), r), "disc": {"w": torch.full((2,), r), "b": torch.ones(1)}}
+        for r in (0, 1)
+    ]
     command = ["remap", save_ranks(tmp_path, *files), *MODEL, "-o", tmp_path / "out.pt"]
     done = run(*command)
     assert (done.status, (tmp_path / "out.pt").exists()) == (1, False)
@@ -89,7 +104,9 @@ def test_tensors_of_another_model_that_differ_between_ranks_are_refused(run: Run
 
 def test_incompatible_average_is_kept_with_a_warning(run: Run, tmp_path: Path) -> None:
     small = {"_flat_param": torch.ones(3)}
-    files = save_ranks(tmp_path, *({"model": slices(state_of(0), rank), "ema": small} for rank in (0, 1)))
+    files = save_ranks(
+        tmp_path, *({"model": slices(state_of(0), rank), "ema": small} for rank in (0, 1))
+    )
     done = run("remap", files, *MODEL, "-o", tmp_path / "out.pt")
     assert done.status == 0
     assert f"ema does not fit {SCRIPT}:Net, and stays as the ranks hold it" in done.err
@@ -97,11 +114,16 @@ def test_incompatible_average_is_kept_with_a_warning(run: Run, tmp_path: Path) -
 
 
 def test_full_parameters_must_be_equal_on_all_ranks(run: Run, tmp_path: Path) -> None:
-    """Otherwise the files are of two steps. For buffers and for entries outside state dicts, rank 0's is used."""
+    """Otherwise the files are of two steps. For buffers and for entries outside state dicts, rank
+    0's is used.
+    """
     states = [{**state_of(0), "layers.0.seen": torch.full((2,), rank)} for rank in (0, 1)]
     files = save_ranks(
         tmp_path,
-        *({"model": state, "rng": torch.full((3,), r), "one": torch.ones(2)} for r, state in enumerate(states)),
+        *(
+            {"model": state, "rng": torch.full((3,), r), "one": torch.ones(2)}
+            for r, state in enumerate(states)
+        ),
     )
     done = run("remap", files, *MODEL, "-o", tmp_path / "out.pt")
     assert done.status == 0
@@ -111,7 +133,10 @@ def test_full_parameters_must_be_equal_on_all_ranks(run: Run, tmp_path: Path) ->
     states[1]["emb.weight"] = state_of(1)["emb.weight"]
     done = run("remap", save_ranks(tmp_path, *states), *MODEL, "-o", tmp_path / "out.pt", "--force")
     assert done.status == 2
-    assert "error: the files are not of one step\n  differs between the ranks @ emb.weight\n" in done.err
+    assert (
+        "error: the files are not of one step\n  differs between the ranks @ emb.weight\n"
+        in done.err
+    )
 
 
 @pytest.mark.parametrize("none", [0, 1])
@@ -126,15 +151,27 @@ def test_different_module_versions_are_reported(run: Run, tmp_path: Path, none: 
     assert done.status == 0
     used = 1 - none
     assert (
-        f"_metadata (module versions) differs or is missing on rank {none}, rank 2: rank {used}'s is used" in done.err
+        f"_metadata (module versions) differs or is missing on rank {none}, rank 2: rank {used}'s"
+        " is used" in done.err
     )
     assert torch.load(tmp_path / "out.pt")._metadata == Net().state_dict()._metadata  # type: ignore[attr-defined]
-    assert "_metadata" not in run("remap", save_ranks(tmp_path, *states[2:], states[2]), *MODEL, "--dry-run").err
+    assert (
+        "_metadata"
+        not in run("remap", save_ranks(tmp_path, *states[2:], states[2]), *MODEL, "--dry-run").err
+    )
 
 
 def test_wrapper_paths_are_removed_from_module_versions(run: Run, tmp_path: Path) -> None:
     state = torch.nn.DataParallel(Net()).state_dict()
     assert {"", "module", "module.head"} < state._metadata.keys()  # type: ignore[attr-defined]
-    done = run("remap", save_ranks(tmp_path, state, state), *MODEL, "--to", "serialized", "-o", tmp_path / "out.pt")
+    done = run(
+        "remap",
+        save_ranks(tmp_path, state, state),
+        *MODEL,
+        "--to",
+        "serialized",
+        "-o",
+        tmp_path / "out.pt",
+    )
     assert done.status == 0, done.err
     assert torch.load(tmp_path / "out.pt")._metadata == Net().state_dict()._metadata  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""Rank files of DTensors saved by real ranks with torch.save: unsharded they equal `full_tensor()`."""
+"""Rank files of DTensors saved by real ranks with torch.save: unsharded they equal
+`full_tensor()`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,14 @@ SEEDS = os.environ.get("CKPTTOOL_SEEDS", "1")
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     needs_torch("2.7", "fully_shard without a GPU")
     folder = tmp_path_factory.mktemp("dtensors")
-    command = [sys.executable, "-W", "ignore", dtensor_ranks.__file__, str(folder), str(request.param)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        dtensor_ranks.__file__,
+        str(folder),
+        str(request.param),
+    ]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, timeout=300, env=environment, capture_output=True)
@@ -57,8 +66,12 @@ def differences(expected: Any, actual: Any, place: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_unsharded_dtensors_equal_full_tensors(saved: Path, run: Run, tmp_path: Path, name: str) -> None:
-    """Even and uneven shards, replicas, strides, sharding along dim 0 and 1, and both optimizer forms."""
+def test_unsharded_dtensors_equal_full_tensors(
+    saved: Path, run: Run, tmp_path: Path, name: str
+) -> None:
+    """Even and uneven shards, replicas, strides, sharding along dim 0 and 1, and both optimizer
+    forms.
+    """
     done = run("remap", saved / f"{name}_*.pt", "-o", tmp_path / "out.pt", "--verify")
     assert done.status == 0, done.err
     full = torch.load(saved / f"full-{name}.pt")
@@ -78,12 +91,20 @@ def test_dcp_folder_loads_into_dtensors_on_another_mesh(saved: Path) -> None:
 
 
 def copy_ranks(
-    saved: Path, to: Path, name: str, change: Callable[[str, bytes], bytes] = lambda record, data: data
+    saved: Path,
+    to: Path,
+    name: str,
+    change: Callable[[str, bytes], bytes] = lambda record, data: data,
 ) -> str:
-    """Copy the rank files with `change` applied to the records of rank 2, which in ``hsdp`` replicates rank 0."""
+    """Copy the rank files with `change` applied to the records of rank 2, which in ``hsdp``
+    replicates rank 0.
+    """
     for path in saved.glob(f"{name}_*.pt"):
         shutil.copy(path, to)
-    with zipfile.ZipFile(saved / f"{name}_2.pt") as source, zipfile.ZipFile(to / f"{name}_2.pt", "w") as out:
+    with (
+        zipfile.ZipFile(saved / f"{name}_2.pt") as source,
+        zipfile.ZipFile(to / f"{name}_2.pt", "w") as out,
+    ):
         for record in source.namelist():
             out.writestr(record, change(record, source.read(record)))
     return f"{to}/{name}_*.pt"
@@ -105,7 +126,11 @@ def change_epoch(record: str, data: bytes) -> bytes:
 
 def change_weights(record: str, data: bytes) -> bytes:
     """Change the last byte of the first storages, which are the weights."""
-    return data[:-1] + bytes([data[-1] ^ 1]) if re.search(r"/data/[0-3]$", record) and len(data) > 32 else data
+    return (
+        data[:-1] + bytes([data[-1] ^ 1])
+        if re.search(r"/data/[0-3]$", record) and len(data) > 32
+        else data
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +141,12 @@ def change_weights(record: str, data: bytes) -> bytes:
     ],
 )
 def test_ranks_of_two_steps_are_refused(
-    saved: Path, run: Run, tmp_path: Path, name: str, change: Callable[[str, bytes], bytes], message: str
+    saved: Path,
+    run: Run,
+    tmp_path: Path,
+    name: str,
+    change: Callable[[str, bytes], bytes],
+    message: str,
 ) -> None:
     pattern = copy_ranks(saved, tmp_path, name, change)
     done = run("remap", pattern, "-o", tmp_path / "out.pt")
@@ -139,7 +169,12 @@ MEAN = ("model", "norm.running_mean")  # a buffer
     ],
 )
 def test_plain_tensors_next_to_dtensors_must_be_equal(
-    saved: Path, run: Run, tmp_path: Path, place: tuple[Any, ...], value: torch.Tensor | None, message: str | None
+    saved: Path,
+    run: Run,
+    tmp_path: Path,
+    place: tuple[Any, ...],
+    value: torch.Tensor | None,
+    message: str | None,
 ) -> None:
     """Rank 2 has another tensor or none; a sparse tensor is kept."""
     for path in saved.glob("fsdp_?.pt"):
@@ -153,7 +188,9 @@ def test_plain_tensors_next_to_dtensors_must_be_equal(
     key = ".".join(map(str, place))
     done = run("remap", tmp_path / "fsdp_?.pt", "-o", tmp_path / "out.pt", "--format", "json")
     problems = [(one["problem"], one["key"]) for one in done.data.get("problems", ())]
-    assert (done.status, problems) == ((0, []) if message is None else (2, [(message, key)])), done.err
+    assert (done.status, problems) == ((0, []) if message is None else (2, [(message, key)])), (
+        done.err
+    )
     notes = notes_in({"notes": [], **done.data})
     assert (f"{key} differs between the ranks: rank 0's is used" in notes) == (message is None)
 
@@ -165,12 +202,16 @@ def test_plain_tensors_next_to_dtensors_must_be_equal(
         ("differing", "its shape, dtype or placements differ between the ranks @ w"),
     ],
 )
-def test_inconsistent_placements_are_refused(saved: Path, run: Run, name: str, message: str) -> None:
+def test_inconsistent_placements_are_refused(
+    saved: Path, run: Run, name: str, message: str
+) -> None:
     done = run("inspect", saved / f"{name}_*.pt")
     assert (done.status, message in done.err) == (2, True), done.err
 
 
 @pytest.mark.parametrize("name", ["drawn", "fsdp"])
-def test_flipped_bytes_give_an_error_or_other_values(saved: Path, run: Run, tmp_path: Path, name: str) -> None:
+def test_flipped_bytes_give_an_error_or_other_values(
+    saved: Path, run: Run, tmp_path: Path, name: str
+) -> None:
     pattern = copy_ranks(saved, tmp_path, name)
     check_flips(run, pattern, sorted(tmp_path.glob("*.pt")), name)

@@ -74,7 +74,9 @@ def check_same(left: dict, right: dict) -> None:
 
 def check_same_optimizer(result: dict, expected: dict) -> None:
     """Both name their parameters; the order within a group may differ."""
-    assert {name for group in result["param_groups"] for name in group["params"]} == set(expected["state"])
+    assert {name for group in result["param_groups"] for name in group["params"]} == set(
+        expected["state"]
+    )
     for group, expected_group in zip(result["param_groups"], expected["param_groups"], strict=True):
         assert set(group["params"]) == set(expected_group["params"])
         assert group["weight_decay"] == expected_group["weight_decay"]
@@ -95,7 +97,10 @@ def test_rank_files_unshard_to_the_full_state_dict_of_fsdp(
     options = ["--to", "serialized", "--optimizer-keys", "fqn", "--verify"]
     status, _, error = run("remap", folder / f"{kind}_rank_*.pt", *MODEL, *options, "-o", out)
     assert status == 0, error
-    result, expected = torch.load(out), torch.load(folder / f"{kind.replace('sharded', 'flat')}_full.pt")
+    result, expected = (
+        torch.load(out),
+        torch.load(folder / f"{kind.replace('sharded', 'flat')}_full.pt"),
+    )
     check_same(result["model"], expected["model"])
     check_same(result["ema"], expected["ema"])
     check_same_optimizer(result["optimizer"], expected["optimizer"])
@@ -103,46 +108,69 @@ def test_rank_files_unshard_to_the_full_state_dict_of_fsdp(
 
 @pytest.mark.parametrize("kind", ["flat", "original"])
 @pytest.mark.parametrize(
-    ("inside", "optimizer"), [("layers", None), ("layers", "by_layers"), ("layers.0", "by_first_layer")]
+    ("inside", "optimizer"),
+    [("layers", None), ("layers", "by_layers"), ("layers.0", "by_first_layer")],
 )
 def test_groups_without_names_are_matched_by_size_or_optimizer(
     runs: dict[int, Path], run: Run, tmp_path: Path, kind: str, inside: str, optimizer: str | None
 ) -> None:
     out, files = tmp_path / "full.pt", runs[3] / f"{kind}{inside}_rank_*.pt"
     option = [] if optimizer is None else ["--optimizer", f"{SCRIPT}:{optimizer}"]
-    done = run("remap", files, *MODEL, *option, "--to", "serialized", "--optimizer-keys", "fqn", "-o", out)
+    done = run(
+        "remap", files, *MODEL, *option, "--to", "serialized", "--optimizer-keys", "fqn", "-o", out
+    )
     assert done.status == 0, done.err
-    check_same_optimizer(torch.load(out)["optimizer"], torch.load(runs[3] / f"{kind}{inside}_full.pt")["optimizer"])
+    check_same_optimizer(
+        torch.load(out)["optimizer"], torch.load(runs[3] / f"{kind}{inside}_full.pt")["optimizer"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["flat", "original"])
-def test_ambiguous_groups_without_names_are_refused(runs: dict[int, Path], run: Run, tmp_path: Path, kind: str) -> None:
+def test_ambiguous_groups_without_names_are_refused(
+    runs: dict[int, Path], run: Run, tmp_path: Path, kind: str
+) -> None:
     done = run("remap", runs[3] / f"{kind}layers.0_rank_*.pt", *MODEL, "-o", tmp_path / "full.pt")
     assert done.status == 1
     assert "2 param groups, and its ids cannot be told apart" in done.err
     assert "--optimizer" in done.err
     other = ["--optimizer", f"{SCRIPT}:by_layers"]
-    done = run("remap", runs[3] / f"{kind}layers.0_rank_*.pt", *MODEL, *other, "-o", tmp_path / "full.pt")
+    done = run(
+        "remap", runs[3] / f"{kind}layers.0_rank_*.pt", *MODEL, *other, "-o", tmp_path / "full.pt"
+    )
     assert done.status == 1
     assert "other sizes" in done.err
     assert not (tmp_path / "full.pt").exists()
 
 
 @pytest.mark.parametrize("kind", ["flat", "original", "sharded"])
-def test_diff_of_one_rank_asks_for_all_ranks(runs: dict[int, Path], run: Run, tmp_path: Path, kind: str) -> None:
+def test_diff_of_one_rank_asks_for_all_ranks(
+    runs: dict[int, Path], run: Run, tmp_path: Path, kind: str
+) -> None:
     """This holds against a model, its names file and plain weights; no fix is printed."""
-    one, whole, names = runs[2] / f"{kind}_rank_0.pt", tmp_path / "whole.pt", tmp_path / "names.json"
+    one, whole, names = (
+        runs[2] / f"{kind}_rank_0.pt",
+        tmp_path / "whole.pt",
+        tmp_path / "names.json",
+    )
     torch.save(Net().state_dict(), whole)
     assert run("trace", f"{SCRIPT}:Net", "-o", names).status == 0
-    operands = ([*MODEL, f"{one}::model"], ["--model", names, f"{one}::model"], [f"{one}::model", whole])
+    operands = (
+        [*MODEL, f"{one}::model"],
+        ["--model", names, f"{one}::model"],
+        [f"{one}::model", whole],
+    )
     for words in (*operands, [whole, f"{one}::model"]):
         done = run("diff", *words)
         assert done.status in (1, 2), words
-        assert f"name the files of all ranks at once, as in '{runs[2]}/{kind}_rank_*.pt'" in done.err, words
+        assert (
+            f"name the files of all ranks at once, as in '{runs[2]}/{kind}_rank_*.pt'" in done.err
+        ), words
         assert not ("\nfix: " in done.out and words in operands)
 
 
-def test_plain_model_and_optimizer_load_the_result(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+def test_plain_model_and_optimizer_load_the_result(
+    runs: dict[int, Path], run: Run, tmp_path: Path
+) -> None:
     out = tmp_path / "full.pt"
     assert run("remap", runs[2] / "flat_rank_*.pt", *MODEL, "--to", "serialized", "-o", out)[0] == 0
     result, expected = torch.load(out), torch.load(runs[2] / "flat_full.pt")["optimizer"]["state"]
@@ -152,11 +180,16 @@ def test_plain_model_and_optimizer_load_the_result(runs: dict[int, Path], run: R
     optimizer.load_state_dict(result["optimizer"])
     for name, parameter in model.named_parameters():
         check_same(optimizer.state[parameter], expected[name])
-    steps = [state["step"].untyped_storage().data_ptr() for state in result["optimizer"]["state"].values()]
+    steps = [
+        state["step"].untyped_storage().data_ptr()
+        for state in result["optimizer"]["state"].values()
+    ]
     assert len(set(steps)) == len(steps)  # a shared storage would be incremented once per parameter
 
 
-def test_model_section_is_written_as_safetensors(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+def test_model_section_is_written_as_safetensors(
+    runs: dict[int, Path], run: Run, tmp_path: Path
+) -> None:
     source, out = f"{runs[3] / 'flat_rank_*.pt'}::model", tmp_path / "full.safetensors"
     status, _, error = run(
         "remap",
@@ -186,14 +219,18 @@ def test_empty_parameter_keeps_its_dtype(run: Run, tmp_path: Path) -> None:
 class Rowless(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.none, self.weight = nn.Parameter(torch.empty(0, 3).bfloat16()), nn.Parameter(torch.ones(2))
+        self.none, self.weight = (
+            nn.Parameter(torch.empty(0, 3).bfloat16()),
+            nn.Parameter(torch.ones(2)),
+        )
 
 
 def test_parameter_within_one_file_stays_a_span(runs: dict[int, Path], names: Names) -> None:
     gathered = gather(open_checkpoint(str(runs[2] / "flat_rank_*.pt")), names)
     storages = {entry.storage for entry in gathered.checkpoint.section("model").tensors}
     spread = [storage for storage in storages if not isinstance(storage.data, Span)]
-    assert len(spread) == len(gathered.units)  # two ranks: one parameter of each unit is in both files
+    # two ranks: one parameter of each unit is in both files
+    assert len(spread) == len(gathered.units)
 
 
 def test_parts_are_in_rank_order(runs: dict[int, Path]) -> None:
@@ -207,7 +244,9 @@ def test_parts_are_in_rank_order(runs: dict[int, Path]) -> None:
 
 def test_different_buffers_are_noted(runs: dict[int, Path], names: Names, run: Run) -> None:
     gathered = gather(open_checkpoint(str(runs[2] / "flat_rank_*.pt")), names)
-    assert gathered.notes == tuple(f"layers.{i}.seen differs between the ranks: rank 0's is used" for i in (0, 1))
+    assert gathered.notes == tuple(
+        f"layers.{i}.seen differs between the ranks: rank 0's is used" for i in (0, 1)
+    )
     done = run("remap", runs[2] / "flat_rank_*.pt", *MODEL, "--dry-run", "--format", "json")
     assert set(gathered.notes) <= set(notes_in(done.data))
 
@@ -219,7 +258,10 @@ def test_plan_slices_each_parameter_from_its_flat_parameter(tmp_path: Path, name
     saved = flattened(model, Block, True).state_dict()
     torch.save(saved, tmp_path / "flat.pt")
     gathered = gather(open_checkpoint(str(tmp_path / "flat.pt")), names)
-    actual = {key: evaluate(source, saved.__getitem__) for key, source in gathered.sections[""].sources.items()}
+    actual = {
+        key: evaluate(source, saved.__getitem__)
+        for key, source in gathered.sections[""].sources.items()
+    }
     assert actual.keys() >= dict(Net().named_parameters()).keys()
     check_same(actual, {key: expected[key] for key in actual})
 
@@ -250,9 +292,16 @@ def test_report_counts_parameters_sliced_from_a_flat_parameter(
     counts = {"renamed": 1, "transformed": cut, "unchanged": 2 * len(expected) - 1 - cut}
     assert {name: done.data[name] for name in counts} == counts
     gathered = gather(open_checkpoint(str(tmp_path / "in.pt")), names)
-    plan = Plan(tuple(Output(section, "head.bias", Ref("head.bias")) for section in ("model", average)))
+    plan = Plan(
+        tuple(Output(section, "head.bias", Ref("head.bias")) for section in ("model", average))
+    )
     of_model, of_average = gathered.before(Remap(gathered.checkpoint, plan)).plan.outputs
-    assert of_model.source == gathered.sections["model"].sources["head.bias"] != Ref("head.bias") == of_average.source
+    assert (
+        of_model.source
+        == gathered.sections["model"].sources["head.bias"]
+        != Ref("head.bias")
+        == of_average.source
+    )
 
 
 def test_inspect_lists_flat_parameters(runs: dict[int, Path], run: Run) -> None:
@@ -272,9 +321,13 @@ def test_inspect_lists_flat_parameters(runs: dict[int, Path], run: Run) -> None:
 
 
 def test_fix_for_flat_keys_works(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
-    """The reason names the flat key, and the suggested command writes a file without differences."""
+    """The reason names the flat key, and the suggested command writes a file without
+    differences.
+    """
     data = run("diff", *MODEL, f"{runs[2]}/flat_rank_*.pt", "--format", "json").data
-    assert {entry["reason"] for entry in data["entries"] if entry["status"] == "unexpected"} == {Code.FLAT.words}
+    assert {entry["reason"] for entry in data["entries"] if entry["status"] == "unexpected"} == {
+        Code.FLAT.words
+    }
     words = shlex.split(fixes_in(data)[0])
     assert words[:2] == ["ckpttool", "remap"]
     words[-1] = str(tmp_path / "whole.pt")
@@ -285,7 +338,9 @@ def test_fix_for_flat_keys_works(runs: dict[int, Path], run: Run, tmp_path: Path
 # Refusals
 
 
-def test_slices_without_a_model_are_refused(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+def test_slices_without_a_model_are_refused(
+    runs: dict[int, Path], run: Run, tmp_path: Path
+) -> None:
     for rank in (0, 1):
         torch.save({"w": torch.ones(2), "b": torch.ones(2)}, tmp_path / f"slices_{rank}.pt")
     status, _, error = run("remap", tmp_path / "slices_*.pt", "-o", tmp_path / "full.pt")
@@ -362,7 +417,10 @@ def copy_as(folder: Path, sources: dict[str, Path]) -> Path:
         (["3/flat_rank_0.pt", "3/flat_rank_2.pt"], ["no file is of this rank @ rank 1"]),
         (
             ["2/flat_rank_0.pt", "3/flat_rank_1.pt"],
-            ["comes from a run of 2 ranks @ FOLDER/r0.pt", "comes from a run of 3 ranks @ FOLDER/r1.pt"],
+            [
+                "comes from a run of 2 ranks @ FOLDER/r0.pt",
+                "comes from a run of 3 ranks @ FOLDER/r1.pt",
+            ],
         ),
         (
             ["2/flat_rank_0.pt", "2/flat_rank_0.pt"],
@@ -373,23 +431,41 @@ def copy_as(folder: Path, sources: dict[str, Path]) -> Path:
 def test_missing_repeated_and_foreign_ranks_are_refused(
     runs: dict[int, Path], run: Run, tmp_path: Path, files: list[str], messages: list[str]
 ) -> None:
-    done = run("inspect", copy_as(tmp_path, {f"r{i}.pt": runs[2].parent / file for i, file in enumerate(files)}))
+    done = run(
+        "inspect",
+        copy_as(tmp_path, {f"r{i}.pt": runs[2].parent / file for i, file in enumerate(files)}),
+    )
     assert done.status == 2
-    assert [message for message in messages if message.replace("FOLDER", str(tmp_path)) not in done.err] == []
+    assert [
+        message for message in messages if message.replace("FOLDER", str(tmp_path)) not in done.err
+    ] == []
 
 
-def test_rank_is_read_from_the_file_not_its_name(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
-    pattern = copy_as(tmp_path, {f"r{1 - rank}.pt": runs[2] / f"flat_rank_{rank}.pt" for rank in (0, 1)})
+def test_rank_is_read_from_the_file_not_its_name(
+    runs: dict[int, Path], run: Run, tmp_path: Path
+) -> None:
+    pattern = copy_as(
+        tmp_path, {f"r{1 - rank}.pt": runs[2] / f"flat_rank_{rank}.pt" for rank in (0, 1)}
+    )
     status, _, err = run("remap", pattern, *MODEL, "-o", tmp_path / "full.pt")
     assert status == 0
-    assert f"rank 1 saved {tmp_path / 'r0.pt'}, although the number in its name is 0" in " ".join(err.split())
-    check_same(torch.load(tmp_path / "full.pt")["model"], torch.load(runs[2] / "flat_full.pt")["model"])
+    assert f"rank 1 saved {tmp_path / 'r0.pt'}, although the number in its name is 0" in " ".join(
+        err.split()
+    )
+    check_same(
+        torch.load(tmp_path / "full.pt")["model"], torch.load(runs[2] / "flat_full.pt")["model"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["flat", "original", "sharded"])
-def test_optimizers_of_two_steps_are_refused(runs: dict[int, Path], run: Run, tmp_path: Path, kind: str) -> None:
+def test_optimizers_of_two_steps_are_refused(
+    runs: dict[int, Path], run: Run, tmp_path: Path, kind: str
+) -> None:
     shutil.copy(runs[2] / f"{kind}_rank_0.pt", tmp_path / "r0.pt")
-    with zipfile.ZipFile(runs[2] / f"{kind}_rank_1.pt") as source, zipfile.ZipFile(tmp_path / "r1.pt", "w") as out:
+    with (
+        zipfile.ZipFile(runs[2] / f"{kind}_rank_1.pt") as source,
+        zipfile.ZipFile(tmp_path / "r1.pt", "w") as out,
+    ):
         for name in source.namelist():
             data = source.read(name)
             out.writestr(name, struct.pack("<f", 3.0) if data == struct.pack("<f", 2.0) else data)
@@ -400,24 +476,37 @@ def test_optimizers_of_two_steps_are_refused(runs: dict[int, Path], run: Run, tm
 
 
 @pytest.mark.parametrize(("one", "status"), [(0.0, 0), (1.0, 2)])
-def test_full_state_must_be_equal_on_all_ranks(run: Run, tmp_path: Path, one: float, status: int) -> None:
+def test_full_state_must_be_equal_on_all_ranks(
+    run: Run, tmp_path: Path, one: float, status: int
+) -> None:
     """Such as the state of a parameter that FSDP ignores or does not shard."""
     for rank, value in enumerate((0.0, one)):
         state = {"weight": {"exp_avg": torch.full((2,), value)}}
         optimizer = {"state": state, "param_groups": [{"params": ["none", "weight"]}]}
-        torch.save({"model": Rowless().state_dict(), "optimizer": optimizer}, tmp_path / f"rank_{rank}.pt")
-    done = run("remap", tmp_path / "rank_*.pt", "--model", f"{__file__}:Rowless", "-o", tmp_path / "out.pt")
+        torch.save(
+            {"model": Rowless().state_dict(), "optimizer": optimizer}, tmp_path / f"rank_{rank}.pt"
+        )
+    done = run(
+        "remap", tmp_path / "rank_*.pt", "--model", f"{__file__}:Rowless", "-o", tmp_path / "out.pt"
+    )
     assert done.status == status, done.err
     assert ("differs between the ranks" in done.err) == bool(status)
 
 
 @pytest.mark.parametrize("damage", [b"local_rank", b"shard_offsets", b"tensor_properties"])
-def test_damaged_sharded_tensor_is_refused(runs: dict[int, Path], run: Run, tmp_path: Path, damage: bytes) -> None:
+def test_damaged_sharded_tensor_is_refused(
+    runs: dict[int, Path], run: Run, tmp_path: Path, damage: bytes
+) -> None:
     """An attribute of its state was renamed, so it is missing."""
-    with zipfile.ZipFile(runs[2] / "flat_rank_0.pt") as source, zipfile.ZipFile(tmp_path / "r0.pt", "w") as out:
+    with (
+        zipfile.ZipFile(runs[2] / "flat_rank_0.pt") as source,
+        zipfile.ZipFile(tmp_path / "r0.pt", "w") as out,
+    ):
         for name in source.namelist():
             data = source.read(name)
-            out.writestr(name, data.replace(damage, damage.upper()) if name.endswith("data.pkl") else data)
+            out.writestr(
+                name, data.replace(damage, damage.upper()) if name.endswith("data.pkl") else data
+            )
     shutil.copy(runs[2] / "flat_rank_1.pt", tmp_path / "r1.pt")
     status, _, error = run("inspect", tmp_path / "r*.pt")
     assert status == 2
@@ -435,7 +524,9 @@ def test_globs_of_no_other_or_one_plain_file(run: Run, tmp_path: Path) -> None:
 
 def test_units_for_a_file_without_flat_parameters_are_refused(run: Run, tmp_path: Path) -> None:
     torch.save(Net().state_dict(), tmp_path / "model.pt")
-    done = run("remap", tmp_path / "model.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "out.pt")
+    done = run(
+        "remap", tmp_path / "model.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "out.pt"
+    )
     assert (done.status, "holds no flat parameters" in done.err) == (2, True), done.err
 
 
@@ -456,7 +547,10 @@ def test_more_than_ten_parts_are_in_numeric_order(run: Run, tmp_path: Path, name
     for rank in range(12):
         path = tmp_path / name.format(rank=rank, host=99 - 3 * rank)
         path.parent.mkdir(exist_ok=True)
-        torch.save({k: padded_parts(v, 12)[rank].clone() if is_flat(k) else v for k, v in saved.items()}, path)
+        torch.save(
+            {k: padded_parts(v, 12)[rank].clone() if is_flat(k) else v for k, v in saved.items()},
+            path,
+        )
     files = tmp_path / name.format(rank="*", host="*")
     status, _, error = run("remap", files, *MODEL, "-o", tmp_path / "full.pt")
     assert status == 0, error
@@ -484,7 +578,9 @@ def test_flatten_params_wrapper_is_unsharded(
             for key, value in saved.items()
         }
         torch.save(part, tmp_path / f"part{rank}.pt")
-    status, _, error = run("remap", tmp_path / "part*.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "full.pt")
+    status, _, error = run(
+        "remap", tmp_path / "part*.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "full.pt"
+    )
     assert status == 0, error
     check_same(torch.load(tmp_path / "full.pt"), expected)
 
@@ -505,23 +601,37 @@ def test_single_file_with_complete_flat_parameters(run: Run, tmp_path: Path) -> 
     check_same(torch.load(tmp_path / "full.pt"), expected)
 
 
-def save_with_optimizer(path: Path, by_name: bool, numel: int | None = None) -> dict[str, torch.Tensor]:
+def save_with_optimizer(
+    path: Path, by_name: bool, numel: int | None = None
+) -> dict[str, torch.Tensor]:
     """Save flat parameters with an optimizer, and return its moments, each of `numel` elements."""
     saved = flattened(Net(), Block, True).state_dict()
     flat = {key: value for key, value in saved.items() if is_flat(key)}
-    moments = {key: torch.arange(float(value.numel() if numel is None else numel)) for key, value in flat.items()}
-    rows = [{"exp_avg": value, "step": torch.tensor(2.0), "kind": "plain"} for value in moments.values()]
+    moments = {
+        key: torch.arange(float(value.numel() if numel is None else numel))
+        for key, value in flat.items()
+    }
+    rows = [
+        {"exp_avg": value, "step": torch.tensor(2.0), "kind": "plain"} for value in moments.values()
+    ]
     params = list(flat) if by_name else [*range(len(flat))]
     group = {"lr": 0.1, "params": params} | ({} if by_name else {"param_names": list(flat)})
-    torch.save({"model": saved, "optimizer": {"state": dict(zip(params, rows)), "param_groups": [group]}}, path)
+    torch.save(
+        {"model": saved, "optimizer": {"state": dict(zip(params, rows)), "param_groups": [group]}},
+        path,
+    )
     return moments
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_state_of_flat_parameters_is_split_like_them(run: Run, tmp_path: Path, by_name: bool) -> None:
+def test_state_of_flat_parameters_is_split_like_them(
+    run: Run, tmp_path: Path, by_name: bool
+) -> None:
     """State keyed by name stays keyed by name; ids become the ids of the model."""
     moments = save_with_optimizer(tmp_path / "flat.pt", by_name)
-    done = run("remap", tmp_path / "flat.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "full.pt")
+    done = run(
+        "remap", tmp_path / "flat.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "full.pt"
+    )
     assert done.status == 0, done.err
     result = torch.load(tmp_path / "full.pt")["optimizer"]
     expected_names = [name for name, _ in Net().named_parameters()]
@@ -531,13 +641,17 @@ def test_state_of_flat_parameters_is_split_like_them(run: Run, tmp_path: Path, b
     assert sorted(group["params"] if by_name else group["param_names"]) == sorted(expected_names)
     sizes = [state["exp_avg"].numel() for state in result["state"].values()]
     assert sum(sizes) == sum(value.numel() for value in moments.values())
-    assert len({state["step"].data_ptr() for state in result["state"].values()}) == len(expected_names)
+    assert len({state["step"].data_ptr() for state in result["state"].values()}) == len(
+        expected_names
+    )
     assert {state["kind"] for state in result["state"].values()} == {"plain"}
 
 
 def test_state_that_does_not_fit_its_flat_parameter_is_refused(run: Run, tmp_path: Path) -> None:
     moments = save_with_optimizer(tmp_path / "flat.pt", True, numel=5)
-    done = run("remap", tmp_path / "flat.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "full.pt")
+    done = run(
+        "remap", tmp_path / "flat.pt", *MODEL, *from_option("layers.*"), "-o", tmp_path / "full.pt"
+    )
     assert done.status == 1
     assert "optimizer: its state does not fit the parameters" in done.err
     assert done.err.count("is [5] on the ranks, ") == len(moments)
@@ -567,13 +681,22 @@ def test_slots_exclude_nested_units_and_count_tied_parameters_once(names: Names)
     assert [slot.fqns[0] for slot in found["layers.0"]] == [
         f"layers.0.{n}" for n in ("scale", "norm.weight", "norm.bias")
     ]
-    assert [(slot.start, slot.end) for slot in found["layers.0.mlp"]] == [(0, 15), (15, 20), (20, 35)]
+    assert [(slot.start, slot.end) for slot in found["layers.0.mlp"]] == [
+        (0, 15),
+        (15, 20),
+        (20, 35),
+    ]
 
 
 def test_unit_paths_exclude_only_real_wrappers() -> None:
-    keys = ["_fsdp_wrapped_module.flat_param", "_fsdp_wrapped_module._fpw_module.a._fsdp_wrapped_module.flat_param"]
+    keys = [
+        "_fsdp_wrapped_module.flat_param",
+        "_fsdp_wrapped_module._fpw_module.a._fsdp_wrapped_module.flat_param",
+    ]
     assert list(unit_paths(keys).values()) == ["", "a"]
-    assert unit_paths(["module._flat_param"], ["module.x", "other.x"]) == {"module._flat_param": "module"}
+    assert unit_paths(["module._flat_param"], ["module.x", "other.x"]) == {
+        "module._flat_param": "module"
+    }
 
 
 def test_padding_fills_up_to_a_multiple_of_the_ranks(names: Names) -> None:

@@ -1,7 +1,8 @@
-"""Folders that torch.distributed.checkpoint writes under DDP, FSDP2, HSDP, tensor parallelism and pipeline stages.
+"""Folders that torch.distributed.checkpoint writes under DDP, FSDP2, HSDP, tensor parallelism and
+pipeline stages.
 
-The oracles are torch's own conversions, and `dcp.load` with another number of ranks. `CKPTTOOL_SUITES=all` tests all
-layouts and numbers of ranks.
+The oracles are torch's own conversions, and `dcp.load` with another number of ranks.
+`CKPTTOOL_SUITES=all` tests all layouts and numbers of ranks.
 """
 
 from __future__ import annotations
@@ -19,17 +20,30 @@ from places import ROOT
 from torch_version import needs_torch
 
 ALL = os.environ.get("CKPTTOOL_SUITES") == "all"
-LAYOUTS = ("ddp", "fsdp", "hsdp", "tp", "fsdp of tp", "pipeline") if ALL else ("fsdp of tp", "pipeline")
+LAYOUTS = (
+    ("ddp", "fsdp", "hsdp", "tp", "fsdp of tp", "pipeline") if ALL else ("fsdp of tp", "pipeline")
+)
 
 
-@pytest.mark.parametrize(("savers", "loaders"), [(2, 4), (4, 2), (2, 2), (4, 4)] if ALL else [(2, 4)])
+@pytest.mark.parametrize(
+    ("savers", "loaders"), [(2, 4), (4, 2), (2, 2), (4, 4)] if ALL else [(2, 4)]
+)
 def test_layouts(tmp_path: Path, savers: int, loaders: int, record_property: Any) -> None:
     needs_torch("2.7", "fully_shard without a GPU")
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/dcp_layouts.py"), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(ROOT / "tests/support/dcp_layouts.py"),
+        str(tmp_path),
+    ]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(savers), str(loaders), *LAYOUTS], env=environment, capture_output=True, timeout=300
+        [*command, str(savers), str(loaders), *LAYOUTS],
+        env=environment,
+        capture_output=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr.decode()
     found = json.loads((tmp_path / "found.json").read_text())

@@ -1,6 +1,7 @@
 """Torch's own examples for export (`torch._export.db`): inspect each program, and swap its weights.
 
-The oracle is torch's program. Only one example has weights. `CKPTTOOL_SUITES=all` tests all, otherwise every fourth.
+The oracle is torch's program. Only one example has weights. `CKPTTOOL_SUITES=all` tests all,
+otherwise every fourth.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def test_program(name: str, tmp_path: Path) -> None:
         pytest.skip(f"torch does not export its own example: {error}")
     torch.export.save(program, paths[0])
     sections = ckpttool.open_checkpoint(paths[0]).sections
-    assert {key for section in sections for key in section.keys} == {*program.state_dict, *program.constants}
+    assert {key for section in sections for key in section.keys} == {
+        *program.state_dict,
+        *program.constants,
+    }
     assert [key.key for key in ckpttool.trace(old).serialized] == list(old.state_dict())
     if not old.state_dict():
         return
@@ -57,4 +61,6 @@ def test_program(name: str, tmp_path: Path) -> None:
 
 def exported(case: Any, model: nn.Module) -> torch.export.ExportedProgram:
     args, kwargs = case.example_args, case.example_kwargs
-    return torch.export.export(model, args, kwargs, dynamic_shapes=case.dynamic_shapes, strict=False)
+    return torch.export.export(
+        model, args, kwargs, dynamic_shapes=case.dynamic_shapes, strict=False
+    )

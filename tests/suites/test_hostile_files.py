@@ -1,7 +1,8 @@
 """Files modeled on picklescan's and fickling's own tests, and on the advisories about them.
 
-The oracles are the verdicts of both scanners (tests/data/scanners.tsv, compared with the scanners if installed), and
-for archives torch itself. `CKPTTOOL_SUITES=all` also tests every name on the scanners' lists.
+The oracles are the verdicts of both scanners (tests/data/scanners.tsv, compared with the scanners
+if installed), and for archives torch itself. `CKPTTOOL_SUITES=all` also tests every name on the
+scanners' lists.
 """
 
 from __future__ import annotations
@@ -68,12 +69,26 @@ with (ROOT / "tests/data/scanners.tsv").open() as rows:
 MILDER = {
     "functools.partial": "it calls nothing, and the wrapped function is a separate import",
     "torch.storage._load_from_bytes": "the pickle in the bytes is read, and its imports are listed",
-    **dict.fromkeys(("torch.jit", "torch.compile"), "only some functions of torch.jit load or compile"),
     **dict.fromkeys(
-        ("test", "code", "platform", "logging", "operator", "_operator", "functools", "filecmp", "difflib"),
+        ("torch.jit", "torch.compile"), "only some functions of torch.jit load or compile"
+    ),
+    **dict.fromkeys(
+        (
+            "test",
+            "code",
+            "platform",
+            "logging",
+            "operator",
+            "_operator",
+            "functools",
+            "filecmp",
+            "difflib",
+        ),
         "the module has harmless names too, or a user's folder may have its name",
     ),
-    **dict.fromkeys(("builtins", "__builtin__", "__builtins__"), "the module has harmless names too"),
+    **dict.fromkeys(
+        ("builtins", "__builtin__", "__builtins__"), "the module has harmless names too"
+    ),
     **dict.fromkeys(("eval", "exec", "compile"), "no module has this name"),
 }
 
@@ -88,7 +103,9 @@ def our_verdict(run: Run, folder: Path, module: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("scanner", ["picklescan", "fickling"])
-def test_names_from_a_scanners_tests(scanner: str, run: Run, tmp_path: Path, record_property: Any) -> None:
+def test_names_from_a_scanners_tests(
+    scanner: str, run: Run, tmp_path: Path, record_property: Any
+) -> None:
     rows = [(module, name, theirs) for who, module, name, theirs in NAMES if who == scanner]
     record_property("part", scanner)
     record_property("cases", len(rows))
@@ -96,7 +113,9 @@ def test_names_from_a_scanners_tests(scanner: str, run: Run, tmp_path: Path, rec
     for module, name, theirs in rows:
         ours = our_verdict(run, tmp_path, module, name)
         milder = f"{module}.{name}" in MILDER and ours == UNKNOWN
-        if (theirs == DANGEROUS and ours != DANGEROUS and not milder) or (theirs == "innocuous" and ours == DANGEROUS):
+        if (theirs == DANGEROUS and ours != DANGEROUS and not milder) or (
+            theirs == "innocuous" and ours == DANGEROUS
+        ):
             wrong[module, name] = theirs, ours
     assert wrong == {}
 
@@ -110,10 +129,17 @@ def picklescan_says(data: bytes) -> str:
 def fickling_says(data: bytes) -> str:
     analysis = pytest.importorskip("fickling.analysis")
     pickled = importlib.import_module("fickling.fickle").Pickled.load(data)
-    return DANGEROUS if analysis.check_safety(pickled).severity > analysis.Severity.LIKELY_SAFE else "innocuous"
+    return (
+        DANGEROUS
+        if analysis.check_safety(pickled).severity > analysis.Severity.LIKELY_SAFE
+        else "innocuous"
+    )
 
 
-SCANNERS: dict[str, Callable[[bytes], str]] = {"picklescan": picklescan_says, "fickling": fickling_says}
+SCANNERS: dict[str, Callable[[bytes], str]] = {
+    "picklescan": picklescan_says,
+    "fickling": fickling_says,
+}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -126,7 +152,9 @@ def test_recorded_verdicts_match_the_scanner(scanner: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("scanner", SCANNERS)
-def test_every_name_on_a_scanners_list(scanner: str, run: Run, tmp_path: Path, record_property: Any) -> None:
+def test_every_name_on_a_scanners_list(
+    scanner: str, run: Run, tmp_path: Path, record_property: Any
+) -> None:
     if not ALL:
         pytest.skip("runs only with CKPTTOOL_SUITES=all")
     names: set[tuple[str, str]] = set()
@@ -134,16 +162,23 @@ def test_every_name_on_a_scanners_list(scanner: str, run: Run, tmp_path: Path, r
         listed = pytest.importorskip("picklescan.scanner")._unsafe_globals
         for module, some in listed.items():
             names |= {
-                (module, name) for name in (["any"] if some == "*" else [some] if isinstance(some, str) else some)
+                (module, name)
+                for name in (["any"] if some == "*" else [some] if isinstance(some, str) else some)
             }
     else:
         imports = pytest.importorskip("fickling.analysis").UnsafeImportsML
         names |= {(module, "any") for module in imports.UNSAFE_MODULES}
-        names |= {(module, "any") for module in importlib.import_module("fickling.fickle").UNSAFE_IMPORTS}
-        names |= {(module, name) for module, some in imports.UNSAFE_IMPORTS.items() for name in some}
+        names |= {
+            (module, "any") for module in importlib.import_module("fickling.fickle").UNSAFE_IMPORTS
+        }
+        names |= {
+            (module, name) for module, some in imports.UNSAFE_IMPORTS.items() for name in some
+        }
     record_property("part", scanner)
     record_property("cases", len(names))
-    found = {(module, name): our_verdict(run, tmp_path, module, name) for module, name in sorted(names)}
+    found = {
+        (module, name): our_verdict(run, tmp_path, module, name) for module, name in sorted(names)
+    }
     milder = {one for one, verdict in found.items() if verdict != DANGEROUS}
     assert {found[one] for one in milder} <= {UNKNOWN}
     assert {one for one in milder if one[0] not in MILDER and ".".join(one) not in MILDER} == set()
@@ -162,7 +197,10 @@ INNOCENT = {
     "a list in itself": b"\x80\x02]q\0h\0a.",
     "an array of objects": pickle.dumps(np.array([1, "a", None], dtype=object)),
     "an array of numbers": pickle.dumps(np.arange(4.0)),
-    "a call whose result is dropped": b"\x80\x04" + text("collections") + text("OrderedDict") + b"\x93)R0N.",
+    "a call whose result is dropped": b"\x80\x04"
+    + text("collections")
+    + text("OrderedDict")
+    + b"\x93)R0N.",
 }
 HOSTILE = {
     "a global of text lines": b"cos\nsystem\n(S'id'\ntR.",
@@ -315,7 +353,9 @@ def with_field(in_directory: bool, offset: int, code: str, value: int) -> bytes:
 
 
 def with_end(comment_length: int) -> bytes:
-    """Return the good archive with another in its comment, whose end record has this comment length."""
+    """Return the good archive with another in its comment, whose end record has this comment
+    length.
+    """
     good = archive(*GOOD.items())
     other = bytearray(archive(*OTHER.items(), at=len(good)))
     struct.pack_into("<H", other, len(other) - 2, comment_length)
@@ -337,26 +377,42 @@ ARCHIVES = {
     "two pickles": archive((PICKLE, OTHER[PICKLE]), *GOOD.items()),
     "two pickles, other pickle last": archive(*GOOD.items(), (PICKLE, OTHER[PICKLE])),
     "two pickles, one in capitals": archive(("archive/DATA.PKL", OTHER[PICKLE]), *GOOD.items()),
-    "two pickles, one in capitals, last": archive(*GOOD.items(), ("archive/DATA.PKL", OTHER[PICKLE])),
-    "two storages, one in capitals": archive(*GOOD.items(), ("archive/DATA/0", struct.pack("<2f", 7, 8))),
-    "a pickle in capitals only": archive(*((n.replace("data.pkl", "DATA.PKL"), d) for n, d in GOOD.items())),
-    "a byte order in capitals": archive(
-        *((name, data) for name, data in GOOD.items() if "byteorder" not in name), ("archive/BYTEORDER", b"big")
+    "two pickles, one in capitals, last": archive(
+        *GOOD.items(), ("archive/DATA.PKL", OTHER[PICKLE])
     ),
-    "two folders": archive(*GOOD.items(), *((name.replace("archive", "a"), data) for name, data in OTHER.items())),
+    "two storages, one in capitals": archive(
+        *GOOD.items(), ("archive/DATA/0", struct.pack("<2f", 7, 8))
+    ),
+    "a pickle in capitals only": archive(
+        *((n.replace("data.pkl", "DATA.PKL"), d) for n, d in GOOD.items())
+    ),
+    "a byte order in capitals": archive(
+        *((name, data) for name, data in GOOD.items() if "byteorder" not in name),
+        ("archive/BYTEORDER", b"big"),
+    ),
+    "two folders": archive(
+        *GOOD.items(), *((name.replace("archive", "a"), data) for name, data in OTHER.items())
+    ),
     "another folder first": archive(("a/version", b"3\n"), *GOOD.items()),
     "another folder last": archive(*GOOD.items(), ("a/version", b"3\n")),
     "a record without a folder": archive(*GOOD.items(), ("readme", b"x")),
     "a pickle without a folder": archive(("data.pkl", OTHER[PICKLE]), *GOOD.items()),
     "pickle in a subfolder": archive(*GOOD.items(), ("archive/x/data.pkl", OTHER[PICKLE])),
     "bytes behind the end": archive(*GOOD.items()) + b"xyz",
-    "preceded by another archive": archive(*OTHER.items()) + archive(*GOOD.items(), at=len(archive(*OTHER.items()))),
+    "preceded by another archive": archive(*OTHER.items())
+    + archive(*GOOD.items(), at=len(archive(*OTHER.items()))),
     "another archive in the comment": with_end(0),
     "another archive in the comment, wrong length": with_end(5),
     "pickle marked as a folder": with_field(True, 38, "<I", 0x10),
     "cut in half": archive(*GOOD.items())[:300],
-    **{f"{name} in the record": with_field(False, own, code, value) for name, (code, own, _, value) in FIELDS.items()},
-    **{f"{name} in the directory": with_field(True, at, code, value) for name, (code, _, at, value) in FIELDS.items()},
+    **{
+        f"{name} in the record": with_field(False, own, code, value)
+        for name, (code, own, _, value) in FIELDS.items()
+    },
+    **{
+        f"{name} in the directory": with_field(True, at, code, value)
+        for name, (code, _, at, value) in FIELDS.items()
+    },
 }
 
 
@@ -382,9 +438,15 @@ def test_archives(name: str, run: Run, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, theirs[key]) for key, tensor in load_file(out).items())
 
 
-@pytest.mark.parametrize("name", ["archive/config.p", "archive/notes.txt", "archive/data/x.bin", "archive/constants"])
-@pytest.mark.parametrize("shape", ["a global of text lines", "names in the memo", "before an invalid opcode"])
-def test_pickles_in_other_records_are_checked(name: str, shape: str, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["archive/config.p", "archive/notes.txt", "archive/data/x.bin", "archive/constants"]
+)
+@pytest.mark.parametrize(
+    "shape", ["a global of text lines", "names in the memo", "before an invalid opcode"]
+)
+def test_pickles_in_other_records_are_checked(
+    name: str, shape: str, run: Run, tmp_path: Path
+) -> None:
     """``torch.load(pickle_file=NAME)`` would read it."""
     path = tmp_path / "x.pt"
     path.write_bytes(archive(*GOOD.items(), (name, HOSTILE[shape])))
@@ -426,12 +488,16 @@ def check_is_not_looked_into(run: Run, path: Path, record: str, *args: str) -> N
         1,
         True,
     )
-    for done in run("inspect", path, *args), run("remap", path, "-o", "out.pt", "--rule", "w => v", *args):
+    for done in (
+        run("inspect", path, *args),
+        run("remap", path, "-o", "out.pt", "--rule", "w => v", *args),
+    ):
         assert (done.status, f"not looked into: {record}: " in done.err) == (0, True)
 
 
 @pytest.mark.parametrize(
-    "name", ["archive/config.p", "archive/extra/x.bin", "archive/code/model.py", "archive/constants"]
+    "name",
+    ["archive/config.p", "archive/extra/x.bin", "archive/code/model.py", "archive/constants"],
 )
 @pytest.mark.parametrize("is_compressed", [False, True])
 def test_a_pickle_in_another_record_larger_than_the_limit_is_not_safe(
@@ -440,7 +506,10 @@ def test_a_pickle_in_another_record_larger_than_the_limit_is_not_safe(
     monkeypatch.chdir(tmp_path)
     path, limit = Path("x.pt"), ("--max-memory", "4K")
     with zipfile.ZipFile(path, "w") as file:
-        for own, data in {**GOOD, name: b"\x80\x04B\0\x20\0\0" + bytes(8192) + b"0" + EVIL + b"."}.items():
+        for own, data in {
+            **GOOD,
+            name: b"\x80\x04B\0\x20\0\0" + bytes(8192) + b"0" + EVIL + b".",
+        }.items():
             method = zipfile.ZIP_DEFLATED if own == name and is_compressed else zipfile.ZIP_STORED
             file.writestr(zipfile.ZipInfo(own), data, method)
     check_is_not_looked_into(run, path, name, *limit)
@@ -469,10 +538,17 @@ LOADED_BYTES = {
 
 @pytest.mark.parametrize("shape", LOADED_BYTES)
 @pytest.mark.parametrize("calls_before", [0, 5])
-def test_bytes_that_a_pickle_loads_are_checked(shape: str, calls_before: int, run: Run, tmp_path: Path) -> None:
+def test_bytes_that_a_pickle_loads_are_checked(
+    shape: str, calls_before: int, run: Run, tmp_path: Path
+) -> None:
     harmless = saved_before_1_6(torch.ones(1).untyped_storage())
     loads = [
-        text("torch.storage") + text("_load_from_bytes") + b"\x93B" + struct.pack("<I", len(data)) + data + b"\x85R0"
+        text("torch.storage")
+        + text("_load_from_bytes")
+        + b"\x93B"
+        + struct.pack("<I", len(data))
+        + data
+        + b"\x85R0"
         for data in [harmless] * calls_before + [LOADED_BYTES[shape]]
     ]
     path = torch_file(tmp_path / "x.pt", b"\x80\x04" + b"".join(loads) + b"N.")
@@ -482,7 +558,9 @@ def test_bytes_that_a_pickle_loads_are_checked(shape: str, calls_before: int, ru
     assert run("check", harmless_path, "--allow", "torch.storage._load_from_bytes").status == 0
 
 
-@pytest.mark.parametrize("shape", ["a file of an old torch", "an archive", "an archive with the pickle in capitals"])
+@pytest.mark.parametrize(
+    "shape", ["a file of an old torch", "an archive", "an archive with the pickle in capitals"]
+)
 @pytest.mark.parametrize("in_capitals", [False, True])
 def test_sample_inputs_of_a_program_are_checked(
     shape: str,
@@ -513,7 +591,9 @@ def test_sample_inputs_of_a_program_are_checked(
 
 
 def test_legacy_torch_file_that_is_also_a_tar_is_refused(run: Run, tmp_path: Path) -> None:
-    """torch.load tries tar first, and its members differ from the pickles at the start of the file."""
+    """torch.load tries tar first, and its members differ from the pickles at the start of the
+    file.
+    """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:", format=tarfile.USTAR_FORMAT) as tar:
         for name, data in {
@@ -527,7 +607,8 @@ def test_legacy_torch_file_that_is_also_a_tar_is_refused(run: Run, tmp_path: Pat
             tar.addfile(member, io.BytesIO(data))
     whole = bytearray(buffer.getvalue())
     start = MAGIC + VERSION + b"\x80\x02}T"
-    start += struct.pack("<I", len(whole) - len(start) - 4)  # the rest of the tar is a string that is popped
+    # the rest of the tar is a string that is popped
+    start += struct.pack("<I", len(whole) - len(start) - 4)
     whole[: len(start)] = start
     whole[148:156] = b"%06o\0 " % (sum(whole[:148]) + 8 * 32 + sum(whole[156:512]))
     buffer = io.BytesIO()
@@ -550,7 +631,9 @@ def test_safetensors_file_followed_by_an_archive(run: Run, tmp_path: Path) -> No
     assert run("inspect", path).status == 2
 
 
-@pytest.mark.parametrize("text", ['{"architecture": "net", "classes": 3}', "This is a checkpoint of the first run", ""])
+@pytest.mark.parametrize(
+    "text", ['{"architecture": "net", "classes": 3}', "This is a checkpoint of the first run", ""]
+)
 def test_text_in_another_record_is_not_a_pickle(text: str, tmp_path: Path, run: Run) -> None:
     path = tmp_path / "net.pt"
     torch.save({"w": torch.ones(2)}, path)

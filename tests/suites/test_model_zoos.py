@@ -1,6 +1,8 @@
-"""Models of transformers, timm, torchvision, diffusers and torchtune: names, and the result of a strict load.
+"""Models of transformers, timm, torchvision, diffusers and torchtune: names, and the result of a
+strict load.
 
-`CKPTTOOL_SUITES=all` tests every model that its library can build small, otherwise a few of each library.
+`CKPTTOOL_SUITES=all` tests every model that its library can build small, otherwise a few of each
+library.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ ALL = os.environ.get("CKPTTOOL_SUITES") == "all"
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     ZOOS = {name: zoo() for name, zoo in model_zoos.zoos().items()}
-MODELS = [(zoo, name) for zoo, models in ZOOS.items() for name in list(models)[:: 1 if ALL else 150]]
+MODELS = [
+    (zoo, name) for zoo, models in ZOOS.items() for name in list(models)[:: 1 if ALL else 150]
+]
 SECONDS = 60
 State = dict[str, Any]
 
@@ -96,7 +100,9 @@ def test_model(zoo: str, name: str, tmp_path: Path, record_property: Any) -> Non
 
 
 def from_pretrained(model: Any, tmp_path: Path) -> None:
-    """Convert names of save_pretrained to ``state_dict()`` and back; `diff` must agree with from_pretrained."""
+    """Convert names of save_pretrained to ``state_dict()`` and back; `diff` must agree with
+    from_pretrained.
+    """
     folder = tmp_path / "hf"
     try:
         model.save_pretrained(folder)
@@ -111,7 +117,9 @@ def from_pretrained(model: Any, tmp_path: Path) -> None:
     assert all(torch.equal(own[key], state[key]) for key in own)
     path = folder / "model.safetensors"
     for what, faulty in faults(load_file(path), model.config.model_type).items():
-        save_file({key: value.clone() for key, value in faulty.items()}, path, metadata={"format": "pt"})
+        save_file(
+            {key: value.clone() for key, value in faulty.items()}, path, metadata={"format": "pt"}
+        )
         assert ckpttool.diff(str(path), model=hf).identical == loads_pretrained(model, faulty), what
 
 
@@ -119,7 +127,10 @@ def loads_pretrained(model: Any, state: State) -> bool:
     """Return whether from_pretrained reports no missing or unexpected key and converts nothing."""
     try:
         _, info = type(model).from_pretrained(
-            None, config=copy.deepcopy(model.config), state_dict=dict(state), output_loading_info=True
+            None,
+            config=copy.deepcopy(model.config),
+            state_dict=dict(state),
+            output_loading_info=True,
         )
     except RuntimeError:
         return False

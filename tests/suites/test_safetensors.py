@@ -1,7 +1,8 @@
 """Files modeled on safetensors' own tests, and changed bytes as from its fuzzer.
 
-The oracle is the installed reader. If it accepts a file, `inspect` lists the same tensors, or the file has one of the
-faults in `STRICTER`. If it refuses a file, ckpttool does too. `CKPTTOOL_SUITES=all` changes more bytes.
+The oracle is the installed reader. If it accepts a file, `inspect` lists the same tensors, or the
+file has one of the faults in `STRICTER`. If it refuses a file, ckpttool does too.
+`CKPTTOOL_SUITES=all` changes more bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ def tensors(*infos: str) -> str:
     return "{" + ",".join(f'"t.{number}":{info}' for number, info in enumerate(infos)) + "}"
 
 
-SIZES = {code: row.itemsize for code, row in BY_SAFETENSORS.items()} | {"F4": 0.5, "F6_E2M3": 0.75, "F6_E3M2": 0.75}
+SIZES = {code: row.itemsize for code, row in BY_SAFETENSORS.items()} | {
+    "F4": 0.5,
+    "F6_E2M3": 0.75,
+    "F6_E3M2": 0.75,
+}
 CASES = {
     "one tensor": packed(TEST),
     "metadata": packed(f'{{"__metadata__":{{"framework":"pt"}},"test":{I32}}}       '),
@@ -147,7 +152,9 @@ STRICTER = {
 
 
 def read_by_reference(path: Path, data: bytes) -> dict[str, tuple[Any, ...]] | None:
-    """Return name -> dtype, shape and bytes of each tensor, or None if the reader refuses the file."""
+    """Return name -> dtype, shape and bytes of each tensor, or None if the reader refuses the
+    file.
+    """
     try:
         read = deserialize(data)
         with safe_open(path, "pt") as file:
@@ -157,7 +164,9 @@ def read_by_reference(path: Path, data: bytes) -> dict[str, tuple[Any, ...]] | N
     found = {}
     for name, info in read:
         code, shape = info["dtype"], tuple(info["shape"])
-        dtype = BY_SAFETENSORS[code].name if code in BY_SAFETENSORS else "float6_" + code[3:].lower()
+        dtype = (
+            BY_SAFETENSORS[code].name if code in BY_SAFETENSORS else "float6_" + code[3:].lower()
+        )
         if code == "F4" and shape[-1] % 2:
             dtype = "float4_e2m1fn"  # torch cannot hold this tensor
         elif code == "F4":
@@ -190,7 +199,10 @@ def test_case(name: str, run: Run, tmp_path: Path) -> None:
     if found is None:
         assert (done.status, done.err.startswith("error: ")) == (2, True)
         return
-    listed = {one["key"]: (one["dtype"], tuple(one["shape"]), one["bytes"]) for one in done.data["tensors"]}
+    listed = {
+        one["key"]: (one["dtype"], tuple(one["shape"]), one["bytes"])
+        for one in done.data["tensors"]
+    }
     assert listed == {key: (dtype, shape, len(raw)) for key, (dtype, shape, raw) in found.items()}
     if found and list(found) != [""]:  # a rule cannot write an empty name
         renamed, back = tmp_path / "y.safetensors", tmp_path / "z.safetensors"
@@ -201,7 +213,11 @@ def test_case(name: str, run: Run, tmp_path: Path) -> None:
 
 
 def seeds() -> list[bytes]:
-    state = {"a": torch.ones(2, 3), "b.c": torch.zeros(1, dtype=torch.bfloat16), "e": torch.empty(0)}
+    state = {
+        "a": torch.ones(2, 3),
+        "b.c": torch.zeros(1, dtype=torch.bfloat16),
+        "e": torch.empty(0),
+    }
     others = [data for data in CASES.values() if 40 < len(data) < 400]
     return [save(state, {"format": "pt"}), save({}), *others]
 
@@ -228,7 +244,9 @@ def is_stricter(data: bytes) -> bool:
         if name != "__metadata__":
             faults.append(not isinstance(info, dict) or not isinstance(info["dtype"], str))
             if isinstance(info, dict):
-                others = (value for field, value in info.items() if field not in ("shape", "data_offsets"))
+                others = (
+                    value for field, value in info.items() if field not in ("shape", "data_offsets")
+                )
                 faults.append(any(isinstance(value, (dict, list)) for value in others))
     return any(faults)
 
@@ -242,7 +260,9 @@ def small_change(data: bytes, chance: random.Random) -> bytes:
     return length.to_bytes(8, "little") + data[8:at] + bytes([new]) + data[at + 1 - more :]
 
 
-def test_changed_bytes(tmp_path: Path, record_property: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_bytes(
+    tmp_path: Path, record_property: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources, "_TICK", 0)  # nobody else writes to the file
     record_property("cases", CHANGED)
     path, chance, starts = tmp_path / "x.safetensors", random.Random(0), seeds()
@@ -261,7 +281,11 @@ def test_changed_bytes(tmp_path: Path, record_property: Any, monkeypatch: pytest
     ]
     taken = 0
     for _ in range(CHANGED):
-        data = small_change(chance.choice(good), chance) if chance.random() < 0.5 else mutated(starts, words, chance)
+        data = (
+            small_change(chance.choice(good), chance)
+            if chance.random() < 0.5
+            else mutated(starts, words, chance)
+        )
         path.write_bytes(data)
         expected, found = read_by_reference(path, data), read_by_ckpttool(path, data)
         taken += expected is not None

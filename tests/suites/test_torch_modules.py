@@ -1,7 +1,8 @@
-"""Every module of torch's own test suite (`module_db`), with its inputs: names, strict loads, renames, swaps.
+"""Every module of torch's own test suite (`module_db`), with its inputs: names, strict loads,
+renames, swaps.
 
-`CKPTTOOL_SUITES=all` tests all inputs, both modes and three dtypes, and exports each module; otherwise only the first
-input of every eighth module is tested.
+`CKPTTOOL_SUITES=all` tests all inputs, both modes and three dtypes, and exports each module;
+otherwise only the first input of every eighth module is tested.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 ALL = os.environ.get("CKPTTOOL_SUITES") == "all"
 INFOS = {info.name: info for info in common_modules.module_db[:: 1 if ALL else 8]}
 PARTS = 8 if ALL else 1  # some modules have hundreds of cases, which several processes share
-MODES = [(False, torch.float32)] + [(True, torch.float32), (False, torch.float64), (False, torch.bfloat16)] * ALL
+MODES = [(False, torch.float32)] + [
+    (True, torch.float32),
+    (False, torch.float64),
+    (False, torch.bfloat16),
+] * ALL
 
 
 def cases(name: str) -> Iterator[tuple[Callable[[], nn.Module], Any]]:
@@ -38,15 +43,25 @@ def cases(name: str) -> Iterator[tuple[Callable[[], nn.Module], Any]]:
         torch.manual_seed(0)
         try:
             inputs = info.module_inputs_func(
-                info, device="cpu", dtype=dtype, requires_grad=False, training=training, set_seed=False
+                info,
+                device="cpu",
+                dtype=dtype,
+                requires_grad=False,
+                training=training,
+                set_seed=False,
             )
         except TypeError:  # torch before 2.8 lacks set_seed
-            inputs = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=False, training=training)
+            inputs = info.module_inputs_func(
+                info, device="cpu", dtype=dtype, requires_grad=False, training=training
+            )
         for one in inputs[: None if ALL else 1]:
             args, kwargs = one.constructor_input.args, dict(one.constructor_input.kwargs)
 
             def build(
-                args: Any = args, kwargs: Any = kwargs, dtype: torch.dtype = dtype, training: bool = training
+                args: Any = args,
+                kwargs: Any = kwargs,
+                dtype: torch.dtype = dtype,
+                training: bool = training,
             ) -> nn.Module:
                 module: nn.Module = info.module_cls(*args, **kwargs).to(dtype)
                 return module.train(training)
@@ -66,7 +81,8 @@ def with_other_values(module: nn.Module, seed: int) -> dict[str, Any]:
 
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return left.keys() == right.keys() and all(
-        torch.equal(value, right[key]) if isinstance(value, torch.Tensor) else True for key, value in left.items()
+        torch.equal(value, right[key]) if isinstance(value, torch.Tensor) else True
+        for key, value in left.items()
     )
 
 
@@ -110,7 +126,9 @@ def test_module(name: str, part: int, tmp_path: Path, record_property: Any) -> N
 
 
 def check_exported(build: Callable[[], nn.Module], inputs: Any, path: Path) -> None:
-    """Swap other weights into the exported module; its outputs must equal the eager module with these weights."""
+    """Swap other weights into the exported module; its outputs must equal the eager module with
+    these weights.
+    """
     old, new = build().eval(), build().eval()
     try:
         torch.manual_seed(0)
@@ -121,7 +139,11 @@ def check_exported(build: Callable[[], nn.Module], inputs: Any, path: Path) -> N
     state = with_other_values(new, 2)
     torch.save(state, path / "new.pt")
     ckpttool.swap_weights(
-        str(path / "program.pt2"), str(path / "new.pt"), str(path / "out.pt2"), model=build, force=True
+        str(path / "program.pt2"),
+        str(path / "new.pt"),
+        str(path / "out.pt2"),
+        model=build,
+        force=True,
     )
     swapped = torch.export.load(path / "out.pt2").module()
     outputs = []

@@ -1,7 +1,9 @@
-"""Every optimizer and configuration of torch's own test suite (`optim_db`): its state is reordered and restored.
+"""Every optimizer and configuration of torch's own test suite (`optim_db`): its state is reordered
+and restored.
 
-The oracle is the optimizer itself: after loading, two steps give the same parameters as an uninterrupted run.
-`CKPTTOOL_SUITES=all` tests every configuration, otherwise the first of each optimizer.
+The oracle is the optimizer itself: after loading, two steps give the same parameters as an
+uninterrupted run. `CKPTTOOL_SUITES=all` tests every configuration, otherwise the first of each
+optimizer.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import ckpttool
 
@@ -40,7 +46,9 @@ class Net(nn.Module):
         super().__init__()
         for name in order:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            self.register_parameter(name, nn.Parameter(torch.randn(SHAPES[name], generator=generator)))
+            self.register_parameter(
+                name, nn.Parameter(torch.randn(SHAPES[name], generator=generator))
+            )
 
 
 def first() -> Net:
@@ -51,7 +59,9 @@ def second() -> Net:
     return Net(ORDERS[1])
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int, sparse: bool) -> None:
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int, sparse: bool
+) -> None:
     for number in range(first, first + count):
 
         def closure(number: int = number) -> float:
@@ -84,11 +94,15 @@ def resume(form: str, model: nn.Module, optimizer: torch.optim.Optimizer, path: 
 
 @pytest.mark.parametrize("form", ["id", "fqn", "flat"])
 @pytest.mark.parametrize(("info", "configuration"), CONFIGURATIONS)
-def test_state_is_reordered_with_its_parameters(info: Any, configuration: Any, form: str, tmp_path: Path) -> None:
+def test_state_is_reordered_with_its_parameters(
+    info: Any, configuration: Any, form: str, tmp_path: Path
+) -> None:
     sparse = info.only_supports_sparse_grads
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = info.optim_cls(model.parameters(), **configuration.kwargs)
+        optimizer: torch.optim.Optimizer = info.optim_cls(
+            model.parameters(), **configuration.kwargs
+        )
         return optimizer
 
     model = first()
@@ -113,7 +127,12 @@ def test_state_is_reordered_with_its_parameters(info: Any, configuration: Any, f
 
     orders = (first, second), (second, first)
     for (old, new), source, out in zip(orders, paths, paths[1:]):
-        models: dict[str, Any] = {"model": old, "optimizer": make, "to_model": new, "to_optimizer": make}
+        models: dict[str, Any] = {
+            "model": old,
+            "optimizer": make,
+            "to_model": new,
+            "to_optimizer": make,
+        }
         if info.optim_cls is torch.optim.LBFGS:  # its state belongs to all parameters together
             with pytest.raises(ckpttool.Refused):
                 ckpttool.remap(source, out, **models, optimizer_keys=form)
@@ -124,9 +143,13 @@ def test_state_is_reordered_with_its_parameters(info: Any, configuration: Any, f
         resume(form, loaded, moved, out)
         steps(loaded, moved, 2, 2, sparse)
         expected = dict(model.named_parameters())
-        assert all(torch.equal(parameter, expected[name]) for name, parameter in loaded.named_parameters())
+        assert all(
+            torch.equal(parameter, expected[name]) for name, parameter in loaded.named_parameters()
+        )
     live = second()
     into = make(live)
     ckpttool.load(paths[1], live, into)
     steps(live, into, 2, 2, sparse)
-    assert all(torch.equal(parameter, expected[name]) for name, parameter in live.named_parameters())
+    assert all(
+        torch.equal(parameter, expected[name]) for name, parameter in live.named_parameters()
+    )

@@ -1,8 +1,8 @@
 """Models quantized by torchao: names, strict loads between configurations, renames, values.
 
 All configurations that work on a CPU, except codebooks, whose constructor takes a minute.
-`CKPTTOOL_SUITES=all` pairs each with every sixth, otherwise each with itself and the next, and quantizes each number of
-bits in groups in one of the two ways.
+`CKPTTOOL_SUITES=all` pairs each with every sixth, otherwise each with itself and the next, and
+quantizes each number of bits in groups in one of the two ways.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ import ckpttool
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     q = pytest.importorskip("torchao.quantization", exc_type=ImportError)
-    pytest.importorskip("torchao.prototype.safetensors", reason="torchao is too old", exc_type=ImportError)
+    pytest.importorskip(
+        "torchao.prototype.safetensors", reason="torchao is too old", exc_type=ImportError
+    )
     from torchao.float8 import convert_to_float8_training
     from torchao.prototype._nf4tensor_api import NF4WeightOnlyConfig
     from torchao.prototype.moe_training.config import Float8TrainingOpConfig
@@ -53,13 +55,17 @@ CONFIGURATIONS: dict[str, Callable[[], Any]] = {
     "int8 in groups": lambda: q.Int8WeightOnlyConfig(granularity=q.PerGroup(32)),
     "int8 per tensor": lambda: q.Int8WeightOnlyConfig(granularity=q.PerTensor()),
     "int8 activations": q.Int8DynamicActivationInt8WeightConfig,
-    "int8 asymmetric activations": lambda: q.Int8DynamicActivationInt8WeightConfig(act_mapping_type=KINDS[1]),
+    "int8 asymmetric activations": lambda: q.Int8DynamicActivationInt8WeightConfig(
+        act_mapping_type=KINDS[1]
+    ),
     "int8 static activations": lambda: q.Int8StaticActivationInt8WeightConfig(
         act_quant_scale=torch.full((1, 1), 0.5, dtype=torch.bfloat16), granularity=q.PerTensor()
     ),
     "float8 e4m3": q.Float8WeightOnlyConfig,
     "float8 e5m2": lambda: q.Float8WeightOnlyConfig(weight_dtype=torch.float8_e5m2),
-    "int8 activations, int4 in groups": lambda: q.Int8DynamicActivationIntxWeightConfig(weight_dtype=INTX[3]),
+    "int8 activations, int4 in groups": lambda: q.Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=INTX[3]
+    ),
     "nf4": NF4WeightOnlyConfig,
     "nvfp4": NVFP4WeightOnlyConfig,
     "mxfp8": MXDynamicActivationMXWeightConfig,
@@ -70,11 +76,15 @@ CONFIGURATIONS: dict[str, Callable[[], Any]] = {
     "mixed precision in training": int8_mixed_precision_training,
     "float8 in training": Float8TrainingOpConfig,
     "sparse blocks": lambda: BlockSparseWeightConfig(blocksize=64),
-    "fake int4": lambda: QATConfig(base_config=q.Int8DynamicActivationIntxWeightConfig(weight_dtype=INTX[3])),
+    "fake int4": lambda: QATConfig(
+        base_config=q.Int8DynamicActivationIntxWeightConfig(weight_dtype=INTX[3])
+    ),
     "fake int4, prepared": lambda: QATConfig(
         base_config=q.Int8DynamicActivationIntxWeightConfig(weight_dtype=INTX[3]), step="prepare"
     ),
-    "by name": lambda: q.FqnToConfig({"0": q.Int8WeightOnlyConfig(), "2": q.Float8WeightOnlyConfig()}),
+    "by name": lambda: q.FqnToConfig(
+        {"0": q.Int8WeightOnlyConfig(), "2": q.Float8WeightOnlyConfig()}
+    ),
 }
 for at, intx in enumerate(INTX):
     for kind in KINDS if ALL else [KINDS[at % 2]]:
@@ -84,18 +94,24 @@ for at, intx in enumerate(INTX):
     CONFIGURATIONS[f"{intx} by rows"] = partial(q.IntxWeightOnlyConfig, weight_dtype=intx)
 CONVERTED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "float8 modules": convert_to_float8_training,
-    "int4 modules": lambda model: Int8DynActInt4WeightQuantizer(groupsize=32, precision=torch.bfloat16).quantize(model),
+    "int4 modules": lambda model: Int8DynActInt4WeightQuantizer(
+        groupsize=32, precision=torch.bfloat16
+    ).quantize(model),
 }
 NAMES = [*CONFIGURATIONS, *CONVERTED]
-NOT_ON_META = {"int4 of the prototype", "sparse blocks", "int4 modules"}  # torchao's constructors fail
+# torchao's constructors fail
+NOT_ON_META = {"int4 of the prototype", "sparse blocks", "int4 modules"}
 # torchao declares its inference classes safe to load, but not their components
 NOT_DECLARED = {"mixed precision in training", "float8 in training"}
-NOT_LOADED = {"gguf", "sparse blocks"}  # torch cannot load them, even into the model that saved them
+# torch cannot load them, even into the model that saved them
+NOT_LOADED = {"gguf", "sparse blocks"}
 
 
 def build(name: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128, bias=False)).to(torch.bfloat16)
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128, bias=False)).to(
+        torch.bfloat16
+    )
     if name in CONVERTED:
         return CONVERTED[name](model)
     configuration = CONFIGURATIONS[name]()
@@ -108,13 +124,19 @@ def content(value: Any) -> Any:
     """Return the class, attributes and bits of a tensor and its inner tensors."""
     value = value.detach()
     if type(value) is torch.Tensor:
-        return value.dtype, value.shape, value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return (
+            value.dtype,
+            value.shape,
+            value.contiguous().flatten().view(torch.uint8).numpy().tobytes(),
+        )
     names, context = value.__tensor_flatten__()
     return type(value), repr(context), [content(getattr(value, name)) for name in names]
 
 
 def is_kept(held: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether a loaded tensor equals the file's; if the class differs, compare after copying back."""
+    """Return whether a loaded tensor equals the file's; if the class differs, compare after copying
+    back.
+    """
     if type(held.detach()) is type(value):
         return bool(content(held) == content(value))
     try:
@@ -131,7 +153,9 @@ def loads(model: nn.Module, path: Path) -> bool:
     except Exception:
         return False
     loaded = model.state_dict()
-    return all(is_kept(loaded[key], value) for key, value in torch.load(path, weights_only=False).items())
+    return all(
+        is_kept(loaded[key], value) for key, value in torch.load(path, weights_only=False).items()
+    )
 
 
 @pytest.mark.parametrize("offset", range(0, len(NAMES), 6) if ALL else range(2))
@@ -156,7 +180,9 @@ def test_diff_agrees_with_strict_loading(name: str, offset: int, tmp_path: Path)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rename_roundtrip(name: str, tmp_path: Path) -> None:
-    first, renamed, back, other = (tmp_path / f"{word}.pt" for word in ("first", "renamed", "back", "other"))
+    first, renamed, back, other = (
+        tmp_path / f"{word}.pt" for word in ("first", "renamed", "back", "other")
+    )
     model = build(name, 0)
     state = model.state_dict()
     torch.save(state, first)
@@ -192,10 +218,14 @@ def test_state_of_low_bit_optimizers_is_loaded(name: str, tmp_path: Path) -> Non
     model = _linear()
     fresh = make(model.parameters(), lr=0.1)
     ckpttool.load(tmp_path / "in.pt", model, fresh)
-    for own, other in zip(optimizer.state_dict()["state"].values(), fresh.state_dict()["state"].values()):
+    for own, other in zip(
+        optimizer.state_dict()["state"].values(), fresh.state_dict()["state"].values()
+    ):
         for key in ("exp_avg", "exp_avg_sq"):
             assert type(other[key]) is type(own[key])
             assert torch.equal(own[key].dequantize(), other[key].dequantize())
     step(model, fresh)
-    diff = ckpttool.diff(tmp_path / "in.pt", model=_linear, optimizer=lambda model: make(model.parameters(), lr=0.1))
+    diff = ckpttool.diff(
+        tmp_path / "in.pt", model=_linear, optimizer=lambda model: make(model.parameters(), lr=0.1)
+    )
     assert diff.identical

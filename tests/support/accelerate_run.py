@@ -1,8 +1,10 @@
-"""Two gloo ranks that save FSDP checkpoints with accelerate, and load the files that ckpttool writes from them.
+"""Two gloo ranks that save FSDP checkpoints with accelerate, and load the files that ckpttool
+writes from them.
 
-`python accelerate_run.py FOLDER`: FOLDER gets a folder for each of `KINDS`, and a file `KIND.pt` with the full model
-and optimizer. Then a fresh run loads `again`, which ckpttool wrote from one of these folders, and saves the full state
-as ``loaded.pt``. Accelerate enables FSDP only on accelerators, so this script does that; accelerate saves and loads.
+`python accelerate_run.py FOLDER`: FOLDER gets a folder for each of `KINDS`, and a file `KIND.pt`
+with the full model and optimizer. Then a fresh run loads `again`, which ckpttool wrote from one of
+these folders, and saves the full state as ``loaded.pt``. Accelerate enables FSDP only on
+accelerators, so this script does that; accelerate saves and loads.
 """
 
 from __future__ import annotations
@@ -93,7 +95,9 @@ def _load(accelerator: Any, folder: Path) -> None:
 def _save_whole(model: nn.Module, optimizer: torch.optim.Optimizer, out: Path) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-    weights, state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    weights, state = get_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True)
+    )
     if dist.get_rank() == 0:
         torch.save({"model": weights, "optimizer": state}, out)
     dist.barrier()
@@ -127,6 +131,10 @@ if __name__ == "__main__":
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        os.environ.update(MASTER_PORT=str(free.getsockname()[1]), GLOO_SOCKET_IFNAME="lo", ACCELERATE_USE_CPU="true")
+        os.environ.update(
+            MASTER_PORT=str(free.getsockname()[1]),
+            GLOO_SOCKET_IFNAME="lo",
+            ACCELERATE_USE_CPU="true",
+        )
     # forked, so that torch is imported only once
     mp.start_processes(_run, (Path(sys.argv[1]),), nprocs=2, start_method="fork")

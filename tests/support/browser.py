@@ -1,8 +1,8 @@
 """A headless browser that opens pages, presses keys and evaluates expressions in the page.
 
-Chromium is driven by its DevTools protocol (https://chromedevtools.github.io/devtools-protocol/) through a pair of
-pipes, so that no package is needed. `CKPTTOOL_BROWSER` names its executable; with ``required``, a test fails without a
-browser instead of being skipped.
+Chromium is driven by its DevTools protocol (https://chromedevtools.github.io/devtools-protocol/)
+through a pair of pipes, so that no package is needed. `CKPTTOOL_BROWSER` names its executable; with
+``required``, a test fails without a browser instead of being skipped.
 """
 
 from __future__ import annotations
@@ -47,31 +47,44 @@ def executable() -> str:
     names = NAMES if setting in ("", "required") else (setting,)
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
-        (pytest.fail if setting else pytest.skip)(f"no browser: none of {', '.join(names)} is installed")
+        (pytest.fail if setting else pytest.skip)(
+            f"no browser: none of {', '.join(names)} is installed"
+        )
     return found
 
 
 class Browser:
-    """A browser with one page. `console` lists errors and violations of the content security policy."""
+    """A browser with one page. `console` lists errors and violations of the content security
+    policy.
+    """
 
     def __init__(self, folder: Path) -> None:
         ours, theirs = os.pipe(), os.pipe()  # to the browser, from it
         command = [executable(), *OPTIONS, f"--user-data-dir={folder}", "about:blank"]
 
         def pipes() -> None:
-            """Chromium reads from descriptor 3 and writes to 4; our own pipes may already use these numbers."""
+            """Chromium reads from descriptor 3 and writes to 4; our own pipes may already use these
+            numbers.
+            """
             high = [fcntl.fcntl(one, fcntl.F_DUPFD, 10) for one in (ours[0], theirs[1])]
             for number, one in zip((3, 4), high):
                 os.dup2(one, number)
 
         quiet = subprocess.DEVNULL
-        self.process = subprocess.Popen(command, stdout=quiet, stderr=quiet, close_fds=False, preexec_fn=pipes)
+        self.process = subprocess.Popen(
+            command, stdout=quiet, stderr=quiet, close_fds=False, preexec_fn=pipes
+        )
         os.close(ours[0])
         os.close(theirs[1])
-        self.out, self.into = os.fdopen(ours[1], "wb", buffering=0), os.fdopen(theirs[0], "rb", buffering=0)
+        self.out, self.into = (
+            os.fdopen(ours[1], "wb", buffering=0),
+            os.fdopen(theirs[0], "rb", buffering=0),
+        )
         self.rest, self.count, self.session, self.console = b"", 0, "", list[str]()
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
@@ -82,7 +95,9 @@ class Browser:
         self.process.wait(PATIENCE)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Return the result of one protocol call; messages that arrive meanwhile are added to `console`."""
+        """Return the result of one protocol call; messages that arrive meanwhile are added to
+        `console`.
+        """
         self.count += 1
         session = {"sessionId": self.session} if self.session else {}
         message = {"id": self.count, "method": method, "params": params, **session}
@@ -104,14 +119,24 @@ class Browser:
         if heard["method"] == "Runtime.exceptionThrown":
             self.console.append(str(heard["params"]["exceptionDetails"]))
         elif heard["method"] == "Log.entryAdded" or (
-            heard["method"] == "Runtime.consoleAPICalled" and heard["params"]["type"] in ("error", "warning")
+            heard["method"] == "Runtime.consoleAPICalled"
+            and heard["params"]["type"] in ("error", "warning")
         ):
             self.console.append(str(heard["params"]))
 
     def open(self, page: Path, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
         """Open a file and wait until it is loaded."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
         address = page.resolve().as_uri()
         self.call("Page.navigate", url=address)
         until = time.monotonic() + PATIENCE
@@ -121,7 +146,9 @@ class Browser:
 
     def ask(self, expression: str) -> Any:
         """Return the value of an expression in the page, after its promises are resolved."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -130,9 +157,13 @@ class Browser:
         for key in keys:
             event: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": KEYS.get(key, 0)}
             text = {"text": "\r"} if key == "Enter" else {} if key in KEYS else {"text": key}
-            self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **event, **text)
+            self.call(
+                "Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **event, **text
+            )
             self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def picture(self, file: Path) -> None:
         """Save a screenshot as PNG."""
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        file.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )

@@ -23,7 +23,12 @@ def crafted(tmp_path: Path, root: Any, storages: dict[str, bytes], **records: by
 
 
 def tensor_node(
-    offset: Any = 0, size: Any = (2,), stride: Any = (1,), numel: Any = 2, kind: str = "FloatStorage", key: Any = "0"
+    offset: Any = 0,
+    size: Any = (2,),
+    stride: Any = (1,),
+    numel: Any = 2,
+    kind: str = "FloatStorage",
+    key: Any = "0",
 ) -> Call:
     """Return the node of a tensor; by default two zeros."""
     reference = Persistent(("storage", Global("torch", kind), key, "cpu", numel))

@@ -1,7 +1,9 @@
-"""Gloo ranks that save a trained model with torch.distributed.checkpoint in several layouts, and load it in others.
+"""Gloo ranks that save a trained model with torch.distributed.checkpoint in several layouts, and
+load it in others.
 
-`python dcp_layouts.py FOLDER SAVERS LOADERS LAYOUT...` saves with SAVERS ranks, converts with ckpttool, loads with
-LOADERS ranks, and writes ``found.json``: for each conversion and load, the keys whose values differ from torch's.
+`python dcp_layouts.py FOLDER SAVERS LOADERS LAYOUT...` saves with SAVERS ranks, converts with
+ckpttool, loads with LOADERS ranks, and writes ``found.json``: for each conversion and load, the
+keys whose values differ from torch's.
 """
 
 from __future__ import annotations
@@ -59,11 +61,17 @@ def build(layout: str) -> nn.Module:
         if rank != ranks - 1:
             model.norm = nn.Identity()  # type: ignore[assignment]
         return model
-    shape = {"fsdp": (ranks,), "tp": (ranks,), "hsdp": (2, ranks // 2), "fsdp of tp": (ranks // 2, 2)}[layout]
+    shape = {
+        "fsdp": (ranks,),
+        "tp": (ranks,),
+        "hsdp": (2, ranks // 2),
+        "fsdp of tp": (ranks // 2, 2),
+    }[layout]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
     if "tp" in layout:
         styles: Any = {
-            f"layers.{number}": RowwiseParallel() if number % 2 else ColwiseParallel() for number in range(4)
+            f"layers.{number}": RowwiseParallel() if number % 2 else ColwiseParallel()
+            for number in range(4)
         }
         parallelize_module(model, mesh if layout == "tp" else mesh["inner"], styles)
     if "fsdp" in layout or layout == "hsdp":
@@ -89,11 +97,19 @@ def flat(state: Any, way: str = "") -> dict[str, Any]:
     if not isinstance(state, dict):
         whole = state.full_tensor() if isinstance(state, DTensor) else state
         return {way: whole.detach() if isinstance(whole, torch.Tensor) else whole}
-    return {key: value for name, item in state.items() for key, value in flat(item, f"{way}/{name}").items()}
+    return {
+        key: value
+        for name, item in state.items()
+        for key, value in flat(item, f"{way}/{name}").items()
+    }
 
 
 def differing(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
-    return [key for key in expected.keys() | actual.keys() if not same(expected.get(key), actual.get(key))]
+    return [
+        key
+        for key in expected.keys() | actual.keys()
+        if not same(expected.get(key), actual.get(key))
+    ]
 
 
 def same(left: Any, right: Any) -> bool:
@@ -108,7 +124,9 @@ def save(folder: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    """Load ckpttool's folders into every layout with this number of ranks, the saved layout and the others."""
+    """Load ckpttool's folders into every layout with this number of ranks, the saved layout and the
+    others.
+    """
     found: dict[str, list[str]] = {}
     for layout in LAYOUTS:
         for source in (layout, LAYOUTS[LAYOUTS.index(layout) - 1]):
@@ -125,19 +143,30 @@ def load(folder: Path) -> None:
 
 
 def convert(folder: Path) -> dict[str, list[str]]:
-    """Convert every folder with ckpttool in both directions, and compare with torch's own conversions."""
+    """Convert every folder with ckpttool in both directions, and compare with torch's own
+    conversions.
+    """
     from ckpttool.cli.app import main
 
     found = {}
     for layout in LAYOUTS:
-        source, by_torch, out, again = (folder / f"{layout}{end}" for end in ("", ".torch.pt", ".pt", ".again.dcp"))
+        source, by_torch, out, again = (
+            folder / f"{layout}{end}" for end in ("", ".torch.pt", ".pt", ".again.dcp")
+        )
         dcp_to_torch_save(source, by_torch)
         rule = ("--rule", "{x*} => net.{x*}")
         commands = (
             ("remap", source, "-o", out, "--verify"),
             ("remap", out, "-o", again, "--verify"),
             ("remap", source, "-o", folder / f"{layout}.renamed.dcp", *rule),
-            ("remap", folder / f"{layout}.renamed.dcp", "-o", folder / f"{layout}.back.pt", *rule, "--reverse"),
+            (
+                "remap",
+                folder / f"{layout}.renamed.dcp",
+                "-o",
+                folder / f"{layout}.back.pt",
+                *rule,
+                "--reverse",
+            ),
             ("diff", source, again, "--values", "--whole"),
         )
         failed = [" ".join(map(str, words)) for words in commands if main([*map(str, words)])]

@@ -1,4 +1,6 @@
-"""Two gloo ranks that save and load checkpoints with torch.distributed.checkpoint: `python dcp_ranks.py JOB FOLDER`."""
+"""Two gloo ranks that save and load checkpoints with torch.distributed.checkpoint: `python
+dcp_ranks.py JOB FOLDER`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ def run(job: str, folder: Path, script: str = __file__) -> None:
     with TemporaryDirectory() as meeting:
         environment = {**os.environ, "MEETING": f"file://{meeting}/ranks", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-W", "ignore", script, job, str(folder)]
-        ranks = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(RANKS)]
+        ranks = [
+            subprocess.Popen(command, env={**environment, "RANK": str(rank)})
+            for rank in range(RANKS)
+        ]
         for rank in ranks:
             if rank.wait(120):
                 raise subprocess.CalledProcessError(rank.returncode, command)
@@ -50,7 +55,8 @@ def _state() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (RANKS,))
     placements = {"columns": Shard(1), "replicated": Replicate(), "deep": Shard(2)}
     state: dict[str, Any] = {
-        name: distribute_tensor(value, mesh, [placements.get(name, Shard(0))]) for name, value in tensors().items()
+        name: distribute_tensor(value, mesh, [placements.get(name, Shard(0))])
+        for name, value in tensors().items()
     }
     spec = ChunkShardingSpec(dim=1, placements=["rank:0/cpu", "rank:1/cpu"])
     sharded = sharded_tensor.empty(spec, 4, 6)
@@ -76,9 +82,16 @@ def _save(folder: Path) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.fsdp import fully_shard
 
-    state: dict[str, Any] = {"model": _state(), "step": 7, "names": ["a", "b"], "plain": torch.ones(3)}
+    state: dict[str, Any] = {
+        "model": _state(),
+        "step": 7,
+        "names": ["a", "b"],
+        "plain": torch.ones(3),
+    }
     dcp.save(state, checkpoint_id=folder / "tensors")
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "files", single_file_per_rank=False))
+    dcp.save(
+        state, storage_writer=dcp.FileSystemWriter(folder / "files", single_file_per_rank=False)
+    )
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "threads", thread_count=2))
     del state["model"]["old"]  # torch cannot stage a ShardedTensor
     dcp.async_save(state, checkpoint_id=folder / "async").result()
@@ -101,7 +114,9 @@ def _save_safetensors(state: dict[str, Any], folder: Path) -> None:
 
     del state["empty"]  # its shards cannot be stored in safetensors
     files = {name: 1 + index % 2 for index, name in enumerate(state)}
-    writer = dcp.FileSystemWriter(folder / "distcp", serialization_format=SerializationFormat.SAFETENSORS)
+    writer = dcp.FileSystemWriter(
+        folder / "distcp", serialization_format=SerializationFormat.SAFETENSORS
+    )
     dcp.save(state, storage_writer=writer)
     writer = dcp.HuggingFaceStorageWriter(str(folder / "shards"), files, save_distributed=True)
     dcp.save(state, storage_writer=writer)
@@ -150,7 +165,10 @@ def _whole(folder: Path) -> None:
 
     mesh = init_device_mesh("cpu", (RANKS,))
     expected = torch.load(folder / "full.pt")["model"]
-    loaded = {key: distribute_tensor(torch.zeros_like(value), mesh, [Shard(0)]) for key, value in expected.items()}
+    loaded = {
+        key: distribute_tensor(torch.zeros_like(value), mesh, [Shard(0)])
+        for key, value in expected.items()
+    }
     dcp.load({"model": loaded}, checkpoint_id=folder / "three.dcp")
     for key, value in expected.items():
         assert torch.equal(loaded[key].full_tensor(), value), key
@@ -162,7 +180,9 @@ def main(jobs: Mapping[str, Callable[[Path], None]]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", os.environ["MEETING"], rank=int(os.environ["RANK"]), world_size=RANKS)
+    dist.init_process_group(
+        "gloo", os.environ["MEETING"], rank=int(os.environ["RANK"]), world_size=RANKS
+    )
     jobs[sys.argv[1]](Path(sys.argv[2]))
     dist.barrier()
     dist.destroy_process_group()

@@ -10,13 +10,15 @@ README = ROOT / "README.md"
 _IN_BLOCK = re.compile(r"^(?:\$ )?(ckpttool .*)$", re.MULTILINE)  # a line of a fenced block
 _SHOWN = 3  # lines of an output
 _ECHO = re.compile(
-    r"[a-z-]+( [^ ]+\.\w+)?$|(source|output|left|right|program|weights|run|key form|form|compared|not compared) {2,}"
+    r"[a-z-]+( [^ ]+\.\w+)?$|(source|output|left|right|program|weights|run|key"
+    r" form|form|compared|not compared) {2,}"
 )
 _IN_TEXT = re.compile(r"`(ckpttool [^`\n]*)`")
 
 
 def command_lines(*without: str) -> list[str]:
-    """Return every distinct ``ckpttool …`` line of the README and of docs/, in text or in code blocks.
+    """Return every distinct ``ckpttool …`` line of the README and of docs/, in text or in code
+    blocks.
 
     Pages named in `without` are skipped. Commands after a pipe are cut off.
     """
@@ -37,6 +39,10 @@ def is_echo(line: str) -> bool:
 
 
 def first_lines(output: str) -> str:
-    """Return the lines that a page shows: the first ones, without the command's name and its operands."""
+    """Return the lines that a page shows: the first ones, without the command's name and its
+    operands.
+    """
     lines = [line for line in output.splitlines() if line.strip() and not is_echo(line)]
-    return "".join(f"{line}\n" for line in [*lines[:_SHOWN], *(["..."] if len(lines) > _SHOWN else [])])
+    return "".join(
+        f"{line}\n" for line in [*lines[:_SHOWN], *(["..."] if len(lines) > _SHOWN else [])]
+    )

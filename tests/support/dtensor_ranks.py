@@ -1,4 +1,6 @@
-"""Four gloo ranks that save DTensors and their full tensors: `python dtensor_ranks.py FOLDER SEED`."""
+"""Four gloo ranks that save DTensors and their full tensors: `python dtensor_ranks.py FOLDER
+SEED`.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def tensors(seed: int) -> dict[str, DTensor]:
     made = {}
     for number in range(12):
         shape = [draw.choice((0, 1, 2, 3, 5, 6, 8)) for _ in range(draw.randint(1, 3))]
-        whole = torch.arange(torch.Size(shape).numel(), dtype=draw.choice((torch.float32, torch.bfloat16, torch.int64)))
+        whole = torch.arange(
+            torch.Size(shape).numel(),
+            dtype=draw.choice((torch.float32, torch.bfloat16, torch.int64)),
+        )
         mesh = draw.choice(meshes)
         cuts = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
         made[f"t{number}"] = distribute_tensor(
@@ -64,7 +69,9 @@ def trained(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
         if kind == "tp":
             model.norm = nn.Identity()  # type: ignore[assignment]
-            parallelize_module(model, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            parallelize_module(
+                model, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
         fully_shard(model, mesh=mesh["data"] if kind == "tp" else mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     for _ in range(2):
@@ -112,12 +119,19 @@ def _load_again(rank: int, folder: Path) -> None:
 def _run(rank: int, folder: str, seed: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
     place = Path(folder)
     _save(rank, place, "drawn", {"model": tensors(seed), "epoch": 3, "args": {"lr": 0.1}})
     for kind in ("fsdp", "hsdp", "tp"):
         model, optimizer = trained(kind)
-        _save(rank, place, kind, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2})
+        _save(
+            rank,
+            place,
+            kind,
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2},
+        )
         if kind != "tp":
             weights, named = get_state_dict(model, optimizer)
             _save(rank, place, f"{kind}-named", {"model": weights, "optimizer": named})
@@ -127,7 +141,10 @@ def _run(rank: int, folder: str, seed: int) -> None:
     torch.save({"w": part}, place / f"partial_{rank}.pt")
     other = mesh if rank != 1 else init_device_mesh("cpu", (RANKS,))
     cut = [Shard(0)] if rank != 1 else [Shard(1)]
-    torch.save({"w": DTensor.from_local(torch.ones(4, 4), other, cut, run_check=False)}, place / f"differing_{rank}.pt")
+    torch.save(
+        {"w": DTensor.from_local(torch.ones(4, 4), other, cut, run_check=False)},
+        place / f"differing_{rank}.pt",
+    )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,5 @@
-"""Fault injection: run a command in forked processes with one fault each, and check the files that it leaves.
+"""Fault injection: run a command in forked processes with one fault each, and check the files that
+it leaves.
 
 Run it as a program (``python fault_driver.py``); it does not import torch.
 """
@@ -30,10 +31,11 @@ Snapshot = dict[str, tuple[int, bytes]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """Run `argv` in a copy of `template`. `journal`: the state may be mixed until the next command has run.
+    """Run `argv` in a copy of `template`. `journal`: the state may be mixed until the next command
+    has run.
 
-    `once`: the command cannot be repeated. `apart`: there are several independent outputs. `again` are options that let
-    the command run on a finished output: ``--force``.
+    `once`: the command cannot be repeated. `apart`: there are several independent outputs. `again`
+    are options that let the command run on a finished output: ``--force``.
     """
 
     template: str
@@ -51,7 +53,9 @@ def snapshot(folder: Path) -> Snapshot:
     found: Snapshot = {}
     for path in sorted(folder.rglob("*")):
         own = path.relative_to(folder)
-        if not any(owner_of(part) for part in own.parts) and not own.name.endswith((".ckpttool.undo", ".ckpttool.old")):
+        if not any(owner_of(part) for part in own.parts) and not own.name.endswith(
+            (".ckpttool.undo", ".ckpttool.old")
+        ):
             is_file = path.is_file() and not path.is_symlink()
             found[str(own)] = (path.lstat().st_mode, path.read_bytes() if is_file else b"")
     return found
@@ -62,8 +66,12 @@ def litter(folder: Path) -> list[str]:
     return [str(path.relative_to(folder)) for path in folder.rglob("*") if owner_of(path.name)]
 
 
-def run(work: Path, argv: list[str], cwd: str, injector: Injector | None) -> tuple[int, str, list[str]]:
-    """Run a command line in a forked process; return its exit status (negative: signal), stderr and calls."""
+def run(
+    work: Path, argv: list[str], cwd: str, injector: Injector | None
+) -> tuple[int, str, list[str]]:
+    """Run a command line in a forked process; return its exit status (negative: signal), stderr and
+    calls.
+    """
     log, calls = work.parent / "stderr", work.parent / "calls"
     child = os.fork()
     if child == 0:
@@ -80,7 +88,11 @@ def run(work: Path, argv: list[str], cwd: str, injector: Injector | None) -> tup
         finally:
             os._exit(99)
     _, ended = os.waitpid(child, 0)
-    seen = calls.read_text().split("\n") if injector is not None and injector.at < 0 and calls.exists() else []
+    seen = (
+        calls.read_text().split("\n")
+        if injector is not None and injector.at < 0 and calls.exists()
+        else []
+    )
     return os.waitstatus_to_exitcode(ended), log.read_text(), seen
 
 
@@ -143,11 +155,16 @@ class Judge:
                     "succeeded, but left temporary files",
                 )
         if self.scenario.journal and now not in (self.old, self.new):
-            expect(mode.startswith("KILL") or mode == "all EIO", "mixed state, but the process was not killed")
+            expect(
+                mode.startswith("KILL") or mode == "all EIO",
+                "mixed state, but the process was not killed",
+            )
             status, said, _ = run(self.work, ["undo", self.scenario.look], self.scenario.cwd, None)
             expect(status == 0, f"undo failed: {said.strip()[:300]}")
             now = snapshot(self.work)
-        expect(self._is_consistent(now), f"neither old nor new: {_difference(now, self.old, self.new)}")
+        expect(
+            self._is_consistent(now), f"neither old nor new: {_difference(now, self.old, self.new)}"
+        )
         again = [] if now == self.old else list(self.scenario.again)
         status, said, _ = run(self.work, [*self.scenario.argv, *again], self.scenario.cwd, None)
         # the command may finish the journal first, and then have nothing left to do
@@ -156,7 +173,9 @@ class Judge:
         expect(not litter(self.work), f"temporary files left: {litter(self.work)}")
 
     def _is_consistent(self, now: Snapshot) -> bool:
-        """Return whether all files are old or all are new; independent outputs are checked one by one."""
+        """Return whether all files are old or all are new; independent outputs are checked one by
+        one.
+        """
         if not self.scenario.apart:
             return now in (self.old, self.new)
         names = {*now, *self.old, *self.new}
@@ -174,14 +193,22 @@ _CLEANING = ("unlink", "rmdir", "remove")
 
 
 def _difference(now: Snapshot, *others: Snapshot) -> str:
-    return " / ".join(str([n for n in {**now, **other} if now.get(n) != other.get(n)]) for other in others)
+    return " / ".join(
+        str([n for n in {**now, **other} if now.get(n) != other.get(n)]) for other in others
+    )
 
 
-def drive(scenario: Scenario, scratch: Path, points: int | None, choose: Callable[[int, int], int]) -> Judge:
+def drive(
+    scenario: Scenario, scratch: Path, points: int | None, choose: Callable[[int, int], int]
+) -> Judge:
     """Run `points` faults of each mode, spread over the calls; with None, one at each call."""
     judge = Judge(scenario, scratch)
     for row, mode in enumerate(MODES):
-        numbers = [i for i, call in enumerate(judge.calls) if mode not in ("short", "KILL within") or call == "write"]
+        numbers = [
+            i
+            for i, call in enumerate(judge.calls)
+            if mode not in ("short", "KILL within") or call == "write"
+        ]
         if points is not None and len(numbers) > points:
             step = len(numbers) / points
             numbers = [numbers[choose(int(i * step), row) % len(numbers)] for i in range(points)]
@@ -207,7 +234,9 @@ def _main() -> None:
     preload()
     for name, words in sorted(request["scenarios"].items()):
         scenario = Scenario(**words)
-        judge = drive(scenario, Path(request["scratch"]), request["points"], lambda at, row: at + row)
+        judge = drive(
+            scenario, Path(request["scratch"]), request["points"], lambda at, row: at + row
+        )
         seen = {
             "name": name,
             "problems": judge.problems,
@@ -215,7 +244,9 @@ def _main() -> None:
             "calls": judge.calls,
             "slowest": judge.slowest,
         }
-        print(f"{name}: {judge.points.total()} points", *judge.problems, sep="\n  ", file=sys.stderr)
+        print(
+            f"{name}: {judge.points.total()} points", *judge.problems, sep="\n  ", file=sys.stderr
+        )
         print(json.dumps(seen), flush=True)
 
 

@@ -1,7 +1,8 @@
-"""Inject faults into calls that change the disk: the n-th call fails, all later ones fail, or the process is killed.
+"""Inject faults into calls that change the disk: the n-th call fails, all later ones fail, or the
+process is killed.
 
-Python's functions are replaced in a forked process, and fail like the system calls would. `strace.py` does the same
-below Python if strace is installed.
+Python's functions are replaced in a forked process, and fail like the system calls would.
+`strace.py` does the same below Python if strace is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,18 @@ CHANGES = (
 _OPENS_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "HUP": signal.SIGHUP}
 
-MODES = ("EIO", "ENOSPC", "all EIO", "short", "KILL before", "KILL within", "KILL after", "TERM", "INT", "HUP")
+MODES = (
+    "EIO",
+    "ENOSPC",
+    "all EIO",
+    "short",
+    "KILL before",
+    "KILL within",
+    "KILL after",
+    "TERM",
+    "INT",
+    "HUP",
+)
 
 
 @dataclass

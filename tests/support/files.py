@@ -1,4 +1,6 @@
-"""Helpers for files: write pieces without optimizations, measure peak memory, read the bytes of tensors."""
+"""Helpers for files: write pieces without optimizations, measure peak memory, read the bytes of
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,13 @@ def tensor_bytes(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
     header.pop("__metadata__", None)
-    offsets = {key: slice(*(end + at for at in entry["data_offsets"])) for key, entry in header.items()}
-    return {key: (entry["dtype"], entry["shape"], content[offsets[key]]) for key, entry in header.items()}
+    offsets = {
+        key: slice(*(end + at for at in entry["data_offsets"])) for key, entry in header.items()
+    }
+    return {
+        key: (entry["dtype"], entry["shape"], content[offsets[key]])
+        for key, entry in header.items()
+    }
 
 
 def change_archive(
@@ -77,7 +84,9 @@ def change_archive(
     out: str | Path | None = None,
     method: int = zipfile.ZIP_STORED,
 ) -> str:
-    """Write the zip archive to `out`, or in place, with the results of `change`; None removes a record."""
+    """Write the zip archive to `out`, or in place, with the results of `change`; None removes a
+    record.
+    """
     with zipfile.ZipFile(path) as source:
         records = {name: source.read(name) for name in source.namelist()}
     with zipfile.ZipFile(out or path, "w", method) as archive:

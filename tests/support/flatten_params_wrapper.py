@@ -1,7 +1,8 @@
 """FlattenParamsWrapper as documented in torch 1.11; later releases removed the class.
 
-It holds the module as ``_fpw_module`` and its parameters as one ``flat_param``. A hook after ``state_dict()`` removes
-the segment from the keys, and a hook before loading adds it, except for ``flat_param*``, which is one level up.
+It holds the module as ``_fpw_module`` and its parameters as one ``flat_param``. A hook after
+``state_dict()`` removes the segment from the keys, and a hook before loading adds it, except for
+``flat_param*``, which is one level up.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class FlattenParamsWrapper(nn.Module):
                 for name, parameter in list(owner.named_parameters(recurse=False)):
                     found[parameter] = None
                     delattr(owner, name)
-        self.flat_param = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in found]))
+        self.flat_param = nn.Parameter(
+            torch.cat([parameter.detach().flatten() for parameter in found])
+        )
         if hooks:
             self._register_state_dict_hook(_after_saving)
             self._register_load_state_dict_pre_hook(_before_loading)

@@ -1,4 +1,6 @@
-"""Files with flipped bits: reading them must end with a documented exit status and without a traceback."""
+"""Files with flipped bits: reading them must end with a documented exit status and without a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ FLIPS = int(os.environ.get("CKPTTOOL_FLIPS", "20"))
 
 
 def check_flips(run: Run, operand: object, files: Sequence[Path], seed: str) -> None:
-    """Flip bits in one of the files at a time, inspect `operand` including values, and restore the file."""
+    """Flip bits in one of the files at a time, inspect `operand` including values, and restore the
+    file.
+    """
     draw = random.Random(seed)
     for _ in range(FLIPS):
         path = draw.choice(files)

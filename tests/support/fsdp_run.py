@@ -1,7 +1,8 @@
-"""Real FSDP1 runs on gloo and the CPU: the files of every rank, and the full state dict that FSDP gathers.
+"""Real FSDP1 runs on gloo and the CPU: the files of every rank, and the full state dict that FSDP
+gathers.
 
-``python tests/support/fsdp_run.py FOLDER WORLD_SIZE...`` trains the same model with and without original parameters,
-for each world size in FOLDER/WORLD_SIZE.
+``python tests/support/fsdp_run.py FOLDER WORLD_SIZE...`` trains the same model with and without
+original parameters, for each world size in FOLDER/WORLD_SIZE.
 """
 
 from __future__ import annotations
@@ -70,11 +71,17 @@ def _wrapped(seed: int, original: bool):
 
     torch.manual_seed(seed)
     policy = ModuleWrapPolicy({Block, Mlp})
-    return FSDP(Net(), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=original)
+    return FSDP(
+        Net(), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=original
+    )
 
 
-def _optimizer(model: nn.Module, world_size: int, inside: str = "layers", named: bool = True) -> torch.optim.Optimizer:
-    """Use two param groups if there are `GROUPS` ranks: parameters with `inside` in their names, and all others."""
+def _optimizer(
+    model: nn.Module, world_size: int, inside: str = "layers", named: bool = True
+) -> torch.optim.Optimizer:
+    """Use two param groups if there are `GROUPS` ranks: parameters with `inside` in their names,
+    and all others.
+    """
     if world_size < GROUPS:
         return torch.optim.AdamW(model.parameters(), lr=0.01)
     groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
@@ -96,19 +103,25 @@ def by_first_layer(model: nn.Module) -> torch.optim.Optimizer:
 def _full(model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module) -> dict:
     """Return the full state dicts that FSDP gathers from all ranks.
 
-    Offload is off: on the CPU with original parameters, the offloaded tensor is a view of a reused buffer, so that
-    ``exp_avg`` would hold the values of ``exp_avg_sq`` (torch 2.13).
+    Offload is off: on the CPU with original parameters, the offloaded tensor is a view of a reused
+    buffer, so that ``exp_avg`` would hold the values of ``exp_avg_sq`` (torch 2.13).
     """
     from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-    kinds = (StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False))
+    kinds = (
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(),
+        FullOptimStateDictConfig(offload_to_cpu=False),
+    )
     with FSDP.state_dict_type(model, *kinds), FSDP.state_dict_type(average, *kinds):
         optimized = FSDP.optim_state_dict(model, optimizer)
         return {"model": model.state_dict(), "optimizer": optimized, "ema": average.state_dict()}
 
 
-def _saved(model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module, sharded: bool = False) -> dict:
+def _saved(
+    model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module, sharded: bool = False
+) -> dict:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import StateDictType
 
@@ -129,7 +142,9 @@ def _train(rank: int, world_size: int, folder: str, original: bool, inside: str 
     kind = ("original" if original else "flat") + inside
     torch.save(_saved(model, optimizer, average), f"{folder}/{kind}_rank_{rank}.pt")
     if not original and not inside:
-        torch.save(_saved(model, optimizer, average, sharded=True), f"{folder}/sharded_rank_{rank}.pt")
+        torch.save(
+            _saved(model, optimizer, average, sharded=True), f"{folder}/sharded_rank_{rank}.pt"
+        )
     full = _full(model, optimizer, average)
     if rank == 0:
         torch.save(full, f"{folder}/{kind}_full.pt")
@@ -138,7 +153,9 @@ def _train(rank: int, world_size: int, folder: str, original: bool, inside: str 
 def _run(rank: int, world_size: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
     for original in (False, True):
         _train(rank, world_size, folder, original)
         for inside in ("layers", "layers.0") if world_size >= GROUPS else ():

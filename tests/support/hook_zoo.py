@@ -1,6 +1,7 @@
 """Small modules with the state_dict hooks and overrides of public code: one factory each, in `ZOO`.
 
-A factory takes no arguments and builds on the default device, so that each model can be built on meta or a real device.
+A factory takes no arguments and builds on the default device, so that each model can be built on
+meta or a real device.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ def pattern(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return build
 
 
-def saving(make: Callable[[], nn.Module], load: Callable[..., None] | None = None) -> Callable[[Any], Any]:
-    """Add a pattern: the module that `make` builds, with the decorated function and `load` as its hooks."""
+def saving(
+    make: Callable[[], nn.Module], load: Callable[..., None] | None = None
+) -> Callable[[Any], Any]:
+    """Add a pattern: the module that `make` builds, with the decorated function and `load` as its
+    hooks.
+    """
 
     def decorate(save: Callable[..., None]) -> Callable[[], nn.Module]:
         def build() -> nn.Module:
@@ -148,7 +153,13 @@ def zero_elements() -> nn.Module:
 
 @pattern
 def names_like_wrappers() -> nn.Module:
-    return nn.ModuleDict({"module": nn.Linear(2, 2), "_orig_mod": Block(), "layer": nn.ModuleDict({"layer": Block()})})
+    return nn.ModuleDict(
+        {
+            "module": nn.Linear(2, 2),
+            "_orig_mod": Block(),
+            "layer": nn.ModuleDict({"layer": Block()}),
+        }
+    )
 
 
 # Renaming
@@ -190,7 +201,11 @@ def strip_without_loading_half() -> nn.Module:
     return model
 
 
-@saving(lambda: nn.ModuleDict({"layer": nn.ModuleDict({"layer": nn.Linear(2, 2), "x": nn.Linear(2, 2)})}))
+@saving(
+    lambda: nn.ModuleDict(
+        {"layer": nn.ModuleDict({"layer": nn.Linear(2, 2), "x": nn.Linear(2, 2)})}
+    )
+)
 def strip_every_occurrence(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
     """``key.replace("layer.", "")`` also strips the user's own `layer` further down."""
     for key in list(sd):
@@ -241,7 +256,9 @@ def callable_object_hook() -> nn.Module:
 @pattern
 def new_dict_from_root_hook() -> nn.Module:
     model = nn.Sequential(Block())
-    model._register_state_dict_hook(lambda m, sd, p, meta: OrderedDict((f"model.{k}", v) for k, v in sd.items()))
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: OrderedDict((f"model.{k}", v) for k, v in sd.items())
+    )
     return model
 
 
@@ -306,14 +323,18 @@ def conditional_on_sibling(module: nn.Module, sd: dict, prefix: str, meta: dict)
 @pattern
 def drops_a_key() -> nn.Module:
     model = Block()
-    model._register_state_dict_hook(lambda m, sd, p, meta: [sd.pop(k) for k in list(sd) if "norm" in k] and None)
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: [sd.pop(k) for k in list(sd) if "norm" in k] and None
+    )
     return model
 
 
 @pattern
 def drops_and_ignores_missing() -> nn.Module:
     model = Block()
-    model._register_state_dict_hook(lambda m, sd, p, meta: [sd.pop(k) for k in list(sd) if "norm" in k] and None)
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: [sd.pop(k) for k in list(sd) if "norm" in k] and None
+    )
     model.register_load_state_dict_post_hook(lambda m, keys: keys.missing_keys.clear())
     return model
 
@@ -321,7 +342,9 @@ def drops_and_ignores_missing() -> nn.Module:
 @pattern
 def adds_a_constant() -> nn.Module:
     model = nn.Linear(2, 2)
-    model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "version": torch.tensor([3.0, 1.0])}))
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: sd.update({p + "version": torch.tensor([3.0, 1.0])})
+    )
     model._register_load_state_dict_pre_hook(lambda sd, p, *a: sd.pop(p + "version", None) and None)
     return model
 
@@ -339,7 +362,9 @@ def asks_for_the_device() -> nn.Module:
 
     def on_cpu() -> bool:
         weight = model.weight
-        return weight.is_cpu and weight.device.type == "cpu" and weight.type() == "torch.FloatTensor"
+        return (
+            weight.is_cpu and weight.device.type == "cpu" and weight.type() == "torch.FloatTensor"
+        )
 
     def save(module: nn.Module, state: dict[str, Any], prefix: str, meta: object) -> None:
         if on_cpu():
@@ -357,7 +382,9 @@ def asks_for_the_device() -> nn.Module:
 @pattern
 def adds_an_alias() -> nn.Module:
     model = nn.Linear(2, 2)
-    model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "kernel": sd[p + "weight"]}))
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: sd.update({p + "kernel": sd[p + "weight"]})
+    )
     model._register_load_state_dict_pre_hook(lambda sd, p, *a: sd.pop(p + "kernel"))
     return model
 
@@ -466,7 +493,9 @@ def _load_joins_experts(sd: dict, prefix: str, *args: object) -> None:
 
 
 @saving(
-    lambda: nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 3, bias=False) for _ in range(3))}),
+    lambda: nn.ModuleDict(
+        {"experts": nn.ModuleList(nn.Linear(2, 3, bias=False) for _ in range(3))}
+    ),
     _load_joins_experts,
 )
 def joins_experts(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
@@ -513,21 +542,27 @@ def permutes_rotary(module: nn.Module, sd: dict, prefix: str, meta: dict) -> Non
 @pattern
 def casts_to_half() -> nn.Module:
     model = nn.Linear(2, 3)
-    model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({k: v.half() for k, v in sd.items()}))
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: sd.update({k: v.half() for k, v in sd.items()})
+    )
     return model
 
 
 @pattern
 def casts_up() -> nn.Module:
     model = nn.Linear(2, 3, dtype=torch.bfloat16)
-    model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({k: v.float() for k, v in sd.items()}))
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: sd.update({k: v.float() for k, v in sd.items()})
+    )
     return model
 
 
 @pattern
 def clones_and_moves() -> nn.Module:
     model = Block()
-    model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({k: v.clone().cpu() for k, v in sd.items()}))
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: sd.update({k: v.clone().cpu() for k, v in sd.items()})
+    )
     return model
 
 
@@ -540,7 +575,9 @@ def pads_vocabulary() -> nn.Module:
         sd[prefix + "weight"] = torch.cat([weight, torch.zeros(3, 3)])
 
     model._register_state_dict_hook(save)
-    model._register_load_state_dict_pre_hook(lambda sd, p, *a: sd.update({p + "weight": sd[p + "weight"][:5]}))
+    model._register_load_state_dict_pre_hook(
+        lambda sd, p, *a: sd.update({p + "weight": sd[p + "weight"][:5]})
+    )
     return model
 
 
@@ -555,7 +592,13 @@ def scales() -> nn.Module:
 
 
 @saving(
-    lambda: nn.ModuleDict({"base": nn.Linear(4, 4), "a": nn.Linear(4, 2, bias=False), "b": nn.Linear(2, 4, bias=False)})
+    lambda: nn.ModuleDict(
+        {
+            "base": nn.Linear(4, 4),
+            "a": nn.Linear(4, 2, bias=False),
+            "b": nn.Linear(2, 4, bias=False),
+        }
+    )
 )
 def merges_lora(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
     delta = sd.pop(prefix + "b.weight") @ sd.pop(prefix + "a.weight")
@@ -566,7 +609,9 @@ def merges_lora(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
 def reorders_by_index() -> nn.Module:
     model = nn.Linear(3, 4)
     order = [2, 0, 3, 1]
-    model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "weight": sd[p + "weight"][order]}))
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: sd.update({p + "weight": sd[p + "weight"][order]})
+    )
     return model
 
 
@@ -607,7 +652,9 @@ def bits_of_floats() -> nn.Module:
 def scales_in_place() -> nn.Module:
     """The hook scales the live weights, so that both the saved tensors and the model change."""
     model = nn.Linear(2, 2)
-    model._register_state_dict_hook(lambda m, sd, p, meta: sd[p + "weight"].mul_(2) and None if False else _mul(sd, p))
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: sd[p + "weight"].mul_(2) and None if False else _mul(sd, p)
+    )
     return model
 
 
@@ -634,7 +681,8 @@ def _load_writes_slices(sd: dict, prefix: str, *args: object) -> None:
 
 
 @saving(
-    lambda: nn.ModuleDict({"a": nn.Linear(3, 2, bias=False), "b": nn.Linear(3, 4, bias=False)}), _load_writes_slices
+    lambda: nn.ModuleDict({"a": nn.Linear(3, 2, bias=False), "b": nn.Linear(3, 4, bias=False)}),
+    _load_writes_slices,
 )
 def writes_slices(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
     a, b = sd.pop(prefix + "a.weight"), sd.pop(prefix + "b.weight")
@@ -697,7 +745,10 @@ def _load_interleaves(sd: dict, prefix: str, *args: object) -> None:
 
 
 @saving(
-    lambda: nn.ModuleDict({"even": nn.Linear(3, 2, bias=False), "odd": nn.Linear(3, 2, bias=False)}), _load_interleaves
+    lambda: nn.ModuleDict(
+        {"even": nn.Linear(3, 2, bias=False), "odd": nn.Linear(3, 2, bias=False)}
+    ),
+    _load_interleaves,
 )
 def interleaves(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
     whole = torch.empty(4, 3)
@@ -712,7 +763,9 @@ def interleaves(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
 def wraps_in_parameter() -> nn.Module:
     model = Block()
     model._register_state_dict_hook(
-        lambda m, sd, p, meta: sd.update({k: nn.Parameter(v.data, requires_grad=False) for k, v in sd.items()})
+        lambda m, sd, p, meta: sd.update(
+            {k: nn.Parameter(v.data, requires_grad=False) for k, v in sd.items()}
+        )
     )
     return model
 
@@ -737,7 +790,9 @@ def pre_hook_swaps_parameter() -> nn.Module:
 class PreHookData(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.register_state_dict_pre_hook(lambda m, prefix, keep: setattr(m.weight, "data", m.weight.data.t()))
+        self.register_state_dict_pre_hook(
+            lambda m, prefix, keep: setattr(m.weight, "data", m.weight.data.t())
+        )
 
 
 @pattern
@@ -773,7 +828,9 @@ class OverridesStateDict(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict:
         return {f"net.{k}": v for k, v in self.inner.state_dict(*args, **kwargs).items()}
 
-    def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False) -> object:
+    def load_state_dict(
+        self, state_dict: dict, strict: bool = True, assign: bool = False
+    ) -> object:
         inner = {k.removeprefix("net."): v for k, v in state_dict.items()}
         return self.inner.load_state_dict(inner, strict=strict)
 
@@ -812,7 +869,9 @@ class Versioned(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.randn(3))
 
-    def _load_from_state_dict(self, sd: dict, prefix: str, local_metadata: dict, *args: object) -> None:
+    def _load_from_state_dict(
+        self, sd: dict, prefix: str, local_metadata: dict, *args: object
+    ) -> None:
         if local_metadata.get("version", 1) < 2:
             sd[prefix + "scale"] = sd.pop(prefix + "gamma")
         super()._load_from_state_dict(sd, prefix, local_metadata, *args)
@@ -857,7 +916,9 @@ def patched_instance_method() -> nn.Module:
     """alpaca-lora replaces the bound method on the instance."""
     model = Block()
     original = model.state_dict
-    vars(model)["state_dict"] = lambda *a, **k: {n: v for n, v in original(*a, **k).items() if "layer" in n}
+    vars(model)["state_dict"] = lambda *a, **k: {
+        n: v for n, v in original(*a, **k).items() if "layer" in n
+    }
     return model
 
 
@@ -901,7 +962,9 @@ def shares_memory_with_numpy() -> nn.Module:
 def constructor_leaves_cpu_tensors() -> nn.Module:
     model = nn.Linear(2, 2)
     model.register_buffer("freqs", torch.from_numpy(torch.arange(3, device="cpu").numpy()).float())
-    model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "freqs": sd[p + "freqs"] * 2}))
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: sd.update({p + "freqs": sd[p + "freqs"] * 2})
+    )
     return model
 
 
@@ -928,7 +991,9 @@ class LoadsBySlices(nn.Module):
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "a"], destination[prefix + "b"] = self.weight.detach().split([2, 4])
-        destination[prefix + "left"], destination[prefix + "right"] = self.columns.detach().chunk(2, dim=1)
+        destination[prefix + "left"], destination[prefix + "right"] = self.columns.detach().chunk(
+            2, dim=1
+        )
 
     def _load_from_state_dict(self, sd: dict, prefix: str, *args: object) -> None:
         with torch.no_grad():
@@ -1076,7 +1141,9 @@ def in_inference_mode(module: nn.Module, sd: dict, prefix: str, meta: dict) -> N
     with torch.inference_mode():
         weight = sd[prefix + "weight"].to(torch.float64).reshape(3, 8).contiguous()
         first, _, third = weight.chunk(3)
-        sd[prefix + "parts"] = torch.stack([third.t().t().flatten(), first.view(-1).narrow(0, 0, 8)])
+        sd[prefix + "parts"] = torch.stack(
+            [third.t().t().flatten(), first.view(-1).narrow(0, 0, 8)]
+        )
         sd[prefix + "bias"] = sd[prefix + "bias"].to("cpu").clone().unflatten(0, (2, 3)).T
 
 
@@ -1142,7 +1209,9 @@ def dedupes_by_storage() -> nn.Module:
 def drops_out() -> nn.Module:
     model = nn.Linear(2, 2)
     model._register_state_dict_hook(
-        lambda m, sd, p, meta: sd.update({p + "weight": nn.functional.dropout(sd[p + "weight"], 0.5)})
+        lambda m, sd, p, meta: sd.update(
+            {p + "weight": nn.functional.dropout(sd[p + "weight"], 0.5)}
+        )
     )
     return model
 
@@ -1152,6 +1221,8 @@ def takes_signs_of_a_constant() -> nn.Module:
     """The constant's elements compare equal but are not identical: 0.0 and -0.0."""
     model = nn.Linear(2, 12)
     model._register_state_dict_hook(
-        lambda m, sd, p, meta: sd.update({p + "bias": torch.copysign(sd[p + "bias"], torch.tensor([0.0, -0.0] * 6))})
+        lambda m, sd, p, meta: sd.update(
+            {p + "bias": torch.copysign(sd[p + "bias"], torch.tensor([0.0, -0.0] * 6))}
+        )
     )
     return model

@@ -1,4 +1,5 @@
-"""Two gloo ranks that load a checkpoint of one process into sharded models: `python load_ranks.py FOLDER`.
+"""Two gloo ranks that load a checkpoint of one process into sharded models: `python load_ranks.py
+FOLDER`.
 
 FOLDER gets ``same-RANK`` if weights and moments equal the file's, bit for bit.
 """
@@ -53,7 +54,9 @@ def main(rank: int, folder: str) -> None:
         assert torch.equal(whole.full_tensor(), expected["model"][name]), name
         moments = optimizer.state[parameter]
         for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(moments[key].full_tensor(), expected["optimizer"]["state"][index][key]), (name, key)
+            assert torch.equal(
+                moments[key].full_tensor(), expected["optimizer"]["state"][index][key]
+            ), (name, key)
     assert optimizer.param_groups[0]["lr"] == 0.3
     optimizer.zero_grad()
     model(torch.ones(2, 3)).sum().backward()
@@ -62,13 +65,19 @@ def main(rank: int, folder: str) -> None:
     flat = FullyShardedDataParallel(build(), device_id=torch.device("cpu"), use_orig_params=True)
     ckpttool.load(path, flat, definition=build)
     with FullyShardedDataParallel.summon_full_params(flat):
-        assert all(torch.equal(value, expected["model"][name]) for name, value in flat.module.state_dict().items())
+        assert all(
+            torch.equal(value, expected["model"][name])
+            for name, value in flat.module.state_dict().items()
+        )
     own = torch.optim.AdamW(flat.parameters())
     with pytest.raises(ckpttool.CkptError, match="under FSDP1"):
         ckpttool.load(path, flat, own, definition=build)
     averaged = nn.parallel.DistributedDataParallel(build())
     ckpttool.load(path, averaged, torch.optim.AdamW(averaged.parameters()))
-    assert all(torch.equal(value, expected["model"][name]) for name, value in averaged.module.state_dict().items())
+    assert all(
+        torch.equal(value, expected["model"][name])
+        for name, value in averaged.module.state_dict().items()
+    )
     Path(folder, f"same-{rank}").touch()
     dist.destroy_process_group()
 

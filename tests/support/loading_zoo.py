@@ -1,4 +1,5 @@
-"""Modules whose loading checks more than names and shapes: tensor kinds, classes, values, objects. In `ZOO`.
+"""Modules whose loading checks more than names and shapes: tensor kinds, classes, values, objects.
+In `ZOO`.
 
 A factory takes no arguments and builds on the default device, as in `hook_zoo`.
 """
@@ -24,11 +25,15 @@ def pattern(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 class Packed(torch.Tensor):
-    """A wrapper subclass as in quantization libraries: int8 values and a scale; it copies only from its own class."""
+    """A wrapper subclass as in quantization libraries: int8 values and a scale; it copies only from
+    its own class.
+    """
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Packed:
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32, device=values.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, dtype=torch.float32, device=values.device
+        )
 
     def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
         self.values_, self.scale = values, scale
@@ -45,7 +50,9 @@ class Packed(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and all(isinstance(arg, Packed) for arg in args[:2]):
+        if func is torch.ops.aten.copy_.default and all(
+            isinstance(arg, Packed) for arg in args[:2]
+        ):
             args[0].values_.copy_(args[1].values_)
             args[0].scale.copy_(args[1].scale)
             return args[0]
@@ -151,7 +158,9 @@ class AddsOnLoading(nn.Linear):
 @pattern
 def adds_on_loading() -> nn.Module:
     model = AddsOnLoading(2, 2)
-    model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "delta": torch.zeros_like(sd[p + "weight"])}))
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: sd.update({p + "delta": torch.zeros_like(sd[p + "weight"])})
+    )
     return model
 
 
@@ -181,7 +190,9 @@ def joins_on_loading() -> nn.Module:
 
 
 class ComparesTypes(nn.Module):
-    """Like torchmetrics: a loaded value replaces the state, and must have the same class and kind."""
+    """Like torchmetrics: a loaded value replaces the state, and must have the same class and
+    kind.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +214,9 @@ def compares_types() -> nn.Module:
 
 
 class SetsAttributes(nn.Module):
-    """Assign the file's values; torch refuses to replace a buffer with a Parameter and vice versa."""
+    """Assign the file's values; torch refuses to replace a buffer with a Parameter and vice
+    versa.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +251,9 @@ class Checks(nn.Module):
     def _check(self, sd: dict, prefix: str, *args: object) -> None:
         if prefix + "version" in sd and int(sd[prefix + "version"]) != 2:
             raise ValueError("another version")
-        if not all(bool(value.isfinite().all()) for value in sd.values() if isinstance(value, torch.Tensor)):
+        if not all(
+            bool(value.isfinite().all()) for value in sd.values() if isinstance(value, torch.Tensor)
+        ):
             raise ValueError("not finite")
 
 
@@ -276,7 +291,9 @@ def selects_rows() -> nn.Module:
         sd[prefix + "weight"] = torch.zeros(4, 2).masked_scatter(used, sd[prefix + "weight"])
 
     model.register_load_state_dict_pre_hook(load)
-    model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "used": torch.ones(4, 1, dtype=torch.bool)}))
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: sd.update({p + "used": torch.ones(4, 1, dtype=torch.bool)})
+    )
     return model
 
 
@@ -289,12 +306,16 @@ def _with_load_hook(change: Callable[[dict, str], object]) -> nn.Module:
 
 @pattern
 def resets_a_buffer() -> nn.Module:
-    return _with_load_hook(lambda sd, p: sd.update({p + "scale": torch.full_like(sd[p + "scale"], 3)}))
+    return _with_load_hook(
+        lambda sd, p: sd.update({p + "scale": torch.full_like(sd[p + "scale"], 3)})
+    )
 
 
 @pattern
 def exchanges_on_loading() -> nn.Module:
-    return _with_load_hook(lambda sd, p: sd.update({p + "scale": sd[p + "bias"], p + "bias": sd[p + "scale"]}))
+    return _with_load_hook(
+        lambda sd, p: sd.update({p + "scale": sd[p + "bias"], p + "bias": sd[p + "scale"]})
+    )
 
 
 @pattern
@@ -331,11 +352,17 @@ def _unpickled(value: Any) -> object:
 EXTRAS: dict[str, tuple[Callable[[Any], object], Callable[[Any], bool]]] = {
     "none": (lambda m: None, lambda s: s is None),
     "number": (lambda m: 3, lambda s: s == 3),
-    "nested": (lambda m: {"a": (torch.ones(2), [1, None])}, lambda s: s["a"][0].sum() == 2 and s["a"][1] == [1, None]),
+    "nested": (
+        lambda m: {"a": (torch.ones(2), [1, None])},
+        lambda s: s["a"][0].sum() == 2 and s["a"][1] == [1, None],
+    ),
     "bytes": (lambda m: b"abc", lambda s: s == b"abc"),
     "bytesio": (lambda m: io.BytesIO(b"abc"), lambda s: s.getvalue() == b"abc"),
     "pickled": (lambda m: _pickled({"amax": 2}), lambda s: _unpickled(s) == {"amax": 2}),
-    "of_a_buffer": (lambda m: _pickled(m.bias.detach().to("cpu").shape), lambda s: _unpickled(s) == torch.Size([2])),
+    "of_a_buffer": (
+        lambda m: _pickled(m.bias.detach().to("cpu").shape),
+        lambda s: _unpickled(s) == torch.Size([2]),
+    ),
     "parameter": (lambda m: nn.Parameter(torch.ones(1)), lambda s: type(s) is nn.Parameter),
     "safe": (lambda m: Settings(), lambda s: s.level == 1),
     "opaque": (lambda m: Opaque(), lambda s: s.level == 1),
@@ -421,7 +448,9 @@ class Folded(nn.Linear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}folded"] = {name: destination.pop(prefix + name) for name in self.inside}
+        destination[f"{prefix}folded"] = {
+            name: destination.pop(prefix + name) for name in self.inside
+        }
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name, value in state_dict.pop(f"{prefix}folded", {}).items():
@@ -447,7 +476,9 @@ def dicts_of_layers() -> nn.Module:
 @pattern
 def mostly_numbers() -> nn.Module:
     settings = (Extra(lambda m: 3, lambda s: s == 3) for _ in range(3))
-    return nn.ModuleDict({"net": nn.Linear(2, 2, bias=False), **{f"s{i}": one for i, one in enumerate(settings)}})
+    return nn.ModuleDict(
+        {"net": nn.Linear(2, 2, bias=False), **{f"s{i}": one for i, one in enumerate(settings)}}
+    )
 
 
 @pattern

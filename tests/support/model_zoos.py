@@ -1,4 +1,6 @@
-"""Small models of other libraries, if installed: transformers, timm, torchvision, diffusers, torchtune."""
+"""Small models of other libraries, if installed: transformers, timm, torchvision, diffusers,
+torchtune.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,13 @@ MOST = 32_000_000  # parameters; a larger model is built on the meta device
 _MISSING = re.compile("operator torchvision::(\\w+) does not exist")
 _OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
 _SIZES = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "decoder_hidden_size"), 32),
-    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "decoder_hidden_size"), 32
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"),
+        48,
+    ),
     **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
     "vocab_size": 512,
@@ -33,11 +40,33 @@ _SIZES = {
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
 }
 _LAYERS = dict.fromkeys(
-    ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth"), 2
+    (
+        "num_hidden_layers",
+        "num_layers",
+        "n_layer",
+        "n_layers",
+        "encoder_layers",
+        "decoder_layers",
+        "depth",
+    ),
+    2,
 )
 _HEADS = (
-    *("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION"),
-    *("OBJECT_DETECTION", "SEMANTIC_SEGMENTATION", "AUDIO_CLASSIFICATION", "CTC", "MASKED_LM", "PRETRAINING"),
+    *(
+        "CAUSAL_LM",
+        "IMAGE_TEXT_TO_TEXT",
+        "SEQ_TO_SEQ_CAUSAL_LM",
+        "SPEECH_SEQ_2_SEQ",
+        "IMAGE_CLASSIFICATION",
+    ),
+    *(
+        "OBJECT_DETECTION",
+        "SEMANTIC_SEGMENTATION",
+        "AUDIO_CLASSIFICATION",
+        "CTC",
+        "MASKED_LM",
+        "PRETRAINING",
+    ),
     *("TIME_SERIES_PREDICTION", "DEPTH_ESTIMATION", "VIDEO_CLASSIFICATION"),
 )
 
@@ -47,7 +76,9 @@ class CannotBuild(Exception):
 
 
 def _has_torchvision() -> bool:
-    """Import torchvision. With a CPU-only torch, PyPI wheels lack their operators: declare them without code."""
+    """Import torchvision. With a CPU-only torch, PyPI wheels lack their operators: declare them
+    without code.
+    """
     if importlib.util.find_spec("torchvision") is None:
         return False
     while True:
@@ -74,7 +105,8 @@ Find = Callable[[], Build]
 def zoos() -> dict[str, Callable[[], dict[str, Find]]]:
     """Return the installed libraries, each with model names and functions that find a builder.
 
-    A find function raises `CannotBuild` if there is no builder. A library that cannot be imported has one unnamed case.
+    A find function raises `CannotBuild` if there is no builder. A library that cannot be imported
+    has one unnamed case.
     """
     zoos = {
         "transformers": _transformers,
@@ -84,7 +116,11 @@ def zoos() -> dict[str, Callable[[], dict[str, Find]]]:
         "torchtune": _torchtune,
         "peft": _peft,
     }
-    return {name: partial(_imported, zoo) for name, zoo in zoos.items() if importlib.util.find_spec(name) is not None}
+    return {
+        name: partial(_imported, zoo)
+        for name, zoo in zoos.items()
+        if importlib.util.find_spec(name) is not None
+    }
 
 
 def _imported(zoo: Callable[[], dict[str, Find]]) -> dict[str, Find]:
@@ -144,7 +180,20 @@ def _timm() -> dict[str, Find]:
     """Find one model for every module of timm, preferably one whose name says that it is small."""
     import timm
 
-    words = ("test", "atto", "pico", "femto", "nano", "micro", "mini", "xxs", "xs", "tiny", "small", "s")
+    words = (
+        "test",
+        "atto",
+        "pico",
+        "femto",
+        "nano",
+        "micro",
+        "mini",
+        "xxs",
+        "xs",
+        "tiny",
+        "small",
+        "s",
+    )
     found: dict[str, Find] = {}
     for module in timm.list_modules():
 
@@ -162,7 +211,9 @@ def _torchvision() -> dict[str, Find]:
 
     def find(name: str) -> Build:
         options = (
-            {"weights_backbone": None} if "weights_backbone" in _parameters(models.get_model_builder(name)) else {}
+            {"weights_backbone": None}
+            if "weights_backbone" in _parameters(models.get_model_builder(name))
+            else {}
         )
         return _first([partial(models.get_model, name, weights=None, **options)])
 
@@ -175,20 +226,36 @@ def _diffusers() -> dict[str, Find]:
     with_weights = {
         name: cls
         for name in dir(diffusers)
-        if isinstance(cls := getattr(diffusers, name, None), type) and issubclass(cls, diffusers.ModelMixin)
+        if isinstance(cls := getattr(diffusers, name, None), type)
+        and issubclass(cls, diffusers.ModelMixin)
     }
     return {
-        name: partial(_first_by_defaults, cls) for name, cls in with_weights.items() if cls is not diffusers.ModelMixin
+        name: partial(_first_by_defaults, cls)
+        for name, cls in with_weights.items()
+        if cls is not diffusers.ModelMixin
     }
 
 
 def _first_by_defaults(cls: Any) -> Build:
-    defaults = {name: one.default for name, one in _parameters(cls).items() if type(one.default) is int}
+    defaults = {
+        name: one.default for name, one in _parameters(cls).items() if type(one.default) is int
+    }
 
     def build(sizes: dict[str, int]) -> nn.Module:
-        return cls(**{name: min(sizes[name], default) for name, default in defaults.items() if name in sizes})
+        return cls(
+            **{
+                name: min(sizes[name], default)
+                for name, default in defaults.items()
+                if name in sizes
+            }
+        )
 
-    heads = {"num_attention_heads": 2, "attention_head_dim": 16, "caption_channels": 32, "cross_attention_dim": 32}
+    heads = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "caption_channels": 32,
+        "cross_attention_dim": 32,
+    }
     return _first(partial(build, sizes) for sizes in (_LAYERS | heads, _LAYERS, {}))
 
 
@@ -248,7 +315,11 @@ def _torchtune() -> dict[str, Find]:
             continue
         module = importlib.import_module(path)
         for name, function in vars(module).items():
-            if inspect.isfunction(function) and function.__module__ == module.__name__ and name[0] != "_":
+            if (
+                inspect.isfunction(function)
+                and function.__module__ == module.__name__
+                and name[0] != "_"
+            ):
                 builders[f"{found.name}.{name}"] = partial(_first_by_table, function)
     return builders
 
@@ -257,7 +328,10 @@ def _peft() -> dict[str, Find]:
     """Find every kind of adapter, on a small Llama."""
     import peft
 
-    return {kind.value: partial(_adapted, config) for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    return {
+        kind.value: partial(_adapted, config)
+        for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()
+    }
 
 
 _ADAPTER: dict[str, Any] = {
@@ -277,17 +351,26 @@ def _adapted(config: Any) -> Build:
     import peft
     import transformers
 
-    sizes: Any = {"hidden_size": 256, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: Any = {
+        "hidden_size": 256,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     base = transformers.LlamaConfig(vocab_size=64, use_cache=False, **sizes)
     options = {name: value for name, value in _ADAPTER.items() if name in _parameters(config)}
-    return _first([lambda: peft.get_peft_model(transformers.LlamaForCausalLM(base), config(**options))])
+    return _first(
+        [lambda: peft.get_peft_model(transformers.LlamaForCausalLM(base), config(**options))]
+    )
 
 
 def _first_by_table(function: Any) -> Build:
     required = [name for name, one in _parameters(function).items() if one.default is one.empty]
     unknown = [name for name in required if name not in _TUNE]
     if unknown:
-        raise CannotBuild(f"takes arguments that are not in the table of sizes: {', '.join(unknown)}")
+        raise CannotBuild(
+            f"takes arguments that are not in the table of sizes: {', '.join(unknown)}"
+        )
     return _first([lambda: function(**{name: _TUNE[name] for name in required})])
 
 
@@ -296,7 +379,8 @@ def _parameters(function: Any) -> Any:
 
 
 def _first(builders: Iterable[Build]) -> Build:
-    """Return the first function that builds a small enough model; if all are too large, the first on the meta device.
+    """Return the first function that builds a small enough model; if all are too large, the first
+    on the meta device.
 
     Raise `CannotBuild` with the first reason if none does.
     """
@@ -311,10 +395,18 @@ def _first(builders: Iterable[Build]) -> Build:
             if on_meta:
                 large.append(partial(_on_meta, build))
             else:
-                reasons.append(f"is too large, and its constructor needs values: {size:,} parameters")
+                reasons.append(
+                    f"is too large, and its constructor needs values: {size:,} parameters"
+                )
         except Exception as error:  # third-party code
-            reason = "needs another package" if isinstance(error, ImportError) else "is not built from these sizes"
-            reasons.append(f"{reason}: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
+            reason = (
+                "needs another package"
+                if isinstance(error, ImportError)
+                else ("is not built from these sizes")
+            )
+            reasons.append(
+                f"{reason}: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+            )
     if large:
         return large[0]
     raise CannotBuild(reasons[0])

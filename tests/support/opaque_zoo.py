@@ -1,4 +1,5 @@
-"""Modules whose hooks compute outside torch (numpy, lists, bytes, numbers): one factory each, in `ZOO`.
+"""Modules whose hooks compute outside torch (numpy, lists, bytes, numbers): one factory each, in
+`ZOO`.
 
 A factory takes no arguments and builds on the default device, as in `hook_zoo`.
 """
@@ -74,7 +75,10 @@ class HalfOutside(Quantized):
     """Like `Quantized`, but only part of the loading is outside torch."""
 
     def decode(self, tensors: State) -> State:
-        return {"weight": torch.from_numpy(tensors["weight_q"].numpy().astype(np.float32)) * tensors["scale"][:, None]}
+        return {
+            "weight": torch.from_numpy(tensors["weight_q"].numpy().astype(np.float32))
+            * tensors["scale"][:, None]
+        }
 
 
 class Listed(Coded):
@@ -114,10 +118,16 @@ class ByNumber(Coded):
         self.weight, self.scale = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.tensor(2.0))
 
     def encode(self, tensors: State) -> State:
-        return {"weight": tensors["weight"] * 2.0 ** round(tensors["scale"].item()), "scale": tensors["scale"]}
+        return {
+            "weight": tensors["weight"] * 2.0 ** round(tensors["scale"].item()),
+            "scale": tensors["scale"],
+        }
 
     def decode(self, tensors: State) -> State:
-        return {"weight": tensors["weight"] / 2.0 ** round(tensors["scale"].item()), "scale": tensors["scale"]}
+        return {
+            "weight": tensors["weight"] / 2.0 ** round(tensors["scale"].item()),
+            "scale": tensors["scale"],
+        }
 
 
 class Bytes(Coded):
@@ -126,7 +136,11 @@ class Bytes(Coded):
         self.weight = nn.Parameter(torch.randn(5))
 
     def encode(self, tensors: State) -> State:
-        return {"weight": torch.tensor(list(struct.pack("<5f", *tensors["weight"].tolist())), dtype=torch.uint8)}
+        return {
+            "weight": torch.tensor(
+                list(struct.pack("<5f", *tensors["weight"].tolist())), dtype=torch.uint8
+            )
+        }
 
     def decode(self, tensors: State) -> State:
         return {"weight": torch.tensor(struct.unpack("<5f", bytes(tensors["weight"].tolist())))}
@@ -141,7 +155,9 @@ class Transposed(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         state, prefix = super().state_dict(*args, **kwargs), kwargs.get("prefix", "")
-        state[prefix + "fc.weight"] = torch.from_numpy(state[prefix + "fc.weight"].detach().numpy().T.copy())
+        state[prefix + "fc.weight"] = torch.from_numpy(
+            state[prefix + "fc.weight"].detach().numpy().T.copy()
+        )
         return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -218,7 +234,8 @@ class Noisy(Listed):
 
     def decode(self, tensors: State) -> State:
         return {
-            "weight": tensors["weight"] + torch.from_numpy(np.random.default_rng().random((4, 4), dtype=np.float32))
+            "weight": tensors["weight"]
+            + torch.from_numpy(np.random.default_rng().random((4, 4), dtype=np.float32))
         }
 
 
@@ -226,7 +243,9 @@ class Blended(Listed):
     """The loaded value depends on the previous one."""
 
     def decode(self, tensors: State) -> State:
-        return {"weight": torch.from_numpy(tensors["weight"].numpy() + self.weight.detach().numpy())}
+        return {
+            "weight": torch.from_numpy(tensors["weight"].numpy() + self.weight.detach().numpy())
+        }
 
 
 def noisy() -> nn.Module:

@@ -28,7 +28,9 @@ class Reordered(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self._modules = {name: self._modules[name] for name in ("second", "head", "first", "norm", "embed")}
+        self._modules = {
+            name: self._modules[name] for name in ("second", "head", "first", "norm", "embed")
+        }
 
 
 class Grown(Net):
@@ -57,7 +59,9 @@ class Renamed(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self._modules = {{"first": "body"}.get(name, name): module for name, module in self._modules.items()}
+        self._modules = {
+            {"first": "body"}.get(name, name): module for name, module in self._modules.items()
+        }
 
 
 class Frozen(Net):
@@ -120,7 +124,9 @@ class Fused(nn.Module):
 
 
 def _fuse(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
-    state[f"{prefix}qkv.weight"] = torch.cat([state.pop(f"{prefix}{name}.weight") for name in "qkv"])
+    state[f"{prefix}qkv.weight"] = torch.cat(
+        [state.pop(f"{prefix}{name}.weight") for name in "qkv"]
+    )
 
 
 def _split(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:
@@ -143,7 +149,9 @@ def decayed(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_layer(model: nn.Module) -> torch.optim.Optimizer:
-    """The second layer has a low learning rate: its group has the same shapes as the first layer in the other group."""
+    """The second layer has a low learning rate: its group has the same shapes as the first layer in
+    the other group.
+    """
     slow = list(model.second.parameters())
     rest = [p for p in model.parameters() if all(p is not other for other in slow)]
     groups: list[dict[str, Any]] = [{"params": slow, "lr": 0.001}, {"params": rest}]
@@ -175,7 +183,9 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
 
 def valued(model: nn.Module) -> torch.optim.Optimizer:
     """Cannot be created on the meta device."""
-    return torch.optim.AdamW([p for p in list(model.parameters())[::-1] if p.isfinite().all().item()], 0.01)
+    return torch.optim.AdamW(
+        [p for p in list(model.parameters())[::-1] if p.isfinite().all().item()], 0.01
+    )
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -202,7 +212,12 @@ def by_name(model: nn.Module) -> torch.optim.Optimizer:
     def reorder(optimizer: torch.optim.Optimizer, state: dict) -> dict:
         (group,) = state["param_groups"]
         ids = dict(zip(group["param_names"], group["params"]))
-        return {**state, "param_groups": [{**group, "params": [ids[name] for name, _ in model.named_parameters()]}]}
+        return {
+            **state,
+            "param_groups": [
+                {**group, "params": [ids[name] for name, _ in model.named_parameters()]}
+            ],
+        }
 
     optimizer.register_load_state_dict_pre_hook(reorder)
     return optimizer

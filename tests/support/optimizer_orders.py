@@ -1,6 +1,8 @@
-"""Random models with two definitions each, which register the same layers in different orders, and their optimizers.
+"""Random models with two definitions each, which register the same layers in different orders, and
+their optimizers.
 
-``old_7``, ``new_7`` and ``make_7`` are the old definition, the new one, and the optimizer of seed 7.
+``old_7``, ``new_7`` and ``make_7`` are the old definition, the new one, and the optimizer of seed
+7.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class Net(nn.Module):
     def __init__(self, chosen: Spec, layers: tuple[str, ...]) -> None:
         super().__init__()
         for name in layers:
-            self.add_module(name, nn.Linear(*chosen.widths[name], bias=name not in chosen.without_bias))
+            self.add_module(
+                name, nn.Linear(*chosen.widths[name], bias=name not in chosen.without_bias)
+            )
         if chosen.tied is not None:
             first, second = sorted(chosen.tied, key=layers.index)
             getattr(self, second).weight = getattr(self, first).weight
@@ -72,8 +76,12 @@ class Net(nn.Module):
 
 
 def optimizer(chosen: Spec, model: nn.Module) -> torch.optim.Optimizer:
-    """Create the spec's optimizer; param groups depend on each parameter's properties, not on its position."""
-    own = [(name, p) for name, p in model.named_parameters() if p.requires_grad or not chosen.trainable]
+    """Create the spec's optimizer; param groups depend on each parameter's properties, not on its
+    position.
+    """
+    own = [
+        (name, p) for name, p in model.named_parameters() if p.requires_grad or not chosen.trainable
+    ]
     slow = {
         "one": lambda name, p: False,
         "by dimension": lambda name, p: p.dim() < 2,
@@ -92,7 +100,11 @@ def optimizer(chosen: Spec, model: nn.Module) -> torch.optim.Optimizer:
 def _layer(chosen: Spec, name: str) -> str:
     """Return the layer of a parameter; for a tied weight, the alphabetically first one."""
     layer = name.partition(".")[0]
-    return min(chosen.tied) if chosen.tied and layer in chosen.tied and name.endswith("weight") else layer
+    return (
+        min(chosen.tied)
+        if chosen.tied and layer in chosen.tied and name.endswith("weight")
+        else layer
+    )
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

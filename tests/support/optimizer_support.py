@@ -22,7 +22,9 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def names_of(model: str, optimizer: str | None = None) -> Names:
-    """Trace the names of a model in `optimizer_models`, with its optimizer's ids if one is given."""
+    """Trace the names of a model in `optimizer_models`, with its optimizer's ids if one is
+    given.
+    """
     loaded = load(f"optimizer_models:{model}")
     names = trace(loaded)
     if optimizer is None:
@@ -47,7 +49,9 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count:
         optimizer.step(closure)
 
 
-def train(model: type[nn.Module], make: Make, count: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+def train(
+    model: type[nn.Module], make: Make, count: int = 3
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     made = model()
     optimizer = make(made)
@@ -80,7 +84,10 @@ def same(left: Any, right: Any) -> bool:
 
 
 def equal_weights(left: nn.Module, right: nn.Module) -> bool:
-    left_parameters, right_parameters = dict(left.named_parameters()), dict(right.named_parameters())
+    left_parameters, right_parameters = (
+        dict(left.named_parameters()),
+        dict(right.named_parameters()),
+    )
     return left_parameters.keys() == right_parameters.keys() and all(
         torch.equal(left_parameters[name], right_parameters[name]) for name in left_parameters
     )

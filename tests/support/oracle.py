@@ -1,7 +1,8 @@
-"""Compare torch's reading of a file with ckpttool's index: every tensor, bit for bit, and every storage.
+"""Compare torch's reading of a file with ckpttool's index: every tensor, bit for bit, and every
+storage.
 
-Empty stand-ins replace foreign classes in a pickle, so that files load without the packages that wrote them and without
-running their code.
+Empty stand-ins replace foreign classes in a pickle, so that files load without the packages that
+wrote them and without running their code.
 """
 
 from __future__ import annotations
@@ -54,18 +55,32 @@ class StandIn:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         base = module.partition(".")[0]
-        if (base == "torch" and name.startswith("_")) or module in ("collections", "copyreg", "_codecs", "torch"):
+        if (base == "torch" and name.startswith("_")) or module in (
+            "collections",
+            "copyreg",
+            "_codecs",
+            "torch",
+        ):
             return super().find_class(module, name)
         if base == "torch" and (name.endswith("Storage") or module == "torch.serialization"):
             return super().find_class(module, name)
-        if module in ("builtins", "__builtin__") and name in ("set", "frozenset", "slice", "complex", "dict", "object"):
+        if module in ("builtins", "__builtin__") and name in (
+            "set",
+            "frozenset",
+            "slice",
+            "complex",
+            "dict",
+            "object",
+        ):
             return super().find_class("builtins", name)
         return type(name, (StandIn,), {"__module__": module})
 
 
 def _pickling() -> ModuleType:
     module = ModuleType("stand_ins")
-    module.__dict__.update(vars(pickle), Unpickler=_Unpickler, load=lambda file, **how: _Unpickler(file, **how).load())
+    module.__dict__.update(
+        vars(pickle), Unpickler=_Unpickler, load=lambda file, **how: _Unpickler(file, **how).load()
+    )
     return module
 
 
@@ -73,7 +88,13 @@ def load(path: str) -> Any:
     """Load the file like torch.load, with stand-ins for foreign classes."""
     with torch.serialization.warnings.catch_warnings():
         torch.serialization.warnings.simplefilter("ignore")
-        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_pickling(), encoding="latin1")
+        return torch.load(
+            path,
+            map_location="cpu",
+            weights_only=False,
+            pickle_module=_pickling(),
+            encoding="latin1",
+        )
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -101,7 +122,11 @@ def fingerprint(tensor: torch.Tensor) -> Print:
     """Return dtype, shape and a hash of the bytes of a dense tensor."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     data = torch_eval.to_bytes(dense)
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hashlib.sha256(data).hexdigest()
+    return (
+        str(tensor.dtype).removeprefix("torch."),
+        tuple(tensor.shape),
+        hashlib.sha256(data).hexdigest(),
+    )
 
 
 def fingerprint_of(entry: TensorEntry) -> Print:
@@ -121,7 +146,8 @@ def disagreements(path: str) -> list[str]:
     found = [
         f"torch has {mark[0]} {list(mark[1])}, which is not in the index"
         for mark, tensor in theirs.items()
-        if mark not in dense and hashlib.blake2b(torch_eval.to_bytes(_whole(tensor))).digest() not in named
+        if mark not in dense
+        and hashlib.blake2b(torch_eval.to_bytes(_whole(tensor))).digest() not in named
     ]
     found += [f"{dense[mark]}: torch has no such tensor" for mark in dense.keys() - theirs.keys()]
     if packed + len(named) < sum(not _is_dense(tensor) for tensor in tensors_of(loaded)):
@@ -134,7 +160,8 @@ def problems(path: str, out: Path) -> Iterator[str]:
     yield from disagreements(path)
     quiet = ("--report", str(out / "report.json"))
     has_state_dict = any(section.kind == "state_dict" for section in open_checkpoint(path).sections)
-    if ckpttool(["diff", path, path, "--values", *quiet]) != (0 if has_state_dict else 2):  # 2: an error
+    # 2: an error
+    if ckpttool(["diff", path, path, "--values", *quiet]) != (0 if has_state_dict else 2):
         yield "differs from itself"
     if FORMATS[open_checkpoint(path).format].endings:
         ending = FORMATS[open_checkpoint(path).format].endings[0]
@@ -178,7 +205,9 @@ def _by_key(checkpoint: Checkpoint, loaded: Any) -> list[str]:
             if keys != [entry.key for entry in section.tensors]:
                 found.append(f"section {section.path}: other keys than torch has")
             for entry in section.tensors:
-                if entry.storage is not None and fingerprint_of(entry) != fingerprint(value[entry.key]):
+                if entry.storage is not None and fingerprint_of(entry) != fingerprint(
+                    value[entry.key]
+                ):
                     found.append(f"{section.path}::{entry.key}: other values than torch has")
     return found
 
@@ -192,14 +221,20 @@ def _unaccounted(checkpoint: Checkpoint, path: str) -> list[str]:
     known = set(map(content_of_storage, storages.values()))
     left = [name for name, content in stored.items() if content not in known]
     packed = [entry for entry in entries if entry.storage is None]
-    return [] if packed and len(left) <= 4 * len(packed) else [f"storage {name} is not accounted for" for name in left]
+    return (
+        []
+        if packed and len(left) <= 4 * len(packed)
+        else [f"storage {name} is not accounted for" for name in left]
+    )
 
 
 def _storages(checkpoint: Checkpoint, path: str) -> dict[str, bytes]:
     """Return name -> raw content of each storage in the file."""
     if checkpoint.format in ("torch_zip", "torchscript"):
         with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if "/data/" in name or "/constants/" in name]
+            names = [
+                name for name in archive.namelist() if "/data/" in name or "/constants/" in name
+            ]
             return {name: hashlib.blake2b(archive.read(name)).digest() for name in names}
     if checkpoint.format == "torch_legacy":
         return _legacy_storages(path)
@@ -216,5 +251,14 @@ def _legacy_storages(path: str) -> dict[str, bytes]:
 
     with torch.serialization.warnings.catch_warnings():
         torch.serialization.warnings.simplefilter("ignore")
-        torch.load(path, map_location=keep, weights_only=False, pickle_module=_pickling(), encoding="latin1")
-    return {str(number): hashlib.blake2b(bytes(s)).digest() for number, s in enumerate(storages.values())}
+        torch.load(
+            path,
+            map_location=keep,
+            weights_only=False,
+            pickle_module=_pickling(),
+            encoding="latin1",
+        )
+    return {
+        str(number): hashlib.blake2b(bytes(s)).digest()
+        for number, s in enumerate(storages.values())
+    }

@@ -1,4 +1,6 @@
-"""Small models of transformers; for most of them, save_pretrained uses different names than state_dict()."""
+"""Small models of transformers; for most of them, save_pretrained uses different names than
+state_dict().
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ Make = Callable[[], nn.Module]
 
 
 def _of(name: str, **options: Any) -> Make:
-    """Return a factory for a class such as ``Mixtral ForCausalLM``, with the given config options."""
+    """Return a factory for a class such as ``Mixtral ForCausalLM``, with the given config
+    options.
+    """
     stem, head = name.split()
 
     def make() -> nn.Module:

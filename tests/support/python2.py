@@ -1,6 +1,8 @@
 # mypy: ignore-errors
 # typeshed does not know pickle._Pickler.
-"""Files as torch.save wrote them in Python 2: an ``OrderedDict`` built from a list of items, ``str`` as bytes."""
+"""Files as torch.save wrote them in Python 2: an ``OrderedDict`` built from a list of items,
+``str`` as bytes.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,18 @@ class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
         if not isinstance(value, _Storage):
             return None
         key, _ = self.storages.setdefault(id(value), (str(len(self.storages)), value))
-        kind = getattr(torch, {torch.float32: "FloatStorage", torch.int64: "LongStorage"}[value.whole.dtype])
+        kind = getattr(
+            torch, {torch.float32: "FloatStorage", torch.int64: "LongStorage"}[value.whole.dtype]
+        )
         return ("storage", kind, key, "cpu", value.whole.numel(), *([None] if self.legacy else []))
 
     def save_text(self, text: str) -> None:
         raw = text.encode("latin1")
-        self.write(b"U" + bytes([len(raw)]) + raw if len(raw) < 256 else b"T" + struct.pack("<i", len(raw)) + raw)
+        self.write(
+            b"U" + bytes([len(raw)]) + raw
+            if len(raw) < 256
+            else b"T" + struct.pack("<i", len(raw)) + raw
+        )
         self.memoize(text)
 
     def save_long(self, number: int) -> None:
@@ -54,7 +62,9 @@ class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
 
     def save_ordered(self, value: OrderedDict[Any, Any]) -> None:
         state = vars(value) or None
-        self.save_reduce(OrderedDict, ([[key, part] for key, part in value.items()],), state, obj=value)
+        self.save_reduce(
+            OrderedDict, ([[key, part] for key, part in value.items()],), state, obj=value
+        )
 
     def save_tensor(self, value: torch.Tensor) -> None:
         storage = self.wrapped.setdefault(value.untyped_storage()._cdata, _Storage(value))
@@ -82,7 +92,11 @@ def save(value: Any, path: str | Path, *, legacy: bool = True) -> str:
 
 def _write_legacy(path: Path, contents: bytes, storages: dict[str, _Storage]) -> None:
     with path.open("wb") as out:
-        for part in (_MAGIC, _PROTOCOL, {"protocol_version": _PROTOCOL, "little_endian": True, "type_sizes": {}}):
+        for part in (
+            _MAGIC,
+            _PROTOCOL,
+            {"protocol_version": _PROTOCOL, "little_endian": True, "type_sizes": {}},
+        ):
             pickle.dump(part, out, 2)
         out.write(contents)
         pickle.dump(list(storages), out, 2)

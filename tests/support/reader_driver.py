@@ -1,6 +1,8 @@
-"""Run read-only commands on the remains of killed edits, in a process that fails if it writes below the folder.
+"""Run read-only commands on the remains of killed edits, in a process that fails if it writes below
+the folder.
 
-Run as a program (``python reader_driver.py``), it reads scenarios by name and prints a line of JSON for each.
+Run as a program (``python reader_driver.py``), it reads scenarios by name and prints a line of JSON
+for each.
 """
 
 from __future__ import annotations
@@ -26,10 +28,19 @@ from fault_injector import Injector
 # Audit events of calls that change a file or a folder; their first arguments are paths.
 _CHANGES = (
     *("os.rename", "os.remove", "os.truncate", "os.link", "os.symlink", "os.mkdir", "os.rmdir"),
-    *("os.chmod", "os.chown", "os.utime", "os.setxattr", "os.removexattr", "shutil.rmtree", "shutil.move"),
+    *(
+        "os.chmod",
+        "os.chown",
+        "os.utime",
+        "os.setxattr",
+        "os.removexattr",
+        "shutil.rmtree",
+        "shutil.move",
+    ),
 )
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_RANDOM = r"\.[0-9a-f]{8}-[0-9a-f]{8}-[0-9-]+-[0-9a-f]{8}|\.[0-9a-f]{8}\."  # in the names of temporary files
+# in the names of temporary files
+_RANDOM = r"\.[0-9a-f]{8}-[0-9a-f]{8}-[0-9-]+-[0-9a-f]{8}|\.[0-9a-f]{8}\."
 _WROTE = 77  # exit status of a process that wrote
 # Read-only commands for the checkpoint `{}`; `../out` and `../other.pt` are next to the folder.
 COMMANDS = (
@@ -66,7 +77,9 @@ def _forbid(folder: str, out: int) -> None:
         return place == folder or place.startswith(folder + os.sep)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        writes = event == "open" and isinstance(args[2], int) and args[2] & _WRITES and below(args[0])
+        writes = (
+            event == "open" and isinstance(args[2], int) and args[2] & _WRITES and below(args[0])
+        )
         if writes or (event in _CHANGES and any(map(below, args[:2]))):
             os.write(out, f"{json.dumps([_WROTE, f'{event} {args}'])}\n".encode())
             os._exit(_WROTE)
@@ -79,12 +92,21 @@ def _state(folder: Path) -> dict[str, tuple[object, ...]]:
     for path in (folder, *sorted(folder.rglob("*"))):
         own = path.lstat()
         content = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
-        found[str(path)] = (own.st_ino, own.st_mode, own.st_nlink, own.st_mtime_ns, own.st_ctime_ns, content)
+        found[str(path)] = (
+            own.st_ino,
+            own.st_mode,
+            own.st_nlink,
+            own.st_mtime_ns,
+            own.st_ctime_ns,
+            content,
+        )
     return found
 
 
 def _in_fork(work: Path, calls_by_name: dict[str, Callable[[], int]]) -> dict[str, tuple[int, str]]:
-    """Make all calls in one forked process in the folder; return their status and stderr. A write ends the process."""
+    """Make all calls in one forked process in the folder; return their status and stderr. A write
+    ends the process.
+    """
     log = work.parent / "said"
     child = os.fork()
     if child == 0:
@@ -111,7 +133,9 @@ def _calls_by_name(ckpt: str) -> dict[str, Callable[[], int]]:
     for text in COMMANDS:
         if ckpt.endswith(".pt2") or not text.startswith("swap-weights"):
             calls_by_name[text] = partial(main, text.format(ckpt).split())
-    return calls_by_name | {name: partial(_of_library, call, ckpt) for name, call in LIBRARY.items()}
+    return calls_by_name | {
+        name: partial(_of_library, call, ckpt) for name, call in LIBRARY.items()
+    }
 
 
 def _of_library(call: Callable[[str], object], path: str) -> int:
@@ -132,8 +156,12 @@ def _kind(work: Path, old: dict[str, bytes]) -> tuple[object, ...]:
     return tuple(names)
 
 
-def drive(template: str, line: list[str], cwd: str, ckpt: str, scratch: Path, most: int | None) -> dict[str, Any]:
-    """Run every read-only command on at most `most` kinds of leftovers of the edit; return the problems."""
+def drive(
+    template: str, line: list[str], cwd: str, ckpt: str, scratch: Path, most: int | None
+) -> dict[str, Any]:
+    """Run every read-only command on at most `most` kinds of leftovers of the edit; return the
+    problems.
+    """
     work = scratch / "work"
     for name in ("other.pt", "names.json"):
         shutil.copy(Path(template) / name, scratch / name)
@@ -143,7 +171,9 @@ def drive(template: str, line: list[str], cwd: str, ckpt: str, scratch: Path, mo
         shutil.copytree(Path(template) / "work", work, symlinks=True)
 
     fresh()
-    old = {str(path.relative_to(work)): path.read_bytes() for path in work.rglob("*") if path.is_file()}
+    old = {
+        str(path.relative_to(work)): path.read_bytes() for path in work.rglob("*") if path.is_file()
+    }
     status, said, calls = run(work, line, cwd, Injector())
     assert status == 0, said
     gc.freeze()
@@ -182,15 +212,27 @@ def drive(template: str, line: list[str], cwd: str, ckpt: str, scratch: Path, mo
             problems.append(f"killed after {at} ({calls[at]}): the folder changed")
         (scratch / "out.pt").unlink(missing_ok=True)
         if len({*saw.values()}) > 1:
-            problems.append(f"killed after {at} ({calls[at]}): not seen by {[name for name in saw if not saw[name]]}")
+            problems.append(
+                f"killed after {at} ({calls[at]}): not seen by"
+                f" {[name for name in saw if not saw[name]]}"
+            )
         status, said, _ = run(work, ["undo", ckpt], ".", None)
         was_found = all(saw.values())
         interrupted += was_found
         if (status == 0) < was_found:
-            problems.append(f"killed after {at} ({calls[at]}): the suggested command does not help: {said}")
-        now = {str(path.relative_to(work)): path.read_bytes() for path in work.rglob("*") if path.is_file()}
+            problems.append(
+                f"killed after {at} ({calls[at]}): the suggested command does not help: {said}"
+            )
+        now = {
+            str(path.relative_to(work)): path.read_bytes()
+            for path in work.rglob("*")
+            if path.is_file()
+        }
         if was_found and now != old:
-            problems.append(f"killed after {at}: undone, but different from before: {sorted(now.keys() ^ old.keys())}")
+            problems.append(
+                f"killed after {at}: undone, but different from before:"
+                f" {sorted(now.keys() ^ old.keys())}"
+            )
     return {"problems": problems, "kinds": len(points), "interrupted": interrupted, "runs": runs}
 
 

@@ -1,4 +1,5 @@
-"""Third-party models, built small from configs. Each is a MODEL operand: `tests/real_models.py:llama`.
+"""Third-party models, built small from configs. Each is a MODEL operand:
+`tests/real_models.py:llama`.
 
 `inputs` gives the arguments for their forward and export.
 """
@@ -25,12 +26,16 @@ SIZES: dict[str, Any] = {
 def llama(tie_word_embeddings: bool = False) -> nn.Module:
     """A decoder with a buffer (`inv_freq`) that is not saved."""
     return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=tie_word_embeddings)
+        transformers.LlamaConfig(
+            **SIZES, num_key_value_heads=2, tie_word_embeddings=tie_word_embeddings
+        )
     )
 
 
 def tied_llama() -> nn.Module:
-    """Its head and token embedding are tied; `save_pretrained` saves the tensor once, `torch.save` twice."""
+    """Its head and token embedding are tied; `save_pretrained` saves the tensor once, `torch.save`
+    twice.
+    """
     return llama(tie_word_embeddings=True)
 
 
@@ -61,14 +66,20 @@ def bert() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """A mixture of experts: one tensor for all experts in the model, one per expert in `save_pretrained` files."""
+    """A mixture of experts: one tensor for all experts in the model, one per expert in
+    `save_pretrained` files.
+    """
     return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+        transformers.MixtralConfig(
+            **SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
+        )
     )
 
 
 def wav2vec2() -> nn.Module:
-    """A convolution with a weight-norm parametrization; one parameter is always created on the CPU."""
+    """A convolution with a weight-norm parametrization; one parameter is always created on the
+    CPU.
+    """
     config = transformers.Wav2Vec2Config(  # type: ignore[call-arg]
         **{name: size for name, size in SIZES.items() if name != "max_position_embeddings"},
         conv_dim=(16, 16),
@@ -83,7 +94,9 @@ def wav2vec2() -> nn.Module:
 
 def lora() -> PeftModel:
     """The Llama with low-rank adapters, whose names contain `base_model.model` and `base_layer`."""
-    return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    return get_peft_model(
+        llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
 
 
 ALL = ("llama", "tied_llama", "t5", "bert", "mixtral", "wav2vec2", "lora")
@@ -94,7 +107,8 @@ def build(name: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model: nn.Module = globals()[name]()
     with torch.no_grad():
-        for parameter in model.parameters():  # including parameters that a constructor sets to zero or one
+        # including parameters that a constructor sets to zero or one
+        for parameter in model.parameters():
             parameter.normal_(std=0.2)
     return model.eval()
 
@@ -116,6 +130,8 @@ def export(model: nn.Module, name: str) -> torch.export.ExportedProgram:
 
 
 def first_output(model: nn.Module, name: str) -> torch.Tensor:
-    """Return the logits (hidden states if there is no head) of the model or an exported program's module."""
+    """Return the logits (hidden states if there is no head) of the model or an exported program's
+    module.
+    """
     with torch.no_grad():
         return next(iter(model(**inputs(name)).values()))

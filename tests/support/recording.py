@@ -25,12 +25,18 @@ STYLES = (
 
 
 def excerpt(step: str) -> list[str]:
-    """Return the lines of a step that the picture shows: no command names, and few keys for each cause."""
+    """Return the lines of a step that the picture shows: no command names, and few keys for each
+    cause.
+    """
     lines: list[str] = []
     for line in step.splitlines():
         if line.startswith(ENDS):
             break
-        if line.startswith("  ") and "->" in line and sum("->" in one for one in lines[-NAMES:]) == NAMES:
+        if (
+            line.startswith("  ")
+            and "->" in line
+            and sum("->" in one for one in lines[-NAMES:]) == NAMES
+        ):
             continue
         if not re.fullmatch(r"[a-z-]+", line):
             lines.append(line)
@@ -41,7 +47,9 @@ def recording(printed: str) -> str:
     """Return the SVG of the demo's output."""
     steps = [step for step in printed.strip().split("\n\n# ") if step.startswith(STEPS)]
     assert len(steps) == len(STEPS)
-    console = Console(record=True, width=WIDTH, force_terminal=True, file=io.StringIO(), legacy_windows=False)
+    console = Console(
+        record=True, width=WIDTH, force_terminal=True, file=io.StringIO(), legacy_windows=False
+    )
     for line in "\n\n".join("\n".join(excerpt(f"# {step}")).strip() for step in steps).splitlines():
         text = Text(line)
         for pattern, style in STYLES:
@@ -52,6 +60,10 @@ def recording(printed: str) -> str:
 
 
 def texts(svg: str) -> list[str]:
-    """Return the texts of the picture without losses, the only numbers that may be rounded differently elsewhere."""
-    found = (unescape(text).replace("\xa0", " ") for text in re.findall(r"<text [^>]*>(.*?)</text>", svg))
+    """Return the texts of the picture without losses, the only numbers that may be rounded
+    differently elsewhere.
+    """
+    found = (
+        unescape(text).replace("\xa0", " ") for text in re.findall(r"<text [^>]*>(.*?)</text>", svg)
+    )
     return [re.sub(r"loss \d+\.\d+", "loss", text) for text in found]

@@ -40,7 +40,9 @@ class Received:
         def counted(application: Any, environ: Any, answer: Any) -> Any:
             self.nbytes += int(environ.get("CONTENT_LENGTH") or 0)
             parts = [bytes(part) for part in plain(application, environ, answer)]
-            if environ["REQUEST_METHOD"] == "GET" and "list-type" not in environ.get("QUERY_STRING", ""):
+            if environ["REQUEST_METHOD"] == "GET" and "list-type" not in environ.get(
+                "QUERY_STRING", ""
+            ):
                 self.requests += 1
                 self.sent += sum(map(len, parts))
             return parts
@@ -49,10 +51,11 @@ class Received:
 
 
 class WebServer(ThreadingHTTPServer):
-    """Serve `files` by path; `sent` counts the bytes of all answers. Without `ranges` it ignores Range headers.
+    """Serve `files` by path; `sent` counts the bytes of all answers. Without `ranges` it ignores
+    Range headers.
 
-    Each item of `failures` makes one of the next requests fail: a status, ``cut`` (connection lost within the body),
-    ``reset`` (no answer), ``short`` (a complete answer that is too short).
+    Each item of `failures` makes one of the next requests fail: a status, ``cut`` (connection lost
+    within the body), ``reset`` (no answer), ``short`` (a complete answer that is too short).
     """
 
     def __init__(self, files: dict[str, bytes], ranges: bool = True) -> None:
@@ -111,13 +114,21 @@ class _Handler(BaseHTTPRequestHandler):
         start, last = int(byte_range[1]), min(int(byte_range[2]), len(data) - 1)
         part = data[start : last + 1]
         part, cut = (part[:-1], failure == "cut") if failure in ("short", "cut") else (part, False)
-        self._send(206, part, body, ("Content-Range", f"bytes {start}-{last}/{len(data)}"), more=int(cut))
+        self._send(
+            206, part, body, ("Content-Range", f"bytes {start}-{last}/{len(data)}"), more=int(cut)
+        )
 
-    def _send(self, status: int, data: bytes, body: bool, *headers: tuple[str, str], more: int = 0) -> None:
+    def _send(
+        self, status: int, data: bytes, body: bool, *headers: tuple[str, str], more: int = 0
+    ) -> None:
         """Send the answer; `more` bytes are promised in its length but never sent."""
         self.close_connection = self.close_connection or bool(more)
         self.send_response(status)
-        for name, value in (("Content-Length", str(len(data) + more)), ("Accept-Ranges", "bytes"), *headers):
+        for name, value in (
+            ("Content-Length", str(len(data) + more)),
+            ("Accept-Ranges", "bytes"),
+            *headers,
+        ):
             self.send_header(name, value)
         self.end_headers()
         if body:

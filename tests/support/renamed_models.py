@@ -1,4 +1,5 @@
-"""Different layouts of the same networks: models of transformers, and small copies of other projects' modules.
+"""Different layouts of the same networks: models of transformers, and small copies of other
+projects' modules.
 
 Only names and shapes matter, so nothing is computed. `PAIRS` are conversions that users need.
 """
@@ -49,10 +50,18 @@ class _MetaBlock(nn.Module):
         super().__init__()
         half = WIDTH // 2
         self.attention = Holder(
-            wq=linear(WIDTH, WIDTH), wk=linear(WIDTH, half), wv=linear(WIDTH, half), wo=linear(WIDTH, WIDTH)
+            wq=linear(WIDTH, WIDTH),
+            wk=linear(WIDTH, half),
+            wv=linear(WIDTH, half),
+            wo=linear(WIDTH, WIDTH),
         )
-        self.feed_forward = Holder(w1=linear(WIDTH, HIDDEN), w2=linear(HIDDEN, WIDTH), w3=linear(WIDTH, HIDDEN))
-        self.attention_norm, self.ffn_norm = Holder(weight=empty(WIDTH)), Holder(weight=empty(WIDTH))
+        self.feed_forward = Holder(
+            w1=linear(WIDTH, HIDDEN), w2=linear(HIDDEN, WIDTH), w3=linear(WIDTH, HIDDEN)
+        )
+        self.attention_norm, self.ffn_norm = (
+            Holder(weight=empty(WIDTH)),
+            Holder(weight=empty(WIDTH)),
+        )
 
 
 def meta_llama() -> nn.Module:
@@ -75,7 +84,9 @@ class _TuneBlock(nn.Module):
             v_proj=linear(WIDTH, half),
             output_proj=linear(WIDTH, WIDTH),
         )
-        self.mlp = Holder(w1=linear(WIDTH, HIDDEN), w2=linear(HIDDEN, WIDTH), w3=linear(WIDTH, HIDDEN))
+        self.mlp = Holder(
+            w1=linear(WIDTH, HIDDEN), w2=linear(HIDDEN, WIDTH), w3=linear(WIDTH, HIDDEN)
+        )
         self.sa_norm, self.mlp_norm = Holder(scale=empty(WIDTH)), Holder(scale=empty(WIDTH))
 
 
@@ -91,7 +102,9 @@ def tune_llama() -> nn.Module:
 
 def phi3() -> nn.Module:
     """Llama with query, key and value in one tensor, gate and up in another."""
-    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, num_key_value_heads=2, pad_token_id=0))
+    return transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(**SIZES, num_key_value_heads=2, pad_token_id=0)
+    )
 
 
 # GPT-2
@@ -100,7 +113,13 @@ def phi3() -> nn.Module:
 def gpt2() -> nn.Module:
     """Its linear layers are `Conv1D`, transposed."""
     config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=16, bos_token_id=0, eos_token_id=0
+        vocab_size=VOCAB,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return transformers.GPT2Model(config)
 
@@ -116,7 +135,10 @@ class _NanoBlock(nn.Module):
 def nano_gpt() -> nn.Module:
     """nanoGPT's layout, saved from a compiled model, with `nn.Linear`."""
     decoder = Holder(
-        wte=nn.Embedding(VOCAB, WIDTH), wpe=nn.Embedding(16, WIDTH), h=layers(_NanoBlock), ln_f=nn.LayerNorm(WIDTH)
+        wte=nn.Embedding(VOCAB, WIDTH),
+        wpe=nn.Embedding(16, WIDTH),
+        h=layers(_NanoBlock),
+        ln_f=nn.LayerNorm(WIDTH),
     )
     return Holder(_orig_mod=Holder(transformer=decoder))
 

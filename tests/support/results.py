@@ -14,4 +14,7 @@ def add(part: str, cases: int, failures: Sequence[str], **figures: float) -> Non
     """
     if path := os.environ.get("EVIDENCE_RESULTS"):
         with open(path, "a", encoding="utf-8") as lines:
-            print(json.dumps({"part": part, "cases": cases, "failures": list(failures), **figures}), file=lines)
+            print(
+                json.dumps({"part": part, "cases": cases, "failures": list(failures), **figures}),
+                file=lines,
+            )

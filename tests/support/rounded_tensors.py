@@ -1,4 +1,6 @@
-"""Tensors that round values copied into them, as quantization libraries do, and models that use them."""
+"""Tensors that round values copied into them, as quantization libraries do, and models that use
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class Rounded(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, step: float) -> Rounded:
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32, device=values.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, dtype=torch.float32, device=values.device
+        )
 
     def __init__(self, values: torch.Tensor, step: float) -> None:
         self.values_, self.step = values, step
@@ -33,7 +37,11 @@ class Rounded(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.empty_like.default):
+        if func in (
+            torch.ops.aten.detach.default,
+            torch.ops.aten.clone.default,
+            torch.ops.aten.empty_like.default,
+        ):
             result = Rounded(func(args[0].values_), args[0].step)
             return return_and_correct_aliasing(func, args, {}, result)
         if func is torch.ops.aten.copy_.default and isinstance(args[0], Rounded):
@@ -87,7 +95,9 @@ class Single(Rounded):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
-            return return_and_correct_aliasing(func, args, {}, Single(func(args[0].values_), args[0].step))
+            return return_and_correct_aliasing(
+                func, args, {}, Single(func(args[0].values_), args[0].step)
+            )
         raise NotImplementedError(f"Single does not implement {func}")
 
 

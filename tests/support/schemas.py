@@ -1,4 +1,6 @@
-"""Validate every JSON object that a test sees against its schema, with unknown members forbidden."""
+"""Validate every JSON object that a test sees against its schema, with unknown members
+forbidden.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def validator(name: str) -> Any:
 def check(data: Any) -> str:
     """Validate the object, by the schema and by the reader's own rules, and return its name."""
     name = NAMES[data.get("schema", data.get("_type"))]
-    problems = [f"{error.json_path}: {error.message:.200}" for error in validator(name).iter_errors(data)]
+    problems = [
+        f"{error.json_path}: {error.message:.200}" for error in validator(name).iter_errors(data)
+    ]
     problems += map(str, OBJECTS[name].problems(data, None))
     assert not problems, problems
     return name

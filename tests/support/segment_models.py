@@ -1,4 +1,6 @@
-"""Random models whose modules have the names that wrappers use: ``tree_7`` is the model for seed 7."""
+"""Random models whose modules have the names that wrappers use: ``tree_7`` is the model for seed
+7.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def tree(draw: random.Random, depth: int = 0) -> nn.Module:
     """Build linear layers of one shape, which differ only by name."""
     module = nn.Module()
     for name in draw.sample(SEGMENTS, draw.choice([1, 1, 2, 3])):
-        module.add_module(name, nn.Linear(2, 2) if depth == 2 or draw.random() < 0.5 else tree(draw, depth + 1))
+        module.add_module(
+            name, nn.Linear(2, 2) if depth == 2 or draw.random() < 0.5 else tree(draw, depth + 1)
+        )
     if not depth and draw.random() < 0.4:  # repeat the same names below a segment
         setattr(module, draw.choice(("module", "_orig_mod")), copy.deepcopy(module))
     return AveragedModel(module) if not depth and draw.random() < 0.15 else module

@@ -1,7 +1,8 @@
-"""Gloo ranks that swap weights into live sharded modules: `python sharded_live.py FOLDER` writes what went wrong.
+"""Gloo ranks that swap weights into live sharded modules: `python sharded_live.py FOLDER` writes
+what went wrong.
 
-The oracle is torch: a module of the same kind that was built with the new weights has the same outputs, and after one
-more step of training the same weights.
+The oracle is torch: a module of the same kind that was built with the new weights has the same
+outputs, and after one more step of training the same weights.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +43,9 @@ LAST = ("nothing", "forward", "eval", "step", "unshard", "async")
 
 @dataclass(frozen=True)
 class Kind:
-    """How to build a module from a seed, its full weights, and whether its state dict holds DTensors."""
+    """How to build a module from a seed, its full weights, and whether its state dict holds
+    DTensors.
+    """
 
     title: str
     build: Build
@@ -48,13 +56,17 @@ class Kind:
 def net(seed: int, tied: bool = False) -> Any:
     """Build a network with uneven rows; `tied`: one weight has two names."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 5, bias=False))
+    model = nn.Sequential(
+        nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 5, bias=False)
+    )
     if tied:
         model[4].weight = model[2].weight
     return model
 
 
-def fsdp2(shape: tuple[int, ...], reshard: bool, half: bool, tied: bool, columns: bool = False) -> Build:
+def fsdp2(
+    shape: tuple[int, ...], reshard: bool, half: bool, tied: bool, columns: bool = False
+) -> Build:
     def build(seed: int) -> nn.Module:
         names = ("replicate", "shard")[-len(shape) :]
         chosen: dict[str, Any] = {
@@ -95,7 +107,9 @@ def parallel(seed: int) -> Any:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
     return parallelize_module(
-        model, init_device_mesh("cpu", (dist.get_world_size(),)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        model,
+        init_device_mesh("cpu", (dist.get_world_size(),)),
+        {"0": ColwiseParallel(), "2": RowwiseParallel()},
     )
 
 
@@ -103,13 +117,19 @@ def kinds(ranks: int) -> Iterator[Kind]:
     shapes: list[tuple[int, ...]] = [(ranks,), (1, ranks), (ranks, 1)]
     for number, (reshard, half, tied) in enumerate(itertools.product((False, True), repeat=3)):
         shape, whole = shapes[number % 3], partial(_plain, tied)
-        yield Kind(f"fully_shard {shape} {reshard=} {half=} {tied=}", fsdp2(shape, reshard, half, tied), whole)
+        yield Kind(
+            f"fully_shard {shape} {reshard=} {half=} {tied=}",
+            fsdp2(shape, reshard, half, tied),
+            whole,
+        )
     plain = partial(_plain, False)
     yield Kind("fully_shard, columns", fsdp2((ranks,), True, False, False, columns=True), plain)
     yield Kind("FSDP1", fsdp1(False, False), plain, False)
     yield Kind("FSDP1, original parameters, half", fsdp1(True, True), plain, False)
     yield Kind(
-        "tensor parallel", parallel, lambda seed: {k: v.full_tensor() for k, v in parallel(seed).state_dict().items()}
+        "tensor parallel",
+        parallel,
+        lambda seed: {k: v.full_tensor() for k, v in parallel(seed).state_dict().items()},
     )
     yield Kind("DDP", lambda seed: DistributedDataParallel(net(seed)), plain, False)
 
@@ -145,9 +165,17 @@ def wrong(kind: Kind, last: str, form: str, in_place: bool) -> str:
     model, optimizer = prepared(kind.build, last, x)
     weights = kind.build(2).state_dict() if form == "sharded" else kind.whole(2)
     try:
-        swap_weights(model, {key: value.detach().clone() for key, value in weights.items()}, in_place=in_place)
+        swap_weights(
+            model,
+            {key: value.detach().clone() for key, value in weights.items()},
+            in_place=in_place,
+        )
     except Refused as refused:
-        return "" if not in_place and "in_place=True, which works" in refused.hint else f"refused: {refused}"
+        return (
+            ""
+            if not in_place and "in_place=True, which works" in refused.hint
+            else (f"refused: {refused}")
+        )
     fresh = kind.build(2)
     of_fresh = torch.optim.SGD(fresh.parameters(), lr=0.1)
     if not torch.equal(model(x), fresh(x)):
@@ -163,14 +191,18 @@ def wrong(kind: Kind, last: str, form: str, in_place: bool) -> str:
 def _run(rank: int, ranks: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{ranks}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/{ranks}", rank=rank, world_size=ranks
+    )
     found = {}
     for number, kind in enumerate(kinds(ranks)):
         chosen = LAST if "CKPTTOOL_SEEDS" in os.environ else LAST[(number + ranks) % 2 :: 2]
         forms = itertools.cycle(("sharded", "full") if kind.is_sharded else ("full",))
         for last, form in zip(chosen, forms):
             for in_place in (True, False) if last == chosen[0] else (True,):
-                found[f"{kind.title}; {last}; {form}; {in_place=}"] = wrong(kind, last, form, in_place)
+                found[f"{kind.title}; {last}; {form}; {in_place=}"] = wrong(
+                    kind, last, form, in_place
+                )
             dist.barrier()
     Path(folder, f"found-{ranks}-{rank}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -27,7 +27,9 @@ def as_rank(rank: int, ranks: int) -> Iterator[None]:
 
 
 def row_sharded(tensor: torch.Tensor, rank: int, ranks: int) -> ShardedTensor:
-    """Return the shard of the rank, of a tensor that FSDP1 cuts along dimension 0; the last ranks may have none."""
+    """Return the shard of the rank, of a tensor that FSDP1 cuts along dimension 0; the last ranks
+    may have none.
+    """
     chunks = tensor.chunk(ranks)
     shards = []
     begin = 0
@@ -40,8 +42,12 @@ def row_sharded(tensor: torch.Tensor, rank: int, ranks: int) -> ShardedTensor:
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
 
 
-def save_sharded(folder: Path, name: str, state: Mapping[str, torch.Tensor], ranks: int, section: str = "") -> None:
-    """Save the file ``NAME_RANK.pt`` of each rank, with every tensor of the state cut along dimension 0."""
+def save_sharded(
+    folder: Path, name: str, state: Mapping[str, torch.Tensor], ranks: int, section: str = ""
+) -> None:
+    """Save the file ``NAME_RANK.pt`` of each rank, with every tensor of the state cut along
+    dimension 0.
+    """
     for rank in range(ranks):
         with as_rank(rank, ranks), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Please use DTensor", FutureWarning)

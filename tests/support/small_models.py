@@ -42,7 +42,9 @@ def _hide(module: nn.Module, sd: dict[str, Any], prefix: str, meta: object) -> N
 
 
 def _show(module: nn.Module, sd: dict[str, Any], prefix: str, *_: object) -> None:
-    for key in [key for key in sd if key.startswith(prefix) and not key.startswith(f"{prefix}layer.")]:
+    for key in [
+        key for key in sd if key.startswith(prefix) and not key.startswith(f"{prefix}layer.")
+    ]:
         sd[f"{prefix}layer.{key.removeprefix(prefix)}"] = sd.pop(key)
 
 
@@ -164,7 +166,10 @@ class InADict(nn.Linear):
         super().__init__(2, 2)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}params"] = {"weight": self.weight.detach(), "deep": {"bias": self.bias.detach()}}
+        destination[f"{prefix}params"] = {
+            "weight": self.weight.detach(),
+            "deep": {"bias": self.bias.detach()},
+        }
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         params = state_dict.get(f"{prefix}params")

@@ -1,4 +1,6 @@
-"""Edit DeepSpeed files with torch if DeepSpeed is not installed: objects of its classes are preserved."""
+"""Edit DeepSpeed files with torch if DeepSpeed is not installed: objects of its classes are
+preserved.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The setups of docs/troubleshooting.md: each function creates the files of an entry, and raises the quoted error.
+"""The setups of docs/troubleshooting.md: each function creates the files of an entry, and raises
+the quoted error.
 
 All of them run in one folder, in the order of the page.
 """
@@ -189,7 +190,9 @@ def variants() -> None:
 
 
 def absent() -> None:
-    torch.save({key: value for key, value in _build().state_dict().items() if key != "1.bias"}, "absent.pt")
+    torch.save(
+        {key: value for key, value in _build().state_dict().items() if key != "1.bias"}, "absent.pt"
+    )
     _loads("absent.pt")
 
 
@@ -205,15 +208,23 @@ def placeholders() -> None:
 
 def groups() -> None:
     model = _build()
-    split = [[p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim < 2]]
-    torch.save(_trained(model, torch.optim.AdamW([{"params": params} for params in split])), "groups.pt")
+    split = [
+        [p for p in model.parameters() if p.ndim > 1],
+        [p for p in model.parameters() if p.ndim < 2],
+    ]
+    torch.save(
+        _trained(model, torch.optim.AdamW([{"params": params} for params in split])), "groups.pt"
+    )
     _adamw(_build()).load_state_dict(torch.load("groups.pt")["optimizer"])
 
 
 def frozen() -> None:
     model = _build()
     model[0].requires_grad_(False)
-    torch.save(_trained(model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)), "frozen.pt")
+    torch.save(
+        _trained(model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)),
+        "frozen.pt",
+    )
     _adamw(_build()).load_state_dict(torch.load("frozen.pt")["optimizer"])
 
 
@@ -247,7 +258,11 @@ def weights_only() -> None:
 
 
 def pointer() -> None:
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 268435456\n"
+    pointer = (
+        "version https://git-lfs.github.com/spec/v1\noid sha256:"
+        + "0" * 64
+        + ("\nsize 268435456\n")
+    )
     Path("pointer.safetensors").write_text(pointer)
     safe_open("pointer.safetensors", "pt")
 
@@ -271,7 +286,9 @@ def subclass() -> None:
 
 
 def silent() -> None:
-    torch.save({f"generator.{key}": value for key, value in _build().state_dict().items()}, "generator.pt")
+    torch.save(
+        {f"generator.{key}": value for key, value in _build().state_dict().items()}, "generator.pt"
+    )
     found = _build().load_state_dict(torch.load("generator.pt"), strict=False)
     assert len(found.missing_keys) == len(_build().state_dict())
 
@@ -283,9 +300,17 @@ def collision() -> None:
 
 def norms() -> None:
     other = {"attn_norm": "mlp_norm", "mlp_norm": "attn_norm"}
-    right = {f"layers.{i}.{norm}.weight": torch.arange(4.0) + i + len(norm) for i in range(2) for norm in other}
+    right = {
+        f"layers.{i}.{norm}.weight": torch.arange(4.0) + i + len(norm)
+        for i in range(2)
+        for norm in other
+    }
     torch.save(right, "right.pt")
-    wrong = {f"layers.{i}.{other[norm]}.weight": right[f"layers.{i}.{norm}.weight"] for i in range(2) for norm in other}
+    wrong = {
+        f"layers.{i}.{other[norm]}.weight": right[f"layers.{i}.{norm}.weight"]
+        for i in range(2)
+        for norm in other
+    }
     torch.save(wrong, "wrong.pt")
 
 
@@ -300,6 +325,8 @@ def run() -> None:
 
 def engine() -> None:
     state = _build().state_dict()
-    trainer = {f"policy.{key}": value for key, value in state.items()} | {"value_head.weight": torch.ones(4)}
+    trainer = {f"policy.{key}": value for key, value in state.items()} | {
+        "value_head.weight": torch.ones(4)
+    }
     torch.save(trainer, "trainer.pt")
     torch.save(state, "engine.pt")

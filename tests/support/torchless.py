@@ -43,7 +43,9 @@ for line in sys.stdin:
 """
 # Reasons to need torch, by the words of the line: every other line runs without torch.
 MAY = {
-    "a model's own code": lambda words: any(".py:" in word or word.startswith("hf:") for word in words),
+    "a model's own code": lambda words: any(
+        ".py:" in word or word.startswith("hf:") for word in words
+    ),
     "every name of a model": lambda words: words[0] == "trace" and len(words) > 1,
 }
 
@@ -65,10 +67,14 @@ class Torchless:
     """The process."""
 
     def __init__(self) -> None:
-        env = {name: value for name, value in os.environ.items() if not name.startswith("CKPTTOOL_")}
+        env = {
+            name: value for name, value in os.environ.items() if not name.startswith("CKPTTOOL_")
+        }
         command = [sys.executable, "-c", _SERVER]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(command, **pipes, text=True, env={**env, "PYTHONPATH": str(ROOT)})  # type: ignore[call-overload]
+        self._process = subprocess.Popen(
+            command, **pipes, text=True, env={**env, "PYTHONPATH": str(ROOT)}
+        )  # type: ignore[call-overload]
 
     def run(self, line: str, folder: Path) -> Answer:
         """Run one line (without ``ckpttool``) in the folder."""

@@ -1,6 +1,8 @@
-"""Start the ranks of a job like torchrun, but forked from a process with torch imported, which is ten times faster.
+"""Start the ranks of a job like torchrun, but forked from a process with torch imported, which is
+ten times faster.
 
-Run as a program under torchrun, it is the command line, except that the second rank is killed once, at its first file.
+Run as a program under torchrun, it is the command line, except that the second rank is killed once,
+at its first file.
 """
 
 from __future__ import annotations
@@ -21,12 +23,19 @@ from typing import Any
 
 from ckpttool.io import pieces, write
 
-_PRELOADED = ["torch.distributed.rendezvous", "ckpttool.cli.app", "ckpttool.evaluate.torch_eval", __name__]
+_PRELOADED = [
+    "torch.distributed.rendezvous",
+    "ckpttool.cli.app",
+    "ckpttool.evaluate.torch_eval",
+    __name__,
+]
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Exit status and output of a rank, and how many bytes of tensors it `read` and has `written` (None: it died)."""
+    """Exit status and output of a rank, and how many bytes of tensors it `read` and has `written`
+    (None: it died).
+    """
 
     status: int | None
     out: str
@@ -59,22 +68,31 @@ def run_ranks(
     all_die: bool = False,
     last: Sequence[str] = (),
 ) -> list[Rank]:
-    """Run the command line on `size` ranks in `folder` and return their results. If one dies the others are terminated.
+    """Run the command line on `size` ranks in `folder` and return their results. If one dies the
+    others are terminated.
 
     With `all_die` they are killed instead. `last` is added to the command line of the last rank.
     """
     from torch.distributed import TCPStore
 
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     argv = [*map(str, args)]
     ranks: list[Any] = []
     for rank in range(size):
         named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost"}
-        named |= {"MASTER_PORT": store.port, "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": True}
+        named |= {
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_RUN_ID": "test",
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
         environment = {name: str(value) for name, value in named.items()}
-        environment |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        environment |= {
+            name: value for name, value in os.environ.items() if name.startswith("AWS_")
+        }
         words = [*argv, *last] if rank == size - 1 else argv
         ranks.append(context.Process(target=_rank, args=(folder, environment, words, fault)))
         ranks[-1].start()
@@ -83,12 +101,16 @@ def run_ranks(
         if rank.exitcode == -signal.SIGKILL:  # like torchrun
             for other in ranks:
                 other.kill() if all_die else other.terminate()
-    outputs = [{path.name[:-2]: path.read_text() for path in folder.glob(f"*.{rank}")} for rank in range(size)]
+    outputs = [
+        {path.name[:-2]: path.read_text() for path in folder.glob(f"*.{rank}")}
+        for rank in range(size)
+    ]
     for path in folder.glob("*.[0-9]"):
         path.unlink()
     moved = [json.loads(own.get("moved", "[null, null]")) for own in outputs]
     return [
-        Rank(process.exitcode, own["out"], own["err"], *counts) for process, own, counts in zip(ranks, outputs, moved)
+        Rank(process.exitcode, own["out"], own["err"], *counts)
+        for process, own, counts in zip(ranks, outputs, moved)
     ]
 
 
@@ -104,7 +126,10 @@ def _rank(folder: Path, environment: dict[str, str], argv: list[str], fault: Fau
     elif fault is not None and fault.at is not None:
         dies, mark = str(fault.rank) == environment["RANK"], Path(folder, "moved.never").absolute()
         before_each_unit(_Death(fault.at, mark) if dies else partial(_outlive, mark))
-    read, written = _counted(pieces.SpanReader, "_fill", 1), _counted(vars(write)["_Blocks"], "_put", 1, 0)
+    read, written = (
+        _counted(pieces.SpanReader, "_fill", 1),
+        _counted(vars(write)["_Blocks"], "_put", 1, 0),
+    )
     status = main(argv)
     sys.stdout.flush()
     Path(folder, f"moved.{environment['RANK']}").write_text(json.dumps([sum(read), sum(written)]))
@@ -116,7 +141,9 @@ def _unreadable(*_: object) -> int:
 
 
 def _counted(kind: type, name: str, at: int, pause: float = 0.03) -> list[int]:
-    """Count the bytes of argument `at` in each later call of the method, and pause so that all ranks get a share."""
+    """Count the bytes of argument `at` in each later call of the method, and pause so that all
+    ranks get a share.
+    """
     counts, method = list[int](), getattr(kind, name)
 
     def called(*args: Any) -> None:

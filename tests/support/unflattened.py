@@ -13,7 +13,9 @@ from torch_version import needs_torch
 
 
 class Gate(nn.Module):
-    """It has a graph for each value of `double`, and every kind of state: parameters, persistent and other buffers."""
+    """It has a graph for each value of `double`, and every kind of state: parameters, persistent
+    and other buffers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +94,8 @@ def exported(kind: type[nn.Module]) -> ExportedProgram:
 def program(kind: type[nn.Module]) -> UnflattenedModule:
     """Return a new unflattened program of `made(kind)`."""
     module = torch.export.unflatten(exported(kind))  # type: ignore[arg-type]
-    assert torch.equal(module(example()), made(kind)(example()))  # torch's result, before any change
+    # torch's result, before any change
+    assert torch.equal(module(example()), made(kind)(example()))
     return module
 
 
@@ -104,7 +107,9 @@ def unflattened(model: nn.Module) -> UnflattenedModule:
 
 
 class Called(nn.Module):
-    """A submodule with two kinds of calls but one signature, which torch can preserve with a dispatcher."""
+    """A submodule with two kinds of calls but one signature, which torch can preserve with a
+    dispatcher.
+    """
 
     def __init__(self) -> None:
         super().__init__()

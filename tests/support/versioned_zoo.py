@@ -1,4 +1,6 @@
-"""Modules whose loading depends on the version in a state dict's metadata: one factory each, in `ZOO`."""
+"""Modules whose loading depends on the version in a state dict's metadata: one factory each, in
+`ZOO`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Transposed(nn.Module):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
 
-    def _load_from_state_dict(self, sd: dict, prefix: str, local_metadata: dict, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, sd: dict, prefix: str, local_metadata: dict, *args: Any
+    ) -> None:
         if local_metadata.get("version", 1) < 2:
             sd[f"{prefix}weight"] = sd[f"{prefix}weight"].t()
         super()._load_from_state_dict(sd, prefix, local_metadata, *args)
@@ -40,14 +44,18 @@ class Strict(nn.Linear):
 
     _version = 2
 
-    def _load_from_state_dict(self, sd: dict, prefix: str, local_metadata: dict, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, sd: dict, prefix: str, local_metadata: dict, *args: Any
+    ) -> None:
         if local_metadata.get("version") != 2:
             args[-1].append(f"saved by version {local_metadata.get('version')}")
         super()._load_from_state_dict(sd, prefix, local_metadata, *args)
 
 
 class Halved(nn.Module):
-    """A hook of the parent converts old versions of its child; newer versions are read unchanged."""
+    """A hook of the parent converts old versions of its child; newer versions are read
+    unchanged.
+    """
 
     _version = 3
 
@@ -66,7 +74,9 @@ class Halved(nn.Module):
     def _load(module: nn.Module, sd: dict, prefix: str, local_metadata: dict, *_: Any) -> None:
         for name in ("weight", "bias"):
             value = sd.pop(f"{prefix}{name}")
-            sd[f"{prefix}inner.{name}"] = value / 2 if local_metadata.get("version") in (1, 2) else value
+            sd[f"{prefix}inner.{name}"] = (
+                value / 2 if local_metadata.get("version") in (1, 2) else value
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x)

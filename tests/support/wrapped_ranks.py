@@ -1,4 +1,5 @@
-"""Two gloo ranks with real wrappers: save checkpoints, collect torch's tensor names, and resume training.
+"""Two gloo ranks with real wrappers: save checkpoints, collect torch's tensor names, and resume
+training.
 
 `python wrapped_ranks.py JOB FOLDER`; the jobs are ``save`` and ``load``.
 """
@@ -60,7 +61,9 @@ def tensors(names: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """`names` are the names in each form; `failures` are the errors of loading the remapped file strictly."""
+    """`names` are the names in each form; `failures` are the errors of loading the remapped file
+    strictly.
+    """
 
     folder: Path
     names: dict[str, dict[str, Any]]
@@ -91,8 +94,22 @@ WRAPS: dict[str, Wrap] = {
 }
 CHAINS = (
     *WRAPS,
-    *("compile(ac)", "ac(compile)", "ddp(compile)", "compile(ddp)", "ddp(compile(ac))", "dp(compile)"),
-    *("fsdp(compile)", "compile(fsdp)", "fsdp(ac)", "ac(fsdp)", "fully_shard(compile)", "compile(fully_shard)"),
+    *(
+        "compile(ac)",
+        "ac(compile)",
+        "ddp(compile)",
+        "compile(ddp)",
+        "ddp(compile(ac))",
+        "dp(compile)",
+    ),
+    *(
+        "fsdp(compile)",
+        "compile(fsdp)",
+        "fsdp(ac)",
+        "ac(fsdp)",
+        "fully_shard(compile)",
+        "compile(fully_shard)",
+    ),
     *("averaged(ddp)", "ddp(averaged)", "compile(averaged)"),
 )
 BLOCKS = (
@@ -104,11 +121,15 @@ BLOCKS = (
 
 
 def wrap(form: str, model: nn.Module) -> nn.Module:
-    """Wrap the model in a chain such as ``ddp(compile)``; ``ddp, block: ac`` wraps the block too, ``plain`` nothing."""
+    """Wrap the model in a chain such as ``ddp(compile)``; ``ddp, block: ac`` wraps the block too,
+    ``plain`` nothing.
+    """
     outside, _, block = form.rpartition("block: ") if "block: " in form else (form, "", "plain")
     if block != "plain":
         model.block = wrap(block, model.get_submodule("block"))
-    for word in reversed(parse(outside.strip(", ")).words if outside.strip(", ") not in ("", "plain") else ()):
+    for word in reversed(
+        parse(outside.strip(", ")).words if outside.strip(", ") not in ("", "plain") else ()
+    ):
         model = WRAPS[word](model)
     return model
 
@@ -127,7 +148,9 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:
-    """Take `STEPS` steps; every rank sees the same batch, so that averaging over ranks changes no bit."""
+    """Take `STEPS` steps; every rank sees the same batch, so that averaging over ranks changes no
+    bit.
+    """
     for number in range(first, first + STEPS):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
         optimizer.zero_grad()
@@ -161,13 +184,21 @@ def _save(folder: Path) -> None:
 
 
 def _named(form: str, path: Path) -> dict[str, Any]:
-    """Save the wrapped model; return its keys, parameter names, our canonical names and torch's names."""
+    """Save the wrapped model; return its keys, parameter names, our canonical names and torch's
+    names.
+    """
     model = wrap(form, net(0))
     state = {key: whole(value) for key, value in model.state_dict().items()}
     _write(state, path)
     canonical = [tensor.canonical for tensor in runtime_tensors(model, listed(model))]
-    runtime = [path for path, _ in nn.Module.named_parameters(model)]  # some wrappers hide their own segment
-    return {"keys": list(state), "runtime": runtime, "canonical": canonical, "torch": _torch_names(model)}
+    # some wrappers hide their own segment
+    runtime = [path for path, _ in nn.Module.named_parameters(model)]
+    return {
+        "keys": list(state),
+        "runtime": runtime,
+        "canonical": canonical,
+        "torch": _torch_names(model),
+    }
 
 
 def _torch_names(model: nn.Module) -> list[str]:
@@ -175,7 +206,9 @@ def _torch_names(model: nn.Module) -> list[str]:
 
 
 def _load(folder: Path) -> None:
-    """Load the files of ``loads/`` strictly and write the errors; resume from the files of ``resumes/``."""
+    """Load the files of ``loads/`` strictly and write the errors; resume from the files of
+    ``resumes/``.
+    """
     failures = {}
     for form in CHAINS + BLOCKS:
         failures[form] = _failure(form, folder / "loads" / f"{filename(form)}.pt")
@@ -186,7 +219,9 @@ def _load(folder: Path) -> None:
 
 
 def _failure(form: str, path: Path) -> str:
-    """Load the file into a model in these wrappers with other weights; return the error, or an empty string."""
+    """Load the file into a model in these wrappers with other weights; return the error, or an
+    empty string.
+    """
     model = wrap(form, net(1))
     state = torch.load(path)
     for key, own in model.state_dict().items():
@@ -196,8 +231,13 @@ def _failure(form: str, path: Path) -> str:
         model.load_state_dict(state)
     except RuntimeError as error:
         return str(error)
-    loaded = [whole(value) for key, value in model.state_dict().items() if not key.endswith("n_averaged")]
-    same = [torch.equal(value, own) for value, own in zip(loaded, net(0).state_dict().values(), strict=True)]
+    loaded = [
+        whole(value) for key, value in model.state_dict().items() if not key.endswith("n_averaged")
+    ]
+    same = [
+        torch.equal(value, own)
+        for value, own in zip(loaded, net(0).state_dict().values(), strict=True)
+    ]
     return "" if all(same) else "other values"
 
 
@@ -207,7 +247,11 @@ def _resume(path: Path, out: Path) -> None:
     state = torch.load(path)
     if form in SHARDED:
         set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=FULL
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=FULL,
         )
     else:
         model.load_state_dict(state["model"])

@@ -1,4 +1,6 @@
-"""Constants that a swap keeps are compared with the model's. Oracle: the eager model with the new weights."""
+"""Constants that a swap keeps are compared with the model's. Oracle: the eager model with the new
+weights.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,12 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.fc(x)
-        for part, name in (("buffer", "scale"), ("random", "noise"), ("of_weights", "norm"), ("remade", "mean")):
+        for part, name in (
+            ("buffer", "scale"),
+            ("random", "noise"),
+            ("of_weights", "norm"),
+            ("remade", "mean"),
+        ):
             x = x * getattr(self, name) if part in self.parts else x
         x = x + self.shift if "attribute" in self.parts else x
         x = x + self.inner.table if "nested" in self.parts else x
@@ -60,10 +67,14 @@ def build(parts: str, k: float) -> nn.Module:
 
 
 def saved(parts: str, old: float, new: float, folder: Path) -> tuple[str, str, torch.Tensor]:
-    """Save a program of the old model and a checkpoint of the new one; return both and the expected outputs."""
+    """Save a program of the old model and a checkpoint of the new one; return both and the expected
+    outputs.
+    """
     torch.manual_seed(0)
     torch.export.save(torch.export.export(build(parts, old), (X,)), folder / "old.pt2")
-    state = {name: torch.randn_like(value) for name, value in build(parts, new).state_dict().items()}
+    state = {
+        name: torch.randn_like(value) for name, value in build(parts, new).state_dict().items()
+    }
     torch.save(state, folder / "new.pt")
     eager = build(parts, new)
     eager.load_state_dict(state)
@@ -82,7 +93,9 @@ def test_outputs_are_correct_if_constants_are_reported_as_equal(seed: int, tmp_p
     old, new = 2.0, rng.choice([2.0, 3.0])
     program, weights, expected = saved(parts, old, new, tmp_path)
     model: dict[str, Any] = {"model": call_text(f"{__file__}:build", {"parts": parts, "k": new})}
-    decided = {part for part in ("buffer", "attribute", "nested") if part in parts.split() and old != new}
+    decided = {
+        part for part in ("buffer", "attribute", "nested") if part in parts.split() and old != new
+    }
     ways: list[dict[str, Any]] = [{}, {"constants": True}, {"keep_constants": True}]
     for options in ways:
         out = str(tmp_path / f"{'-'.join(options) or 'none'}.pt2")
@@ -96,7 +109,9 @@ def test_outputs_are_correct_if_constants_are_reported_as_equal(seed: int, tmp_p
         assert bool(verdicts & {"different"}) == (bool(decided) and "keep_constants" in options)
         unknown = {one.name for one in done.compared if one.verdict == "not_compared"}
         assert {name.partition("_")[0] for name in unknown} <= {"noise", "norm", "lifted"}
-        if verdicts <= {"equal", "from_model"} and not ("keep_constants" in options and "remade" in parts):
+        if verdicts <= {"equal", "from_model"} and not (
+            "keep_constants" in options and "remade" in parts
+        ):
             assert torch.equal(outputs(out), expected)
         if {"noise", "norm"} & unknown or verdicts & {"different"}:
             continue
@@ -142,7 +157,9 @@ def test_constants_of_a_program_in_memory(in_place: bool, tmp_path: Path) -> Non
         ckpttool.swap_weights(program, model.state_dict(), model=model)
     assert {problem.key for problem in refused.value.problems} == {"scale", "shift"}
     assert "keep_constants=True" in refused.value.hint
-    done: Any = ckpttool.swap_weights(program, model.state_dict(), model=model, constants=True, in_place=in_place)
+    done: Any = ckpttool.swap_weights(
+        program, model.state_dict(), model=model, constants=True, in_place=in_place
+    )
     assert {one.verdict for one in done.compared} == {"from_model"}
     assert torch.equal(program.module()(X), model(X))
     done = ckpttool.swap_weights(program, model.state_dict(), model=model)
@@ -166,7 +183,9 @@ def export(model: nn.Module, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"], ["--keep-constants"]])
-def test_swap_without_a_matching_key_is_refused(options: list[str], run: Run, tmp_path: Path) -> None:
+def test_swap_without_a_matching_key_is_refused(
+    options: list[str], run: Run, tmp_path: Path
+) -> None:
     program, out = export(Scaled(), tmp_path / "p.pt2"), tmp_path / "out.pt2"
     torch.save({"model": {}, "epoch": 3, "state_dict": {"_extra_state": 3}}, tmp_path / "new.pt")
     torch.save({"scale": torch.full((3,), 2.0)}, tmp_path / "scale.pt")
@@ -186,8 +205,12 @@ class Marked(Scaled):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_state_dict_post_hook(lambda own, state, prefix, _: state.update({f"{prefix}v": torch.ones(1)}))
-        self.register_load_state_dict_pre_hook(lambda own, state, prefix, *rest: state.pop(f"{prefix}v"))
+        self.register_state_dict_post_hook(
+            lambda own, state, prefix, _: state.update({f"{prefix}v": torch.ones(1)})
+        )
+        self.register_load_state_dict_pre_hook(
+            lambda own, state, prefix, *rest: state.pop(f"{prefix}v")
+        )
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"], ["--keep-constants"]])
@@ -195,7 +218,16 @@ def test_keys_without_a_weight_are_refused(options: list[str], run: Run, tmp_pat
     """A constant that a hook writes into the state dict is ignored if weights are swapped."""
     program, out = export(Marked(), tmp_path / "p.pt2"), tmp_path / "out.pt2"
     torch.save(Marked().state_dict(), tmp_path / "new.pt")
-    done = run("swap-weights", program, tmp_path / "new.pt", "-o", out, "--model", f"{__file__}:Marked", *options)
+    done = run(
+        "swap-weights",
+        program,
+        tmp_path / "new.pt",
+        "-o",
+        out,
+        "--model",
+        f"{__file__}:Marked",
+        *options,
+    )
     assert done.status == 1, done.said
     assert done.err.splitlines()[-2].startswith("error: nothing to swap: no key of ")
     assert not out.exists()
@@ -209,7 +241,15 @@ def test_unchanged_values_are_reported(dry: list[str], run: Run, tmp_path: Path)
     torch.save({**model.state_dict(), "1.bias": torch.full((2,), 9.0)}, tmp_path / "last.pt")
     verdict = "all values unchanged"
     for name, unchanged in (("same.pt", True), ("last.pt", False)):
-        command = ("swap-weights", program, tmp_path / name, "-o", tmp_path / "out.pt2", "--force", *dry)
+        command = (
+            "swap-weights",
+            program,
+            tmp_path / name,
+            "-o",
+            tmp_path / "out.pt2",
+            "--force",
+            *dry,
+        )
         done = run(*command)
         assert done.status == 0, done.said
         assert (verdict in done.out) is unchanged

@@ -1,4 +1,6 @@
-"""New weights in exported programs: torch loads the result, and its outputs equal the newly trained model's."""
+"""New weights in exported programs: torch loads the result, and its outputs equal the newly trained
+model's.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ State = dict[str, torch.Tensor]
 
 
 class Deployed(nn.Module):
-    """It has a renaming hook, a splitting hook, a tied head, integer and non-persistent buffers, and a constant."""
+    """It has a renaming hook, a splitting hook, a tied head, integer and non-persistent buffers,
+    and a constant.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,15 +108,22 @@ NEW: dict[str, Callable[[nn.Module], State]] = {
     "runtime": runtime,
     "DDP": lambda model: {f"module.{k}": v for k, v in model.state_dict().items()},
     "half compiled": lambda model: {
-        (f"block._orig_mod.{k[6:]}" if k.startswith("block.") else k): v for k, v in model.state_dict().items()
+        (f"block._orig_mod.{k[6:]}" if k.startswith("block.") else k): v
+        for k, v in model.state_dict().items()
     },
     "tied once": lambda model: {k: v for k, v in model.state_dict().items() if k != "head.weight"},
-    "tied by its second name": lambda model: {k: v for k, v in model.state_dict().items() if k != "embed.weight"},
-    "strided": lambda model: {k: v.t().contiguous().t() if v.dim() == 2 else v for k, v in model.state_dict().items()},
+    "tied by its second name": lambda model: {
+        k: v for k, v in model.state_dict().items() if k != "embed.weight"
+    },
+    "strided": lambda model: {
+        k: v.t().contiguous().t() if v.dim() == 2 else v for k, v in model.state_dict().items()
+    },
 }
 
 
-@pytest.mark.parametrize(("form", "ending"), [*((form, "pt") for form in NEW), ("DDP", "safetensors")])
+@pytest.mark.parametrize(
+    ("form", "ending"), [*((form, "pt") for form in NEW), ("DDP", "safetensors")]
+)
 def test_swapped_program_equals_the_trained_model(
     tmp_path: Path, program: Path, answer: Any, form: str, ending: str
 ) -> None:
@@ -123,7 +134,9 @@ def test_swapped_program_equals_the_trained_model(
     else:
         save_file({k: v.clone().contiguous() for k, v in state.items()}, new)
     before = program.read_bytes()
-    status, done, err = answer("swap-weights", program, new, "-o", out, "--model", MODEL, "--verify")
+    status, done, err = answer(
+        "swap-weights", program, new, "-o", out, "--model", MODEL, "--verify"
+    )
     assert status == 0, err
     assert done["swapped"] == weight_count(program)
     assert torch.equal(outputs(out), model(*TOKENS))
@@ -147,10 +160,14 @@ def test_diff_finds_each_weight_that_a_swapped_program_does_not_have(
         torch.save({**state, key: value + 1}, tmp_path / "other.pt")
         status, diff, _ = answer("diff", tmp_path / "other.pt", out, "--model", MODEL, "--values")
         assert status == 1, key
-        assert any(key in entry["left"] for entry in diff["entries"] if entry["status"] == "value"), key
+        assert any(
+            key in entry["left"] for entry in diff["entries"] if entry["status"] == "value"
+        ), key
 
 
-def test_model_is_not_needed_for_keys_of_the_program(tmp_path: Path, program: Path, answer: Any) -> None:
+def test_model_is_not_needed_for_keys_of_the_program(
+    tmp_path: Path, program: Path, answer: Any
+) -> None:
     model = trained(1)
     torch.save(runtime(model), tmp_path / "new.pt")
     assert answer("swap-weights", program, tmp_path / "new.pt", "-o", tmp_path / "out.pt2")[0] == 0
@@ -171,20 +188,40 @@ def changed(**changes: torch.Tensor | None) -> State:
 TIED = trained(2).embed.weight.detach()
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "missing": (changed(norm__bias=None), ["no weight for it @ norm.bias"]),
-    "unexpected": (changed(lora__a=torch.ones(1)), ["left over: the program has no such weight @ lora.a"]),
-    "a shape": (changed(norm__bias=torch.ones(5)), ["shape [5], the program has [4] (from norm.bias) @ norm.bias"]),
-    "a dtype": (changed(norm__bias=torch.ones(4).half()), ["dtype float16, the program has float32"]),
+    "unexpected": (
+        changed(lora__a=torch.ones(1)),
+        ["left over: the program has no such weight @ lora.a"],
+    ),
+    "a shape": (
+        changed(norm__bias=torch.ones(5)),
+        ["shape [5], the program has [4] (from norm.bias) @ norm.bias"],
+    ),
+    "a dtype": (
+        changed(norm__bias=torch.ones(4).half()),
+        ["dtype float16, the program has float32"],
+    ),
     "a part of a split": (changed(attention__k__weight=None), ["@ attention.qkv.weight"]),
     "tied and different": (changed(head__weight=TIED), ["tied to"]),
     "not a dense tensor": (
         changed(norm__bias=torch.ones(4).to_sparse()),
         ["norm.bias is not a dense tensor @ norm.bias"],
     ),
-    "not a tensor": ({**changed(), "norm.bias": "a word"}, ["norm.bias is not a dense tensor @ norm.bias"]),
-    "one of two tied": (changed(embed__weight=torch.ones(5, 4)), ["(from embed.weight) @ embed.weight"]),
-    "dtype and shape": (changed(norm__bias=torch.ones(4).half(), norm__weight=torch.ones(5)), ["`ckpttool diff "]),
+    "not a tensor": (
+        {**changed(), "norm.bias": "a word"},
+        ["norm.bias is not a dense tensor @ norm.bias"],
+    ),
+    "one of two tied": (
+        changed(embed__weight=torch.ones(5, 4)),
+        ["(from embed.weight) @ embed.weight"],
+    ),
+    "dtype and shape": (
+        changed(norm__bias=torch.ones(4).half(), norm__weight=torch.ones(5)),
+        ["`ckpttool diff "],
+    ),
     "all at once": (
-        changed(norm__bias=None, lora__a=torch.ones(1), norm__weight=torch.ones(5), head__weight=TIED),
+        changed(
+            norm__bias=None, lora__a=torch.ones(1), norm__weight=torch.ones(5), head__weight=TIED
+        ),
         ["no weight for it @ norm.bias", "left over", "shape [5]", "tied to"],
     ),
 }
@@ -196,7 +233,9 @@ def test_mismatched_weights_are_refused_with_all_problems(
 ) -> None:
     state, problems = REFUSED[name]
     torch.save(state, tmp_path / "new.pt")
-    status, _, err = answer("swap-weights", program, tmp_path / "new.pt", "-o", tmp_path / "out.pt2", "--model", MODEL)
+    status, _, err = answer(
+        "swap-weights", program, tmp_path / "new.pt", "-o", tmp_path / "out.pt2", "--model", MODEL
+    )
     assert status == 1
     assert [problem for problem in problems if problem not in err] == []
     assert "Traceback" not in err
@@ -206,9 +245,18 @@ def test_mismatched_weights_are_refused_with_all_problems(
 def test_cast_converts_dtypes(tmp_path: Path, program: Path, answer: Any) -> None:
     model = trained(1)
     torch.save(
-        {k: v.double() if v.is_floating_point() else v for k, v in model.state_dict().items()}, tmp_path / "n.pt"
+        {k: v.double() if v.is_floating_point() else v for k, v in model.state_dict().items()},
+        tmp_path / "n.pt",
     )
-    args = ["swap-weights", program, tmp_path / "n.pt", "-o", tmp_path / "out.pt2", "--model", MODEL]
+    args = [
+        "swap-weights",
+        program,
+        tmp_path / "n.pt",
+        "-o",
+        tmp_path / "out.pt2",
+        "--model",
+        MODEL,
+    ]
     status, _, err = answer(*args)
     assert status == 1
     assert "--cast" in err
@@ -216,9 +264,13 @@ def test_cast_converts_dtypes(tmp_path: Path, program: Path, answer: Any) -> Non
     assert torch.equal(outputs(tmp_path / "out.pt2"), model(*TOKENS))
 
 
-def test_hooks_are_reported_as_the_likely_cause_without_a_model(tmp_path: Path, program: Path, answer: Any) -> None:
+def test_hooks_are_reported_as_the_likely_cause_without_a_model(
+    tmp_path: Path, program: Path, answer: Any
+) -> None:
     torch.save(trained(1).state_dict(), tmp_path / "new.pt")
-    status, _, err = answer("swap-weights", program, tmp_path / "new.pt", "-o", tmp_path / "out.pt2")
+    status, _, err = answer(
+        "swap-weights", program, tmp_path / "new.pt", "-o", tmp_path / "out.pt2"
+    )
     assert status == 1
     assert "--model" in err
     assert "hooks" in err
@@ -229,7 +281,13 @@ def test_program_of_another_model_is_refused(tmp_path: Path, program: Path, answ
     torch.export.save(other, tmp_path / "other.pt2")
     torch.save(trained(1).state_dict(), tmp_path / "new.pt")
     status, _, err = answer(
-        "swap-weights", tmp_path / "other.pt2", tmp_path / "new.pt", "-o", tmp_path / "o", "--model", MODEL
+        "swap-weights",
+        tmp_path / "other.pt2",
+        tmp_path / "new.pt",
+        "-o",
+        tmp_path / "o",
+        "--model",
+        MODEL,
     )
     assert status == 1
     assert "another model" in err
@@ -237,7 +295,9 @@ def test_program_of_another_model_is_refused(tmp_path: Path, program: Path, answ
 
 def test_dry_run_writes_nothing(tmp_path: Path, program: Path, answer: Any) -> None:
     torch.save(trained(1).state_dict(), tmp_path / "new.pt")
-    status, done, _ = answer("swap-weights", program, tmp_path / "new.pt", "--model", MODEL, "--dry-run")
+    status, done, _ = answer(
+        "swap-weights", program, tmp_path / "new.pt", "--model", MODEL, "--dry-run"
+    )
     assert (status, done["output"]) == (0, "")
     assert os.listdir(tmp_path) == ["new.pt"]
 
@@ -275,7 +335,9 @@ def test_constant_computed_on_loading_is_updated(tmp_path: Path, run: Run) -> No
 
 
 class Views(nn.Module):
-    """It has a buffer that is a row of a weight, two halves of one tensor, an empty buffer, and an aliased constant."""
+    """It has a buffer that is a row of a weight, two halves of one tensor, an empty buffer, and an
+    aliased constant.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +350,10 @@ class Views(nn.Module):
         self.register_buffer("again", scale, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale @ self.weight.t() + (x * self.again + self.row) @ torch.cat([self.upper, self.lower]).t()
+        return (
+            x * self.scale @ self.weight.t()
+            + (x * self.again + self.row) @ torch.cat([self.upper, self.lower]).t()
+        )
 
 
 INPUT = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -314,7 +379,9 @@ def test_shared_storage_is_preserved(views: Path, tmp_path: Path, run: Run) -> N
     model, state = of_views()
     out = tmp_path / "out.pt2"
     torch.save({**state, "again": model.get_buffer("scale").clone()}, tmp_path / "new.pt")
-    done = run("swap-weights", views, tmp_path / "new.pt", "-o", out, "--constants", "--format", "json")
+    done = run(
+        "swap-weights", views, tmp_path / "new.pt", "-o", out, "--constants", "--format", "json"
+    )
     assert (done.status, done.data["swapped"], done.data["constants"]) == (0, 7, [])
     swapped = torch.export.load(out)
     assert torch.equal(swapped.module()(INPUT), model(INPUT))
@@ -326,9 +393,15 @@ def test_shared_storage_is_preserved(views: Path, tmp_path: Path, run: Run) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"row": torch.ones(3)}, "weight shares memory with another weight that gets another value"),
+        (
+            {"row": torch.ones(3)},
+            "weight shares memory with another weight that gets another value",
+        ),
         ({"more": torch.ones(1)}, "left over: the program has no such weight @ more"),
-        ({"scale": torch.ones(3), "again": torch.zeros(3)}, "tied to scale, and its new value is another one @ again"),
+        (
+            {"scale": torch.ones(3), "again": torch.zeros(3)},
+            "tied to scale, and its new value is another one @ again",
+        ),
         ({"scale": torch.ones(4)}, "shape [4], the program has [3] (from scale) @ scale"),
         ({"none": torch.zeros(2, 0)}, "shape [2, 0], the program has [0, 2] (from none) @ none"),
     ],
@@ -339,12 +412,16 @@ def test_values_that_contradict_the_program_are_refused(
     if "scale" in changes:
         needs_torch("2.7", "a tied weight under both names in a program")
     torch.save({**of_views()[1], **changes}, tmp_path / "new.pt")
-    done = run("swap-weights", views, tmp_path / "new.pt", "-o", tmp_path / "out.pt2", "--constants")
+    done = run(
+        "swap-weights", views, tmp_path / "new.pt", "-o", tmp_path / "out.pt2", "--constants"
+    )
     assert (done.status, os.listdir(tmp_path)) == (1, ["new.pt"])
     assert message in done.err
 
 
-def test_alias_of_a_weight_may_be_missing_from_the_program(views: Path, tmp_path: Path, run: Run) -> None:
+def test_alias_of_a_weight_may_be_missing_from_the_program(
+    views: Path, tmp_path: Path, run: Run
+) -> None:
     """This holds only for the same tensor, not for a copy."""
     model, state = of_views()
     command = ["swap-weights", views, tmp_path / "new.pt", "-o", tmp_path / "out.pt2"]
@@ -359,13 +436,19 @@ def test_alias_of_a_weight_may_be_missing_from_the_program(views: Path, tmp_path
 
 
 class Crossed(nn.Module):
-    """Save two tensors of one shape under each other's names, so that keys do not show their form."""
+    """Save two tensors of one shape under each other's names, so that keys do not show their
+    form.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
-        self.register_state_dict_post_hook(lambda module, state, prefix, _: self._crossed(state, prefix))
-        self.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: self._crossed(state, prefix))
+        self.register_state_dict_post_hook(
+            lambda module, state, prefix, _: self._crossed(state, prefix)
+        )
+        self.register_load_state_dict_pre_hook(
+            lambda module, state, prefix, *_: self._crossed(state, prefix)
+        )
 
     @staticmethod
     def _crossed(state: dict[str, Any], prefix: str) -> None:
@@ -380,17 +463,34 @@ def exported(model: nn.Module, path: Path, x: torch.Tensor | None = None) -> Pat
     return path
 
 
-@pytest.mark.parametrize(("form", "crossed"), [(None, True), ("serialized", True), ("runtime", False)])
-def test_form_of_the_keys_can_be_specified(tmp_path: Path, run: Run, form: str | None, crossed: bool) -> None:
+@pytest.mark.parametrize(
+    ("form", "crossed"), [(None, True), ("serialized", True), ("runtime", False)]
+)
+def test_form_of_the_keys_can_be_specified(
+    tmp_path: Path, run: Run, form: str | None, crossed: bool
+) -> None:
     state = {"a": torch.full((3,), 5.0), "b": torch.full((3,), 7.0)}
     torch.save(state, tmp_path / "new.pt")
-    words = [exported(Crossed(), tmp_path / "p.pt2"), tmp_path / "new.pt", "--model", f"{__file__}:Crossed"]
-    done = run("swap-weights", *words, *([] if form is None else ["--from", form]), "-o", tmp_path / "out.pt2")
+    words = [
+        exported(Crossed(), tmp_path / "p.pt2"),
+        tmp_path / "new.pt",
+        "--model",
+        f"{__file__}:Crossed",
+    ]
+    done = run(
+        "swap-weights",
+        *words,
+        *([] if form is None else ["--from", form]),
+        "-o",
+        tmp_path / "out.pt2",
+    )
     assert done.status == 0, done.err
     model = Crossed()
     if crossed:
         model.load_state_dict(state)
-    expected = {name: value.detach() for name, value in model.named_parameters()} if crossed else state
+    expected = (
+        {name: value.detach() for name, value in model.named_parameters()} if crossed else state
+    )
     found = torch.export.load(tmp_path / "out.pt2").state_dict
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -431,7 +531,9 @@ class Stated(nn.Linear):
 
 
 @pytest.mark.parametrize("form", ["serialized", "runtime"])
-def test_entries_that_are_not_weights_are_ignored_and_reported(tmp_path: Path, run: Run, form: str) -> None:
+def test_entries_that_are_not_weights_are_ignored_and_reported(
+    tmp_path: Path, run: Run, form: str
+) -> None:
     """A constant that loading does not compute from the file is unchanged."""
     model = Stated()
     state = dict(model.state_dict())
@@ -440,11 +542,20 @@ def test_entries_that_are_not_weights_are_ignored_and_reported(tmp_path: Path, r
         del state["sum"]
         ignored.remove("sum")
     torch.save(state, tmp_path / "new.pt")
-    words = [exported(Stated(), tmp_path / "p.pt2"), tmp_path / "new.pt", "--model", f"{__file__}:Stated"]
-    done = run("swap-weights", *words, "--from", form, "-o", tmp_path / "out.pt2", "--format", "json")
+    words = [
+        exported(Stated(), tmp_path / "p.pt2"),
+        tmp_path / "new.pt",
+        "--model",
+        f"{__file__}:Stated",
+    ]
+    done = run(
+        "swap-weights", *words, "--from", form, "-o", tmp_path / "out.pt2", "--format", "json"
+    )
     assert done.status == 0, done.err
     assert (sorted(done.data["ignored"]), done.data["constants"]) == (sorted(ignored), ["filled"])
-    assert torch.equal(torch.export.load(tmp_path / "out.pt2").module()(torch.ones(3)), model(torch.ones(3)))
+    assert torch.equal(
+        torch.export.load(tmp_path / "out.pt2").module()(torch.ones(3)), model(torch.ones(3))
+    )
 
 
 # Operands and output
@@ -463,10 +574,16 @@ def test_a_file_is_not_swapped_in_place(tmp_path: Path, run: Run) -> None:
 def test_hint_for_operands_in_the_wrong_order(tmp_path: Path, run: Run) -> None:
     program, new = exported(nn.Linear(3, 2), tmp_path / "p.pt2"), tmp_path / "new.pt"
     torch.save(nn.Linear(3, 2).state_dict(), new)
-    for words, out in ((["-o", tmp_path / "o.pt2"], tmp_path / "o.pt2"), (["--dry-run"], "OUT.pt2")):
+    for words, out in (
+        (["-o", tmp_path / "o.pt2"], tmp_path / "o.pt2"),
+        (["--dry-run"], "OUT.pt2"),
+    ):
         done = run("swap-weights", new, program, *words)
         assert done.status == 2
-        assert f"hint: the program comes first: ckpttool swap-weights {program} {new} -o {out}" in done.err
+        assert (
+            f"hint: the program comes first: ckpttool swap-weights {program} {new} -o {out}"
+            in done.err
+        )
 
 
 class Narrow(nn.Module):
@@ -484,14 +601,23 @@ class Wide(Narrow):
     def __init__(self) -> None:
         super().__init__()
         self.y = nn.Parameter(torch.ones(3))
-        self.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(z=state.pop("y")))
-        self.register_load_state_dict_pre_hook(lambda module, state, *_: state.update(y=state.pop("z")))
+        self.register_state_dict_post_hook(
+            lambda module, state, prefix, _: state.update(z=state.pop("y"))
+        )
+        self.register_load_state_dict_pre_hook(
+            lambda module, state, *_: state.update(y=state.pop("z"))
+        )
 
 
 @pytest.mark.parametrize("key", ["z", "y"])
 def test_weight_that_the_program_lacks_is_refused(tmp_path: Path, run: Run, key: str) -> None:
     torch.save({"x": torch.ones(3), key: torch.ones(3)}, tmp_path / "new.pt")
-    words = [exported(Narrow(), tmp_path / "p.pt2"), tmp_path / "new.pt", "--model", f"{__file__}:Wide"]
+    words = [
+        exported(Narrow(), tmp_path / "p.pt2"),
+        tmp_path / "new.pt",
+        "--model",
+        f"{__file__}:Wide",
+    ]
     done = run("swap-weights", *words, "-o", tmp_path / "out.pt2", "--format", "json")
     problems = [f"{one['problem']} @ {one['key']}" for one in done.data["problems"]]
     assert (done.status, problems) == (1, [f"left over: the program has no such weight @ {key}"])
@@ -504,21 +630,30 @@ def test_hint_excludes_keys_added_by_training(
     monkeypatch.chdir(tmp_path)
     model = trained(1)
     loss = {f"loss.net.{index}.weight": torch.ones(2) for index in range(5)}
-    torch.save({**{f"model.{key}": value for key, value in model.state_dict().items()}, **loss}, "train.pt")
+    torch.save(
+        {**{f"model.{key}": value for key, value in model.state_dict().items()}, **loss}, "train.pt"
+    )
     done = run("swap-weights", program, "train.pt", "-o", "out.pt2", "--model", MODEL)
     assert (done.status, done.err.count("left over")) == (1, 5)
     (hint,) = re.findall("without the other keys: ckpttool (.*)", " ".join(done.err.split()))
     assert run(*shlex.split(hint)).status == 0
-    assert run("swap-weights", program, "train.part.pt", "-o", "out.pt2", "--model", MODEL).status == 0
+    assert (
+        run("swap-weights", program, "train.part.pt", "-o", "out.pt2", "--model", MODEL).status == 0
+    )
     assert torch.equal(outputs("out.pt2"), model(*TOKENS))
 
 
-def test_other_weights_of_the_model_in_the_file_are_named(program: Path, tmp_path: Path, run: Run) -> None:
+def test_other_weights_of_the_model_in_the_file_are_named(
+    program: Path, tmp_path: Path, run: Run
+) -> None:
     model, averaged = trained(1), AveragedModel(trained(2))
     torch.save({"model": model.state_dict(), "ema": averaged.state_dict()}, tmp_path / "run.pt")
     words = ("swap-weights", program, tmp_path / "run.pt", "--model", MODEL)
     done = run(*words, "-o", tmp_path / "new.pt2")
-    assert f"the weights are those of model; {tmp_path / 'run.pt'}::ema holds the same model too" in done.err
+    assert (
+        f"the weights are those of model; {tmp_path / 'run.pt'}::ema holds the same model too"
+        in done.err
+    )
     assert torch.equal(outputs(tmp_path / "new.pt2"), model(*TOKENS))
     done = run(*words[:2], f"{words[2]}::ema", *words[3:], "-o", tmp_path / "ema.pt2")
     assert "holds the same model" not in done.err

@@ -57,7 +57,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Te
     state: dict[str, torch.Tensor] = model.state_dict()
     torch.save(state, "good.pt")
     torch.save(namespace["plain"]().state_dict(), "plain.pt")
-    torch.save({("net." + key if key.startswith("0") else key): value for key, value in state.items()}, "bad.pt")
+    torch.save(
+        {("net." + key if key.startswith("0") else key): value for key, value in state.items()},
+        "bad.pt",
+    )
     torch.save({"module._orig_mod." + key: value for key, value in state.items()}, "wrapped.pt")
     torch.export.save(torch.export.export(model, (torch.ones(1, 4),)), "program.pt2")
     return state

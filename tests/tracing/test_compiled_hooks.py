@@ -1,4 +1,6 @@
-"""torch's compiler is imported only if the model's code uses it; compiled hooks are traced like others."""
+"""torch's compiler is imported only if the model's code uses it; compiled hooks are traced like
+others.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ for compiled in (0, 1):
 def test_only_compiled_hooks_import_the_compiler(tmp_path: Path) -> None:
     needs_torch("2.13", "importing the compiler while operators are recorded")
     (tmp_path / "model.py").write_text(MODEL)
-    done = subprocess.run([sys.executable, "-c", TRACE], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", TRACE], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     (plain, imported), (compiled, imported_by_compiled) = map(json.loads, done.stdout.splitlines())
     assert plain == compiled
     assert "aten.t.default" in plain

@@ -41,7 +41,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     numbers = iter(range(1000))
 
     def write(code: str, name: str | None = None) -> Path:
-        path = tmp_path / (name or f"user_{os.getpid()}_{tmp_path.name.replace('-', '_')}_{next(numbers)}.py")
+        path = tmp_path / (
+            name or f"user_{os.getpid()}_{tmp_path.name.replace('-', '_')}_{next(numbers)}.py"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("import torch\nfrom torch import nn\n" + textwrap.dedent(code))
         return path
@@ -82,7 +84,13 @@ FACTORY = """
 
 def test_each_form_of_operand_is_loaded(source) -> None:
     path = source(FACTORY)
-    for attr, width in (("build", 2), ("Net", 3), ("instance", 3), ("Net.small", 1), ("Space.model", 3)):
+    for attr, width in (
+        ("build", 2),
+        ("Net", 3),
+        ("instance", 3),
+        ("Net.small", 1),
+        ("Space.model", 3),
+    ):
         for operand in (f"{path}:{attr}", f"{path.stem}:{attr}"):
             model = load(operand).build()
             assert model.layer.weight.shape == (width, width)
@@ -124,12 +132,21 @@ def test_a_module_that_a_factory_keeps_is_copied(source, code: str) -> None:
 def test_a_cached_function_builds_on_meta_and_for_real(source) -> None:
     path = source("import functools\n@functools.lru_cache\ndef build(): return nn.Linear(2, 3)")
     model = load(f"{path}:build")
-    assert [model.build(real).weight.device.type for real in (False, True, False)] == ["meta", "cpu", "meta"]
+    assert [model.build(real).weight.device.type for real in (False, True, False)] == [
+        "meta",
+        "cpu",
+        "meta",
+    ]
 
 
 @pytest.mark.parametrize("kept", ["made['model']", "globals()['model']"])
 def test_a_model_that_was_kept_on_meta_is_refused_if_values_are_needed(source, kept: str) -> None:
-    lines = ["made = {}", "def build():", f"    try: return {kept}", f"    except KeyError: {kept} = nn.Linear(2, 3)"]
+    lines = [
+        "made = {}",
+        "def build():",
+        f"    try: return {kept}",
+        f"    except KeyError: {kept} = nn.Linear(2, 3)",
+    ]
     path = source("\n".join([*lines, f"    return {kept}"]))
     model = load(f"{path}:build")
     assert model.build().weight.is_meta
@@ -142,19 +159,30 @@ def test_a_model_that_was_kept_on_meta_is_refused_if_values_are_needed(source, k
 
 def test_a_real_model_of_the_module_is_real_after_meta(source) -> None:
     model = load(f"{source(FACTORY + chr(10) + '    def factory(): return instance')}:factory")
-    assert [model.build(real).layer.weight.is_meta for real in (False, True, False)] == [True, False, True]
+    assert [model.build(real).layer.weight.is_meta for real in (False, True, False)] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_objects_without_a_source_file_can_be_factories() -> None:
     assert of_object(eval("lambda: nn.Linear(1, 2)", {"nn": nn})).build().weight.shape == (2, 1)
-    assert of_object(nn.Linear, {"in_features": 2, "out_features": 3}).build().weight.shape == (3, 2)
+    assert of_object(nn.Linear, {"in_features": 2, "out_features": 3}).build().weight.shape == (
+        3,
+        2,
+    )
 
 
 def test_a_file_does_not_replace_a_loaded_module(source) -> None:
     """Its classes have the module name under which users import the file, if they can."""
     import random
 
-    for name, module in (("random.py", "_ckpttool_random"), ("my-net.py", "_ckpttool_my-net"), ("a_net.py", "a_net")):
+    for name, module in (
+        ("random.py", "_ckpttool_random"),
+        ("my-net.py", "_ckpttool_my-net"),
+        ("a_net.py", "a_net"),
+    ):
         model = load(f"{source(FACTORY, name)}:Net").build()
         assert model.layer.weight.shape == (3, 3)
         assert type(model).__module__ == module
@@ -162,7 +190,9 @@ def test_a_file_does_not_replace_a_loaded_module(source) -> None:
 
 
 def test_prints_go_to_stderr(source, capsys: pytest.CaptureFixture[str]) -> None:
-    path = source("print('importing')\ndef build():\n    print('building')\n    return nn.Linear(1, 1)")
+    path = source(
+        "print('importing')\ndef build():\n    print('building')\n    return nn.Linear(1, 1)"
+    )
     load(f"{path}:build").build()
     out, err = capsys.readouterr()
     assert out == ""
@@ -173,7 +203,8 @@ def test_prints_go_to_stderr(source, capsys: pytest.CaptureFixture[str]) -> None
 def test_files_next_to_a_file_can_be_imported_later(source, tmp_path: Path) -> None:
     source("WIDTH = 5", "deep/neighbour_for_late_import.py")
     path = source(
-        "def build():\n    import neighbour_for_late_import as n\n    return nn.Linear(n.WIDTH, 1)", "deep/a_model.py"
+        "def build():\n    import neighbour_for_late_import as n\n    return nn.Linear(n.WIDTH, 1)",
+        "deep/a_model.py",
     )
     assert load(f"{path}:build").build().weight.shape == (1, 5)
 
@@ -195,7 +226,19 @@ def test_a_file_may_define_dataclasses(source) -> None:
 
 
 @pytest.mark.parametrize(
-    "operand", ["", "model", "model:", ":attr", "model.pt:x:", "a b:c", "1model:x", "..:x", "random:a/b", "a/b:x"]
+    "operand",
+    [
+        "",
+        "model",
+        "model:",
+        ":attr",
+        "model.pt:x:",
+        "a b:c",
+        "1model:x",
+        "..:x",
+        "random:a/b",
+        "a/b:x",
+    ],
 )
 def test_a_malformed_operand_is_an_error(source, operand: str) -> None:
     assert "package.module:attr" in load_error(operand).hint
@@ -206,7 +249,9 @@ def test_a_missing_file_or_module_is_an_error(source, tmp_path: Path) -> None:
     (tmp_path / "folder.py").mkdir()
     assert "a directory" in load_error("folder.py:build").message
     error = load_error("no_such_package_at_all.model:build")
-    assert error.message == "no module named 'no_such_package_at_all' (no_such_package_at_all.model)"
+    assert error.message == (
+        "no module named 'no_such_package_at_all' (no_such_package_at_all.model)"
+    )
     assert "import no_such_package_at_all.model" in error.hint
     assert load_error("no_such_package_at_all:build").message.startswith("no module named")
 
@@ -218,7 +263,9 @@ def test_a_missing_attribute_suggests_close_names(source) -> None:
     assert f"{path}:build" in error.hint
     assert "build" in load_error(f"{path}:zzz").hint
     assert "has no attribute 'Net.tiny'" in load_error(f"{path}:Net.tiny").message
-    assert load_error(f"{source('')}:zzz").hint == "a model is package.module:attr or path/to/file.py:attr"
+    assert load_error(f"{source('')}:zzz").hint == (
+        "a model is package.module:attr or path/to/file.py:attr"
+    )
     several = source("five = 5\nnet = nn.Linear(1, 1)\n_own = nn.Linear(1, 1)\nadd = torch.add")
     assert "has no attribute 'five.zzz'" in load_error(f"{several}:five.zzz").message
     assert load_error(f"{several}:zzz").hint.endswith(f"; did you mean {several}:net?")
@@ -230,7 +277,9 @@ def test_a_file_of_a_package_gets_a_hint_with_its_module_name(
     name = f"package_{os.getpid()}"
     for folder in (name, f"{name}/deep"):
         source("", f"{folder}/__init__.py")
-    path = source("from . import other\ndef build():\n    return nn.Linear(1, 1)", f"{name}/deep/model.py")
+    path = source(
+        "from . import other\ndef build():\n    return nn.Linear(1, 1)", f"{name}/deep/model.py"
+    )
     source("", f"{name}/deep/other.py")
     hint = f"the file is part of a package: name it {name}.deep.model:build"
     assert load_error(f"{path}:build").hint == hint
@@ -241,15 +290,19 @@ def test_a_file_of_a_package_gets_a_hint_with_its_module_name(
 
 # Code with an error in its third line, the message without the operand, and a part of the hint
 ERRORS = {
-    "an import error": ("raise RuntimeError(1)", "RuntimeError: 1", "fix it there: the same happens in plain Python"),
-    "a missing import": ("import a_missing_library", "No module named 'a_missing_library'", "needs a_missing_library"),
+    "an import error": ("raise RuntimeError(1)", "RuntimeError: 1", "fix it there: the same"
+    " happens in plain Python"),
+    "a missing import": ("import a_missing_library", "No module named 'a_missing_library'", "needs"
+    " a_missing_library"),
     "a module that is not found": ("raise ModuleNotFoundError('install it', name='a_library')", "install it", ""),
-    "a module without a name": ("raise ModuleNotFoundError('install it')", "ModuleNotFoundError: install it", ""),
+    "a module without a name": ("raise ModuleNotFoundError('install it')", "ModuleNotFoundError:"
+    " install it", ""),
     "a syntax error": ("def build(:\n    pass", "SyntaxError", ""),
     "a raised syntax error": ("raise SyntaxError('odd')", "SyntaxError: odd", ""),
     "an error without a message": ("raise ValueError", "cannot be imported: ValueError", ""),
     "an exit": ("raise SystemExit(3)", "SystemExit: 3", "__main__"),
-    "an attribute that raises": ("def __getattr__(name): raise RuntimeError(name)", "RuntimeError: build", ""),
+    "an attribute that raises": ("def __getattr__(name): raise RuntimeError(name)", "RuntimeError:"
+    " build", ""),
     "a function of the constructor": (
         "def helper(): raise KeyError('depth')\ndef build(): return helper()", "KeyError: 'depth'", ""),
     "an error inside torch": ("def build(): return nn.Linear('three', 1)", "TypeError", ""),
@@ -278,7 +331,8 @@ def test_an_error_of_the_users_code_is_reported_with_its_line(source, name: str)
         "torch.rand(3)[torch.rand(3) > 0.5]",
         "bool(torch.ones(1))",
         "torch.ones(2) + torch.ones(2, device='cpu')",
-        "if torch.ones(1).is_meta: raise LookupError('width') from NotImplementedError('no meta kernel')",
+        "if torch.ones(1).is_meta: raise LookupError('width') from NotImplementedError('no meta"
+        " kernel')",
     ],
 )
 def test_a_constructor_that_needs_values_gets_the_materialize_hint(source, line: str) -> None:
@@ -328,11 +382,20 @@ def test_a_constructor_that_moves_the_model_stays_on_meta(source, line: str) -> 
 
 
 def traits(model: nn.Module) -> list[tuple[object, ...]]:
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers()),
+    }
     objects = {id(tensor): name for name, tensor in reversed(tensors.items())}
     memory = {tensor.untyped_storage()._cdata: name for name, tensor in reversed(tensors.items())}
     return [
-        (name, tensor.dtype, tensor.stride(), objects[id(tensor)], memory[tensor.untyped_storage()._cdata])
+        (
+            name,
+            tensor.dtype,
+            tensor.stride(),
+            objects[id(tensor)],
+            memory[tensor.untyped_storage()._cdata],
+        )
         for name, tensor in tensors.items()
     ]
 
@@ -371,8 +434,12 @@ def test_hooks_of_a_moved_model_see_its_device(source, line: str, is_renamed: bo
         assert ("upper" in keys, "up" in keys) == (is_renamed, not is_renamed), name
 
 
-@pytest.mark.parametrize("line", ["net.cuda()", "net.to('cuda:1')", "net.half().to(device='cuda')", "net.xpu()"])
-def test_a_model_on_a_missing_device_is_compared(source, run: Run, tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    "line", ["net.cuda()", "net.to('cuda:1')", "net.half().to(device='cuda')", "net.xpu()"]
+)
+def test_a_model_on_a_missing_device_is_compared(
+    source, run: Run, tmp_path: Path, line: str
+) -> None:
     path = source(MOVED.format(line=line))
     space: dict[str, Any] = {}
     exec(path.read_text().partition("def build")[0], space)
@@ -382,7 +449,16 @@ def test_a_model_on_a_missing_device_is_compared(source, run: Run, tmp_path: Pat
     torch.save({**model.state_dict(), "more": torch.ones(1)}, tmp_path / "more.pt")
     assert run("diff", tmp_path / "more.pt", "--model", f"{path}:build").status == 1
     assert (
-        run("remap", tmp_path / "net.pt", "--model", f"{path}:build", "--to", "runtime", "-o", tmp_path / "o.pt").status
+        run(
+            "remap",
+            tmp_path / "net.pt",
+            "--model",
+            f"{path}:build",
+            "--to",
+            "runtime",
+            "-o",
+            tmp_path / "o.pt",
+        ).status
         == 0
     )
 
@@ -401,7 +477,9 @@ def test_other_objects_are_refused(source, value: str) -> None:
 
 
 def test_wrong_kwargs_are_an_error(source) -> None:
-    path = source("def build(width, *, depth=2):\n    return nn.Linear(width, depth)\nmodel = nn.Linear(1, 1)")
+    path = source(
+        "def build(width, *, depth=2):\n    return nn.Linear(width, depth)\nmodel = nn.Linear(1, 1)"
+    )
     error = load_error(f"{path}:build")
     assert "missing a required argument: 'width'" in error.message
     assert "width" in error.hint
@@ -440,7 +518,10 @@ def test_tensors_that_meta_does_not_support_are_copied(name: str) -> None:
     instance = nn.LazyLinear(2) if name == "lazy" else {**hook_zoo.ZOO, **ZOO}[name]()
     built = of_object(instance).build()
     assert built.state_dict().keys() == instance.state_dict().keys()
-    kinds = [[(type(t), t.layout) for t in (*one.parameters(), *one.buffers())] for one in (built, instance)]
+    kinds = [
+        [(type(t), t.layout) for t in (*one.parameters(), *one.buffers())]
+        for one in (built, instance)
+    ]
     assert kinds[0] == kinds[1]
 
 

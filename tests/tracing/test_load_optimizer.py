@@ -26,18 +26,28 @@ class TiedAndFrozen(Net):
 
 def reads_values(model: nn.Module) -> torch.optim.Optimizer:
     """Read values, which meta tensors do not have."""
-    return torch.optim.SGD([p for p in model.parameters() if not p.isnan().any()], 0.5, momentum=0.5)
+    return torch.optim.SGD(
+        [p for p in model.parameters() if not p.isnan().any()], 0.5, momentum=0.5
+    )
 
 
 def with_options(model: nn.Module) -> torch.optim.Optimizer:
-    group = {"params": list(model.parameters()), "note": ("a", [1, None]), "kept": torch.ones(1), "of": [object()]}
+    group = {
+        "params": list(model.parameters()),
+        "note": ("a", [1, None]),
+        "kept": torch.ones(1),
+        "of": [object()],
+    }
     return torch.optim.Adam([group], torch.tensor(0.1), betas=(0.5, 0.25))
 
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "two groups": decayed,
     "the class": torch.optim.AdamW,
-    "a Lightning dict": lambda model: {"optimizer": torch.optim.RMSprop(model.parameters()), "lr_scheduler": None},
+    "a Lightning dict": lambda model: {
+        "optimizer": torch.optim.RMSprop(model.parameters()),
+        "lr_scheduler": None,
+    },
     "a list of one": lambda model: [torch.optim.Adagrad(model.parameters())],
     "no state": lambda model: torch.optim.SGD(model.parameters(), 0.1),
     "reads values": reads_values,
@@ -65,27 +75,45 @@ def test_ids_groups_and_state_match_the_real_optimizer(
     make = MAKERS[kind]
     optimizer = unpacked(make(real.parameters() if isinstance(make, type) else real))
     name_of = {id(parameter): name for name, parameter in real.named_parameters()}
-    pairs = [(name_of[id(p)], at) for at, group in enumerate(optimizer.param_groups) for p in group["params"]]
-    assert [(one.id, one.fqn, one.group) for one in names.optimizer] == [(at, *one) for at, one in enumerate(pairs)]
+    pairs = [
+        (name_of[id(p)], at)
+        for at, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+    ]
+    assert [(one.id, one.fqn, one.group) for one in names.optimizer] == [
+        (at, *one) for at, one in enumerate(pairs)
+    ]
     assert names.optimizer_class == type(optimizer).__name__
     for parameter in real.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     if kind != "a closure":
         optimizer.step()
-    state = {name_of[id(parameter)]: tuple(values) for parameter, values in optimizer.state.items() if values}
+    state = {
+        name_of[id(parameter)]: tuple(values)
+        for parameter, values in optimizer.state.items()
+        if values
+    }
     assert {one.fqn: one.state for one in names.optimizer if one.state} == state
     for options, group in zip(names.optimizer_groups, optimizer.param_groups, strict=True):
-        numbers = {n: pytest.approx(v.item()) for n, v in group.items() if isinstance(v, torch.Tensor)}
+        numbers = {
+            n: pytest.approx(v.item()) for n, v in group.items() if isinstance(v, torch.Tensor)
+        }
         plain: dict[str, Any] = {
-            name: value for name, value in group.items() if isinstance(value, (int, float, str, type(None)))
+            name: value
+            for name, value in group.items()
+            if isinstance(value, (int, float, str, type(None)))
         }
         plain |= numbers
-        assert {name: value for name, value in options.items() if not isinstance(value, list)} == plain
+        assert {
+            name: value for name, value in options.items() if not isinstance(value, list)
+        } == plain
         lists = {name: value for name, value in options.items() if isinstance(value, list)}
         if kind == "options of all kinds":
             assert lists == {"betas": [0.5, 0.25], "note": ["a", [1, None]]}
         else:
-            assert lists == {name: list(value) for name, value in group.items() if isinstance(value, tuple)}
+            assert lists == {
+                name: list(value) for name, value in group.items() if isinstance(value, tuple)
+            }
 
 
 def test_a_huge_model_costs_no_memory() -> None:
@@ -106,10 +134,19 @@ def test_a_huge_model_costs_no_memory() -> None:
     [
         (3, "3 is not a function but an int"),
         (lambda model: None, "gives a NoneType, not an optimizer"),
-        (lambda model: [torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())], "gives a list"),
+        (
+            lambda model: [
+                torch.optim.SGD(model.parameters()),
+                torch.optim.SGD(model.parameters()),
+            ],
+            "gives a list",
+        ),
         (lambda model: {"lr_scheduler": None}, "gives a NoneType"),
         (lambda model: [], "gives a list"),
-        (lambda model: torch.optim.SGD(Net().parameters()), "has 9 parameters that the model has not"),
+        (
+            lambda model: torch.optim.SGD(Net().parameters()),
+            "has 9 parameters that the model has not",
+        ),
     ],
 )
 def test_an_invalid_optimizer_is_an_error(make: Any, message: str) -> None:

@@ -36,7 +36,9 @@ Copies = OrderedDict[str, Any]
 
 
 def clone_state(state: Mapping[str, Any]) -> Copies:
-    copies: Copies = OrderedDict((k, v.clone() if isinstance(v, torch.Tensor) else v) for k, v in state.items())
+    copies: Copies = OrderedDict(
+        (k, v.clone() if isinstance(v, torch.Tensor) else v) for k, v in state.items()
+    )
     if hasattr(state, "_metadata"):
         copies._metadata = state._metadata  # type: ignore[attr-defined]
     return copies
@@ -45,7 +47,8 @@ def clone_state(state: Mapping[str, Any]) -> Copies:
 def section_of(state: Mapping[str, Any]) -> Section:
     """Save the state dict, and return its section in the file; valid until the next call."""
     path = f"{_FOLDER.name}/state.pt"
-    torch.save(clone_state(state), path)  # torch refuses to save views of one tensor in several dtypes
+    # torch refuses to save views of one tensor in several dtypes
+    torch.save(clone_state(state), path)
     sections = open_operand(path).sections
     return sections[0] if sections else Section("", "state_dict", ())
 
@@ -61,7 +64,9 @@ DAMAGES: dict[str, Callable[[Copies, str], object]] = {
     "rename leaf": lambda state, key: state.update({f"{key}_old": state.pop(key)}),
     "no metadata": lambda state, key: vars(state).pop("_metadata", None),
     "not a tensor": lambda state, key: state.update({key: 5}),
-    "transpose": lambda state, key: state.update({key: state[key].t() if state[key].dim() == 2 else state[key]}),
+    "transpose": lambda state, key: state.update(
+        {key: state[key].t() if state[key].dim() == 2 else state[key]}
+    ),
 }
 
 
@@ -114,7 +119,9 @@ def check(name: str, damages: list[tuple[str, int]]) -> Verdict:
     for fqn, value in runtime_values(model).items():
         source = verdict.reads[fqn]
         if source is None:  # it comes from no tensor of the file (but may come from a number)
-            assert torch.equal(value, before[fqn]) or any(kind == "not a tensor" for kind, _ in damages)
+            assert torch.equal(value, before[fqn]) or any(
+                kind == "not a tensor" for kind, _ in damages
+            )
         elif not ex.is_opaque(source):
             assert torch.equal(evaluate(source, state.__getitem__), value), fqn
     return verdict
@@ -130,11 +137,15 @@ def test_the_models_own_state_dict_loads(name: str) -> None:
     name=st.sampled_from(sorted(set(ZOO) - NO_CHECKPOINT)),
     damages=st.lists(st.tuples(st.sampled_from(sorted(DAMAGES)), st.integers(0, 7)), max_size=3),
 )
-def test_damaged_checkpoints_have_the_verdict_of_torch(name: str, damages: list[tuple[str, int]]) -> None:
+def test_damaged_checkpoints_have_the_verdict_of_torch(
+    name: str, damages: list[tuple[str, int]]
+) -> None:
     check(name, damages)
 
 
-@pytest.mark.parametrize("name", ["plain", "batch_norm", "tied", "buffers", "weight_norm", "extra_state"])
+@pytest.mark.parametrize(
+    "name", ["plain", "batch_norm", "tied", "buffers", "weight_norm", "extra_state"]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_dtype_changes_match_the_file(name: str, dtype: torch.dtype) -> None:
     state = zoo_model(name).build(True).state_dict()
@@ -144,7 +155,12 @@ def test_dtype_changes_match_the_file(name: str, dtype: torch.dtype) -> None:
     verdict = load_verdict(zoo_model(name), section_of(state))
     runtime = runtime_values(zoo_model(name).build(True))
     expected = {
-        (fqn, fqn, str(state[fqn].dtype).removeprefix("torch."), str(value.dtype).removeprefix("torch."))
+        (
+            fqn,
+            fqn,
+            str(state[fqn].dtype).removeprefix("torch."),
+            str(value.dtype).removeprefix("torch."),
+        )
         for fqn, value in runtime.items()
         if fqn in state and state[fqn].dtype != value.dtype
     }
@@ -155,11 +171,21 @@ def test_dtype_changes_match_the_file(name: str, dtype: torch.dtype) -> None:
 def test_an_unknown_extra_state_is_an_error() -> None:
     state = zoo_model("extra_state").build(True).state_dict()
     section = section_of(state)
-    unknown = Section("", "state_dict", section.tensors, (ExtraEntry("0._extra_state", "a record"),), section.modules)
+    unknown = Section(
+        "",
+        "state_dict",
+        section.tensors,
+        (ExtraEntry("0._extra_state", "a record"),),
+        section.modules,
+    )
     with pytest.raises(CkptError, match=r"depends on 1 object that no safe loader makes"):
         load_verdict(zoo_model("extra_state"), unknown)
     wrong = Section(
-        "", "state_dict", section.tensors, (ExtraEntry("0._extra_state", value={"format": 2}),), section.modules
+        "",
+        "state_dict",
+        section.tensors,
+        (ExtraEntry("0._extra_state", value={"format": 2}),),
+        section.modules,
     )
     verdict = load_verdict(zoo_model("extra_state"), wrong)
     assert not verdict.ok
@@ -171,10 +197,14 @@ def test_the_error_of_torch_is_the_verdict() -> None:
     verdict = load_verdict(zoo_model("loads_only_with_metadata"), section_of(dict(state)))
     assert (verdict.ok, verdict.errors[0].partition(" (")[0]) == (False, "KeyError: '0.gamma'")
     verdict = load_verdict(of_object(Exits), section_of(nn.Linear(2, 2).state_dict()))
-    assert (verdict.ok, verdict.errors[0].partition(" (")[0]) == (False, "RuntimeError: exits: no loading")
+    assert (verdict.ok, verdict.errors[0].partition(" (")[0]) == (
+        False,
+        "RuntimeError: exits: no loading",
+    )
     state = {**zoo_model("plain").build(True).state_dict(), "0.weight": torch.ones(7, 7)}
     assert load_verdict(zoo_model("plain"), section_of(state)).errors == (
-        "size mismatch for 0.weight: copying a param with shape torch.Size([7, 7]) from checkpoint, "
+        "size mismatch for 0.weight: copying a param with shape torch.Size([7, 7]) from"
+        " checkpoint, "
         "the shape in current model is torch.Size([4, 3]).",
     )
 
@@ -234,7 +264,9 @@ class ByKeywords(nn.Linear):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         lists: dict[str, list[str]] = {"missing_keys": [], "unexpected_keys": [], "error_msgs": []}
-        self._load_from_state_dict(state_dict=dict(state_dict), prefix="", local_metadata={}, strict=strict, **lists)
+        self._load_from_state_dict(
+            state_dict=dict(state_dict), prefix="", local_metadata={}, strict=strict, **lists
+        )
         if any(lists.values()):
             raise RuntimeError(f"Error(s) in loading state_dict for {lists}")
 
@@ -247,7 +279,10 @@ class ByKeywords(nn.Linear):
 ])  # fmt: skip
 @pytest.mark.parametrize("cheap", [True, False])
 def test_the_verdict_on_custom_loading_code_matches_torch(
-    build: Callable[[], nn.Module], changes: list[tuple[str, str | None]], cheap: bool, monkeypatch: pytest.MonkeyPatch
+    build: Callable[[], nn.Module],
+    changes: list[tuple[str, str | None]],
+    cheap: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not cheap:
         monkeypatch.setattr(instances, "_CHEAP", -1)
@@ -259,7 +294,9 @@ def test_the_verdict_on_custom_loading_code_matches_torch(
     for fqn, source in verdict.reads.items():
         assert source is not None
         if not ex.is_opaque(source):
-            assert torch.equal(evaluate(source, state.__getitem__).float(), model.get_parameter(fqn)), fqn
+            assert torch.equal(
+                evaluate(source, state.__getitem__).float(), model.get_parameter(fqn)
+            ), fqn
 
 
 def test_a_load_state_dict_without_strict_is_supported() -> None:

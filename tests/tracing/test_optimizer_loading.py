@@ -44,17 +44,23 @@ def saved() -> dict[str, Any]:
 
 
 def with_state(**extra: Any) -> dict[str, Any]:
-    """Return a saved state with extra entries for the first parameter; `loose` is next to the states."""
+    """Return a saved state with extra entries for the first parameter; `loose` is next to the
+    states.
+    """
     state = saved()
     state["state"][0].update({name: value for name, value in extra.items() if name != "loose"})
     state["state"].update({name: value for name, value in extra.items() if name == "loose"})
     return state
 
 
-def verdict(state: dict[str, Any], make: Callable[..., Any], path: Path, real: bool = False) -> OptimizerVerdict | None:
+def verdict(
+    state: dict[str, Any], make: Callable[..., Any], path: Path, real: bool = False
+) -> OptimizerVerdict | None:
     torch.save({"model": build().state_dict(), "optimizer": state}, path)
     section = open_operand(str(path)).section("optimizer")
-    return optimizer_verdict(replace(of_object(build), materialize=real), load_optimizer(make), section)
+    return optimizer_verdict(
+        replace(of_object(build), materialize=real), load_optimizer(make), section
+    )
 
 
 STATES: dict[str, dict[str, Any]] = {
@@ -68,7 +74,9 @@ STATES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_the_verdict_matches_torch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_matches_torch(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is the same for a model that is too large for real tensors, unless they are requested."""
     state, path = STATES[name], tmp_path / "a.pt"
     model = build()

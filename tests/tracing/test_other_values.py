@@ -24,10 +24,18 @@ torch.set_num_threads(1)
 def names_with_wrong_values(
     sources: Mapping[str, Expression | None], values: Mapping[str, torch.Tensor], expected: Mapping
 ) -> list[str]:
-    """Return the names with an expression that is not opaque and does not evaluate to `expected`."""
-    known = {name: source for name, source in sources.items() if source is not None and not is_opaque(source)}
+    """Return the names with an expression that is not opaque and does not evaluate to
+    `expected`.
+    """
+    known = {
+        name: source
+        for name, source in sources.items()
+        if source is not None and not is_opaque(source)
+    }
     return [
-        name for name, source in known.items() if not torch.equal(evaluate(source, values.__getitem__), expected[name])
+        name
+        for name, source in known.items()
+        if not torch.equal(evaluate(source, values.__getitem__), expected[name])
     ]
 
 
@@ -40,7 +48,9 @@ def test_expressions_hold_for_other_values(name: str) -> None:
     state = source.state_dict()
     assert not names_with_wrong_values({s.key: s.source for s in names.serialized}, values, state)
     target.load_state_dict(state, strict=True)
-    assert not names_with_wrong_values({r.fqn: r.source for r in names.load}, state, runtime_values(target))
+    assert not names_with_wrong_values(
+        {r.fqn: r.source for r in names.load}, state, runtime_values(target)
+    )
 
 
 @pytest.mark.parametrize(("name", "fqn", "keys"), [
@@ -72,7 +82,9 @@ def test_both_values_of_a_boolean_are_tried(flag: bool) -> None:
             super().__init__(2, 2)
             self.register_buffer("flag", torch.tensor(flag))
 
-        def _save_to_state_dict(self, state: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
+        def _save_to_state_dict(
+            self, state: dict[str, torch.Tensor], prefix: str, keep_vars: bool
+        ) -> None:
             super()._save_to_state_dict(state, prefix, keep_vars)
             if self.flag.item():
                 state[f"{prefix}weight"] = state[f"{prefix}weight"].detach() * 2
@@ -91,14 +103,19 @@ def test_loading_gets_the_saved_versions() -> None:
         def __init__(self) -> None:
             super().__init__(2, 2)
 
-        def _load_from_state_dict(self, state: dict, prefix: str, metadata: dict, *more: Any) -> None:
+        def _load_from_state_dict(
+            self, state: dict, prefix: str, metadata: dict, *more: Any
+        ) -> None:
             if metadata.get("version", 1) < 2:
                 state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
             super()._load_from_state_dict(state, prefix, metadata, *more)
 
     names = trace(of_object(Versioned))
     assert names.roundtrips
-    assert {one.fqn: one.source for one in names.load} == {"weight": Ref("weight"), "bias": Ref("bias")}
+    assert {one.fqn: one.source for one in names.load} == {
+        "weight": Ref("weight"),
+        "bias": Ref("bias"),
+    }
 
 
 class ChecksItsValues(nn.Linear):
@@ -109,7 +126,9 @@ class ChecksItsValues(nn.Linear):
     def is_fine(self) -> bool:
         return bool(self.weight.isfinite().all())
 
-    def _save_to_state_dict(self, state: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, state: dict[str, torch.Tensor], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(state, prefix, keep_vars)
         if not self.is_fine():
             raise ValueError("no weight to save")
@@ -127,7 +146,9 @@ class AcceptsOnlyOnes(ChecksItsValues):
 
 
 @pytest.mark.parametrize(("build", "is_known"), [(ChecksItsValues, True), (AcceptsOnlyOnes, False)])
-def test_a_check_of_values_does_not_make_a_tensor_opaque(build: type[nn.Module], is_known: bool) -> None:
+def test_a_check_of_values_does_not_make_a_tensor_opaque(
+    build: type[nn.Module], is_known: bool
+) -> None:
     """If no other values pass the check, the tensor is opaque."""
     names = trace(of_object(lambda: nn.ModuleList([build(), Doubles()])))
     source, plain = (key.source for key in names.serialized if key.key.endswith("weight"))
@@ -135,7 +156,9 @@ def test_a_check_of_values_does_not_make_a_tensor_opaque(build: type[nn.Module],
     assert plain is not None
     assert (is_opaque(source), is_opaque(plain)) == (not is_known, False)
     weight = torch.randn(2, 2)
-    assert not is_known or torch.equal(evaluate(source, {"0.weight": weight}.__getitem__), weight * 2)
+    assert not is_known or torch.equal(
+        evaluate(source, {"0.weight": weight}.__getitem__), weight * 2
+    )
 
 
 class ChecksItsSeal(nn.Module):
@@ -173,7 +196,8 @@ class LoadsAnyValues(SavesAnyValues):
 
 
 @pytest.mark.parametrize(("build", "keys"), [
-    (ChecksItsSeal, {"weight", "bias", "seal"}),  # no other values can be tried, so any key may be a source
+    # no other values can be tried, so any key may be a source
+    (ChecksItsSeal, {"weight", "bias", "seal"}),
     (SavesAnyValues, {"weight", "bias", "seal"}),
     (LoadsAnyValues, {"weight"}),
 ])  # fmt: skip
@@ -192,8 +216,12 @@ def test_expressions_without_other_values_are_opaque(
 
 
 @pytest.mark.parametrize("limit", [256, 0])
-def test_source_tensors_of_values_computed_outside_torch(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tensor is changed separately; if there are too many tensors, all of them count as sources."""
+def test_source_tensors_of_values_computed_outside_torch(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor is changed separately; if there are too many tensors, all of them count as
+    sources.
+    """
 
     class Hashed(nn.Module):
         def __init__(self) -> None:
@@ -205,7 +233,9 @@ def test_source_tensors_of_values_computed_outside_torch(limit: int, monkeypatch
 
         @staticmethod
         def _save(module: Hashed, state: dict[str, Any], prefix: str, _: Any) -> None:
-            a, limit = (ctypes.string_at(tensor.data_ptr(), 8) for tensor in (module.a, module.limit))
+            a, limit = (
+                ctypes.string_at(tensor.data_ptr(), 8) for tensor in (module.a, module.limit)
+            )
             ones = ctypes.string_at(torch.ones(2).data_ptr(), 8)
             if limit != ones and a == ones:
                 raise ValueError("another limit alone")

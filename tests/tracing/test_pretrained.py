@@ -22,7 +22,8 @@ from ckpttool.tracing.trace import trace
 from pretrained_models import FEW, TEXT
 
 pytestmark = pytest.mark.skipif(
-    int(transformers.__version__.split(".")[0]) < 5, reason="transformers 4 keeps no mapping of names as data"
+    int(transformers.__version__.split(".")[0]) < 5,
+    reason="transformers 4 keeps no mapping of names as data",
 )
 CONFIG = {"model_type": "llama", **TEXT}
 
@@ -33,14 +34,20 @@ def write_config(path: Path, **extra: Any) -> str:
 
 
 def test_a_model_is_built_from_its_config(tmp_path: Path) -> None:
-    """It has the class and dtype of the config (or the headless class); the default dtype is restored."""
-    model = of_folder(write_config(tmp_path, architectures=["LlamaForCausalLM"], dtype="bfloat16"), {}, False).build()
+    """It has the class and dtype of the config (or the headless class); the default dtype is
+    restored.
+    """
+    model = of_folder(
+        write_config(tmp_path, architectures=["LlamaForCausalLM"], dtype="bfloat16"), {}, False
+    ).build()
     assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
     assert type(model).__name__ == "LlamaForCausalLM"
     assert {one.device.type for one in model.parameters()} == {"meta"}
     headless = of_folder(write_config(tmp_path), {}, True).build()
     assert type(headless).__name__ == "LlamaModel"
-    assert {(one.dtype, one.device.type) for one in headless.parameters()} == {(torch.float32, "cpu")}
+    assert {(one.dtype, one.device.type) for one in headless.parameters()} == {
+        (torch.float32, "cpu")
+    }
     assert torch.get_default_dtype() == torch.float32
 
 
@@ -50,13 +57,17 @@ def test_a_model_is_built_from_its_config(tmp_path: Path) -> None:
     ({"architectures": ["LlamaForNothing"]}, {}, "has no LlamaForNothing"),
     ({"model_type": "no_such_kind"}, {}, "transformers cannot build a model from"),
 ])  # fmt: skip
-def test_a_config_without_a_model_is_an_error(extra: Any, arguments: Any, message: str, tmp_path: Path) -> None:
+def test_a_config_without_a_model_is_an_error(
+    extra: Any, arguments: Any, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(CkptError) as raised:
         of_folder(write_config(tmp_path, **extra), arguments, False)
     assert message in raised.value.message
 
 
-def test_a_missing_folder_or_missing_transformers_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_or_missing_transformers_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CkptError, match=r"^hf: holds no config.json"):
         of_folder("hf:", {}, False)
@@ -71,7 +82,9 @@ def test_a_missing_folder_or_missing_transformers_is_an_error(tmp_path: Path, mo
     ("build.py:imports_a_model", 2),
 ])  # fmt: skip
 def test_transformers_with_a_broken_dependency(model: str, status: int, tmp_path: Path) -> None:
-    """If torchvision was built for another torch, for example, most classes of transformers cannot be imported."""
+    """If torchvision was built for another torch, for example, most classes of transformers cannot
+    be imported.
+    """
     (tmp_path / "here").mkdir()
     write_config(tmp_path / "here", architectures=["LlamaForCausalLM"])
     (tmp_path / "build.py").write_text(
@@ -88,7 +101,11 @@ def test_transformers_with_a_broken_dependency(model: str, status: int, tmp_path
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr
     assert "internal error" not in done.stderr
-    assert status == 1 or "caused by ModuleNotFoundError: import of transformers.modeling_utils halted" in done.stderr
+    assert (
+        status == 1
+        or ("caused by ModuleNotFoundError: import of transformers.modeling_utils halted")
+        in done.stderr
+    )
 
 
 def test_an_old_version_of_transformers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +117,9 @@ def test_an_old_version_of_transformers_is_an_error(monkeypatch: pytest.MonkeyPa
 
 
 def test_pretrained_loading_follows_strict_and_the_keys_to_ignore() -> None:
-    """Inside another model it keeps its own names; strict=False accepts missing keys; ignored keys are not saved."""
+    """Inside another model it keeps its own names; strict=False accepts missing keys; ignored keys
+    are not saved.
+    """
     model: Any = as_pretrained(of_object(FEW["experts"])).build(True)
     original = FEW["experts"]().state_dict()
     assert nn.ModuleDict({"part": model}).state_dict().keys() == {f"part.{key}" for key in original}
@@ -121,7 +140,9 @@ def test_the_hook_is_the_function_that_converts_when_saving() -> None:
 
     code = revert_weight_conversion.__code__
     names = by_transformers(trace(as_pretrained(of_object(FEW["experts"], materialize=True))))
-    hooks = {(hook.function, hook.file, hook.line) for key in names.serialized if (hook := key.hook)}
+    hooks = {
+        (hook.function, hook.file, hook.line) for key in names.serialized if (hook := key.hook)
+    }
     assert hooks == {("revert_weight_conversion", code.co_filename, code.co_firstlineno)}
 
 

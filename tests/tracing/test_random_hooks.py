@@ -21,7 +21,14 @@ torch.set_num_threads(1)
 SEEDS = range(int(os.environ.get("CKPTTOOL_SEEDS", "12")))
 LOADS = 24  # loads with random values, which decide if a change is reversible
 SHAPES = [(1,), (2, 3), (4, 4), (), (1, 1), (3, 1), (0, 2), (5,)]
-DTYPES = [*[torch.float32] * 4, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+DTYPES = [
+    *[torch.float32] * 4,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.bool,
+]
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -53,12 +60,18 @@ CHANGES: dict[str, tuple[Change, Change]] = {
     "flatten": (lambda x: x.reshape(-1), same),
     "double": (lambda x: x.double(), same),
     "half": (lambda x: x.half(), same),
-    "twice": (except_booleans(lambda x: x * 2), except_booleans(lambda x: x / 2 if x.is_floating_point() else x // 2)),
+    "twice": (
+        except_booleans(lambda x: x * 2),
+        except_booleans(lambda x: x / 2 if x.is_floating_point() else x // 2),
+    ),
     "abs": (except_booleans(torch.abs), same),
     "relu": (except_booleans(lambda x: x.clone().clamp_(min=0)), same),
     "clamp": (except_booleans(lambda x: x.clamp(-5, 5)), same),
     "by numpy": (lambda x: torch.from_numpy(x.double().numpy().copy()), same),
-    "alternating_zeros": (lambda x: torch.copysign(x, alternating_zeros(x)) if x.is_floating_point() else x, same),
+    "alternating_zeros": (
+        lambda x: torch.copysign(x, alternating_zeros(x)) if x.is_floating_point() else x,
+        same,
+    ),
     "without the first": (without_first, same),
     "the first last": (lambda x: torch.cat([x.reshape(-1)[1:], x.reshape(-1)[:1]]), same),
     "roll": (lambda x: x.roll(1), lambda x: x.roll(-1)),
@@ -99,7 +112,9 @@ class Hooked(nn.Module):
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    return {
+        name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 def random_model(seed: int, generator: torch.Generator) -> Hooked:
@@ -124,7 +139,9 @@ def lost_tensors(seed: int, generator: torch.Generator) -> set[str]:
             target.load_state_dict(copy.deepcopy(source.state_dict()), strict=True)
         except RuntimeError:
             return set(expected)
-        result |= {name for name, value in tensors(target).items() if not same_bits(value, expected[name])}
+        result |= {
+            name for name, value in tensors(target).items() if not same_bits(value, expected[name])
+        }
     return result
 
 

@@ -36,17 +36,23 @@ class SavesAsInt32(nn.Linear):
         sd[prefix + "weight"] = torch.from_numpy(sd[prefix + "weight"].numpy().view("int32").copy())
 
     def _load(self, sd: dict, prefix: str, *args: object) -> None:
-        sd[prefix + "weight"] = torch.from_numpy(sd[prefix + "weight"].numpy().view("float32").copy())
+        sd[prefix + "weight"] = torch.from_numpy(
+            sd[prefix + "weight"].numpy().view("float32").copy()
+        )
 
 
 class LosesOneRow(SavesAsInt32):
     def _load(self, sd: dict, prefix: str, *args: object) -> None:
         super()._load(sd, prefix)
-        sd[prefix + "weight"] = torch.from_numpy(sd[prefix + "weight"].numpy() * [[1.0], [0.0]]).float()
+        sd[prefix + "weight"] = torch.from_numpy(
+            sd[prefix + "weight"].numpy() * [[1.0], [0.0]]
+        ).float()
 
 
 class SavesUpToABound(nn.Linear):
-    """Saves a value of at most 5, in numpy; other random values of one element are seldom larger."""
+    """Saves a value of at most 5, in numpy; other random values of one element are seldom
+    larger.
+    """
 
     def __init__(self) -> None:
         super().__init__(1, 1)
@@ -70,7 +76,9 @@ class AddsSavedZeros(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "shift": torch.zeros(2, 2)}))
+        self._register_state_dict_hook(
+            lambda m, sd, p, meta: sd.update({p + "shift": torch.zeros(2, 2)})
+        )
         self._register_load_state_dict_pre_hook(self._load)
 
     def _load(self, sd: dict, prefix: str, *args: object) -> None:
@@ -83,7 +91,9 @@ class TransposesQuantized(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
         with torch.device("cpu"):
-            self.register_buffer("table", torch.quantize_per_tensor(torch.ones(2, 3), 0.5, 0, torch.qint8))
+            self.register_buffer(
+                "table", torch.quantize_per_tensor(torch.ones(2, 3), 0.5, 0, torch.qint8)
+            )
         self._register_state_dict_hook(lambda m, sd, p, meta: m._turn(sd, p))
         self._register_load_state_dict_pre_hook(self._turn)
 
@@ -97,7 +107,9 @@ class SavesAbs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.ones(1))
-        self._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "gain": self.change(sd[p + "gain"])}))
+        self._register_state_dict_hook(
+            lambda m, sd, p, meta: sd.update({p + "gain": self.change(sd[p + "gain"])})
+        )
 
     def change(self, gain: torch.Tensor) -> torch.Tensor:
         return gain.abs()
@@ -139,7 +151,9 @@ class Expands(SavesAsInt32):
 
 
 class InTwoDtypes(SavesAsInt32):
-    """Saves one memory in two dtypes, which no file can store, and an object; checks the version at load."""
+    """Saves one memory in two dtypes, which no file can store, and an object; checks the version at
+    load.
+    """
 
     _version = 3
 
@@ -165,9 +179,19 @@ class InTwoDtypes(SavesAsInt32):
 
 ROUND_TRIPS: dict[type[nn.Module], bool] = {
     **dict.fromkeys(
-        (SavesAsInt32, AddsSavedZeros, TransposesQuantized, OverlappingBuffers, Expands, InTwoDtypes), True
+        (
+            SavesAsInt32,
+            AddsSavedZeros,
+            TransposesQuantized,
+            OverlappingBuffers,
+            Expands,
+            InTwoDtypes,
+        ),
+        True,
     ),
-    **dict.fromkeys((LosesOneRow, SavesUpToABound, SavesAbs, SavesAbsByNumpy, Clamps, Forgets), False),
+    **dict.fromkeys(
+        (LosesOneRow, SavesUpToABound, SavesAbs, SavesAbsByNumpy, Clamps, Forgets), False
+    ),
 }
 
 
@@ -179,7 +203,9 @@ def test_round_trips_match_torch(cls: type[nn.Module]) -> None:
         parameter.data.fill_(-100.0)
     target.load_state_dict(source.state_dict(), strict=True)
     expected, restored = runtime_values(source), runtime_values(target)
-    same = expected.keys() == restored.keys() and all(torch.equal(restored[name], expected[name]) for name in expected)
+    same = expected.keys() == restored.keys() and all(
+        torch.equal(restored[name], expected[name]) for name in expected
+    )
     assert same == ROUND_TRIPS[cls]
     names = trace(of_object(cls))
     assert (names.roundtrips, names.notes) == (same, ())
@@ -197,7 +223,8 @@ def test_a_round_trip_that_cannot_be_tried_is_unknown(monkeypatch: pytest.Monkey
     names = trace(of_object(AddsSavedZeros))
     assert names.roundtrips
     assert names.notes == (
-        "cannot be told whether it is given back: loaded from shift, which no tensor of the model is saved to @ weight",
+        "cannot be told whether it is given back: loaded from shift, which no tensor of the model"
+        " is saved to @ weight",
     )
 
 
@@ -228,7 +255,9 @@ class CacheIfReal(nn.Module):
         super().__init__()
         self.theta = nn.Parameter(torch.ones(2))
         if is_real(self.theta):
-            self.register_buffer("cache", torch.outer(torch.arange(3.0), self.theta.detach()), persistent=False)
+            self.register_buffer(
+                "cache", torch.outer(torch.arange(3.0), self.theta.detach()), persistent=False
+            )
 
 
 @pytest.mark.parametrize("cheap", [True, False])
@@ -245,7 +274,9 @@ def test_a_constructor_that_creates_other_tensors_on_meta_is_traced(
 
 
 def test_a_large_constructor_may_copy_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's Transformer copies its layers; only tensors are copied, not the mode that creates them."""
+    """torch's Transformer copies its layers; only tensors are copied, not the mode that creates
+    them.
+    """
 
     class Copies(CacheIfReal):
         def __init__(self) -> None:
@@ -268,7 +299,8 @@ def test_a_constructor_that_reads_values_is_noted(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(instances, "_CHEAP", -1)
     assert trace(of_object(Reads)).notes == (
-        "on the meta device alone: whether its constructor makes other tensors for real was not looked at",
+        "on the meta device alone: whether its constructor makes other tensors for real was not"
+        " looked at",
     )
 
 
@@ -285,9 +317,12 @@ def test_same_compares_the_parts_of_tensors() -> None:
     assert not same(sparse, torch.ones(2, 2).to_sparse())
     assert not same(sparse, torch.eye(2))
     assert same(
-        loading_zoo.Packed(torch.ones(2, 2), torch.ones(2)), loading_zoo.Packed(torch.ones(2, 2), torch.ones(2))
+        loading_zoo.Packed(torch.ones(2, 2), torch.ones(2)),
+        loading_zoo.Packed(torch.ones(2, 2), torch.ones(2)),
     )
-    quantized = [torch.quantize_per_tensor(torch.ones(2) * one, 0.5, 0, torch.qint8) for one in (1, 1, 2)]
+    quantized = [
+        torch.quantize_per_tensor(torch.ones(2) * one, 0.5, 0, torch.qint8) for one in (1, 1, 2)
+    ]
     assert same(quantized[0], quantized[1])
     assert not same(quantized[0], quantized[2])
 
@@ -306,14 +341,18 @@ def test_a_tensor_in_extra_state_that_fails_to_load_is_not_saved() -> None:
     assert trace(of_object(AcceptsOneExtraState)).not_serialized == ("amax",)
 
 
-def test_a_model_that_differs_on_meta_and_does_not_fit_in_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_differs_on_meta_and_does_not_fit_in_memory_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(instances, "_CHEAP", -1)
     monkeypatch.setattr(instances, "memory_available", lambda: -1)
     (note,) = trace(of_object(CacheIfReal)).notes
     assert note.startswith("on the meta device the constructor creates other tensors")
 
 
-def test_a_platform_that_does_not_tell_its_memory_has_4_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_platform_that_does_not_tell_its_memory_has_4_gib(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def unknown(*args: object) -> int:
         raise OSError
 

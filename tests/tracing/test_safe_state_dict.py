@@ -137,7 +137,10 @@ VALUES: dict[str, tuple[Any, int]] = {
     "a setter": (PicklesAs(OrderedDict, (), {"a": 1}, None, None, set_state), 4),
     "a subclass": (packed(), 2),
     "a subclass with code": (packed(Undeclared), 2),
-    "a storage": (torch.storage.TypedStorage(wrap_storage=bytes_of(7), dtype=torch.uint8, _internal=True), 2),
+    "a storage": (
+        torch.storage.TypedStorage(wrap_storage=bytes_of(7), dtype=torch.uint8, _internal=True),
+        2,
+    ),
     "an unhashable item": (PicklesAs(set, ([PicklesAs(list, ())],)), 2),
 }
 ONLY_HERE = (
@@ -165,19 +168,28 @@ def torch_safe_load(path: Path) -> Any:
 
 def equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.storage.TypedStorage):
-        return one.dtype == other.dtype and one._untyped_storage.tolist() == other._untyped_storage.tolist()
+        return (
+            one.dtype == other.dtype
+            and one._untyped_storage.tolist() == other._untyped_storage.tolist()
+        )
     if isinstance(one, Packed):
         return torch.equal(one.values_, other.values_) and torch.equal(one.scale, other.scale)
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     if isinstance(one, dict):
-        return type(one) is type(other) and one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+        return (
+            type(one) is type(other)
+            and one.keys() == other.keys()
+            and all(equal(one[k], other[k]) for k in one)
+        )
     return bool(type(one) is type(other) and one == other)
 
 
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_objects_are_created_if_the_safe_loader_of_torch_creates_them(name: str, tmp_path: Path) -> None:
+def test_objects_are_created_if_the_safe_loader_of_torch_creates_them(
+    name: str, tmp_path: Path
+) -> None:
     value, protocol = VALUES[name]
     path = tmp_path / "a.pt"
     torch.save({"w": torch.ones(2), "_extra_state": value}, path, pickle_protocol=protocol)
@@ -197,7 +209,9 @@ def test_a_python_2_string_is_unknown(tmp_path: Path) -> None:
 
 
 def test_a_tensor_has_the_geometry_of_its_entry(tmp_path: Path) -> None:
-    """The entry decides, not the pickled tensor; sparse entries are unknown, and unknown dtypes are an error."""
+    """The entry decides, not the pickled tensor; sparse entries are unknown, and unknown dtypes are
+    an error.
+    """
     path = tmp_path / "a.pt"
     torch.save({"w": torch.arange(4.0)}, path)
     (section,) = open_operand(str(path)).sections
@@ -219,7 +233,11 @@ def test_extra_state_has_values_even_if_tensors_are_on_meta(tmp_path: Path) -> N
     torch.save({"w": torch.ones(2), "a._extra_state": torch.ones(2), "b": [torch.ones(2)]}, path)
     (section,) = open_operand(str(path)).sections
     state = stored(section, False).state
-    assert [one.device.type for one in (state["w"], state["a._extra_state"], state["b"][0])] == ["meta", "cpu", "cpu"]
+    assert [one.device.type for one in (state["w"], state["a._extra_state"], state["b"][0])] == [
+        "meta",
+        "cpu",
+        "cpu",
+    ]
     assert torch.equal(state["b"][0], torch.ones(2))
 
 
@@ -227,7 +245,10 @@ def test_objects_in_memory_are_passed_on() -> None:
     state = {"a._extra_state": 3, "b._extra_state": Opaque(), "w": torch.ones(2)}
     result = stored(section_of(state), True)
     assert result.unknown == ()
-    assert (result.state["a._extra_state"], result.state["b._extra_state"]) == (3, state["b._extra_state"])
+    assert (result.state["a._extra_state"], result.state["b._extra_state"]) == (
+        3,
+        state["b._extra_state"],
+    )
 
 
 def with_batch_norm() -> nn.Module:
@@ -248,7 +269,9 @@ METADATA = {
 
 @pytest.mark.parametrize("name", METADATA)
 @pytest.mark.parametrize("removed", [(), ("1.num_batches_tracked",)])
-def test_module_versions_are_passed_on(name: str, removed: tuple[str, ...], run: Run, tmp_path: Path) -> None:
+def test_module_versions_are_passed_on(
+    name: str, removed: tuple[str, ...], run: Run, tmp_path: Path
+) -> None:
     """Batch norm needs a version that is a number in a dict; version 1 had no counter."""
     state: Any = OrderedDict(
         (key, value) for key, value in with_batch_norm().state_dict().items() if key not in removed
@@ -260,4 +283,6 @@ def test_module_versions_are_passed_on(name: str, removed: tuple[str, ...], run:
         loads = True
     except (RuntimeError, AttributeError, TypeError):
         loads = False
-    assert (run("diff", "--model", f"{__file__}:with_batch_norm", tmp_path / "a.pt").status == 0) == loads
+    assert (
+        run("diff", "--model", f"{__file__}:with_batch_norm", tmp_path / "a.pt").status == 0
+    ) == loads

@@ -1,4 +1,6 @@
-"""Simplified random expressions have the same value as the originals, bit for bit, with torch as the oracle."""
+"""Simplified random expressions have the same value as the originals, bit for bit, with torch as
+the oracle.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ Transform = Callable[[random.Random, Expression, torch.Tensor, Pool], Expression
 def leaves(rng: random.Random) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     return {
-        name: torch.randint(-9, 9, (4, 6), generator=generator).to(getattr(torch, rng.choice(DTYPES))) for name in "ab"
+        name: torch.randint(-9, 9, (4, 6), generator=generator).to(
+            getattr(torch, rng.choice(DTYPES))
+        )
+        for name in "ab"
     }
 
 
@@ -34,12 +39,17 @@ def maybe_negative(rng: random.Random, dim: int, rank: int) -> int:
 
 def add_slice(rng: random.Random, node: Expression, value: torch.Tensor, _: Pool) -> Expression:
     dim = rng.randrange(value.dim())
-    start, end = rng.randint(-value.shape[dim], value.shape[dim]), rng.choice([rng.randint(-3, 7), ENDLESS])
+    start, end = (
+        rng.randint(-value.shape[dim], value.shape[dim]),
+        rng.choice([rng.randint(-3, 7), ENDLESS]),
+    )
     step = [(), (), (rng.randint(1, 3),)][rng.randrange(3)]
     return Op("aten.slice.Tensor", (node, maybe_negative(rng, dim, value.dim()), start, end, *step))
 
 
-def split_and_join(rng: random.Random, node: Expression, value: torch.Tensor, _: Pool) -> Expression:
+def split_and_join(
+    rng: random.Random, node: Expression, value: torch.Tensor, _: Pool
+) -> Expression:
     rank, dim = value.dim(), rng.randrange(value.dim())
     size = rng.randint(1, 3)
     count = -(-value.shape[dim] // size)
@@ -55,14 +65,18 @@ def split_and_join(rng: random.Random, node: Expression, value: torch.Tensor, _:
         sizes = (first, value.shape[dim] - first)
         whole = Op("aten.split_with_sizes.default", (node, sizes, maybe_negative(rng, dim, rank)))
     start = rng.randrange(count)
-    pieces = tuple(Op("getitem", (whole, index)) for index in range(start, rng.randint(start, count - 1) + 1))
+    pieces = tuple(
+        Op("getitem", (whole, index)) for index in range(start, rng.randint(start, count - 1) + 1)
+    )
     if kind == 1:
         return Op("aten.stack.default", (pieces, rng.randrange(rank)))
     parts = (*pieces, *rng.choices(pieces, k=rng.randint(0, 1)))
     return Op("aten.cat.default", (parts, maybe_negative(rng, dim, rank)))
 
 
-def join_with_others(rng: random.Random, node: Expression, value: torch.Tensor, pool: Pool) -> Expression:
+def join_with_others(
+    rng: random.Random, node: Expression, value: torch.Tensor, pool: Pool
+) -> Expression:
     same_shape = tuple(other for other, tensor in pool if tensor.shape == value.shape)
     parts = (node, *rng.choices(same_shape, k=rng.randint(0, 2)))
     return Op(f"aten.{rng.choice(['cat', 'stack'])}.default", (parts, rng.randrange(value.dim())))
@@ -98,7 +112,9 @@ def add_reshape(rng: random.Random, node: Expression, value: torch.Tensor, _: Po
 def change_values(rng: random.Random, node: Expression, value: torch.Tensor, _: Pool) -> Expression:
     name = rng.choice(["neg", "flip", "bitwise_not", "clone", "contiguous", "cast", "cast"])
     if name == "cast":
-        return Op("aten._to_copy.default", (node,), (("dtype", Special("dtype", rng.choice(DTYPES))),))
+        return Op(
+            "aten._to_copy.default", (node,), (("dtype", Special("dtype", rng.choice(DTYPES))),)
+        )
     arguments: tuple[Argument, ...] = ((rng.randrange(value.dim()),),) if name == "flip" else ()
     return Op(f"aten.{name}.default", (node, *arguments))
 
@@ -116,7 +132,9 @@ STEPS: tuple[Transform, ...] = (
 
 
 def random_pool(rng: random.Random, values: dict[str, torch.Tensor]) -> Pool:
-    """Return random nested expressions with their values, without expressions that torch refuses."""
+    """Return random nested expressions with their values, without expressions that torch
+    refuses.
+    """
     pool: Pool = [(Ref(name), value) for name, value in values.items()]
     for _ in range(12):
         node, value = rng.choice([*pool, *pool[-3:]])
@@ -188,7 +206,10 @@ def test_expressions_without_a_rule_are_unchanged(node: Op) -> None:
 def test_a_slice_of_a_join_of_several_dtypes_is_unchanged() -> None:
     """The join casts its parts."""
     simplifier = Simplifier(
-        {"a": torch.empty(4, 6, device="meta"), "b": torch.empty(4, 6, device="meta", dtype=torch.float64)}
+        {
+            "a": torch.empty(4, 6, device="meta"),
+            "b": torch.empty(4, 6, device="meta", dtype=torch.float64),
+        }
     )
     whole = Op("aten.cat.default", ((A, B), 0))
     first = Op("aten.slice.Tensor", (whole, 0, 0, 4))
@@ -203,13 +224,27 @@ def test_a_slice_of_a_join_of_several_dtypes_is_unchanged() -> None:
 Undo = Callable[[Expression], Expression]
 
 
-def reversible_step(rng: random.Random, node: Expression, value: torch.Tensor) -> tuple[Expression, Undo]:
+def reversible_step(
+    rng: random.Random, node: Expression, value: torch.Tensor
+) -> tuple[Expression, Undo]:
     """Transform the tensor, or split and join it; return the expression and the inverse step."""
     rank, dim = value.dim(), rng.randrange(value.dim())
     at = maybe_negative(rng, dim, rank)
     size, length = rng.randint(1, 3), value.shape[dim]
     kind = rng.choice(
-        ["split", "sizes", "unbind", "slice", "permute", "transpose", "reshape", "squeeze", "cast", "neg", "flip"]
+        [
+            "split",
+            "sizes",
+            "unbind",
+            "slice",
+            "permute",
+            "transpose",
+            "reshape",
+            "squeeze",
+            "cast",
+            "neg",
+            "flip",
+        ]
     )
     if kind in ("split", "sizes", "unbind"):
         first = rng.randint(0, length)
@@ -223,7 +258,9 @@ def reversible_step(rng: random.Random, node: Expression, value: torch.Tensor) -
         return Op(f"aten.{join}.default", (pieces, at)), lambda new_node: new_node
     if kind == "slice":
         edges = [0, *sorted(rng.choices(range(length + 1), k=2)), ENDLESS]
-        slices = tuple(Op("aten.slice.Tensor", (node, at, start, end)) for start, end in pairwise(edges))
+        slices = tuple(
+            Op("aten.slice.Tensor", (node, at, start, end)) for start, end in pairwise(edges)
+        )
         return Op("aten.cat.default", (slices, at)), lambda new_node: new_node
     if kind == "permute":
         order = tuple(rng.sample(range(rank), rank))
@@ -233,17 +270,22 @@ def reversible_step(rng: random.Random, node: Expression, value: torch.Tensor) -
         )
     if kind == "transpose":
         pair = rng.randrange(rank), at
-        return Op("aten.transpose.int", (node, *pair)), lambda new_node: Op("aten.transpose.int", (new_node, *pair))
+        return Op("aten.transpose.int", (node, *pair)), lambda new_node: Op(
+            "aten.transpose.int", (new_node, *pair)
+        )
     if kind == "reshape":
         shape, old_shape = rng.choice([(-1,), (1, -1), (value.numel() // 2, 2)]), tuple(value.shape)
         return Op("aten.reshape.default", (node, shape)), lambda new_node: Op(
             "aten.view.default", (new_node, old_shape)
         )
     if kind == "squeeze":
-        return Op("aten.unsqueeze.default", (node, at)), lambda new_node: Op("aten.squeeze.dim", (new_node, at))
+        return Op("aten.unsqueeze.default", (node, at)), lambda new_node: Op(
+            "aten.squeeze.dim", (new_node, at)
+        )
     if kind == "cast":
         wide, back_to = (
-            Special("dtype", str(one).removeprefix("torch.")) for one in (wider_dtype(rng, value), value.dtype)
+            Special("dtype", str(one).removeprefix("torch."))
+            for one in (wider_dtype(rng, value), value.dtype)
         )
         return cast(node, wide), lambda new_node: cast(new_node, back_to)
     arguments: tuple[Argument, ...] = ((dim,),) if kind == "flip" else ()
@@ -258,11 +300,15 @@ def cast(node: Expression, dtype: Special) -> Op:
 
 
 def wider_dtype(rng: random.Random, value: torch.Tensor) -> torch.dtype:
-    """Return a dtype with all values of the tensor's dtype; for int32 the only float is float64, for int64 none."""
+    """Return a dtype with all values of the tensor's dtype; for int32 the only float is float64,
+    for int64 none.
+    """
     dtypes = [getattr(torch, name) for name in (*DTYPES, "int64", "int16")]
     lossless = [other for other in dtypes if torch.promote_types(other, value.dtype) == other]
     floats = {torch.int32: (torch.float64,), torch.int64: ()}.get(value.dtype, lossless)
-    return rng.choice([other for other in lossless if not other.is_floating_point or other in floats])
+    return rng.choice(
+        [other for other in lossless if not other.is_floating_point or other in floats]
+    )
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 100))

@@ -1,4 +1,5 @@
-"""Exit status 0 of `diff --model` against a strict load by torch itself, over random pairs of a model and a checkpoint.
+"""Exit status 0 of `diff --model` against a strict load by torch itself, over random pairs of a
+model and a checkpoint.
 
 The suite draws a few; ``CKPTTOOL_PAIRS=10000 pytest tests/tracing/test_strict_load.py`` draws more.
 """
@@ -43,7 +44,9 @@ State = OrderedDict[str, Any]
 
 
 def _dtypes() -> list[torch.dtype]:
-    names = "float64 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int8 uint8 uint16 bool complex64"
+    names = (
+        "float64 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int8 uint8 uint16 bool complex64"
+    )
     return [getattr(torch, name) for name in names.split()]
 
 
@@ -66,9 +69,13 @@ VALUES: dict[str, Callable[[torch.Tensor, random.Random], Any]] = {
     "a number": lambda v, r: v.reshape(-1)[0].clone() if v.numel() else v,
     "transposed": lambda v, r: v.t() if v.dim() == 2 else v,
     "transposed in memory": lambda v, r: v.t().contiguous().t() if v.dim() == 2 else v,
-    "expanded": lambda v, r: v.reshape(-1)[:1].expand(v.numel()).reshape(v.shape) if v.numel() else v,
+    "expanded": lambda v, r: (
+        v.reshape(-1)[:1].expand(v.numel()).reshape(v.shape) if v.numel() else v
+    ),
     "a view": lambda v, r: torch.stack([v, v])[r.randrange(2)],
-    "a Parameter": lambda v, r: nn.Parameter(v, requires_grad=v.is_floating_point() and r.random() < 0.5),
+    "a Parameter": lambda v, r: nn.Parameter(
+        v, requires_grad=v.is_floating_point() and r.random() < 0.5
+    ),
     "sparse": lambda v, r: v.to_sparse(),
     "sparse rows": lambda v, r: v.to_sparse_csr() if v.dim() == 2 else v.to_sparse(),
     "quantized": lambda v, r: torch.quantize_per_tensor(v.float(), 0.1, 0, torch.quint8),
@@ -131,7 +138,9 @@ def _change_versions(state: State, random: random.Random) -> str:
     if random.random() < 0.5 or not hasattr(state, "_metadata"):
         state.__dict__.pop("_metadata", None)
         return "no versions"
-    state._metadata = OrderedDict((path, {**meta, "version": 0}) for path, meta in state._metadata.items())
+    state._metadata = OrderedDict(
+        (path, {**meta, "version": 0}) for path, meta in state._metadata.items()
+    )
     return "version 0"
 
 
@@ -166,7 +175,8 @@ def draw(random: random.Random, path: Path) -> tuple[str, str]:
     operand = random.choice(list(MODELS))
     source = operand if random.random() < 0.9 else random.choice(list(MODELS))
     given = build(source, random.randrange(100)).state_dict()
-    if source != operand and list(given) == ["folded"]:  # only its own model tells this dict from a section of a file
+    # only its own model tells this dict from a section of a file
+    if source != operand and list(given) == ["folded"]:
         given = given["folded"]
     state: State = OrderedDict(given)
     if hasattr(given, "_metadata"):
@@ -205,7 +215,9 @@ class ConversionMode(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         tensors = [*model.parameters(), *model.buffers()]
-        self.storages = {t.untyped_storage()._cdata for t in tensors if t.layout == torch.strided and t.numel()}
+        self.storages = {
+            t.untyped_storage()._cdata for t in tensors if t.layout == torch.strided and t.numel()
+        }
         self.converted = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -225,22 +237,31 @@ def converts(operand: str, path: Path) -> bool:
 
 
 def loses_a_tied_value(operand: str, path: Path) -> bool:
-    """Return True if the file has different values for tied names: torch loads it, and loses one of them.
+    """Return True if the file has different values for tied names: torch loads it, and loses one of
+    them.
 
     Tensors of different kinds count as different.
     """
     state, saved = load_state(path), build(operand, 7).state_dict()
     first_values: dict[tuple[object, ...], Any] = {}
     for key, value in saved.items():
-        if isinstance(value, torch.Tensor) and key in state and value.layout == torch.strided and value.numel():
-            first_value = first_values.setdefault((value.data_ptr(), value.shape, value.stride()), state[key])
+        if (
+            isinstance(value, torch.Tensor)
+            and key in state
+            and value.layout == torch.strided
+            and value.numel()
+        ):
+            first_value = first_values.setdefault(
+                (value.data_ptr(), value.shape, value.stride()), state[key]
+            )
             if first_value is not state[key] and not _is_same(first_value, state[key]):
                 return True
     return False
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    is_known = _kind(first) == _kind(second) and not getattr(first, "is_meta", False)  # meta tensors have no values
+    # meta tensors have no values
+    is_known = _kind(first) == _kind(second) and not getattr(first, "is_meta", False)
     return is_known and torch.equal(_dense(first), _dense(second))
 
 
@@ -254,7 +275,9 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
 
 
 def not_given(operand: str, path: Path, keys: list[str]) -> list[str]:
-    """Return the keys of the file whose value is nowhere in the model that has loaded it, and that it does not save."""
+    """Return the keys of the file whose value is nowhere in the model that has loaded it, and that
+    it does not save.
+    """
     state, model = load_state(path), build(operand, 7)
     model.load_state_dict(state)
     held = {_bits(value) for value in (*model.parameters(), *model.buffers()) if _is_plain(value)}
@@ -271,7 +294,11 @@ def _is_plain(value: Any) -> bool:
 
 def _bits(value: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     dense = value.detach().resolve_conj().resolve_neg().contiguous()
-    return value.dtype, value.shape, dense.flatten().view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+    return (
+        value.dtype,
+        value.shape,
+        dense.flatten().view(torch.uint8).numpy().tobytes() if dense.numel() else b"",
+    )
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + PAIRS))
@@ -287,7 +314,8 @@ def test_status_is_0_if_and_only_if_torch_loads_strictly(
             try:
                 operand, damages = draw(random.Random(seed), path)
                 break
-            except (RuntimeError, NotImplementedError, TypeError):  # torch cannot create or save this tensor
+            # torch cannot create or save this tensor
+            except (RuntimeError, NotImplementedError, TypeError):
                 seed += 1_000_000
         error = torch_error(operand, path)
         quantized = operand.endswith("quantized_linear")

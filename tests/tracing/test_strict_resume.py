@@ -1,6 +1,8 @@
-"""Exit status 0 of `diff --model --optimizer` against torch itself, over random models and damaged optimizer states.
+"""Exit status 0 of `diff --model --optimizer` against torch itself, over random models and damaged
+optimizer states.
 
-The suite draws a few; ``CKPTTOOL_PAIRS=2000 pytest tests/tracing/test_strict_resume.py`` draws more.
+The suite draws a few; ``CKPTTOOL_PAIRS=2000 pytest tests/tracing/test_strict_resume.py`` draws
+more.
 """
 
 from __future__ import annotations
@@ -36,8 +38,12 @@ Saved = dict[str, Any]
 
 def _random_tensor(saved: Saved, random: random.Random) -> tuple[Any, str]:
     """Choose a parameter and the name of a tensor in its state."""
-    param = random.choice([p for p, state in saved["state"].items() if any(map(torch.is_tensor, state.values()))])
-    return param, random.choice([name for name, value in saved["state"][param].items() if torch.is_tensor(value)])
+    param = random.choice(
+        [p for p, state in saved["state"].items() if any(map(torch.is_tensor, state.values()))]
+    )
+    return param, random.choice(
+        [name for name, value in saved["state"][param].items() if torch.is_tensor(value)]
+    )
 
 
 def _drop_state(saved: Saved, random: random.Random) -> str:
@@ -55,8 +61,11 @@ def _drop_tensor(saved: Saved, random: random.Random) -> str:
 def _change_value(saved: Saved, random: random.Random) -> str:
     param, name = _random_tensor(saved, random)
     value = saved["state"][param][name]
-    larger = [] if name == "step" else ["a tensor with an extra element"]  # a step of two elements works too
-    kind = random.choice(["another dtype", "a tensor with an extra dimension", "another number", *larger])
+    # a step of two elements works too
+    larger = [] if name == "step" else ["a tensor with an extra element"]
+    kind = random.choice(
+        ["another dtype", "a tensor with an extra dimension", "another number", *larger]
+    )
     if kind == "another dtype":
         value = value.to(random.choice([torch.float64, torch.bfloat16, torch.int64]))
     elif kind == "a tensor with an extra element":
@@ -127,7 +136,10 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 def draw(random: random.Random, path: Path) -> tuple[str, str, str]:
     """Write a checkpoint; return the model, the optimizer that loads it, and the damages."""
-    operand, kind = random.choice([name for name in MODELS if name not in ON_CPU]), random.choice(OPTIMIZERS)
+    operand, kind = (
+        random.choice([name for name in MODELS if name not in ON_CPU]),
+        random.choice(OPTIMIZERS),
+    )
     model, optimizer = build_both(operand, kind, 1)
     if not list(model.parameters()):
         raise ValueError("nothing to train")
@@ -146,11 +158,15 @@ def names_by_id(saved: Saved) -> dict[int, str] | None:
     """Return id -> parameter name if the file has names."""
     if not all("param_names" in group for group in saved["param_groups"]):
         return None
-    return {p: name for g in saved["param_groups"] for p, name in zip(g["params"], g["param_names"])}
+    return {
+        p: name for g in saved["param_groups"] for p, name in zip(g["params"], g["param_names"])
+    }
 
 
 def torch_error(operand: str, kind: str, path: Path) -> str:
-    """Return the error of torch, or an empty string if it loads all state correctly and takes a step."""
+    """Return the error of torch, or an empty string if it loads all state correctly and takes a
+    step.
+    """
     saved = torch.load(path, weights_only=False)
     model, optimizer = build_both(operand, kind, 7)
     fresh_model, fresh = build_both(operand, kind, 7)
@@ -166,7 +182,11 @@ def torch_error(operand: str, kind: str, path: Path) -> str:
                 return f"{name} has the state of {names[owner]}"
             for state_name, value in state.items():
                 expected = fresh.state.get(fresh_params[name], {}).get(state_name, parameter)
-                if torch.is_tensor(value) and value.numel() > 1 and value.shape != getattr(expected, "shape", None):
+                if (
+                    torch.is_tensor(value)
+                    and value.numel() > 1
+                    and value.shape != getattr(expected, "shape", None)
+                ):
                     return f"{state_name} of {name} has another shape than in a fresh optimizer"
         step(optimizer)
     except Exception as error:
@@ -195,7 +215,9 @@ def test_status_is_0_if_and_only_if_torch_resumes(
     assert (status == 0) == (not error) or not is_safe(path), report
 
 
-@pytest.mark.parametrize("kinds", [("frozen", "frozen"), ("trained", "frozen"), ("trained", "trained")])
+@pytest.mark.parametrize(
+    "kinds", [("frozen", "frozen"), ("trained", "frozen"), ("trained", "trained")]
+)
 def test_positions_matter_if_there_is_state(
     kinds: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,12 +230,17 @@ def test_positions_matter_if_there_is_state(
         state["owner"] = param
     group = saved["param_groups"][0]
     with_state = {"trained": True, "frozen": False}
-    at = [[i for i, p in enumerate(group["params"]) if (p in saved["state"]) is with_state[one]] for one in kinds]
+    at = [
+        [i for i, p in enumerate(group["params"]) if (p in saved["state"]) is with_state[one]]
+        for one in kinds
+    ]
     first, second = at[0][0], at[1][-1]
     for params in (group["params"], group["param_names"]):
         params[first], params[second] = params[second], params[first]
     torch.save({"model": model.state_dict(), "optimizer": saved}, path)
     error = torch_error(operand, kind, path)
     assert bool(error) == ("trained" in kinds)
-    assert main(["diff", "--model", operand, "--optimizer", f"optimizer_models:{kind}", str(path)]) == bool(error)
+    assert main(
+        ["diff", "--model", operand, "--optimizer", f"optimizer_models:{kind}", str(path)]
+    ) == bool(error)
     assert (", 2 order\n" in capsys.readouterr().out) == bool(error)

@@ -28,7 +28,11 @@ torch.set_num_threads(1)
 def test_expressions_give_the_saved_values(name: str) -> None:
     model = randomized(zoo_model(name).build(True), 1)
     runtime, state = runtime_values(model), model.state_dict()
-    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and not k.endswith("_extra_state")}
+    tensors = {
+        k: v
+        for k, v in state.items()
+        if isinstance(v, torch.Tensor) and not k.endswith("_extra_state")
+    }
     meta, real = traced(name), traced(name, True)
     for names in (meta, real):
         assert [s.key for s in names.serialized] == list(tensors)
@@ -59,7 +63,8 @@ def test_a_strict_load_gives_the_traced_values(name: str) -> None:
     model = randomized(zoo_model(name).build(True), 5)
     before = runtime_values(model)
     try:
-        model.load_state_dict(state if is_lazy else copy.deepcopy(state), strict=True)  # a hook may change it
+        # a hook may change it
+        model.load_state_dict(state if is_lazy else copy.deepcopy(state), strict=True)
         loads = True
     except (RuntimeError, KeyError):
         loads = False
@@ -96,7 +101,10 @@ def test_a_rename_is_a_ref() -> None:
 
 def test_aliases_refer_to_the_first_name() -> None:
     names = traced("tied")
-    assert [(r.fqn, r.alias_of) for r in names.runtime] == [("embed.weight", None), ("head.weight", "embed.weight")]
+    assert [(r.fqn, r.alias_of) for r in names.runtime] == [
+        ("embed.weight", None),
+        ("head.weight", "embed.weight"),
+    ]
     assert source_of("tied", "head.weight") == ex.Ref("embed.weight")
     assert [(r.fqn, r.source) for r in names.load] == [
         ("embed.weight", ex.Ref("embed.weight")),
@@ -142,8 +150,12 @@ def test_lazy_parameters_have_no_shape() -> None:
 
 def test_loads_from_slices_are_joined() -> None:
     loaded = {r.fqn: r.source for r in traced("loads_by_slices").load}
-    assert loaded["1.deep.weight"] == ex.Op("aten.cat.default", ((ex.Ref("1.deep.a"), ex.Ref("1.deep.b")), 0))
-    assert loaded["1.deep.columns"] == ex.Op("aten.cat.default", ((ex.Ref("1.deep.left"), ex.Ref("1.deep.right")), 1))
+    assert loaded["1.deep.weight"] == ex.Op(
+        "aten.cat.default", ((ex.Ref("1.deep.a"), ex.Ref("1.deep.b")), 0)
+    )
+    assert loaded["1.deep.columns"] == ex.Op(
+        "aten.cat.default", ((ex.Ref("1.deep.left"), ex.Ref("1.deep.right")), 1)
+    )
 
 
 def test_a_non_persistent_buffer_of_a_shared_module_has_all_its_names() -> None:
@@ -157,7 +169,9 @@ def test_a_non_persistent_buffer_of_a_shared_module_has_all_its_names() -> None:
 
 def test_two_tensors_saved_to_one_key_are_reported() -> None:
     problems = [str(problem) for problem in traced("two_to_one_key").roundtrip_problems]
-    assert problems[0].startswith("lost in saving: it and b.weight are sent to one key, x.weight, by two_to_one_key (")
+    assert problems[0].startswith(
+        "lost in saving: it and b.weight are sent to one key, x.weight, by two_to_one_key ("
+    )
     assert problems[0].endswith(" on module (root) @ a.weight")
 
 
@@ -195,7 +209,8 @@ def small():
     code = (
         "import resource, ckpttool; ckpttool.trace('large.py:small');"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss);"
-        "names = ckpttool.trace('large.py:build'); assert names.roundtrips, names.roundtrip_problems[:3];"
+        "names = ckpttool.trace('large.py:build'); assert names.roundtrips,"
+        " names.roundtrip_problems[:3];"
         "print(len(names.serialized))"
     )
     printed, peak = run_measured([sys.executable, "-c", code], tmp_path)
@@ -225,7 +240,10 @@ def test_a_meta_only_model_with_extra_state_is_traced() -> None:
         del state[f"{prefix}hidden"]
 
     names = trace(of_object(Large))
-    assert ([key.key for key in names.serialized], names.not_serialized) == (["weight"], ("hidden",))
+    assert ([key.key for key in names.serialized], names.not_serialized) == (
+        ["weight"],
+        ("hidden",),
+    )
 
 
 class ListsReversed(nn.Linear):
@@ -279,10 +297,17 @@ def test_operators_in_place_keep_the_dtype() -> None:
         model._register_state_dict_hook(save)
         return model
 
-    model, (weight,) = build(), (key for key in trace(of_object(build)).serialized if key.key == "weight")
+    model, (weight,) = (
+        build(),
+        (key for key in trace(of_object(build)).serialized if key.key == "weight"),
+    )
     assert weight.dtype == "bfloat16"
     assert weight.source is not None
-    assert_same(evaluate(weight.source, runtime_values(model).__getitem__), model.state_dict()["weight"], "weight")
+    assert_same(
+        evaluate(weight.source, runtime_values(model).__getitem__),
+        model.state_dict()["weight"],
+        "weight",
+    )
 
 
 def test_keys_that_depend_on_values_are_noted() -> None:
@@ -292,13 +317,17 @@ def test_keys_that_depend_on_values_are_noted() -> None:
         model = nn.Linear(2, 2)
         model._register_state_dict_hook(
             lambda m, sd, p, meta: (
-                sd.update({p + "positive": torch.ones(1)}) if float(sd[p + "weight"][0, 0]) > 0 else None
+                sd.update({p + "positive": torch.ones(1)})
+                if float(sd[p + "weight"][0, 0]) > 0
+                else None
             )
         )
         return model
 
     names = trace(of_object(build))
-    assert "state_dict() writes some keys for some values of the tensors only: positive" in names.notes
+    assert (
+        "state_dict() writes some keys for some values of the tensors only: positive" in names.notes
+    )
     assert not names.roundtrips  # a strict load refuses the key
 
 
@@ -327,17 +356,23 @@ def test_a_tensor_overwritten_by_another_module_is_reported() -> None:
 
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-        model[0]._register_state_dict_hook(lambda m, sd, p, meta: sd.update({"1.weight": sd.pop("0.weight")}))
+        model[0]._register_state_dict_hook(
+            lambda m, sd, p, meta: sd.update({"1.weight": sd.pop("0.weight")})
+        )
         return model
 
     problems = trace(of_object(build)).roundtrip_problems
-    assert "lost in saving: it and 1.weight are sent to one key, 1.weight @ 0.weight" in map(str, problems)
+    assert "lost in saving: it and 1.weight are sent to one key, 1.weight @ 0.weight" in map(
+        str, problems
+    )
 
 
 def test_a_tensor_replaced_by_a_constant_is_not_saved() -> None:
     def build() -> nn.Module:
         model = nn.Linear(2, 2)
-        model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "weight": torch.zeros(2, 2)}))
+        model._register_state_dict_hook(
+            lambda m, sd, p, meta: sd.update({p + "weight": torch.zeros(2, 2)})
+        )
         return model
 
     assert trace(of_object(build)).not_serialized == ("weight",)
@@ -348,7 +383,9 @@ def test_keys_that_change_in_a_nested_model_are_noted() -> None:
         def __init__(self) -> None:
             super().__init__(2, 2)
             self._register_state_dict_hook(
-                lambda m, sd, p, meta: sd.update({5: torch.ones(1)} if p else {p + "x": sd[p + "bias"]})
+                lambda m, sd, p, meta: sd.update(
+                    {5: torch.ones(1)} if p else {p + "x": sd[p + "bias"]}
+                )
             )
 
     (note,) = (note for note in trace(of_object(AddsKeyIfNested)).notes if "as a part" in note)

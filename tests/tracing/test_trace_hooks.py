@@ -34,19 +34,36 @@ def hooks(name: str) -> dict[str, Hook]:
         ("fused_qkv", "0.q.weight", "0", hook_zoo.FusedQKV._split),
         ("hooks_in_parent_and_child", "0.kid.weight", "0", hook_zoo.Renamer.__call__),
         ("overrides_state_dict", "net.layer.weight", "", hook_zoo.OverridesStateDict.state_dict),
-        ("overrides_save_to_state_dict", "0.packed", "0", hook_zoo.OverridesSave._save_to_state_dict),
+        (
+            "overrides_save_to_state_dict",
+            "0.packed",
+            "0",
+            hook_zoo.OverridesSave._save_to_state_dict,
+        ),
         ("pre_hook_swaps_parameter", "0.a", "0", hook_zoo.PreHookFuses._fuse),
         ("scales_in_place", "weight", "", "scales_in_place.<locals>.<lambda>"),
         ("absolute_keys", "shared.weight", "1", "save"),
         ("pre_hook_registers_a_hook", "0.kernel", "0", "save"),
         ("hook_removes_itself", "0.ln.weight", "0", "save"),
         ("public_post_hook", "ln.weight", "", "save"),
-        ("new_dict_from_root_hook", "model.0.layer.weight", "", "new_dict_from_root_hook.<locals>.<lambda>"),
+        (
+            "new_dict_from_root_hook",
+            "model.0.layer.weight",
+            "",
+            "new_dict_from_root_hook.<locals>.<lambda>",
+        ),
         ("scales_a_clone_in_place", "weight", "", "save"),
-        ("patched_instance_renames", "n.layer.weight", "", "patched_instance_renames.<locals>.<lambda>"),
+        (
+            "patched_instance_renames",
+            "n.layer.weight",
+            "",
+            "patched_instance_renames.<locals>.<lambda>",
+        ),
     ],
 )
-def test_the_hook_of_a_key_has_its_function_file_and_line(pattern: str, key: str, module: str, code: Any) -> None:
+def test_the_hook_of_a_key_has_its_function_file_and_line(
+    pattern: str, key: str, module: str, code: Any
+) -> None:
     hook = hooks(pattern)[key]
     assert (hook.function, hook.module) == (getattr(code, "__qualname__", code), module)
     assert Path(hook.file).name == "hook_zoo.py"
@@ -78,9 +95,15 @@ def test_the_hook_of_a_key_is_the_last_that_changed_it() -> None:
 
     names = trace(of_object(lambda: nn.Sequential(Casts(), Casts())))
     functions = {
-        s.key: (s.hook.function.rpartition(".")[2], s.hook.module) if s.hook else None for s in names.serialized
+        s.key: (s.hook.function.rpartition(".")[2], s.hook.module) if s.hook else None
+        for s in names.serialized
     }
-    assert functions == {"0.weight": ("to_half", "0"), "0.bias": None, "1.weight": ("to_half", "1"), "1.bias": None}
+    assert functions == {
+        "0.weight": ("to_half", "0"),
+        "0.bias": None,
+        "1.weight": ("to_half", "1"),
+        "1.bias": None,
+    }
 
 
 def test_a_sparse_tensor_changed_in_place_has_a_hook() -> None:
@@ -88,7 +111,9 @@ def test_a_sparse_tensor_changed_in_place_has_a_hook() -> None:
         model = nn.Module()
         model.register_buffer("table", torch.eye(2, device="cpu").to_sparse())
         model.register_buffer("other", torch.eye(2, device="cpu").to_sparse())
-        model._register_state_dict_hook(lambda m, sd, prefix, meta: [sd[prefix + "table"].mul_(2), None][1])
+        model._register_state_dict_hook(
+            lambda m, sd, prefix, meta: [sd[prefix + "table"].mul_(2), None][1]
+        )
         return model
 
     assert [s.key for s in trace(of_object(build)).serialized if s.hook is not None] == ["table"]
@@ -109,7 +134,11 @@ def test_a_second_change_by_an_outer_function_is_reported() -> None:
             state["weight"] = state["weight"] + 1
             return state
 
-    by_key = {s.key: s.hook.function.rpartition(".")[2] for s in trace(of_object(Outer)).serialized if s.hook}
+    by_key = {
+        s.key: s.hook.function.rpartition(".")[2]
+        for s in trace(of_object(Outer)).serialized
+        if s.hook
+    }
     assert by_key == {"weight": "state_dict", "bias": "inner"}
 
 
@@ -147,7 +176,11 @@ def model_with_failing_hook(kind: str) -> nn.Module:
     ("kind", "message"),
     [
         *(
-            (kind, r"fails in hook \(.*test_trace_hooks\.py:.* on module norm: KeyError: 'no such part'")
+            (
+                kind,
+                r"fails in hook \(.*test_trace_hooks\.py:.* on module norm: KeyError: 'no such"
+                r" part'",
+            )
             for kind in KINDS
         ),
         ("built-in", r"fails in add \(<built-in>:0\) on module norm: TypeError"),

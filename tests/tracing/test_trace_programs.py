@@ -1,4 +1,6 @@
-"""Hooks that run random programs of views, copies and in-place writes, which must be traced exactly."""
+"""Hooks that run random programs of views, copies and in-place writes, which must be traced
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def assign(t: torch.Tensor, other: torch.Tensor) -> None:
 CREATE: dict[str, Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]] = {
     "slice": lambda t, o, a, b: part_of(t, a, b),
     "strided": lambda t, o, a, b: t[:: 1 + a % 3],
-    "select": lambda t, o, a, b: t.select(a % t.dim(), b % t.shape[a % t.dim()]) if t.dim() > 1 else t,
+    "select": lambda t, o, a, b: (
+        t.select(a % t.dim(), b % t.shape[a % t.dim()]) if t.dim() > 1 else t
+    ),
     "transpose": lambda t, o, a, b: t.transpose(a % t.dim(), b % t.dim()),
     "reshape": lambda t, o, a, b: t.reshape(-1),
     "unsqueeze": lambda t, o, a, b: t.unsqueeze(a % (t.dim() + 1)) if t.dim() < 4 else t,
@@ -47,12 +51,16 @@ CREATE: dict[str, Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
     "flip": lambda t, o, a, b: t.flip(a % t.dim()),
     "diagonal": lambda t, o, a, b: t.diagonal() if t.dim() == 2 else t,
     "roll": lambda t, o, a, b: t.roll(1, 0),
-    "pick": lambda t, o, a, b: t.index_select(0, torch.tensor([a % t.shape[0], 0], device=t.device)),
+    "pick": lambda t, o, a, b: t.index_select(
+        0, torch.tensor([a % t.shape[0], 0], device=t.device)
+    ),
     "parameter": lambda t, o, a, b: nn.Parameter(t.detach(), requires_grad=False),
     "data": lambda t, o, a, b: t.data,
     "empty": lambda t, o, a, b: torch.zeros_like(t),
     "where": lambda t, o, a, b: torch.where(t > 0, t, torch.zeros((), dtype=t.dtype)),
-    "as_strided": lambda t, o, a, b: t.as_strided((min(2, t.numel()),), (1,)) if t.is_contiguous() else t,
+    "as_strided": lambda t, o, a, b: (
+        t.as_strided((min(2, t.numel()),), (1,)) if t.is_contiguous() else t
+    ),
 }
 CHANGE: dict[str, Callable[[torch.Tensor, torch.Tensor, int, int], object]] = {
     "mul_": lambda t, o, a, b: t.mul_(a),
@@ -99,7 +107,12 @@ def model(steps: list[Step]) -> nn.Module:
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from([*CREATE, *CHANGE, *CHANGE]), st.integers(0, 12), st.integers(0, 5), st.integers(0, 5)),
+    st.tuples(
+        st.sampled_from([*CREATE, *CHANGE, *CHANGE]),
+        st.integers(0, 12),
+        st.integers(0, 5),
+        st.integers(0, 5),
+    ),
     max_size=10,
 )
 

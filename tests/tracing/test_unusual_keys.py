@@ -1,4 +1,6 @@
-"""Models whose keys depend on values or on the parent, and tensors in other entries; torch is the oracle."""
+"""Models whose keys depend on values or on the parent, and tensors in other entries; torch is the
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ NOTE = "state_dict() writes some keys for some values of the tensors only: mask"
 
 
 class OmitsMask(nn.Module):
-    """Does not save the mask if `omits(mask)` is true; fills it in at load if `restores` is true."""
+    """Does not save the mask if `omits(mask)` is true; fills it in at load if `restores` is
+    true.
+    """
 
     mask: torch.Tensor
 
-    def __init__(self, initial: bool, omits: Callable[[torch.Tensor], bool], restores: bool) -> None:
+    def __init__(
+        self, initial: bool, omits: Callable[[torch.Tensor], bool], restores: bool
+    ) -> None:
         super().__init__()
         self.fc = nn.Linear(2, 2)
         self.register_buffer("mask", torch.full((4,), initial))
@@ -97,7 +103,9 @@ class TensorNamedExtraState(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["buffer", "parameter"])
-def test_a_tensor_named_extra_state_is_reported_because_a_strict_load_refuses_it(kind: str, tmp_path: Path) -> None:
+def test_a_tensor_named_extra_state_is_reported_because_a_strict_load_refuses_it(
+    kind: str, tmp_path: Path
+) -> None:
     model = TensorNamedExtraState(kind)
     with pytest.raises(RuntimeError, match=r"Unexpected key.*fc\._extra_state"):
         model.load_state_dict(model.state_dict())
@@ -133,7 +141,9 @@ def test_a_hook_with_absolute_keys_is_noted() -> None:
     assert note.endswith("inner.weight is there instead @ weight")
     assert [*nn.Sequential(Absolute()).state_dict()] == ["0.inner.weight"]  # the behavior of torch
     assert Names.from_json(names.to_json(), "names.json") == names
-    assert any("as a part of another model: " in note for note in ckpttool.diff(model=Absolute).notes)
+    assert any(
+        "as a part of another model: " in note for note in ckpttool.diff(model=Absolute).notes
+    )
 
 
 @pytest.mark.parametrize("model", [Relative, fusion_decoder.build, lambda: nn.Linear(2, 2)])
@@ -147,27 +157,38 @@ def test_models_that_can_be_nested_have_no_note(model: Any) -> None:
 def test_a_missing_fqn_modifiers_method_is_noted() -> None:
     with pytest.raises(AttributeError):
         get_model_state_dict(fusion_decoder.build())
-    assert any("`_fqn_modifiers`" in note for note in ckpttool.diff(model=fusion_decoder.build).notes)
+    assert any(
+        "`_fqn_modifiers`" in note for note in ckpttool.diff(model=fusion_decoder.build).notes
+    )
     plain = nn.Linear(2, 2)
     assert get_model_state_dict(plain).keys() == plain.state_dict().keys()
-    assert not any("`_fqn_modifiers`" in note for note in ckpttool.diff(model=lambda: nn.Linear(2, 2)).notes)
+    assert not any(
+        "`_fqn_modifiers`" in note for note in ckpttool.diff(model=lambda: nn.Linear(2, 2)).notes
+    )
 
 
 MODELS = small_models.__file__
 
 
 @pytest.mark.parametrize("build", [small_models.Pickled, small_models.Unread])
-def test_a_buffer_in_extra_state_is_saved_if_loading_restores_it(build: type[small_models.Pickled]) -> None:
+def test_a_buffer_in_extra_state_is_saved_if_loading_restores_it(
+    build: type[small_models.Pickled],
+) -> None:
     source, target = build(), build()
     source.amax.fill_(7)
     target.load_state_dict(source.state_dict(), strict=True)
-    assert ("amax" in ckpttool.trace(build).not_serialized) == (not torch.equal(target.amax, source.amax))
+    assert ("amax" in ckpttool.trace(build).not_serialized) == (
+        not torch.equal(target.amax, source.amax)
+    )
 
 
 def test_diff_explains_a_buffer_in_extra_state(run: Run) -> None:
     done = run("diff", "--model", f"{MODELS}:Pickled", "--format", "json")
     (entry,) = [entry for entry in done.data["entries"] if entry["right"] == ["amax"]]
-    assert (entry["status"], entry["reason"]) == ("extra_state", "saved inside an entry that is not a tensor")
+    assert (entry["status"], entry["reason"]) == (
+        "extra_state",
+        "saved inside an entry that is not a tensor",
+    )
 
 
 def test_tensors_in_a_nested_dict_are_loaded_and_remapped(
@@ -183,14 +204,28 @@ def test_tensors_in_a_nested_dict_are_loaded_and_remapped(
     runtime = run("remap", "own.pt", *options, "--to", "runtime", "-o", "runtime.pt")
     assert (runtime.status, "by running" in runtime.out) == (0, True)
     result = torch.load("runtime.pt")
-    assert result.keys() == {"0.params", *dict(model.named_parameters())}  # the entry is not a tensor and is kept
+    # the entry is not a tensor and is kept
+    assert result.keys() == {"0.params", *dict(model.named_parameters())}
     assert all(torch.equal(result[name], value) for name, value in model.named_parameters())
     for path in ("ddp.pt", "runtime.pt"):
-        assert run("remap", path, *options, "--to", "serialized", "-o", f"{path}.serialized.pt").status == 0
-    for path, prefix in (("ddp.pt", "module"), ("ddp.pt.serialized.pt", ""), ("runtime.pt.serialized.pt", "")):
+        assert (
+            run("remap", path, *options, "--to", "serialized", "-o", f"{path}.serialized.pt").status
+            == 0
+        )
+    for path, prefix in (
+        ("ddp.pt", "module"),
+        ("ddp.pt.serialized.pt", ""),
+        ("runtime.pt.serialized.pt", ""),
+    ):
         fresh = small_models.in_a_dict()
-        (nn.ModuleDict({prefix: fresh}) if prefix else fresh).load_state_dict(torch.load(path), strict=True)
+        (nn.ModuleDict({prefix: fresh}) if prefix else fresh).load_state_dict(
+            torch.load(path), strict=True
+        )
         assert all(map(torch.equal, fresh.parameters(), model.parameters())), path
-    entries = {e["right"][0]: e for e in run("diff", *options, "--format", "json").data["entries"] if e["right"]}
+    entries = {
+        e["right"][0]: e
+        for e in run("diff", *options, "--format", "json").data["entries"]
+        if e["right"]
+    }
     assert entries["0.weight"]["reason"] == "saved inside an entry that is not a tensor"
     assert entries["0.weight"]["status"] == "missing"

@@ -1,4 +1,6 @@
-"""Models that load by module version: for any version in the file, the result has the values that torch loads."""
+"""Models that load by module version: for any version in the file, the result has the values that
+torch loads.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ FILES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "as saved": lambda versions: versions,
     "no versions": lambda versions: {},
     **{
-        f"version {version}": lambda versions, version=version: {path: {"version": version} for path in versions}  # type: ignore[misc]
+        f"version {version}": lambda versions, version=version: {
+            path: {"version": version} for path in versions
+        }  # type: ignore[misc]
         for version in range(4)
     },
 }
@@ -53,7 +57,9 @@ def loaded(name: str, path: str) -> dict[str, torch.Tensor] | None:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_two_files_are_the_same_only_if_torch_loads_the_same_values(name: str, tmp_path: Path) -> None:
+def test_two_files_are_the_same_only_if_torch_loads_the_same_values(
+    name: str, tmp_path: Path
+) -> None:
     """This holds for any pair of versions, and for state_dict keys and runtime names."""
     model = ModelOperand(ZOO[name])
     values: dict[str, dict[str, torch.Tensor] | None] = {}
@@ -80,7 +86,9 @@ def test_two_files_are_the_same_only_if_torch_loads_the_same_values(name: str, t
 
 
 def equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return actual.keys() == expected.keys() and all(torch.equal(actual[fqn], expected[fqn]) for fqn in expected)
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[fqn], expected[fqn]) for fqn in expected
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +97,17 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("traced")
     for name, build in ZOO.items():
         assert main(["trace", f"versioned_zoo:{name}", "-o", str(folder / f"{name}.json")]) == 0
-        torch.export.save(torch.export.export(randomized(build(), 3), (EXAMPLE,)), folder / f"{name}.pt2")
+        torch.export.save(
+            torch.export.export(randomized(build(), 3), (EXAMPLE,)), folder / f"{name}.pt2"
+        )
     return folder
 
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("name", ZOO)
-def test_written_files_have_the_values_that_torch_loads(name: str, file: str, traced: Path, tmp_path: Path) -> None:
+def test_written_files_have_the_values_that_torch_loads(
+    name: str, file: str, traced: Path, tmp_path: Path
+) -> None:
     path, operand = saved(name, file, tmp_path), f"versioned_zoo:{name}"
     expected = loaded(name, path)
     names, program = (str(traced / f"{name}.{ending}") for ending in ("json", "pt2"))
@@ -107,7 +119,8 @@ def test_written_files_have_the_values_that_torch_loads(name: str, file: str, tr
         assert status == 0 or (file, out[-3:]) != ("as saved", ".pt")
         if status == 0 and to == "serialized":
             after = loaded(name, out)
-            if expected is None and file == "no versions" and after is not None:  # it got its versions back
+            # it got its versions back
+            if expected is None and file == "no versions" and after is not None:
                 assert equal(after, runtime_values(randomized(ZOO[name](), 1)))
                 continue
             assert (after is None) == (expected is None)
@@ -116,7 +129,9 @@ def test_written_files_have_the_values_that_torch_loads(name: str, file: str, tr
             actual = load_file(out) if ending == "safetensors" else torch.load(out)
             assert expected is not None
             assert equal(actual, expected)
-    status = main(["swap-weights", program, path, "--model", operand, "-o", str(tmp_path / "swapped.pt2")])
+    status = main(
+        ["swap-weights", program, path, "--model", operand, "-o", str(tmp_path / "swapped.pt2")]
+    )
     assert status == 0 or file != "as saved"
     if status == 0:
         model = ZOO[name]()

@@ -20,8 +20,9 @@ def command(
 ) -> int:
     """Files of a repository: names, rules, pickles.
 
-    A names file is compared with --model; a checkpoint fails for dangerous and unknown imports of its pickles that
-    --allow does not name; rules are read completely. Status 1 where something is wrong with one of them.
+    A names file is compared with --model; a checkpoint fails for dangerous and unknown imports
+    of its pickles that --allow does not name; rules are read completely. Status 1 where something
+    is wrong with one of them.
 
     \b
     Examples:

@@ -13,14 +13,17 @@ from ckpttool.remapping.options import ConvertOptions
 
 
 def command(
-    ckpt: Annotated[str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")],
+    ckpt: Annotated[
+        str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")
+    ],
     options: ConvertOptions,
     report: Report,
 ) -> None:
     """Write a checkpoint in another format or with other shards.
 
-    Keys and values stay. The ending of OUT decides the format: .safetensors, .pt, .dcp (torch.distributed.checkpoint),
-    or OUT/ for a folder of shards. Status 0 if it is written, 1 if nothing would change or something would be lost.
+    Keys and values stay. The ending of OUT decides the format: .safetensors, .pt, .dcp
+    (torch.distributed.checkpoint), or OUT/ for a folder of shards. Status 0 if it is written, 1 if
+    nothing would change or something would be lost.
 
     \b
     Examples:

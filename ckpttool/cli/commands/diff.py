@@ -22,24 +22,31 @@ def command(
     options: DiffOptions,
     report: Report,
     operands: Annotated[
-        list[str] | None, Argument("[LEFT RIGHT | CKPT]", "Checkpoints, or a names file that `trace` wrote.")
+        list[str] | None,
+        Argument("[LEFT RIGHT | CKPT]", "Checkpoints, or a names file that `trace` wrote."),
     ] = None,
     suggest: Annotated[
-        str | None, Option("--suggest FILE", "Write rules that fix the differences to FILE (TOML).", "Output")
+        str | None,
+        Option("--suggest FILE", "Write rules that fix the differences to FILE (TOML).", "Output"),
     ] = None,
     update: Annotated[
         bool,
-        Option("--update", "Rewrite the names file that is compared, with the names that MODEL has now.", "Output"),
+        Option(
+            "--update",
+            "Rewrite the names file that is compared, with the names that MODEL has now.",
+            "Output",
+        ),
     ] = False,
     exit_zero: ExitZero = False,
     all: All = False,
 ) -> int:
     """What differs, why, and the command that fixes it.
 
-    LEFT is what you have, RIGHT what is expected. With --model alone: what state_dict() writes against the runtime
-    names. With --model and CKPT: CKPT against what the model loads; status 0 exactly if a strict load succeeds.
-    With --model and a names file: what the model's code has changed since that was written.
-    CKPT::optimizer, or --optimizer: the state of optimizers, by the names of their parameters where these are known.
+    LEFT is what you have, RIGHT what is expected. With --model alone: what state_dict() writes
+    against the runtime names. With --model and CKPT: CKPT against what the model loads; status 0
+    exactly if a strict load succeeds. With --model and a names file: what the model's code has
+    changed since that was written. CKPT::optimizer, or --optimizer: the state of optimizers, by the
+    names of their parameters where these are known.
 
     \b
     Examples:
@@ -59,7 +66,8 @@ def command(
         )
     if len(named) == 1 and options.model is None and is_folder(named[0]):
         raise CkptError(
-            "diff compares two checkpoints", hint=f"name two: {shell('ckpttool', 'diff', named[0], 'RIGHT')}"
+            "diff compares two checkpoints",
+            hint=f"name two: {shell('ckpttool', 'diff', named[0], 'RIGHT')}",
         )
     left, right = (*named, None, None)[:2]
     result = _diff_of_two(options, left, right, suggest, update)
@@ -67,18 +75,31 @@ def command(
     return 0 if result.passes or exit_zero or update else 1
 
 
-def _diff_of_two(options: DiffOptions, left: str | None, right: str | None, suggest: str | None, update: bool) -> Diff:
+def _diff_of_two(
+    options: DiffOptions, left: str | None, right: str | None, suggest: str | None, update: bool
+) -> Diff:
     """Return the diff, after writing the files that `--suggest` and `--update` request."""
     from ckpttool.fixes.diff import diff_with_fixes
 
     of_names = is_names_file(left)
     if update and (not of_names or options.model is None):
-        hint = "ckpttool diff names.json --model MODEL --update; ckpttool trace MODEL -o names.json writes the first"
-        raise CkptError("--update rewrites a names file, and none is compared with a model", hint=hint)
+        hint = (
+            "ckpttool diff names.json --model MODEL --update; ckpttool trace MODEL -o"
+            " names.json writes the first"
+        )
+        raise CkptError(
+            "--update rewrites a names file, and none is compared with a model", hint=hint
+        )
     one_other = (right is None) != (options.model is None)
     if suggest is not None and not of_names and not (left is not None and one_other):
-        hint = "ckpttool diff LEFT RIGHT --suggest FILE, or ckpttool diff LEFT --model MODEL --suggest FILE"
-        raise CkptError("--suggest needs two checkpoints, or a model and one checkpoint or names file", hint=hint)
+        hint = (
+            "ckpttool diff LEFT RIGHT --suggest FILE, or ckpttool diff LEFT --model MODEL"
+            " --suggest FILE"
+        )
+        raise CkptError(
+            "--suggest needs two checkpoints, or a model and one checkpoint or names file",
+            hint=hint,
+        )
     result = diff_with_fixes(left, right, options, suggest_rules=suggest is not None)
     if suggest is not None:
         result = _with_rules_written(result, suggest, of_names)
@@ -92,21 +113,35 @@ def _diff_of_two(options: DiffOptions, left: str | None, right: str | None, sugg
     if Path(path).read_text(encoding="utf-8") == names:
         return replace(result, notes=(*result.notes, Info(f"{path} is as it was", "written")))
     write_text(path, names, force=True, in_place=True)
-    return replace(result, notes=(*result.notes, Info(f"{path} has the names of {options.model} now", "written")))
+    return replace(
+        result,
+        notes=(*result.notes, Info(f"{path} has the names of {options.model} now", "written")),
+    )
 
 
 def _with_rules_written(result: Diff, path: str, of_names: bool) -> Diff:
-    """Write the rules that the diff suggests, and show how to use them. Raise `CkptError` for another's file."""
+    """Write the rules that the diff suggests, and show how to use them. Raise `CkptError` for
+    another's file.
+    """
     from ckpttool.fixes.rules_file import by_file
     from ckpttool.remapping.options import RemapOptions
 
     if result.rules is None:
-        text = f"no rules are suggested, and {path} was not written: no rules lead from left to right"
+        text = (
+            f"no rules are suggested, and {path} was not written: no rules lead from left to right"
+        )
         return replace(result, notes=(*result.notes, Note(text, "no-fix")))
-    if os.path.exists(path) and Path(path).read_text(encoding="utf-8", errors="replace") != result.rules:
-        raise CkptError(f"{path} is there, and has other content", hint="give another FILE, or remove it first")
+    if (
+        os.path.exists(path)
+        and Path(path).read_text(encoding="utf-8", errors="replace") != result.rules
+    ):
+        raise CkptError(
+            f"{path} is there, and has other content", hint="give another FILE, or remove it first"
+        )
     write_text(path, result.rules, force=True)  # what is there is the same
     complete = not of_names and bool(result.fix) and all(fix.complete for fix in result.fix)
-    line = by_file("CKPT" if of_names else result.left, path, result.rules_options or RemapOptions())
+    line = by_file(
+        "CKPT" if of_names else result.left, path, result.rules_options or RemapOptions()
+    )
     fix = Fix(line, complete=complete, tried=not of_names)
     return replace(result, fix=(fix,))

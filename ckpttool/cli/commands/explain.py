@@ -32,7 +32,8 @@ def command(
     if options.model is None:
         if name not in CODES:
             raise CkptError(
-                f"no code is called {name!r}", hint=f"ckpttool explain {name} --model MODEL explains a tensor"
+                f"no code is called {name!r}",
+                hint=f"ckpttool explain {name} --model MODEL explains a tensor",
             )
         report.emit(lambda: explained_code(CODES[name]), CODES[name].to_json)
         return

@@ -12,7 +12,9 @@ from ckpttool.core.options import Argument, FixOptions, Option, keywords_of
 
 
 def command(
-    ckpt: Annotated[str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")],
+    ckpt: Annotated[
+        str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")
+    ],
     # One of the options, which is required here.
     model: Annotated[str, Option("--model MODEL", "The model that is to load OUT.", "Names")],
     options: FixOptions,
@@ -20,8 +22,9 @@ def command(
 ) -> None:
     """Write a checkpoint with the fix that `diff` suggests.
 
-    `ckpttool diff CKPT --model MODEL` shows the fix; it is applied only if it was tried and nothing differs after it.
-    Status 0 if it is written; 1 if the checkpoint already fits, or if no command fixes all of it.
+    `ckpttool diff CKPT --model MODEL` shows the fix; it is applied only if it was tried and nothing
+    differs after it. Status 0 if it is written; 1 if the checkpoint already fits, or if no command
+    fixes all of it.
 
     \b
     Examples:

@@ -21,23 +21,33 @@ def command(
     ckpt: Annotated[str, Argument("CKPT", "A checkpoint: file, directory, index, glob or URL.")],
     report: Report,
     stats: Annotated[
-        bool, Option("--stats", "Read the values too: min, max, mean, zeros, NaN, inf and a hash of each.")
+        bool,
+        Option(
+            "--stats", "Read the values too: min, max, mean, zeros, NaN, inf and a hash of each."
+        ),
     ] = False,
     depth: Annotated[
-        int | None, Option("--depth N", "The tree of modules, N levels deep, not the tensors.", "Reports", least=0)
+        int | None,
+        Option(
+            "--depth N", "The tree of modules, N levels deep, not the tensors.", "Reports", least=0
+        ),
     ] = None,
     sort: Annotated[
-        str | None, Option("--sort name|bytes", "bytes: the largest first.", "Reports", check=_check_sort)
+        str | None,
+        Option("--sort name|bytes", "bytes: the largest first.", "Reports", check=_check_sort),
     ] = None,
     filter: Annotated[
-        str | None, Option("--filter PATTERN", "Only tensors whose keys it names: 'layers.*'.", "Reports")
+        str | None,
+        Option("--filter PATTERN", "Only tensors whose keys it names: 'layers.*'.", "Reports"),
     ] = None,
-    all: Annotated[bool, Option("--all", "A line for every tensor, and no list cut short.", "Reports")] = False,
+    all: Annotated[
+        bool, Option("--all", "A line for every tensor, and no list cut short.", "Reports")
+    ] = False,
 ) -> None:
     """Show what is in a checkpoint: keys, dtypes, shapes, aliases.
 
-    Reads the index only (--stats reads the values, in chunks): no tensor is loaded, no pickle is run. CKPT::SECTION
-    looks at one section.
+    Reads the index only (--stats reads the values, in chunks): no tensor is loaded, no pickle is
+    run. CKPT::SECTION looks at one section.
 
     \b
     Examples:

@@ -13,14 +13,16 @@ from ckpttool.remapping.options import RemapOptions
 
 
 def command(
-    ckpt: Annotated[str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")],
+    ckpt: Annotated[
+        str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")
+    ],
     options: RemapOptions,
     report: Report,
 ) -> None:
     """Rewrite the keys, optimizer ids and format of a checkpoint.
 
-    The ending of OUT decides the format; a folder becomes what CKPT is, or sharded safetensors. What would lose,
-    collide or have to be guessed is refused, and nothing is written.
+    The ending of OUT decides the format; a folder becomes what CKPT is, or sharded safetensors.
+    What would lose, collide or have to be guessed is refused, and nothing is written.
 
     \b
     Examples:

@@ -12,12 +12,14 @@ from ckpttool.core.options import Argument
 
 def command(
     report: Report,
-    name: Annotated[str | None, Argument("[NAME]", "A preset; without it all of them are listed.")] = None,
+    name: Annotated[
+        str | None, Argument("[NAME]", "A preset; without it all of them are listed.")
+    ] = None,
 ) -> None:
     """List the preset rules; with NAME print one as TOML.
 
-    A preset is used by its name, as in `ckpttool remap CKPT -o OUT --rules NAME`. To change its rules, print them to a
-    file and name the file instead.
+    A preset is used by its name, as in `ckpttool remap CKPT -o OUT --rules NAME`. To change its
+    rules, print them to a file and name the file instead.
 
     \b
     Examples:

@@ -9,11 +9,14 @@ from ckpttool.core.options import Argument
 
 
 def command(
-    name: Annotated[str | None, Argument("[NAME]", "The object; without it their names are listed.")] = None,
+    name: Annotated[
+        str | None, Argument("[NAME]", "The object; without it their names are listed.")
+    ] = None,
 ) -> None:
     """The JSON Schema of an object that the commands write.
 
-    JSON Schema 2020-12. Members may be added to an object, and are never renamed or removed under the same version.
+    JSON Schema 2020-12. Members may be added to an object, and are never renamed or removed under
+    the same version.
 
     \b
     Examples:

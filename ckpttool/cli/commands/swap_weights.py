@@ -14,15 +14,18 @@ from ckpttool.swap.swap import SwapOptions
 
 
 def command(
-    program: Annotated[str, Argument("PROGRAM", "The exported program (.pt2), or a TorchScript archive.")],
+    program: Annotated[
+        str, Argument("PROGRAM", "The exported program (.pt2), or a TorchScript archive.")
+    ],
     new: Annotated[str, Argument("NEW", "The checkpoint with the new weights.")],
     options: SwapOptions,
     report: Report,
 ) -> None:
     """Put new weights into an exported program.
 
-    The graph is not read, so the machine needs neither the program's custom operators nor its torch version. Refused,
-    with nothing written: weights that are missing, left over, of another shape or dtype, or tied and different.
+    The graph is not read, so the machine needs neither the program's custom operators nor its torch
+    version. Refused, with nothing written: weights that are missing, left over, of another shape or
+    dtype, or tied and different.
 
     \b
     Examples:

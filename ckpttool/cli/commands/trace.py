@@ -11,16 +11,21 @@ from ckpttool.core.options import Argument, OptimizerOptions, Option, keywords_o
 
 def command(
     # One of the options, which is required here.
-    model: Annotated[str, Argument("MODEL", "package.module:attr, file.py:attr or a .pt2 program.")],
+    model: Annotated[
+        str, Argument("MODEL", "package.module:attr, file.py:attr or a .pt2 program.")
+    ],
     options: OptimizerOptions,
     report: Report,
-    out: Annotated[str | None, Option("-o, --output FILE", "Write a names file (JSON).", "Output")] = None,
+    out: Annotated[
+        str | None, Option("-o, --output FILE", "Write a names file (JSON).", "Output")
+    ] = None,
     all: All = False,
 ) -> None:
     """Every name of every tensor of a model.
 
-    Runs the model's own saving and loading once on the meta device, and says which hook renames or computes which key.
-    A names file takes the model's place as --model where its code is not installed.
+    Runs the model's own saving and loading once on the meta device, and says which hook renames or
+    computes which key. A names file takes the model's place as --model where its code is not
+    installed.
 
     \b
     Examples:

@@ -18,7 +18,9 @@ class UndoReport(Report):
     force: Annotated[
         bool,
         Option(
-            "--force", "Also roll back an edit of another machine or container, and overwrite report files.", COMMON
+            "--force",
+            "Also roll back an edit of another machine or container, and overwrite report files.",
+            COMMON,
         ),
     ] = False
 
@@ -26,13 +28,15 @@ class UndoReport(Report):
 def command(
     path: Annotated[str, Argument("PATH", "The file or folder that was edited in place.")],
     report: UndoReport,
-    no_fsync: Annotated[bool, Option("--no-fsync", "Do not wait until the disk has the bytes.", COMMON)] = False,
+    no_fsync: Annotated[
+        bool, Option("--no-fsync", "Do not wait until the disk has the bytes.", COMMON)
+    ] = False,
 ) -> None:
     """Roll back an interrupted or the last edit in place.
 
-    If a command was killed while it edited PATH, everything is as it was before that command. Otherwise the last
-    finished `--in-place` is undone, to the byte. With --force an edit that another machine
-    or container began is rolled back too: pass it only if that process has ended.
+    If a command was killed while it edited PATH, everything is as it was before that command.
+    Otherwise the last finished `--in-place` is undone, to the byte. With --force an edit that
+    another machine or container began is rolled back too: pass it only if that process has ended.
 
     \b
     Examples:

@@ -1,6 +1,7 @@
 """Read the format of torch.save before torch 1.6: five pickles, then the bytes of each storage.
 
-It is read to the same tree as a torch zip, and written as one. See `_legacy_save` in torch/serialization.py.
+It is read to the same tree as a torch zip, and written as one. See `_legacy_save` in
+torch/serialization.py.
 """
 
 from __future__ import annotations
@@ -24,26 +25,33 @@ from ckpttool.io.paths import is_url
 
 FORMAT = "torch_legacy"  # in the table of formats
 UNREADABLE = (
-    "torch.load raises for this file: a storage has no dtype, as for float8 and other new dtypes in the format "
+    "torch.load raises for this file: a storage has no dtype, as for float8 and other new dtypes"
+    " in the format "
     "before torch 1.6; `ckpttool remap` writes a file that it loads"
 )
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle
 _PROTOCOL = 1001  # of the format, the second pickle
 _TYPE_SIZES = {"short": 2, "int": 4, "long": 4}
-_SYSTEM = {"protocol_version": _PROTOCOL, "little_endian": True, "type_sizes": _TYPE_SIZES}  # the third one
-_FIRST_READ = 1 << 17  # bytes; nothing says how long the pickles are, so more is read as long as they are cut off
+# the third one
+_SYSTEM = {"protocol_version": _PROTOCOL, "little_endian": True, "type_sizes": _TYPE_SIZES}
+# bytes; nothing says how long the pickles are, so more is read as long as they are cut off
+_FIRST_READ = 1 << 17
 _NUMEL = 8  # bytes before each storage's own: how many elements it has
 
 
 @many_objects()
 def read(path: str) -> Checkpoint:
-    """Return the index of the file at `path`. Raises `CkptError` if it is corrupt or not as torch.save writes it."""
+    """Return the index of the file at `path`. Raises `CkptError` if it is corrupt or not as
+    torch.save writes it.
+    """
     with opened(path) as file:
         nbytes = file.size
         pickles = _read_pickles(path, file, nbytes)
         found, end = _find_storages(path, file, pickles, nbytes)
     memory = pickles.tree.memory or Memory(nbytes)
-    storages = Storages(lambda key, size: _storage(path, found, key, size), memory=memory, pickled=pickles.end)
+    storages = Storages(
+        lambda key, size: _storage(path, found, key, size), memory=memory, pickled=pickles.end
+    )
     storages.untyped = pickles.references.untyped
     for key, size in pickles.references.sizes.items():
         storages.get(key, size)  # of bare storages too: the writer needs them all
@@ -55,16 +63,19 @@ def read(path: str) -> Checkpoint:
 
 
 def refused_by_torch(checkpoint: Checkpoint) -> bool:
-    """Return whether torch.load raises for the file: in this format it asks every storage for its dtype.
+    """Return whether torch.load raises for the file: in this format it asks every storage for its
+    dtype.
 
-    torch.save writes storages without one all the same, for each dtype newer than bfloat16 (float8, uint16, complex32).
+    torch.save writes storages without one all the same, for each dtype newer than bfloat16 (float8,
+    uint16, complex32).
     """
     if checkpoint.format != FORMAT:
         return False
     if isinstance(checkpoint.container, Container):
         return checkpoint.container.tree.storages.untyped
     tensors = (entry.payload for section in checkpoint.sections for entry in section.all_tensors())
-    return any(isinstance(payload, Carried) and payload.storages.untyped for payload in tensors)  # a picked section
+    # a picked section
+    return any(isinstance(payload, Carried) and payload.storages.untyped for payload in tensors)
 
 
 # The pickles
@@ -74,9 +85,10 @@ def refused_by_torch(checkpoint: Checkpoint) -> bool:
 class _References:
     """Turns the pickle's persistent ids into a torch zip's, whose storages have numbers as names.
 
-    `keys` maps a storage's key in the file to its number; `widths` and `sizes` are the bytes of one element and of the
-    storage, by number. `views` are the references to a part of a storage (written before torch 0.4): the offset of its
-    first element in the storage, by the reference's id.
+    `keys` maps a storage's key in the file to its number; `widths` and `sizes` are the bytes of one
+    element and of the storage, by number. `views` are the references to a part of a storage
+    (written before torch 0.4): the offset of its first element in the storage, by the reference's
+    id.
     """
 
     keys: dict[Any, str] = field(default_factory=dict)
@@ -87,10 +99,16 @@ class _References:
     untyped: bool = False  # a storage has no dtype
 
     def __call__(self, found: Any) -> Any:
-        if found[0] == "module":  # a class with its source text, which torch compares and does not need
+        # a class with its source text, which torch compares and does not need
+        if found[0] == "module":
             return found[1]
         word, kind, key, location, numel, view = found
-        if word != "storage" or type(kind) is not Global or type(key) not in (str, int) or type(numel) is not int:
+        if (
+            word != "storage"
+            or type(kind) is not Global
+            or type(key) not in (str, int)
+            or type(numel) is not int
+        ):
             raise ValueError("a storage reference")
         row = dtypes.BY_STORAGE.get(kind.name)
         if numel < 0 or (row is None and kind.name != "UntypedStorage"):
@@ -111,7 +129,9 @@ class _References:
 
 
 class _Pickles(NamedTuple):
-    """The pickles of a file: the tree of its contents, the keys of its storages in file order, and their end."""
+    """The pickles of a file: the tree of its contents, the keys of its storages in file order, and
+    their end.
+    """
 
     tree: Pickle
     references: _References
@@ -150,7 +170,9 @@ def _parse(path: str, data: bytes, nbytes: int) -> _Pickles:
 
 
 def _shift_views(path: str, root: Any, views: Mapping[int, int]) -> None:
-    """Make tensors on a view of a storage tensors on the storage itself, further behind its first element."""
+    """Make tensors on a view of a storage tensors on the storage itself, further behind its first
+    element.
+    """
     if not views:
         return
     shifted = set[int]()  # ids of the arguments of these tensors
@@ -171,11 +193,13 @@ def _shift_views(path: str, root: Any, views: Mapping[int, int]) -> None:
 # The storages
 
 
-def _find_storages(path: str, file: Source, pickles: _Pickles, nbytes: int) -> tuple[dict[str, Span], int]:
+def _find_storages(
+    path: str, file: Source, pickles: _Pickles, nbytes: int
+) -> tuple[dict[str, Span], int]:
     """Return the place of each storage's bytes by number, and the end of the last one.
 
-    Of a remote file they are where they belong if the storages are as long as the pickle says: the numbers of elements
-    in front of them, a request each, are read with the data.
+    Of a remote file they are where they belong if the storages are as long as the pickle says: the
+    numbers of elements in front of them, a request each, are read with the data.
     """
     references = pickles.references
     expected: dict[str, Span] = {}
@@ -197,7 +221,8 @@ def _find_storages(path: str, file: Source, pickles: _Pickles, nbytes: int) -> t
             at += _NUMEL + found[number].length
             if numel < 0 or at > nbytes:
                 raise CkptError(
-                    f"{path} is truncated: storage {key} ends at byte {at:,}, the file at {nbytes:,}",
+                    f"{path} is truncated: storage {key} ends at byte {at:,}, the file at"
+                    f" {nbytes:,}",
                     hint="download or copy it again",
                 )
         return found, at

@@ -1,4 +1,6 @@
-"""The contents of a pickle's nodes: their parts, the pairs of mappings, and a digest of an object's content."""
+"""The contents of a pickle's nodes: their parts, the pairs of mappings, and a digest of an object's
+content.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,22 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.pickle_imports import DANGEROUS, verdict
 from ckpttool.core.text import dotted
-from ckpttool.formats.pickle_read import ABSENT, MAPPINGS, ByteString, Call, Global, Persistent, PickledSet, check_key
+from ckpttool.formats.pickle_read import (
+    ABSENT,
+    MAPPINGS,
+    ByteString,
+    Call,
+    Global,
+    Persistent,
+    PickledSet,
+    check_key,
+)
 
 # The parts of a node
 
-Step = tuple[str, Any]  # ("item", key or index), ("arg", index), ("kwarg", name), ("element", index), ("state", None)
+# A step is ("item", key or index), ("arg", index), ("kwarg", name), ("element", index) or
+# ("state", None).
+Step = tuple[str, Any]
 Steps = tuple[Step, ...]
 
 # Type -> the nodes directly inside. A node of any other type holds none.
@@ -24,7 +37,15 @@ _PARTS: dict[type, Callable[[Any], Any]] = {
     dict: lambda node: [*node.keys(), *node.values()],
     Persistent: lambda node: (node.id,),
     PickledSet: lambda node: node.items,
-    Call: lambda node: (node.func, node.args, node.kwargs, node.items, node.pairs, node.state, node.setter),
+    Call: lambda node: (
+        node.func,
+        node.args,
+        node.kwargs,
+        node.items,
+        node.pairs,
+        node.state,
+        node.setter,
+    ),
 }
 
 
@@ -33,8 +54,11 @@ def children(node: Any) -> Any:
     return () if parts is None else parts(node)
 
 
-def walk(root: Any, spend: Callable[[int], None] | None = None, seen: set[int] | None = None) -> Iterator[Any]:
-    """Yield every node below and with `root` that can hold others, each once, in any order; none that is in `seen`.
+def walk(
+    root: Any, spend: Callable[[int], None] | None = None, seen: set[int] | None = None
+) -> Iterator[Any]:
+    """Yield every node below and with `root` that can hold others, each once, in any order; none
+    that is in `seen`.
 
     `spend` is called with the number of nodes that are looked at; it may raise.
     """
@@ -52,7 +76,9 @@ def walk(root: Any, spend: Callable[[int], None] | None = None, seen: set[int] |
 
 
 def entries_with_code(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield the dotted path of each entry that a dangerous import makes, and the name of the import."""
+    """Yield the dotted path of each entry that a dangerous import makes, and the name of the
+    import.
+    """
     others = set(checkpoint.others)
     payloads = [(extra.key, extra.payload) for extra in checkpoint.objects if extra.key in others]
     for section in checkpoint.sections:
@@ -82,7 +108,8 @@ def is_mapping(node: Any) -> bool:
 
 
 def pairs_of(node: Any) -> dict[Any, Any] | None:
-    """Return the keys and values of a mapping; None for any other node, and if its arguments are not understood.
+    """Return the keys and values of a mapping; None for any other node, and if its arguments are
+    not understood.
 
     The items that a mapping is made of are put among its pairs.
     """
@@ -95,7 +122,8 @@ def pairs_of(node: Any) -> dict[Any, Any] | None:
     first = 1 if node.func == _DEFAULT else 0  # the function that makes missing values
     if len(node.args) > first:  # an object that is not called ignores them
         is_called = node.how in ("REDUCE", "OBJ") and len(node.args) == first + 1
-        is_counted = node.func == _COUNTER and type(node.args[first]) in (list, tuple)  # and not set
+        # and not set
+        is_counted = node.func == _COUNTER and type(node.args[first]) in (list, tuple)
         pairs = _items(node.args[first]) if is_called and not is_counted else None
         if pairs is None:
             return None
@@ -129,13 +157,17 @@ def _items(argument: Any) -> dict[Any, Any] | None:
 def metadata_of(node: Any) -> dict[Any, Any] | None:
     """Return the ``_metadata`` attribute of a state dict (module path -> its payload), or None.
 
-    Raises `CkptError` if it is something else: torch reads the file then, but loads it into no module.
+    Raises `CkptError` if it is something else: torch reads the file then, but loads it into no
+    module.
     """
-    metadata = node.state.get("_metadata") if type(node) is Call and type(node.state) is dict else None
+    metadata = (
+        node.state.get("_metadata") if type(node) is Call and type(node.state) is dict else None
+    )
     pairs = pairs_of(metadata)
     if pairs is None and metadata is not None:
         raise CkptError(
-            "a state dict's _metadata is not a dict of module versions", hint="the file is damaged or hostile"
+            "a state dict's _metadata is not a dict of module versions",
+            hint="the file is damaged or hostile",
         )
     return pairs
 
@@ -162,9 +194,11 @@ Leaf = Callable[[Any], "bytes | None"]
 
 
 def content_of(node: Any, leaf: Leaf) -> bytes | None:
-    """Return a digest of the object that `node` makes; None if it holds itself, or is nested too deep.
+    """Return a digest of the object that `node` makes; None if it holds itself, or is nested too
+    deep.
 
-    `leaf` returns the digest of a node whose content is outside of the pickle (a storage, a tensor), else None.
+    `leaf` returns the digest of a node whose content is outside of the pickle (a storage, a
+    tensor), else None.
     """
     try:
         return _Digests(leaf).of(node, 0)
@@ -177,7 +211,9 @@ class _Endless(Exception):
 
 
 class _Digests:
-    """Digests of nodes, made of the digests of their parts: each node is looked at once, however often it is shared."""
+    """Digests of nodes, made of the digests of their parts: each node is looked at once, however
+    often it is shared.
+    """
 
     def __init__(self, leaf: Leaf) -> None:
         self.leaf = leaf
@@ -187,13 +223,17 @@ class _Digests:
         if type(node) is Global and node.module in _MODULES:
             node = Global(_MODULES[node.module], node.name)
         if type(node) not in _PARTS:
-            return _hashed([type(node).__name__.encode(), repr(node).encode("utf-8", "surrogatepass")])
+            return _hashed(
+                [type(node).__name__.encode(), repr(node).encode("utf-8", "surrogatepass")]
+            )
         if id(node) not in self.known:
             if depth > _MAX_DEPTH:
                 raise _Endless
             self.known[id(node)] = None
             known = self.leaf(node)
-            self.known[id(node)] = self._of_parts(node, depth) if known is None else _hashed([b"leaf", known])
+            self.known[id(node)] = (
+                self._of_parts(node, depth) if known is None else _hashed([b"leaf", known])
+            )
         digest = self.known[id(node)]
         if digest is None:
             raise _Endless
@@ -223,13 +263,20 @@ class _Digests:
 
 
 def _as_later_protocols(node: Call) -> Any:
-    """Return a set or bytes as later protocols write them, for the call that protocol 2 writes; other calls as is."""
+    """Return a set or bytes as later protocols write them, for the call that protocol 2 writes;
+    other calls as is.
+    """
     kind, args = str(node.func).replace("__builtin__", "builtins"), node.args
     if node.how != "REDUCE" or node.items or node.pairs or node.state is not ABSENT:
         return node
     if kind in ("builtins.set", "builtins.frozenset") and len(args) == 1 and type(args[0]) is list:
         return PickledSet(args[0], kind == "builtins.frozenset")
-    is_latin = len(args) == 2 and args[1] == "latin1" and type(args[0]) is str and max(args[0], default="") <= "\xff"
+    is_latin = (
+        len(args) == 2
+        and args[1] == "latin1"
+        and type(args[0]) is str
+        and max(args[0], default="") <= "\xff"
+    )
     if kind == "_codecs.encode" and is_latin:
         return args[0].encode("latin1")
     return b"" if kind == "builtins.bytes" and not args else node

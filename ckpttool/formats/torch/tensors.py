@@ -20,8 +20,9 @@ from ckpttool.formats.torch.nodes import content_of, walk
 
 MAX_DIMS, MOST = 64, 1 << 63  # torch's own limits, of dimensions and of each
 _MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; torch writes fewer
-# A small pickle can put the same nodes at any number of places. So many nodes are looked at when a file is read, and so
-# many more for each byte of its pickle. (A node takes at least a byte, and is looked at a few times.)
+# A small pickle can put the same nodes at any number of places. So many nodes are looked at when a
+# file is read, and so many more for each byte of its pickle. (A node takes at least a byte, and is
+# looked at a few times.)
 _LOOKS, _LOOKS_A_BYTE = 2_000_000, 16
 
 
@@ -29,10 +30,11 @@ _LOOKS, _LOOKS_A_BYTE = 2_000_000, 16
 class Storages:
     """The storages of one file by their key in its pickle: `find(key, nbytes)` looks one up, once.
 
-    `carried` are the payloads of tensors by the id of their node: one node is one tensor. `reached` are the keys of the
-    storages that these tensors are made of. `dtypes` are the dtypes of the references to a
-    storage, and ``uint8`` of one without: torch takes the first one's for all, and so writes no others. `memory` is
-    what the index of the file may take, `pickled` are the bytes of its pickle. `untyped`: a reference names no dtype.
+    `carried` are the payloads of tensors by the id of their node: one node is one tensor. `reached`
+    are the keys of the storages that these tensors are made of. `dtypes` are the dtypes of the
+    references to a storage, and ``uint8`` of one without: torch takes the first one's for all, and
+    so writes no others. `memory` is what the index of the file may take, `pickled` are the bytes of
+    its pickle. `untyped`: a reference names no dtype.
     """
 
     find: Callable[[str, int], Storage]
@@ -55,13 +57,17 @@ class Storages:
         return storage
 
     def look(self, count: int) -> None:
-        """Count nodes that are looked at, perhaps again. Raises `CkptError` for many more than the file has."""
+        """Count nodes that are looked at, perhaps again. Raises `CkptError` for many more than the
+        file has.
+        """
         self.looked_at += count
         if self.looked_at > _LOOKS + _LOOKS_A_BYTE * self.pickled:
             raise malformed("its objects share too many parts")
 
     def content(self, node: Any) -> bytes | None:
-        """Return a digest of the content of a storage or a dense tensor; None for any other node."""
+        """Return a digest of the content of a storage or a dense tensor; None for any other
+        node.
+        """
         if type(node) is Persistent:
             dtype, storage = typed_storage(node, self)
             return content_of_storage(storage) + dtype.encode()
@@ -74,7 +80,9 @@ unnamed = partial(TensorEntry, "")  # makes the entry of a tensor that has no na
 
 def _packed(entry: TensorEntry, layout: str, nbytes: int | None = None) -> TensorEntry:
     """Return the tensor as one whose values are not a strided block of bytes."""
-    return replace(entry, storage=None, layout=layout, packed_bytes=entry.nbytes if nbytes is None else nbytes)
+    return replace(
+        entry, storage=None, layout=layout, packed_bytes=entry.nbytes if nbytes is None else nbytes
+    )
 
 
 # Layout -> the parts of such a tensor that a block of values does not have.
@@ -87,7 +95,9 @@ _LOST = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried(Payload):
-    """The payload of an entry: its node, the storages that the node refers to, and the tensor that it rebuilds."""
+    """The payload of an entry: its node, the storages that the node refers to, and the tensor that
+    it rebuilds.
+    """
 
     node: Any
     storages: Storages
@@ -129,23 +139,34 @@ def malformed(message: str) -> CkptError:
 
 
 def is_tensor(node: Any) -> bool:
-    return type(node) is Call and type(node.func) is Global and node.func.name in _REBUILD and is_torch(node.func)
+    return (
+        type(node) is Call
+        and type(node.func) is Global
+        and node.func.name in _REBUILD
+        and is_torch(node.func)
+    )
 
 
 _FLAGS = {"conj": "aten.conj_physical.default", "neg": "aten.neg.default"}
 
 
 def is_dense(entry: TensorEntry) -> bool:
-    """Return whether the tensor is strided and of torch's own class, perhaps lazily conjugated or negated."""
+    """Return whether the tensor is strided and of torch's own class, perhaps lazily conjugated or
+    negated.
+    """
     return entry.layout == "strided" or entry.layout in _FLAGS
 
 
 def kind(entry: TensorEntry) -> str:
-    """Return the kind of tensor, by which loading distinguishes them: the layout, or the name of a subclass."""
+    """Return the kind of tensor, by which loading distinguishes them: the layout, or the name of a
+    subclass.
+    """
     if not isinstance(entry.payload, Carried):
         return entry.layout
     args = bare(entry.payload.node).args
-    known = next((arg for arg in args if type(arg) is Global and not is_tensor(Call(arg, ()))), None)
+    known = next(
+        (arg for arg in args if type(arg) is Global and not is_tensor(Call(arg, ()))), None
+    )
     return str(known) if entry.layout == "subclass" and known is not None else entry.layout
 
 
@@ -157,21 +178,29 @@ def bare(node: Any) -> Any:
 
 
 def is_torch(name: Global) -> bool:
-    """Return whether the name belongs to torch, whose classes are trusted to be what their names say."""
+    """Return whether the name belongs to torch, whose classes are trusted to be what their names
+    say.
+    """
     return name.module == "torch" or name.module.startswith("torch.")
 
 
 def entry_of(key: str, node: Call, storages: Storages) -> TensorEntry:
-    """Return the index entry of a tensor's node. Raises `CkptError` if its geometry does not fit its storage."""
+    """Return the index entry of a tensor's node. Raises `CkptError` if its geometry does not fit
+    its storage.
+    """
     carried = storages.carried.get(id(node))
     if carried is None:
         try:
             rebuilt = _read(node, storages, 0)
         except CkptError as error:
-            raise CkptError(error.message, hint=error.hint, problems=[Problem(error.message, key)]) from None
+            raise CkptError(
+                error.message, hint=error.hint, problems=[Problem(error.message, key)]
+            ) from None
         except (IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
             problem = malformed(f"the arguments of {node.func}: {error}")
-            raise CkptError(problem.message, hint=problem.hint, problems=[Problem(problem.message, key)]) from None
+            raise CkptError(
+                problem.message, hint=problem.hint, problems=[Problem(problem.message, key)]
+            ) from None
         carried = storages.carried[id(node)] = Carried(node, storages, rebuilt)
         if rebuilt.storage is None:
             references = (part for part in walk(node, storages.look) if type(part) is Persistent)
@@ -179,10 +208,12 @@ def entry_of(key: str, node: Call, storages: Storages) -> TensorEntry:
     made = carried.rebuilt
     assert made is not None
     where = (made.offset, made.storage, made.layout, made.packed_bytes, carried)
-    return TensorEntry(key, made.dtype, made.shape, made.stride, *where)  # `replace` would take five times as long
+    # `replace` would take five times as long
+    return TensorEntry(key, made.dtype, made.shape, made.stride, *where)
 
 
-# Reading. One function for each rebuild function of torch; it gets the arguments, the storages, and the depth.
+# Reading. One function for each rebuild function of torch; it gets the arguments, the storages, and
+# the depth.
 
 
 def _read(node: Any, storages: Storages, depth: int) -> TensorEntry:
@@ -219,7 +250,9 @@ def _view(dtype: str, storage: Storage, args: Any) -> TensorEntry:
 
 
 def _flagged(view: TensorEntry, metadata: Any) -> TensorEntry:
-    """Return the tensor as packed if it is lazily conjugated or negated: its bytes are not its values."""
+    """Return the tensor as packed if it is lazily conjugated or negated: its bytes are not its
+    values.
+    """
     flags = metadata[0] if metadata else {}
     for flag in _FLAGS:
         if flags.get(flag):
@@ -235,7 +268,8 @@ def _from_type(args: Any, storages: Storages, depth: int) -> TensorEntry:
     call = Call(func, inner)
     parts = _inner(args[2:], storages, depth)
     nbytes = sum(part.nbytes for part in parts)
-    if not is_tensor(call):  # a class with its own function: of its geometry only the dtype is known
+    # a class with its own function: of its geometry only the dtype is known
+    if not is_tensor(call):
         options = inner[0] if type(inner) is tuple and inner and type(inner[0]) is dict else {}
         values = options.get("values")  # of a jagged tensor, next to its offsets
         if is_tensor(values):
@@ -249,7 +283,9 @@ def _from_type(args: Any, storages: Storages, depth: int) -> TensorEntry:
 
 def _sparse(args: Any, storages: Storages, depth: int) -> TensorEntry:
     kind, data = args
-    values, size = (data[1], data[2]) if len(data) == 3 or type(data[3]) is bool else (data[2], data[3])
+    values, size = (
+        (data[1], data[2]) if len(data) == 3 or type(data[3]) is bool else (data[2], data[3])
+    )
     layout = kind.args[0] if type(kind) is Call else kind.name
     found = _read(values, storages, depth + 1)
     nbytes = sum(part.nbytes for part in _inner(data, storages, depth))
@@ -260,11 +296,15 @@ def _quantized(args: Any, storages: Storages, depth: int) -> TensorEntry:
     dtype, storage = typed_storage(args[0], storages)
     view = _view(dtype, storage, args[1:4])
     nbytes = -(-view.nbytes // _PER_BYTE.get(dtype, 1))
-    return _packed(view, "quantized", nbytes + sum(part.nbytes for part in _inner(args[4], storages, depth)))
+    return _packed(
+        view, "quantized", nbytes + sum(part.nbytes for part in _inner(args[4], storages, depth))
+    )
 
 
 def _nested(args: Any, storages: Storages, depth: int) -> TensorEntry:
-    """The sizes of a nested tensor are a tensor themselves; the shape here is the number of its components."""
+    """The sizes of a nested tensor are a tensor themselves; the shape here is the number of its
+    components.
+    """
     found = _read(args[0], storages, depth + 1)
     sizes = _read(args[1], storages, depth + 1)
     nbytes = sum(part.nbytes for part in _inner(args, storages, depth))
@@ -272,11 +312,15 @@ def _nested(args: Any, storages: Storages, depth: int) -> TensorEntry:
 
 
 def _device(args: Any, storages: Storages, depth: int) -> TensorEntry:
-    """A tensor of a device without storages (XLA): a CPU tensor or a numpy array that is moved when it is loaded."""
+    """A tensor of a device without storages (XLA): a CPU tensor or a numpy array that is moved when
+    it is loaded.
+    """
     data, dtype = args[:2]
     # numpy.ndarray.__setstate__ takes version, shape, dtype, order, bytes
     shape = _read(data, storages, depth + 1).shape if is_tensor(data) else sizes_of(data.state[1])
-    return unnamed(_dtype(dtype), shape, (), 0, None, "device", prod(shape) * dtypes.itemsize(_dtype(dtype)))
+    return unnamed(
+        _dtype(dtype), shape, (), 0, None, "device", prod(shape) * dtypes.itemsize(_dtype(dtype))
+    )
 
 
 _REBUILD: dict[str, Callable[[Any, Storages, int], TensorEntry]] = {
@@ -284,7 +328,9 @@ _REBUILD: dict[str, Callable[[Any, Storages, int], TensorEntry]] = {
     "_rebuild_tensor_v2": _tensor,
     "_rebuild_tensor_v3": _tensor_v3,
     "_rebuild_parameter": lambda args, storages, depth: _read(args[0], storages, depth + 1),
-    "_rebuild_parameter_with_state": lambda args, storages, depth: _read(args[0], storages, depth + 1),
+    "_rebuild_parameter_with_state": lambda args, storages, depth: _read(
+        args[0], storages, depth + 1
+    ),
     "_rebuild_from_type": _from_type,
     "_rebuild_from_type_v2": _from_type,
     "_rebuild_wrapper_subclass": lambda args, *_: unnamed(
@@ -309,15 +355,27 @@ _INNERMOST = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
 
 def _inner(node: Any, storages: Storages, depth: int) -> list[TensorEntry]:
-    found = (part for part in walk(node, storages.look) if is_tensor(part) and part.func.name in _INNERMOST)
+    found = (
+        part
+        for part in walk(node, storages.look)
+        if is_tensor(part) and part.func.name in _INNERMOST
+    )
     return [_read(part, storages, depth + 1) for part in found]
 
 
 def storage_key(node: Any) -> str:
-    """Return the key in a reference ``("storage", class, key, location, number of elements)``; else `CkptError`."""
+    """Return the key in a reference ``("storage", class, key, location, number of elements)``; else
+    `CkptError`.
+    """
     if type(node) is Persistent and type(node.id) is tuple and len(node.id) >= 5:
         word, kind, key, _, numel = node.id[:5]
-        if word == "storage" and type(kind) is Global and type(key) is str and type(numel) is int and numel >= 0:
+        if (
+            word == "storage"
+            and type(kind) is Global
+            and type(key) is str
+            and type(numel) is int
+            and numel >= 0
+        ):
             return key
     raise malformed("a storage reference")
 
@@ -341,7 +399,9 @@ def _dtype(node: Any) -> str:
 
 
 def sizes_of(node: Any) -> tuple[int, ...]:
-    """Return the sizes of a ``torch.Size``, a list or a tuple. Raises `CkptError` for sizes that torch refuses."""
+    """Return the sizes of a ``torch.Size``, a list or a tuple. Raises `CkptError` for sizes that
+    torch refuses.
+    """
     sizes = node.args[0] if type(node) is Call and node.func == Global("torch", "Size") else node
     if type(sizes) not in (tuple, list) or len(sizes) > MAX_DIMS:
         raise malformed(f"{type(sizes).__name__} where sizes have to be")
@@ -354,12 +414,13 @@ def sizes_of(node: Any) -> tuple[int, ...]:
 
 @dataclass(slots=True, eq=False)
 class Rebuilder:
-    """Makes the nodes of tensors for one file; every storage keeps one key, every global is named once.
+    """Makes the nodes of tensors for one file; every storage keeps one key, every global is named
+    once.
 
-    `words` are the strings of the file's own references: a pickle names one object once, and equal ones again.
-    `kept` are the dtypes by which nodes of other files, or of this one as it was, refer to storages, by their id;
-    `apart` are second storages of the same bytes, for tensors of other dtypes: torch takes all references to a storage
-    for the first.
+    `words` are the strings of the file's own references: a pickle names one object once, and equal
+    ones again. `kept` are the dtypes by which nodes of other files, or of this one as it was, refer
+    to storages, by their id; `apart` are second storages of the same bytes, for tensors of other
+    dtypes: torch takes all references to a storage for the first.
     """
 
     keys: dict[int, str] = field(default_factory=dict)
@@ -371,7 +432,9 @@ class Rebuilder:
     apart: dict[tuple[int, str], Storage] = field(default_factory=dict)
 
     def node(self, entry: TensorEntry, mixed: bool = False) -> Call:
-        """Return the node of a strided tensor on the CPU. `mixed`: tensors of other dtypes use the same storage."""
+        """Return the node of a strided tensor on the CPU. `mixed`: tensors of other dtypes use the
+        same storage.
+        """
         assert entry.storage is not None
         row, storage = dtypes.BY_NAME[entry.dtype], entry.storage
         kept = self.kept.get(id(storage))
@@ -379,20 +442,30 @@ class Rebuilder:
             plain = kept == entry.dtype
         else:
             if kept is not None:
-                storage, mixed = self.apart.setdefault((id(storage), entry.dtype), Storage(storage.data)), False
+                storage, mixed = (
+                    self.apart.setdefault((id(storage), entry.dtype), Storage(storage.data)),
+                    False,
+                )
             plain = row.storage is not None and not mixed and storage.nbytes % row.itemsize == 0
         reference = self.reference(storage, row if plain else None)
         args = (reference, entry.offset, entry.shape, entry.stride, False, self._hooks())
         if plain:
             return Call(self._global("torch._utils", "_rebuild_tensor_v2"), args)
-        return Call(self._global("torch._utils", "_rebuild_tensor_v3"), (*args, self._global("torch", entry.dtype)))
+        return Call(
+            self._global("torch._utils", "_rebuild_tensor_v3"),
+            (*args, self._global("torch", entry.dtype)),
+        )
 
     def reference(self, storage: Storage, row: dtypes.DType | None) -> Persistent:
         """Return the reference to a storage of the file, typed by `row` of the table or untyped."""
         name = row.storage if row else None
-        kind = self._global("torch", name) if name else self._global("torch.storage", "UntypedStorage")
+        kind = (
+            self._global("torch", name) if name else self._global("torch.storage", "UntypedStorage")
+        )
         numel = storage.nbytes // (row.itemsize if row else 1)
-        return Persistent((self._word("storage"), kind, self.key(storage), self._word("cpu"), numel))
+        return Persistent(
+            (self._word("storage"), kind, self.key(storage), self._word("cpu"), numel)
+        )
 
     def key(self, storage: Storage) -> str:
         """Return the key of the storage's record in the file: its own, or the first free number."""
@@ -411,8 +484,12 @@ class Rebuilder:
         self.taken.add(key)
 
     def keep(self, storages: Storages) -> None:
-        """Note the dtypes by which nodes that are kept, or moved from another file, refer to storages."""
-        found = ((key, storage) for key, storage in storages.found.items() if key in storages.dtypes)
+        """Note the dtypes by which nodes that are kept, or moved from another file, refer to
+        storages.
+        """
+        found = (
+            (key, storage) for key, storage in storages.found.items() if key in storages.dtypes
+        )
         self.kept.update((id(storage), storages.dtypes[key]) for key, storage in found)
 
     def learn(self, storages: Storages) -> None:
@@ -428,8 +505,12 @@ class Rebuilder:
         return self.words.setdefault(word, word)
 
     def parameter(self, data: Any, requires_grad: bool) -> Call:
-        """Return the node of a Parameter of the tensor that the node `data` makes, as torch does for subclasses too."""
-        return Call(self._global("torch._utils", "_rebuild_parameter"), (data, requires_grad, self._hooks()))
+        """Return the node of a Parameter of the tensor that the node `data` makes, as torch does
+        for subclasses too.
+        """
+        return Call(
+            self._global("torch._utils", "_rebuild_parameter"), (data, requires_grad, self._hooks())
+        )
 
     def _hooks(self) -> Call:
         return Call(self._global("collections", "OrderedDict"), ())
@@ -438,8 +519,12 @@ class Rebuilder:
         return self.globals.setdefault(f"{module}.{name}", Global(module, name))
 
     def transplant(self, carried: Carried) -> Any:
-        """Return a copy of a node of another file, its storage references changed to this file's keys."""
-        return _with_references(carried.node, lambda reference: self._moved(reference, carried.storages))
+        """Return a copy of a node of another file, its storage references changed to this file's
+        keys.
+        """
+        return _with_references(
+            carried.node, lambda reference: self._moved(reference, carried.storages)
+        )
 
     def _moved(self, reference: Persistent, storages: Storages) -> Persistent:
         storage = typed_storage(reference, storages)[1]
@@ -456,7 +541,11 @@ def renumbered(root: Any, numbers: Mapping[str, str]) -> Any:
 
 
 def is_parameter(node: Any) -> bool:
-    return type(node) is Call and type(node.func) is Global and node.func.name.startswith("_rebuild_parameter")
+    return (
+        type(node) is Call
+        and type(node.func) is Global
+        and node.func.name.startswith("_rebuild_parameter")
+    )
 
 
 def _with_references(root: Any, moved: Callable[[Persistent], Persistent]) -> Any:
@@ -487,7 +576,10 @@ def _with_references(root: Any, moved: Callable[[Persistent], Persistent]) -> An
             copy = PickledSet(copied(node.items, depth), node.frozen)
         else:
             copy = done[id(node)] = Call(
-                copied(node.func, depth), copied(node.args, depth), node.how, copied(node.kwargs, depth)
+                copied(node.func, depth),
+                copied(node.args, depth),
+                node.how,
+                copied(node.kwargs, depth),
             )
             copy.items, copy.pairs = copied(node.items, depth), copied(node.pairs, depth)
             copy.state, copy.setter = copied(node.state, depth), copied(node.setter, depth)

@@ -1,7 +1,8 @@
-"""TorchScript archives (torch.jit.save): the parameters and buffers of their modules, under the keys of `state_dict()`.
+"""TorchScript archives (torch.jit.save): the parameters and buffers of their modules, under the
+keys of `state_dict()`.
 
-Reading only: the code in the archive calls every tensor by its attribute, so it would not find a renamed one. New
-values under the same names are written as for every program, see `formats.pt2`.
+Reading only: the code in the archive calls every tensor by its attribute, so it would not find a
+renamed one. New values under the same names are written as for every program, see `formats.pt2`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from ckpttool.core.values import many_objects
 from ckpttool.formats.pickle_read import Call, Global
 from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor
 from ckpttool.formats.torch.tree import unreached
-from ckpttool.formats.torch.zip_file import check_byteorder, find_storage, folder_of, read_pickle, sizes_in
+from ckpttool.formats.torch.zip_file import (
+    check_byteorder,
+    find_storage,
+    folder_of,
+    read_pickle,
+    sizes_in,
+)
 from ckpttool.formats.zip_read import Archive, read_archive, read_record
 from ckpttool.io.pieces import Pieces
 
@@ -26,14 +33,17 @@ _MAX_DEPTH = 200  # modules inside each other
 _MAX_MODULES = 1_000_000  # a pickle shares nodes: a small one can hold a tree without end
 
 _CLASS = re.compile(
-    r"^class (\w+)\(Module\):\n(?:  __parameters__ = \[(.*)\]\n)?(?:  __buffers__ = \[(.*)\]\n)?", re.MULTILINE
+    r"^class (\w+)\(Module\):\n(?:  __parameters__ = \[(.*)\]\n)?(?:  __buffers__ = \[(.*)\]\n)?",
+    re.MULTILINE,
 )
 _STRING = re.compile(r'"([^"]*)"')
 
 
 @many_objects()
 def read(path: str) -> Checkpoint:
-    """Return the index of the archive at `path`, without running its code. Raises `CkptError` if it is corrupt."""
+    """Return the index of the archive at `path`, without running its code. Raises `CkptError` if it
+    is corrupt.
+    """
     archive = read_archive(path)
     folder = folder_of(archive, "torch.jit.save")
     check_byteorder(archive, folder)
@@ -42,10 +52,14 @@ def read(path: str) -> Checkpoint:
     storages = Storages(partial(find_storage, archive, folder), pickled=pickle.end)
     reader = _Reader(archive, folder, storages)
     tensors = tuple(reader.tensors(root))
-    constants = [record for record in archive.records if record.name.startswith(folder + "constants/")]
+    constants = [
+        record for record in archive.records if record.name.startswith(folder + "constants/")
+    ]
     left = reader.attributes + len(constants)
     notes = (f"{left} more tensors are plain attributes or constants of its code",) if left else ()
-    others = tuple(Unreached(r.name.removeprefix(folder), Storage(archive.span(r))) for r in constants)
+    others = tuple(
+        Unreached(r.name.removeprefix(folder), Storage(archive.span(r))) for r in constants
+    )
     return Checkpoint(
         path,
         "torchscript",
@@ -65,26 +79,36 @@ def layout(checkpoint: Checkpoint) -> Pieces:
 
 
 class _Reader:
-    """Walks the modules of the pickle as `state_dict()` does; `attributes` counts the other tensors of the modules."""
+    """Walks the modules of the pickle as `state_dict()` does; `attributes` counts the other tensors
+    of the modules.
+    """
 
     def __init__(self, archive: Archive, folder: str, storages: Storages) -> None:
         self.archive = archive
         self.folder = folder
         self.storages = storages
         self.attributes = 0
-        self.classes: dict[str, dict[str, tuple[list[str], list[str]]]] = {}  # by record, those in its code
+        # by record, those in its code
+        self.classes: dict[str, dict[str, tuple[list[str], list[str]]]] = {}
 
     def slots(self, name: Global) -> tuple[list[str], list[str]] | None:
-        """Return the names of the class's parameters and buffers, in order; None if the class is not a module."""
+        """Return the names of the class's parameters and buffers, in order; None if the class is
+        not a module.
+        """
         record = f"{self.folder}code/{name.module.replace('.', '/')}.py"
         if record not in self.classes:
             if record not in self.archive.by_name:
                 raise CkptError(
-                    f"{self.archive.path}: its record {record} is missing", hint="download or save it again"
+                    f"{self.archive.path}: its record {record} is missing",
+                    hint="download or save it again",
                 )
-            text = read_record(self.archive, self.archive.by_name[record], _MAX_CODE).decode(errors="replace")
+            text = read_record(self.archive, self.archive.by_name[record], _MAX_CODE).decode(
+                errors="replace"
+            )
             matches = _CLASS.findall(text)
-            self.classes[record] = {n: (_STRING.findall(params), _STRING.findall(bufs)) for n, params, bufs in matches}
+            self.classes[record] = {
+                n: (_STRING.findall(params), _STRING.findall(bufs)) for n, params, bufs in matches
+            }
         return self.classes[record].get(name.name)
 
     def tensors(self, root: Any) -> Iterator[TensorEntry]:
@@ -94,7 +118,10 @@ class _Reader:
             path, node = todo.pop()
             left -= 1
             if left < 0 or len(path) > _MAX_DEPTH:
-                raise CkptError("a TorchScript module holds too many others", hint="the file is damaged or hostile")
+                raise CkptError(
+                    "a TorchScript module holds too many others",
+                    hint="the file is damaged or hostile",
+                )
             slots = self.slots(node.func) if _is_object(node) else None
             if slots is None:
                 continue
@@ -102,13 +129,19 @@ class _Reader:
             for name in names:
                 if is_tensor(node.state.get(name)):
                     yield entry_of(".".join((*path, name)), node.state[name], self.storages)
-            rest = [(name, value) for name, value in node.state.items() if type(name) is str and name not in names]
+            rest = [
+                (name, value)
+                for name, value in node.state.items()
+                if type(name) is str and name not in names
+            ]
             self.attributes += sum(is_tensor(value) for _, value in rest)
             todo += [((*path, name), value) for name, value in reversed(rest) if _is_object(value)]
 
 
 def _is_object(node: Any) -> bool:
-    """Return whether the node is an object of a class in the archive's code; torch's own classes have no code there."""
+    """Return whether the node is an object of a class in the archive's code; torch's own classes
+    have no code there.
+    """
     if type(node) is not Call or type(node.func) is not Global or type(node.state) is not dict:
         return False
     module = f"{node.func.module}."

@@ -1,4 +1,6 @@
-"""Find the sections of a torch file: state dicts, optimizers and modules in the tree of its pickle."""
+"""Find the sections of a torch file: state dicts, optimizers and modules in the tree of its
+pickle.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +9,44 @@ from dataclasses import field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Payload, Readings, Section, TensorEntry, Unreached
+from ckpttool.core.checkpoint import (
+    Checkpoint,
+    ExtraEntry,
+    Payload,
+    Readings,
+    Section,
+    TensorEntry,
+    Unreached,
+)
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import looks_flat, rebuilt
 from ckpttool.core.text import dotted, free
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.formats.pickle_read import ABSENT, Call, Persistent, Pickle, PickledSet
-from ckpttool.formats.torch.nodes import Steps, children, content_of, is_mapping, metadata_of, pairs_of, text_of
+from ckpttool.formats.torch.nodes import (
+    Steps,
+    children,
+    content_of,
+    is_mapping,
+    metadata_of,
+    pairs_of,
+    text_of,
+)
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, storage_key
 from ckpttool.formats.zip_read import Archive
 
 SLOTS = ("_parameters", "_buffers", "_modules")
 
 _MAX_MODULE_DEPTH = 200  # modules inside each other
-_MAX_MODULES = 1_000_000  # with their tensors; a pickle shares nodes: a small one can hold a tree without end
+# with their tensors; a pickle shares nodes: a small one can hold a tree without end
+_MAX_MODULES = 1_000_000
 _GRAPH_MODULE_ARGS = 3  # of the call that makes a GraphModule; its attributes are one of them
 
 
 class Slot(NamedTuple):
-    """A tensor of a module: its key, the steps to its node, the node, and whether ``state_dict()`` has it."""
+    """A tensor of a module: its key, the steps to its node, the node, and whether ``state_dict()``
+    has it.
+    """
 
     key: str
     steps: Steps
@@ -38,7 +59,8 @@ def is_module(node: Any) -> bool:
 
 
 def class_of(node: Any) -> str:
-    is_older = str(node.func) in ("copy_reg._reconstructor", "copyreg._reconstructor")  # of protocols 0 and 1
+    # of protocols 0 and 1
+    is_older = str(node.func) in ("copy_reg._reconstructor", "copyreg._reconstructor")
     return str(node.args[0] if is_older and node.args else node.func)
 
 
@@ -55,13 +77,20 @@ def slots_of(module: Any, steps: Steps) -> Iterator[Slot]:
         attributes, more = ({}, ()) if found is None else found
         left -= 1 + sum(len(pairs_of(attributes[kind]) or ()) for kind in SLOTS[:2] if attributes)
         if left < 0 or len(path) > _MAX_MODULE_DEPTH:
-            raise CkptError("a pickled module holds too many others", hint="the file is damaged or hostile")
+            raise CkptError(
+                "a pickled module holds too many others", hint="the file is damaged or hostile"
+            )
         if not attributes:
             continue
-        names: Any = attributes.get("_non_persistent_buffers_set")  # a set, or the call that protocol 2 writes for one
+        # a set, or the call that protocol 2 writes for one
+        names: Any = attributes.get("_non_persistent_buffers_set")
         if type(names) is PickledSet:
             names = names.items
-        elif type(names) is Call and len(names.args) == 1 and isinstance(names.args[0], (list, tuple)):
+        elif (
+            type(names) is Call
+            and len(names.args) == 1
+            and isinstance(names.args[0], (list, tuple))
+        ):
             names = names.args[0]
         else:
             names = ()
@@ -70,7 +99,12 @@ def slots_of(module: Any, steps: Steps) -> Iterator[Slot]:
             for name, key, value in _named(attributes[kind]):
                 if is_tensor(value):
                     place = (*at, *more, ("item", kind), ("item", key))
-                    yield Slot(".".join((*path, name)), place, value, kind == "_parameters" or name not in unsaved)
+                    yield Slot(
+                        ".".join((*path, name)),
+                        place,
+                        value,
+                        kind == "_parameters" or name not in unsaved,
+                    )
         inside = [
             ((*path, name), (*at, *more, ("item", "_modules"), ("item", key)), value)
             for name, key, value in _named(attributes["_modules"])
@@ -79,12 +113,15 @@ def slots_of(module: Any, steps: Steps) -> Iterator[Slot]:
 
 
 def _attributes(node: Any) -> tuple[dict[Any, Any], Steps] | None:
-    """Return the attributes of a module, and the steps to them from its node; None for any other node."""
+    """Return the attributes of a module, and the steps to them from its node; None for any other
+    node.
+    """
     if type(node) is not Call:
         return None
     if _are_attributes(node.state):
         return node.state, (("state", None),)
-    if type(node.state) is tuple and node.state and _are_attributes(node.state[0]):  # of a class with __slots__
+    # of a class with __slots__
+    if type(node.state) is tuple and node.state and _are_attributes(node.state[0]):
         return node.state[0], (("state", None), ("item", 0))
     for index, part in enumerate(node.args[:_GRAPH_MODULE_ARGS]):
         if _are_attributes(part):
@@ -106,19 +143,24 @@ def _named(node: Any) -> Iterator[tuple[str, Any, Any]]:
 
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _MAX_OPTIMIZER_DEPTH = 50
-_MAX_REPEATS = 500_000  # of shared containers and their parts: a small pickle can share them without end
+# of shared containers and their parts: a small pickle can share them without end
+_MAX_REPEATS = 500_000
 
 
 class _TooMuch(Exception): ...
 
 
-def mapping_of(node: Any, entries: Iterable[TensorEntry], storages: Storages) -> Mapping[Any, Any] | None:
+def mapping_of(
+    node: Any, entries: Iterable[TensorEntry], storages: Storages
+) -> Mapping[Any, Any] | None:
     """Return the state dict that `node` makes; None if it is too large, or not a mapping.
 
-    `entries` are its known tensors. Any of Python's dicts becomes a dict, any other object an `ExtraEntry` with its
-    node. A list of scalars stays its node, shared as in the pickle.
+    `entries` are its known tensors. Any of Python's dicts becomes a dict, any other object an
+    `ExtraEntry` with its node. A list of scalars stays its node, shared as in the pickle.
     """
-    known = {id(entry.payload.node): entry for entry in entries if isinstance(entry.payload, Carried)}
+    known = {
+        id(entry.payload.node): entry for entry in entries if isinstance(entry.payload, Carried)
+    }
     seen: set[int] = set()
     flat: set[int] = set()
     repeats = [0]
@@ -129,7 +171,9 @@ def mapping_of(node: Any, entries: Iterable[TensorEntry], storages: Storages) ->
         key = ".".join(path)
         if is_tensor(node):
             entry = known.get(id(node))
-            return entry if entry is not None and entry.key == key else entry_of(key, node, storages)
+            return (
+                entry if entry is not None and entry.key == key else entry_of(key, node, storages)
+            )
         if id(node) in seen:
             repeats[0] += 1 + len(pairs_of(node) or (node if type(node) in (list, tuple) else ()))
         seen.add(id(node))
@@ -144,7 +188,9 @@ def mapping_of(node: Any, entries: Iterable[TensorEntry], storages: Storages) ->
                 if all(type(part) in _SCALARS for part in node):
                     flat.add(id(node))
                     return node
-                return type(node)(value(part, (*path, str(index))) for index, part in enumerate(node))
+                return type(node)(
+                    value(part, (*path, str(index))) for index, part in enumerate(node)
+                )
         return ExtraEntry(key, Carried(node, storages))
 
     try:
@@ -155,20 +201,28 @@ def mapping_of(node: Any, entries: Iterable[TensorEntry], storages: Storages) ->
 
 
 def node_of(value: Any, entry_node: Callable[[TensorEntry | ExtraEntry], Any]) -> Any:
-    """Return the node that makes `value`, a mapping or a part of one; `entry_node` makes the nodes of entries.
+    """Return the node that makes `value`, a mapping or a part of one; `entry_node` makes the nodes
+    of entries.
 
     A value without entries is its own node, and stays shared.
     """
-    return rebuilt(value, lambda path, part: entry_node(part) if isinstance(part, (TensorEntry, ExtraEntry)) else part)
+    return rebuilt(
+        value,
+        lambda path, part: (
+            entry_node(part) if isinstance(part, (TensorEntry, ExtraEntry)) else part
+        ),
+    )
 
 
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
 
-# A pickle can share: a few bytes put a section at any number of places. If it pickles a state dict once, this many
-# bytes of the pickle (a tensor takes 110) allow one entry at a further place, and so many are always allowed.
+# A pickle can share: a few bytes put a section at any number of places. If it pickles a state dict
+# once, this many bytes of the pickle (a tensor takes 110) allow one entry at a further place, and
+# so many are always allowed.
 _PICKLED, _LEAST_AGAIN = 16, 10_000
 
-# Bytes of memory, from above: for a container that was looked into, for each step of a path, an entry, a section.
+# Bytes of memory, from above: for a container that was looked into, for each step of a path, an
+# entry, a section.
 _WALKED, _STEP, _ENTRY, _SECTION = 150, 16, 500, 4000
 
 Adder = Callable[["Tree", Any, "tuple[str, ...]", Steps], None]  # adds the section that a node is
@@ -176,7 +230,9 @@ Adder = Callable[["Tree", Any, "tuple[str, ...]", Steps], None]  # adds the sect
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """The place of a section: the steps to its node, and unless it is a state dict those to each of its tensors."""
+    """The place of a section: the steps to its node, and unless it is a state dict those to each of
+    its tensors.
+    """
 
     section: Section
     steps: Steps
@@ -186,50 +242,66 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Tree:
-    """The contents of a pickle's tree: places by section path, and everything else by path, with the steps to it.
+    """The contents of a pickle's tree: places by section path, and everything else by path, with
+    the steps to it.
 
-    `rings` are the places that refer back to a container around them: the steps there, and to that container.
+    `rings` are the places that refer back to a container around them: the steps there, and to that
+    container.
     """
 
     storages: Storages
     places: dict[str, Place] = field(default_factory=dict)
     rings: dict[str, tuple[Steps, Steps]] = field(default_factory=dict)
-    around: dict[int, Steps] = field(default_factory=dict)  # by id, the containers that are being walked
+    # by id, the containers that are being walked
+    around: dict[int, Steps] = field(default_factory=dict)
     others: dict[str, tuple[Steps, Any]] = field(default_factory=dict)
     loose: list[TensorEntry] = field(default_factory=list)
     loose_steps: dict[str, Steps] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
-    added: dict[int, tuple[Adder | None, int]] = field(default_factory=dict)  # by id of what is or holds a section
+    # by id of what is or holds a section
+    added: dict[int, tuple[Adder | None, int]] = field(default_factory=dict)
     again_left: int = 100_000  # entries of sections at further places, in all
     listed: set[int] = field(default_factory=set)  # ids of tensors that are in a section already
-    of_tensors: dict[int, bool] = field(default_factory=dict)  # by id of a mapping: whether tensors are in it
+    # by id of a mapping: whether tensors are in it
+    of_tensors: dict[int, bool] = field(default_factory=dict)
     plain_left: int = 1_000_000  # nodes that may still be turned into plain values
     barren: set[int] = field(default_factory=set)  # ids of containers without a tensor to list
     notes: list[str] = field(default_factory=list)
     unreached: tuple[Unreached, ...] = ()  # storages, as the reader of the file lists them
-    outer: dict[str, Any] = field(default_factory=dict)  # path -> a pickled object that has sections or tensors in it
+    # path -> a pickled object that has sections or tensors in it
+    outer: dict[str, Any] = field(default_factory=dict)
     whole: Collection[str] = ()  # paths of dicts that are read as state dicts
-    noted: set[int] = field(default_factory=set)  # ids of dicts inside entries of state dicts that are in `dicts`
-    dicts: dict[str, Sequence[str]] = field(default_factory=dict)  # path -> keys of what could be a state dict
+    # ids of dicts inside entries of state dicts that are in `dicts`
+    noted: set[int] = field(default_factory=set)
+    # path -> keys of what could be a state dict
+    dicts: dict[str, Sequence[str]] = field(default_factory=dict)
 
 
 def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) -> Tree:
-    """Return the sections of the tree, loose tensors as a last one (``other``). Raises `CkptError` on bad tensors.
+    """Return the sections of the tree, loose tensors as a last one (``other``). Raises `CkptError`
+    on bad tensors.
 
     The dicts at the dotted paths `whole` are read as state dicts.
     """
     tree = Tree(storages, whole=whole)
     tree.again_left = min(tree.again_left, max(_LEAST_AGAIN, storages.pickled // _PICKLED))
     if not _walk(tree, root, (), (), foreign=False):
-        tree.others.update((".".join(path), (steps, node)) for path, steps, node in _named_children(tree, root, (), ()))
+        tree.others.update(
+            (".".join(path), (steps, node))
+            for path, steps, node in _named_children(tree, root, (), ())
+        )
     if tree.loose:
         path = "" if "" not in tree.places else "(other)"
-        tree.places[path] = Place(Section(path, "other", tuple(tree.loose)), (), None, tree.loose_steps)
+        tree.places[path] = Place(
+            Section(path, "other", tuple(tree.loose)), (), None, tree.loose_steps
+        )
     return tree
 
 
 def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
-    """Find the sections and tensors in `node`; False if there are none. `foreign`: inside a pickled object."""
+    """Find the sections and tensors in `node`; False if there are none. `foreign`: inside a pickled
+    object.
+    """
     if is_tensor(node):
         _add_loose(tree, ".".join(path), node, steps)
         return True
@@ -244,11 +316,16 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
     found = _add(tree, add, node, path, steps, foreign)
     if len(tree.places) > before:
         last = next(reversed(tree.places.values())).section
-        tree.added[id(node)] = add, max(1, len(last.entries), sum(1 for _ in _named_children(tree, node, (), ())))
+        tree.added[id(node)] = (
+            add,
+            max(1, len(last.entries), sum(1 for _ in _named_children(tree, node, (), ()))),
+        )
     return found
 
 
-def _add(tree: Tree, add: Adder | None, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
+def _add(
+    tree: Tree, add: Adder | None, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool
+) -> bool:
     """Add the section that `node` is, by `add`, or the sections in it; False if there are none."""
     if add is not None:
         add(tree, node, path, steps)
@@ -274,7 +351,9 @@ def _add(tree: Tree, add: Adder | None, node: Any, path: tuple[str, ...], steps:
 
 
 def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
-    """Add a node that is or holds a section elsewhere here too; False for others: they have their first place."""
+    """Add a node that is or holds a section elsewhere here too; False for others: they have their
+    first place.
+    """
     if id(node) in tree.around:
         tree.rings[free(".".join(path), tree.rings)] = steps, tree.around[id(node)]
         return False
@@ -288,12 +367,16 @@ def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, forei
 
 
 def _take_path(tree: Tree, path: tuple[str, ...]) -> None:
-    """Count the memory of a place: a tuple of its parts, and its text, as a path and in the keys of a report."""
+    """Count the memory of a place: a tuple of its parts, and its text, as a path and in the keys of
+    a report.
+    """
     tree.storages.memory.take(_WALKED + 2 * sum(map(len, path)) + _STEP * len(path))
 
 
 def _looks_again(tree: Tree, path: tuple[str, ...], count: int) -> bool:
-    """Return whether `count` entries that were looked at before are looked at again; a note says where that ends."""
+    """Return whether `count` entries that were looked at before are looked at again; a note says
+    where that ends.
+    """
     left = tree.again_left
     tree.again_left -= count
     if left >= 0 > tree.again_left:
@@ -303,7 +386,9 @@ def _looks_again(tree: Tree, path: tuple[str, ...], count: int) -> bool:
 
 
 def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None:
-    """Return the function that adds the node as a section; None for a container that may hold sections."""
+    """Return the function that adds the node as a section; None for a container that may hold
+    sections.
+    """
     names = _names(node)
     if path in tree.whole and names is not None and not foreign:
         return _add_state_dict
@@ -311,7 +396,9 @@ def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None
         return _add_module
     is_optimizer = _is_optimizer(node)
     is_around = any(whole.startswith(f"{path}." if path else "") for whole in tree.whole)
-    if not (is_optimizer or is_around or names is None) and _is_state_dict(tree, node, names, foreign):
+    if not (is_optimizer or is_around or names is None) and _is_state_dict(
+        tree, node, names, foreign
+    ):
         return _add_state_dict
     if names and not foreign:
         tree.storages.memory.take(_WALKED + len(path) + 8 * len(names))
@@ -322,7 +409,9 @@ def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None
 def _named_children(
     tree: Tree, node: Any, path: tuple[str, ...], steps: Steps
 ) -> Iterator[tuple[tuple[str, ...], Steps, Any]]:
-    """Yield path, steps and node of the nodes inside. A pickled object's attributes have the path of the object."""
+    """Yield path, steps and node of the nodes inside. A pickled object's attributes have the path
+    of the object.
+    """
     pairs = pairs_of(node)
     if pairs is not None:
         tree.storages.look(len(pairs))
@@ -362,13 +451,15 @@ def _names(node: Any) -> list[str] | None:
     return named if pairs is not None and len(set(named)) == len(names) else None
 
 
-_RANDOM_STATES = ((5056,), (816,), (16,))  # bytes of torch's generators: of the CPU, and of CUDA before and since 2.0
+# bytes of torch's generators: of the CPU, and of CUDA before and since 2.0
+_RANDOM_STATES = ((5056,), (816,), (16,))
 
 
 def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -> bool:
     """Return whether a mapping has ``_metadata``, or holds tensors and no section of tensors.
 
-    A configuration with a tensor among its settings is not one, nor are the states of random generators.
+    A configuration with a tensor among its settings is not one, nor are the states of random
+    generators.
     """
     if metadata_of(node) is not None:
         return True
@@ -381,10 +472,15 @@ def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -
     if all(entry.dtype == "uint8" and entry.shape in _RANDOM_STATES for entry in entries):
         return False
     inner = [
-        name for name, value in zip(names, values) if not name.endswith("_extra_state") and _holds_tensors(tree, value)
+        name
+        for name, value in zip(names, values)
+        if not name.endswith("_extra_state") and _holds_tensors(tree, value)
     ]
-    # A module's own dict is under the module's path, like the tensors next to it; a section has a name of one word.
-    return not inner or (all("." in name for name in inner) and any("." in name for name in tensors))
+    # A module's own dict is under the module's path, like the tensors next to it; a section has a
+    # name of one word.
+    return not inner or (
+        all("." in name for name in inner) and any("." in name for name in tensors)
+    )
 
 
 def _holds_tensors(tree: Tree, node: Any) -> bool:
@@ -409,12 +505,20 @@ def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) 
             _note_dicts(tree, value, (*path, name))
     name = free(".".join(path), tree.places)
     modules = metadata_of(node)
-    section = Section(name, "state_dict", tuple(tensors), tuple(extras), None if modules is None else dict(modules))
+    section = Section(
+        name,
+        "state_dict",
+        tuple(tensors),
+        tuple(extras),
+        None if modules is None else dict(modules),
+    )
     tree.places[name] = Place(section, steps, node)
 
 
 def _note_dicts(tree: Tree, node: Any, path: tuple[str, ...]) -> None:
-    """Note the dicts inside an entry of a state dict, each once: a model may be saved in one of them."""
+    """Note the dicts inside an entry of a state dict, each once: a model may be saved in one of
+    them.
+    """
     if id(node) in tree.noted or len(path) > _MAX_DEPTH:
         return
     tree.noted.add(id(node))
@@ -458,7 +562,10 @@ def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> N
     tensors = tuple(entry_of(slot.key, slot.node, tree.storages) for slot in saved)
     section = Section(name, "state_dict", tensors)
     tree.places[name] = Place(section, steps, node, {slot.key: slot.steps for slot in saved})
-    tree.notes.append(f"{name or 'the file'} is a pickled module ({class_of(node)}): read as its state dict, never run")
+    tree.notes.append(
+        f"{name or 'the file'} is a pickled module ({class_of(node)}): read as its"
+        " state dict, never run"
+    )
 
 
 def _add_loose(tree: Tree, key: str, node: Any, steps: Steps) -> None:
@@ -472,7 +579,8 @@ def _add_optimizer(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -
     inner = Tree(tree.storages, seen=set() if tree.again_left >= 0 else tree.seen)
     for child_path, child_steps, child in _named_children(tree, node, (), steps):
         _walk_tensors(inner, child, child_path, child_steps)
-    if inner.seen is not tree.seen:  # an optimizer that was saved twice has one state for each parameter
+    # an optimizer that was saved twice has one state for each parameter
+    if inner.seen is not tree.seen:
         _looks_again(tree, path, len(inner.seen & tree.seen))
         tree.seen |= inner.seen
     name = free(".".join(path), tree.places)
@@ -487,7 +595,11 @@ def _walk_tensors(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) ->
         if id(node) not in tree.listed:
             _add_loose(tree, ".".join(path), node, steps)
         return
-    if not isinstance(node, (dict, list, tuple, Call)) or id(node) in tree.seen or id(node) in tree.barren:
+    if (
+        not isinstance(node, (dict, list, tuple, Call))
+        or id(node) in tree.seen
+        or id(node) in tree.barren
+    ):
         return
     if len(steps) > _MAX_DEPTH:
         return
@@ -503,7 +615,9 @@ _PLAIN_DEPTH = 16
 
 
 def _plain(tree: Tree, node: Any) -> object:
-    """Return the Python value of a node of numbers, strings, lists and dicts; None for any other."""
+    """Return the Python value of a node of numbers, strings, lists and dicts; None for any
+    other.
+    """
 
     def convert(node: Any, depth: int) -> object:
         tree.plain_left -= 1
@@ -525,7 +639,8 @@ def _plain(tree: Tree, node: Any) -> object:
 
 
 def unreached(root: Any, storages: Storages, sizes: Mapping[str, int]) -> tuple[Unreached, ...]:
-    """Return the storages that no tensor of the index is made of, by the path at which `root` refers to them.
+    """Return the storages that no tensor of the index is made of, by the path at which `root`
+    refers to them.
 
     `sizes` are the bytes of all storages by key. Raises `CkptError` if one cannot be read.
     """
@@ -555,7 +670,9 @@ def unreached(root: Any, storages: Storages, sizes: Mapping[str, int]) -> tuple[
 
 
 def _parts(node: Any) -> list[tuple[str, Any]]:
-    """Return every node inside `node` with its name there; attributes and arguments of an object have the object's."""
+    """Return every node inside `node` with its name there; attributes and arguments of an object
+    have the object's.
+    """
     pairs = pairs_of(node)
     named = [(text_of(key) or "", value) for key, value in (pairs or {}).items()]
     named += [("", key) for key in pairs or ()]
@@ -564,13 +681,17 @@ def _parts(node: Any) -> list[tuple[str, Any]]:
     if type(node) is PickledSet:
         return [("", part) for part in node.items]
     if type(node) is Call:
-        named += [("", part) for part in (node.func, *node.args, node.kwargs, node.items, node.state, node.setter)]
+        named += [
+            ("", part)
+            for part in (node.func, *node.args, node.kwargs, node.items, node.state, node.setter)
+        ]
     return named
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Container:
-    """The parts of a file for its writer; `folder` is the prefix of all records of `archive`, ``NAME/``.
+    """The parts of a file for its writer; `folder` is the prefix of all records of `archive`,
+    ``NAME/``.
 
     `archive` is None for a file that is not a torch zip, which is written as a new one.
     """
@@ -597,14 +718,16 @@ def read_tree(
 ) -> Checkpoint:
     """Return the checkpoint that a pickle describes; `sizes` are the bytes of all storages by key.
 
-    `made` makes the container, `fields` are other fields of the checkpoint. The dicts at the dotted paths `whole` are
-    read as state dicts. Raises `CkptError` on bad tensors.
+    `made` makes the container, `fields` are other fields of the checkpoint. The dicts at the dotted
+    paths `whole` are read as state dicts. Raises `CkptError` on bad tensors.
     """
     storages.looked_at = 0
     tree = find_sections(pickle.root, storages, whole)
     tree.unreached = unreached(pickle.root, storages, sizes)
     sections = tuple(place.section for place in tree.places.values())
-    read = partial(read_tree, source, format, nbytes, pickle, storages, sizes, made=made, notes=notes, **fields)
+    read = partial(
+        read_tree, source, format, nbytes, pickle, storages, sizes, made=made, notes=notes, **fields
+    )
     # separate objects, then objects around sections and tensors
     objects = [ExtraEntry(path, Carried(node, storages)) for path, (_, node) in tree.others.items()]
     objects += [ExtraEntry(path, _Around(node, tree)) for path, node in tree.outer.items()]
@@ -617,7 +740,9 @@ def read_tree(
         container=made(pickle, tree),
         notes=(*notes, *tree.notes),
         unreached=tree.unreached,
-        readings=Readings(tree.dicts, sections, lambda paths: read(whole={*whole, *paths})) if tree.dicts else None,
+        readings=Readings(tree.dicts, sections, lambda paths: read(whole={*whole, *paths}))
+        if tree.dicts
+        else None,
         objects=tuple(objects),
         **fields,
     )
@@ -625,11 +750,15 @@ def read_tree(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Around(Payload):
-    """The payload of an object with tensors inside: its content leaves out these tensors and the sections in it."""
+    """The payload of an object with tensors inside: its content leaves out these tensors and the
+    sections in it.
+    """
 
     node: Any
     tree: Tree
 
     def content(self) -> bytes | None:
         sections = {id(place.node) for place in self.tree.places.values()}
-        return content_of(self.node, lambda node: b"" if is_tensor(node) or id(node) in sections else None)
+        return content_of(
+            self.node, lambda node: b"" if is_tensor(node) or id(node) in sections else None
+        )

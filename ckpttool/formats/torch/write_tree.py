@@ -14,7 +14,14 @@ from ckpttool.core.values import dataclass
 from ckpttool.formats.pickle_read import ABSENT, Call, Global, Persistent, Pickle
 from ckpttool.formats.pickle_write import dumps
 from ckpttool.formats.torch.nodes import Step, Steps, metadata_of, pairs_of, text_of
-from ckpttool.formats.torch.tensors import Carried, Rebuilder, Storages, malformed, renumbered, storage_key
+from ckpttool.formats.torch.tensors import (
+    Carried,
+    Rebuilder,
+    Storages,
+    malformed,
+    renumbered,
+    storage_key,
+)
 from ckpttool.formats.torch.tree import Place, Tree, node_of
 from ckpttool.formats.zip_read import Archive, Record
 from ckpttool.formats.zip_write import NewRecord
@@ -26,15 +33,25 @@ REMOVE = object()  # an edit that leaves a node out
 
 
 def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebuilder) -> Any:
-    """Return `root` with the changes that `checkpoint` makes to its `tree`; `root` itself if there are none.
+    """Return `root` with the changes that `checkpoint` makes to its `tree`; `root` itself if there
+    are none.
 
-    Raises `Refused` for sections that the tree has no place for, and for keys that cannot be renamed there.
+    Raises `Refused` for sections that the tree has no place for, and for keys that cannot be
+    renamed there.
     """
     nodes = _Nodes(checkpoint, rebuilder, tree.storages)
     now = {section.path: section for section in checkpoint.sections}
-    unknown = [Problem("the file has no such section", path or "(root)") for path in now if path not in tree.places]
+    unknown = [
+        Problem("the file has no such section", path or "(root)")
+        for path in now
+        if path not in tree.places
+    ]
     if unknown:
-        raise Refused("sections cannot be added to this file", hint="write them to a new file", problems=unknown)
+        raise Refused(
+            "sections cannot be added to this file",
+            hint="write them to a new file",
+            problems=unknown,
+        )
     _check_storages(checkpoint, tree)
     edits: dict[Steps, Any] = {}
     made: dict[int, Any] = {}
@@ -44,13 +61,19 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
             if place.section.kind == "other":
                 edits.update(dict.fromkeys(place.tensors.values(), REMOVE))
             elif not place.steps:
-                raise Refused("the file is this one state dict: nothing would be left", hint="keep some of it")
+                raise Refused(
+                    "the file is this one state dict: nothing would be left", hint="keep some of it"
+                )
             else:
                 edits[place.steps] = REMOVE
         elif section.mapping is not place.section.mapping:
             edits[place.steps] = node_of(section.mapping, nodes.of)
         elif section is not place.section:
-            change = _tensor_edits if section.kind != "state_dict" or place.tensors else _state_dict_edits
+            change = (
+                _tensor_edits
+                if section.kind != "state_dict" or place.tensors
+                else _state_dict_edits
+            )
             edits.update(_shared(change(section, place, nodes), place, made))
     kept = set(checkpoint.others)
     edits.update((steps, REMOVE) for path, (steps, _) in tree.others.items() if path not in kept)
@@ -60,17 +83,29 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
 
 
 def _check_arguments(edits: Mapping[Steps, Any]) -> None:
-    """Raise `Refused` if an object would be made without an argument or its state: it would be another object."""
-    gone = [steps for steps, node in edits.items() if node is REMOVE and steps[-1][0] in ("arg", "kwarg", "state")]
+    """Raise `Refused` if an object would be made without an argument or its state: it would be
+    another object.
+    """
+    gone = [
+        steps
+        for steps, node in edits.items()
+        if node is REMOVE and steps[-1][0] in ("arg", "kwarg", "state")
+    ]
     if gone:
         paths = (".".join(str(name) for _, name in steps if name is not None) for steps in gone)
         problems = [Problem("an argument or the state of an object", path) for path in paths]
         hint = "drop the whole object, or nothing of it"
-        raise Refused("an object cannot be made without its arguments and its state", hint=hint, problems=problems)
+        raise Refused(
+            "an object cannot be made without its arguments and its state",
+            hint=hint,
+            problems=problems,
+        )
 
 
 def _check_rings(edits: Mapping[Steps, Any], tree: Tree) -> None:
-    """Raise `Refused` for a change in a container that holds itself: its copy would hold the unchanged container."""
+    """Raise `Refused` for a change in a container that holds itself: its copy would hold the
+    unchanged container.
+    """
     gone = {steps for steps, node in edits.items() if node is REMOVE}
     problems = [
         Problem("refers back to a container around it", path)
@@ -79,7 +114,9 @@ def _check_rings(edits: Mapping[Steps, Any], tree: Tree) -> None:
         and not any(at[:length] in gone for length in range(len(at) + 1))
     ]
     if problems:
-        raise Refused("a container that holds itself cannot be changed", hint=_HINT, problems=problems)
+        raise Refused(
+            "a container that holds itself cannot be changed", hint=_HINT, problems=problems
+        )
 
 
 def _check_storages(checkpoint: Checkpoint, tree: Tree) -> None:
@@ -91,15 +128,26 @@ def _check_storages(checkpoint: Checkpoint, tree: Tree) -> None:
 
     def paths(sections: Iterable[Section], others: Iterable[str]) -> set[str]:
         sections = [section for section in sections if section.kind != "other"]
-        extras = {dotted(section.path, extra.key) for section in sections for extra in section.extras}
+        extras = {
+            dotted(section.path, extra.key) for section in sections for extra in section.extras
+        }
         return {*others, *(section.path for section in sections), *extras}
 
     gone = paths((place.section for place in tree.places.values()), tree.others)
     gone -= paths(checkpoint.sections, checkpoint.others)
-    inside = [path for path in held if not any(path == name or path.startswith(f"{name}.") for name in gone)]
+    inside = [
+        path
+        for path in held
+        if not any(path == name or path.startswith(f"{name}.") for name in gone)
+    ]
     if inside:
-        problems = [Problem("the object around it is kept, and cannot be written without it", path) for path in inside]
-        raise Refused("a storage cannot be left out of an object that is kept", hint=_HINT, problems=problems)
+        problems = [
+            Problem("the object around it is kept, and cannot be written without it", path)
+            for path in inside
+        ]
+        raise Refused(
+            "a storage cannot be left out of an object that is kept", hint=_HINT, problems=problems
+        )
 
 
 def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
@@ -107,7 +155,9 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
 
     Raises `Refused` for entries that have no place in a new file.
     """
-    problems = [Problem("belongs to the file that it was read from", path) for path in checkpoint.others]
+    problems = [
+        Problem("belongs to the file that it was read from", path) for path in checkpoint.others
+    ]
     problems += [
         Problem("an optimizer's state cannot be written to a new file", section.title)
         for section in checkpoint.sections
@@ -141,23 +191,37 @@ def _modules(modules: Mapping[str, object]) -> dict[Any, Any]:
 
 
 class _Nodes:
-    """The nodes of a checkpoint's entries: a node that was read if it still describes the entry, else a new one."""
+    """The nodes of a checkpoint's entries: a node that was read if it still describes the entry,
+    else a new one.
+    """
 
-    def __init__(self, checkpoint: Checkpoint, rebuilder: Rebuilder, storages: Storages | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, rebuilder: Rebuilder, storages: Storages | None
+    ) -> None:
         self.rebuilder = rebuilder
-        self.storages = storages  # of the file whose tree is changed: its own nodes stay as they are
+        # of the file whose tree is changed: its own nodes stay as they are
+        self.storages = storages
         self.ordered_dict = rebuilder.globals.setdefault(str(_ORDERED_DICT), _ORDERED_DICT)
         first: dict[int, str] = {}
-        stored = (entry for section in checkpoint.sections for entry in section.tensors if entry.storage is not None)
+        stored = (
+            entry
+            for section in checkpoint.sections
+            for entry in section.tensors
+            if entry.storage is not None
+        )
         # The ids of storages that tensors of more than one dtype look at.
-        self.mixed = {id(e.storage) for e in stored if first.setdefault(id(e.storage), e.dtype) != e.dtype}
+        self.mixed = {
+            id(e.storage) for e in stored if first.setdefault(id(e.storage), e.dtype) != e.dtype
+        }
         payloads = (entry.payload for section in checkpoint.sections for entry in section.entries)
         found = {id(own.storages): own.storages for own in payloads if isinstance(own, Carried)}
         for own in (*found.values(), *([] if storages is None else [storages])):
             rebuilder.keep(own)
 
     def mapping(self, pairs: dict[Any, Any], was: Any = None) -> Call:
-        """Return a copy of the mapping `was` with other pairs; if that is not an object, an ``OrderedDict``."""
+        """Return a copy of the mapping `was` with other pairs; if that is not an object, an
+        ``OrderedDict``.
+        """
         made = copy(was) if type(was) is Call else Call(self.ordered_dict, ())
         made.pairs = pairs
         return made
@@ -168,16 +232,25 @@ class _Nodes:
             if isinstance(payload, Carried) and payload.describes(entry):
                 return self._carried(payload)
             if entry.storage is None:
-                raise Refused(f"a {entry.layout} tensor of another format cannot be written @ {entry.key}", hint=_HINT)
+                raise Refused(
+                    f"a {entry.layout} tensor of another format cannot be written @ {entry.key}",
+                    hint=_HINT,
+                )
             return self.rebuilder.node(entry, id(entry.storage) in self.mixed)
         if isinstance(payload, Carried):
             return self._carried(payload)
         if payload is not None or not isinstance(entry.value, _PLAIN):
-            raise Refused(f"an object of another format cannot be written @ {entry.key}", hint=_HINT)
+            raise Refused(
+                f"an object of another format cannot be written @ {entry.key}", hint=_HINT
+            )
         return entry.value
 
     def _carried(self, payload: Carried) -> Any:
-        return payload.node if payload.storages is self.storages else self.rebuilder.transplant(payload)
+        return (
+            payload.node
+            if payload.storages is self.storages
+            else self.rebuilder.transplant(payload)
+        )
 
 
 # Changes of what was read
@@ -186,10 +259,16 @@ class _Nodes:
 def _tensor_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, Any]:
     """Return the edits for an optimizer, a module or loose tensors: each tensor keeps its place."""
     moved = [
-        Problem("cannot be renamed here", entry.key) for entry in section.tensors if entry.key not in place.tensors
+        Problem("cannot be renamed here", entry.key)
+        for entry in section.tensors
+        if entry.key not in place.tensors
     ]
     if moved:
-        what = "take the module's state dict alone: CKPT::SECTION" if section.kind == "state_dict" else _HINT
+        what = (
+            "take the module's state dict alone: CKPT::SECTION"
+            if section.kind == "state_dict"
+            else _HINT
+        )
         raise Refused("only the keys of state dicts can be renamed", hint=what, problems=moved)
     now = {entry.key: entry for entry in section.tensors}
     edits: dict[Steps, Any] = {}
@@ -222,7 +301,8 @@ def _state_dict_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Ste
 
 
 def _shared(edits: dict[Steps, Any], place: Place, made: dict[int, Any]) -> dict[Steps, Any]:
-    """Return the edits; a state dict at several places stays one object if it becomes the same at all of them.
+    """Return the edits; a state dict at several places stays one object if it becomes the same at
+    all of them.
 
     `made` holds the new node of the first place, by the id of the old one.
     """
@@ -232,7 +312,11 @@ def _shared(edits: dict[Steps, Any], place: Place, made: dict[int, Any]) -> dict
     first = made.setdefault(id(place.node), node)
     was, now = pairs_of(first) or {}, pairs_of(node) or {}
     alike = list(was) == list(now) and all(was[key] is now[key] for key in now)
-    return {place.steps: first} if alike and _same_modules(metadata_of(node), metadata_of(first)) else edits
+    return (
+        {place.steps: first}
+        if alike and _same_modules(metadata_of(node), metadata_of(first))
+        else edits
+    )
 
 
 def _same_modules(now: Mapping[str, object] | None, was: Mapping[str, object] | None) -> bool:
@@ -249,12 +333,17 @@ def _state_with(state: Any, modules: Mapping[str, object] | None, nodes: _Nodes)
     return {**had, "_metadata": nodes.mapping(_modules(modules), had.get("_metadata"))}
 
 
-def _in_place_order(section: Section, place: Place, was: Mapping[str, Any]) -> Sequence[TensorEntry | ExtraEntry]:
+def _in_place_order(
+    section: Section, place: Place, was: Mapping[str, Any]
+) -> Sequence[TensorEntry | ExtraEntry]:
     """Return the entries in order, with extras between the tensors that they were between."""
     if not section.extras:
         return section.tensors
     tensors = {entry.key for entry in place.section.tensors}
-    queues: dict[bool, Iterator[TensorEntry | ExtraEntry]] = {True: iter(section.tensors), False: iter(section.extras)}
+    queues: dict[bool, Iterator[TensorEntry | ExtraEntry]] = {
+        True: iter(section.tensors),
+        False: iter(section.extras),
+    }
     ordered = [next(queues[text_of(key) in tensors], None) for key in was]
     return [entry for entry in (*ordered, *queues[True], *queues[False]) if entry is not None]
 
@@ -281,11 +370,14 @@ class _Edit:
     node: Any
 
 
-_Done = dict[int, tuple[Mapping[Step, Any], Any]]  # by id of a node: the first edits of it, and its result
+# by id of a node: the first edits of it, and its result
+_Done = dict[int, tuple[Mapping[Step, Any], Any]]
 
 
 def _edit(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
-    """Return the node with the edits; a node at several places stays one if they are the same at all of them."""
+    """Return the node with the edits; a node at several places stays one if they are the same at
+    all of them.
+    """
     if id(node) not in done:
         done[id(node)] = trie, _edited_node(node, trie, done)
     return done[id(node)][1] if done[id(node)][0] == trie else _edited_node(node, trie, done)
@@ -339,11 +431,12 @@ def changed_records(
     *,
     keep_numbers: bool = False,
 ) -> tuple[Entries, dict[str, None]]:
-    """Return the records of `archive` with another pickle, and the keys of its storages in the order of that pickle.
+    """Return the records of `archive` with another pickle, and the keys of its storages in the
+    order of that pickle.
 
-    A change and its inverse give the same file: if storages are new, or would no longer be in the order of their
-    numbers, all are numbered again (with `keep_numbers` only if some are new). `orphans` are the keys of storages to
-    keep that no pickle refers to.
+    A change and its inverse give the same file: if storages are new, or would no longer be in the
+    order of their numbers, all are numbered again (with `keep_numbers` only if some are new).
+    `orphans` are the keys of storages to keep that no pickle refers to.
     """
     data, keys = dumped(root, protocol)
     missing = [key for key in keys if key not in rebuilder.taken]
@@ -357,9 +450,13 @@ def changed_records(
     numbers = dict(zip(whole, _first_numbers(len(whole))))
     data, _ = dumped(renumbered(root, numbers), protocol)
     entries = _kept(archive, folder, data, ())
-    # The storages go where they were: after the record before them, or before ``version`` if there were none.
+    # The storages go where they were: after the record before them, or before ``version`` if there
+    # were none.
     names = [record.name for record in archive.records]
-    first = next((at for at, record in enumerate(archive.records) if key_of(record, folder) is not None), None)
+    first = next(
+        (at for at, record in enumerate(archive.records) if key_of(record, folder) is not None),
+        None,
+    )
     if first is None:
         first = names.index(folder + "version") if folder + "version" in names else len(names)
     before = set(names[:first])

@@ -1,7 +1,8 @@
-"""The format of torch.save since torch 1.6: a zip archive of ``NAME/data.pkl`` and a record for each storage.
+"""The format of torch.save since torch 1.6: a zip archive of ``NAME/data.pkl`` and a record for
+each storage.
 
-Reading indexes the tensors of the pickle without executing it. Writing changes the tree of the pickle and moves the
-storages as they are.
+Reading indexes the tensors of the pickle without executing it. Writing changes the tree of the
+pickle and moves the storages as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from ckpttool.core.values import many_objects
 from ckpttool.formats.pickle_read import Origin, Pickle, check_size, loads, unreadable
 from ckpttool.formats.torch.tensors import Carried, Rebuilder, Storages, is_parameter
 from ckpttool.formats.torch.tree import Container, read_tree
-from ckpttool.formats.torch.write_tree import changed_records, changed_root, dumped, fresh_root, key_of
+from ckpttool.formats.torch.write_tree import (
+    changed_records,
+    changed_root,
+    dumped,
+    fresh_root,
+    key_of,
+)
 from ckpttool.formats.zip_read import ALIGNMENT, STORED, Archive, Record, read_archive, read_record
 from ckpttool.formats.zip_write import NewRecord, edit_behind, layout_archive
 from ckpttool.io.pieces import Edited, Pieces
@@ -30,7 +37,9 @@ _MAX_NOTE = 64  # bytes of the records that hold a word or a number
 
 
 def read(path: str) -> Checkpoint:
-    """Return the index of the file at `path`. Raises `CkptError` if it is corrupt or not as torch.save writes it."""
+    """Return the index of the file at `path`. Raises `CkptError` if it is corrupt or not as
+    torch.save writes it.
+    """
     return read_from(read_archive(path), path)
 
 
@@ -40,7 +49,9 @@ def read_from(archive: Archive, source: str) -> Checkpoint:
     folder, pickle, storages = open_tree(archive)
     _look_into_others(archive, folder)
     made = partial(Container, archive=archive, folder=folder)
-    return read_tree(source, "torch_zip", archive.length, pickle, storages, sizes_in(archive, folder), made=made)
+    return read_tree(
+        source, "torch_zip", archive.length, pickle, storages, sizes_in(archive, folder), made=made
+    )
 
 
 def sizes_in(archive: Archive, folder: str) -> dict[str, int]:
@@ -50,7 +61,8 @@ def sizes_in(archive: Archive, folder: str) -> dict[str, int]:
 
 
 def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
-    """Return the folder of all records with its slash, the pickle, and the storages that its tensors refer to.
+    """Return the folder of all records with its slash, the pickle, and the storages that its
+    tensors refer to.
 
     Raises `CkptError` for an archive that torch.save did not write.
     """
@@ -60,11 +72,17 @@ def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
     check_byteorder(archive, folder)
     pickle = read_pickle(archive, folder + "data.pkl")
     memory = pickle.memory or Memory(archive.length)
-    return folder, pickle, Storages(partial(find_storage, archive, folder), memory=memory, pickled=pickle.end)
+    return (
+        folder,
+        pickle,
+        Storages(partial(find_storage, archive, folder), memory=memory, pickled=pickle.end),
+    )
 
 
 def read_pickle(archive: Archive, name: str) -> Pickle:
-    """Read the pickle in the record `name`. Raises `CkptError` if it is damaged, or other bytes follow it."""
+    """Read the pickle in the record `name`. Raises `CkptError` if it is damaged, or other bytes
+    follow it.
+    """
     record = archive.by_name[name]
     origin = origin_of(archive, record)
     data = read_pickled(archive, record, origin)
@@ -80,11 +98,14 @@ def origin_of(archive: Archive, record: Record) -> Origin:
 
 
 def read_pickled(archive: Archive, record: Record, origin: Origin) -> bytes:
-    """Return the bytes of a record that holds pickles. Raises `CkptError` if they exceed a limit or are damaged."""
+    """Return the bytes of a record that holds pickles. Raises `CkptError` if they exceed a limit or
+    are damaged.
+    """
     nbytes = max(record.size, record.nbytes)
     if nbytes > limits().pickle_bytes:
         raise CkptError(
-            f"{archive.path}: record {record.name} has {nbytes:,} bytes: {limits().named('pickle_bytes')}",
+            f"{archive.path}: record {record.name} has {nbytes:,} bytes:"
+            f" {limits().named('pickle_bytes')}",
             hint="the file is damaged or hostile: download or save it again",
         )
     check_size(record.size, origin)
@@ -118,7 +139,8 @@ def _may_import(data: bytes) -> bool:
 
 
 def _look_into_others(archive: Archive, folder: str) -> None:
-    """Note the imports of other records that are pickles: ``torch.load(pickle_file=NAME)`` runs them.
+    """Note the imports of other records that are pickles: ``torch.load(pickle_file=NAME)`` runs
+    them.
 
     Python may go on where our reader stops, so a record that cannot be read may be a pickle.
     """
@@ -136,20 +158,27 @@ def _look_into_others(archive: Archive, folder: str) -> None:
 
 
 def folder_of(archive: Archive, writer: str = "torch.save") -> str:
-    """Return the folder of all records with its slash. Raises `CkptError` if there is none, or are two."""
-    found = [name for name in archive.by_name if name.count("/") == 1 and name.endswith("/data.pkl")]
+    """Return the folder of all records with its slash. Raises `CkptError` if there is none, or are
+    two.
+    """
+    found = [
+        name for name in archive.by_name if name.count("/") == 1 and name.endswith("/data.pkl")
+    ]
     if len(found) != 1:
         raise _unfit(archive, f"{len(found)} records are called NAME/data.pkl, not one", writer)
     folder = found[0].removesuffix("data.pkl")
     outside = next((name for name in archive.by_name if not name.startswith(folder)), None)
     if outside is not None:
-        raise _unfit(archive, f"{outside} is not in the folder {folder} of the other records", writer)
+        raise _unfit(
+            archive, f"{outside} is not in the folder {folder} of the other records", writer
+        )
     return folder
 
 
 def check_byteorder(archive: Archive, folder: str) -> None:
     name = folder + "byteorder"
-    record = next((one for one in archive.records if one.name.lower() == name.lower()), None)  # as torch finds it
+    # as torch finds it
+    record = next((one for one in archive.records if one.name.lower() == name.lower()), None)
     if record is not None and read_record(archive, record, _MAX_NOTE) != b"little":
         raise CkptError(
             f"{archive.path}: its storages are not little-endian",
@@ -158,13 +187,16 @@ def check_byteorder(archive: Archive, folder: str) -> None:
 
 
 def find_storage(archive: Archive, folder: str, key: str, nbytes: int) -> Storage:
-    """Return the storage `key`, which holds `nbytes` by its tensors. Raises `CkptError` if it does not."""
+    """Return the storage `key`, which holds `nbytes` by its tensors. Raises `CkptError` if it does
+    not.
+    """
     record = archive.by_name.get(f"{folder}data/{key}")
     if record is None:
         raise _unfit(archive, f"storage {key} is missing")
     if record.method != STORED:
         raise CkptError(
-            f"{archive.path}: storage {key} is compressed, so the file does not contain the bytes of its tensors",
+            f"{archive.path}: storage {key} is compressed, so the file does not contain the bytes"
+            " of its tensors",
             hint="store it again uncompressed: unzip it to a folder, then zip -0 -r OUT.pt FOLDER",
         )
     if not 0 <= record.nbytes - nbytes < 16:  # a storage need not be a whole number of elements
@@ -184,7 +216,8 @@ def _unfit(archive: Archive, message: str, writer: str = "torch.save") -> CkptEr
 
 @many_objects()
 def layout(checkpoint: Checkpoint) -> Pieces:
-    """Return the bytes of the checkpoint's file: the file it was read from (its `container`) with the changes.
+    """Return the bytes of the checkpoint's file: the file it was read from (its `container`) with
+    the changes.
 
     Raises `Refused` for an entry that this format cannot hold, or cannot hold at its place.
     """
@@ -200,20 +233,30 @@ def layout(checkpoint: Checkpoint) -> Pieces:
     if changed is None:
         return layout_archive(archive, archive.records)
     entries, keys = changed
-    return layout_archive(archive, _without_version(entries, folder, keys, entries), _alignment(archive, folder))
+    return layout_archive(
+        archive, _without_version(entries, folder, keys, entries), _alignment(archive, folder)
+    )
 
 
 @many_objects()
 def holds_unused_bytes(checkpoint: Checkpoint) -> bool:
-    """Return whether the file that was read holds records that it no longer lists, as after an edit in place."""
+    """Return whether the file that was read holds records that it no longer lists, as after an edit
+    in place.
+    """
     container = checkpoint.container
-    return isinstance(container, Container) and container.archive is not None and not container.archive.is_tight
+    return (
+        isinstance(container, Container)
+        and container.archive is not None
+        and not container.archive.is_tight
+    )
 
 
 def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
-    """Return the file that was read, followed by a new pickle and a new directory; the old ones stay, unused.
+    """Return the file that was read, followed by a new pickle and a new directory; the old ones
+    stay, unused.
 
-    None if it is not a torch zip, or storages are new; if nothing changes, the file itself. Raises as `layout`.
+    None if it is not a torch zip, or storages are new; if nothing changes, the file itself. Raises
+    as `layout`.
     """
     container = checkpoint.container
     if not isinstance(container, Container) or container.archive is None:
@@ -223,7 +266,9 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
     if changed is None:
         return edit_behind(archive, archive.records)
     entries, keys = changed
-    kept = sorted((entry for entry in entries if isinstance(entry, Record)), key=lambda record: record.start)
+    kept = sorted(
+        (entry for entry in entries if isinstance(entry, Record)), key=lambda record: record.start
+    )
     placed: list[Record | None] = []  # in the order of the file, None for other bytes between two
     for last, record in zip([None, *kept], kept):
         placed += [record] if last is None or last.end == record.start else [None, record]
@@ -232,11 +277,14 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
 
 
 def _changed_root(checkpoint: Checkpoint, container: Container) -> tuple[Any, Rebuilder]:
-    """Return the pickle's tree with the checkpoint's tensors, and the rebuilder that made its new nodes."""
+    """Return the pickle's tree with the checkpoint's tensors, and the rebuilder that made its new
+    nodes.
+    """
     archive, folder = container.archive, container.folder
     records = () if archive is None else archive.records
     rebuilder = Rebuilder(taken={key for r in records if (key := key_of(r, folder)) is not None})
-    for found in reversed(container.pickle.globals):  # new nodes name a class by the node that the old ones have
+    # new nodes name a class by the node that the old ones have
+    for found in reversed(container.pickle.globals):
         rebuilder.globals[str(found)] = found
     rebuilder.learn(container.tree.storages)
     return changed_root(checkpoint, container.pickle.root, container.tree, rebuilder), rebuilder
@@ -245,26 +293,36 @@ def _changed_root(checkpoint: Checkpoint, container: Container) -> tuple[Any, Re
 def _changed_records(
     checkpoint: Checkpoint, container: Container, archive: Archive, *, keep_numbers: bool = False
 ) -> tuple[list[Record | NewRecord], dict[str, None]] | None:
-    """Return the records of the archive with the checkpoint's tensors, and their keys in the pickle's order.
+    """Return the records of the archive with the checkpoint's tensors, and their keys in the
+    pickle's order.
 
     None if nothing changes.
     """
     root, rebuilder = _changed_root(checkpoint, container)
     if root is container.pickle.root and checkpoint.unreached == container.tree.unreached:
         return None
-    orphans = [found.path.removeprefix("data/") for found in checkpoint.unreached if not found.is_referred]
+    orphans = [
+        found.path.removeprefix("data/") for found in checkpoint.unreached if not found.is_referred
+    ]
     folder, protocol = container.folder, container.pickle.protocol
-    return changed_records(archive, folder, root, protocol, rebuilder, orphans, keep_numbers=keep_numbers)
+    return changed_records(
+        archive, folder, root, protocol, rebuilder, orphans, keep_numbers=keep_numbers
+    )
 
 
 def _without_version(
-    entries: list[Record | NewRecord], folder: str, keys: dict[str, None], placed: Sequence[Record | NewRecord | None]
+    entries: list[Record | NewRecord],
+    folder: str,
+    keys: dict[str, None],
+    placed: Sequence[Record | NewRecord | None],
 ) -> list[Record | NewRecord]:
-    """Return the entries, without ``.format_version`` if a reader that trusts it would compute wrong places.
+    """Return the entries, without ``.format_version`` if a reader that trusts it would compute
+    wrong places.
 
-    From version 1 on torch computes the place of a storage from those read before it, if they are read in file order
-    and the first one is called 0 (`calculate_storage_offsets`, and always when it loads to the meta device). `placed`
-    are the records in the order of the file, None for bytes of no record.
+    From version 1 on torch computes the place of a storage from those read before it, if they are
+    read in file order and the first one is called 0 (`calculate_storage_offsets`, and always when
+    it loads to the meta device). `placed` are the records in the order of the file, None for bytes
+    of no record.
     """
     keys_placed = [None if entry is None else key_of(entry, folder) for entry in placed]
     stored = {index: key for index, key in enumerate(keys_placed) if key is not None}
@@ -286,13 +344,18 @@ _FOLDER = "archive/"  # torch.save names it after the file, or "archive" without
 def new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
     """Return the pieces of a new file, with the records and the order of today's ``torch.save``.
 
-    Its serialization id, a random number in torch, is made from `root`: the same content gives the same bytes.
+    Its serialization id, a random number in torch, is made from `root`: the same content gives the
+    same bytes.
     """
     data, keys = dumped(root, protocol)
     import hashlib  # loads OpenSSL
 
     serialization_id = int.from_bytes(hashlib.sha256(data).digest(), "little") % 10**40
-    notes = {".format_version": b"1", ".storage_alignment": b"%d" % ALIGNMENT, "byteorder": b"little"}
+    notes = {
+        ".format_version": b"1",
+        ".storage_alignment": b"%d" % ALIGNMENT,
+        "byteorder": b"little",
+    }
     entries: list[Record | NewRecord] = [
         NewRecord(_FOLDER + "data.pkl", data),
         *(NewRecord(_FOLDER + name, note) for name, note in notes.items()),
@@ -304,7 +367,9 @@ def new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
 
 
 def with_records(archive: Archive, data: Mapping[str, bytes | Span | Lazy]) -> Pieces:
-    """Return the file with other bytes in some records, by their names in its folder; storages keep their sizes."""
+    """Return the file with other bytes in some records, by their names in its folder; storages keep
+    their sizes.
+    """
     folder = folder_of(archive)
     new = {folder + name: piece for name, piece in data.items()}
     entries = [NewRecord(r.name, new[r.name]) if r.name in new else r for r in archive.records]
@@ -312,7 +377,9 @@ def with_records(archive: Archive, data: Mapping[str, bytes | Span | Lazy]) -> P
 
 
 def of_tensor(carried: Carried, is_param: bool, requires_grad: bool) -> Pieces:
-    """Return a new file of one tensor of another file, as its node rebuilds it; a Parameter if `is_param`."""
+    """Return a new file of one tensor of another file, as its node rebuilds it; a Parameter if
+    `is_param`.
+    """
     rebuilder = Rebuilder()
     root = rebuilder.transplant(carried)
     if is_param and not is_parameter(root):

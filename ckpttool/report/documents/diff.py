@@ -61,7 +61,11 @@ _STATUS, _ENTRIES = Column("status"), Column("entries", "number")
 def coverage(compared: Compared, scope: str) -> tuple[tuple[str, Inline], ...]:
     """Return the compared aspects and the others, as two facts."""
     titles = {aspect: aspect for aspect in ASPECTS if aspect in compared}
-    long = {"other_sections": "other sections", "objects": "non-tensor entries", "code": "the code of the program"}
+    long = {
+        "other_sections": "other sections",
+        "objects": "non-tensor entries",
+        "code": "the code of the program",
+    }
     if scope and scope != NO_VALUES:
         long["values"] = f"values ({scope})"
     titles = {aspect: long.get(aspect, aspect) for aspect in titles}
@@ -101,11 +105,14 @@ def document(diff: Diff, *, all: bool = False) -> Document:
         for (evidence, transposed), pairs in by_evidence.items():
             heading = f"{plural(len(pairs), 'pair')}, {evidence}"
             heading += f"; stored transposed in {transposed}" if transposed else ""
-            likely.append(_group(heading, [(pair.left, pair.right, "") for pair in pairs], all, "pairs"))
+            likely.append(
+                _group(heading, [(pair.left, pair.right, "") for pair in pairs], all, "pairs")
+            )
         blocks.append(Keys("Likely renames (heuristic; does not affect the result)", tuple(likely)))
     if diff.inferred is not None:
         ambiguous = tuple(
-            (first_pattern(one.left, all), first_pattern(one.right, all), one.reason) for one in diff.inferred.ambiguous
+            (first_pattern(one.left, all), first_pattern(one.right, all), one.reason)
+            for one in diff.inferred.ambiguous
         )
         blocks.append(Table("Ambiguous matches", (_LEFT, _RIGHT, _WHY), ambiguous))
     blocks += noted((note for note in notes if note is not reason), quiet=diff.identical)
@@ -115,15 +122,28 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     unsure = {key for e in counted if e.left != e.right for key in e.right}
     exchangeable = [group for group in diff.exchangeable if not unsure.isdisjoint(group)]
     if exchangeable and not diff.identical:
-        example = ", ".join(group.pattern for group in collapse((key, None) for key in exchangeable[0]))
+        example = ", ".join(
+            group.pattern for group in collapse((key, None) for key in exchangeable[0])
+        )
         count = plural(sum(map(len, exchangeable)), "tensor")
         same = "has" if count.startswith("1 ") else "have"
         blocks.append(
-            Note(f"{count} {same} the same shape as a neighbor, so a swap would not be noticed (for example {example})")
+            Note(
+                f"{count} {same} the same shape as a neighbor, so a swap would not be noticed"
+                f" (for example {example})"
+            )
         )
     sides = (("left", Cell(diff.left, "key")), ("right", Cell(diff.right, "key")))
     summary = ", ".join(f"{number(count)} {status}" for status, count in counts.items())
-    blocks.append(Facts((*sides, *((("keys", summary),) if summary else ()), *coverage(diff.compared, diff.scope))))
+    blocks.append(
+        Facts(
+            (
+                *sides,
+                *((("keys", summary),) if summary else ()),
+                *coverage(diff.compared, diff.scope),
+            )
+        )
+    )
     verdict = _with_values(_verdict(diff), diff.compared, diff.scope, diff.identical)
     roles = {status: _ROLES.get(status, "bad") for status in diff.summary}
     quiet = frozenset({"same"} if len(roles) > 1 else ())
@@ -132,18 +152,26 @@ def document(diff: Diff, *, all: bool = False) -> Document:
 
 
 def _lead(diff: Diff, notes: Sequence[str]) -> tuple[tuple[Block, ...], str | None]:
-    """Return the most important reason, the fix and where the details are; and the note that is the reason, if any."""
+    """Return the most important reason, the fix and where the details are; and the note that is the
+    reason, if any.
+    """
     if diff.identical:
         return (), None
     harmless = _uncounted(diff) | {"same"}
-    failing = [entry for entry in diff.entries if not entry.is_one_of(harmless) and entry.ignored is None]
+    failing = [
+        entry for entry in diff.entries if not entry.is_one_of(harmless) and entry.ignored is None
+    ]
     pairs: list[tuple[str, Inline]] = []
     details, reason = "", None
     if failing:
         largest = max(_by_cause(failing), key=len)
         code = largest[0].cause.code.code if largest[0].cause else largest[0].status
         text = f"{largest[0].why() or largest[0].status} ({plural(len(largest), 'key')})"
-        if diff.inferred is not None and diff.inferred.pairs and largest[0].status in ("missing", "unexpected"):
+        if (
+            diff.inferred is not None
+            and diff.inferred.pairs
+            and largest[0].status in ("missing", "unexpected")
+        ):
             text = f"likely other names ({plural(len(diff.inferred.pairs), 'pair')})"
         pairs.append(("reason", text))
         details = f"--all lists every key; `ckpttool explain {code}` says more about the reason"
@@ -162,25 +190,35 @@ def _lead(diff: Diff, notes: Sequence[str]) -> tuple[tuple[Block, ...], str | No
     elif diff.unfixed:
         keys = sum(len(one.keys) for one in diff.unfixed)
         codes = ", ".join(one.code for one in diff.unfixed)
-        lead.append(Facts((("fix", f"no command fixes {plural(keys, 'key')} ({codes})"),), is_short=True))
+        lead.append(
+            Facts((("fix", f"no command fixes {plural(keys, 'key')} ({codes})"),), is_short=True)
+        )
     if details:
         lead.append(Facts((("details", details),), is_short=True))
     return tuple(lead), reason
 
 
 def _uncounted(diff: Diff) -> frozenset[str]:
-    """Return the statuses and codes, besides `same`, that verdict, summary and table of causes do not count."""
+    """Return the statuses and codes, besides `same`, that verdict, summary and table of causes do
+    not count.
+    """
     return (HARMLESS if diff.identical else diff.harmless) - {"same"}
 
 
 def _verdict(diff: Diff) -> str:
     if diff.failing_ignores:
         unused = plural(diff.failing_ignores, "unused ignore entry")
-        return f"{unused} (--fail-on-unused); {_verdict(replace(diff, accepted=True, failing_ignores=0))}"
+        return (
+            f"{unused} (--fail-on-unused);"
+            f" {_verdict(replace(diff, accepted=True, failing_ignores=0))}"
+        )
     if diff.identical:
         harmless = sum(entry.status not in HARMLESS for entry in diff.entries)
         if harmless and diff.compared.get("values"):
-            return f"the same weights; {plural(harmless, 'key')} under another name, or computed by a hook"
+            return (
+                f"the same weights; {plural(harmless, 'key')} under another name, or computed"
+                " by a hook"
+            )
         if harmless:
             return f"loads; {plural(harmless, 'harmless difference')}"
         return "no differences between the models" if diff.has_other_notes else "no differences"
@@ -188,10 +226,15 @@ def _verdict(diff: Diff) -> str:
     ignored = sum(entry.ignored is not None for entry in differing)
     uncounted = _uncounted(diff)
     total = sum(not entry.is_one_of(uncounted) for entry in diff.entries)
-    count = f"{number(len(differing))} of {plural(total, 'key')} {'differs' if len(differing) == 1 else 'differ'}"
+    count = (
+        f"{number(len(differing))} of {plural(total, 'key')}"
+        f" {'differs' if len(differing) == 1 else 'differ'}"
+    )
     if diff.accepted:
         others = len(differing) - ignored
-        parts = [f"{number(ignored)} ignored"] * bool(ignored) + [f"{number(others)} not in --fail-on"] * bool(others)
+        parts = [f"{number(ignored)} ignored"] * bool(ignored) + [
+            f"{number(others)} not in --fail-on"
+        ] * bool(others)
         return f"{count}, accepted ({', '.join(parts)})"
     if not differing:
         return diff.other_failure or "different"
@@ -201,7 +244,9 @@ def _verdict(diff: Diff) -> str:
 
 
 def findings(diff: Diff) -> Iterator[Finding]:
-    """Yield every entry in the order of the tensors on the right, then the entries that only left has."""
+    """Yield every entry in the order of the tensors on the right, then the entries that only left
+    has.
+    """
     left, right = diff.outlines
     places = [{key: place for place, key in enumerate(side)} for side in (left, right)]
 
@@ -212,31 +257,42 @@ def findings(diff: Diff) -> Iterator[Finding]:
     for entry in sorted(diff.entries, key=order):
         mine = tuple(outlined(key, left.get(key)) for key in entry.left)
         theirs = tuple(outlined(key, right.get(key)) for key in entry.right)
-        place = None if entry.hook is None or not entry.hook.file else (entry.hook.file, entry.hook.line)
+        place = (
+            None
+            if entry.hook is None or not entry.hook.file
+            else (entry.hook.file, entry.hook.line)
+        )
         fails = not diff.identical and diff.is_difference(entry) and entry.ignored is None
         why, detail = entry.why(), entry.detail or ""
         yield Finding(entry.status, mine, theirs, why, detail, entry.spread or (), place, fails)
 
 
 def _by_cause(entries: Iterable[Entry]) -> list[list[Entry]]:
-    """Group entries by status and cause with its hook. Ignored entries are apart: they must not hide what fails."""
+    """Group entries by status and cause with its hook. Ignored entries are apart: they must not
+    hide what fails.
+    """
 
     def kind(entry: Entry) -> tuple[object, ...]:
         hook = entry.hook and (entry.hook.function, entry.hook.file, entry.hook.line)
         return entry.status, entry.cause, hook, entry.ignored is None
 
     groups: dict[tuple[object, ...], list[Entry]] = {}
-    for at, run in groupby(entries, kind):  # to hash a cause takes long, and most entries have the cause of the last
+    # to hash a cause takes long, and most entries have the cause of the last
+    for at, run in groupby(entries, kind):
         groups.setdefault(at, []).extend(run)
     return list(groups.values())
 
 
 def _groups(entries: Iterable[Entry], all: bool) -> tuple[KeyGroup, ...]:
-    """Return a group for each cause, repeated layers on one line; with `all` each key has a line, equal ones too."""
+    """Return a group for each cause, repeated layers on one line; with `all` each key has a line,
+    equal ones too.
+    """
     groups = []
     for group in _by_cause(entry for entry in entries if all or entry.status != "same"):
         first = group[0]
-        codes = [code for code in (first.cause.codes if first.cause else ()) if code != first.status]
+        codes = [
+            code for code in (first.cause.codes if first.cause else ()) if code != first.status
+        ]
         heading = f"{first.status}: {plural(len(group), 'key')}"
         heading += "".join(f", {text}" for text in [first.why()] if text)
         heading += f" [{', '.join(codes)}]" if codes else ""
@@ -252,7 +308,9 @@ def _group(
     noun: str,
     role: Role = "plain",
 ) -> KeyGroup:
-    """Return the names of both sides with the detail, a row for each pair or a few for repeated layers."""
+    """Return the names of both sides with the detail, a row for each pair or a few for repeated
+    layers.
+    """
     if all:
         rows = tuple((" + ".join(left), " + ".join(right), detail) for left, right, detail in pairs)
         return KeyGroup(heading, rows, "", role, is_full=True)
@@ -268,4 +326,8 @@ def _accepted(diff: Diff, all: bool) -> Table:
     for (status, reason), group in groups.items():
         keys = first_pattern((key for e in group for key in e.left or e.right), all)
         rows.append((Cell(status, "dim"), number(len(group)), keys, reason))
-    return Table("Accepted differences", (_STATUS, _ENTRIES, Column("key", "key"), Column("reason")), tuple(rows))
+    return Table(
+        "Accepted differences",
+        (_STATUS, _ENTRIES, Column("key", "key"), Column("reason")),
+        tuple(rows),
+    )

@@ -57,14 +57,24 @@ def document(
 
     With a `depth`, list modules instead of tensors; `by_bytes` lists the largest first.
     """
-    in_order = sorted(inspection.checkpoint.sections, key=lambda section: _ORDER.index(section.kind))  # model first
+    # model first
+    in_order = sorted(
+        inspection.checkpoint.sections, key=lambda section: _ORDER.index(section.kind)
+    )
     checkpoint = replace(inspection.checkpoint, sections=tuple(in_order))
     inspection = replace(inspection, checkpoint=checkpoint)
     tensors = sum(len(section.all_tensors()) for section in checkpoint.sections)
-    verdict = f"{checkpoint.format}, {plural(tensors, 'tensor')}, {human_bytes(checkpoint.nbytes)} on disk"
+    verdict = (
+        f"{checkpoint.format}, {plural(tensors, 'tensor')}, {human_bytes(checkpoint.nbytes)}"
+        " on disk"
+    )
     limit = None if all else _ROWS
     dangerous = any(one.verdict == DANGEROUS for one in checkpoint.imports)
-    extras = [dotted(section.path, extra.key) for section in checkpoint.sections for extra in section.extras]
+    extras = [
+        dotted(section.path, extra.key)
+        for section in checkpoint.sections
+        for extra in section.extras
+    ]
     second_names: tuple[Row, ...] = tuple(
         (dotted(path, key), Cell(dotted(path, first), "key"))
         for path, aliases in inspection.aliases.items()
@@ -76,13 +86,34 @@ def document(
         *([_imports(checkpoint)] if dangerous else []),
         shortened(_sections(inspection), limit),
         _dtypes(checkpoint),
-        shortened(_tensors(checkpoint, all, by_bytes), limit) if depth is None else tree(checkpoint, depth, by_bytes),
+        shortened(_tensors(checkpoint, all, by_bytes), limit)
+        if depth is None
+        else tree(checkpoint, depth, by_bytes),
         shortened(_statistics(inspection), limit),
         shortened(_flat_parameters(checkpoint), limit),
         _adapters(inspection, all),
-        *([shortened(_optimizer_params(inspection), limit)] if all or not checkpoint.state_dicts else []),
-        shortened(Table("Aliases (second names of a tensor)", (_KEY, Column("same tensor as")), second_names), limit),
-        *([Table("Non-tensor entries (copied unchanged)", (_KEY,), tuple((key,) for key in others))] if all else []),
+        *(
+            [shortened(_optimizer_params(inspection), limit)]
+            if all or not checkpoint.state_dicts
+            else []
+        ),
+        shortened(
+            Table(
+                "Aliases (second names of a tensor)", (_KEY, Column("same tensor as")), second_names
+            ),
+            limit,
+        ),
+        *(
+            [
+                Table(
+                    "Non-tensor entries (copied unchanged)",
+                    (_KEY,),
+                    tuple((key,) for key in others),
+                )
+            ]
+            if all
+            else []
+        ),
         *([] if dangerous else [shortened(_imports(checkpoint), limit)]),
         shortened(Table("Metadata", (_KEY, Column("value")), metadata), limit),
     )
@@ -101,7 +132,9 @@ def _findings(inspection: Inspection) -> Iterator[Finding]:
     """Yield every tensor, below the path of its section."""
     for one in inspection.tensors():
         why = "" if one.alias_of is None else f"second name of {one.alias_of}"
-        yield Finding("tensor", (replace(outlined(one.entry.key, one.entry), key=one.name),), why=why)
+        yield Finding(
+            "tensor", (replace(outlined(one.entry.key, one.entry), key=one.name),), why=why
+        )
 
 
 def outlined(key: str, outline: Outline | None) -> Named:
@@ -109,7 +142,9 @@ def outlined(key: str, outline: Outline | None) -> Named:
     if outline is None:
         return Named(key)
     if isinstance(outline, TensorEntry):
-        dtype = outline.dtype if outline.layout == "strided" else f"{outline.dtype} {outline.layout}"
+        dtype = (
+            outline.dtype if outline.layout == "strided" else (f"{outline.dtype} {outline.layout}")
+        )
         return Named(key, dtype, shape_text(outline.shape), outline.nbytes)
     nbytes = None if outline.shape is None else prod(outline.shape) * itemsize(outline.dtype)
     return Named(key, outline.dtype, shape_text(outline.shape), nbytes)
@@ -117,7 +152,11 @@ def outlined(key: str, outline: Outline | None) -> Named:
 
 def _cut(text: str, all: bool) -> str:
     more = len(text) - _VALUE_WIDTH
-    return text if all or more <= 0 else f"{text[:_VALUE_WIDTH]} ... {plural(more, 'more character')} (--all)"
+    return (
+        text
+        if all or more <= 0
+        else (f"{text[:_VALUE_WIDTH]} ... {plural(more, 'more character')} (--all)")
+    )
 
 
 def _sections(inspection: Inspection) -> Table:
@@ -125,8 +164,14 @@ def _sections(inspection: Inspection) -> Table:
     for section in inspection.checkpoint.sections:
         wrappers = Cell(", ".join(inspection.wrappers[section.path]), "warn")
         tensors = number(len(section.all_tensors()))
-        rows.append((section.path or _ROOT, section.kind, tensors, human_bytes(section.nbytes), wrappers))
-    return Table("Sections", (_SECTION, Column("kind"), _TENSORS, _SIZE, Column("wrappers", "warn")), tuple(rows))
+        rows.append(
+            (section.path or _ROOT, section.kind, tensors, human_bytes(section.nbytes), wrappers)
+        )
+    return Table(
+        "Sections",
+        (_SECTION, Column("kind"), _TENSORS, _SIZE, Column("wrappers", "warn")),
+        tuple(rows),
+    )
 
 
 def _dtypes(checkpoint: Checkpoint) -> Table:
@@ -151,12 +196,16 @@ class _Likeness(NamedTuple):
 
 
 def _tensors(checkpoint: Checkpoint, all: bool, by_bytes: bool) -> Table:
-    """Return a line for each group of equal tensors, without columns that would be the same everywhere."""
+    """Return a line for each group of equal tensors, without columns that would be the same
+    everywhere.
+    """
     groups: list[tuple[Section, Group[str, _Likeness], int]] = []
     folded: list[Section] = []
     has_model = any(section.kind == "state_dict" for section in checkpoint.sections)
     for section in checkpoint.sections:
-        items = [(e.key, _Likeness(e.dtype, e.shape, e.layout, e.nbytes)) for e in section.all_tensors()]
+        items = [
+            (e.key, _Likeness(e.dtype, e.shape, e.layout, e.nbytes)) for e in section.all_tensors()
+        ]
         own = [Group(key, (key,), like) for key, like in items] if all else [*collapse(items)]
         if has_model and section.kind != "state_dict" and not all and len(own) > _FOLDED:
             folded.append(section)
@@ -170,13 +219,25 @@ def _tensors(checkpoint: Checkpoint, all: bool, by_bytes: bool) -> Table:
     for section, group, nbytes in groups:
         like = group.likeness
         shape = shape_text(like.shape) + ("" if like.layout == "strided" else f" {like.layout}")
-        prefix = ((section.path or _ROOT,) if has_sections else ()) + ((number(len(group.keys)),) if has_counts else ())
+        prefix = ((section.path or _ROOT,) if has_sections else ()) + (
+            (number(len(group.keys)),) if has_counts else ()
+        )
         rows.append((*prefix, group.pattern, like.dtype, shape, human_bytes(nbytes)))
     for section in folded:
-        count, dtypes = number(len(section.all_tensors())), ", ".join(sorted({e.dtype for e in section.all_tensors()}))
+        count, dtypes = (
+            number(len(section.all_tensors())),
+            ", ".join(sorted({e.dtype for e in section.all_tensors()})),
+        )
         what = "optimizer state" if section.kind == "optimizer" else "other entries"
         rows.append(
-            (section.path or _ROOT, count, Cell(f"{what} (--all)", "dim"), dtypes, "", human_bytes(section.nbytes))
+            (
+                section.path or _ROOT,
+                count,
+                Cell(f"{what} (--all)", "dim"),
+                dtypes,
+                "",
+                human_bytes(section.nbytes),
+            )
         )
     columns = [*([Column("section")] if has_sections else []), *([_TENSORS] if has_counts else [])]
     columns += [_KEY, Column("dtype", "dtype"), Column("shape", "shape"), _SIZE]
@@ -192,8 +253,14 @@ def _statistics(inspection: Inspection) -> Table:
         stats = one.stats
         if stats is None:
             continue
-        odd = [Cell("" if n is None else number(n), "bad" if n else "number") for n in (stats.nan, stats.inf)]
-        values = ["" if value is None else f"{value:.4g}" for value in (stats.minimum, stats.maximum, stats.mean)]
+        odd = [
+            Cell("" if n is None else number(n), "bad" if n else "number")
+            for n in (stats.nan, stats.inf)
+        ]
+        values = [
+            "" if value is None else f"{value:.4g}"
+            for value in (stats.minimum, stats.maximum, stats.mean)
+        ]
         zeros = "" if stats.zeros is None else number(stats.zeros)
         rows.append((one.name, *values, zeros, *odd, stats.sha256[:_DIGITS]))
     return Table("Values", columns, tuple(rows))
@@ -212,22 +279,39 @@ def _flat_parameters(checkpoint: Checkpoint) -> Table:
 def _adapters(inspection: Inspection, all: bool) -> Table:
     rows: list[Row] = []
     for path, adapter in inspection.adapters.items():
-        modules = ", ".join(group.pattern for group in collapse((module, None) for module in adapter.modules))
-        kinds = f"{' and '.join(adapter.kinds)}, {'without' if adapter.alone else 'with'} its base model"
+        modules = ", ".join(
+            group.pattern for group in collapse((module, None) for module in adapter.modules)
+        )
+        kinds = (
+            f"{' and '.join(adapter.kinds)}, {'without' if adapter.alone else 'with'} its base"
+            " model"
+        )
         rows.append((path or _ROOT, kinds, number(len(adapter.modules)), _cut(modules, all)))
-    columns = (_SECTION, Column("adapter"), Column("modules", "number"), Column("adapted modules", "key"))
+    columns = (
+        _SECTION,
+        Column("adapter"),
+        Column("modules", "number"),
+        Column("adapted modules", "key"),
+    )
     return Table("Adapters", columns, tuple(rows))
 
 
 def _optimizer_params(inspection: Inspection) -> Table:
-    """Return a line for each parameter that is a number in the keys and has a name in its param group."""
+    """Return a line for each parameter that is a number in the keys and has a name in its param
+    group.
+    """
     rows: list[Row] = []
     for path, state in inspection.optimizers.items():
         names = names_in_file(state)
         for index, group in enumerate(state.groups):
             ids = (param for param in group.params if isinstance(param, int) and param in names)
             rows += [(path or _ROOT, str(index), str(param), names[param]) for param in ids]
-    columns = (_SECTION, Column("param group", "number"), Column("id", "number"), Column("parameter", "key"))
+    columns = (
+        _SECTION,
+        Column("param group", "number"),
+        Column("id", "number"),
+        Column("parameter", "key"),
+    )
     return Table("Optimizer parameters, with their names in the file", columns, tuple(rows))
 
 
@@ -271,7 +355,9 @@ class _Module:
 
 
 def tree(checkpoint: Checkpoint, depth: int, by_bytes: bool) -> Table:
-    """Return a row for each module down to `depth`, repeated layers on one line; the bar is its share of all bytes."""
+    """Return a row for each module down to `depth`, repeated layers on one line; the bar is its
+    share of all bytes.
+    """
     roots: list[tuple[str, _Module]] = []
     for section in checkpoint.sections:
         root, seen = _Module(), set[object]()
@@ -291,11 +377,15 @@ def tree(checkpoint: Checkpoint, depth: int, by_bytes: bool) -> Table:
         share = nbytes / total if total else 0.0
         bar = Cell(f"{share:>6.1%} {'#' * max(round(share * _BAR), 1 if nbytes else 0)}", "dim")
         dtypes = ", ".join(module.dtypes)
-        rows.append(("  " * level + name, number(module.tensors * count), dtypes, human_bytes(nbytes), bar))
+        rows.append(
+            ("  " * level + name, number(module.tensors * count), dtypes, human_bytes(nbytes), bar)
+        )
         if level == depth:
             return
         groups = collapse((below, child.likeness) for below, child in module.below.items())
-        children = [(group.pattern, len(group.keys), module.below[group.keys[0]]) for group in groups]
+        children = [
+            (group.pattern, len(group.keys), module.below[group.keys[0]]) for group in groups
+        ]
         if by_bytes:
             children.sort(key=lambda one: -one[1] * one[2].nbytes)
         for pattern, many, child in children:
@@ -303,5 +393,11 @@ def tree(checkpoint: Checkpoint, depth: int, by_bytes: bool) -> Table:
 
     for path, root in roots:
         add(path, 1, root, 0)
-    columns = (Column("module", "key"), _TENSORS, Column("dtypes", "dtype"), _SIZE, Column("share of all"))
+    columns = (
+        Column("module", "key"),
+        _TENSORS,
+        Column("dtypes", "dtype"),
+        _SIZE,
+        Column("share of all"),
+    )
     return Table("Modules", columns, tuple(rows))

@@ -12,19 +12,37 @@ from ckpttool.core.text import number, plural, shape_text
 from ckpttool.diffing.names import compare_names
 from ckpttool.diffing.result import Diff, names_outlines
 from ckpttool.inspection.explain import Explanation
-from ckpttool.report.document import Block, Cell, Column, Document, Facts, Keys, Note, Problems, Table, facts, noted
+from ckpttool.report.document import (
+    Block,
+    Cell,
+    Column,
+    Document,
+    Facts,
+    Keys,
+    Note,
+    Problems,
+    Table,
+    facts,
+    noted,
+)
 from ckpttool.report.documents import diff as diff_report
 
 
 def document(names: Names, *, all: bool = False, written: str | None = None) -> Document:
-    """Return what `trace` shows: counts, why serialized keys differ from runtime names, and if they load again."""
+    """Return what `trace` shows: counts, why serialized keys differ from runtime names, and if they
+    load again.
+    """
     entries = compare_names(names)
     diff = Diff("serialized", "runtime", False, entries, outlines=names_outlines(names))
     shown = diff_report.document(diff, all=all)
     tables = [block for block in shown.blocks if isinstance(block, (Table, Keys))]
     parameters = [t for t in names.runtime if t.kind == "parameter"]
     counts = (
-        ("parameters", f"{number(len(parameters))} ({number(sum(not t.trainable for t in parameters))} frozen)"),
+        (
+            "parameters",
+            f"{number(len(parameters))}"
+            f" ({number(sum(not t.trainable for t in parameters))} frozen)",
+        ),
         ("buffers", number(len(names.runtime) - len(parameters))),
         ("aliases", number(sum(t.alias_of is not None for t in names.runtime))),
         ("serialized keys", number(len(names.serialized))),
@@ -35,7 +53,9 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
     if names.roundtrips:
         blocks.append(Note("load_state_dict() reads back what state_dict() writes"))
     else:
-        blocks.append(Note("load_state_dict() does not read back what state_dict() writes:", "warning"))
+        blocks.append(
+            Note("load_state_dict() does not read back what state_dict() writes:", "warning")
+        )
         blocks.append(Problems(names.roundtrip_problems, "warning"))
     blocks += noted(names.notes)
     if written is not None:
@@ -48,7 +68,11 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
 
 def explained(explanation: Explanation) -> Document:
     tensor, optimizer = explanation.tensor, explanation.optimizer
-    kind = f"{'trainable' if tensor.trainable else 'frozen'} parameter" if tensor.kind == "parameter" else "buffer"
+    kind = (
+        f"{'trainable' if tensor.trainable else 'frozen'} parameter"
+        if tensor.kind == "parameter"
+        else "buffer"
+    )
     shown = facts(
         ("runtime", Cell(tensor.fqn, "key")),
         ("canonical", Cell(tensor.canonical, "key")),
@@ -57,7 +81,10 @@ def explained(explanation: Explanation) -> Document:
         ("also a name of", Cell(", ".join(explanation.also), "key")),
         ("tensor", f"{tensor.dtype} {shape_text(tensor.shape)}, {kind}"),
         ("persistent", "" if tensor.persistent else "no"),
-        ("optimizer id", "" if optimizer is None else f"{optimizer.id} (param group {optimizer.group})"),
+        (
+            "optimizer id",
+            "" if optimizer is None else f"{optimizer.id} (param group {optimizer.group})",
+        ),
         ("optimizer state", Cell(", ".join(explanation.states), "key")),
         ("renamed by", str(explanation.hook or "")),
     )
@@ -75,7 +102,9 @@ def check_document(checks: Checks) -> Document:
         (
             file.path,
             file.kind,
-            Cell(plural(len(file.problems), "problem"), "bad") if file.problems else Cell("OK", "ok"),
+            Cell(plural(len(file.problems), "problem"), "bad")
+            if file.problems
+            else Cell("OK", "ok"),
         )
         for file in checks.files
     )

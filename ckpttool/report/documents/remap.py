@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 _ROWS = 20
 _FEW = 10  # lines of changed keys once they are written
-_COLLAPSED = 2_000  # changed keys that are collapsed for these lines: more would take memory, and few are shown
+# changed keys that are collapsed for these lines: more would take memory, and few are shown
+_COLLAPSED = 2_000
 _VERDICTS = {
     "equal": "kept, equal to the model's",
     "different": "kept, the model has another",
@@ -84,7 +85,10 @@ def planned(plan: Plan) -> Document:
     """Return what a plan renames, computes and leaves out."""
     blocks: list[Block] = [_changes(plan, _ROWS), shortened(_dropped(plan), _ROWS, "to_json()")]
     return Document(
-        "plan", f"{plural(len(plan.outputs), 'output')}, {len(plan.dropped)} left out", True, filled(blocks)
+        "plan",
+        f"{plural(len(plan.outputs), 'output')}, {len(plan.dropped)} left out",
+        True,
+        filled(blocks),
     )
 
 
@@ -98,7 +102,9 @@ def undone(done: Undone) -> Document:
 
 def swapped(done: Swap) -> Document:
     """Return what a swap did, or would do."""
-    renamed = sum(isinstance(source, Ref) and source.key != fqn for fqn, source in done.sources.items())
+    renamed = sum(
+        isinstance(source, Ref) and source.key != fqn for fqn, source in done.sources.items()
+    )
     computed = sum(not isinstance(source, Ref) for source in done.sources.values())
     blocks: list[Block] = [
         facts(
@@ -116,10 +122,13 @@ def swapped(done: Swap) -> Document:
         )
     ]
     rows = tuple(
-        (one.name, f"{_VERDICTS[one.verdict]}{': ' if one.reason else ''}{one.reason}") for one in done.compared
+        (one.name, f"{_VERDICTS[one.verdict]}{': ' if one.reason else ''}{one.reason}")
+        for one in done.compared
     )
     columns = (Column("constant", "key"), Column("value"))
-    blocks.append(shortened(Table("Constants of the program", columns, rows), _ROWS, "--format json"))
+    blocks.append(
+        shortened(Table("Constants of the program", columns, rows), _ROWS, "--format json")
+    )
     ignored = tuple((key,) for key in done.ignored)
     table = Table("Checkpoint entries that programs do not have", (Column("key", "key"),), ignored)
     blocks.append(shortened(table, _ROWS, "--format json"))
@@ -134,16 +143,26 @@ def swapped(done: Swap) -> Document:
 
 def presets_document(presets: Sequence[Preset]) -> Document:
     rows = tuple(
-        (one.name, one.about, f"{one.name}({', '.join(f'{name}=N' for name in one.sizes)})" if one.sizes else "")
+        (
+            one.name,
+            one.about,
+            f"{one.name}({', '.join(f'{name}=N' for name in one.sizes)})" if one.sizes else "",
+        )
         for one in presets
     )
     columns = (Column("name", "key"), Column("from, to"), Column("with its sizes", "key"))
-    return Document("rules", plural(len(presets), "preset"), True, (Table("Presets", columns, rows),))
+    return Document(
+        "rules", plural(len(presets), "preset"), True, (Table("Presets", columns, rows),)
+    )
 
 
 def _changes(plan: Plan, most: int) -> Keys:
     """Return the changed keys, repeated layers on one line: at most so many lines."""
-    changed = [(tuple(dict.fromkeys(refs(o.source))), (o.key,), "") for o in plan.outputs if not o.is_unchanged]
+    changed = [
+        (tuple(dict.fromkeys(refs(o.source))), (o.key,), "")
+        for o in plan.outputs
+        if not o.is_unchanged
+    ]
     if not changed:
         return Keys("", ())
     title, hidden = f"Changes: {plural(len(changed), 'key')}", "more keys (--format json)"
@@ -154,5 +173,13 @@ def _dropped(plan: Plan) -> Table:
     reasons: dict[str, list[str]] = {}
     for drop in plan.dropped:
         reasons.setdefault(drop.reason, []).append(dotted(drop.section, drop.key))
-    rows = [(group.pattern, reason) for reason, keys in reasons.items() for group in collapse((k, None) for k in keys)]
-    return Table(f"Left out: {plural(len(plan.dropped), 'key')}", (Column("key", "key"), Column("why")), tuple(rows))
+    rows = [
+        (group.pattern, reason)
+        for reason, keys in reasons.items()
+        for group in collapse((k, None) for k in keys)
+    ]
+    return Table(
+        f"Left out: {plural(len(plan.dropped), 'key')}",
+        (Column("key", "key"), Column("why")),
+        tuple(rows),
+    )

@@ -1,11 +1,22 @@
-"""The GitHub Actions report: workflow commands that annotate the run, and the complete text in a group of the log."""
+"""The GitHub Actions report: workflow commands that annotate the run, and the complete text in a
+group of the log.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ckpttool.core.text import visible
-from ckpttool.report.document import Commands, Document, Facts, Finding, Note, Problems, Severity, cell
+from ckpttool.report.document import (
+    Commands,
+    Document,
+    Facts,
+    Finding,
+    Note,
+    Problems,
+    Severity,
+    cell,
+)
 from ckpttool.report.renderers import text
 
 _LEVELS: tuple[Severity, ...] = ("error", "warning", "notice")
@@ -16,9 +27,12 @@ _PROPERTY = _DATA | str.maketrans({":": "%3A", ",": "%2C"})
 
 
 def render(document: Document) -> str:
-    """Return one annotation for the verdict with its commands, one for each problem, then everything in a group."""
+    """Return one annotation for the verdict with its commands, one for each problem, then
+    everything in a group.
+    """
     failing = list(document.failing)
-    hooks: dict[tuple[str, int], list[Finding]] = {}  # the findings whose reason is a hook, by its line
+    # the findings whose reason is a hook, by its line
+    hooks: dict[tuple[str, int], list[Finding]] = {}
     for finding in failing:
         if finding.location is not None:
             hooks.setdefault(finding.location, []).append(finding)
@@ -26,9 +40,16 @@ def render(document: Document) -> str:
     for level in _LEVELS:
         messages = []
         if level == ("notice" if document.ok else "error"):
-            commands = [one for block in document.all_blocks if isinstance(block, Commands) for one in block.commands]
+            commands = [
+                one
+                for block in document.all_blocks
+                if isinstance(block, Commands)
+                for one in block.commands
+            ]
             keys = _keys([finding for finding in failing if finding.place is None])
-            pairs = [pair for block in document.lead if isinstance(block, Facts) for pair in block.pairs]
+            pairs = [
+                pair for block in document.lead if isinstance(block, Facts) for pair in block.pairs
+            ]
             reasons = [f"reason: {cell(value).text}" for label, value in pairs if label == "reason"]
             messages.append("\n".join(map(visible, [document.verdict, *keys, *reasons, *commands])))
         for block in document.blocks:
@@ -38,14 +59,21 @@ def render(document: Document) -> str:
                 messages.append(visible(block.text))
         count = len(messages)
         if count > _SHOWN:
-            messages[_SHOWN - 1 :] = [f"... {count - _SHOWN + 1} more, listed in the log of this step"]
+            messages[_SHOWN - 1 :] = [
+                f"... {count - _SHOWN + 1} more, listed in the log of this step"
+            ]
         lines += [_annotation(level, document.title, message) for message in messages]
         at_hooks = list(hooks.items())[: max(0, _SHOWN - count)] if level == "error" else []
         for place, findings in at_hooks:
             message = "\n".join(map(visible, [findings[0].why, *_keys(findings)]))
             lines.append(_annotation(level, document.title, message, place))
     lines.append(f"::group::{visible(document.title).translate(_DATA)}")
-    return _no_old_commands("\n".join([*lines, inert(text.render(document).rstrip("\n")), "::endgroup::"])) + "\n"
+    return (
+        _no_old_commands(
+            "\n".join([*lines, inert(text.render(document).rstrip("\n")), "::endgroup::"])
+        )
+        + "\n"
+    )
 
 
 def failure(title: str, messages: Sequence[str]) -> str:
@@ -56,7 +84,10 @@ def failure(title: str, messages: Sequence[str]) -> str:
 def inert(text: str) -> str:
     """Return the text so that the runner takes no line in the log for a workflow command."""
     lines = text.split("\n")
-    escaped = (line.replace("::", r"\x3a:", 1) if line.lstrip().startswith("::") else line for line in lines)
+    escaped = (
+        line.replace("::", r"\x3a:", 1) if line.lstrip().startswith("::") else line
+        for line in lines
+    )
     return _no_old_commands("\n".join(escaped))
 
 
@@ -71,7 +102,9 @@ def _keys(findings: Sequence[Finding]) -> list[str]:
     return [*lines, f"... {len(findings) - _KEYS} more"] if len(findings) > _KEYS else lines
 
 
-def _annotation(level: Severity, title: str, message: str, place: tuple[str, int] | None = None) -> str:
+def _annotation(
+    level: Severity, title: str, message: str, place: tuple[str, int] | None = None
+) -> str:
     at = ""
     if place is not None:
         at = f"file={place[0].translate(_PROPERTY)},line={place[1]},"

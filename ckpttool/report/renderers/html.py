@@ -1,7 +1,7 @@
 """The HTML report: one page that needs no network, for light and dark, wide and narrow screens.
 
-Everything except the tree of keys, which `page/report.js` builds, can be read without scripts. The content security
-policy of the page allows only that script.
+Everything except the tree of keys, which `page/report.js` builds, can be read without scripts. The
+content security policy of the page allows only that script.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def render(document: Document) -> str:
     title = _escape(document.title)
     verdict = f'<p class="verdict {"ok" if document.ok else "bad"}">{_escape(document.verdict)}</p>'
     folder = files("ckpttool.report.renderers").joinpath("page")
-    style, script = ("\n" + folder.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    style, script = (
+        "\n" + folder.joinpath(name).read_text(encoding="utf-8")
+        for name in ("report.css", "report.js")
+    )
     parts = [
         "<!doctype html>",
         '<html lang="en">',
@@ -54,19 +57,30 @@ def render(document: Document) -> str:
         "<main>",
     ]
     # Not the lines that say where a terminal shows more
-    details = [b for b in document.lead if isinstance(b, Facts) and [label for label, _ in b.pairs] == ["details"]]
+    details = [
+        b
+        for b in document.lead
+        if isinstance(b, Facts) and [label for label, _ in b.pairs] == ["details"]
+    ]
     for block in document.all_blocks:
         parts += [] if block in details else _block(block)
     data = None if document.listing is None else _data(document.listing)
     if data is not None and data["rows"]:
         # "<" is escaped, so that the JSON cannot end the script
-        text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-        parts += ['<section id="browser"></section>', f'<script type="application/json" id="listing">{text}</script>']
+        text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace(
+            "<", "\\u003c"
+        )
+        parts += [
+            '<section id="browser"></section>',
+            f'<script type="application/json" id="listing">{text}</script>',
+        ]
     return "\n".join([*parts, "</main>", f"<script>{script}</script>", "</html>"]) + "\n"
 
 
 def _origin(listing: Listing | None) -> str:
-    """Return the tool, its version and the date; and a digest of the names, dtypes and shapes of each side."""
+    """Return the tool, its version and the date; and a digest of the names, dtypes and shapes of
+    each side.
+    """
     from datetime import datetime, timezone
     from hashlib import sha256
 
@@ -79,7 +93,9 @@ def _origin(listing: Listing | None) -> str:
             for names, keys in zip(sides, (finding.left, finding.right)):
                 names.update(f"{one.key} {one.dtype} {one.shape}" for one in keys)
         for name, names in zip(listing.sides, sides):
-            digest = sha256("\n".join(sorted(names)).encode("utf-8", "backslashreplace")).hexdigest()[:_DIGITS]
+            digest = sha256(
+                "\n".join(sorted(names)).encode("utf-8", "backslashreplace")
+            ).hexdigest()[:_DIGITS]
             parts.append(f"{name}: names {digest}")
     return f'<p class="origin">{" &middot; ".join(map(_escape, parts))}</p>'
 
@@ -102,26 +118,42 @@ def _policy(style: str, script: str) -> str:
     """Allow nothing but this style and this script, by their hashes."""
     import hashlib  # loads OpenSSL
 
-    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script))
-    sources = (f"{kind}-src 'sha256-{digest}'" for kind, digest in zip(("style", "script"), digests))
+    digests = (
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        for text in (style, script)
+    )
+    sources = (
+        f"{kind}-src 'sha256-{digest}'" for kind, digest in zip(("style", "script"), digests)
+    )
     return "; ".join(["default-src 'none'", *sources, "base-uri 'none'", "form-action 'none'"])
 
 
 def _data(listing: Listing) -> dict[str, Any]:
-    """Return what `report.js` reads, which documents the rows; outlines and reasons are written once each."""
+    """Return what `report.js` reads, which documents the rows; outlines and reasons are written
+    once each.
+    """
     outlines: dict[tuple[str, str, int | None], int] = {}
     whys: dict[str, int] = {}
     statuses = {status: place for place, status in enumerate(listing.statuses)}
 
     def side(keys: tuple[Named, ...]) -> tuple[list[str], list[int]]:
         described = [(visible(one.dtype), one.shape, one.nbytes) for one in keys]
-        return [visible(one.key) for one in keys], [outlines.setdefault(one, len(outlines)) for one in described]
+        return [visible(one.key) for one in keys], [
+            outlines.setdefault(one, len(outlines)) for one in described
+        ]
 
     def row(finding: Finding) -> list[Any]:
         left, right = side(finding.left), side(finding.right)
         why = whys.setdefault(visible(finding.why), len(whys))
         other = [theirs if theirs != mine else 0 for mine, theirs in zip(left, right)]
-        cells = [statuses[finding.status], why, *left, *other, visible(finding.detail), finding.spread]
+        cells = [
+            statuses[finding.status],
+            why,
+            *left,
+            *other,
+            visible(finding.detail),
+            finding.spread,
+        ]
         while not cells[-1] and cells[-1] != []:
             cells.pop()
         return cells
@@ -129,7 +161,9 @@ def _data(listing: Listing) -> dict[str, Any]:
     rows = [row(finding) for finding in listing.findings()]
     return {
         "sides": [visible(name) for name in listing.sides],
-        "statuses": [[status, role, status in listing.quiet] for status, role in listing.statuses.items()],
+        "statuses": [
+            [status, role, status in listing.quiet] for status, role in listing.statuses.items()
+        ],
         "outlines": list(outlines),
         "whys": list(whys),
         "rows": rows,
@@ -142,16 +176,28 @@ def _escape(text: str) -> str:
 
 def _block(block: Block) -> list[str]:
     if isinstance(block, Facts):
-        rows = (f"<tr><th>{_escape(label)}</th>{_cell('td', cell(value))}</tr>" for label, value in block.pairs)
+        rows = (
+            f"<tr><th>{_escape(label)}</th>{_cell('td', cell(value))}</tr>"
+            for label, value in block.pairs
+        )
         return ['<div class="scroll"><table>', *rows, "</table></div>"]
     if isinstance(block, Table):
         if not block.is_listed:
             return [f"<h2>{_escape(block.title)}</h2>", *_table(block)]
         rows_shown = _table(shortened(block, _LISTED, "in the tree below"))
-        return ["<details>", f"<summary>{_escape(block.title)}</summary>", *rows_shown, "</details>"]
+        return [
+            "<details>",
+            f"<summary>{_escape(block.title)}</summary>",
+            *rows_shown,
+            "</details>",
+        ]
     if isinstance(block, Keys):
         title = [f"<h2>{_escape(block.title)}</h2>"] if block.title else []
-        groups = [line for group in block.groups for line in _group(group, _LISTED if block.is_listed else None)]
+        groups = [
+            line
+            for group in block.groups
+            for line in _group(group, _LISTED if block.is_listed else None)
+        ]
         return [*title, *groups]
     if isinstance(block, Note):
         label = "" if block.severity == "notice" else f"{_label(block.severity)} "
@@ -160,7 +206,10 @@ def _block(block: Block) -> list[str]:
         lines = "\n".join(map(_escape, block.commands))
         return [f"<h2>{_escape(block.title)}</h2>", f'<div class="code"><pre>{lines}</pre></div>']
     label = _label(block.severity)
-    items = [f"<li>{label} {_escape(p.problem)} @ {_cell('span', Cell(p.key, 'key'))}</li>" for p in block.problems]
+    items = [
+        f"<li>{label} {_escape(p.problem)} @ {_cell('span', Cell(p.key, 'key'))}</li>"
+        for p in block.problems
+    ]
     return ["<ul>", *items, "</ul>"]
 
 
@@ -170,7 +219,13 @@ def _group(group: KeyGroup, most: int | None) -> list[str]:
     for left, right, detail in group.rows[:most]:
         names = [_cell("span", Cell(name, "key")) for name in dict.fromkeys((left, right)) if name]
         rows.append(f"<li>{' &rarr; '.join(names)}{f': {_escape(detail)}' if detail else ''}</li>")
-    return [f"<h3>{_escape(group.heading)}</h3>", '<ul class="names">', *rows, "</ul>", *_footer(group.footer)]
+    return [
+        f"<h3>{_escape(group.heading)}</h3>",
+        '<ul class="names">',
+        *rows,
+        "</ul>",
+        *_footer(group.footer),
+    ]
 
 
 def _label(severity: str) -> str:
@@ -181,15 +236,23 @@ def _cell(tag: str, entry: Cell, title: str = "") -> str:
     role = "" if entry.role == "plain" else f' class="{entry.role}"'
     data = f' data-title="{_escape(title)}"' if title else ""
     text = _escape(entry.text)
-    text = text.replace(".", ".<wbr>") if entry.role == "key" else text  # a name is broken after dots only
+    # a name is broken after dots only
+    text = text.replace(".", ".<wbr>") if entry.role == "key" else text
     return f"<{tag}{role}{data}>{text}</{tag}>"
 
 
 def _table(table: Table) -> list[str]:
-    """On a narrow screen the cells of a row are below each other, each with the title of its column."""
+    """On a narrow screen the cells of a row are below each other, each with the title of its
+    column.
+    """
     columns = table.columns
-    header = "".join(_cell("th", Cell(c.title, "number" if c.role == "number" else "plain")) for c in columns)
-    rows = ["".join(_cell("td", entry, column.title) for entry, column in zip(row, columns)) for row in table.cells]
+    header = "".join(
+        _cell("th", Cell(c.title, "number" if c.role == "number" else "plain")) for c in columns
+    )
+    rows = [
+        "".join(_cell("td", entry, column.title) for entry, column in zip(row, columns))
+        for row in table.cells
+    ]
     kind = ' class="stacked"' if len(columns) > _ABREAST else ""
     return [
         f'<div class="scroll"><table{kind}>',

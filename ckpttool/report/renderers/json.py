@@ -1,4 +1,6 @@
-"""The JSON report: the contract's object, an item of a list on one line, so that `grep` and `diff` can read it too."""
+"""The JSON report: the contract's object, an item of a list on one line, so that `grep` and `diff`
+can read it too.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,18 @@ from typing import Any
 
 
 def render(data: Mapping[str, Any]) -> str:
-    r"""Return the object in the order of `data`, ending with a newline. Raises ValueError for a float not in JSON.
+    r"""Return the object in the order of `data`, ending with a newline. Raises ValueError for a
+    float not in JSON.
 
-    Printable letters of every script are written as they are. Characters that a terminal would interpret or an
-    encoder reject (C1 controls, bidi overrides, lone surrogates) are escaped as ``\uXXXX`` and read back the same.
+    Printable letters of every script are written as they are. Characters that a terminal would
+    interpret or an encoder reject (C1 controls, bidi overrides, lone surrogates) are escaped as
+    ``\uXXXX`` and read back the same.
     """
     lines = _value(data, "").split("\n")
     escaped = (
-        line if line.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
+        line
+        if line.isprintable()
+        else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
         for line in lines
     )
     return "\n".join(escaped) + "\n"
@@ -25,7 +31,9 @@ def _value(value: Any, indent: str) -> str:
     inner = f"{indent}  "
     if isinstance(value, Mapping) and value:
         brackets = "{}"
-        items = [f"{_compact(str(name))}: {_value(member, inner)}" for name, member in value.items()]
+        items = [
+            f"{_compact(str(name))}: {_value(member, inner)}" for name, member in value.items()
+        ]
     elif isinstance(value, list) and value:
         brackets = "[]"
         items = list(map(_compact, value))

@@ -6,7 +6,18 @@ import re
 from collections.abc import Iterable, Iterator
 
 from ckpttool.core.text import visible
-from ckpttool.report.document import Block, Cell, Commands, Document, Facts, KeyGroup, Keys, Note, Table, cell
+from ckpttool.report.document import (
+    Block,
+    Cell,
+    Commands,
+    Document,
+    Facts,
+    KeyGroup,
+    Keys,
+    Note,
+    Table,
+    cell,
+)
 
 _CODE_ROLES = ("key", "dtype", "shape")  # a code span interprets nothing, not even @mentions
 _MARKS = {"ok": "**", "bad": "**", "warn": "*", "dim": "*"}
@@ -16,19 +27,32 @@ _ALERTS = {"error": "CAUTION", "warning": "WARNING"}
 
 def render(document: Document) -> str:
     """Return the document as Markdown, ending with a newline."""
-    parts = [f"## {_escape(document.title)}", f"{'✅' if document.ok else '❌'} **{_escape(document.verdict)}**"]
+    parts = [
+        f"## {_escape(document.title)}",
+        f"{'✅' if document.ok else '❌'} **{_escape(document.verdict)}**",
+    ]
     parts += ["\n".join(_lines(block)) for block in document.all_blocks]
     return "\n\n".join(parts) + "\n"
 
 
 def _lines(block: Block) -> list[str]:
     if isinstance(block, Facts):
-        return ["| | |", "| --- | --- |", *(_row([_escape(label), _cell(cell(value))]) for label, value in block.pairs)]
+        return [
+            "| | |",
+            "| --- | --- |",
+            *(_row([_escape(label), _cell(cell(value))]) for label, value in block.pairs),
+        ]
     if isinstance(block, Table):
         rules = ["---:" if column.role == "number" else "---" for column in block.columns]
         header = [_row(_escape(column.title) for column in block.columns), _row(rules)]
         footer = ["", _escape(block.footer)] if block.footer else []
-        return [f"### {_escape(block.title)}", "", *header, *(_row(map(_cell, row)) for row in block.cells), *footer]
+        return [
+            f"### {_escape(block.title)}",
+            "",
+            *header,
+            *(_row(map(_cell, row)) for row in block.cells),
+            *footer,
+        ]
     if isinstance(block, Keys):
         title = [f"### {_escape(block.title)}", ""] if block.title else []
         return [*title, *(line for group in block.groups for line in _group(group))]
@@ -39,13 +63,18 @@ def _lines(block: Block) -> list[str]:
         commands = [visible(line) for line in block.commands]
         fence = _fence("\n".join(commands), 3)
         return [_escape(block.title), "", f"{fence}shell", *commands, fence]
-    return [f"- **{block.severity}:** {_escape(p.problem)} @ {_code_span(p.key)}" for p in block.problems]
+    return [
+        f"- **{block.severity}:** {_escape(p.problem)} @ {_code_span(p.key)}"
+        for p in block.problems
+    ]
 
 
 def _group(group: KeyGroup) -> Iterator[str]:
     yield from (f"**{_escape(group.heading)}**", "")
     for left, right, detail in group.rows:
-        names = f"{_code_span(left)} -> {_code_span(right)}" if left and right and left != right else ""
+        names = (
+            f"{_code_span(left)} -> {_code_span(right)}" if left and right and left != right else ""
+        )
         yield f"- {names or _code_span(left or right)}{': ' if detail else ''}{_escape(detail)}"
     yield from (["", _escape(group.footer)] if group.footer else [])
     yield ""
@@ -56,7 +85,9 @@ def _escape(text: str) -> str:
 
 
 def _code_span(text: str) -> str:
-    """Return a code span that holds the text with any backticks in it; an empty one cannot be written."""
+    """Return a code span that holds the text with any backticks in it; an empty one cannot be
+    written.
+    """
     shown = visible(text)
     if not shown:
         return ""
@@ -70,7 +101,9 @@ def _fence(text: str, least: int) -> str:
 
 
 def _cell(entry: Cell) -> str:
-    """Return the cell of a table: a bar ends it, also in a code span, unless there is a backslash before it."""
+    """Return the cell of a table: a bar ends it, also in a code span, unless there is a backslash
+    before it.
+    """
     if entry.role in _CODE_ROLES:
         return _code_span(entry.text).replace("|", "\\|")
     mark = _MARKS.get(entry.role, "") if entry.text.strip() == entry.text != "" else ""

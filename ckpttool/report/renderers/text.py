@@ -1,7 +1,8 @@
 """The text report, for files, pipes and terminals.
 
-Without a terminal every row is one line, so that `grep` finds whole keys. On a terminal no line is wider than it: text
-is wrapped at spaces, names at dots. Only commands, which must be pasted as they are, and single segments may be wider.
+Without a terminal every row is one line, so that `grep` finds whole keys. On a terminal no line is
+wider than it: text is wrapped at spaces, names at dots. Only commands, which must be pasted as they
+are, and single segments may be wider.
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ from unicodedata import combining, east_asian_width
 
 from ckpttool.core.text import visible
 from ckpttool.core.values import dataclass
-from ckpttool.report.document import Block, Cell, Commands, Document, Facts, KeyGroup, Keys, Note, Table, cell
+from ckpttool.report.document import (
+    Block,
+    Cell,
+    Commands,
+    Document,
+    Facts,
+    KeyGroup,
+    Keys,
+    Note,
+    Table,
+    cell,
+)
 
 _PAD_LIMIT = 120  # one endless key must not pad ten thousand rows to its width
 _UNLIMITED = 1 << 30
@@ -47,7 +59,10 @@ _FILE = Terminal(_UNLIMITED, color=False)
 def render(document: Document, terminal: Terminal | None = None) -> str:
     """Return the document for a person; `terminal` is None for a file or a pipe."""
     at = terminal or _FILE
-    head = [*_lines(document.title, "title", at), *_lines(document.verdict, "ok" if document.ok else "bad", at)]
+    head = [
+        *_lines(document.title, "title", at),
+        *_lines(document.verdict, "ok" if document.ok else "bad", at),
+    ]
     for block in document.lead:
         head += lines(block, at)
     parts = [head, *(lines(block, at) for block in document.blocks)]
@@ -68,14 +83,17 @@ def lines(block: Block, terminal: Terminal | None = None) -> list[str]:
         return _labelled(block.severity, block.text, at)
     if isinstance(block, Commands):
         return [_styled(visible(f"{block.title}: {one}"), "command", at) for one in block.commands]
-    return [line for problem in block.problems for line in _labelled(block.severity, str(problem), at)]
+    return [
+        line for problem in block.problems for line in _labelled(block.severity, str(problem), at)
+    ]
 
 
 # Words and names
 
 
 def wrapped(text: str, width: int, hanging: int = 0) -> list[str]:
-    """Return lines of at most `width` columns, broken at spaces, and inside longer words after dots and slashes.
+    """Return lines of at most `width` columns, broken at spaces, and inside longer words after dots
+    and slashes.
 
     Lines after the first are indented. A segment that is wider than a line is not broken.
     """
@@ -84,7 +102,9 @@ def wrapped(text: str, width: int, hanging: int = 0) -> list[str]:
     found, line = [], ""
     for word in re.findall(r"\s*\S+", text):
         inner = width - hanging
-        pieces = [word] if _columns(word.strip()) <= inner else re.findall(r"[^./]+[./]*|[./]+", word)
+        pieces = (
+            [word] if _columns(word.strip()) <= inner else re.findall(r"[^./]+[./]*|[./]+", word)
+        )
         for piece in pieces:
             if line.strip() and _columns(line + piece) > width:
                 found.append(line)
@@ -94,19 +114,25 @@ def wrapped(text: str, width: int, hanging: int = 0) -> list[str]:
 
 
 def shortened_name(name: str, width: int) -> str:
-    """Return a name of at most `width` columns if possible: an ellipsis replaces segments in the middle."""
+    """Return a name of at most `width` columns if possible: an ellipsis replaces segments in the
+    middle.
+    """
     parts, short = name.split("."), name
     for shown in range(len(parts) - 1, 1, -1):
         if _columns(short) <= width:
             break
-        short = ".".join(parts[: shown // 2]) + "..." + ".".join(parts[len(parts) - (shown + 1) // 2 :])
+        short = (
+            ".".join(parts[: shown // 2]) + "..." + ".".join(parts[len(parts) - (shown + 1) // 2 :])
+        )
     return short
 
 
 def _columns(text: str) -> int:
     if text.isascii():
         return len(text)
-    return sum(0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text)
+    return sum(
+        0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text
+    )
 
 
 def _styled(text: str, role: str, at: Terminal) -> str:
@@ -141,12 +167,17 @@ def _facts(block: Facts, at: Terminal) -> list[str]:
             first, *rest = wrapped(f"{start} {visible(one.text)}", at.width, 2)
             start, pad = "", ""
         found.append((_styled(start, "dim", at) + pad + _styled(first, one.role, at)).rstrip())
-        found += [" " * (2 if block.is_short else wide + 2) + _styled(line.strip(), one.role, at) for line in rest]
+        found += [
+            " " * (2 if block.is_short else wide + 2) + _styled(line.strip(), one.role, at)
+            for line in rest
+        ]
     return found
 
 
 def _group(group: KeyGroup, at: Terminal) -> list[str]:
-    """Return a heading and its keys: ``old -> new: detail`` on one line, or on two if the line would be too long."""
+    """Return a heading and its keys: ``old -> new: detail`` on one line, or on two if the line
+    would be too long.
+    """
     found = [_styled(line, group.role, at) for line in wrapped(visible(group.heading), at.width, 4)]
     for left, right, detail in group.rows:
         old, new, why = visible(left), visible(right), visible(detail)
@@ -155,7 +186,9 @@ def _group(group: KeyGroup, at: Terminal) -> list[str]:
         if _columns(line) <= at.width:
             found.append(f"  {_styled(names, 'key', at)}{line[2 + len(names) :]}")
             continue
-        for start, name in (("  ", old), ("    -> ", new if new != old else "")) if old else (("  ", new),):
+        for start, name in (
+            (("  ", old), ("    -> ", new if new != old else "")) if old else (("  ", new),)
+        ):
             width = at.width - len(start)
             if name and not group.is_full and " + " not in name:
                 name = shortened_name(name, width)
@@ -167,16 +200,23 @@ def _group(group: KeyGroup, at: Terminal) -> list[str]:
 
 
 def _table(table: Table, at: Terminal) -> Iterator[str]:
-    """Yield the lines of a table: in columns if they fit, else each row as lines of ``column: value``."""
+    """Yield the lines of a table: in columns if they fit, else each row as lines of ``column:
+    value``.
+    """
     header: list[Cell] = [Cell(column.title, "title") for column in table.columns]
     rows: list[list[Cell]] = table.cells
     texts = [[visible(entry.text) for entry in row] for row in (header, *rows)]
     room = at.width - 2
     natural = [min(max(map(_columns, column)), _PAD_LIMIT) for column in zip(*texts)]
     least = [
-        max(_columns(piece) for text in column for piece in re.findall(_PIECE, text) or [""]) for column in zip(*texts)
+        max(_columns(piece) for text in column for piece in re.findall(_PIECE, text) or [""])
+        for column in zip(*texts)
     ]
-    widths = _column_widths(natural, least, room - 2 * (len(natural) - 1)) if at.width != _UNLIMITED else natural
+    widths = (
+        _column_widths(natural, least, room - 2 * (len(natural) - 1))
+        if at.width != _UNLIMITED
+        else natural
+    )
     if widths is None:
         for row, own in zip(rows, texts[1:]):
             mark = "- "
@@ -190,7 +230,8 @@ def _table(table: Table, at: Terminal) -> Iterator[str]:
     right = [column.role == "number" for column in table.columns]
     for row, own in zip((header, *rows), texts):
         folded = [
-            [text] if at.width == _UNLIMITED else wrapped(text, width) or [""] for text, width in zip(own, widths)
+            [text] if at.width == _UNLIMITED else wrapped(text, width) or [""]
+            for text, width in zip(own, widths)
         ]
         for number in range(max(map(len, folded))):
             cells = []
@@ -203,7 +244,9 @@ def _table(table: Table, at: Terminal) -> Iterator[str]:
 
 
 def _column_widths(natural: Sequence[int], least: Sequence[int], room: int) -> list[int] | None:
-    """Return widths that fit into `room`: the widest columns are narrowed first; None if that is not enough."""
+    """Return widths that fit into `room`: the widest columns are narrowed first; None if that is
+    not enough.
+    """
     widths = list(natural)
     while sum(widths) > room:
         wide = [place for place, width in enumerate(widths) if width > least[place]]

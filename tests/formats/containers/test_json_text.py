@@ -1,4 +1,6 @@
-"""Strict JSON, with Python's reader as the oracle; everything that only Python accepts is an error."""
+"""Strict JSON, with Python's reader as the oracle; everything that only Python accepts is an
+error.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,21 @@ from ckpttool.core.limits import Limits, limited
 from ckpttool.formats.strict_json import dumps, loads, quoted, read_file, value_at
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=8,
 )
 
 
-@given(value=st.dictionaries(st.text(), VALUES), indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans())
+@given(
+    value=st.dictionaries(st.text(), VALUES),
+    indent=st.sampled_from([None, 0, 2]),
+    ascii_only=st.booleans(),
+)
 def test_output_of_python_is_read(value, indent, ascii_only):
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
     assert loads(text) == value == loads(dumps(value))
@@ -35,7 +45,10 @@ def test_whitespace_around_a_value_is_ignored(tmp_path):
     (tmp_path / "a.json").write_text(" \t\r\n[1]\n\r\t ")
     with limited(Limits(json_bytes=11)):
         assert read_file(str(tmp_path / "a.json"), "") == [1]
-    with limited(Limits(json_bytes=10)), pytest.raises(CkptError, match="--max-memory 20 raises it"):
+    with (
+        limited(Limits(json_bytes=10)),
+        pytest.raises(CkptError, match="--max-memory 20 raises it"),
+    ):
         read_file(str(tmp_path / "a.json"), "")
 
 

@@ -39,15 +39,69 @@ SEEDS = [
     b"\x80\x04" + frame(16, b"\x8c\x02os\x94\x8c\x06system\x94\x93\x94."),
 ]
 WORDS = (
-    *(b"(", b"t", b"t.", b"\x85", b"}", b"]", b"R", b"b", b"o", b"\x81", b"\x92", b"a", b"e", b"s", b"u", b"\x90"),
-    *(b"\x91", b"\x8f", b"l", b"d", b"N", b"K\1", b".", b"0", b"1", b"2", b"Q", b"\x94", b"q\0", b"h\0", b"j\0\0\0\0"),
-    *(b"p0\n", b"g0\n", b"cos\nsystem\n", b"ios\nsystem\n", b"\x8c\2os\x8c\6system\x93", b"\x80\4", frame(2), frame(5)),
-    *(b"I010\n", b"I 1\n", b"I0x1F\n", b"L07L\n", b"I1_0\n", b"F1_0\n", b"S'a'\n", b"Vab\n", b"U\1a"),
+    *(
+        b"(",
+        b"t",
+        b"t.",
+        b"\x85",
+        b"}",
+        b"]",
+        b"R",
+        b"b",
+        b"o",
+        b"\x81",
+        b"\x92",
+        b"a",
+        b"e",
+        b"s",
+        b"u",
+        b"\x90",
+    ),
+    *(
+        b"\x91",
+        b"\x8f",
+        b"l",
+        b"d",
+        b"N",
+        b"K\1",
+        b".",
+        b"0",
+        b"1",
+        b"2",
+        b"Q",
+        b"\x94",
+        b"q\0",
+        b"h\0",
+        b"j\0\0\0\0",
+    ),
+    *(
+        b"p0\n",
+        b"g0\n",
+        b"cos\nsystem\n",
+        b"ios\nsystem\n",
+        b"\x8c\2os\x8c\6system\x93",
+        b"\x80\4",
+        frame(2),
+        frame(5),
+    ),
+    *(
+        b"I010\n",
+        b"I 1\n",
+        b"I0x1F\n",
+        b"L07L\n",
+        b"I1_0\n",
+        b"F1_0\n",
+        b"S'a'\n",
+        b"Vab\n",
+        b"U\1a",
+    ),
 )
 
 
 class Inert:
-    """An inert replacement for anything that the unpickler imports; it accepts any arguments and state."""
+    """An inert replacement for anything that the unpickler imports; it accepts any arguments and
+    state.
+    """
 
     def __new__(cls, *args: object, **options: object) -> Inert:
         return object.__new__(cls)
@@ -74,7 +128,9 @@ class Recorder(pickle.Unpickler):
 
 
 def plain(value: Any, level: int = 0) -> Any:
-    """Return a comparable form of the value, with its types; raise if it is not plain or too deep."""
+    """Return a comparable form of the value, with its types; raise if it is not plain or too
+    deep.
+    """
     if type(value) in (int, float, str, bytes, bytearray, bool, type(None)):
         return type(value).__name__, repr(value)
     if level > 8:
@@ -82,7 +138,9 @@ def plain(value: Any, level: int = 0) -> Any:
     if type(value) in (tuple, list):
         return type(value).__name__, *(plain(part, level + 1) for part in value)
     if type(value) is dict:
-        return "dict", *((plain(key, level + 1), plain(part, level + 1)) for key, part in value.items())
+        return "dict", *(
+            (plain(key, level + 1), plain(part, level + 1)) for key, part in value.items()
+        )
     if type(value) is PickledSet:
         value = (frozenset if value.frozen else set)(value.items)
     if type(value) in (set, frozenset):
@@ -104,7 +162,9 @@ def compare(data: bytes) -> None:
             value = python.load()
         except Exception:  # imports before the error count too
             value = NotImplemented
-    assert {f"{module}.{name}" for module, name in python.imported} <= {str(name) for name in tree.globals}
+    assert {f"{module}.{name}" for module, name in python.imported} <= {
+        str(name) for name in tree.globals
+    }
     try:
         expected = plain(value)
     except (ValueError, TypeError):
@@ -133,18 +193,24 @@ BROKEN_FRAMES = {
 
 @pytest.mark.parametrize("name", BROKEN_FRAMES)
 def test_invalid_frames_are_refused(name: str) -> None:
-    """Python reads a frame at once; if an opcode needs more bytes, it skips the rest of the frame."""
+    """Python reads a frame at once; if an opcode needs more bytes, it skips the rest of the
+    frame.
+    """
     with pytest.raises(CkptError):
         loads(b"\x80\x05" + BROKEN_FRAMES[name])
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
-@pytest.mark.parametrize("value", [b"x" * 100_000, [1, b"y" * 100_000, 2], list(range(200_000)), [["a" * 70_000]] * 3])
+@pytest.mark.parametrize(
+    "value", [b"x" * 100_000, [1, b"y" * 100_000, 2], list(range(200_000)), [["a" * 70_000]] * 3]
+)
 def test_frames_of_large_values_are_read(value: object, protocol: int) -> None:
     assert plain(loads(pickle.dumps(value, protocol)).root) == plain(value)
 
 
-@pytest.mark.parametrize("line", [b"I010\n", b"I 1\n", b"I+1\n", b"I-0\n", b"I1_0\n", b"L010L\n", b"L 1L\n"])
+@pytest.mark.parametrize(
+    "line", [b"I010\n", b"I 1\n", b"I+1\n", b"I-0\n", b"I1_0\n", b"L010L\n", b"L 1L\n"]
+)
 def test_a_number_in_an_unusual_form_is_refused(line: bytes) -> None:
     """Python's unpicklers in C and in Python read some of them differently."""
     with pytest.raises(CkptError, match="unusual form"):

@@ -1,4 +1,6 @@
-"""Pickle trees: written bytes match CPython's pickler; malicious pickles are built opcode by opcode."""
+"""Pickle trees: written bytes match CPython's pickler; malicious pickles are built opcode by
+opcode.
+"""
 
 from __future__ import annotations
 
@@ -117,14 +119,59 @@ def cyclic_object() -> argparse.Namespace:
 
 SHARED = ["shared"]
 OBJECTS: dict[str, Any] = {
-    "scalars": [None, True, False, 0, 1, 255, 256, 65535, 65536, -1, -(2**31), 2**31 - 1, 2**31, 1.5, -0.0, 1e300],
-    "big ints": [2**63, -(2**63), 2**100, -(2**100), 2**2000, -(2**64) - 1, -128, -(2**39), -(2**40) + 1],
+    "scalars": [
+        None,
+        True,
+        False,
+        0,
+        1,
+        255,
+        256,
+        65535,
+        65536,
+        -1,
+        -(2**31),
+        2**31 - 1,
+        2**31,
+        1.5,
+        -0.0,
+        1e300,
+    ],
+    "big ints": [
+        2**63,
+        -(2**63),
+        2**100,
+        -(2**100),
+        2**2000,
+        -(2**64) - 1,
+        -128,
+        -(2**39),
+        -(2**40) + 1,
+    ],
     "ints of 255 bytes": [2**2039 - 1, -(2**2039)],
     "special floats": [float("inf"), float("-inf"), float("nan")],
-    "strings": ["", "a", "abc", "ü", "日本語", "\ud800", "a\nb", "x" * 255, "x" * 256, "x" * 70_000, "\U0001f600"],
+    "strings": [
+        "",
+        "a",
+        "abc",
+        "ü",
+        "日本語",
+        "\ud800",
+        "a\nb",
+        "x" * 255,
+        "x" * 256,
+        "x" * 70_000,
+        "\U0001f600",
+    ],
     "bytes": [b"", b"a", b"\x00\xff" * 128, b"\xff" * 255, bytearray(b"abc"), bytearray()],
     "tuples": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ((),), (("a",),) * 5],
-    "containers": {"list": [], "dict": {}, "set": {1}, "frozen": frozenset("a"), "empty": [set(), frozenset()]},
+    "containers": {
+        "list": [],
+        "dict": {},
+        "set": {1},
+        "frozen": frozenset("a"),
+        "empty": [set(), frozenset()],
+    },
     "complex and ranges": [1 + 2j, range(3), slice(1, 2)],
     "keys": {7: "a", "b": 2, (1, "c"): 3, None: 4, 2.5: 5, True: 6, Colour.RED: 7},
     "sharing": [SHARED, SHARED, {"a": SHARED}, ("t", "t")],
@@ -138,7 +185,9 @@ OBJECTS: dict[str, Any] = {
     "named tuple": Point(1, Point(2, 3)),
     "slots": slotted(),
     "list subclass": [like(ListLike, range(n), note="n") for n in (0, 1, 2, 999, 1000, 1001, 2001)],
-    "dict subclass": [like(DictLike, dict.fromkeys(range(n)), note="n") for n in (0, 1, 2, 999, 1000, 1001, 2001)],
+    "dict subclass": [
+        like(DictLike, dict.fromkeys(range(n)), note="n") for n in (0, 1, 2, 999, 1000, 1001, 2001)
+    ],
     "lists": [list(range(n)) for n in (0, 1, 2, 999, 1000, 1001, 2000, 2001)],
     "dicts": [dict.fromkeys(range(n)) for n in (0, 1, 2, 999, 1000, 1001, 2000, 2001)],
     "collections": [
@@ -148,10 +197,22 @@ OBJECTS: dict[str, Any] = {
         collections.deque([1, 2, 3], maxlen=5),
         collections.ChainMap({"first": 1}),
     ],
-    "datetime": [datetime.datetime(2020, 1, 2, tzinfo=datetime.timezone.utc), datetime.timedelta(3), datetime.date.max],
+    "datetime": [
+        datetime.datetime(2020, 1, 2, tzinfo=datetime.timezone.utc),
+        datetime.timedelta(3),
+        datetime.date.max,
+    ],
     "numbers": [decimal.Decimal("1.5"), fractions.Fraction(1, 3), uuid.UUID(int=5)],
     "paths": [pathlib.PurePosixPath("/a/b"), pathlib.PureWindowsPath("c:/d")],
-    "functions": [len, dict.fromkeys, pickle.dumps, functools.partial(int, base=2), Config, "".join, int],
+    "functions": [
+        len,
+        dict.fromkeys,
+        pickle.dumps,
+        functools.partial(int, base=2),
+        Config,
+        "".join,
+        int,
+    ],
     "types": [int, type(None), type(...), ..., NotImplemented, list, type],
     "numpy": [
         numpy.float32(1.5),
@@ -165,7 +226,13 @@ OBJECTS: dict[str, Any] = {
         numpy.random.RandomState(0),
         numpy.bool_(True),
     ],
-    "torch": [torch.float16, torch.Size([1, 2]), torch.device("cuda:1"), torch.strided, torch.per_tensor_affine],
+    "torch": [
+        torch.float16,
+        torch.Size([1, 2]),
+        torch.device("cuda:1"),
+        torch.strided,
+        torch.per_tensor_affine,
+    ],
     "random state": random.Random(0),
     "new arguments": NewArgs(3),
     "state setter": WithSetter(),
@@ -200,13 +267,20 @@ def test_written_tensors_match_torch_save() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 2)).sum().backward()
     optimizer.step()
-    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "itself": model, "epoch": 3}
+    whole = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "itself": model,
+        "epoch": 3,
+    }
     data = torch_pickle(whole)
     assert dumps(loads(data)) == data
 
 
 @pytest.mark.parametrize("protocol", [0, 1, 3, 4, 5])
-@pytest.mark.parametrize("name", sorted(set(OBJECTS) - {"cyclic list", "cyclic tuple", "cyclic object"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(OBJECTS) - {"cyclic list", "cyclic tuple", "cyclic object"})
+)
 def test_other_protocols_load_as_the_same_value(name: str, protocol: int) -> None:
     try:
         data = pickle.dumps(OBJECTS[name], protocol)
@@ -260,13 +334,21 @@ def test_objects_that_contain_themselves_are_read_and_written(protocol: int, len
     assert found_tuple[1:] == recursive[1:]
     assert found_call.held == [length, found_call]
     rings: list[Any] = [part for part in found_set if isinstance(part, Slotted)]
-    assert [part.a is found_set for part in rings] == [True] * (protocol >= 4)  # before, CPython makes an empty set
+    # before, CPython makes an empty set
+    assert [part.a is found_set for part in rings] == [True] * (protocol >= 4)
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
     lambda inner: (
-        st.lists(inner) | st.dictionaries(st.text() | st.integers(-(2**62), 2**62), inner) | st.tuples(inner, inner)
+        st.lists(inner)
+        | st.dictionaries(st.text() | st.integers(-(2**62), 2**62), inner)
+        | st.tuples(inner, inner)
     ),
     max_leaves=30,
 )
@@ -344,7 +426,9 @@ def test_opcodes_of_old_protocols_are_read(data: bytes, value: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid escape sequence")
 def test_quoted_strings_match_the_unpickler() -> None:
-    for letters in itertools.chain.from_iterable(itertools.product("'\"a\\x0u ", repeat=n) for n in range(5)):
+    for letters in itertools.chain.from_iterable(
+        itertools.product("'\"a\\x0u ", repeat=n) for n in range(5)
+    ):
         data = f"S{''.join(letters)}\n.".encode()
         try:
             value = pickle.loads(data)
@@ -358,8 +442,16 @@ def test_quoted_strings_match_the_unpickler() -> None:
 def test_old_style_classes_are_kept() -> None:
     for data in (b"(I1\niwhere\nKind\n.", b"(cwhere\nKind\nI1\no."):
         tree = loads(data)
-        assert (tree.root.how, tree.root.func, tree.root.args) == ("OBJ", Global("where", "Kind"), (1,))
-        assert [op.name for op, _, _ in pickletools.genops(dumps(tree))][-3:] == ["OBJ", "BINPUT", "STOP"]
+        assert (tree.root.how, tree.root.func, tree.root.args) == (
+            "OBJ",
+            Global("where", "Kind"),
+            (1,),
+        )
+        assert [op.name for op, _, _ in pickletools.genops(dumps(tree))][-3:] == [
+            "OBJ",
+            "BINPUT",
+            "STOP",
+        ]
 
 
 def test_strings_of_python_2_keep_their_bytes() -> None:
@@ -369,7 +461,9 @@ def test_strings_of_python_2_keep_their_bytes() -> None:
 
 def test_a_global_with_a_line_end_in_its_name_does_not_become_opcodes() -> None:
     for name in (b"b\nK\x01.", b"\xed\xa0\x80", "ü".encode()):
-        tree = loads(b"\x80\x02X\x01\x00\x00\x00aX" + struct.pack("<i", len(name)) + name + b"\x93.")
+        tree = loads(
+            b"\x80\x02X\x01\x00\x00\x00aX" + struct.pack("<i", len(name)) + name + b"\x93."
+        )
         assert loads(dumps(tree)).root == Global("a", name.decode("utf-8", "surrogatepass"))
 
 
@@ -440,11 +534,17 @@ def test_truncation_and_stack_underflow_have_different_errors() -> None:
 
 
 def test_pickles_beyond_a_limit_are_refused() -> None:
-    with limited(Limits(pickle_bytes=3)), pytest.raises(CkptError, match="the limit pickle_bytes is 3 "):
+    with (
+        limited(Limits(pickle_bytes=3)),
+        pytest.raises(CkptError, match="the limit pickle_bytes is 3 "),
+    ):
         loads(b"\x80\x02].")
     with limited(Limits(pickle_bytes=3)):
         assert loads(b"abK\x07.", start=2).root == 7
-    with limited(Limits(pickle_opcodes=50)), pytest.raises(CkptError, match="the limit pickle_opcodes is 50 "):
+    with (
+        limited(Limits(pickle_opcodes=50)),
+        pytest.raises(CkptError, match="the limit pickle_opcodes is 50 "),
+    ):
         loads(b"\x80\x02" + b"]0" * 100 + b"].")
 
 
@@ -494,5 +594,12 @@ def test_an_exponential_tuple_stays_small() -> None:
 def test_a_repeated_large_number_stays_small() -> None:
     for number in (2**2039, -(2**2039) - 1):  # 256 bytes each
         assert pickle.loads(dumps(loads(pickle.dumps([number] * 2, 2)))) == [number] * 2
-    data = b"\x80\x02(\x8b" + struct.pack("<i", 100_000) + b"\x01" * 100_000 + b"q\x00" + b"h\x00" * 10_000 + b"t."
+    data = (
+        b"\x80\x02(\x8b"
+        + struct.pack("<i", 100_000)
+        + b"\x01" * 100_000
+        + b"q\x00"
+        + b"h\x00" * 10_000
+        + b"t."
+    )
     assert len(dumps(loads(data))) < 200_000

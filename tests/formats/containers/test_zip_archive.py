@@ -1,4 +1,6 @@
-"""Zip archives, with zipfile and torch's writer as oracles; malicious archives are built byte by byte."""
+"""Zip archives, with zipfile and torch's writer as oracles; malicious archives are built byte by
+byte.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,15 @@ class Entry:
 
 
 def archive_bytes(
-    *entries: Entry, count: int | None = None, size: int | None = None, disks: tuple[int, int] = (0, 0), more: int = 0
+    *entries: Entry,
+    count: int | None = None,
+    size: int | None = None,
+    disks: tuple[int, int] = (0, 0),
+    more: int = 0,
 ) -> bytes:
-    """Return the archive; its end record may have wrong counts and a wrong position of the directory."""
+    """Return the archive; its end record may have wrong counts and a wrong position of the
+    directory.
+    """
     body, directory = b"", b""
     for entry in entries:
         crc = zlib.crc32(entry.data) if entry.crc is None else entry.crc
@@ -51,14 +59,38 @@ def archive_bytes(
         local = entry.local_name or entry.name
         sizes = (len(entry.data), len(entry.data))
         body += struct.pack(
-            "<4s5H3I2H", b"PK\3\4", 20, entry.flags, 0, 0, 0, crc, *sizes, entry.local_length or len(local), 0
+            "<4s5H3I2H",
+            b"PK\3\4",
+            20,
+            entry.flags,
+            0,
+            0,
+            0,
+            crc,
+            *sizes,
+            entry.local_length or len(local),
+            0,
         )
         body += local + entry.data + entry.behind
         nbytes = len(entry.data) if entry.nbytes is None else entry.nbytes
         size_ = len(entry.data) if entry.size is None else entry.size
         lengths = (nbytes, size_, len(entry.name), len(entry.extra), 0)
-        fields = (20, 20, entry.flags, entry.method, 0, 0, crc, *lengths, entry.disk, 0, entry.attributes)
-        directory += struct.pack("<4s6H3I5H2I", b"PK\1\2", *fields, start) + entry.name + entry.extra
+        fields = (
+            20,
+            20,
+            entry.flags,
+            entry.method,
+            0,
+            0,
+            crc,
+            *lengths,
+            entry.disk,
+            0,
+            entry.attributes,
+        )
+        directory += (
+            struct.pack("<4s6H3I5H2I", b"PK\1\2", *fields, start) + entry.name + entry.extra
+        )
     number = len(entries) if count is None else count
     length = len(directory) if size is None else size
     end = (b"PK\5\6", *disks, number, number + more, length, len(body), 0)
@@ -72,7 +104,9 @@ def read(tmp_path: Path, data: bytes) -> Archive:
 
 
 def read_in_a_store(tmp_path: Path, data: bytes) -> Archive:
-    """In a store, headers of storages are read with their data, and checked before the data is used."""
+    """In a store, headers of storages are read with their data, and checked before the data is
+    used.
+    """
     url = f"memory://{tmp_path.name}/archive.zip"
     fsspec.filesystem("memory").pipe(url, data)
     archive = read_archive(url)
@@ -108,7 +142,9 @@ def test_archives_of_zipfile_are_read(tmp_path: Path, compression: int) -> None:
             out.writestr(name, content)
         out.comment = b"with a comment PK\5\6 in it"
     archive = read_archive(str(path))
-    assert {name: read_record(archive, record, 1000) for name, record in archive.by_name.items()} == contents
+    assert {
+        name: read_record(archive, record, 1000) for name, record in archive.by_name.items()
+    } == contents
 
 
 def test_descriptors_of_streamed_records_are_read(tmp_path: Path) -> None:
@@ -132,8 +168,12 @@ def test_descriptors_of_streamed_records_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("junk", [0, 25, 100])
-@pytest.mark.parametrize(("flags", "behind"), [(8, b"PK\7\x08" + bytes(12)), (8, bytes(12)), (0, b"")])
-def test_unused_bytes_are_not_part_of_the_record_before(tmp_path: Path, flags: int, behind: bytes, junk: int) -> None:
+@pytest.mark.parametrize(
+    ("flags", "behind"), [(8, b"PK\7\x08" + bytes(12)), (8, bytes(12)), (0, b"")]
+)
+def test_unused_bytes_are_not_part_of_the_record_before(
+    tmp_path: Path, flags: int, behind: bytes, junk: int
+) -> None:
     """An update in place leaves such bytes. A descriptor may have a signature or not."""
     data = archive_bytes(Entry(b"a", flags=flags, behind=behind + bytes(junk)), Entry(b"b"))
     archive = read(tmp_path, data)
@@ -174,21 +214,45 @@ WRONG = {
     "cut in half": (torch_archive()[:400], NO_END),
     "empty": (b"", NO_END),
     **{
-        f"end record in {size} bytes, at {at}": (bytes(at) + b"PK\5\6" + bytes(size - at - 4), NO_END)
+        f"end record in {size} bytes, at {at}": (
+            bytes(at) + b"PK\5\6" + bytes(size - at - 4),
+            NO_END,
+        )
         for size in range(4, 22)
         for at in range(size - 3)
     },
     "not a zip": (b"nothing of the kind" * 10, NO_END),
     "directory outside": (archive_bytes(Entry(b"a"), size=10_000), OUTSIDE),
     "directory longer by a byte": (archive_bytes(Entry(b"a"), size=48), OUTSIDE),
-    "directory shorter by a byte": (archive_bytes(Entry(b"a"), size=46), "the zip directory is damaged"),
-    "more records than announced": (archive_bytes(Entry(b"a"), Entry(b"b"), count=1), "more than the 1 records"),
-    "fewer records than announced": (archive_bytes(Entry(b"a"), count=2), "too small for the 2 records"),
-    "fewer records, with long names": (archive_bytes(Entry(b"a" * 60), count=2), "the zip directory is cut off"),
-    "far fewer records than announced": (archive_bytes(Entry(b"a"), count=65_534), "too small for the 65534 records"),
+    "directory shorter by a byte": (
+        archive_bytes(Entry(b"a"), size=46),
+        "the zip directory is damaged",
+    ),
+    "more records than announced": (
+        archive_bytes(Entry(b"a"), Entry(b"b"), count=1),
+        "more than the 1 records",
+    ),
+    "fewer records than announced": (
+        archive_bytes(Entry(b"a"), count=2),
+        "too small for the 2 records",
+    ),
+    "fewer records, with long names": (
+        archive_bytes(Entry(b"a" * 60), count=2),
+        "the zip directory is cut off",
+    ),
+    "far fewer records than announced": (
+        archive_bytes(Entry(b"a"), count=65_534),
+        "too small for the 65534 records",
+    ),
     "a duplicate name": (archive_bytes(Entry(b"a"), Entry(b"b"), Entry(b"a")), "of one name @ a"),
-    "a duplicate name after another one": (archive_bytes(Entry(b"b"), Entry(b"a"), Entry(b"a")), "of one name @ a"),
-    "names that differ in case": (archive_bytes(Entry(b"a/B"), Entry(b"a/b")), "without regard to case, as for torch"),
+    "a duplicate name after another one": (
+        archive_bytes(Entry(b"b"), Entry(b"a"), Entry(b"a")),
+        "of one name @ a",
+    ),
+    "names that differ in case": (
+        archive_bytes(Entry(b"a/B"), Entry(b"a/b")),
+        "without regard to case, as for torch",
+    ),
     "another end record in the comment": (
         torch_archive()[:-2] + b"\x16\0" + b"PK\5\6" + bytes(16) + b"\5\0",
         "is not at the end of the file",
@@ -196,7 +260,10 @@ WRONG = {
     "bytes after the end": (torch_archive() + b"behind", "is not at the end of the file"),
     "marked as a folder": (archive_bytes(Entry(b"a", attributes=0x10)), "marked as a folder @ a"),
     **{
-        f"encrypted, {flag}": (archive_bytes(Entry(b"a", flags=flag)), "the archive is encrypted @ a")
+        f"encrypted, {flag}": (
+            archive_bytes(Entry(b"a", flags=flag)),
+            "the archive is encrypted @ a",
+        )
         for flag in (1, 0x40, 0x2000)
     },
     "on another disk": (archive_bytes(Entry(b"a"), disks=(1, 0)), DISKS),
@@ -206,13 +273,22 @@ WRONG = {
     "record on another disk": (archive_bytes(Entry(b"a", disk=3)), DISKS),
     "offset outside": (archive_bytes(Entry(b"a", offset=1 << 20)), OUTSIDE),
     "offset without a record": (archive_bytes(Entry(b"a", offset=2)), f"{ELSEWHERE} @ a"),
-    "overlapping": (archive_bytes(Entry(b"a", nbytes=40, size=40), Entry(b"b")), "overlaps what follows it @ a"),
-    "overlapping by a byte": (archive_bytes(Entry(b"a", nbytes=5, size=5), Entry(b"b")), "what follows it @ a"),
+    "overlapping": (
+        archive_bytes(Entry(b"a", nbytes=40, size=40), Entry(b"b")),
+        "overlaps what follows it @ a",
+    ),
+    "overlapping by a byte": (
+        archive_bytes(Entry(b"a", nbytes=5, size=5), Entry(b"b")),
+        "what follows it @ a",
+    ),
     "two records at one offset": (
         archive_bytes(Entry(b"a"), Entry(b"b", offset=0, local_name=b"a")),
         f"{ELSEWHERE} @ b",
     ),
-    "longer than the file": (archive_bytes(Entry(b"a", nbytes=1 << 30, size=1 << 30)), "what follows it @ a"),
+    "longer than the file": (
+        archive_bytes(Entry(b"a", nbytes=1 << 30, size=1 << 30)),
+        "what follows it @ a",
+    ),
     "other name in the header": (archive_bytes(Entry(b"a", local_name=b"b")), f"{ELSEWHERE} @ a"),
     "longer name in the header": (archive_bytes(Entry(b"a", local_name=b"ab")), f"{ELSEWHERE} @ a"),
     **{
@@ -222,10 +298,16 @@ WRONG = {
         )
         for length in (1, 3)
     },
-    "a storage of two sizes": (archive_bytes(Entry(b"a/data/0", flags=8, size=5)), "two different sizes @ a/data/0"),
+    "a storage of two sizes": (
+        archive_bytes(Entry(b"a/data/0", flags=8, size=5)),
+        "two different sizes @ a/data/0",
+    ),
     "stored with two sizes": (archive_bytes(Entry(b"a", size=5)), "two different sizes @ a"),
     "name not UTF-8": (archive_bytes(Entry(b"\xff\xfe", flags=0x800)), "name is not UTF-8"),
-    "zip64 sizes missing": (archive_bytes(Entry(b"a", size=U32, nbytes=U32)), "zip64 sizes are missing"),
+    "zip64 sizes missing": (
+        archive_bytes(Entry(b"a", size=U32, nbytes=U32)),
+        "zip64 sizes are missing",
+    ),
     "one zip64 size of two": (
         archive_bytes(Entry(b"a", size=U32, nbytes=U32, extra=struct.pack("<HHQ", 1, 8, 4))),
         "zip64 sizes are missing",
@@ -239,7 +321,9 @@ WRONG = {
 
 @pytest.mark.parametrize("reader", [read, read_in_a_store])
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_archives_are_refused(tmp_path: Path, name: str, reader: Callable[[Path, bytes], Archive]) -> None:
+def test_wrong_archives_are_refused(
+    tmp_path: Path, name: str, reader: Callable[[Path, bytes], Archive]
+) -> None:
     data, words = WRONG[name]
     with pytest.raises(CkptError) as caught:
         reader(tmp_path, data)
@@ -257,10 +341,16 @@ def test_zip64_archives_of_zipfile_are_read(
     contents = {f"dir/{n}": b"%d" % (n % 10) * n for n in (0, 1, 2, 99, 101, 300, 3)}
     with zipfile.ZipFile(tmp_path / "wide.zip", "w", zipfile.ZIP_DEFLATED) as out:
         for name, data in contents.items():
-            out.writestr(name, data, zipfile.ZIP_STORED if len(data) % 2 or len(data) < 10 else zipfile.ZIP_DEFLATED)
+            out.writestr(
+                name,
+                data,
+                zipfile.ZIP_STORED if len(data) % 2 or len(data) < 10 else zipfile.ZIP_DEFLATED,
+            )
         out.comment = comment
     archive = read_archive(str(tmp_path / "wide.zip"))
-    assert {record.name: read_record(archive, record, 1000) for record in archive.records} == contents
+    assert {
+        record.name: read_record(archive, record, 1000) for record in archive.records
+    } == contents
     for record, info in zip(archive.records, zipfile.ZipFile(tmp_path / "wide.zip").infolist()):
         known = (info.filename, info.header_offset, info.compress_size, info.file_size, info.CRC)
         assert known == (record.name, record.start, record.nbytes, record.size, record.crc)
@@ -279,7 +369,9 @@ def test_zip64_sizes_after_another_field_are_read(tmp_path: Path) -> None:
 
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel returns at most two gibibytes; an empty read means that the file became shorter."""
+    """The kernel returns at most two gibibytes; an empty read means that the file became
+    shorter.
+    """
     data = torch_archive()
     archive = read(tmp_path, data)
     with zipfile.ZipFile(io.BytesIO(data)) as oracle, monkeypatch.context() as patched:
@@ -326,7 +418,9 @@ def test_a_zip_bomb_stops_at_its_declared_size(tmp_path: Path) -> None:
         (b"\xff\xff", 4, "record a is damaged: Error"),
     ],
 )
-def test_a_compressed_record_must_match_its_directory(tmp_path: Path, data: bytes, size: int, words: str) -> None:
+def test_a_compressed_record_must_match_its_directory(
+    tmp_path: Path, data: bytes, size: int, words: str
+) -> None:
     entry = Entry(b"a", data, method=8, nbytes=len(data), size=size, crc=zlib.crc32(b"data"))
     archive = read(tmp_path, archive_bytes(entry))
     with pytest.raises(CkptError, match=words):
@@ -346,13 +440,20 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
         read_archive(str(tmp_path / "none"))
 
 
-@pytest.mark.parametrize("sizes", [[1, 0, 33, 64, 5000], [U32 - 1, 7], [U32, 7], [1 << 31, 1 << 31, U32 + 70, 7]])
+@pytest.mark.parametrize(
+    "sizes", [[1, 0, 33, 64, 5000], [U32 - 1, 7], [U32, 7], [1 << 31, 1 << 31, U32 + 70, 7]]
+)
 def test_computed_offsets_match_torch(tmp_path: Path, sizes: list[int]) -> None:
     """Also beyond four gibibytes: large storages are sparse."""
     with torch.serialization.skip_data():
-        torch.save({str(n): torch.empty(size, dtype=torch.uint8) for n, size in enumerate(sizes)}, tmp_path / "a.pt")
+        torch.save(
+            {str(n): torch.empty(size, dtype=torch.uint8) for n, size in enumerate(sizes)},
+            tmp_path / "a.pt",
+        )
     archive = read_archive(str(tmp_path / "a.pt"))
-    storages = [record for record in archive.records if is_storage(record.name.encode()) and record.nbytes]
+    storages = [
+        record for record in archive.records if is_storage(record.name.encode()) and record.nbytes
+    ]
     assert len(storages) == sum(size > 0 for size in sizes)
     for record in storages:
         place = (record.name.encode(), record.start, record.nbytes)
@@ -367,7 +468,9 @@ def test_an_offset_of_four_gibibytes_is_computed(tmp_path: Path) -> None:
     for _ in range(2):
         with torch.serialization.skip_data():
             torch.save([torch.empty(size, dtype=torch.uint8) for size in sizes], tmp_path / "a.pt")
-        first, record = (r for r in read_archive(str(tmp_path / "a.pt")).records if is_storage(r.name.encode()))
+        first, record = (
+            r for r in read_archive(str(tmp_path / "a.pt")).records if is_storage(r.name.encode())
+        )
         sizes = [U32 - 16 - first.data, 7]
     assert record.start == U32
     assert data_of(record.name.encode(), record.start, record.nbytes, record.end) == record.data
@@ -375,7 +478,9 @@ def test_an_offset_of_four_gibibytes_is_computed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", range(1, 66))
 def test_offsets_are_computed_for_names_of_any_length(tmp_path: Path, length: int) -> None:
-    """The name of each record includes the archive's name, so its length covers every alignment of the data."""
+    """The name of each record includes the archive's name, so its length covers every alignment of
+    the data.
+    """
     path = tmp_path / f"{'n' * length}.pt"
     torch.save({"w": torch.ones(3)}, path)
     (record,) = (one for one in read_archive(str(path)).records if is_storage(one.name.encode()))

@@ -22,7 +22,8 @@ from files import content, write_pieces
 
 def save(tmp_path: Path, count: int = 6) -> Archive:
     path = tmp_path / "source.pt"
-    torch.save({f"w{i}": torch.full((i,), float(i)) for i in range(count)}, path)  # the first is empty
+    # the first is empty
+    torch.save({f"w{i}": torch.full((i,), float(i)) for i in range(count)}, path)
     return read_archive(str(path))
 
 
@@ -43,7 +44,9 @@ def contents(archive: Archive) -> dict[str, bytes]:
 
 def test_an_unchanged_archive_is_one_copy(tmp_path: Path) -> None:
     archive = save(tmp_path)
-    assert [p.data for p in layout_archive(archive, archive.records)] == [Span(archive.path, 0, archive.length)]
+    assert [p.data for p in layout_archive(archive, archive.records)] == [
+        Span(archive.path, 0, archive.length)
+    ]
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1000, 5000])
@@ -62,18 +65,24 @@ def test_a_record_is_replaced(tmp_path: Path, length: int, at: int) -> None:
 
 def test_new_records_are_aligned_as_in_torch(tmp_path: Path) -> None:
     archive = save(tmp_path)
-    pieces = layout_archive(None, [NewRecord(name, data) for name, data in contents(archive).items()])
+    pieces = layout_archive(
+        None, [NewRecord(name, data) for name, data in contents(archive).items()]
+    )
     write_pieces(pieces, tmp_path / "out.pt")
     assert (tmp_path / "out.pt").read_bytes() == Path(archive.path).read_bytes()
 
 
 @pytest.mark.parametrize("more", [33, 97, 5000])
 def test_moved_records_are_aligned_as_in_torch(tmp_path: Path, more: int) -> None:
-    """Rewriting all records restores the file, and so does moving all records and moving them back."""
+    """Rewriting all records restores the file, and so does moving all records and moving them
+    back.
+    """
     archive = save(tmp_path)
     first = archive.records[0]
     longer = check(
-        layout_archive(archive, [NewRecord(first.name, bytes(first.nbytes + more)), *archive.records[1:]]),
+        layout_archive(
+            archive, [NewRecord(first.name, bytes(first.nbytes + more)), *archive.records[1:]]
+        ),
         tmp_path / "longer.pt",
     )
     again = layout_archive(None, [NewRecord(name, data) for name, data in contents(longer).items()])
@@ -87,7 +96,9 @@ def test_moved_records_are_aligned_as_in_torch(tmp_path: Path, more: int) -> Non
 def test_a_rename_of_many_tensors_is_a_few_copies(tmp_path: Path) -> None:
     archive = save(tmp_path, 300)
     first = archive.records[0]
-    pieces = layout_archive(archive, [NewRecord(first.name, bytes(first.nbytes + 33)), *archive.records[1:]])
+    pieces = layout_archive(
+        archive, [NewRecord(first.name, bytes(first.nbytes + 33)), *archive.records[1:]]
+    )
     assert len(pieces) <= 5
 
 
@@ -105,24 +116,39 @@ def test_records_of_equal_size_are_reversed(tmp_path: Path) -> None:
     path = tmp_path / "source.pt"
     torch.save({f"w{i}": torch.full((16,), float(i)) for i in range(4)}, path)
     archive = read_archive(str(path))
-    entries = sorted(archive.records, key=lambda record: record.name if "/data/" in record.name else "", reverse=True)
+    entries = sorted(
+        archive.records,
+        key=lambda record: record.name if "/data/" in record.name else "",
+        reverse=True,
+    )
     changed = check(layout_archive(archive, entries), tmp_path / "out.pt")
-    assert list(contents(changed).items()) == [(record.name, contents(archive)[record.name]) for record in entries]
+    assert list(contents(changed).items()) == [
+        (record.name, contents(archive)[record.name]) for record in entries
+    ]
 
 
 @pytest.mark.parametrize("alignment", [64, 8192])
 def test_large_records_keep_their_alignment(tmp_path: Path, alignment: int) -> None:
-    new = [NewRecord("a/first", b"1"), NewRecord("a/x", b"x" * LEAST), NewRecord("a/y", b"y" * LEAST)]
+    new = [
+        NewRecord("a/first", b"1"),
+        NewRecord("a/x", b"x" * LEAST),
+        NewRecord("a/y", b"y" * LEAST),
+    ]
     archive = check(layout_archive(None, new, alignment), tmp_path / "source.pt")
     for first in (b"1" * 5000, b"1" * 9000):
         entries: list[Record | NewRecord] = [NewRecord("a/first", first), *archive.records[1:]]
         changed = check(layout_archive(archive, entries, alignment), tmp_path / "out.pt")
         assert {record.data % alignment for record in changed.records} == {0}
-        assert [record.data % BLOCK for record in changed.records[1:]] == [r.data % BLOCK for r in archive.records[1:]]
+        assert [record.data % BLOCK for record in changed.records[1:]] == [
+            r.data % BLOCK for r in archive.records[1:]
+        ]
 
 
 def test_another_alignment_is_used(tmp_path: Path) -> None:
-    changed = check(layout_archive(None, [NewRecord("a/x", b"1"), NewRecord("a/y", b"2")], 4096), tmp_path / "out.pt")
+    changed = check(
+        layout_archive(None, [NewRecord("a/x", b"1"), NewRecord("a/y", b"2")], 4096),
+        tmp_path / "out.pt",
+    )
     assert [record.data for record in changed.records] == [4096, 8192]
 
 
@@ -138,7 +164,13 @@ def test_checksums_are_computed_while_writing(tmp_path: Path) -> None:
     ]
     assert zlib.crc32(b"\x9d\x0a\xd9\x6d") == 0
     changed = check(layout_archive(None, entries), tmp_path / "out.zip")
-    expected = {"a/span": b"23456", "a/lazy": b"abcd", "a/empty": b"", "a/bytes": b"efg", "a/zero": b"\x9d\x0a\xd9\x6d"}
+    expected = {
+        "a/span": b"23456",
+        "a/lazy": b"abcd",
+        "a/empty": b"",
+        "a/bytes": b"efg",
+        "a/zero": b"\x9d\x0a\xd9\x6d",
+    }
     assert contents(changed) == expected
 
 
@@ -160,7 +192,10 @@ def test_a_compressed_record_without_a_checksum_is_unchanged(tmp_path: Path) -> 
     data = path.read_bytes().replace(struct.pack("<I", zlib.crc32(b"b" * 100)), bytes(4))
     path.write_bytes(data)
     archive = read_archive(str(path))
-    write_pieces(layout_archive(archive, [NewRecord("a", b"new"), archive.by_name["b"]]), tmp_path / "out.zip")
+    write_pieces(
+        layout_archive(archive, [NewRecord("a", b"new"), archive.by_name["b"]]),
+        tmp_path / "out.zip",
+    )
     kept = read_archive(str(tmp_path / "out.zip"))
     assert (kept.by_name["b"].method, contents(kept)["b"]) == (DEFLATED, b"b" * 100)
 
@@ -171,18 +206,28 @@ def test_records_of_other_writers_are_kept(tmp_path: Path, compression: int) -> 
     with zipfile.ZipFile(path, "w", compression) as out:
         for name in ("a", "b", "c"):
             info = zipfile.ZipInfo(name, (2020, 2, 3, 4, 5, 6))
-            info.comment, info.extra = b"of " + name.encode(), struct.pack("<HH3s", 0x7777, 3, b"own")
+            info.comment, info.extra = (
+                b"of " + name.encode(),
+                struct.pack("<HH3s", 0x7777, 3, b"own"),
+            )
             out.writestr(info, name.encode() * 100, compression)
-        with out.open("wide", "w", force_zip64=True) as wide:  # its header has an extra field, but no padding
+        # its header has an extra field, but no padding
+        with out.open("wide", "w", force_zip64=True) as wide:
             wide.write(b"d" * 100)
     archive = read_archive(str(path))
     pieces = layout_archive(archive, [NewRecord("a", b"new"), *archive.records[1:]])
     changed = check(pieces, tmp_path / "out.zip")
     assert contents(changed) == {"a": b"new", "b": b"b" * 100, "c": b"c" * 100, "wide": b"d" * 100}
-    ((old, before), (new, after)) = ((a.by_name["wide"], Path(a.path).read_bytes()) for a in (archive, changed))
+    ((old, before), (new, after)) = (
+        (a.by_name["wide"], Path(a.path).read_bytes()) for a in (archive, changed)
+    )
     assert after[new.start : new.end] == before[old.start : old.end]
     kept = zipfile.ZipFile(tmp_path / "out.zip").getinfo("b")
-    assert (kept.date_time, kept.comment, kept.extra[-7:]) == ((2020, 2, 3, 4, 5, 6), b"of b", b"ww\3\0own")
+    assert (kept.date_time, kept.comment, kept.extra[-7:]) == (
+        (2020, 2, 3, 4, 5, 6),
+        b"of b",
+        b"ww\3\0own",
+    )
 
 
 def test_more_records_than_fit_in_16_bits(tmp_path: Path) -> None:
@@ -205,7 +250,9 @@ def test_unused_bytes_are_omitted(tmp_path: Path) -> None:
             out.start_dir = out.fp.tell()
     assert b"S3CRET" in path.read_bytes()
     archive = read_archive(str(path))
-    changed = check(layout_archive(archive, [*archive.records, NewRecord("c", b"c")]), tmp_path / "out.zip")
+    changed = check(
+        layout_archive(archive, [*archive.records, NewRecord("c", b"c")]), tmp_path / "out.zip"
+    )
     assert contents(changed) == {"a": b"a" * 10, "b": b"b" * 10, "c": b"c"}
     assert b"S3CRET" not in (tmp_path / "out.zip").read_bytes()
 
@@ -237,9 +284,15 @@ def all_new(archive: Archive) -> list[NewRecord]:
 
 @pytest.mark.parametrize("size", [U32 - 1, U32, U32 + 70, None])
 def test_storages_of_four_gibibytes_match_torch(tmp_path: Path, size: int | None) -> None:
-    """Headers, descriptors and directory of zip64 records match torch; one record starts at the limit."""
+    """Headers, descriptors and directory of zip64 records match torch; one record starts at the
+    limit.
+    """
     if size is None:
-        size = U32 - 16 - read_archive(str(sparse(tmp_path, "big.pt", 1 << 31))).by_name["big/data/0"].data
+        size = (
+            U32
+            - 16
+            - read_archive(str(sparse(tmp_path, "big.pt", 1 << 31))).by_name["big/data/0"].data
+        )
     path = sparse(tmp_path, "big.pt", size)
     archive = read_archive(str(path))
     assert archive.by_name["big/data/1"].start >= U32
@@ -249,7 +302,9 @@ def test_storages_of_four_gibibytes_match_torch(tmp_path: Path, size: int | None
 def test_a_zip64_descriptor_is_read_if_the_next_record_is_removed(tmp_path: Path) -> None:
     path = sparse(tmp_path, "big.pt", U32 + 70)
     archive = read_archive(str(path))
-    pieces = layout_behind(archive, [record for record in archive.records if record.name != "big/data/1"])
+    pieces = layout_behind(
+        archive, [record for record in archive.records if record.name != "big/data/1"]
+    )
     with open(path, "ab") as out:
         out.writelines(chunk for piece in pieces[1:] for chunk in content(piece.data))
     changed = read_archive(str(path))
@@ -259,11 +314,16 @@ def test_a_zip64_descriptor_is_read_if_the_next_record_is_removed(tmp_path: Path
 
 @pytest.mark.parametrize("size", [U32 - 100_000, U32 - 1])
 @pytest.mark.parametrize("more", [200_000, 3200 * 64])
-def test_records_moved_across_four_gibibytes_match_torch(tmp_path: Path, size: int, more: int) -> None:
+def test_records_moved_across_four_gibibytes_match_torch(
+    tmp_path: Path, size: int, more: int
+) -> None:
     path = sparse(tmp_path, "big.pt", size)
     archive = read_archive(str(path))
     first = archive.records[0]
-    longer: list[Record | NewRecord] = [NewRecord(first.name, bytes(first.nbytes + more)), *archive.records[1:]]
+    longer: list[Record | NewRecord] = [
+        NewRecord(first.name, bytes(first.nbytes + more)),
+        *archive.records[1:],
+    ]
     pieces = layout_archive(archive, longer)
     moved = tmp_path / "moved.pt"
     ends = 1 << 16  # of each span; the rest is the large storage, and stays a hole

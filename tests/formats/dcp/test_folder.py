@@ -1,4 +1,6 @@
-"""Folders of torch.distributed.checkpoint: reading, renaming in ``.metadata``, conversion; torch is the oracle."""
+"""Folders of torch.distributed.checkpoint: reading, renaming in ``.metadata``, conversion; torch is
+the oracle.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import dcp_ranks
@@ -65,10 +71,15 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def trained(seed: int = 0, kind: Any = torch.optim.AdamW, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(
+    seed: int = 0, kind: Any = torch.optim.AdamW, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters()), "lr": 0.5}]
+    groups = [
+        {"params": list(model[0].parameters())},
+        {"params": list(model[1].parameters()), "lr": 0.5},
+    ]
     optimizer = kind(groups, lr=0.1, **options)
     for _ in range(2):
         model(torch.randn(5, 4)).square().sum().backward()
@@ -85,8 +96,15 @@ def state_of(*arguments: Any, **options: Any) -> dict[str, Any]:
 def one(tmp_path: Path) -> Path:
     """A checkpoint of one rank with every kind of entry that DCP supports."""
     transposed = torch.arange(12.0).reshape(3, 4).t()
-    rest = {"epoch": 3, "list": [1, {"a": torch.ones(2)}], "pair": (torch.ones(1), 2), "scale": torch.tensor(2.5)}
-    return save({**state_of(*trained()), **rest, "transposed": transposed, "text": "é"}, tmp_path / "one")
+    rest = {
+        "epoch": 3,
+        "list": [1, {"a": torch.ones(2)}],
+        "pair": (torch.ones(1), 2),
+        "scale": torch.tensor(2.5),
+    }
+    return save(
+        {**state_of(*trained()), **rest, "transposed": transposed, "text": "é"}, tmp_path / "one"
+    )
 
 
 # Reading, and conversion to files of torch.save and back
@@ -100,7 +118,10 @@ def test_sections_are_listed(one: Path) -> None:
     assert {one.verdict for one in checkpoint.imports} <= {KNOWN}
     assert checkpoint.format == "dcp"
     assert checkpoint.nbytes == sum(path.stat().st_size for path in one.iterdir())
-    assert open_checkpoint(str(one / ".metadata")).sections[0].by_key().keys() == checkpoint.sections[0].by_key().keys()
+    assert (
+        open_checkpoint(str(one / ".metadata")).sections[0].by_key().keys()
+        == checkpoint.sections[0].by_key().keys()
+    )
 
 
 def test_conversion_to_torch_save_matches_torch(one: Path, tmp_path: Path) -> None:
@@ -134,7 +155,9 @@ def test_chunks_of_two_ranks_are_assembled(ranks: Path, tmp_path: Path, name: st
     assert all(same(found["model"][key], expected[key]) for key in expected)
     assert (found["step"], found["names"], found["plain"].tolist()) == (7, ["a", "b"], [1, 1, 1])
     remap(f"{ranks / name}::model", "-o", tmp_path / "out.safetensors", "--verify")
-    assert all(same(value, expected[key]) for key, value in load_file(tmp_path / "out.safetensors").items())
+    assert all(
+        same(value, expected[key]) for key, value in load_file(tmp_path / "out.safetensors").items()
+    )
 
 
 @pytest.mark.parametrize("name", ["distcp", "shards", "consolidated"])
@@ -151,14 +174,19 @@ def test_safetensors_of_two_ranks_are_assembled(ranks: Path, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"rows": {}}', '{"rows": {"saved_offsets": [0, 1, 2]}}', '{"rows": 5}', "{"]
+    "text",
+    ["", "[]", "{}", '{"rows": {}}', '{"rows": {"saved_offsets": [0, 1, 2]}}', '{"rows": 5}', "{"],
 )
 def test_shards_without_offsets_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
     save_file({"rows": torch.ones(2, 2)}, path, {"DCP_SHARDING_INFO": text})
     with pytest.raises(CkptError, match="do not cover the tensors"):
         open_checkpoint(str(tmp_path))
-    save_file({"rows": torch.ones(2, 2)}, path, {"DCP_SHARDING_INFO": '{"rows": {"saved_offsets": [1, 0]}}'})
+    save_file(
+        {"rows": torch.ones(2, 2)},
+        path,
+        {"DCP_SHARDING_INFO": '{"rows": {"saved_offsets": [1, 0]}}'},
+    )
     with pytest.raises(CkptError, match="do not cover the tensors"):
         open_checkpoint(str(tmp_path))
 
@@ -248,7 +276,10 @@ def test_two_ranks_load_a_renamed_model_and_its_optimizer(ranks: Path, tmp_path:
     state = loaded(ranks / "fsdp")
     expected = {
         "model": {f"net.{key}": value.tolist() for key, value in state["model"].items()},
-        "exp_avg": {f"net.{key}": own["exp_avg"].tolist() for key, own in state["optimizer"]["state"].items()},
+        "exp_avg": {
+            f"net.{key}": own["exp_avg"].tolist()
+            for key, own in state["optimizer"]["state"].items()
+        },
     }
     (tmp_path / "want.json").write_text(json.dumps(expected))
     dcp_ranks.run("load", tmp_path)
@@ -264,20 +295,36 @@ def test_optimizer_keys_are_renamed_with_the_model(tmp_path: Path, flatten: bool
     state = state_of(whole, optimizer, flatten_optimizer_state_dict=flatten)
     dcp.load(state, checkpoint_id=tmp_path / "out")
     set_state_dict(
-        whole, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+        whole,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=options,
     )
     expected_model, expected_optimizer = trained()
     assert same(dict(model.state_dict()), dict(expected_model.state_dict()))
     found, expected = optimizer.state_dict(), expected_optimizer.state_dict()
     assert same(found["state"], expected["state"])
-    assert [group["lr"] for group in found["param_groups"]] == [group["lr"] for group in expected["param_groups"]]
+    assert [group["lr"] for group in found["param_groups"]] == [
+        group["lr"] for group in expected["param_groups"]
+    ]
 
 
 def test_a_rename_and_its_inverse_restore_the_folder(one: Path, tmp_path: Path) -> None:
     remap(one, "-o", tmp_path / "out", "--rule", "{x*} => net.{x*}", "--verify")
-    remap(tmp_path / "out", "-o", tmp_path / "back", "--rule", "{x*} => net.{x*}", "--reverse", "--verify")
+    remap(
+        tmp_path / "out",
+        "-o",
+        tmp_path / "back",
+        "--rule",
+        "{x*} => net.{x*}",
+        "--reverse",
+        "--verify",
+    )
     assert same(loaded(tmp_path / "back"), loaded(one))
-    before, after = (pickle.loads((folder / ".metadata").read_bytes()) for folder in (one, tmp_path / "back"))
+    before, after = (
+        pickle.loads((folder / ".metadata").read_bytes()) for folder in (one, tmp_path / "back")
+    )
     assert after.state_dict_metadata == before.state_dict_metadata
     assert after.planner_data == before.planner_data
     for index, info in after.storage_data.items():
@@ -303,14 +350,17 @@ def test_a_rename_does_not_read_tensors(tmp_path: Path) -> None:
     change(tmp_path / "in", lambda metadata: far_away(metadata, 1 << 40))
     os.truncate(tmp_path / "in" / "__0_0.distcp", 1 << 40)
     remap(tmp_path / "in", "--in-place", "--rule", "w => v")
-    assert [entry.key for entry in open_checkpoint(str(tmp_path / "in")).sections[0].tensors] == ["v"]
+    assert [entry.key for entry in open_checkpoint(str(tmp_path / "in")).sections[0].tensors] == [
+        "v"
+    ]
 
 
 def test_a_rename_does_not_import_torch(one: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from ckpttool.cli.app import main; "
         f"assert not main(['inspect', {str(one)!r}]); "
-        f"assert not main(['remap', {str(one)!r}, '-o', {str(tmp_path / 'out')!r}, '--rule', '{{x*}} => n.{{x*}}']); "
+        f"assert not main(['remap', {str(one)!r}, '-o', {str(tmp_path / 'out')!r}, '--rule',"
+        f" '{{x*}} => n.{{x*}}']); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
@@ -340,7 +390,9 @@ class Bomb:
 
 
 class Properties:
-    """Pickled as torch's `TensorProperties` of the dtype, possibly with more than the five of torch 2.13."""
+    """Pickled as torch's `TensorProperties` of the dtype, possibly with more than the five of torch
+    2.13.
+    """
 
     def __init__(self, dtype: Any, *more: Any) -> None:
         self.state: Any = (*TensorProperties(dtype).__getstate__()[:5], *more)
@@ -387,7 +439,9 @@ def odd_key(metadata: Any) -> None:
     metadata.state_dict_metadata[3] = metadata.state_dict_metadata.pop("w")
 
 
-def wrong_place(file: str = "'__0_0.distcp'", offset: str = "OFFSET", length: str = "LENGTH") -> list[str]:
+def wrong_place(
+    file: str = "'__0_0.distcp'", offset: str = "OFFSET", length: str = "LENGTH"
+) -> list[str]:
     return [f"not as torch writes it: {file}, byte {offset}, {length} bytes @ Metadata"]
 
 
@@ -400,9 +454,18 @@ WRONG: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
         ["describes the folder, and holds no data @ .metadata"],
     ),
     "a missing file": (first_place(relative_path="gone"), ["the data file is missing @ gone"]),
-    "no bytes": (first_place(length=0), ["it has no bytes: torch.save writes some for every item @ n"]),
-    "transformed": (first_place(transform_descriptors=["zstd"]), ["an extension encoded it: zstd @ n"]),
-    "past the end": (first_place(offset=1 << 50), ["__0_0.distcp ends at byte SIZE, before its data @ n"]),
+    "no bytes": (
+        first_place(length=0),
+        ["it has no bytes: torch.save writes some for every item @ n"],
+    ),
+    "transformed": (
+        first_place(transform_descriptors=["zstd"]),
+        ["an extension encoded it: zstd @ n"],
+    ),
+    "past the end": (
+        first_place(offset=1 << 50),
+        ["__0_0.distcp ends at byte SIZE, before its data @ n"],
+    ),
     "before the start": (first_place(offset=-1), wrong_place(offset="-1")),
     "a negative length": (first_place(length=-1), wrong_place(length="-1")),
     "an offset that is text": (first_place(offset="0"), wrong_place(offset="'0'")),
@@ -428,8 +491,14 @@ WRONG: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
         of_w(size=torch.Size([1] * 64)),
         [f"a chunk at [0] of [4] elements is not inside {[1] * 64} @ w"],
     ),
-    "a dtype of another module": (of_w(properties=Properties(np.float32)), ["unknown dtype numpy.float32 @ w"]),
-    "a class that is not a dtype": (of_w(properties=Properties(torch.Tensor)), ["unknown dtype torch.Tensor @ w"]),
+    "a dtype of another module": (
+        of_w(properties=Properties(np.float32)),
+        ["unknown dtype numpy.float32 @ w"],
+    ),
+    "a class that is not a dtype": (
+        of_w(properties=Properties(torch.Tensor)),
+        ["unknown dtype torch.Tensor @ w"],
+    ),
     "a dtype that is text": (of_w(properties=Properties("float32")), ["unknown dtype float32 @ w"]),
     "properties of a newer torch": (
         of_w(properties=Properties(torch.float32, None, None)),
@@ -449,7 +518,10 @@ WRONG: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
     "no chunks": (of_w(chunks=7), ["int instead of a list @ w"]),
     "no properties": (of_w(properties=7), ["int instead of a TensorProperties @ w"]),
     "an overlap": (chunks(([0], [2]), ([1], [2])), ["two of its chunks overlap @ w"]),
-    "a chunk outside": (chunks(([0], [2]), ([3], [2])), ["a chunk at [3] of [2] elements is not inside [4] @ w"]),
+    "a chunk outside": (
+        chunks(([0], [2]), ([3], [2])),
+        ["a chunk at [3] of [2] elements is not inside [4] @ w"],
+    ),
     "a chunk with other dimensions": (
         chunks(([0, 0], [2, 2])),
         ["a chunk at [0, 0] of [2, 2] elements is not inside [4] @ w"],
@@ -476,7 +548,11 @@ def test_wrong_metadata_is_refused(tmp_path: Path, name: str) -> None:
     change(folder, how)
     with pytest.raises(CkptError) as caught:
         open_checkpoint(str(folder))
-    values = {"OFFSET": place.offset, "LENGTH": place.length, "SIZE": f"{(folder / '__0_0.distcp').stat().st_size:,}"}
+    values = {
+        "OFFSET": place.offset,
+        "LENGTH": place.length,
+        "SIZE": f"{(folder / '__0_0.distcp').stat().st_size:,}",
+    }
     assert main(["inspect", str(folder)]) == 2
     if expected is None:
         assert len(caught.value.problems) == 1
@@ -515,7 +591,9 @@ def test_lists_keep_their_positions_if_an_item_is_missing(tmp_path: Path) -> Non
     folder = save({"a.0": torch.ones(1), "a.3": torch.ones(2)}, tmp_path / "m")
     change(folder, paths(**{"a.0": ("a", 0), "a.3": ("a", 3)}))
     remap(folder, "-o", tmp_path / "out.pt")
-    assert [None if one is None else one.numel() for one in torch.load(tmp_path / "out.pt")["a"]] == [1, None, None, 2]
+    assert [
+        None if one is None else one.numel() for one in torch.load(tmp_path / "out.pt")["a"]
+    ] == [1, None, None, 2]
 
 
 @pytest.mark.parametrize("more", [(None,), (torch.Size([1]),)])
@@ -524,16 +602,29 @@ def test_a_property_of_a_newer_torch_is_kept(tmp_path: Path, more: Any) -> None:
     change(folder, of_w(properties=Properties(torch.float32, *more)))
     remap(folder, "-o", tmp_path / "out", "--rule", "w => v")
     item = parse((tmp_path / "out" / ".metadata").read_bytes(), "")
-    assert [getattr(own, "more", None) for own in item.items.values()] == [tuple(s and tuple(s) for s in more)]
+    assert [getattr(own, "more", None) for own in item.items.values()] == [
+        tuple(s and tuple(s) for s in more)
+    ]
 
 
-def test_metadata_beyond_a_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size of the pickle is limited, and the number of chunks, which a pickle can repeat cheaply."""
+def test_metadata_beyond_a_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of the pickle is limited, and the number of chunks, which a pickle can repeat
+    cheaply.
+    """
     folder = save({"w": torch.ones(4), "x": torch.ones(4)}, tmp_path / "m")
     nbytes = (folder / ".metadata").stat().st_size
     with limited(Limits(pickle_bytes=nbytes)):
         open_checkpoint(str(folder))
-    with limited(Limits(pickle_bytes=nbytes - 1)), pytest.raises(CkptError, match=r"\.metadata is too long"):
+    with (
+        limited(Limits(pickle_bytes=nbytes - 1)),
+        pytest.raises(
+            CkptError,
+            match=r"\.metadata is"
+            r" too long",
+        ),
+    ):
         open_checkpoint(str(folder))
     monkeypatch.setattr("ckpttool.formats.dcp_metadata._MAX_CHUNKS", 2)
     open_checkpoint(str(folder))
@@ -550,7 +641,9 @@ def test_shards_next_to_a_metadata_file_are_ignored(tmp_path: Path) -> None:
 
 
 def test_elements_smaller_than_a_byte_are_refused(tmp_path: Path) -> None:
-    """Both in shards and in a file that .metadata names, because offsets are counted in elements."""
+    """Both in shards and in a file that .metadata names, because offsets are counted in
+    elements.
+    """
     described = {"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}
     metadata = {"__metadata__": {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0]}}'}}
     raw = json.dumps({**metadata, **described}).encode()
@@ -589,7 +682,9 @@ def test_chunks_in_files_of_both_kinds_are_assembled(tmp_path: Path) -> None:
 
 
 def test_an_object_that_is_too_long_is_refused(tmp_path: Path) -> None:
-    """An object that is not a tensor is read completely; if it is too long, only its size is reported."""
+    """An object that is not a tensor is read completely; if it is too long, only its size is
+    reported.
+    """
     folder = save({"n": 3}, tmp_path / "m")
     os.truncate(folder / "__0_0.distcp", 1 << 25)
     for length, message in (
@@ -605,7 +700,9 @@ def test_items_that_share_bytes_are_refused(tmp_path: Path) -> None:
     """Also if the file is long enough for both, because it has unused bytes."""
 
     def shift(metadata: Any) -> None:
-        first, second = sorted(metadata.storage_data.values(), key=lambda info: int(info.offset))[:2]
+        first, second = sorted(metadata.storage_data.values(), key=lambda info: int(info.offset))[
+            :2
+        ]
         second.offset = first.offset + 1
 
     folder = save({"w": torch.ones(400), "x": torch.ones(400)}, tmp_path / "m")

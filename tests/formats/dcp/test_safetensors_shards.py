@@ -1,4 +1,6 @@
-"""Safetensors shards with their own offsets: assembled as torch cut them, or every contradiction is reported."""
+"""Safetensors shards with their own offsets: assembled as torch cut them, or every contradiction is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def shard(folder: Path, number: int, tensors: dict[str, torch.Tensor], info: Any
 def test_shards_of_two_ranks_are_assembled(tmp_path: Path) -> None:
     shard(tmp_path, 1, {"rows": WHOLE[:1].clone(), "b": torch.ones(2)}, {"rows": [0, 0], "b": [0]})
     shard(tmp_path, 2, {"rows": WHOLE[1:].clone()}, {"rows": [1, 0]})
-    shard(tmp_path, 3, {"rows": WHOLE[1:].clone()}, {"rows": [1, 0]})  # another rank has the same part
+    # another rank has the same part
+    shard(tmp_path, 3, {"rows": WHOLE[1:].clone()}, {"rows": [1, 0]})
     assert main(["remap", str(tmp_path), "-o", str(tmp_path / "out.pt"), "--verify"]) == 0
     found = torch.load(tmp_path / "out.pt")
     assert found.keys() == {"rows", "b"}
@@ -46,12 +49,18 @@ def test_shards_of_two_ranks_are_assembled(tmp_path: Path) -> None:
         ((2,), "2, without 1: no"),
     ],
 )
-def test_a_note_says_that_the_number_of_ranks_is_unknown(tmp_path: Path, ranks: tuple[int, ...], text: str) -> None:
-    """A tensor may be in the shard of only one rank, and its last rows in the shard of the last rank."""
+def test_a_note_says_that_the_number_of_ranks_is_unknown(
+    tmp_path: Path, ranks: tuple[int, ...], text: str
+) -> None:
+    """A tensor may be in the shard of only one rank, and its last rows in the shard of the last
+    rank.
+    """
     for rank in ranks:
         shard(tmp_path, rank, {f"w{rank}": torch.ones(2)}, {f"w{rank}": [0]})
     (note,) = open_checkpoint(str(tmp_path)).notes
-    assert note == f"assembled from the shards up to rank {text} file says how many ranks there were"
+    assert note == (
+        f"assembled from the shards up to rank {text} file says how many ranks there were"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +86,9 @@ def test_shards_that_do_not_cover_a_tensor_are_refused(
     shard(tmp_path, 2, {"rows": second.clone()}, {"rows": offsets})
     with pytest.raises(CkptError, match="its shards do not cover the tensors") as caught:
         open_checkpoint(str(tmp_path))
-    assert problem.replace("SHARD", "shard-00002-model-00001-of-00001.safetensors") in map(str, caught.value.problems)
+    assert problem.replace("SHARD", "shard-00002-model-00001-of-00001.safetensors") in map(
+        str, caught.value.problems
+    )
 
 
 def test_a_tensor_without_elements_shares_no_bytes(tmp_path: Path) -> None:
@@ -100,13 +111,17 @@ def test_a_tensor_without_elements_shares_no_bytes(tmp_path: Path) -> None:
         {"lines": WHOLE, "more": torch.ones(9)},
     ],
 )
-def test_data_files_of_another_checkpoint_are_refused(tmp_path: Path, other: dict[str, torch.Tensor]) -> None:
+def test_data_files_of_another_checkpoint_are_refused(
+    tmp_path: Path, other: dict[str, torch.Tensor]
+) -> None:
     needs_torch("2.8", "files of safetensors in a folder of torch.distributed.checkpoint")
     from torch.distributed.checkpoint.filesystem import SerializationFormat
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        writer = dcp.FileSystemWriter(tmp_path / "d", serialization_format=SerializationFormat.SAFETENSORS)
+        writer = dcp.FileSystemWriter(
+            tmp_path / "d", serialization_format=SerializationFormat.SAFETENSORS
+        )
         dcp.save({"rows": WHOLE}, storage_writer=writer)
     (data,) = (tmp_path / "d").glob("*.distcp")
     assert open_checkpoint(str(tmp_path / "d")).sections[0].tensors[0].shape == (4, 3)

@@ -24,7 +24,9 @@ from flips import check_flips
 from places import DATA
 from standins import edited
 
-FOLDERS = sorted(folder for folder in (DATA / "deepspeed-0.19.8").iterdir() if (folder / "latest").exists())
+FOLDERS = sorted(
+    folder for folder in (DATA / "deepspeed-0.19.8").iterdir() if (folder / "latest").exists()
+)
 UNIVERSAL = sorted((DATA / "deepspeed-0.19.8").glob("*-universal"))
 
 
@@ -35,26 +37,35 @@ def zero_folder(request: pytest.FixtureRequest) -> Path:
 
 
 def test_weights_and_moments_match_deepspeed(zero_folder: Path, run: Run, tmp_path: Path) -> None:
-    """`zero_to_fp32` converts buffers to fp32; ckpttool keeps the saved dtype of buffers and frozen parameters."""
+    """`zero_to_fp32` converts buffers to fp32; ckpttool keeps the saved dtype of buffers and frozen
+    parameters.
+    """
     done = run("remap", zero_folder, "-o", tmp_path / "whole.pt", "--verify")
     assert done.status == 0, done.err
     assert "not copied: skipped_steps, global_steps, global_samples, epoch of" in done.err
     expected, found = torch.load(zero_folder / "whole.pt"), torch.load(tmp_path / "whole.pt")
     model = found["model"]
     assert expected["model"].keys() <= model.keys() <= {*expected["model"], "frozen.weight"}
-    assert all(torch.equal(model[key].to(value.dtype), value) for key, value in expected["model"].items())
+    assert all(
+        torch.equal(model[key].to(value.dtype), value) for key, value in expected["model"].items()
+    )
     assert model["head.weight"].data_ptr() == model["emb.weight"].data_ptr()
     state = found["optimizer"]["state"]
     assert state.keys() == expected["optimizer"].keys()
     assert [entry["step"].item() for entry in state.values()] == [2.0] * 7
     for name, moments in expected["optimizer"].items():
-        assert all(torch.equal(state[name][key].flatten(), value.flatten()) for key, value in moments.items())
-        assert {key: value.shape for key, value in state[name].items() if key != "step"} == dict.fromkeys(
-            moments, model[name].shape
+        assert all(
+            torch.equal(state[name][key].flatten(), value.flatten())
+            for key, value in moments.items()
         )
+        assert {
+            key: value.shape for key, value in state[name].items() if key != "step"
+        } == dict.fromkeys(moments, model[name].shape)
 
 
-def test_the_gathered_optimizer_is_loaded_by_torch(zero_folder: Path, run: Run, tmp_path: Path) -> None:
+def test_the_gathered_optimizer_is_loaded_by_torch(
+    zero_folder: Path, run: Run, tmp_path: Path
+) -> None:
     """With ids in the order of the model, as `Optimizer.load_state_dict` expects."""
     definition = f"{deepspeed_run.__file__}:Net"
     out = ("--optimizer-keys", "id", "-o", tmp_path / "ids.pt")
@@ -67,8 +78,15 @@ def test_the_gathered_optimizer_is_loaded_by_torch(zero_folder: Path, run: Run, 
     optimizer.load_state_dict(found["optimizer"])
     named = dict(model.named_parameters())
     moments = torch.load(zero_folder / "whole.pt")["optimizer"]
-    loaded = {name: optimizer.state[parameter]["exp_avg"] for name, parameter in named.items() if name in moments}
-    assert all(torch.equal(value.flatten(), moments[name]["exp_avg"].flatten()) for name, value in loaded.items())
+    loaded = {
+        name: optimizer.state[parameter]["exp_avg"]
+        for name, parameter in named.items()
+        if name in moments
+    }
+    assert all(
+        torch.equal(value.flatten(), moments[name]["exp_avg"].flatten())
+        for name, value in loaded.items()
+    )
     assert optimizer.param_groups[0]["lr"] == 0.01
 
 
@@ -85,8 +103,12 @@ def test_in_place_edits_are_refused(zero_folder: Path, run: Run, tmp_path: Path)
     shutil.copytree(zero_folder, tmp_path / "run")
     done = run("remap", tmp_path / "run", "--rule", "emb.{x*} => e.{x*}", "--in-place")
     assert done.status == 1
-    assert "is in another format (DeepSpeed folder (ZeRO, universal)) than its replacement" in done.err
-    done = run("remap", f"{tmp_path / 'run'}::model", "--keep-aliases", "-o", f"{tmp_path / 'out'}/")
+    assert (
+        "is in another format (DeepSpeed folder (ZeRO, universal)) than its replacement" in done.err
+    )
+    done = run(
+        "remap", f"{tmp_path / 'run'}::model", "--keep-aliases", "-o", f"{tmp_path / 'out'}/"
+    )
     assert done.status == 0, done.err
     assert (tmp_path / "out" / "model.safetensors").exists()
 
@@ -102,7 +124,9 @@ def _without_model(step: Path) -> None:
 
 def _of_another_step(step: Path) -> None:
     path = next(step.glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt"))
-    change_archive(path, lambda _, data: struct.pack("<f", 3.0) if data == struct.pack("<f", 2.0) else data)
+    change_archive(
+        path, lambda _, data: struct.pack("<f", 3.0) if data == struct.pack("<f", 2.0) else data
+    )
 
 
 def _with_an_extra_rank(step: Path) -> None:
@@ -144,7 +168,8 @@ def _with_an_extra_model_part(step: Path) -> None:
 
 def _rank(rank: int, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     return lambda step: edited(
-        next(step.glob(f"*zero_pp_rank_{rank}_*optim*")), lambda content: change(content["optimizer_state_dict"])
+        next(step.glob(f"*zero_pp_rank_{rank}_*optim*")),
+        lambda content: change(content["optimizer_state_dict"]),
     )
 
 
@@ -154,7 +179,11 @@ def _base(state: dict[str, Any]) -> Any:
 
 def _second_model(step: Path) -> None:
     path = next(step.glob("*model_states.pt"))
-    other = "mp_rank_00_model_states.pt" if path.name.startswith("zero") else f"zero_pp_rank_0_{path.name}"
+    other = (
+        "mp_rank_00_model_states.pt"
+        if path.name.startswith("zero")
+        else f"zero_pp_rank_0_{path.name}"
+    )
     shutil.copy(path, step / other)
 
 
@@ -184,42 +213,87 @@ def _flat(raw: dict[str, Any]) -> str:
     [
         (_without_rank, "no file of this rank's optimizer states @ rank 1"),
         (_without_model, "without the model's own file"),
-        (_of_another_step, "has neither the shape of the partitions nor one value on all ranks @ step"),
+        (
+            _of_another_step,
+            "has neither the shape of the partitions nor one value on all ranks @ step",
+        ),
         (_with_an_extra_rank, " ranks @ rank 7"),
         (_experts, "belongs to another model part @ layer_00-model_states.pt"),
         (_experts, "belongs to another model part @ expp_rank_0_mp_rank_00_optim_states.pt"),
         (_of_another_format, "was not written by torch.save"),
         (_of_another_kind([1]), "does not hold a dict"),
         (_rank(1, lambda raw: _set(raw, **{_flat(raw): [3]})), "is not a flat tensor"),
-        (_rank(1, lambda raw: _set(raw, **{_flat(raw): [torch.ones(9).to_sparse()]})), "is not a flat tensor"),
+        (
+            _rank(1, lambda raw: _set(raw, **{_flat(raw): [torch.ones(9).to_sparse()]})),
+            "is not a flat tensor",
+        ),
         (_rank(0, lambda raw: _set(raw, partition_count=1)), "the run had 1 ranks @ rank 1"),
         (_rank(0, lambda raw: _set(raw, partition_count="x")), "'x' partitions"),
         (_rank(0, lambda raw: _set(raw, partition_count=1 << 63)), "None partitions"),
-        (lambda step: edited(_ranks(step)[0], lambda raw: _set(raw, optimizer_state_dict=5)), "_dict is not a dict"),
-        (_all(lambda raw: _set(_base(raw)["state"][0], more=torch.ones(3))), "one value on all ranks @ more"),
+        (
+            lambda step: edited(_ranks(step)[0], lambda raw: _set(raw, optimizer_state_dict=5)),
+            "_dict is not a dict",
+        ),
+        (
+            _all(lambda raw: _set(_base(raw)["state"][0], more=torch.ones(3))),
+            "one value on all ranks @ more",
+        ),
         (_all(lambda raw: _set(_base(raw)["state"][0], more="x")), "one value on all ranks @ more"),
-        (_rank(0, lambda raw: _set(raw, param_alignment_paddings=[[None] * 7])), "each parameter @ param_alignment_"),
+        (
+            _rank(0, lambda raw: _set(raw, param_alignment_paddings=[[None] * 7])),
+            "each parameter @ param_alignment_",
+        ),
         (_with_an_extra_model_part, "belongs to another model part @"),
-        (_rank(0, lambda raw: _base(raw)["state"][0].pop("exp_avg")), "one value on all ranks @ exp_avg"),
-        (_rank(1, lambda raw: _base(raw)["state"][0].pop("exp_avg")), "one value on all ranks @ exp_avg"),
-        (_rank(1, lambda raw: _set(_base(raw)["state"][0], more=1)), "one value on all ranks @ more"),
-        (_rank(1, lambda raw: _set(_base(raw)["param_groups"][0], lr=0.5)), "lr is 0.5, and 0.01 on rank 0 @"),
-        (_rank(1, lambda raw: _set(_base(raw)["param_groups"][0], more=1)), "more is 1, and None on rank 0 @"),
-        (_rank(0, lambda raw: _set(raw, param_alignment_paddings=[5])), "param_alignment_paddings is not a list"),
+        (
+            _rank(0, lambda raw: _base(raw)["state"][0].pop("exp_avg")),
+            "one value on all ranks @ exp_avg",
+        ),
+        (
+            _rank(1, lambda raw: _base(raw)["state"][0].pop("exp_avg")),
+            "one value on all ranks @ exp_avg",
+        ),
+        (
+            _rank(1, lambda raw: _set(_base(raw)["state"][0], more=1)),
+            "one value on all ranks @ more",
+        ),
+        (
+            _rank(1, lambda raw: _set(_base(raw)["param_groups"][0], lr=0.5)),
+            "lr is 0.5, and 0.01 on rank 0 @",
+        ),
+        (
+            _rank(1, lambda raw: _set(_base(raw)["param_groups"][0], more=1)),
+            "more is 1, and None on rank 0 @",
+        ),
+        (
+            _rank(0, lambda raw: _set(raw, param_alignment_paddings=[5])),
+            "param_alignment_paddings is not a list",
+        ),
         (_rank(0, _negative), "not one for each parameter @ param_alignment_paddings"),
-        (_rank(0, lambda raw: _set(raw, param_alignment_paddings=[[0]])), "one for each parameter @ param_alignment_"),
+        (
+            _rank(0, lambda raw: _set(raw, param_alignment_paddings=[[0]])),
+            "one for each parameter @ param_alignment_",
+        ),
         (_rank(1, lambda raw: _set(raw, zero_stage=7)), "zero_stage is 7, in "),
         (_rank(0, lambda raw: _set(raw, zero_stage=7)), " 7"),
         (_rank(1, lambda raw: _set(raw, partition_count=4)), "partition_count is 4, in "),
-        (_rank(0, lambda raw: _set(raw, partition_count=[4])), "no file of this rank's optimizer states @ rank 3"),
-        (_rank(0, lambda raw: _set(raw, partition_count=[3, 2])), "are partitioned over [3, 2] ranks, as for experts"),
+        (
+            _rank(0, lambda raw: _set(raw, partition_count=[4])),
+            "no file of this rank's optimizer states @ rank 3",
+        ),
+        (
+            _rank(0, lambda raw: _set(raw, partition_count=[3, 2])),
+            "are partitioned over [3, 2] ranks, as for experts",
+        ),
         (_rank(0, lambda raw: _set(raw, partition_count=[])), "[] partitions"),
         (_rank(0, lambda raw: _set(raw, partition_count=0)), "0 partitions"),
         (
             _rank(1, _first_flat(lambda flat: flat.view(torch.int32))),
             "the ranks' partitions have several dtypes: float32, int32",
         ),
-        (_rank(1, _first_flat(lambda flat: flat.repeat_interleave(2)[::2])), "is not a flat tensor"),
+        (
+            _rank(1, _first_flat(lambda flat: flat.repeat_interleave(2)[::2])),
+            "is not a flat tensor",
+        ),
         (
             _rank(1, _first_flat(lambda flat: torch.cat([flat, torch.zeros(9)]))),
             "rank_0_mp_rank_00_optim_states.pt: the partitions do not fit the parameters of",
@@ -241,11 +315,31 @@ def test_missing_or_contradictory_ranks_are_refused(
 @pytest.mark.parametrize(
     ("rank", "change", "message"),
     [
-        (0, lambda raw: raw["shared_params"].clear(), "neither a parameter, a buffer nor shared @ head.weight"),
-        (0, lambda raw: raw["shared_params"].update({"head.weight": "gone"}), "a buffer nor shared @ head.weight"),
-        (0, lambda raw: raw["shared_params"].update({"head.weight": [1]}), "a buffer nor shared @ head.weight"),
-        (0, lambda raw: raw["frozen_param_fragments"].clear(), "a rank has no part of it @ frozen.weight"),
-        (1, lambda raw: raw["frozen_param_fragments"].clear(), "a rank has no part of it @ frozen.weight"),
+        (
+            0,
+            lambda raw: raw["shared_params"].clear(),
+            "neither a parameter, a buffer nor shared @ head.weight",
+        ),
+        (
+            0,
+            lambda raw: raw["shared_params"].update({"head.weight": "gone"}),
+            "a buffer nor shared @ head.weight",
+        ),
+        (
+            0,
+            lambda raw: raw["shared_params"].update({"head.weight": [1]}),
+            "a buffer nor shared @ head.weight",
+        ),
+        (
+            0,
+            lambda raw: raw["frozen_param_fragments"].clear(),
+            "a rank has no part of it @ frozen.weight",
+        ),
+        (
+            1,
+            lambda raw: raw["frozen_param_fragments"].clear(),
+            "a rank has no part of it @ frozen.weight",
+        ),
         (
             0,
             lambda raw: raw["frozen_param_shapes"].update({"frozen.weight": torch.Size([6, 5])}),
@@ -255,9 +349,21 @@ def test_missing_or_contradictory_ranks_are_refused(
         (1, lambda raw: raw.update(dp_world_size=4), "dp_world_size is 4, in "),
         (0, lambda raw: raw.update(param_shapes=None), "no shapes of parameters @ param_shapes"),
         (0, lambda raw: raw.update(param_shapes=[{"up.weight": [-1]}]), "sizes [-1]"),
-        (0, lambda raw: raw.update(param_shapes=[{"up.weight": [1 << 20_000]}]), "sizes that no tensor has"),
-        (0, lambda raw: raw.update(param_shapes=[{"up.weight": [-1 << 20_000]}]), "sizes that no tensor has"),
-        (0, lambda raw: raw["param_shapes"][1].update(more=torch.Size([4])), "its parts of the parameters are"),
+        (
+            0,
+            lambda raw: raw.update(param_shapes=[{"up.weight": [1 << 20_000]}]),
+            "sizes that no tensor has",
+        ),
+        (
+            0,
+            lambda raw: raw.update(param_shapes=[{"up.weight": [-1 << 20_000]}]),
+            "sizes that no tensor has",
+        ),
+        (
+            0,
+            lambda raw: raw["param_shapes"][1].update(more=torch.Size([4])),
+            "its parts of the parameters are",
+        ),
     ],
 )
 def test_wrong_model_files_of_stage_3_are_refused(
@@ -284,13 +390,21 @@ def test_missing_model_files_of_ranks_are_reported(run: Run, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("model", "optimizer", "message"),
     [
-        (lambda raw: raw.update(shared_params={"head.weight": "gone"}), None, "a buffer nor shared @ head.weight"),
+        (
+            lambda raw: raw.update(shared_params={"head.weight": "gone"}),
+            None,
+            "a buffer nor shared @ head.weight",
+        ),
         (
             lambda raw: raw.update(param_shapes=[{} for _ in raw["param_shapes"]]),
             {"param_alignment_paddings": None},
             "its parameters are 0 @",
         ),
-        (None, {"param_slice_mappings": [{"up.weight": 5}]}, "gives another place for its part @ up.weight"),
+        (
+            None,
+            {"param_slice_mappings": [{"up.weight": 5}]},
+            "gives another place for its part @ up.weight",
+        ),
         (
             None,
             {"param_slice_mappings": [{"up.weight": SimpleNamespace(numel=None, start=0)}]},
@@ -318,7 +432,9 @@ def test_wrong_files_of_stages_1_and_2_are_refused(
 
 @pytest.mark.parametrize("name", ["zero-1", "zero-2"])
 @pytest.mark.parametrize("left", [0, 1])
-def test_files_without_positions_of_parts_are_read(run: Run, tmp_path: Path, name: str, left: int) -> None:
+def test_files_without_positions_of_parts_are_read(
+    run: Run, tmp_path: Path, name: str, left: int
+) -> None:
     zero_folder = DATA / "deepspeed-0.19.8" / name
     step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
     _all(lambda raw: raw.update(param_slice_mappings=raw["param_slice_mappings"][:left]))(step)
@@ -327,18 +443,33 @@ def test_files_without_positions_of_parts_are_read(run: Run, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("listed", [["scale", "count"], [], ["gone", [1]]])
-def test_a_note_reports_that_buffers_of_rank_0_are_used(run: Run, tmp_path: Path, listed: list[str]) -> None:
+def test_a_note_reports_that_buffers_of_rank_0_are_used(
+    run: Run, tmp_path: Path, listed: list[str]
+) -> None:
     """Also if the file does not list them: all entries but placeholders belong to the module."""
     step = shutil.copytree(DATA / "deepspeed-0.19.8" / "zero-3", tmp_path / "run") / "global_step2"
-    edited(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", lambda raw: raw.update(buffer_names=listed))
-    edited(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda raw: raw["module"]["scale"].add_(1))
-    edited(step / "zero_pp_rank_2_mp_rank_00_model_states.pt", lambda raw: raw["module"].pop("count"))
+    edited(
+        step / "zero_pp_rank_0_mp_rank_00_model_states.pt",
+        lambda raw: raw.update(buffer_names=listed),
+    )
+    edited(
+        step / "zero_pp_rank_1_mp_rank_00_model_states.pt",
+        lambda raw: raw["module"]["scale"].add_(1),
+    )
+    edited(
+        step / "zero_pp_rank_2_mp_rank_00_model_states.pt", lambda raw: raw["module"].pop("count")
+    )
     done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt")
-    assert all(f"{name} differs between the ranks: rank 0's is used" in done.err for name in ("scale", "count"))
+    assert all(
+        f"{name} differs between the ranks: rank 0's is used" in done.err
+        for name in ("scale", "count")
+    )
     assert torch.load(tmp_path / "whole.pt")["model"]["scale"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_other_objects_of_the_module_are_copied(zero_folder: Path, run: Run, tmp_path: Path) -> None:
+def test_other_objects_of_the_module_are_copied(
+    zero_folder: Path, run: Run, tmp_path: Path
+) -> None:
     step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
     for number, path in enumerate(sorted(step.glob("*model_states.pt"))):
         objects = {"up._extra_state": {"amax": number}, "n": [1, 2]}
@@ -347,9 +478,9 @@ def test_other_objects_of_the_module_are_copied(zero_folder: Path, run: Run, tmp
     assert done.status == 0, done.err
     found = torch.load(tmp_path / "whole.pt")["model"]
     assert (found["up._extra_state"], found["n"]) == ({"amax": 0}, [1, 2])
-    assert ("up._extra_state differs between the ranks: rank 0's is used" in done.err) == zero_folder.name.startswith(
-        "zero-3"
-    )
+    assert (
+        "up._extra_state differs between the ranks: rank 0's is used" in done.err
+    ) == zero_folder.name.startswith("zero-3")
     assert "n differs" not in done.err
 
 
@@ -357,10 +488,21 @@ def nested_lists(depth: int) -> list[Any]:
     return reduce(lambda inner, _: [inner], range(depth), list[Any]())
 
 
-def test_a_note_lists_options_that_are_not_copied(zero_folder: Path, run: Run, tmp_path: Path) -> None:
+def test_a_note_lists_options_that_are_not_copied(
+    zero_folder: Path, run: Run, tmp_path: Path
+) -> None:
     step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
-    dropped = {"lr": torch.tensor(0.1), "betas": (torch.tensor(0.9), 0.99), "foreach": {}, "fused": torch.device("cpu")}
-    dropped |= {"capturable": OrderedDict(), "maximize": [torch.Size([1])], "amsgrad": nested_lists(400)}
+    dropped = {
+        "lr": torch.tensor(0.1),
+        "betas": (torch.tensor(0.9), 0.99),
+        "foreach": {},
+        "fused": torch.device("cpu"),
+    }
+    dropped |= {
+        "capturable": OrderedDict(),
+        "maximize": [torch.Size([1])],
+        "amsgrad": nested_lists(400),
+    }
     options = dropped | {"own": None, "pair": [1, [2.0]]}
     for rank, _ in enumerate(step.glob("*optim_states.pt")):
         _rank(rank, lambda raw: _base(raw)["param_groups"][0].update(options))(step)
@@ -371,10 +513,14 @@ def test_a_note_lists_options_that_are_not_copied(zero_folder: Path, run: Run, t
     assert (group["own"], group["pair"]) == (None, [1, [2.0]])
 
 
-def test_a_state_that_is_a_number_applies_to_each_parameter(zero_folder: Path, run: Run, tmp_path: Path) -> None:
+def test_a_state_that_is_a_number_applies_to_each_parameter(
+    zero_folder: Path, run: Run, tmp_path: Path
+) -> None:
     step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
     _all(
-        lambda raw: _base(raw)["state"].update({at: {**state, "step": 2} for at, state in _base(raw)["state"].items()})
+        lambda raw: _base(raw)["state"].update(
+            {at: {**state, "step": 2} for at, state in _base(raw)["state"].items()}
+        )
     )(step)
     assert run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt").status == 0
     state = torch.load(tmp_path / "whole.pt")["optimizer"]["state"]
@@ -384,7 +530,12 @@ def test_a_state_that_is_a_number_applies_to_each_parameter(zero_folder: Path, r
 def test_no_note_if_everything_is_copied(zero_folder: Path, run: Run, tmp_path: Path) -> None:
     step = shutil.copytree(zero_folder, tmp_path / "run") / "global_step2"
     for path in step.glob("*model_states.pt"):
-        edited(path, lambda raw: raw.update(skipped_steps=None, global_steps=None, global_samples=None, epoch=None))
+        edited(
+            path,
+            lambda raw: raw.update(
+                skipped_steps=None, global_steps=None, global_samples=None, epoch=None
+            ),
+        )
     assert "not copied" not in run("inspect", tmp_path / "run").err
 
 
@@ -426,7 +577,10 @@ def test_a_missing_step_in_latest_is_an_error(run: Run, tmp_path: Path) -> None:
     shutil.copytree(FOLDERS[0], tmp_path / "run")
     (tmp_path / "run" / "latest").write_text("global_step9")
     done = run("inspect", tmp_path / "run")
-    assert (done.status, "the step 'global_step9' that its file `latest` names is not there" in done.err) == (2, True)
+    assert (
+        done.status,
+        "the step 'global_step9' that its file `latest` names is not there" in done.err,
+    ) == (2, True)
     (tmp_path / "run" / "latest").write_text("../../etc")
     assert run("inspect", tmp_path / "run").status == 2
 
@@ -435,7 +589,9 @@ def test_an_old_layout_is_read_without_its_optimizer(run: Run, tmp_path: Path) -
     """Older releases wrote a list of states; the weights are still read."""
     shutil.copytree(FOLDERS[0], tmp_path / "run")
     for path in (tmp_path / "run").rglob("*optim_states.pt"):
-        change_archive(path, lambda _, data: data.replace(b"base_optimizer_state", b"base_optimizer_stata"))
+        change_archive(
+            path, lambda _, data: data.replace(b"base_optimizer_state", b"base_optimizer_stata")
+        )
     assert "the optimizer is not read" in run("inspect", tmp_path / "run").err
     listed = run("inspect", tmp_path / "run", "--format", "json").data
     assert [section["path"] for section in listed["sections"]] == ["model"]
@@ -456,8 +612,12 @@ def gathered(folder: Path, run: Run, out: Path) -> Any:
     return torch.load(out)
 
 
-def test_a_universal_checkpoint_equals_its_source(universal: Path, run: Run, tmp_path: Path) -> None:
-    """Compare everything that `ds_to_universal` keeps: weights, buffers, moments, steps and hyperparameters."""
+def test_a_universal_checkpoint_equals_its_source(
+    universal: Path, run: Run, tmp_path: Path
+) -> None:
+    """Compare everything that `ds_to_universal` keeps: weights, buffers, moments, steps and
+    hyperparameters.
+    """
     source = universal.with_name(universal.name.removesuffix("-universal"))
     found = gathered(universal, run, tmp_path / "universal.pt")
     expected = gathered(source, run, tmp_path / "parts.pt")
@@ -468,9 +628,15 @@ def test_a_universal_checkpoint_equals_its_source(universal: Path, run: Run, tmp
     for name, moments in expected["optimizer"]["state"].items():
         state = found["optimizer"]["state"][name]
         assert state.keys() == moments.keys()
-        assert all(torch.equal(state[key], value) and state[key].shape == value.shape for key, value in moments.items())
+        assert all(
+            torch.equal(state[key], value) and state[key].shape == value.shape
+            for key, value in moments.items()
+        )
     gathered_by_deepspeed = torch.load(source / "whole.pt")
-    assert all(torch.equal(found["model"][key].to(v.dtype), v) for key, v in gathered_by_deepspeed["model"].items())
+    assert all(
+        torch.equal(found["model"][key].to(v.dtype), v)
+        for key, v in gathered_by_deepspeed["model"].items()
+    )
 
 
 def _without(name: str) -> Callable[[Path], None]:
@@ -510,7 +676,10 @@ def _no_step(zero: Path) -> None:
         (lambda zero: (zero / "optimizer_state.pt").unlink(), "optimizer_state.pt"),
         (_no_step, "without the partitions of the weights"),
         (_file({}), "state.up.weight.fp32 is not a flat tensor"),
-        (_file({"param": torch.tensor(1.0)}), "fp32.pt has the shape [], the parameter [5, 3] @ up.weight"),
+        (
+            _file({"param": torch.tensor(1.0)}),
+            "fp32.pt has the shape [], the parameter [5, 3] @ up.weight",
+        ),
         (_file({"param": torch.ones(15).to_sparse()}), "state.up.weight.fp32 is not a flat tensor"),
         (_shapes(None), "does not hold every parameter completely"),
         (_shapes([{"../norm.bias": torch.Size([5])}]), "no file fp32.pt of it @ ../norm.bias"),
@@ -525,7 +694,9 @@ def test_an_incomplete_universal_checkpoint_is_refused(
     assert (done.status, message in done.err) == (2, True), done.err
 
 
-def test_the_hint_for_a_split_model_extracts_the_weights(universal: Path, run: Run, tmp_path: Path) -> None:
+def test_the_hint_for_a_split_model_extracts_the_weights(
+    universal: Path, run: Run, tmp_path: Path
+) -> None:
     """Its universal checkpoint has a model file for each part, and complete parameters."""
     step = shutil.copytree(universal / "global_step2_universal", tmp_path / "step")
     first = next(step.glob("*model_states.pt"))
@@ -539,12 +710,17 @@ def test_the_hint_for_a_split_model_extracts_the_weights(universal: Path, run: R
     whole = gathered(universal, run, tmp_path / "whole.pt")["model"]
     assert found
     for name, value in found.items():  # ZeRO-3 parameters are flat
-        trained = (step / "zero" / name / "exp_avg.pt").exists()  # a tied weight has the precision of the model
+        # a tied weight has the precision of the model
+        trained = (step / "zero" / name / "exp_avg.pt").exists()
         expected = whole[name].flatten().float()
-        assert torch.equal(value.flatten(), expected if trained else expected.to(torch.bfloat16).float()), name
+        assert torch.equal(
+            value.flatten(), expected if trained else expected.to(torch.bfloat16).float()
+        ), name
 
 
-def test_the_hint_for_a_split_model_names_ds_to_universal(zero_folder: Path, run: Run, tmp_path: Path) -> None:
+def test_the_hint_for_a_split_model_names_ds_to_universal(
+    zero_folder: Path, run: Run, tmp_path: Path
+) -> None:
     step = next(shutil.copytree(zero_folder, tmp_path / "run").glob("global_step*"))
     first = next(step.glob("*model_states.pt"))
     shutil.copy(first, step / first.name.replace("mp_rank_00", "mp_rank_01"))
@@ -571,23 +747,41 @@ def test_a_universal_checkpoint_with_invalid_groups_has_no_optimizer(
     assert any(note.startswith("the optimizer is not read: ") for note in notes_in(done.data))
 
 
-def test_state_of_rank_0_applies_to_all_parameters_or_is_omitted(universal: Path, run: Run, tmp_path: Path) -> None:
-    """A single value applies to every parameter; a tensor is left out with a note unless each parameter has one."""
+def test_state_of_rank_0_applies_to_all_parameters_or_is_omitted(
+    universal: Path, run: Run, tmp_path: Path
+) -> None:
+    """A single value applies to every parameter; a tensor is left out with a note unless each
+    parameter has one.
+    """
     shutil.copytree(universal, tmp_path / "run")
-    state = {"step": 7, "beta": 0.5, "exp_avg": torch.ones(4), "alone": torch.ones(3), "none": torch.ones(0)}
+    state = {
+        "step": 7,
+        "beta": 0.5,
+        "exp_avg": torch.ones(4),
+        "alone": torch.ones(3),
+        "none": torch.ones(0),
+    }
     edited(
         next((tmp_path / "run").rglob("optimizer_state.pt")),
         lambda rest: rest.update(optimizer_state_dict={"state": {0: state}}),
     )
     done = run("remap", tmp_path / "run", "-o", tmp_path / "o.pt")
-    assert [f"not copied: {name} of " in done.err for name in state] == [False, False, False, True, True], done.err
+    assert [f"not copied: {name} of " in done.err for name in state] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ], done.err
     found = torch.load(tmp_path / "o.pt")["optimizer"]
     first, second = (group["params"] for group in found["param_groups"])
     assert all(found["state"][name]["beta"] == 0.5 for name in first)
     assert all("beta" not in found["state"][name] for name in second)
 
 
-def test_a_parameter_of_one_element_keeps_its_shape(universal: Path, run: Run, tmp_path: Path) -> None:
+def test_a_parameter_of_one_element_keeps_its_shape(
+    universal: Path, run: Run, tmp_path: Path
+) -> None:
     step = shutil.copytree(universal, tmp_path / "run") / "global_step2_universal"
     for name, shape, value in (
         ("one", [1], torch.ones(1)),
@@ -595,16 +789,27 @@ def test_a_parameter_of_one_element_keeps_its_shape(universal: Path, run: Run, t
         ("cube", [1, 1], torch.ones(1)),
     ):
         for path in step.glob("*model_states.pt"):
-            edited(path, partial(lambda name, shape, raw: raw["param_shapes"][0].update({name: shape}), name, shape))
+            edited(
+                path,
+                partial(
+                    lambda name, shape, raw: raw["param_shapes"][0].update({name: shape}),
+                    name,
+                    shape,
+                ),
+            )
         (step / "zero" / name).mkdir()
         torch.save({"param": value}, step / "zero" / name / "fp32.pt")
         torch.save({"param": torch.tensor(4.0)}, step / "zero" / name / "step.pt")
     found = gathered(tmp_path / "run", run, tmp_path / "o.pt")
     assert [found["model"][name].shape for name in ("one", "none", "cube")] == [(1,), (), (1, 1)]
-    assert [found["optimizer"]["state"][name]["step"].shape for name in ("one", "none", "cube")] == [()] * 3
+    assert [
+        found["optimizer"]["state"][name]["step"].shape for name in ("one", "none", "cube")
+    ] == [()] * 3
 
 
-def test_a_note_lists_unknown_folders_of_a_universal_checkpoint(universal: Path, run: Run, tmp_path: Path) -> None:
+def test_a_note_lists_unknown_folders_of_a_universal_checkpoint(
+    universal: Path, run: Run, tmp_path: Path
+) -> None:
     shutil.copytree(universal, tmp_path / "run")
     zero = tmp_path / "run" / "global_step2_universal" / "zero"
     shutil.copytree(zero / "up.bias", zero / "stranger")
@@ -614,8 +819,12 @@ def test_a_note_lists_unknown_folders_of_a_universal_checkpoint(universal: Path,
 # Damaged files
 
 
-@pytest.mark.parametrize("folder", [FOLDERS[0], FOLDERS[-1], UNIVERSAL[0]], ids=lambda folder: folder.name)
-def test_flipped_bytes_are_an_error_or_change_values(folder: Path, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "folder", [FOLDERS[0], FOLDERS[-1], UNIVERSAL[0]], ids=lambda folder: folder.name
+)
+def test_flipped_bytes_are_an_error_or_change_values(
+    folder: Path, run: Run, tmp_path: Path
+) -> None:
     shutil.copytree(folder, tmp_path / "run")
     files = sorted(path for path in (tmp_path / "run").rglob("*.pt") if path.name != "whole.pt")
     check_flips(run, tmp_path / "run", files, folder.name)

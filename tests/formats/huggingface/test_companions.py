@@ -1,4 +1,6 @@
-"""The files next to the weights of a Hugging Face folder: transformers loads OUT, or it has no config.json."""
+"""The files next to the weights of a Hugging Face folder: transformers loads OUT, or it has no
+config.json.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
 def loads(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
     """Return True if from_pretrained restores the saved model, with exactly the saved keys."""
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True
+        )
     except (OSError, ValueError):
         return False
     assert not any(info.values()), info
     found = model.state_dict()
-    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[key], expected[key]) for key in expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +56,11 @@ def loads(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
     ],
 )
 def test_config_json_is_copied_only_if_the_output_loads_with_it(
-    options: tuple[str, ...], described: bool, llama: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, run: Run
+    options: tuple[str, ...],
+    described: bool,
+    llama: tuple[Path, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    run: Run,
 ) -> None:
     if "HF" in str(options):
         pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed")

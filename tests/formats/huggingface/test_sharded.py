@@ -1,4 +1,6 @@
-"""Sharded checkpoints: reading, renaming, resharding; transformers and safetensors are the oracles."""
+"""Sharded checkpoints: reading, renaming, resharding; transformers and safetensors are the
+oracles.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Limits, limited
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.huggingface import Item, Shards, layout_files, parse_size, plan_shards, shard_names
+from ckpttool.formats.huggingface import (
+    Item,
+    Shards,
+    layout_files,
+    parse_size,
+    plan_shards,
+    shard_names,
+)
 from ckpttool.formats.registry import FORMATS
 from command import Run
 from files import write_pieces
@@ -55,11 +64,15 @@ def write(folder: Path, shards: dict[str, dict[str, torch.Tensor]], **index: Any
     """Write a sharded checkpoint; `index` replaces items of its index."""
     folder.mkdir(exist_ok=True)
     for name, tensors in shards.items():
-        save_file(tensors, folder / name) if name.endswith("s") else torch.save(tensors, folder / name)
+        save_file(tensors, folder / name) if name.endswith("s") else torch.save(
+            tensors, folder / name
+        )
     weight_map = {key: name for name, tensors in shards.items() for key in tensors}
     total = sum(t.nbytes for tensors in shards.values() for t in tensors.values())
     path = folder / INDEX
-    path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map} | index, indent=2))
+    path.write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map} | index, indent=2)
+    )
     return path
 
 
@@ -73,7 +86,9 @@ def same(left: Path, right: Path) -> bool:
 def loads(folder: Path, expected: Mapping[str, torch.Tensor]) -> bool:
     """Return whether `from_pretrained` restores these tensors."""
     found = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
-    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[key], expected[key]) for key in expected
+    )
 
 
 def test_the_index_matches_transformers(llama: Path, expected: dict[str, torch.Tensor]) -> None:
@@ -93,12 +108,16 @@ def test_the_index_matches_transformers(llama: Path, expected: dict[str, torch.T
             assert data == expected[entry.key].numpy().tobytes()
 
 
-def test_a_rename_keeps_the_shards_and_its_inverse_restores_the_bytes(llama: Path, tmp_path: Path) -> None:
+def test_a_rename_keeps_the_shards_and_its_inverse_restores_the_bytes(
+    llama: Path, tmp_path: Path
+) -> None:
     remap(llama, "-o", tmp_path / "renamed", "--rule", RULE, "--verify")
-    before, after = (json.loads((folder / INDEX).read_text()) for folder in (llama, tmp_path / "renamed"))
-    assert {key.replace("model.", "trunk."): shard for key, shard in before["weight_map"].items()} == after[
-        "weight_map"
-    ]
+    before, after = (
+        json.loads((folder / INDEX).read_text()) for folder in (llama, tmp_path / "renamed")
+    )
+    assert {
+        key.replace("model.", "trunk."): shard for key, shard in before["weight_map"].items()
+    } == after["weight_map"]
     assert before["metadata"] == after["metadata"]
     assert not (tmp_path / "renamed" / "config.json").exists()  # it describes the old keys
     remap(tmp_path / "renamed", "-o", f"{tmp_path}/back/", "--rule", RULE, "--reverse", "--verify")
@@ -109,14 +128,22 @@ def test_a_rename_keeps_the_shards_and_its_inverse_restores_the_bytes(llama: Pat
 def test_a_rename_in_place_and_its_inverse_restore_the_bytes(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "m")
     remap(tmp_path / "m", "--in-place", "--rule", "model.{x*} => trunk.{x*}", "--verify")
-    remap(tmp_path / "m" / INDEX, "--in-place", "--rule", "model.{x*} => trunk.{x*}", "--reverse", "--verify")
+    remap(
+        tmp_path / "m" / INDEX,
+        "--in-place",
+        "--rule",
+        "model.{x*} => trunk.{x*}",
+        "--reverse",
+        "--verify",
+    )
     (record,) = (tmp_path / "m").glob(".*.ckpttool.undo")
     record.unlink()
     assert same(llama, tmp_path / "m")
 
 
 @pytest.mark.parametrize(
-    "out", ["model.safetensors", "model.pt", "other/", f"other/{INDEX}", "o/pytorch_model.bin.index.json"]
+    "out",
+    ["model.safetensors", "model.pt", "other/", f"other/{INDEX}", "o/pytorch_model.bin.index.json"],
 )
 def test_a_conversion_and_its_inverse_restore_the_values(
     llama: Path, expected: dict[str, torch.Tensor], tmp_path: Path, out: str
@@ -124,15 +151,26 @@ def test_a_conversion_and_its_inverse_restore_the_values(
     (tmp_path / "o").mkdir()
     (tmp_path / "other").mkdir()
     remap(llama, "-o", f"{tmp_path}/{out}", "--max-shard-size", "20KB", "--verify")
-    remap(tmp_path / out.rstrip("/"), "-o", f"{tmp_path}/back/", "--max-shard-size", "10KB", "--verify")
+    remap(
+        tmp_path / out.rstrip("/"),
+        "-o",
+        f"{tmp_path}/back/",
+        "--max-shard-size",
+        "10KB",
+        "--verify",
+    )
     shutil.copy(llama / "config.json", tmp_path / "back")
     assert loads(tmp_path / "back", expected)
 
 
-def test_resharding_matches_transformers(llama: Path, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_resharding_matches_transformers(
+    llama: Path, expected: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     torch.save(expected, tmp_path / "model.pt")
     remap(tmp_path / "model.pt", "-o", f"{tmp_path}/out/", "--max-shard-size", "10KB", "--verify")
-    theirs, ours = (json.loads((folder / INDEX).read_text()) for folder in (llama, tmp_path / "out"))
+    theirs, ours = (
+        json.loads((folder / INDEX).read_text()) for folder in (llama, tmp_path / "out")
+    )
     assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
     assert set(ours["weight_map"].values()) == set(theirs["weight_map"].values())
     shutil.copy(llama / "config.json", tmp_path / "out")
@@ -146,10 +184,14 @@ def test_shards_do_not_exceed_the_limit(llama: Path, tmp_path: Path) -> None:
     container = open_checkpoint(f"{tmp_path}/out").container
     assert isinstance(container, Shards)
     assert all(shard.sections[0].nbytes <= 30_000 for shard in container.shards.values())
-    assert list(container.shards) == [f"model-0000{n}-of-0000{len(container.shards)}.safetensors" for n in (1, 2, 3)]
+    assert list(container.shards) == [
+        f"model-0000{n}-of-0000{len(container.shards)}.safetensors" for n in (1, 2, 3)
+    ]
 
 
-def test_a_single_file_has_no_index(llama: Path, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_a_single_file_has_no_index(
+    llama: Path, expected: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     remap(llama, "-o", f"{tmp_path}/out/", "--max-shard-size", "1GB", "--verify")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors"
@@ -157,7 +199,15 @@ def test_a_single_file_has_no_index(llama: Path, expected: dict[str, torch.Tenso
     assert loads(tmp_path / "out", expected)
     remap(f"{tmp_path}/out", "-o", f"{tmp_path}/again", "--rule", RULE, "--verify")
     assert (tmp_path / "again" / "model.safetensors").is_file()
-    remap(f"{tmp_path}/out", "-o", f"{tmp_path}/again", "--max-shard-size", "30KB", "--force", "--verify")
+    remap(
+        f"{tmp_path}/out",
+        "-o",
+        f"{tmp_path}/again",
+        "--max-shard-size",
+        "30KB",
+        "--force",
+        "--verify",
+    )
     assert not (tmp_path / "again" / "model.safetensors").exists()
     assert loads(tmp_path / "again", expected)
 
@@ -166,7 +216,9 @@ def test_tied_weights_are_saved_once_or_under_both_names(tmp_path: Path) -> None
     model = real_models.build("tied_llama", 0)
     torch.save(model.state_dict(), tmp_path / "tied.pt")
     remap(tmp_path / "tied.pt", "-o", f"{tmp_path}/out/", status=1)
-    remap(tmp_path / "tied.pt", "-o", f"{tmp_path}/out/", "--keep-aliases", "--max-shard-size", "10KB")
+    remap(
+        tmp_path / "tied.pt", "-o", f"{tmp_path}/out/", "--keep-aliases", "--max-shard-size", "10KB"
+    )
     model.config.save_pretrained(tmp_path / "out")
     expected = model.state_dict()
     assert loads(tmp_path / "out", expected)
@@ -174,17 +226,29 @@ def test_tied_weights_are_saved_once_or_under_both_names(tmp_path: Path) -> None
     index = tmp_path / "bin" / "pytorch_model.bin.index.json"
     remap(tmp_path / "tied.pt", "-o", index, "--max-shard-size", "10KB", "--verify")
     written = json.loads(index.read_text())
-    assert written["weight_map"]["lm_head.weight"] == written["weight_map"]["model.embed_tokens.weight"]
-    assert written["metadata"]["total_size"] == sum({v.data_ptr(): v.nbytes for v in expected.values()}.values())
+    assert (
+        written["weight_map"]["lm_head.weight"]
+        == written["weight_map"]["model.embed_tokens.weight"]
+    )
+    assert written["metadata"]["total_size"] == sum(
+        {v.data_ptr(): v.nbytes for v in expected.values()}.values()
+    )
     assert len(open_checkpoint(str(index)).sections[0].aliases()) == 1
     model.config.save_pretrained(tmp_path / "bin")
     assert loads(tmp_path / "bin", expected)
 
 
 def test_each_shard_keeps_its_metadata(tmp_path: Path) -> None:
-    path = write(tmp_path / "m", {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(2)}})
-    save_file({"x": torch.ones(2)}, tmp_path / "m" / "a.safetensors", {"format": "pt", "part": "first"})
-    save_file({"y": torch.ones(2)}, tmp_path / "m" / "b.safetensors", {"format": "pt", "part": "second"})
+    path = write(
+        tmp_path / "m",
+        {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(2)}},
+    )
+    save_file(
+        {"x": torch.ones(2)}, tmp_path / "m" / "a.safetensors", {"format": "pt", "part": "first"}
+    )
+    save_file(
+        {"y": torch.ones(2)}, tmp_path / "m" / "b.safetensors", {"format": "pt", "part": "second"}
+    )
     assert open_checkpoint(str(path)).metadata == {"format": "pt"}
     remap(path, "-o", f"{tmp_path}/out/", "--rule", "{k} => z.{k}")
     for name, part in (("a", "first"), ("b", "second")):
@@ -193,7 +257,10 @@ def test_each_shard_keeps_its_metadata(tmp_path: Path) -> None:
 
 
 def test_a_dropped_tensor_and_an_empty_shard_are_removed(tmp_path: Path) -> None:
-    path = write(tmp_path / "m", {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(3)}})
+    path = write(
+        tmp_path / "m",
+        {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(3)}},
+    )
     remap(path, "-o", f"{tmp_path}/out/", "--drop", "y", "--verify")
     assert json.loads((tmp_path / "out" / INDEX).read_text()) == {
         "metadata": {"total_size": 8},
@@ -203,7 +270,10 @@ def test_a_dropped_tensor_and_an_empty_shard_are_removed(tmp_path: Path) -> None
 
 
 def test_all_contradictions_are_reported(tmp_path: Path) -> None:
-    shards = {name: {name[0]: torch.ones(2)} for name in ("a.safetensors", "b.safetensors", "c.safetensors")}
+    shards = {
+        name: {name[0]: torch.ones(2)}
+        for name in ("a.safetensors", "b.safetensors", "c.safetensors")
+    }
     path = write(
         tmp_path / "m",
         shards,
@@ -278,10 +348,16 @@ def test_a_total_size_is_added_to_the_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("total_size", "is_noted"), [(40, False), (64, False), (63, True), ("40", True), (None, False)]
 )
-def test_tied_tensors_may_count_once_or_each(tmp_path: Path, total_size: object, is_noted: bool) -> None:
+def test_tied_tensors_may_count_once_or_each(
+    tmp_path: Path, total_size: object, is_noted: bool
+) -> None:
     weight = torch.ones(6)
-    path = write(tmp_path / "m", {"a.bin": {"w": weight, "tied": weight}, "b.bin": {"b": torch.ones(4)}})
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"metadata": {"total_size": total_size}}))
+    path = write(
+        tmp_path / "m", {"a.bin": {"w": weight, "tied": weight}, "b.bin": {"b": torch.ones(4)}}
+    )
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"metadata": {"total_size": total_size}})
+    )
     assert bool(open_checkpoint(str(path)).notes) == is_noted
 
 
@@ -322,7 +398,9 @@ def test_damaged_indexes_are_refused(tmp_path: Path, text: bytes) -> None:
 
 
 def test_shards_of_two_formats_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "m", {"a.bin": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(2)}})
+    path = write(
+        tmp_path / "m", {"a.bin": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(2)}}
+    )
     with pytest.raises(CkptError, match="disagree") as caught:
         open_checkpoint(str(path))
     assert {problem.key for problem in caught.value.problems} == {"a.bin", "b.safetensors"}
@@ -350,18 +428,24 @@ class Doubled(nn.Linear):
         self.register_load_state_dict_pre_hook(self._back)
 
     @staticmethod
-    def _out(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+    def _out(
+        module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object
+    ) -> None:
         state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
 
     @staticmethod
-    def _back(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: object) -> None:
+    def _back(
+        module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: object
+    ) -> None:
         state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
 
 
 @pytest.mark.parametrize("way", ["kept", "resharded"])
 @pytest.mark.parametrize("ending", ["safetensors", "bin"])
 def test_shards_are_marked_with_their_form(tmp_path: Path, ending: str, way: str) -> None:
-    """Keys, shapes and dtypes are the same for both forms, so only the mark in the shards distinguishes them."""
+    """Keys, shapes and dtypes are the same for both forms, so only the mark in the shards
+    distinguishes them.
+    """
     torch.manual_seed(0)
     model = Doubled()
     state, runtime = dict(model.state_dict()), dict(model.named_parameters())
@@ -374,12 +458,21 @@ def test_shards_are_marked_with_their_form(tmp_path: Path, ending: str, way: str
         remap(at, *words, "-o", tmp_path / str(number) / name)
         at = tmp_path / str(number)
         if way == "resharded":
-            remap(at, "-o", tmp_path / f"{number} again" / name, "--max-shard-size", "36" if number % 2 else "72")
+            remap(
+                at,
+                "-o",
+                tmp_path / f"{number} again" / name,
+                "--max-shard-size",
+                "36" if number % 2 else "72",
+            )
             at = tmp_path / f"{number} again"
         remap(at, "-o", tmp_path / f"{number}.safetensors")
         found = load_file(tmp_path / f"{number}.safetensors")
         expected = runtime if form == "runtime" else state
-        assert all(torch.equal(found[key], value) for key, value in expected.items()), (number, form)
+        assert all(torch.equal(found[key], value) for key, value in expected.items()), (
+            number,
+            form,
+        )
 
 
 def test_a_note_names_the_option_that_reads_an_unmarked_form(tmp_path: Path, run: Run) -> None:
@@ -387,10 +480,17 @@ def test_a_note_names_the_option_that_reads_an_unmarked_form(tmp_path: Path, run
     state = dict(Doubled().state_dict())
     save_file(state, tmp_path / "in.safetensors")
     model = ("--model", f"{__file__}:Doubled")
-    done = run("remap", tmp_path / "in.safetensors", *model, "--to", "runtime", "-o", tmp_path / "out.dcp")
+    done = run(
+        "remap", tmp_path / "in.safetensors", *model, "--to", "runtime", "-o", tmp_path / "out.dcp"
+    )
     assert (done.status, "read it with --from runtime" in done.err) == (0, True)
     words = ("--from", "runtime", "--to", "serialized")
-    assert run("remap", tmp_path / "out.dcp", *model, *words, "-o", tmp_path / "back.safetensors").status == 0
+    assert (
+        run(
+            "remap", tmp_path / "out.dcp", *model, *words, "-o", tmp_path / "back.safetensors"
+        ).status
+        == 0
+    )
     assert torch.equal(load_file(tmp_path / "back.safetensors")["weight"], state["weight"])
 
 
@@ -405,11 +505,17 @@ def test_objects_are_copied(tmp_path: Path) -> None:
         torch.save(content, tmp_path / "m" / name)
     weight_map = {key: name for name, content in shards.items() for key in content}
     path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    assert [extra.key for extra in open_checkpoint(str(path)).sections[0].extras] == ["x._extra_state"]
+    assert [extra.key for extra in open_checkpoint(str(path)).sections[0].extras] == [
+        "x._extra_state"
+    ]
     remap(path, "-o", tmp_path / "other" / path.name, status=1)
     remap(path, "-o", tmp_path / "out.pt")
     found = torch.load(tmp_path / "out.pt")
-    assert (found["x"].tolist(), found["x._extra_state"], found["y"].tolist()) == ([1, 1], {"n": 1}, [0, 0])
+    assert (found["x"].tolist(), found["x._extra_state"], found["y"].tolist()) == (
+        [1, 1],
+        {"n": 1},
+        [0, 0],
+    )
 
 
 @pytest.mark.parametrize(
@@ -417,7 +523,8 @@ def test_objects_are_copied(tmp_path: Path) -> None:
     [
         (
             lambda folder: [
-                (folder / f"{old}.safetensors").rename(folder / f"{new}.safetensors") for old, new in ("ac", "ba", "cb")
+                (folder / f"{old}.safetensors").rename(folder / f"{new}.safetensors")
+                for old, new in ("ac", "ba", "cb")
             ],
             [
                 "in the index, but not in a.safetensors @ a",
@@ -427,27 +534,47 @@ def test_objects_are_copied(tmp_path: Path) -> None:
             ],
         ),
         (
-            lambda folder: (folder / "a.safetensors").write_bytes(bytes([10, *[0] * 7]) + b'{"a":null}'),
+            lambda folder: (folder / "a.safetensors").write_bytes(
+                bytes([10, *[0] * 7]) + b'{"a":null}'
+            ),
             ["not an object with dtype, shape and data_offsets @ a.safetensors: a"],
         ),
         (
-            lambda folder: torch.save({}, folder / "a.safetensors", _use_new_zipfile_serialization=False),
-            ["is in a format that shards cannot have: torch.save before 1.6 (no zip) @ a.safetensors"],
+            lambda folder: torch.save(
+                {}, folder / "a.safetensors", _use_new_zipfile_serialization=False
+            ),
+            [
+                "is in a format that shards cannot have: torch.save before 1.6 (no zip) @"
+                " a.safetensors"
+            ],
         ),
         (
             lambda folder: torch.save([torch.ones(2)], folder / "a.safetensors"),
             ["does not hold one state dict @ a.safetensors"],
         ),
-        (lambda folder: torch.save({}, folder / "a.safetensors"), ["does not hold one state dict @ a.safetensors"]),
         (
-            lambda folder: torch.save({"a": torch.ones(2), "m": {"b": torch.ones(2)}}, folder / "a.safetensors"),
+            lambda folder: torch.save({}, folder / "a.safetensors"),
             ["does not hold one state dict @ a.safetensors"],
         ),
-        (lambda folder: save_file({}, folder / "a.safetensors"), ["in the index, but not in a.safetensors @ a"]),
+        (
+            lambda folder: torch.save(
+                {"a": torch.ones(2), "m": {"b": torch.ones(2)}}, folder / "a.safetensors"
+            ),
+            ["does not hold one state dict @ a.safetensors"],
+        ),
+        (
+            lambda folder: save_file({}, folder / "a.safetensors"),
+            ["in the index, but not in a.safetensors @ a"],
+        ),
     ],
 )
-def test_shards_that_the_index_contradicts_are_refused(tmp_path: Path, change: Any, problems: list[str]) -> None:
-    path = write(tmp_path / "m", {"a.safetensors": {"a": torch.ones(2)}, "b.safetensors": {"b": torch.ones(2)}})
+def test_shards_that_the_index_contradicts_are_refused(
+    tmp_path: Path, change: Any, problems: list[str]
+) -> None:
+    path = write(
+        tmp_path / "m",
+        {"a.safetensors": {"a": torch.ones(2)}, "b.safetensors": {"b": torch.ones(2)}},
+    )
     change(tmp_path / "m")
     with pytest.raises(CkptError, match="disagree") as caught:
         open_checkpoint(str(path))
@@ -464,8 +591,13 @@ def test_an_index_beyond_the_limit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("drop", "left"), [("y", ["x", "z"]), ("x", ["y", "z"])])
-def test_a_dropped_tensor_is_removed_from_its_shard(tmp_path: Path, drop: str, left: list[str]) -> None:
-    shards = {"a.safetensors": {"x": torch.ones(2), "z": torch.ones(1)}, "b.safetensors": {"y": torch.ones(3)}}
+def test_a_dropped_tensor_is_removed_from_its_shard(
+    tmp_path: Path, drop: str, left: list[str]
+) -> None:
+    shards = {
+        "a.safetensors": {"x": torch.ones(2), "z": torch.ones(1)},
+        "b.safetensors": {"y": torch.ones(3)},
+    }
     path = write(tmp_path / "m", shards)
     remap(path, "-o", f"{tmp_path}/out/", "--drop", drop)
     checkpoint = open_checkpoint(f"{tmp_path}/out")
@@ -473,11 +605,20 @@ def test_a_dropped_tensor_is_removed_from_its_shard(tmp_path: Path, drop: str, l
 
 
 def test_each_shard_gets_new_metadata(tmp_path: Path) -> None:
-    """A changed item of one shard stays in that shard; a removed item is removed from all shards."""
-    path = write(tmp_path / "m", {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(2)}})
+    """A changed item of one shard stays in that shard; a removed item is removed from all
+    shards.
+    """
+    path = write(
+        tmp_path / "m",
+        {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(2)}},
+    )
     for key, own in (("x", {"one": "1"}), ("y", {})):
         name = "a.safetensors" if key == "x" else "b.safetensors"
-        save_file({key: torch.ones(2)}, tmp_path / "m" / name, {"format": "pt", "old": "o", "part": key, **own})
+        save_file(
+            {key: torch.ones(2)},
+            tmp_path / "m" / name,
+            {"format": "pt", "old": "o", "part": key, **own},
+        )
     checkpoint = open_checkpoint(str(path))
     assert checkpoint.metadata == {"format": "pt", "old": "o", "one": "1"}
     changed = replace(checkpoint, metadata={"format": "tf", "one": "2", "new": "n"})
@@ -496,11 +637,16 @@ def test_elements_smaller_than_a_byte_stay_in_their_shards(tmp_path: Path) -> No
     path = write(tmp_path / "m", {f"{key}.safetensors": {key: torch.ones(2)} for key in "ab"})
     for number, key in enumerate("ab"):
         raw = json.dumps({key: {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
-        (tmp_path / "m" / f"{key}.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes([number] * 3))
+        (tmp_path / "m" / f"{key}.safetensors").write_bytes(
+            struct.pack("<Q", len(raw)) + raw + bytes([number] * 3)
+        )
     remap(path, "-o", f"{tmp_path}/out/", "--rule", "b => z")
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     assert index["weight_map"] == {"a": "a.safetensors", "z": "b.safetensors"}
-    assert [(tmp_path / "out" / f"{key}.safetensors").read_bytes()[-3:] for key in "ab"] == [bytes(3), b"\1\1\1"]
+    assert [(tmp_path / "out" / f"{key}.safetensors").read_bytes()[-3:] for key in "ab"] == [
+        bytes(3),
+        b"\1\1\1",
+    ]
 
 
 def items(*sizes: int) -> list[Item]:
@@ -523,7 +669,9 @@ def test_tied_tensors_stay_together_and_count_once() -> None:
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), max_size=12), st.integers(1, 40))
 def test_the_plan_matches_huggingface_hub(drawn: list[tuple[int, int]], limit: int) -> None:
     first: dict[int, int] = {}
-    tensors = {f"t{i}": (first.setdefault(group, size), group) for i, (size, group) in enumerate(drawn)}
+    tensors = {
+        f"t{i}": (first.setdefault(group, size), group) for i, (size, group) in enumerate(drawn)
+    }
     reference = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor[0],
@@ -535,12 +683,22 @@ def test_the_plan_matches_huggingface_hub(drawn: list[tuple[int, int]], limit: i
     expected = [sorted(keys) for keys in reference.filename_to_tensors.values() if keys]
     assert [sorted(keys) for keys in planned if keys] == expected
     if len(expected) > 1 and len(expected) == len(planned):
-        assert shard_names("model", ".safetensors", len(planned)) == list(reference.filename_to_tensors)
+        assert shard_names("model", ".safetensors", len(planned)) == list(
+            reference.filename_to_tensors
+        )
 
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("5GB", 5 * 10**9), ("512MiB", 2**29), ("1.5kb", 1500), ("1000", 1000), ("7 B", 7), ("2g", None), ("2tib", 2**41)],
+    [
+        ("5GB", 5 * 10**9),
+        ("512MiB", 2**29),
+        ("1.5kb", 1500),
+        ("1000", 1000),
+        ("7 B", 7),
+        ("2g", None),
+        ("2tib", 2**41),
+    ],
 )
 def test_sizes_are_parsed_or_refused(text: str, nbytes: int | None) -> None:
     if nbytes is not None:

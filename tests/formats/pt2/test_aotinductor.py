@@ -1,4 +1,6 @@
-"""AOTInductor packages: weights next to the compiled code are read and swapped, weights inside it are refused."""
+"""AOTInductor packages: weights next to the compiled code are read and swapped, weights inside it
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,15 @@ OUTSIDE = {
 }
 
 needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("clang++") is None, reason="AOTInductor needs a C++ compiler"
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="AOTInductor needs a C++ compiler",
 )
 
 
 class Model(nn.Module):
-    """Tied, shared and transposed weights, a small bias that is inlined, a non-persistent buffer, and a constant."""
+    """Tied, shared and transposed weights, a small bias that is inlined, a non-persistent buffer,
+    and a constant.
+    """
 
     def __init__(self, seed: int):
         super().__init__()
@@ -66,7 +71,9 @@ def build() -> nn.Module:
 
 def compiled(path: Path, config: dict[str, object]) -> str:
     program = torch.export.export(Model(0).eval(), (torch.ones(2, 4),))
-    return torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=config)
+    return torch._inductor.aoti_compile_and_package(
+        program, package_path=str(path), inductor_configs=config
+    )
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +121,14 @@ def test_source_that_is_too_long_is_not_read(package):
 
 
 @needs_compiler
-def test_swapped_weights_give_the_outputs_of_the_new_model(package: str, run: Run, tmp_path: Path) -> None:
+def test_swapped_weights_give_the_outputs_of_the_new_model(
+    package: str, run: Run, tmp_path: Path
+) -> None:
     old, new = Model(0).eval(), Model(1).eval()
-    torch.save({key: value for key, value in new.state_dict().items() if key != "b.bias"}, tmp_path / "new.pt")
+    torch.save(
+        {key: value for key, value in new.state_dict().items() if key != "b.bias"},
+        tmp_path / "new.pt",
+    )
     options = ("--verify", "--model", f"{__file__}:build", "--format", "json")
     done = run("swap-weights", package, tmp_path / "new.pt", "-o", tmp_path / "out.pt2", *options)
     assert done.status == 0, done.err
@@ -132,18 +144,27 @@ def test_an_inlined_weight_is_refused(package, run: Run, tmp_path):
     with pytest.raises(Refused) as caught:
         swap(read(package), model_section(open_checkpoint(str(tmp_path / "new.pt"))))
     problems = {problem.key: problem.problem for problem in caught.value.problems}
-    assert problems.pop("b.bias") == "4 elements: written into the compiled code, and cannot be swapped"
+    assert problems.pop("b.bias") == (
+        "4 elements: written into the compiled code, and cannot be swapped"
+    )
     assert problems == {"fixed": "no weight for it"}  # only the model knows that it is not saved
     assert "in the compiled code itself" in caught.value.hint
     command = shlex.split(caught.value.hint.rpartition(": ")[2])
     words = {"NEW": tmp_path / "new.pt", "KEY": "b.bias", "OUT": tmp_path / "used.pt"}
     assert run(*(words.get(word, word) for word in command[1:])).status == 0
     swap(
-        read(package), model_section(open_checkpoint(str(tmp_path / "used.pt"))), ModelOperand(trace(of_object(build)))
+        read(package),
+        model_section(open_checkpoint(str(tmp_path / "used.pt"))),
+        ModelOperand(trace(of_object(build))),
     )
     state = {**Model(1).state_dict(), "spare": torch.ones(3, 3)}
-    torch.save({key: value for key, value in state.items() if key != "b.bias"}, tmp_path / "spare.pt")
-    names, weights = ModelOperand(trace(of_object(build))), model_section(open_checkpoint(str(tmp_path / "spare.pt")))
+    torch.save(
+        {key: value for key, value in state.items() if key != "b.bias"}, tmp_path / "spare.pt"
+    )
+    names, weights = (
+        ModelOperand(trace(of_object(build))),
+        model_section(open_checkpoint(str(tmp_path / "spare.pt"))),
+    )
     with pytest.raises(Refused) as caught:
         swap(read(package), weights, names)
     assert [str(problem) for problem in caught.value.problems] == [
@@ -156,10 +177,15 @@ def test_an_inlined_weight_is_refused(package, run: Run, tmp_path):
     "config",
     [
         {},
-        {"aot_inductor.package_constants_in_so": False, "aot_inductor.package_constants_on_disk_format": "binary_blob"},
+        {
+            "aot_inductor.package_constants_in_so": False,
+            "aot_inductor.package_constants_on_disk_format": "binary_blob",
+        },
     ],
 )
-def test_weights_inside_the_code_are_refused_with_a_hint(run: Run, tmp_path: Path, config: dict[str, object]) -> None:
+def test_weights_inside_the_code_are_refused_with_a_hint(
+    run: Run, tmp_path: Path, config: dict[str, object]
+) -> None:
     needs_torch("2.9", "weights next to the code of a package")
     path = compiled(tmp_path / "inside.pt2", config)
     checkpoint = open_checkpoint(path)
@@ -216,7 +242,9 @@ class Twice(nn.Module):
     ],
 )
 def test_swap_accepts_names_that_compiled_code_lacks(tmp_path, state, problems):
-    two: dict[str, object] = {name: [f"weight_{at}", [2, 2], [2, 1], 0] for at, name in enumerate(("w", "fixed"))}
+    two: dict[str, object] = {
+        name: [f"weight_{at}", [2, 2], [2, 1], 0] for at, name in enumerate(("w", "fixed"))
+    }
     values: dict[str, object] = {f"weight_{at}": torch.ones(2, 2) for at in (0, 1)}
     path = archive(tmp_path / "p.pt2", {"model": two}, values)
     torch.save({"w": torch.full((2, 2), 7.0), **state}, tmp_path / "new.pt")
@@ -228,11 +256,19 @@ def test_swap_accepts_names_that_compiled_code_lacks(tmp_path, state, problems):
         assert [str(problem) for problem in caught.value.problems] == problems
         return
     done = swap(read(path), new, names, SwapOptions(from_="runtime"))
-    assert (set(done.sources), done.kept) == ({"w", "fixed"} & {"w", *state}, () if "fixed" in state else ("fixed",))
+    assert (set(done.sources), done.kept) == (
+        {"w", "fixed"} & {"w", *state},
+        () if "fixed" in state else ("fixed",),
+    )
     out = write_pieces(layout(done.program), tmp_path / "out.pt2")
     with zipfile.ZipFile(out) as written:
-        assert torch.equal(torch.load(written.open("p/data/weights/weight_0")), torch.full((2, 2), 7.0))
-        assert torch.equal(torch.load(written.open("p/data/weights/weight_1")), state.get("fixed", torch.ones(2, 2)))
+        assert torch.equal(
+            torch.load(written.open("p/data/weights/weight_0")), torch.full((2, 2), 7.0)
+        )
+        assert torch.equal(
+            torch.load(written.open("p/data/weights/weight_1")),
+            state.get("fixed", torch.ones(2, 2)),
+        )
 
 
 def test_weights_shared_with_another_model_are_refused(tmp_path):
@@ -241,7 +277,9 @@ def test_weights_shared_with_another_model_are_refused(tmp_path):
     assert [section.path for section in read(path).sections] == ["cpu", "cuda", "own"]
     with pytest.raises(Refused) as caught:
         layout(with_ones(read_program(path, "cpu"), tmp_path))
-    assert [str(p) for p in caught.value.problems] == ["the weights of cuda too @ p/data/weights/weight_0"]
+    assert [str(p) for p in caught.value.problems] == [
+        "the weights of cuda too @ p/data/weights/weight_0"
+    ]
     out = write_pieces(layout(with_ones(read_program(path, "own"), tmp_path)), tmp_path / "out.pt2")
     with zipfile.ZipFile(out) as written:
         assert torch.load(written.open("p/data/weights/weight_1"))[1, 1] == 7
@@ -266,11 +304,15 @@ def test_a_rename_of_compiled_weights_is_refused(tmp_path):
 
 
 def test_the_source_identifies_constants(tmp_path):
-    path = archive(tmp_path / "p.pt2", {"model": {**ONE, "c": ONE["w"]}}, {"weight_0": torch.ones(2, 2)})
+    path = archive(
+        tmp_path / "p.pt2", {"model": {**ONE, "c": ONE["w"]}}, {"weight_0": torch.ones(2, 2)}
+    )
     source = (
-        "constants_info_[0].type = static_cast<int32_t>(torch::aot_inductor::ConstantType::Parameter);\n"
+        "constants_info_[0].type ="
+        " static_cast<int32_t>(torch::aot_inductor::ConstantType::Parameter);\n"
         'constants_info_[0].original_fqn = "w";\n'
-        "constants_info_[1].type = static_cast<int32_t>(torch::aot_inductor::ConstantType::TensorConstant);\n"
+        "constants_info_[1].type ="
+        " static_cast<int32_t>(torch::aot_inductor::ConstantType::TensorConstant);\n"
         'constants_info_[1].original_fqn = "c";\n'
     )
     with zipfile.ZipFile(path, "a") as out:
@@ -317,6 +359,8 @@ def test_a_wrong_config_is_refused(tmp_path, config):
     with pytest.raises(CkptError) as caught:
         read(path)
     assert caught.value.exit_status == 2
-    again = archive(tmp_path / "q.pt2", {"other": ONE, "model": config}, {"weight_0": torch.ones(2, 2)})
+    again = archive(
+        tmp_path / "q.pt2", {"other": ONE, "model": config}, {"weight_0": torch.ones(2, 2)}
+    )
     with pytest.raises(CkptError):
         read_program(again, "model")

@@ -1,4 +1,6 @@
-"""Exported programs: read without the graph, and written with new weights; torch.export.load is the oracle."""
+"""Exported programs: read without the graph, and written with new weights; torch.export.load is the
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from ckpttool.formats.zip_write import NewRecord, layout_archive
 from ckpttool.operands.checkpoint import open_operand
 from files import change_archive, write_pieces
 
-pytestmark = pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.9 has a new layout of programs")
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.9", reason="torch 2.9 has a new layout of programs"
+)
 
 
 @torch.library.custom_op("ckpttool_tests::halve", mutates_args=())
@@ -53,7 +57,9 @@ class Block(nn.Module):
 
 
 class Everything(nn.Module):
-    """Tied, shared, frozen, unused, transposed and sliced weights, buffers of every kind, and constants."""
+    """Tied, shared, frozen, unused, transposed and sliced weights, buffers of every kind, and
+    constants.
+    """
 
     def __init__(self, seed: int):
         super().__init__()
@@ -77,10 +83,26 @@ class Everything(nn.Module):
         self.plain = torch.tensor([1.0, 2.0, 3.0])
 
     def forward(self, x):
-        x = self.again(self.block(x)) + self.frozen + self.brain + self.small * self.flag + self.empty.sum()
-        x = x * self.scalar + self.expanded * self.column + self.plain + torch.tensor([3.0, 2.0, 1.0])
+        x = (
+            self.again(self.block(x))
+            + self.frozen
+            + self.brain
+            + self.small * self.flag
+            + self.empty.sum()
+        )
+        x = (
+            x * self.scalar
+            + self.expanded * self.column
+            + self.plain
+            + torch.tensor([3.0, 2.0, 1.0])
+        )
         return (
-            halve(x) + self.turned.sum(0) + self.upper.sum(0) - self.lower.prod(0) + self.tied.sum() + self.empty2.sum()
+            halve(x)
+            + self.turned.sum(0)
+            + self.upper.sum(0)
+            - self.lower.prod(0)
+            + self.tied.sum()
+            + self.empty2.sum()
         )
 
 
@@ -114,9 +136,15 @@ def with_weights_of(program: Checkpoint, weights: Checkpoint, lazily: bool = Fal
 
     def storage(entry: TensorEntry) -> Storage:
         old: Any = by_key[entry.key].storage
-        return fresh.setdefault(old, Storage(Lazy(old.nbytes, lambda: [bytes_of(old.data)]))) if lazily else old
+        return (
+            fresh.setdefault(old, Storage(Lazy(old.nbytes, lambda: [bytes_of(old.data)])))
+            if lazily
+            else old
+        )
 
-    return with_tensors(program, *(replace(e, storage=storage(e)) for e in program.section("").tensors))
+    return with_tensors(
+        program, *(replace(e, storage=storage(e)) for e in program.section("").tensors)
+    )
 
 
 def bytes_of(span: Span) -> bytes:
@@ -142,7 +170,9 @@ def with_record(path: str, name: str, data: bytes, out: Path) -> str:
     root = archive.records[0].name.partition("/")[0]
     new = NewRecord(f"{root}/{name}", data)
     records = [new if record.name == new.name else record for record in archive.records]
-    return write_pieces(layout_archive(archive, records if new.name in archive.by_name else [*records, new]), out)
+    return write_pieces(
+        layout_archive(archive, records if new.name in archive.by_name else [*records, new]), out
+    )
 
 
 # Reading
@@ -178,7 +208,9 @@ def test_names_match_the_model(folder):
     buffers = dict(model.named_buffers(remove_duplicate=False))
     persistent = set(model.state_dict()) - set(parameters)
     assert {r.fqn for r in found.runtime} == set(parameters) | set(buffers)
-    assert [r.kind for r in found.runtime] == ["parameter"] * len(parameters) + ["buffer"] * len(buffers)
+    assert [r.kind for r in found.runtime] == ["parameter"] * len(parameters) + ["buffer"] * len(
+        buffers
+    )
     tensors = parameters | buffers
     for r in found.runtime:
         tensor = tensors[r.fqn]
@@ -200,7 +232,8 @@ def test_reading_does_not_import_torch(folder):
     code = (
         "import sys; from ckpttool.formats.pt2 import read, layout\n"
         "from ckpttool.formats.pt2 import names\n"
-        "layout(read(sys.argv[1])), names(sys.argv[1]); assert 'torch' not in sys.modules, 'torch was imported'"
+        "layout(read(sys.argv[1])), names(sys.argv[1]); assert 'torch' not in sys.modules, 'torch"
+        " was imported'"
     )
     subprocess.run([sys.executable, "-c", code, str(folder / "old.pt2")], check=True)
 
@@ -237,14 +270,20 @@ def test_tensor_subclasses_are_copied(tmp_path):
     assert loaded["bias"].tolist() == [0, 0, 0]
     assert loaded["pair"].b.tolist() == [2, 2, 2]
     with pytest.raises(Refused) as caught:
-        layout(with_tensors(checkpoint, replace(pair, storage=Storage(Lazy(12, list)), payload=None), bias))
+        layout(
+            with_tensors(
+                checkpoint, replace(pair, storage=Storage(Lazy(12, list)), payload=None), bias
+            )
+        )
     assert [str(p) for p in caught.value.problems] == [
         "a subclass tensor in the program, which cannot be replaced @ pair"
     ]
 
 
 def test_programs_without_values_are_read(tmp_path):
-    """If a program is exported with fake tensors, torch saves one empty record for all weights of a dtype."""
+    """If a program is exported with fake tensors, torch saves one empty record for all weights of a
+    dtype.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, example = nn.Linear(3, 2), torch.ones(1, 3)
     torch.export.save(torch.export.export(model, (example,)), tmp_path / "fake.pt2")
@@ -261,7 +300,11 @@ def test_several_programs_are_read_and_written_separately(tmp_path):
 
     program = torch.export.export(Small(), (EXAMPLE,))
     path = str(tmp_path / "two.pt2")
-    package_pt2(path, exported_programs={"first": program, "inner/second": program}, extra_files={"note": "hello"})
+    package_pt2(
+        path,
+        exported_programs={"first": program, "inner/second": program},
+        extra_files={"note": "hello"},
+    )
     together = read(path)
     assert [(section.path, section.kind) for section in together.sections] == [
         ("first", "state_dict"), ("first.constants", "other"),
@@ -269,7 +312,9 @@ def test_several_programs_are_read_and_written_separately(tmp_path):
     ]  # fmt: skip
     assert together.notes == ("2 programs: first, inner/second",)
     picked = open_operand(f"{path}::inner/second").section("")
-    assert [entry.span for entry in picked.tensors] == [entry.span for entry in together.sections[2].tensors]
+    assert [entry.span for entry in picked.tensors] == [
+        entry.span for entry in together.sections[2].tensors
+    ]
     with pytest.raises(CkptError, match="holds 2 programs: first, inner/second") as caught:
         read_program(path)
     assert caught.value.hint == "name one: --program first"
@@ -299,32 +344,54 @@ def test_tensors_missing_from_the_signature_are_read(folder, tmp_path, name, spe
     specs = model["graph_module"]["signature"]["input_specs"]
     (at,) = (n for n, old in enumerate(specs) for kind in old.values() if name in kind.values())
     specs[at : at + 1] = [spec] if spec else []
-    path = with_record(str(folder / "old.pt2"), "models/model.json", json.dumps(model).encode(), tmp_path / "p.pt2")
+    path = with_record(
+        str(folder / "old.pt2"), "models/model.json", json.dumps(model).encode(), tmp_path / "p.pt2"
+    )
     found = names(path)
     assert [r.kind for r in found.runtime if r.fqn == name] == kinds
-    assert [s.key for s in found.serialized] == [s.key for s in names(str(folder / "old.pt2")).serialized]
+    assert [s.key for s in found.serialized] == [
+        s.key for s in names(str(folder / "old.pt2")).serialized
+    ]
 
 
 def with_objects(path: str, value: object, out: Path) -> str:
     """Add constants that are not tensors to the program, in both pickle formats of torch."""
     folder, config = "data/constants", {}
-    for name, data in {"opaque_obj_0": pickle.dumps(value), "custom_obj_0": torch._C._pickle_save(value)}.items():
+    for name, data in {
+        "opaque_obj_0": pickle.dumps(value),
+        "custom_obj_0": torch._C._pickle_save(value),
+    }.items():
         path = with_record(path, f"{folder}/{name}", data, out.with_name(f"{name}.pt2"))
-        config[name[0]] = {"path_name": name, "is_param": False, "use_pickle": True, "tensor_meta": None}
-    return with_record(path, f"{folder}/model_constants_config.json", json.dumps({"config": config}).encode(), out)
+        config[name[0]] = {
+            "path_name": name,
+            "is_param": False,
+            "use_pickle": True,
+            "tensor_meta": None,
+        }
+    return with_record(
+        path, f"{folder}/model_constants_config.json", json.dumps({"config": config}).encode(), out
+    )
 
 
 def test_constants_that_are_not_tensors_are_compared(linear, tmp_path, run):
     old, new, same = (
-        with_objects(linear, value, tmp_path / f"{n}.pt2") for n, value in enumerate(((1, 2), (1, 3), (1, 2)))
+        with_objects(linear, value, tmp_path / f"{n}.pt2")
+        for n, value in enumerate(((1, 2), (1, 3), (1, 2)))
     )
-    assert [entry.key for entry in read(old).sections[1].extras] == ["o", "c"] == list(torch.export.load(old).constants)
+    assert (
+        [entry.key for entry in read(old).sections[1].extras]
+        == ["o", "c"]
+        == list(torch.export.load(old).constants)
+    )
     assert read(old).unreached == ()
     assert run("diff", old, same, "--values")[0] == 0
     status, out, _ = run("diff", old, new, "--values", "--format", "json")
     assert (status, json.loads(out)["summary"]["value"]) == (1, 2)
     status, out, err = run("diff", old, linear)
-    assert (status, "not compared: 2 entries outside of state dicts in left only: o, c" in out + err) == (0, True)
+    assert (
+        status,
+        "not compared: 2 entries outside of state dicts in left only: o, c" in out + err,
+    ) == (0, True)
     assert run("diff", old, linear, "--whole")[0] == 1
 
 
@@ -342,7 +409,9 @@ def test_tensor_subclasses_are_compared_by_content(tmp_path, run):
         model.pair = nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3) * value))
         torch.export.save(torch.export.export(model, (EXAMPLE,)), tmp_path / f"{name}.pt2")
     assert run("diff", tmp_path / "old.pt2", tmp_path / "same.pt2", "--values")[0] == 0
-    status, out, _ = run("diff", tmp_path / "old.pt2", tmp_path / "new.pt2", "--values", "--format", "json")
+    status, out, _ = run(
+        "diff", tmp_path / "old.pt2", tmp_path / "new.pt2", "--values", "--format", "json"
+    )
     assert (status, json.loads(out)["summary"]["value"]) == (1, 1)
 
 
@@ -381,9 +450,14 @@ def test_unchanged_weights_are_copied_as_spans(folder):
     assert sum(isinstance(piece.data, Span) for piece in pieces) == 3  # before, the weight, after
 
 
-def replace_storage(checkpoint: Checkpoint, fqn: str, storage: Storage | None, **changes) -> Checkpoint:
+def replace_storage(
+    checkpoint: Checkpoint, fqn: str, storage: Storage | None, **changes
+) -> Checkpoint:
     tensors = checkpoint.section("").tensors
-    return with_tensors(checkpoint, *(replace(e, storage=storage, **changes) if e.key == fqn else e for e in tensors))
+    return with_tensors(
+        checkpoint,
+        *(replace(e, storage=storage, **changes) if e.key == fqn else e for e in tensors),
+    )
 
 
 def problems(checkpoint: Checkpoint) -> list[str]:
@@ -403,14 +477,18 @@ def test_weights_that_do_not_fit_are_refused(folder):
         return problems(replace_storage(old, fqn, by_key[fqn].storage, **changes))
 
     assert change("brain", dtype="float16") == ["dtype float16, the program has bfloat16 @ brain"]
-    assert change("frozen", shape=(3, 1), stride=(1, 1)) == ["shape [3, 1], the program has [3] @ frozen"]
+    assert change("frozen", shape=(3, 1), stride=(1, 1)) == [
+        "shape [3, 1], the program has [3] @ frozen"
+    ]
     assert change("turned", stride=(3, 1)) == ["stride [3, 1], the program has [1, 5] @ turned"]
     assert change("lower", offset=0) == ["offset 0, the program has 6 @ lower"]
     assert change("frozen", key="thawed", payload=None) == [
         "the program has no such tensor @ thawed",
         "missing @ frozen",
     ]
-    assert problems(with_tensors(old, *tensors, tensors[0])) == [f"the name is there twice @ {tensors[0].key}"]
+    assert problems(with_tensors(old, *tensors, tensors[0])) == [
+        f"the name is there twice @ {tensors[0].key}"
+    ]
     for nbytes in (8, 16):
         assert problems(replace_storage(old, "frozen", Storage(Lazy(nbytes, list)))) == [
             f"a storage of {nbytes} bytes, the program's has 12 @ frozen"
@@ -432,7 +510,9 @@ def test_weights_that_do_not_fit_are_refused(folder):
 
 
 def test_compiled_code_next_to_the_program_is_refused(folder, tmp_path):
-    path = with_record(str(folder / "old.pt2"), "data/aotinductor/model/code.so", b"\x7fELF", tmp_path / "both.pt2")
+    path = with_record(
+        str(folder / "old.pt2"), "data/aotinductor/model/code.so", b"\x7fELF", tmp_path / "both.pt2"
+    )
     checkpoint = read(path)
     assert len(layout(checkpoint)) == 1
     assert problems(with_weights_of(checkpoint, read(str(folder / "new.pt2")))) == [
@@ -461,12 +541,28 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> str:
         (("path_name",), None, "not as torch.export.save writes it"),
         (("tensor_meta", "dtype"), 99, "the dtype number 99"),
         (("tensor_meta", "dtype"), [7], "not as torch.export.save writes it"),
-        (("tensor_meta", "sizes"), [{"as_int": 3}, {"as_int": 3}], "weight needs 36 bytes, its record"),
+        (
+            ("tensor_meta", "sizes"),
+            [{"as_int": 3}, {"as_int": 3}],
+            "weight needs 36 bytes, its record",
+        ),
         (("tensor_meta", "sizes"), [{"as_int": 2}], "1 sizes and 2 strides"),
-        (("tensor_meta", "sizes"), [{"as_int": -2}, {"as_int": 3}], "not as torch.export.save writes it"),
-        (("tensor_meta", "sizes"), [{"as_int": 2.0}, {"as_int": 3}], "not as torch.export.save writes it"),
+        (
+            ("tensor_meta", "sizes"),
+            [{"as_int": -2}, {"as_int": 3}],
+            "not as torch.export.save writes it",
+        ),
+        (
+            ("tensor_meta", "sizes"),
+            [{"as_int": 2.0}, {"as_int": 3}],
+            "not as torch.export.save writes it",
+        ),
         (("tensor_meta", "sizes"), [{"as_int": 2**62}, {"as_int": 2**62}], "bytes, its record"),
-        (("tensor_meta", "sizes"), [{"as_expr": {"expr_str": "s0"}}], "not as torch.export.save writes it"),
+        (
+            ("tensor_meta", "sizes"),
+            [{"as_expr": {"expr_str": "s0"}}],
+            "not as torch.export.save writes it",
+        ),
         (("tensor_meta", "strides"), 3, "not as torch.export.save writes it"),
         (("tensor_meta", "storage_offset"), {"as_int": 1}, "weight needs 28 bytes, its record"),
         (("tensor_meta",), "x", "not as torch.export.save writes it"),
@@ -488,7 +584,9 @@ def test_a_wrong_config_is_an_error(linear, tmp_path, where, value, message):
     assert caught.value.exit_status == 2
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"config":[]}', b'{"config":{"a":1}}', b"\xff", b"[" * 99_999])
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{}", b'{"config":[]}', b'{"config":{"a":1}}', b"\xff", b"[" * 99_999]
+)
 @pytest.mark.parametrize("name", [CONFIG, "data/constants/model_constants_config.json"])
 def test_an_invalid_config_is_an_error(linear, tmp_path, name, data):
     with pytest.raises(CkptError, match="is not"):
@@ -501,23 +599,46 @@ def test_an_invalid_config_is_an_error(linear, tmp_path, name, data):
         {},
         {"torch_version": "2.9", "graph_module": {"signature": {"input_specs": [{}]}}},
         {"torch_version": "2.9", "graph_module": {"signature": {"input_specs": [{"buffer": {}}]}}},
-        {"torch_version": "2.9", "graph_module": {"signature": {"input_specs": [{"buffer": {"buffer_name": []}}]}}},
+        {
+            "torch_version": "2.9",
+            "graph_module": {"signature": {"input_specs": [{"buffer": {"buffer_name": []}}]}},
+        },
     ],
 )
 def test_an_invalid_signature_is_an_error(linear, tmp_path, model):
-    path = with_record(linear, "models/model.json", json.dumps(model).encode(), tmp_path / "broken.pt2")
+    path = with_record(
+        linear, "models/model.json", json.dumps(model).encode(), tmp_path / "broken.pt2"
+    )
     assert len(read(path).section("").tensors) == 2
     with pytest.raises(CkptError, match="not as torch"):
         names(path)
 
 
-JUNK = [None, True, 0, -1, 7, 2**70, 1.5, "", "weight_1", [], {}, [1], {"as_int": 2}, {"as_int": None}, [{"as_int": 2}]]
+JUNK = [
+    None,
+    True,
+    0,
+    -1,
+    7,
+    2**70,
+    1.5,
+    "",
+    "weight_1",
+    [],
+    {},
+    [1],
+    {"as_int": 2},
+    {"as_int": None},
+    [{"as_int": 2}],
+]
 MODEL = "models/model.json"
 
 
 def places(value, path=()):
     yield path
-    for step in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+    for step in (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    ):
         yield from places(value[step], (*path, step))
 
 
@@ -526,7 +647,11 @@ def test_random_damage_is_an_error_or_harmless(linear, tmp_path, name):
     chance = random.Random(0)
     text = records(linear)[name]
     signature = ("graph_module", "signature")
-    candidates = [place for place in places(json.loads(text)) if place and (name == CONFIG or place[:2] == signature)]
+    candidates = [
+        place
+        for place in places(json.loads(text))
+        if place and (name == CONFIG or place[:2] == signature)
+    ]
     for place in chance.choices(candidates, k=75):
         value = json.loads(text)
         inner = functools.reduce(lambda outer, step: outer[step], place[:-1], value)
@@ -550,7 +675,9 @@ def test_other_archives_are_refused(linear, tmp_path):
         pass
     with pytest.raises(CkptError, match="holds no exported program"):
         read(str(tmp_path / "empty.pt2"))
-    deflated = change_archive(linear, lambda _, data: data, tmp_path / "deflated.pt2", zipfile.ZIP_DEFLATED)
+    deflated = change_archive(
+        linear, lambda _, data: data, tmp_path / "deflated.pt2", zipfile.ZIP_DEFLATED
+    )
     with pytest.raises(CkptError, match="is compressed") as caught:
         read(deflated)
     assert "torch.export.save" in caught.value.hint

@@ -1,4 +1,6 @@
-"""Programs of older torch versions, with torch.export.load as the oracle if this torch can read them."""
+"""Programs of older torch versions, with torch.export.load as the oracle if this torch can read
+them.
+"""
 
 from __future__ import annotations
 
@@ -84,13 +86,17 @@ def test_every_layout_gives_the_same_index(version):
         assert (section.path, section.kind) == (expected.path, expected.kind)
         geometry = {e.key: (e.dtype, e.shape, e.stride, e.offset) for e in expected.tensors}
         assert {e.key: (e.dtype, e.shape, e.stride, e.offset) for e in section.tensors} == geometry
-        assert len(set(section.aliases()) | set(section.aliases().values())) == (2 if section.path == "" else 0)
+        assert len(set(section.aliases()) | set(section.aliases().values())) == (
+            2 if section.path == "" else 0
+        )
     container: Any = found.container
     assert container.layout == LAYOUTS[version]
     program_names = names(found.source)
     assert program_names.torch.startswith(version)
     assert program_names.not_serialized == ("table",)
-    assert [r.fqn for r in program_names.runtime if r.kind == "parameter" and not r.trainable] == ["scale"]
+    assert [r.fqn for r in program_names.runtime if r.kind == "parameter" and not r.trainable] == [
+        "scale"
+    ]
     ((alias, first),) = ((r.fqn, r.alias_of) for r in program_names.runtime if r.alias_of)
     assert {alias, first} == {"out.weight", "embed.weight"}
 
@@ -103,7 +109,10 @@ def test_values_match_torch(version):
         assert [entry.key for entry in section.tensors] == list(expected)
         for entry in section.tensors:
             span = entry.span
-            assert path.read_bytes()[span.offset :][: span.length] == expected[entry.key].detach().numpy().tobytes()
+            assert (
+                path.read_bytes()[span.offset :][: span.length]
+                == expected[entry.key].detach().numpy().tobytes()
+            )
             payload: Any = entry.payload
             assert payload.is_param == isinstance(expected[entry.key], nn.Parameter)
             assert payload.requires_grad == expected[entry.key].requires_grad
@@ -126,7 +135,10 @@ def test_outputs_after_a_swap_match_the_trained_model(version, tmp_path):
 
 @pytest.mark.parametrize("version", STATE)
 def test_a_swap_changes_only_values_of_the_state_dict(version, tmp_path):
-    before, after = records(program(version).source), records(swapped(version, tmp_path / "out.pt2"))
+    before, after = (
+        records(program(version).source),
+        records(swapped(version, tmp_path / "out.pt2")),
+    )
     assert list(before) == list(after)
     assert [name for name in before if before[name] != after[name]] == [STATE[version]]
     old, new = loaded(before[STATE[version]]), loaded(after[STATE[version]])
@@ -139,7 +151,8 @@ def test_a_swap_changes_only_values_of_the_state_dict(version, tmp_path):
     assert new["embed.weight"] is not old["embed.weight"]
     assert new["embed.weight"].data_ptr() == new["out.weight"].data_ptr()
     (old_pickle,), (new_pickle,) = (
-        [zipfile.ZipFile(io.BytesIO(r[STATE[version]])).read("archive/data.pkl")] for r in (before, after)
+        [zipfile.ZipFile(io.BytesIO(r[STATE[version]])).read("archive/data.pkl")]
+        for r in (before, after)
     )
     assert old_pickle == new_pickle
     inner = read_archive(str(tmp_path / "out.pt2"))
@@ -150,11 +163,17 @@ def test_a_swap_changes_only_values_of_the_state_dict(version, tmp_path):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_constants_are_swapped_on_request(version, tmp_path):
-    torch.save({**torch.load(DATA / f"weights-torch-{version}.pt"), "module.table": torch.eye(6)}, tmp_path / "w.pt")
+    torch.save(
+        {**torch.load(DATA / f"weights-torch-{version}.pt"), "module.table": torch.eye(6)},
+        tmp_path / "w.pt",
+    )
     weights = model_section(open_checkpoint(str(tmp_path / "w.pt")))
     with pytest.raises(Refused, match="do not fit"):
         swap(program(version), weights)
-    torch.save({**torch.load(DATA / f"weights-torch-{version}.pt"), "table": torch.eye(6)}, tmp_path / "w.pt")
+    torch.save(
+        {**torch.load(DATA / f"weights-torch-{version}.pt"), "table": torch.eye(6)},
+        tmp_path / "w.pt",
+    )
     weights = model_section(open_checkpoint(str(tmp_path / "w.pt")))
     with pytest.raises(Refused) as caught:
         swap(program(version), weights)
@@ -163,16 +182,30 @@ def test_constants_are_swapped_on_request(version, tmp_path):
     assert (done.constants, done.to_json()["swapped"]) == ((), 15)
     out = write_pieces(layout(done.program), tmp_path / "out.pt2")
     (entry,) = read(out).sections[1].tensors
-    assert Path(out).read_bytes()[entry.span.offset :][: entry.span.length] == torch.eye(6).numpy().tobytes()
+    assert (
+        Path(out).read_bytes()[entry.span.offset :][: entry.span.length]
+        == torch.eye(6).numpy().tobytes()
+    )
     if "2.5.1" < version <= torch.__version__:
         assert torch.equal(torch.export.load(out).constants["table"], torch.eye(6))
-    assert swap(program(version), new_weights(version), options=SwapOptions(constants=True)).constants == ("table",)
+    assert swap(
+        program(version), new_weights(version), options=SwapOptions(constants=True)
+    ).constants == ("table",)
 
 
 def test_swap_weights_reports_the_layout(tmp_path: Path, run: Run) -> None:
     for version in VERSIONS:
         weights, out = DATA / f"weights-torch-{version}.pt", tmp_path / f"{version}.pt2"
-        done = run("swap-weights", program(version).source, weights, "-o", out, "--verify", "--format", "json")
+        done = run(
+            "swap-weights",
+            program(version).source,
+            weights,
+            "-o",
+            out,
+            "--verify",
+            "--format",
+            "json",
+        )
         assert (done.status, done.data["layout"]) == (0, LAYOUTS[version])
 
 
@@ -214,7 +247,8 @@ def test_subclass_weights_are_swapped_only_for_the_same_subclass(tmp_path):
     old = read(str(tmp_path / "old.pt2"))
     torch.save(Paired(5.0).state_dict(), tmp_path / "new.pt")
     out = write_pieces(
-        layout(swap(old, model_section(open_checkpoint(str(tmp_path / "new.pt")))).program), tmp_path / "o.pt2"
+        layout(swap(old, model_section(open_checkpoint(str(tmp_path / "new.pt")))).program),
+        tmp_path / "o.pt2",
     )
     found = torch.export.load(out).state_dict
     assert isinstance(found["pair"], nn.Parameter)
@@ -226,17 +260,26 @@ def test_subclass_weights_are_swapped_only_for_the_same_subclass(tmp_path):
         swap(old, model_section(open_checkpoint(str(tmp_path / "plain.pt"))))
     assert [p.key for p in caught.value.problems] == ["pair"]
     assert "subclass" in caught.value.problems[0].problem
-    torch.save({"pair": TwoTensor(torch.ones(4), torch.ones(4)), "bias": torch.ones(3)}, tmp_path / "long.pt")
+    torch.save(
+        {"pair": TwoTensor(torch.ones(4), torch.ones(4)), "bias": torch.ones(3)},
+        tmp_path / "long.pt",
+    )
     with pytest.raises(Refused) as caught:
         swap(old, model_section(open_checkpoint(str(tmp_path / "long.pt"))))
-    assert [str(p) for p in caught.value.problems] == ["float32 [4], the program has float32 [3] @ pair"]
+    assert [str(p) for p in caught.value.problems] == [
+        "float32 [4], the program has float32 [3] @ pair"
+    ]
 
 
 class Scaled(Paired):
     def __init__(self):
         super().__init__(1.0)
-        self.register_state_dict_post_hook(lambda module, state, prefix, _: self._by(state, prefix, 0.5))
-        self.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: self._by(state, prefix, 2.0))
+        self.register_state_dict_post_hook(
+            lambda module, state, prefix, _: self._by(state, prefix, 0.5)
+        )
+        self.register_load_state_dict_pre_hook(
+            lambda module, state, prefix, *_: self._by(state, prefix, 2.0)
+        )
 
     @staticmethod
     def _by(state, prefix, factor):
@@ -251,7 +294,11 @@ def test_computed_subclass_weights_are_refused(tmp_path, pair):
     torch.save(state if pair is None else {**state, "pair": pair}, tmp_path / "new.pt")
     model = ModelOperand(trace(of_object(Scaled if pair is None else lambda: Paired(1.0))))
     with pytest.raises(Refused) as caught:
-        swap(read(str(tmp_path / "old.pt2")), model_section(open_checkpoint(str(tmp_path / "new.pt"))), model)
+        swap(
+            read(str(tmp_path / "old.pt2")),
+            model_section(open_checkpoint(str(tmp_path / "new.pt"))),
+            model,
+        )
     assert [p.key for p in caught.value.problems] == ["pair"]
 
 
@@ -262,12 +309,16 @@ def test_constants_that_are_not_tensors_are_kept(version, tmp_path):
     found = read(old)
     assert [entry.key for entry in found.sections[1].tensors] == ["table"]
     assert [entry.key for entry in found.sections[1].extras] == ["words", "more"]
-    out = records(write_pieces(layout(swap(found, new_weights(version)).program), tmp_path / "out.pt2"))
+    out = records(
+        write_pieces(layout(swap(found, new_weights(version)).program), tmp_path / "out.pt2")
+    )
     assert out[CONSTANTS[version]] == records(old)[CONSTANTS[version]]
     assert out[STATE[version]] != records(old)[STATE[version]]
     with pytest.raises(Refused) as caught:
         layout(replace(found, sections=(found.sections[0], replace(found.sections[1], extras=()))))
-    assert [str(p) for p in caught.value.problems] == ["its objects that are not tensors cannot be changed @ constants"]
+    assert [str(p) for p in caught.value.problems] == [
+        "its objects that are not tensors cannot be changed @ constants"
+    ]
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
@@ -276,7 +327,10 @@ def test_a_renamed_state_dict_keeps_its_type(version, kind, tmp_path):
     state = loaded(records(program(version).source)[STATE[version]])
     old = read(rewritten(version, tmp_path / "old.pt2", STATE[version], saved(kind(state))))
     new = {key: key.replace("norm.", "other.") for key in state}
-    sections = [replace(s, tensors=tuple(e.under(new.get(e.key, e.key)) for e in s.tensors)) for s in old.sections]
+    sections = [
+        replace(s, tensors=tuple(e.under(new.get(e.key, e.key)) for e in s.tensors))
+        for s in old.sections
+    ]
     out = write_pieces(layout(replace(old, sections=tuple(sections))), tmp_path / "out.pt2")
     found = loaded(records(out)[STATE[version]])
     assert (type(found), list(found)) == (kind, list(new.values()))
@@ -294,11 +348,15 @@ def test_weights_that_do_not_fit_an_old_program_are_refused():
     tensors = tuple(longer if entry is scale else entry for entry in state.tensors)
     with pytest.raises(Refused) as caught:
         layout(replace(old, sections=(replace(state, tensors=tensors), constants)))
-    assert [str(p) for p in caught.value.problems] == ["a storage of 28 bytes, the program's has 24 @ scale"]
+    assert [str(p) for p in caught.value.problems] == [
+        "a storage of 28 bytes, the program's has 24 @ scale"
+    ]
 
 
 def rewritten(version: str, out: Path, name: str, data: bytes | None) -> str:
-    return change_archive(program(version).source, lambda record, old: data if record == name else old, out)
+    return change_archive(
+        program(version).source, lambda record, old: data if record == name else old, out
+    )
 
 
 def saved(value: object) -> bytes:
@@ -324,17 +382,25 @@ def test_old_names_of_the_records_are_read(tmp_path):
         for name, data in records(program("2.5.1").source).items():
             archive.writestr(name.replace(".pt", ".json"), data)
     found = read(str(tmp_path / "first.pt2"))
-    assert [e.key for e in found.section("").tensors] == [e.key for e in program("2.5.1").section("").tensors]
-    out = records(write_pieces(layout(swap(found, new_weights("2.5.1")).program), tmp_path / "out.pt2"))
+    assert [e.key for e in found.section("").tensors] == [
+        e.key for e in program("2.5.1").section("").tensors
+    ]
+    out = records(
+        write_pieces(layout(swap(found, new_weights("2.5.1")).program), tmp_path / "out.pt2")
+    )
     trained = torch.load(DATA / "weights-torch-2.5.1.pt", weights_only=True)
     assert torch.equal(loaded(out["serialized_state_dict.json"])["scale"], trained["scale"])
 
 
 def test_a_program_without_constants_is_read(tmp_path):
-    assert len(read(rewritten("2.5.1", tmp_path / "old.pt2", CONSTANTS["2.5.1"], None)).sections) == 1
+    assert (
+        len(read(rewritten("2.5.1", tmp_path / "old.pt2", CONSTANTS["2.5.1"], None)).sections) == 1
+    )
 
 
 def test_a_compressed_state_dict_is_refused(tmp_path):
-    small = change_archive(program("2.7.1").source, lambda _, data: data, tmp_path / "small.pt2", zipfile.ZIP_DEFLATED)
+    small = change_archive(
+        program("2.7.1").source, lambda _, data: data, tmp_path / "small.pt2", zipfile.ZIP_DEFLATED
+    )
     with pytest.raises(CkptError, match="compressed"):
         read(small)

@@ -22,7 +22,9 @@ from files import change_archive, write_pieces
 from places import DATA
 from torch_version import needs_torch
 
-pytestmark = pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.9 has a new layout of programs")
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.9", reason="torch 2.9 has a new layout of programs"
+)
 SEEDS = range(int(os.environ.get("CKPTTOOL_SEEDS", "6")))
 EXAMPLE = torch.linspace(-1, 1, 6).reshape(2, 3)
 
@@ -67,18 +69,32 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def renamed_by(checkpoint: Checkpoint, new: dict[str, str]) -> Checkpoint:
     sections = (
-        replace(section, tensors=tuple(entry.under(new.get(entry.key, entry.key)) for entry in section.tensors))
+        replace(
+            section,
+            tensors=tuple(entry.under(new.get(entry.key, entry.key)) for entry in section.tensors),
+        )
         for section in checkpoint.sections
     )
     return replace(checkpoint, sections=tuple(sections))
 
 
 def random_names(keys: list[str], seed: int) -> dict[str, str]:
-    """Draw new names for some of the keys: new, similar to existing ones, or invalid for a module."""
+    """Draw new names for some of the keys: new, similar to existing ones, or invalid for a
+    module.
+    """
     draw = random.Random(seed)
     parts = ["x", "lin", "weight", "b", "0", "a", "w", "é y"]
     if seed % 2:
-        parts += ["again", "forward", "training", "_parameters", "true_graph_0", "", "1", "__dict__"]
+        parts += [
+            "again",
+            "forward",
+            "training",
+            "_parameters",
+            "true_graph_0",
+            "",
+            "1",
+            "__dict__",
+        ]
     some = draw.sample(keys, draw.randint(1, len(keys)))
     new = {key: ".".join(draw.choices(parts, k=draw.randint(1, 4))) for key in some}
     kinds = draw.choice((dict.fromkeys(some, "m."), {}, dict(zip(some, [*some[1:], some[0]]))))
@@ -96,11 +112,15 @@ def check(path: str, old: Path, new: dict[str, str]) -> None:
     assert torch.equal(module(EXAMPLE), expected)
     assert torch.equal(torch.export.unflatten(after)(EXAMPLE), expected)
     new_names = names(path)
-    assert {t.fqn for t in new_names.runtime} == {new.get(t.fqn, t.fqn) for t in names(str(old)).runtime}
+    assert {t.fqn for t in new_names.runtime} == {
+        new.get(t.fqn, t.fqn) for t in names(str(old)).runtime
+    }
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_renames_match_torch_or_are_refused(program: Path, seed: int, tmp_path: Path) -> None:
+def test_random_renames_match_torch_or_are_refused(
+    program: Path, seed: int, tmp_path: Path
+) -> None:
     source = read(str(program))
     new = random_names([key for section in source.sections for key in section.by_key()], seed)
     refusal = None
@@ -124,12 +144,21 @@ def test_all_attributes_of_torch_modules_are_known(program: Path) -> None:
     loaded = torch.export.load(program)
     modules = (loaded.module(), torch.export.unflatten(loaded), torch.fx.symbolic_trace(nn.ReLU()))
     known = {name for name in loaded.state_dict for name in name.split(".")} | {"again", "plain"}
-    taken = {name for module in modules for name in dir(module) if not name.startswith("__") and is_from_torch(name)}
-    assert {name for name in taken - known if not re.match("(true|false)_graph_", name)} <= ATTRIBUTES
+    taken = {
+        name
+        for module in modules
+        for name in dir(module)
+        if not name.startswith("__") and is_from_torch(name)
+    }
+    assert {
+        name for name in taken - known if not re.match("(true|false)_graph_", name)
+    } <= ATTRIBUTES
 
 
 @pytest.mark.parametrize("version", ["2.9.1", "2.8.0", "2.7.1"])
-def test_a_rename_and_its_inverse_restore_the_program(version: str, tmp_path: Path, run: Run) -> None:
+def test_a_rename_and_its_inverse_restore_the_program(
+    version: str, tmp_path: Path, run: Run
+) -> None:
     needs_torch(version, "loading its programs")
     path, x = DATA / f"tagger-torch-{version}.pt2", torch.arange(5)
     expected = torch.export.load(path).module()(x)
@@ -146,7 +175,11 @@ def test_names_that_no_module_can_have_are_refused(tmp_path: Path, run: Run) -> 
     path = DATA / "tagger-torch-2.9.1.pt2"
     rules = ("scale => mix.0", "shift => training", "norm.bias => embed.weight.bias")
     status, _, err = run(
-        "remap", path, *(word for rule in rules for word in ("--rule", rule)), "-o", tmp_path / "o.pt2"
+        "remap",
+        path,
+        *(word for rule in rules for word in ("--rule", rule)),
+        "-o",
+        tmp_path / "o.pt2",
     )
     assert status == 1
     assert re.findall(r"  (.*) @ (.*)", err) == [
@@ -177,7 +210,9 @@ def test_names_that_no_module_can_have_are_refused(tmp_path: Path, run: Run) -> 
         ("forward_", None),
     ],
 )
-def test_a_name_that_conflicts_is_refused(program: Path, tmp_path: Path, new: str, problem: str | None) -> None:
+def test_a_name_that_conflicts_is_refused(
+    program: Path, tmp_path: Path, new: str, problem: str | None
+) -> None:
     renamed = renamed_by(read(str(program)), {"w": new})
     if problem is None:
         check(write_pieces(layout(renamed), tmp_path / "out.pt2"), program, {"w": new})
@@ -190,7 +225,9 @@ def test_a_name_that_conflicts_is_refused(program: Path, tmp_path: Path, new: st
 def test_an_unknown_kind_in_the_signature_prevents_renames(program: Path, tmp_path: Path) -> None:
     """Its names cannot be changed, but its values can."""
     changed = change_archive(
-        program, lambda _, data: data.replace(b'"tensor_constant"', b'"another_constant"'), tmp_path / "new.pt2"
+        program,
+        lambda _, data: data.replace(b'"tensor_constant"', b'"another_constant"'),
+        tmp_path / "new.pt2",
     )
     source = read(changed)
     assert len(layout(source)) == 1
@@ -217,12 +254,16 @@ class Hooked(nn.Linear):
         self.register_load_state_dict_pre_hook(self._back)
 
     @staticmethod
-    def _out(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+    def _out(
+        module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object
+    ) -> None:
         state[f"{prefix}bias.kept"] = state.pop(f"{prefix}bias")
         state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
 
     @staticmethod
-    def _back(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: object) -> None:
+    def _back(
+        module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: object
+    ) -> None:
         state[f"{prefix}bias"] = state.pop(f"{prefix}bias.kept")
         state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
 
@@ -231,11 +272,15 @@ class Named(Hooked):
     """Only saves its bias under another name."""
 
     @staticmethod
-    def _out(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+    def _out(
+        module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object
+    ) -> None:
         state[f"{prefix}offset"] = state.pop(f"{prefix}bias")
 
     @staticmethod
-    def _back(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: object) -> None:
+    def _back(
+        module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: object
+    ) -> None:
         state[f"{prefix}bias"] = state.pop(f"{prefix}offset")
 
 
@@ -262,7 +307,8 @@ def test_a_remap_that_computes_values_is_refused(tmp_path: Path, run: Run) -> No
     status, _, err = run("remap", tmp_path / "p.pt2", *words, "-o", tmp_path / "o.pt2")
     assert status == 1
     assert (
-        "computed by a remap, which gives a program other names and no other values: swap-weights does @ weight" in err
+        "computed by a remap, which gives a program other names and no other values: swap-weights"
+        " does @ weight" in err
     )
 
 
@@ -271,5 +317,7 @@ def test_a_rename_of_several_programs_is_refused(tmp_path: Path, run: Run) -> No
 
     program = torch.export.export(nn.Linear(3, 3), (EXAMPLE,))
     package_pt2(str(tmp_path / "two.pt2"), exported_programs={"first": program, "second": program})
-    status, _, err = run("remap", tmp_path / "two.pt2", "--rule", "weight => w", "-o", tmp_path / "out.pt2")
+    status, _, err = run(
+        "remap", tmp_path / "two.pt2", "--rule", "weight => w", "-o", tmp_path / "out.pt2"
+    )
     assert (status, "of several programs, which keep their names" in err) == (1, True)

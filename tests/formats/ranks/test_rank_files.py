@@ -1,4 +1,6 @@
-"""Rank files as one checkpoint: tensors sharded over any mesh are assembled, differences between ranks are reported."""
+"""Rank files as one checkpoint: tensors sharded over any mesh are assembled, differences between
+ranks are reported.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def saved(folder: Path, *states: Any, name: str = "rank_{}.pt") -> str:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_tensors_sharded_over_any_mesh_are_assembled(run: Run, tmp_path: Path, seed: int) -> None:
-    """Ranks in any order, up to three mesh dimensions, which may shard the same dimension, and empty tensors."""
+    """Ranks in any order, up to three mesh dimensions, which may shard the same dimension, and
+    empty tensors.
+    """
     needs_torch("2.7", "cutting a tensor that every rank has")
     draw = random.Random(seed)
     sizes = draw.choice(((1,), (2,), (3,), (5,), (2, 2), (3, 2), (1, 3), (2, 2, 2)))
@@ -62,7 +66,10 @@ def test_tensors_sharded_over_any_mesh_are_assembled(run: Run, tmp_path: Path, s
     for rank in range(ranks):
         with as_rank(rank, ranks):
             mesh = DeviceMesh("cpu", order)
-            parts = {key: distribute_tensor(w, mesh, cuts[key], src_data_rank=None) for key, w in wholes.items()}
+            parts = {
+                key: distribute_tensor(w, mesh, cuts[key], src_data_rank=None)
+                for key, w in wholes.items()
+            }
             torch.save(parts, tmp_path / f"rank_{rank}.pt")
     done = run("remap", tmp_path / "rank_*.pt", "-o", tmp_path / "out.pt", "--verify")
     assert done.status == 0, done.err
@@ -71,8 +78,16 @@ def test_tensors_sharded_over_any_mesh_are_assembled(run: Run, tmp_path: Path, s
 
 
 @pytest.mark.parametrize("version", ["2.6.0", "2.9.1", "2.10.0", "2.12.1", "2.15.0"])
-def test_dtensors_of_other_releases_of_torch_are_assembled(run: Run, tmp_path: Path, version: str) -> None:
-    done = run("remap", DATA / f"dtensors-torch-{version}" / "rank_*.pt", "-o", tmp_path / "out.pt", "--verify")
+def test_dtensors_of_other_releases_of_torch_are_assembled(
+    run: Run, tmp_path: Path, version: str
+) -> None:
+    done = run(
+        "remap",
+        DATA / f"dtensors-torch-{version}" / "rank_*.pt",
+        "-o",
+        tmp_path / "out.pt",
+        "--verify",
+    )
     assert done.status == 0, done.err
     found, whole = torch.load(tmp_path / "out.pt"), torch.arange(42.0).reshape(7, 6)
     assert {key: torch.equal(value, whole) for key, value in found.items()} == dict.fromkeys(
@@ -82,10 +97,13 @@ def test_dtensors_of_other_releases_of_torch_are_assembled(run: Run, tmp_path: P
 
 def test_parts_that_do_not_match_their_placements_are_refused(run: Run, tmp_path: Path) -> None:
     """The parts have the right number of elements, but their positions are unknown."""
-    for rank, numel in enumerate((0, 1, 1, 0)):  # two elements over four ranks: the first two have one each
+    # two elements over four ranks: the first two have one each
+    for rank, numel in enumerate((0, 1, 1, 0)):
         with as_rank(rank, 4):
             mesh, shape = init_device_mesh("cpu", (4,)), torch.Size([2])
-            part = DTensor.from_local(torch.ones(numel), mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+            part = DTensor.from_local(
+                torch.ones(numel), mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,)
+            )
             torch.save({"w": part}, tmp_path / f"rank_{rank}.pt")
     done = run("inspect", tmp_path / "rank_*.pt")
     problem = "its part has the shape [0], but its placements give [1] @ w"
@@ -112,12 +130,16 @@ def test_parts_that_do_not_match_their_placements_are_refused(run: Run, tmp_path
         ("_rank", 0, "is rank 0, as another file is"),
     ],
 )
-def test_a_wrong_mesh_is_refused(run: Run, tmp_path: Path, attribute: str, value: object, message: str | None) -> None:
+def test_a_wrong_mesh_is_refused(
+    run: Run, tmp_path: Path, attribute: str, value: object, message: str | None
+) -> None:
     needs_torch("2.13", "meshes with these attributes")
     for rank in (0, 1):
         with as_rank(rank, 2):
             mesh = init_device_mesh("cpu", (2,))
-            part = DTensor.from_local(ONES, mesh, [Shard(0) if message else Replicate()], run_check=False)
+            part = DTensor.from_local(
+                ONES, mesh, [Shard(0) if message else Replicate()], run_check=False
+            )
             if rank:
                 setattr(mesh, attribute, value)
             torch.save({"w": part}, tmp_path / f"rank_{rank}.pt")
@@ -139,7 +161,9 @@ def test_a_tensor_of_another_class_is_not_a_dtensor(run: Run, tmp_path: Path, ki
     assert run("inspect", saved(tmp_path, *[{"w": odd, "a": ONES}] * 2)).status == 0
 
 
-@pytest.mark.parametrize("node", [Call(Call(Global("a", "B"), ()), ()), Call(Global("a", "B"), (), "NEWOBJ")])
+@pytest.mark.parametrize(
+    "node", [Call(Call(Global("a", "B"), ()), ()), Call(Global("a", "B"), (), "NEWOBJ")]
+)
 def test_an_object_of_any_call_is_not_a_part(run: Run, tmp_path: Path, node: Call) -> None:
     """Not even a call that Python cannot produce."""
     pattern = saved(tmp_path, *[{"a": ONES, "x": 1}] * 2)
@@ -159,7 +183,9 @@ def test_an_object_of_any_call_is_not_a_part(run: Run, tmp_path: Path, node: Cal
 
 def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Any, local: torch.Tensor) -> DTensor:
     """Return a DTensor with the part `local` of `whole`."""
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,13 +195,22 @@ def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Any, local: torch.Ten
         ([_StridedShard(0, split_factor=2), Replicate(), Shard(0)], None),
         ([_StridedShard(0, split_factor=4), Shard(0), Shard(0)], None),
         ([_StridedShard(0, split_factor=1), Replicate(), Shard(1)], None),
-        ([_StridedShard(0, split_factor=3), Shard(0), Shard(1)], "is cut in strides (3 pieces) that the mesh does not"),
-        ([_StridedShard(0, split_factor=2), Shard(1), Shard(1)], "is cut in strides (2 pieces) that the mesh does not"),
+        (
+            [_StridedShard(0, split_factor=3), Shard(0), Shard(1)],
+            "is cut in strides (3 pieces) that the mesh does not",
+        ),
+        (
+            [_StridedShard(0, split_factor=2), Shard(1), Shard(1)],
+            "is cut in strides (2 pieces) that the mesh does not",
+        ),
         (
             [_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0)],
             "is cut in strides (2 pieces) that the mesh does not",
         ),
-        ([Shard(0), _StridedShard(0, split_factor=2), Shard(0)], "is cut in strides after other cuts"),
+        (
+            [Shard(0), _StridedShard(0, split_factor=2), Shard(0)],
+            "is cut in strides after other cuts",
+        ),
         ([Shard(0), Replicate(), Partial()], "is Partial: a part of a sum over ranks"),
     ],
 )
@@ -191,10 +226,14 @@ def test_strided_shards_are_assembled_or_refused(
             for dim in (1, 2, 0):
                 if isinstance(placements[dim], (Shard, _StridedShard)):
                     local = local.chunk(2, placements[dim].dim)[mesh.get_coordinate()[dim]]
-            torch.save({"w": cut(whole, mesh, placements, local.clone())}, tmp_path / f"rank_{rank}.pt")
+            torch.save(
+                {"w": cut(whole, mesh, placements, local.clone())}, tmp_path / f"rank_{rank}.pt"
+            )
     done = run("remap", tmp_path / "rank_*.pt", "-o", tmp_path / "out.pt")
     assert (done.status, (message or "") in done.err) == (2 if message else 0, True), done.err
-    assert ("hint: save it with torch.distributed.checkpoint, or its full_tensor()" in done.err) == bool(message)
+    assert (
+        "hint: save it with torch.distributed.checkpoint, or its full_tensor()" in done.err
+    ) == bool(message)
     assert message or torch.equal(torch.load(tmp_path / "out.pt")["w"], whole)
 
 
@@ -202,19 +241,40 @@ def test_strided_shards_are_assembled_or_refused(
     ("change", "message"),
     [
         (lambda part: setattr(part, "_local_tensor", 5), "no local tensor"),
-        (lambda part: setattr(part, "_local_tensor", ONES.to_sparse()), "its part is a sparse_coo tensor @ w"),
-        (lambda part: setattr(part, "_local_tensor", torch.ones(3)), "its part has the shape [3], but its placem"),
+        (
+            lambda part: setattr(part, "_local_tensor", ONES.to_sparse()),
+            "its part is a sparse_coo tensor @ w",
+        ),
+        (
+            lambda part: setattr(part, "_local_tensor", torch.ones(3)),
+            "its part has the shape [3], but its placem",
+        ),
         (lambda part: setattr(part._spec, "placements", (5,)), "the DTensor w"),
         (lambda part: setattr(part._spec, "placements", (PickledCall(Shard, (0,)),)), None),
-        (lambda part: setattr(part._spec, "placements", (PickledCall(_StridedShard, (0, 1)),)), None),
+        (
+            lambda part: setattr(part._spec, "placements", (PickledCall(_StridedShard, (0, 1)),)),
+            None,
+        ),
         (
             lambda part: setattr(part._spec, "placements", (PickledCall(_StridedShard, (0, 2)),)),
             "is cut in strides (2 pieces)",
         ),
-        (lambda part: setattr(part._spec, "placements", (PickledCall(_StridedShard, (0, 0)),)), "0 pieces"),
-        (lambda part: setattr(part._spec, "placements", (PickledCall(Shard, (1,)),)), "cut along dimension 1 of 1"),
-        (lambda part: setattr(part._spec, "placements", (PickledCall(Shard, (-1,)),)), "cut along dimension -1 of 1"),
-        (lambda part: setattr(part._spec, "placements", (PickledCall(Shard, ("0",)),)), "the DTensor w"),
+        (
+            lambda part: setattr(part._spec, "placements", (PickledCall(_StridedShard, (0, 0)),)),
+            "0 pieces",
+        ),
+        (
+            lambda part: setattr(part._spec, "placements", (PickledCall(Shard, (1,)),)),
+            "cut along dimension 1 of 1",
+        ),
+        (
+            lambda part: setattr(part._spec, "placements", (PickledCall(Shard, (-1,)),)),
+            "cut along dimension -1 of 1",
+        ),
+        (
+            lambda part: setattr(part._spec, "placements", (PickledCall(Shard, ("0",)),)),
+            "the DTensor w",
+        ),
         (
             lambda part: vars(part._spec).update(shard_order=((0, (1,)),)),
             "an order of shards that does not match the",
@@ -227,7 +287,9 @@ def test_a_wrong_dtensor_is_refused(
     needs_torch("2.13", "DTensors with these attributes")
     for rank in (0, 1):
         with as_rank(rank, 2):
-            part = DTensor.from_local(ONES, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+            part = DTensor.from_local(
+                ONES, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False
+            )
             change(part)
             torch.save({"w": part}, tmp_path / f"rank_{rank}.pt")
     done = run("inspect", tmp_path / "rank_*.pt")
@@ -240,7 +302,9 @@ def test_parts_that_are_views_are_assembled(run: Run, tmp_path: Path, placement:
     for rank in (0, 1):
         with as_rank(rank, 2):
             mesh = init_device_mesh("cpu", (2,))
-            local = whole if isinstance(placement, Replicate) else whole.chunk(2, placement.dim)[rank]
+            local = (
+                whole if isinstance(placement, Replicate) else whole.chunk(2, placement.dim)[rank]
+            )
             part = cut(whole, mesh, [placement], local.clone())
             part._local_tensor = local
             torch.save({"w": part, "s": torch.eye(2).to_sparse()}, tmp_path / f"rank_{rank}.pt")
@@ -265,16 +329,24 @@ def test_an_empty_part_may_have_any_empty_shape(run: Run, tmp_path: Path) -> Non
 def test_a_dtensor_on_some_ranks_is_refused(run: Run, tmp_path: Path, other: Any) -> None:
     for rank in (0, 1):
         with as_rank(rank, 2):
-            part = DTensor.from_local(ONES, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
-            torch.save({"v": part, **(other if rank else {"w": part})}, tmp_path / f"rank_{rank}.pt")
+            part = DTensor.from_local(
+                ONES, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False
+            )
+            torch.save(
+                {"v": part, **(other if rank else {"w": part})}, tmp_path / f"rank_{rank}.pt"
+            )
     done = run("inspect", tmp_path / "rank_*.pt")
-    assert (done.status, "a DTensor on some ranks, and not on all @ w" in done.err) == (2, True), done.err
+    assert (done.status, "a DTensor on some ranks, and not on all @ w" in done.err) == (2, True), (
+        done.err
+    )
 
 
 def test_files_of_different_runs_are_refused(run: Run, tmp_path: Path) -> None:
     for rank in (0, 1):
         with as_rank(rank, rank + 2):
-            part = DTensor.from_local(ONES, init_device_mesh("cpu", (rank + 2,)), [Shard(0)], run_check=False)
+            part = DTensor.from_local(
+                ONES, init_device_mesh("cpu", (rank + 2,)), [Shard(0)], run_check=False
+            )
             torch.save({"w": part}, tmp_path / f"rank_{rank}.pt")
     torch.save({"w": ONES}, tmp_path / "rank_2.pt")
     done = run("inspect", tmp_path / "rank_*.pt")
@@ -290,7 +362,10 @@ def test_rank_files_of_another_format_are_refused(run: Run, tmp_path: Path) -> N
     for rank in (0, 1):
         save_file({"w": ONES}, tmp_path / f"rank_{rank}.safetensors")
     done = run("inspect", tmp_path / "rank_*.safetensors")
-    assert (done.status, "rank_0.safetensors was not written by torch.save, but a glob names" in done.err) == (2, True)
+    assert (
+        done.status,
+        "rank_0.safetensors was not written by torch.save, but a glob names" in done.err,
+    ) == (2, True)
 
 
 # Differences between ranks
@@ -300,36 +375,83 @@ LONG = 1 << 20_000  # more digits than Python writes
 
 
 def optimizer(**own: Any) -> dict[str, Any]:
-    return {"model": {"w": ONES}, "optimizer": {"state": {0: own}, "param_groups": [{"lr": 0.1, "params": [0]}]}}
+    return {
+        "model": {"w": ONES},
+        "optimizer": {"state": {0: own}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+    }
 
 
 @pytest.mark.parametrize(
     ("zero", "one", "message"),
     [
-        (optimizer(m=None), optimizer(m=ONES), "is None on rank 0, and a tensor on rank 1 @ optimizer.state.0.m"),
-        (optimizer(m=ONES), optimizer(m={"a": ONES}), "is a tensor on rank 0, and a dict on rank 1"),
-        (optimizer(m=ONES, n=[1]), optimizer(m=ONES, n=[1, 2]), "a list of 1 on rank 0, and a list of 2 on rank 1"),
+        (
+            optimizer(m=None),
+            optimizer(m=ONES),
+            "is None on rank 0, and a tensor on rank 1 @ optimizer.state.0.m",
+        ),
+        (
+            optimizer(m=ONES),
+            optimizer(m={"a": ONES}),
+            "is a tensor on rank 0, and a dict on rank 1",
+        ),
+        (
+            optimizer(m=ONES, n=[1]),
+            optimizer(m=ONES, n=[1, 2]),
+            "a list of 1 on rank 0, and a list of 2 on rank 1",
+        ),
         (optimizer(m=ONES, n=LONG), optimizer(m=ONES, n=LONG), None),
         (optimizer(n=1 << 63), optimizer(n=0), "is 0x8000000000000000 on rank 0, and 0 on rank 1"),
         (optimizer(m=ONES, n=slice(1)), optimizer(m=ONES, n=slice(1)), None),
         (optimizer(m=ONES, n=[1, ONES]), optimizer(m=ONES), None),
-        (optimizer(m=ONES, n=[1, ONES]), optimizer(m=ONES, n=[2, ONES]), "is 1 on rank 0, and 2 on rank 1"),
+        (
+            optimizer(m=ONES, n=[1, ONES]),
+            optimizer(m=ONES, n=[2, ONES]),
+            "is 1 on rank 0, and 2 on rank 1",
+        ),
         ({"m": {"a": ONES}}, {"m": {"a": ONES}, "ema": {"a": ONES}}, None),
         ({"m": {"a": ONES}}, optimizer(m=ONES) | {"m": {"a": ONES}}, None),
         ([{"a": ONES}], [{"a": ONES}], None),
         ({"m": {"a": ONES}, 5: 1, "epoch": 2}, {"m": {"a": ONES}, 5: 2, "epoch": 2}, None),
-        ({"flat_param": ONES, "b": ONES}, {"flat_param": ONES.double(), "b": ONES}, "not of one dtype @ flat_param"),
-        ({"flat_param": ONES, "b": ONES}, {"flat_param": torch.eye(2), "b": ONES}, "not one-dimensional or not of one"),
+        (
+            {"flat_param": ONES, "b": ONES},
+            {"flat_param": ONES.double(), "b": ONES},
+            "not of one dtype @ flat_param",
+        ),
+        (
+            {"flat_param": ONES, "b": ONES},
+            {"flat_param": torch.eye(2), "b": ONES},
+            "not one-dimensional or not of one",
+        ),
         ({"flat_param": ONES, "b": ONES}, {"b": ONES}, None),
         (optimizer(m=ONES, n=LONG), optimizer(m=ONES, n=-LONG), "is 0x1000"),
         (optimizer(m=ONES, n=1), optimizer(m=ONES, n=True), "is 1 on rank 0, and True on rank 1"),
-        ({"a": ONES, "b": None}, {"a": ONES, "b": ONES}, "differs between the ranks, and has no parts to assemble @ b"),
-        ({"a": ONES, "b": ONES}, {"a": ONES, "b": None}, "differs between the ranks, and has no parts to assemble @ b"),
-        ({"a": torch.eye(2).to_sparse()}, {"a": torch.ones(2, 2).to_sparse()}, "and has no parts to assemble @ a"),
+        (
+            {"a": ONES, "b": None},
+            {"a": ONES, "b": ONES},
+            "differs between the ranks, and has no parts to assemble @ b",
+        ),
+        (
+            {"a": ONES, "b": ONES},
+            {"a": ONES, "b": None},
+            "differs between the ranks, and has no parts to assemble @ b",
+        ),
+        (
+            {"a": torch.eye(2).to_sparse()},
+            {"a": torch.ones(2, 2).to_sparse()},
+            "and has no parts to assemble @ a",
+        ),
         ({"m": {"a": ONES}}, {"m": {"a": ONES}, "epoch": 2, "n": 3}, None),
         ({"m": {"a": ONES}, "epoch": math.nan}, {"m": {"a": ONES}, "epoch": math.nan}, None),
-        ({"m": {"a": ONES}, "epoch": 1}, {"m": {"a": ONES}, "epoch": 1.0}, "is 1 on rank 0, and 1.0 on rank 1 @ epoch"),
-        ({"m": {"a": ONES}}, {"m": optimizer(a=ONES)["optimizer"]}, "'state_dict' on rank 0, and 'optimizer' on"),
+        (
+            {"m": {"a": ONES}, "epoch": 1},
+            {"m": {"a": ONES}, "epoch": 1.0},
+            "is 1 on rank 0, and 1.0 on rank 1 @ epoch",
+        ),
+        (
+            {"m": {"a": ONES}},
+            {"m": optimizer(a=ONES)["optimizer"]},
+            "'state_dict' on rank 0, and 'optimizer' on",
+        ),
     ],
 )
 def test_entries_that_differ_between_ranks_are_refused(
@@ -342,7 +464,9 @@ def test_entries_that_differ_between_ranks_are_refused(
 def test_the_ranks_that_differ_are_named(run: Run, tmp_path: Path) -> None:
     states = [{"m": {"a": ONES}}, *({"m": {"a": ONES}, "epoch": epoch} for epoch in (4, 5))]
     done = run("inspect", saved(tmp_path, *states))
-    assert (done.status, "is 4 on rank 1, and 5 on rank 2 @ epoch" in done.err) == (2, True), done.err
+    assert (done.status, "is 4 on rank 1, and 5 on rank 2 @ epoch" in done.err) == (2, True), (
+        done.err
+    )
 
 
 def test_a_note_reports_that_objects_of_rank_0_are_used(run: Run, tmp_path: Path) -> None:
@@ -354,7 +478,12 @@ def test_a_note_reports_that_objects_of_rank_0_are_used(run: Run, tmp_path: Path
 
 
 def test_a_note_reports_entries_that_rank_0_lacks(run: Run, tmp_path: Path) -> None:
-    done = run("inspect", saved(tmp_path, {"m": {"a": ONES}}, {"m": {"a": ONES}, "args": [1]}), "--format", "json")
+    done = run(
+        "inspect",
+        saved(tmp_path, {"m": {"a": ONES}}, {"m": {"a": ONES}, "args": [1]}),
+        "--format",
+        "json",
+    )
     assert "not copied: args, which rank 0 does not have" in notes_in(done.data)
 
 
@@ -387,7 +516,10 @@ def test_files_without_a_rank_are_refused(run: Run, tmp_path: Path) -> None:
     done = run("inspect", tmp_path / "*.pt")
     assert done.status == 2
     for name in ("one", "two"):
-        assert f"does not say its rank, nor does a number in its name @ {tmp_path / name}.pt" in done.err
+        assert (
+            f"does not say its rank, nor does a number in its name @ {tmp_path / name}.pt"
+            in done.err
+        )
 
 
 # Comparison
@@ -412,7 +544,11 @@ def test_diff_compares_entries_of_other_ranks(
     run: Run, tmp_path: Path, left: list[Any], right: list[Any], status: int
 ) -> None:
     sides = [
-        saved(tmp_path, *({"b": ONES} if t is None else {"a": t, "b": ONES} for t in tensors), name=f"{side}_{{}}.pt")
+        saved(
+            tmp_path,
+            *({"b": ONES} if t is None else {"a": t, "b": ONES} for t in tensors),
+            name=f"{side}_{{}}.pt",
+        )
         for side, tensors in (("l", left), ("r", right))
     ]
     assert run("diff", *sides, "--values").status == status
@@ -486,10 +622,16 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (with_offsets(1, 0), "two of its chunks overlap @ w"),
         (with_tensor(torch.ones(2, 3).double()), "its part is float64, the tensor float32 @ w"),
         (with_tensor(torch.ones(2, 3).to_sparse()), "its part is a sparse_coo tensor @ w"),
-        (with_tensor(torch.ones(3, 3)), "a chunk at [2, 0] of [3, 3] elements is not inside [4, 3] @ w"),
+        (
+            with_tensor(torch.ones(3, 3)),
+            "a chunk at [2, 0] of [3, 3] elements is not inside [4, 3] @ w",
+        ),
         (with_tensor(torch.ones(2, 2)), "its chunks hold 10 elements, it has 12 @ w"),
         (with_tensor(torch.ones(0, 3)), "its chunks hold 6 elements, it has 12 @ w"),
-        (lambda state: setattr(state["w"]._metadata.tensor_properties, "dtype", print), "ValueError('no dtype')"),
+        (
+            lambda state: setattr(state["w"]._metadata.tensor_properties, "dtype", print),
+            "ValueError('no dtype')",
+        ),
         (with_tensor(torch.ones(1, 3)), "its chunks hold 9 elements, it has 12 @ w"),
         (with_tensor(torch.ones(3, 2).t()), None),
         (lambda state: shards_of(state).clear(), "its chunks hold 6 elements, it has 12 @ w"),
@@ -531,14 +673,27 @@ def test_a_sharded_tensor_with_other_chunks_is_assembled_or_refused(
     run: Run, tmp_path: Path, chunks: list[tuple[list[int], list[int]]], message: str | None
 ) -> None:
     tensor = torch.arange(12.0).reshape(4, 3)
-    shards = [ShardMetadata(offsets, sizes, f"rank:{rank}/cpu") for rank, (offsets, sizes) in enumerate(chunks)]
+    shards = [
+        ShardMetadata(offsets, sizes, f"rank:{rank}/cpu")
+        for rank, (offsets, sizes) in enumerate(chunks)
+    ]
     metadata = ShardedTensorMetadata(shards, tensor.size(), TensorProperties(dtype=torch.float32))
     for rank, ((top, left), (height, width)) in enumerate(chunks):
         with as_rank(rank, 2):
-            local = LocalShard(tensor[top : top + height, left : left + width].clone(), shards[rank])
+            local = LocalShard(
+                tensor[top : top + height, left : left + width].clone(), shards[rank]
+            )
             sharded = ShardedTensor._init_from_local_shards_and_global_metadata([local], metadata)
             torch.save({"w": sharded}, tmp_path / f"rank_{rank}.pt")
-    done = run("remap", tmp_path / "rank_*.pt", "--model", f"{__file__}:Rows", "-o", tmp_path / "out.pt", "--verify")
+    done = run(
+        "remap",
+        tmp_path / "rank_*.pt",
+        "--model",
+        f"{__file__}:Rows",
+        "-o",
+        tmp_path / "out.pt",
+        "--verify",
+    )
     assert (done.status, (message or "") in done.err) == (2 if message else 0, True), done.err
     assert message or torch.equal(torch.load(tmp_path / "out.pt")["w"], tensor)
 
@@ -566,9 +721,13 @@ class Small(torch.nn.Module):
         self.w = torch.nn.Parameter(torch.ones(4, 3).to(torch.float8_e4m3fn), requires_grad=False)
 
 
-def test_the_error_for_files_before_torch_1_6_suggests_a_conversion(run: Run, tmp_path: Path) -> None:
+def test_the_error_for_files_before_torch_1_6_suggests_a_conversion(
+    run: Run, tmp_path: Path
+) -> None:
     for rank in range(2):
-        torch.save({"w": torch.ones(2)}, tmp_path / f"r_{rank}.pt", _use_new_zipfile_serialization=False)
+        torch.save(
+            {"w": torch.ones(2)}, tmp_path / f"r_{rank}.pt", _use_new_zipfile_serialization=False
+        )
     done = run("inspect", tmp_path / "r_*.pt")
     assert done.status == 2
     assert "is in the format before torch 1.6" in done.err

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save, save_file
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry
+from ckpttool.core.checkpoint import (
+    Checkpoint,
+    ExtraEntry,
+    Lazy,
+    Section,
+    Span,
+    Storage,
+    TensorEntry,
+)
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.pickle_imports import Import
 from ckpttool.formats import safetensors as st_format
@@ -68,7 +76,9 @@ def with_keys(checkpoint: Checkpoint, rename) -> Checkpoint:
 
 
 def checkpoint_of(*tensors: TensorEntry, **changes) -> Checkpoint:
-    return replace(Checkpoint("x", "torch_zip", 0, (Section("", "state_dict", tensors),)), **changes)
+    return replace(
+        Checkpoint("x", "torch_zip", 0, (Section("", "state_dict", tensors),)), **changes
+    )
 
 
 def computed(key: str, dtype: str, *shape: int, data: bytes = b"") -> TensorEntry:
@@ -78,10 +88,16 @@ def computed(key: str, dtype: str, *shape: int, data: bytes = b"") -> TensorEntr
 
 def all_dtypes() -> dict[str, torch.Tensor]:
     found = {
-        n: torch.arange(48).to(torch.uint8).reshape(2, 3, 8).view(getattr(torch, n)) for n in DTYPES if n != "bool"
+        n: torch.arange(48).to(torch.uint8).reshape(2, 3, 8).view(getattr(torch, n))
+        for n in DTYPES
+        if n != "bool"
     }
     found["bool"] = torch.tensor([[True, False], [False, True]])
-    return found | {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), 'é⊕ "quoted"\n': torch.ones(1)}
+    return found | {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        'é⊕ "quoted"\n': torch.ones(1),
+    }
 
 
 # Reading
@@ -109,7 +125,10 @@ def test_every_dtype_matches_the_reference(tmp_path):
 
 
 def test_keys_keep_the_order_of_the_header(tmp_path):
-    info = {key: {"dtype": "U8", "shape": [1], "data_offsets": [n, n + 1]} for key, n in [("b", 2), ("a", 0), ("c", 1)]}
+    info = {
+        key: {"dtype": "U8", "shape": [1], "data_offsets": [n, n + 1]}
+        for key, n in [("b", 2), ("a", 0), ("c", 1)]
+    }
     path = put(tmp_path / "a.safetensors", packed(json.dumps(info), b"ACB"))
     assert [entry.key for entry in read(path).sections[0].tensors] == ["b", "a", "c"]
     assert [entry.span.offset for entry in read(path).sections[0].tensors] == [
@@ -122,8 +141,14 @@ def test_keys_keep_the_order_of_the_header(tmp_path):
     [
         (b"\1\2\3", "3 bytes are too few"),
         (packed("{}", length=100_000_001), "claims 100000001 bytes"),
-        (packed("{}", b"", length=100_000_000), "truncated: the header alone needs 100000008 bytes, it has 10"),
-        (packed(f'{{"a":{F32},"__metadata__":{F32.replace("0,4", "4,8")}}}', bytes(8)), "not a dict of strings"),
+        (
+            packed("{}", b"", length=100_000_000),
+            "truncated: the header alone needs 100000008 bytes, it has 10",
+        ),
+        (
+            packed(f'{{"a":{F32},"__metadata__":{F32.replace("0,4", "4,8")}}}', bytes(8)),
+            "not a dict of strings",
+        ),
         (packed("{}", length=2**63), "claims 9223372036854775808 bytes"),
         (packed("{}", b"", length=64), "truncated: the header alone needs 72 bytes, it has 10"),
         (packed(b'{"\xff":1}'), "not UTF-8"),
@@ -134,7 +159,10 @@ def test_keys_keep_the_order_of_the_header(tmp_path):
         (packed(f'{{"a":{F32}}}\0'), "not valid JSON"),
         (packed('{"a":' + "[" * 100_000), "not valid JSON: nested too deep"),
         (packed('{"a":' + "9" * 5000 + "}"), "not valid JSON"),
-        (packed(f'{{"a":{F32},"__metadata__":{{}},"__metadata__":{{}}}}'), "'__metadata__' is there twice"),
+        (
+            packed(f'{{"a":{F32},"__metadata__":{{}},"__metadata__":{{}}}}'),
+            "'__metadata__' is there twice",
+        ),
         (packed(f'{{"a":{F32},"a":{F32}}}'), "'a' is there twice"),
         (packed(f'{{"a":{F32},"__metadata__":{{"x":1}}}}'), "not a dict of strings"),
         (packed(f'{{"a":{F32},"__metadata__":["x"]}}'), "not a dict of strings"),
@@ -163,12 +191,24 @@ def test_a_broken_file_is_an_error(tmp_path, data, message):
         (info('"F32"', "[18446744073709551616]", "[0,4]"), "its shape is not a list of sizes @ a"),
         (info('"F32"', "[1]", "[0,4,4]"), "its data_offsets are not a begin and an end @ a"),
         (info('"F32"', "[1]", "[-0,4]"), "its data_offsets are not a begin and an end @ a"),
-        (info('"F32"', "[1]", "[4,0]"), "F32 of shape [1] is 4 bytes, its data_offsets hold -4 @ a"),
+        (
+            info('"F32"', "[1]", "[4,0]"),
+            "F32 of shape [1] is 4 bytes, its data_offsets hold -4 @ a",
+        ),
         (info('"F4"', "[7]", "[0,4]"), "F4 of shape [7] is 3.5 bytes, its data_offsets hold 4 @ a"),
         (info('"F32"', "[4294967296,4294967296,0]", "[0,0]"), "its size overflows @ a"),
-        (info('"U8"', "[" + "18446744073709551615," * 9999 + "9]", "[0,1]"), "its size overflows @ a"),
-        (f'"a":{F32},"b":{F32}', "its data begins at byte 0, the data before it ends at byte 4 @ b"),
-        (info('"U8"', "[2]", "[2,4]"), "its data begins at byte 2, the data before it ends at byte 0 @ a"),
+        (
+            info('"U8"', "[" + "18446744073709551615," * 9999 + "9]", "[0,1]"),
+            "its size overflows @ a",
+        ),
+        (
+            f'"a":{F32},"b":{F32}',
+            "its data begins at byte 0, the data before it ends at byte 4 @ b",
+        ),
+        (
+            info('"U8"', "[2]", "[2,4]"),
+            "its data begins at byte 2, the data before it ends at byte 0 @ a",
+        ),
         (info('"F32"', "[1]", '[0,4],"x":[]'), "it has fields that the format does not know @ a"),
     ],
 )
@@ -193,7 +233,9 @@ def test_sub_byte_tensors_are_copied(tmp_path):
     back = layout(with_keys(read(out), lambda key: key[3:]))
     assert read(out).sections[0].tensors[0].key == "my.six"
     assert write_pieces(back, tmp_path / "c.safetensors")
-    rewritten = write_pieces(layout(replace(checkpoint, container=None)), tmp_path / "d.safetensors")
+    rewritten = write_pieces(
+        layout(replace(checkpoint, container=None)), tmp_path / "d.safetensors"
+    )
     assert reference_accepts(out)
     assert reference_accepts(rewritten)
     assert (tmp_path / "d.safetensors").read_bytes()[-4:] == b"\1\2\3\4"
@@ -259,13 +301,22 @@ def stricter(header: bytes) -> bool:
         bool(duplicates)
         or any(not isinstance(info, dict) or not isinstance(info["dtype"], str) for info in infos)
         or any(
-            isinstance(v, (dict, list)) for info in infos for k, v in info.items() if k not in ("shape", "data_offsets")
+            isinstance(v, (dict, list))
+            for info in infos
+            for k, v in info.items()
+            if k not in ("shape", "data_offsets")
         )
     )
 
 
-@settings(max_examples=500, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(header=mutated_headers(), data=st.sampled_from([16, 16, 16, 12, 20]), shift=st.sampled_from([0, 0, 0, -1, 1]))
+@settings(
+    max_examples=500, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    header=mutated_headers(),
+    data=st.sampled_from([16, 16, 16, 12, 20]),
+    shift=st.sampled_from([0, 0, 0, -1, 1]),
+)
 @example(header=VALID.encode(), data=16, shift=0)
 @example(header=b"{}", data=0, shift=0)
 @example(header=b'{"__metadata__":null}', data=0, shift=0)
@@ -275,7 +326,9 @@ def stricter(header: bytes) -> bool:
 def test_mutated_headers_are_accepted_as_by_the_reference(tmp_path, header, data, shift):
     path = put(tmp_path / "a.safetensors", packed(header, bytes(data), len(header) + shift))
     accepted, expected = we_accept(path), reference_accepts(path)
-    assert accepted == expected or (expected and stricter((header + bytes(data))[: len(header) + shift]))
+    assert accepted == expected or (
+        expected and stricter((header + bytes(data))[: len(header) + shift])
+    )
 
 
 # Writing
@@ -289,18 +342,27 @@ def test_a_new_layout_matches_the_reference_writer(tmp_path):
     shuffled = replace(checkpoint, sections=(replace(section, tensors=section.tensors[::-1]),))
     for written in (checkpoint, shuffled):
         write_pieces(layout(written), tmp_path / "b.safetensors")
-        assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
+        assert (tmp_path / "b.safetensors").read_bytes() == (
+            tmp_path / "a.safetensors"
+        ).read_bytes()
 
 
 def test_files_without_metadata_or_tensors_match_the_reference(tmp_path):
     write_pieces(layout(checkpoint_of()), tmp_path / "a.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == save({})
-    write_pieces(layout(checkpoint_of(computed("x", "uint8", 3, data=b"abc"))), tmp_path / "a.safetensors")
-    assert (tmp_path / "a.safetensors").read_bytes() == save({"x": torch.tensor(list(b"abc"), dtype=torch.uint8)})
+    write_pieces(
+        layout(checkpoint_of(computed("x", "uint8", 3, data=b"abc"))), tmp_path / "a.safetensors"
+    )
+    assert (tmp_path / "a.safetensors").read_bytes() == save(
+        {"x": torch.tensor(list(b"abc"), dtype=torch.uint8)}
+    )
 
 
 def test_an_unchanged_checkpoint_gives_the_same_file(tmp_path):
-    raw = packed(f'{{ "b" : {F32},\n "\\u0061": {{"data_offsets":[4,4],"shape":[0],"dtype":"F32","x":1}} }}'.ljust(160))
+    raw = packed(
+        f'{{ "b" : {F32},\n "\\u0061":'
+        f' {{"data_offsets":[4,4],"shape":[0],"dtype":"F32","x":1}} }}'.ljust(160)
+    )
     path = put(tmp_path / "a.safetensors", raw)
     write_pieces(layout(read(path)), tmp_path / "b.safetensors")
     assert (tmp_path / "b.safetensors").read_bytes() == raw
@@ -355,7 +417,11 @@ def test_an_unaligned_header_becomes_aligned(tmp_path):
 
 
 def test_changes_other_than_names_give_a_new_layout(tmp_path):
-    tensors = {"a": torch.arange(3.0), "b": torch.arange(4, dtype=torch.int64), "c": torch.tensor([True])}
+    tensors = {
+        "a": torch.arange(3.0),
+        "b": torch.arange(4, dtype=torch.int64),
+        "c": torch.tensor([True]),
+    }
     path = put(tmp_path / "a.safetensors", save(tensors, {"k": "v"}))
     checkpoint = read(path)
     b, a, c = checkpoint.sections[0].tensors
@@ -388,7 +454,9 @@ def test_all_unsupported_entries_are_reported(tmp_path):
         TensorEntry("twice", "uint8", (1,), (1,), 0, Storage(Span("nowhere", 0, 1))),
         TensorEntry("twice", "uint8", (1,), (1,), 0, Storage(Span("nowhere", 0, 1))),
     )
-    checkpoint = checkpoint_of(sections=(Section("", "state_dict", tensors, (ExtraEntry("_extra_state"),)),))
+    checkpoint = checkpoint_of(
+        sections=(Section("", "state_dict", tensors, (ExtraEntry("_extra_state"),)),)
+    )
     with pytest.raises(Refused) as caught:
         layout(checkpoint)
     assert [str(problem) for problem in caught.value.problems] == [
@@ -415,13 +483,15 @@ def test_all_unsupported_entries_are_reported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "is_torchao"), [(("torchao.x.Y",), True), (("x.torchao.Y", "torchaos.Y"), False), ((), False)]
+    ("names", "is_torchao"),
+    [(("torchao.x.Y",), True), (("x.torchao.Y", "torchaos.Y"), False), ((), False)],
 )
 def test_the_hint_for_tensors_of_torchao_uses_torchao(names, is_torchao):
     with pytest.raises(Refused) as caught:
         layout(
             checkpoint_of(
-                computed("c", "complex128", 1), imports=tuple(Import(name, "unknown", "", "", 0) for name in names)
+                computed("c", "complex128", 1),
+                imports=tuple(Import(name, "unknown", "", "", 0) for name in names),
             )
         )
     assert ("with torchao: python -c" in caught.value.hint) == is_torchao
@@ -432,17 +502,27 @@ def test_an_escaped_metadata_key_is_recognized(tmp_path):
     checkpoint = read(put(tmp_path / "a.safetensors", packed(text)))
     assert checkpoint.metadata == {"k": "v"}
     out = write_pieces(layout(with_keys(checkpoint, str.upper)), tmp_path / "b.safetensors")
-    assert (read(out).metadata, [e.key for e in read(out).sections[0].tensors]) == ({"k": "v"}, ["A"])
+    assert (read(out).metadata, [e.key for e in read(out).sections[0].tensors]) == (
+        {"k": "v"},
+        ["A"],
+    )
     assert reference_accepts(out)
 
 
 def test_in_place_layout_allows_only_renames(tmp_path):
-    checkpoint = read(put(tmp_path / "a.safetensors", save({"a": torch.ones(1), "b": torch.zeros(1)}, {"k": "v"})))
+    checkpoint = read(
+        put(tmp_path / "a.safetensors", save({"a": torch.ones(1), "b": torch.zeros(1)}, {"k": "v"}))
+    )
     section = checkpoint.sections[0]
     assert layout_in_place(with_keys(checkpoint, str.upper)) is not None
     assert layout_in_place(replace(checkpoint, container=None)) is None
     assert layout_in_place(with_keys(checkpoint, {"a": "a", "b": "__metadata__"}.get)) is None
-    assert layout_in_place(replace(checkpoint, sections=(replace(section, tensors=section.tensors[:1]),))) is None
+    assert (
+        layout_in_place(
+            replace(checkpoint, sections=(replace(section, tensors=section.tensors[:1]),))
+        )
+        is None
+    )
 
 
 def test_a_key_that_is_not_valid_text_is_refused():
@@ -451,7 +531,10 @@ def test_a_key_that_is_not_valid_text_is_refused():
 
 
 def test_a_thousand_tensors_are_renamed_in_two_pieces(tmp_path):
-    path = put(tmp_path / "a.safetensors", save({f"layers.{n}.weight": torch.ones(1) for n in range(1_000)}))
+    path = put(
+        tmp_path / "a.safetensors",
+        save({f"layers.{n}.weight": torch.ones(1) for n in range(1_000)}),
+    )
     checkpoint = read(path)
     assert len(checkpoint.sections[0].tensors) == 1_000
     pieces = layout(with_keys(checkpoint, "module.{}".format))
@@ -473,7 +556,9 @@ def test_a_header_beyond_the_limit_is_refused(tmp_path, monkeypatch):
         if most == length:
             assert len(write_header(checkpoint)) == 8 + length
             continue
-        with pytest.raises(Refused, match=f"the header would be {length} bytes long, safetensors allows {most}"):
+        with pytest.raises(
+            Refused, match=f"the header would be {length} bytes long, safetensors allows {most}"
+        ):
             write_header(checkpoint)
     monkeypatch.setattr(st_format, "MAX_HEADER", 4096)
     with pytest.raises(Refused, match="allows 4096"):
@@ -483,26 +568,45 @@ def test_a_header_beyond_the_limit_is_refused(tmp_path, monkeypatch):
 STORAGES = (Storage(Span("x", 0, 400)), Storage(Span("x", 0, 400)))
 
 
-def entry(key: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, storage: int = 0) -> TensorEntry:
+def entry(
+    key: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, storage: int = 0
+) -> TensorEntry:
     return TensorEntry(key, "float32", shape, stride, offset, STORAGES[storage])
 
 
 def test_adjacent_tensors_and_other_storages_do_not_overlap():
-    assert overlapping([entry("a", (4,), (1,), 0), entry("b", (4,), (1,), 4), entry("c", (4,), (1,), 0, 1)]) == {}
-    assert overlapping([entry("empty", (0,), (1,), 2), entry("a", (8,), (1,), 0), entry("0-dim", (), (), 8)]) == {}
-    assert overlapping([TensorEntry("coo", "float32", (2,), (), 0, None, "sparse_coo", 8)] * 2) == {}
+    assert (
+        overlapping(
+            [entry("a", (4,), (1,), 0), entry("b", (4,), (1,), 4), entry("c", (4,), (1,), 0, 1)]
+        )
+        == {}
+    )
+    assert (
+        overlapping(
+            [entry("empty", (0,), (1,), 2), entry("a", (8,), (1,), 0), entry("0-dim", (), (), 8)]
+        )
+        == {}
+    )
+    assert (
+        overlapping([TensorEntry("coo", "float32", (2,), (), 0, None, "sparse_coo", 8)] * 2) == {}
+    )
 
 
 def test_the_later_key_is_reported_with_the_earlier_one():
     assert overlapping([entry("tail", (4,), (1,), 6), entry("a", (8,), (1,), 0)]) == {"a": "tail"}
-    assert overlapping([entry("column", (4,), (4,), 0), entry("row", (4,), (1,), 12)]) == {"row": "column"}
+    assert overlapping([entry("column", (4,), (4,), 0), entry("row", (4,), (1,), 12)]) == {
+        "row": "column"
+    }
     wide = [entry("all", (99,), (1,), 0), entry("a", (2,), (1,), 0), entry("b", (2,), (1,), 50)]
     assert overlapping(wide) == {"a": "all", "b": "all"}
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6), st.integers(0, 1)), max_size=7))
 def test_overlaps_match_a_comparison_of_every_pair(ranges):
-    tensors = [entry(str(n), (size,), (1,), offset, storage) for n, (offset, size, storage) in enumerate(ranges)]
+    tensors = [
+        entry(str(n), (size,), (1,), offset, storage)
+        for n, (offset, size, storage) in enumerate(ranges)
+    ]
     pairs = {
         (str(j), str(i))
         for j, (b, n, s) in enumerate(ranges)
@@ -514,7 +618,9 @@ def test_overlaps_match_a_comparison_of_every_pair(ranges):
     assert bool(found) == bool(pairs)
 
 
-NAMES = st.text(max_size=4) | st.sampled_from(["a.0.weight", "__metadata__", 'q"', "b\\", "{", "dtype"])
+NAMES = st.text(max_size=4) | st.sampled_from(
+    ["a.0.weight", "__metadata__", 'q"', "b\\", "{", "dtype"]
+)
 SIZES = st.lists(st.integers(0, 3), max_size=3)
 
 
@@ -565,7 +671,10 @@ def outcome(path: Path, fast: bool):
         return error.message, error.problems
     finally:
         st_format._as_usual = kept
-    tensors = [(e.key, e.dtype, e.shape, e.stride, e.storage and e.storage.data) for e in read.sections[0].tensors]
+    tensors = [
+        (e.key, e.dtype, e.shape, e.stride, e.storage and e.storage.data)
+        for e in read.sections[0].tensors
+    ]
     container: Any = read.container
     text = container.read()
     names = [json.loads(text[start:end]) for start, end in st_format.quoted_names(text)]
@@ -574,6 +683,10 @@ def outcome(path: Path, fast: bool):
 
 
 def test_headers_of_common_writers_take_the_fast_path(tmp_path, monkeypatch):
-    save_file({f"layers.{i}.ä": torch.zeros(2, i) for i in range(9)}, tmp_path / "m.safetensors", metadata={"a": '"'})
+    save_file(
+        {f"layers.{i}.ä": torch.zeros(2, i) for i in range(9)},
+        tmp_path / "m.safetensors",
+        metadata={"a": '"'},
+    )
     monkeypatch.setattr(st_format, "_strictly", None)
     assert len(st_format.read(str(tmp_path / "m.safetensors")).sections[0].tensors) == 9

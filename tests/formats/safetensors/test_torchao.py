@@ -31,7 +31,9 @@ def saved(path: Path, change: dict[str, str]) -> Path:
 
 
 def written(way: str, run: Run, folder: Path) -> Path:
-    """Rename the golden file: to a copy, in place, or with shards that separate the parts of a tensor."""
+    """Rename the golden file: to a copy, in place, or with shards that separate the parts of a
+    tensor.
+    """
     out = folder / "out.safetensors"
     if way == "in place":
         long = ("--rule", "{x}.{y*} => longer.{x}.{y*}")  # whose names have room for the new ones
@@ -61,13 +63,17 @@ def test_the_metadata_of_the_parts_is_renamed(run: Run, tmp_path: Path, way: str
 
 def test_a_rename_and_its_inverse_restore_the_bytes(run: Run, tmp_path: Path) -> None:
     renamed = written("a copy", run, tmp_path)
-    assert run("remap", renamed, *RULE, "--reverse", "-o", tmp_path / "back.safetensors").status == 0
+    assert (
+        run("remap", renamed, *RULE, "--reverse", "-o", tmp_path / "back.safetensors").status == 0
+    )
     assert (tmp_path / "back.safetensors").read_bytes() == GOLDEN.read_bytes()
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_torchao_loads_the_same_tensors(run: Run, tmp_path: Path, way: str) -> None:
-    support: Any = pytest.importorskip("torchao.prototype.safetensors.safetensors_support", reason="no torchao")
+    support: Any = pytest.importorskip(
+        "torchao.prototype.safetensors.safetensors_support", reason="no torchao"
+    )
     found, rest = support.unflatten_tensor_state_dict(*content(written(way, run, tmp_path)))
     expected, _ = support.unflatten_tensor_state_dict(*content(GOLDEN))
     assert (list(found), rest) == ([f"net.{name}" for name in expected], {})
@@ -81,15 +87,29 @@ def test_torchao_loads_the_same_tensors(run: Run, tmp_path: Path, way: str) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rule", "0._weight_scale => 0._other_scale"], "torchao would not find its parts together"),
+        (
+            ["--rule", "0._weight_scale => 0._other_scale"],
+            "torchao would not find its parts together",
+        ),
         (["--rule", "0._weight_scale => 0.scale"], "torchao would not find its parts together"),
-        (["--rule", r"re:0\._weight_(.+) => 0.weight_\1"], "torchao would not find its parts together"),
-        (["--rule", r"re:0\._weight_(.+) => _weight_\1"], "torchao would not find its parts together"),
+        (
+            ["--rule", r"re:0\._weight_(.+) => 0.weight_\1"],
+            "torchao would not find its parts together",
+        ),
+        (
+            ["--rule", r"re:0\._weight_(.+) => _weight_\1"],
+            "torchao would not find its parts together",
+        ),
         (["--rule", r"re:0\._weight_(.+) => 0.__\1"], "torchao would not find its parts together"),
-        (["--drop", "0._weight_scale"], "not all of its parts are there as they were: 0._weight_qdata"),
+        (
+            ["--drop", "0._weight_scale"],
+            "not all of its parts are there as they were: 0._weight_qdata",
+        ),
     ],
 )
-def test_a_rename_that_separates_parts_is_refused(run: Run, tmp_path: Path, options: list[str], message: str) -> None:
+def test_a_rename_that_separates_parts_is_refused(
+    run: Run, tmp_path: Path, options: list[str], message: str
+) -> None:
     for out in ("out.safetensors", "out/"):
         done = run("remap", GOLDEN, *options, "-o", f"{tmp_path}/{out}")
         assert (done.status, list(tmp_path.iterdir())) == (1, [])
@@ -108,7 +128,10 @@ def test_a_tensor_is_dropped_with_all_its_parts(run: Run, tmp_path: Path) -> Non
 
 def test_the_parts_of_a_tensor_are_named(run: Run) -> None:
     done = run("inspect", GOLDEN)
-    assert "torchao in parts (2 Float8Tensor): 0.weight is 0._weight_scale, 0._weight_qdata" in done.err
+    assert (
+        "torchao in parts (2 Float8Tensor): 0.weight is 0._weight_scale, 0._weight_qdata"
+        in done.err
+    )
 
 
 def test_other_formats_are_refused(run: Run, tmp_path: Path) -> None:
@@ -120,7 +143,8 @@ def test_other_formats_are_refused(run: Run, tmp_path: Path) -> None:
 
 def test_diff_values_compares_the_metadata_of_parts(run: Run, tmp_path: Path) -> None:
     other = saved(
-        tmp_path / "other.safetensors", {"0.weight": content(GOLDEN)[1]["0.weight"].replace("bfloat16", "float32")}
+        tmp_path / "other.safetensors",
+        {"0.weight": content(GOLDEN)[1]["0.weight"].replace("bfloat16", "float32")},
     )
     assert run("diff", GOLDEN, other, "--values", "--format", "json").data["summary"]["value"] == 2
 
@@ -129,8 +153,13 @@ def test_diff_values_compares_the_metadata_of_parts(run: Run, tmp_path: Path) ->
 def test_parts_that_are_not_names_are_ignored(run: Run, tmp_path: Path, parts: Any) -> None:
     described = json.loads(content(GOLDEN)[1]["0.weight"])
     (listed,) = (name for name, value in described.items() if isinstance(value, list))
-    other = saved(tmp_path / "other.safetensors", {"0.weight": json.dumps({**described, listed: parts})})
-    assert all("torchao" not in str(tensor) for tensor in run("inspect", other, "--format", "json").data["tensors"])
+    other = saved(
+        tmp_path / "other.safetensors", {"0.weight": json.dumps({**described, listed: parts})}
+    )
+    assert all(
+        "torchao" not in str(tensor)
+        for tensor in run("inspect", other, "--format", "json").data["tensors"]
+    )
     assert run("remap", other, *RULE, "-o", tmp_path / "out.safetensors").status == 0
 
 

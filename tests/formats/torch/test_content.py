@@ -1,4 +1,6 @@
-"""Digests of objects are equal if and only if torch loads equal objects, regardless of how the file was written."""
+"""Digests of objects are equal if and only if torch loads equal objects, regardless of how the file
+was written.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,22 @@ def filled(kind: Any, *parts: Any, **attributes: Any) -> Any:
 
 NUMBERS = torch.arange(4.0)
 VALUES: dict[str, Any] = {
-    **{f"a scalar {value!r}": [value] for value in (1, 2, 1.0, True, None, "1", b"1", 2**70, -1, 0.0, -0.0, "")},
-    **{f"a container {value!r}": value for value in ([1, 2], [2, 1], (1, 2), [[1], 2], [1, [2]], [], (), [1, 2, 2])},
-    **{f"a set {value!r}": value for value in ({1, 2}, {1, 3}, frozenset((1, 2)), frozenset((1, 3)), {"a"})},
-    **{f"a dict {value!r}": value for value in ({"a": 1}, {"b": 1}, {"a": 2}, {"a": 1, "b": 1}, {1: "a"}, {})},
+    **{
+        f"a scalar {value!r}": [value]
+        for value in (1, 2, 1.0, True, None, "1", b"1", 2**70, -1, 0.0, -0.0, "")
+    },
+    **{
+        f"a container {value!r}": value
+        for value in ([1, 2], [2, 1], (1, 2), [[1], 2], [1, [2]], [], (), [1, 2, 2])
+    },
+    **{
+        f"a set {value!r}": value
+        for value in ({1, 2}, {1, 3}, frozenset((1, 2)), frozenset((1, 3)), {"a"})
+    },
+    **{
+        f"a dict {value!r}": value
+        for value in ({"a": 1}, {"b": 1}, {"a": 2}, {"a": 1, "b": 1}, {1: "a"}, {})
+    },
     "an ordered dict": OrderedDict(a=1),
     "an ordered dict with attributes": filled(OrderedDict, {"a": 1}, note=1),
     "an ordered dict with other attributes": filled(OrderedDict, {"a": 1}, note=2),
@@ -83,7 +97,9 @@ VALUES: dict[str, Any] = {
     "a storage": [NUMBERS.clone().untyped_storage()],
     "another storage": [(NUMBERS + 1).untyped_storage()],
     "a quantized tensor": [torch.quantize_per_tensor(NUMBERS, 0.5, 0, torch.qint8)],
-    "a quantized tensor with another scale": [torch.quantize_per_tensor(2 * NUMBERS, 1.0, 0, torch.qint8)],
+    "a quantized tensor with another scale": [
+        torch.quantize_per_tensor(2 * NUMBERS, 1.0, 0, torch.qint8)
+    ],
     "a sparse tensor": [NUMBERS.to_sparse()],
     "a sparse tensor with other indices": [NUMBERS.roll(1).to_sparse()],
     "a dtype": [torch.float32],
@@ -130,8 +146,12 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[bytes]]
     again = {name: copy.deepcopy(VALUES[name]) for name in reversed(VALUES)}
     for protocol, values in ((2, VALUES), (3, again), (4, again), (5, VALUES)):
         path = folder / f"{protocol}.pt"
-        state = {f"{name}_extra_state": value for name, value in values.items()} | {"w": torch.ones(1)}
-        torch.save(state, path, pickle_protocol=protocol, _use_new_zipfile_serialization=protocol != 5)
+        state = {f"{name}_extra_state": value for name, value in values.items()} | {
+            "w": torch.ones(1)
+        }
+        torch.save(
+            state, path, pickle_protocol=protocol, _use_new_zipfile_serialization=protocol != 5
+        )
         for extra in open_checkpoint(str(path)).section("").extras:
             assert isinstance(extra.payload, Payload)
             content = extra.payload.content()
@@ -141,7 +161,9 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[bytes]]
 
 
 def test_equal_objects_have_one_digest(contents: dict[str, list[bytes]]) -> None:
-    assert [name for name, found in contents.items() if len(found) != 4 or len(set(found)) > 1] == []
+    assert [
+        name for name, found in contents.items() if len(found) != 4 or len(set(found)) > 1
+    ] == []
 
 
 def test_different_objects_have_different_digests(contents: dict[str, list[bytes]]) -> None:
@@ -153,7 +175,9 @@ def test_shared_and_repeated_objects_have_the_same_digest(tmp_path: Path) -> Non
     once = [1, NUMBERS]
     torch.save({"w": NUMBERS, "a_extra_state": [once, once], "b_extra_state": [once, [1, NUMBERS.clone()]]},
                tmp_path / "shared.pt")  # fmt: skip
-    one, other = (extra.payload for extra in open_checkpoint(str(tmp_path / "shared.pt")).section("").extras)
+    one, other = (
+        extra.payload for extra in open_checkpoint(str(tmp_path / "shared.pt")).section("").extras
+    )
     assert isinstance(one, Payload)
     assert isinstance(other, Payload)
     assert one.content() == other.content() is not None
@@ -167,7 +191,9 @@ def test_cyclic_and_deeply_nested_objects_have_no_digest(tmp_path: Path, deep: i
     for _ in range(deep):
         nested = [nested]
     torch.save({"w": NUMBERS, "a_extra_state": ring, "b_extra_state": nested}, tmp_path / "deep.pt")
-    one, other = (extra.payload for extra in open_checkpoint(str(tmp_path / "deep.pt")).section("").extras)
+    one, other = (
+        extra.payload for extra in open_checkpoint(str(tmp_path / "deep.pt")).section("").extras
+    )
     assert isinstance(one, Payload)
     assert isinstance(other, Payload)
     assert one.content() is None

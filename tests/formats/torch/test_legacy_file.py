@@ -1,4 +1,6 @@
-"""Files of torch.save before 1.6, with torch.load as the oracle; old and malicious files are built by hand."""
+"""Files of torch.save before 1.6, with torch.load as the oracle; old and malicious files are built
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,18 @@ def saved(value: object, path: Path, **kwargs) -> str:
 
 def everything() -> dict[str, torch.Tensor]:
     whole = torch.arange(12.0).reshape(3, 4)
-    names = ("float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64")
+    names = (
+        "float64",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+        "complex64",
+    )
     return {
         **{name: torch.ones(3, dtype=getattr(torch, name)) for name in names},
         "scalar": torch.tensor(7.0),
@@ -78,9 +91,18 @@ def test_the_index_matches_torch(tmp_path, protocol):
         )  # fmt: skip
         if entry.span is not None and tensor.numel():
             raw = Path(path).read_bytes()[entry.span.offset :][: entry.span.length]
-            assert raw == bytes(tensor.detach().contiguous().view(torch.uint8).flatten()) if tensor.dim() else True
+            assert (
+                raw == bytes(tensor.detach().contiguous().view(torch.uint8).flatten())
+                if tensor.dim()
+                else True
+            )
     assert section.aliases() == {"tied": "whole"}
-    assert len({id(e.storage) for e in section.tensors if e.key in ("whole", "tied", "strided", "row")}) == 1
+    assert (
+        len(
+            {id(e.storage) for e in section.tensors if e.key in ("whole", "tied", "strided", "row")}
+        )
+        == 1
+    )
 
 
 def converted(path: str, out: Path) -> str:
@@ -97,7 +119,9 @@ def test_conversion_to_a_zip_file_keeps_the_tensors(tmp_path):
     assert found["tied"].data_ptr() == found["whole"].data_ptr()
     assert found["row"].untyped_storage().data_ptr() == found["whole"].untyped_storage().data_ptr()
     assert torch.load(out, weights_only=True, mmap=True)["whole"][2, 3] == 11
-    assert losses(read(path), FORMATS["torch_zip"]) == ["written in the format of torch 1.6 and later"]
+    assert losses(read(path), FORMATS["torch_zip"]) == [
+        "written in the format of torch 1.6 and later"
+    ]
 
 
 def test_conversion_keeps_all_entries_of_a_training_checkpoint(tmp_path):
@@ -119,7 +143,9 @@ def test_conversion_keeps_all_entries_of_a_training_checkpoint(tmp_path):
     assert_same(found["model"], state["model"])
     assert found["model"]._metadata == state["model"]._metadata
     assert found["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
-    assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], state["optimizer"]["state"][0]["exp_avg"])
+    assert torch.equal(
+        found["optimizer"]["state"][0]["exp_avg"], state["optimizer"]["state"][0]["exp_avg"]
+    )
     assert (found["epoch"], found["args"]) == (3, argparse.Namespace(lr=0.1))
     assert torch.equal(found["module"].weight, state["module"].weight)
     assert found["storage"].tolist() == state["storage"].tolist()
@@ -134,7 +160,9 @@ def test_a_file_of_torch_2_5_equals_its_zip_file(run: Run, tmp_path: Path) -> No
     assert old.aliases() == new.aliases()
     options = ("--keep-aliases", "--verify", "--rule", "mix.{x*} => mixed.{x*}")
     for out in ("w.safetensors", "w.pt"):
-        assert run("remap", DATA / "legacy-torch-2.5.1.pt", "-o", tmp_path / out, *options).status == 0
+        assert (
+            run("remap", DATA / "legacy-torch-2.5.1.pt", "-o", tmp_path / out, *options).status == 0
+        )
     assert "mixed.0.weight" in torch.load(tmp_path / "w.pt", weights_only=True)
 
 
@@ -168,7 +196,9 @@ class Rebuilt:
         return self.call
 
 
-def built(root: object, keys: object, *storages: bytes, protocol: object = 1001, magic: int = MAGIC) -> bytes:
+def built(
+    root: object, keys: object, *storages: bytes, protocol: object = 1001, magic: int = MAGIC
+) -> bytes:
     out = io.BytesIO()
     for value in (magic, protocol, {"little_endian": True}):
         pickle.dump(value, out, protocol=2)
@@ -184,12 +214,16 @@ def storage(numel: int, data: bytes) -> bytes:
 FOUR = storage(4, struct.pack("<4f", 0, 1, 2, 3))
 
 
-def reference(key: object = "7", numel: object = 4, view: object = None, kind: type = torch.FloatStorage) -> Ref:
+def reference(
+    key: object = "7", numel: object = 4, view: object = None, kind: type = torch.FloatStorage
+) -> Ref:
     return Ref("storage", kind, key, "cpu", numel, view)
 
 
 def tensor(where: Ref, offset: int, *shape: int) -> Rebuilt:
-    return Rebuilt(_rebuild_tensor_v2, where, offset, shape, (1,) * len(shape), False, OrderedDict())
+    return Rebuilt(
+        _rebuild_tensor_v2, where, offset, shape, (1,) * len(shape), False, OrderedDict()
+    )
 
 
 def written(tmp_path: Path, data: bytes) -> str:
@@ -221,9 +255,9 @@ def test_classes_of_modules_are_read_without_source(tmp_path):
 
 
 def test_trailing_bytes_are_reported(tmp_path):
-    assert read(written(tmp_path, built({"w": tensor(reference(), 0, 4)}, ["7"], FOUR, b"more"))).notes == (
-        "4 bytes follow the last storage: not read",
-    )
+    assert read(
+        written(tmp_path, built({"w": tensor(reference(), 0, 4)}, ["7"], FOUR, b"more"))
+    ).notes == ("4 bytes follow the last storage: not read",)
 
 
 W = {"w": tensor(reference(), 0, 4)}
@@ -250,18 +284,36 @@ DAMAGED = [
     (built({"w": tensor(reference(view=("8", -1, 3)), 0, 3)}, ["7"], FOUR), "damaged pickle"),
     (built({"w": tensor(reference(view=("8", 2**60, 3)), 0, 3)}, ["7"], FOUR), "reaches element"),
     (built({"w": tensor(reference(view=7), 0, 3)}, ["7"], FOUR), "damaged pickle"),
-    (built([reference(view=("8", 1, 3))], ["7"], FOUR), "a part of a storage is outside of every tensor"),
+    (
+        built([reference(view=("8", 1, 3))], ["7"], FOUR),
+        "a part of a storage is outside of every tensor",
+    ),
     (built({"w": Ref("storage", torch.FloatStorage)}, ["7"], FOUR), "damaged pickle"),
     (built({"w": Ref()}, ["7"], FOUR), "damaged pickle"),
     (built({"w": Ref("module")}, ["7"], FOUR), "damaged pickle"),
     (built(W, ["7"], FOUR)[:60], "damaged pickle"),
     (b"none of it", "it does not begin with the magic number"),
-    (built({"w": Ref("storage", "FloatStorage", "7", "cpu", 4, None)}, ["7"], FOUR), "a storage reference"),
+    (
+        built({"w": Ref("storage", "FloatStorage", "7", "cpu", 4, None)}, ["7"], FOUR),
+        "a storage reference",
+    ),
     (built({"w": tensor(reference(numel="4"), 0, 4)}, ["7"], FOUR), "a storage reference"),
-    (built({"w": tensor(reference(view=("8", "1", 3)), 0, 3)}, ["7"], FOUR), "a view that begins at '1'"),
-    (built({"w": Rebuilt(_rebuild_tensor_v2, VIEW)}, ["7"], FOUR), "the arguments of torch._utils._rebuild_tensor"),
-    (built({"w": Rebuilt(_rebuild_tensor_v2, VIEW, "0", (2,), (1,))}, ["7"], FOUR), "the arguments of torch._utils"),
-    (built({"w": Rebuilt(_rebuild_tensor_v2), "v": tensor(VIEW, 0, 3)}, ["7"], FOUR), "the arguments of torch._utils"),
+    (
+        built({"w": tensor(reference(view=("8", "1", 3)), 0, 3)}, ["7"], FOUR),
+        "a view that begins at '1'",
+    ),
+    (
+        built({"w": Rebuilt(_rebuild_tensor_v2, VIEW)}, ["7"], FOUR),
+        "the arguments of torch._utils._rebuild_tensor",
+    ),
+    (
+        built({"w": Rebuilt(_rebuild_tensor_v2, VIEW, "0", (2,), (1,))}, ["7"], FOUR),
+        "the arguments of torch._utils",
+    ),
+    (
+        built({"w": Rebuilt(_rebuild_tensor_v2), "v": tensor(VIEW, 0, 3)}, ["7"], FOUR),
+        "the arguments of torch._utils",
+    ),
 ]
 
 

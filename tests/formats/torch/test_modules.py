@@ -1,4 +1,6 @@
-"""Pickled modules have the keys of their `state_dict()` in every pickle protocol; malicious ones are refused."""
+"""Pickled modules have the keys of their `state_dict()` in every pickle protocol; malicious ones
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ KIND = Global("own", "Kind")
 
 def module(state: Any = None, *, func: Any = KIND, args: Any = (), **slots: Any) -> Call:
     node = Call(func, args, "NEWOBJ")
-    node.state = {"_parameters": {}, "_buffers": {}, "_modules": {}, **slots} if state is None else state
+    node.state = (
+        {"_parameters": {}, "_buffers": {}, "_modules": {}, **slots} if state is None else state
+    )
     return node
 
 
@@ -125,7 +129,8 @@ def test_attributes_inside_another_state_are_found() -> None:
 )
 def test_non_persistent_buffers_are_recognized(names: Any, saved: bool) -> None:
     node = module(
-        _parameters={"p": tensor_node()}, _buffers={"b": tensor_node(), 3: tensor_node(), b"c": tensor_node()}
+        _parameters={"p": tensor_node()},
+        _buffers={"b": tensor_node(), 3: tensor_node(), b"c": tensor_node()},
     )
     node.state["_non_persistent_buffers_set"] = names
     found = {slot.key: slot.is_persistent for slot in slots_of(node, ())}
@@ -135,16 +140,22 @@ def test_non_persistent_buffers_are_recognized(names: Any, saved: bool) -> None:
 def test_the_class_is_found_in_older_protocols() -> None:
     older = Global("copy_reg", "_reconstructor")
     assert class_of(module()) == "own.Kind"
-    assert class_of(module(func=older, args=(KIND, Global("builtins", "object"), None))) == "own.Kind"
+    assert (
+        class_of(module(func=older, args=(KIND, Global("builtins", "object"), None))) == "own.Kind"
+    )
     assert class_of(module(func=older)) == "copy_reg._reconstructor"
 
 
-def test_too_many_nested_modules_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_nested_modules_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert len(list(slots_of(nested(200), ()))) == 1
     with pytest.raises(CkptError, match="too many others"):
         list(slots_of(nested(201), ()))
     monkeypatch.setattr(tree, "_MAX_MODULES", 7)
-    twice = module(_modules={"x": (one := module(_modules={"a": module(), "b": module()})), "y": one})
+    twice = module(
+        _modules={"x": (one := module(_modules={"a": module(), "b": module()})), "y": one}
+    )
     assert list(slots_of(twice, ())) == []
     with pytest.raises(CkptError, match="too many others"):
         open_checkpoint(crafted(tmp_path, {"m": module(_modules={"z": twice})}, GOOD))

@@ -1,4 +1,6 @@
-"""Pickles of nested dicts, each of which could be a section: what they take is bounded, however they share."""
+"""Pickles of nested dicts, each of which could be a section: what they take is bounded, however
+they share.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ LINES = {
 }
 CASES = [(name, line) for name in FILES for line in ("inspect", "rename")]
 CASES += [
-    (name, line) for name in ("shared", "shared, long keys", "many sections") for line in LINES if line[:2] == "to"
+    (name, line)
+    for name in ("shared", "shared, long keys", "many sections")
+    for line in LINES
+    if line[:2] == "to"
 ]
 
 
@@ -72,7 +77,9 @@ CASES += [
 def test_memory_time_and_output_are_bounded(name: str, line: str, tmp_path: Path) -> None:
     torch.save(FILES[name](), tmp_path / "in.pt")
     script = f"ulimit -v {LIMIT >> 10} && exec {sys.executable} -m ckpttool {LINES[line]}"
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, timeout=SECONDS, check=False)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, capture_output=True, timeout=SECONDS, check=False
+    )
     assert done.returncode in (0, 1, 2), done.stderr[-1000:]
     assert b"internal error" not in done.stderr
     assert b"out of memory" not in done.stderr
@@ -81,7 +88,10 @@ def test_memory_time_and_output_are_bounded(name: str, line: str, tmp_path: Path
 
 
 def test_many_sections_of_a_real_file_are_read(tmp_path: Path, run: Run) -> None:
-    torch.save({f"sample{number}": {"x": torch.full((50,), number)} for number in range(3000)}, tmp_path / "in.pt")
+    torch.save(
+        {f"sample{number}": {"x": torch.full((50,), number)} for number in range(3000)},
+        tmp_path / "in.pt",
+    )
     done = run("inspect", tmp_path / "in.pt", "--format", "json")
     assert done.status == 0
     assert len(done.data["sections"]) == 3000

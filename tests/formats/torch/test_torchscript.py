@@ -47,7 +47,11 @@ class Model(nn.Module):
         self.brain = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
 
     def forward(self, x):
-        return self.tied(self.again(self.norm(self.blocks(x)))) + self.brain + torch.tensor([1.0, 2.0, 3.0])
+        return (
+            self.tied(self.again(self.norm(self.blocks(x))))
+            + self.brain
+            + torch.tensor([1.0, 2.0, 3.0])
+        )
 
 
 def scripted(path: Path, traced: bool) -> str:
@@ -67,12 +71,18 @@ def test_keys_and_values_match_the_state_dict(tmp_path, traced):
     assert [entry.key for entry in section.tensors] == list(expected)
     for entry in section.tensors:
         tensor = expected[entry.key]
-        assert (entry.dtype, entry.shape) == (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        assert (entry.dtype, entry.shape) == (
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+        )
         raw = Path(path).read_bytes()[entry.span.offset :][: entry.span.length]
         assert raw == bytes(tensor.detach().reshape(-1).view(torch.uint8))
     aliases = section.aliases()
     assert aliases["again.inner.weight"] == aliases["tied.weight"] == "blocks.0.inner.weight"
-    assert "more tensors are plain attributes or constants of its code" in open_checkpoint(path).notes[0]
+    assert (
+        "more tensors are plain attributes or constants of its code"
+        in open_checkpoint(path).notes[0]
+    )
 
 
 def test_views_of_another_dtype_match_torch(tmp_path):
@@ -129,14 +139,19 @@ def test_swap_weights_changes_only_values(tmp_path: Path, run: Run, traced: bool
     options = ("--model", f"{__file__}:Model", "--verify")
     done = run("swap-weights", path, tmp_path / "new.pt", "-o", out, *options, "--format", "json")
     assert done.status == 0, done.err
-    assert (done.data["layout"], done.data["kept"]) == ("torchscript", ["blocks.0.mask", "blocks.1.mask", "again.mask"])
+    assert (done.data["layout"], done.data["kept"]) == (
+        "torchscript",
+        ["blocks.0.mask", "blocks.1.mask", "again.mask"],
+    )
     expected, swapped, x = torch.jit.load(path), torch.jit.load(out), torch.randn(4, 3)
     expected.load_state_dict(model.state_dict(), strict=False)
     assert torch.equal(swapped(x), expected(x))
     assert torch.equal(swapped(x), model(x))
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(out) as new:
         assert new.namelist() == old.namelist()
-        changed = {name.partition("/")[2] for name in old.namelist() if old.read(name) != new.read(name)}
+        changed = {
+            name.partition("/")[2] for name in old.namelist() if old.read(name) != new.read(name)
+        }
     assert changed
     assert all(name.startswith("data/") for name in changed)
 
@@ -187,7 +202,10 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, run: Run) -> None:
     done = run("swap-weights", f"{path}::model", tmp_path / "new.pt", "-o", tmp_path / "out.pt")
     assert (done.status, f"{path} holds one program without a name" in done.err) == (2, True)
     done = run("swap-weights", tmp_path / "new.pt", path, "-o", tmp_path / "out.pt")
-    assert f"hint: the program comes first: ckpttool swap-weights {path} {tmp_path / 'new.pt'}" in done.err
+    assert (
+        f"hint: the program comes first: ckpttool swap-weights {path} {tmp_path / 'new.pt'}"
+        in done.err
+    )
 
 
 def altered(path: str, out: Path, changes: dict[str, bytes | None]) -> str:
@@ -237,14 +255,21 @@ def test_damaged_and_malicious_archives_are_refused(tmp_path, changes, message):
     ],
 )
 def test_an_object_other_than_a_module_of_the_code_has_no_tensors(tmp_path, root):
-    """An object of another class, of a torch class, without attributes, in a list, or of an invalid class."""
+    """An object of another class, of a torch class, without attributes, in a list, or of an invalid
+    class.
+    """
     odd = altered(OLD, tmp_path / "odd.pt", {"data.pkl": b"\x80\x02" + root})
     assert read(odd).section("").tensors == ()
 
 
 def test_attributes_without_a_name_are_ignored(tmp_path):
     root = OBJECT + b"}(K\x01" + OBJECT + b"}bX\1\0\0\0aNub."
-    assert read(altered(OLD, tmp_path / "odd.pt", {"data.pkl": b"\x80\x02" + root})).section("").tensors == ()
+    assert (
+        read(altered(OLD, tmp_path / "odd.pt", {"data.pkl": b"\x80\x02" + root}))
+        .section("")
+        .tensors
+        == ()
+    )
 
 
 def test_two_pickles_are_refused(tmp_path):

@@ -55,7 +55,10 @@ def saved(tmp_path: Path, value: Any) -> Path:
 
 
 def with_sections(checkpoint: Checkpoint, **changed: Any) -> Checkpoint:
-    sections = (changed.get(section.path, lambda section: section)(section) for section in checkpoint.sections)
+    sections = (
+        changed.get(section.path, lambda section: section)(section)
+        for section in checkpoint.sections
+    )
     return replace(checkpoint, sections=tuple(sections))
 
 
@@ -74,19 +77,34 @@ def test_state_dicts_inside_objects_are_renamed(tmp_path: Path, run: Run) -> Non
     assert [section.path for section in read(str(path)).sections] == names
     for name in names:
         out = tmp_path / "out.pt"
-        done = run("remap", path, "--rule", "{x} => a.{x}", "--sections", name, "-o", out, "--force", "--verify")
+        done = run(
+            "remap",
+            path,
+            "--rule",
+            "{x} => a.{x}",
+            "--sections",
+            name,
+            "-o",
+            out,
+            "--force",
+            "--verify",
+        )
         assert done.status == 0, done.err
         found = torch.load(out, weights_only=False)
         (first, second), words = found["o"].args, found["o"].words
         places = [first, words["word"], words["list"][0], found["o"].own, found["items"][1]]
-        assert [next(iter(place)) for place in places] == ["a.weight" if name == own else "weight" for own in names]
+        assert [next(iter(place)) for place in places] == [
+            "a.weight" if name == own else "weight" for own in names
+        ]
         assert (second, found["items"][0], found["epoch"], type(found), type(found["items"])) == (
             7, 3, 3, OrderedDict, Items
         )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["o.0", "o.word", "o", "o.list.0", "items.1"])
-def test_arguments_and_states_of_objects_are_not_dropped(tmp_path: Path, run: Run, name: str) -> None:
+def test_arguments_and_states_of_objects_are_not_dropped(
+    tmp_path: Path, run: Run, name: str
+) -> None:
     """If an argument were removed, the next one would take its position."""
     instance = pickled(state(), 7, own=state(), word=state(), list=[state()])
     path = saved(tmp_path, {"o": instance, "items": Items([3, state()]), "m": {"w": W}})
@@ -94,7 +112,10 @@ def test_arguments_and_states_of_objects_are_not_dropped(tmp_path: Path, run: Ru
     if name in ("o.list.0", "items.1"):
         assert done.status == 0, done.err
         found = torch.load(tmp_path / "out.pt", weights_only=False)
-        assert (found["o"].words["list"] == [], list(found["items"]) == [3]) == (name == "o.list.0", name != "o.list.0")
+        assert (found["o"].words["list"] == [], list(found["items"]) == [3]) == (
+            name == "o.list.0",
+            name != "o.list.0",
+        )
     else:
         assert done.status == 1
         assert f"an argument or the state of an object @ {name}" in done.err
@@ -105,12 +126,24 @@ def test_arguments_and_states_of_objects_are_not_dropped(tmp_path: Path, run: Ru
     ("value", "drops", "kept"),
     [
         ({"m": {"w": W}, "n": {"v": V}, "l": [W.clone().untyped_storage()]}, ["l.0"], None),
-        ({"m": {"w": W}, "n": {"v": V}, "l": [W.clone().untyped_storage()]}, ["l", "l.0"], ["m", "n"]),
+        (
+            {"m": {"w": W}, "n": {"v": V}, "l": [W.clone().untyped_storage()]},
+            ["l", "l.0"],
+            ["m", "n"],
+        ),
         ({"m": {"w": W}, "o": pickled(own={"s": W.clone().untyped_storage()})}, ["o.s"], None),
-        ({"m": {"w": W}, "o": pickled(own={"s": W.clone().untyped_storage()})}, ["o", "o.s"], ["m"]),
+        (
+            {"m": {"w": W}, "o": pickled(own={"s": W.clone().untyped_storage()})},
+            ["o", "o.s"],
+            ["m"],
+        ),
         ({"w": W, "s": V.untyped_storage()}, ["s"], ["w"]),
         ({"m": state() | {"s": V.clone().untyped_storage()}, "n": {"v": V}}, ["m.s"], ["m", "n"]),
-        ({"m": {"w": W}, "o": pickled(own={"s": V.untyped_storage(), "n": state()})}, ["o.s"], None),
+        (
+            {"m": {"w": W}, "o": pickled(own={"s": V.untyped_storage(), "n": state()})},
+            ["o.s"],
+            None,
+        ),
         ([[W], V.untyped_storage(), 3], ["1"], [1, 2]),
         (W.untyped_storage(), ["(root)"], None),
     ],
@@ -122,7 +155,10 @@ def test_a_storage_is_dropped_only_with_its_container(
     done = run("remap", saved(tmp_path, value), *words, "-o", tmp_path / "out.pt")
     if kept is None:
         assert done.status == 1
-        assert f"the object around it is kept, and cannot be written without it @ {drops[-1]}" in done.err
+        assert (
+            f"the object around it is kept, and cannot be written without it @ {drops[-1]}"
+            in done.err
+        )
     else:
         assert done.status == 0, done.err
         found = torch.load(tmp_path / "out.pt", weights_only=False)
@@ -138,7 +174,14 @@ class BySetter:
     """Its state is set by a function that holds a tensor."""
 
     def __reduce__(self) -> Any:
-        return object.__new__, (BySetter,), {"n": 3}, None, None, partial(put, torch.full((4,), 7.0))
+        return (
+            object.__new__,
+            (BySetter,),
+            {"n": 3},
+            None,
+            None,
+            partial(put, torch.full((4,), 7.0)),
+        )
 
 
 def test_a_state_setter_is_copied_with_its_object(tmp_path: Path, run: Run) -> None:
@@ -159,25 +202,37 @@ def test_a_shared_state_dict_is_split_if_its_copies_differ(tmp_path: Path) -> No
     shared = state()
     checkpoint = read(str(saved(tmp_path, {"model": shared, "best": shared})))
     found = written(tmp_path, with_sections(checkpoint, model=prefixed("a."), best=prefixed("b.")))
-    assert [list(found[name]) for name in ("model", "best")] == [["a.weight", "a.bias"], ["b.weight", "b.bias"]]
+    assert [list(found[name]) for name in ("model", "best")] == [
+        ["a.weight", "a.bias"],
+        ["b.weight", "b.bias"],
+    ]
 
     def versions(section: Section, number: int) -> Section:
         return replace(prefixed("a.")(section), modules={"": {"version": number}})
 
     both = with_sections(checkpoint, model=lambda s: versions(s, 1), best=lambda s: versions(s, 2))
     found = written(tmp_path, both)
-    assert [dict(found[name]._metadata) for name in ("model", "best")] == [{"": {"version": 1}}, {"": {"version": 2}}]
+    assert [dict(found[name]._metadata) for name in ("model", "best")] == [
+        {"": {"version": 1}},
+        {"": {"version": 2}},
+    ]
 
     def swapped(section: Section) -> Section:
         weight, bias = prefixed("a.")(section).tensors
-        return replace(section, tensors=(replace(weight, key=bias.key), replace(bias, key=weight.key)))
+        return replace(
+            section, tensors=(replace(weight, key=bias.key), replace(bias, key=weight.key))
+        )
 
     def reordered(section: Section) -> Section:
         weight, bias = prefixed("a.")(section).tensors
-        return replace(section, tensors=(replace(bias, key=bias.key), replace(weight, key=weight.key)))
+        return replace(
+            section, tensors=(replace(bias, key=bias.key), replace(weight, key=weight.key))
+        )
 
     found = written(tmp_path, with_sections(checkpoint, model=swapped, best=reordered))
-    assert [[(key, value.dim()) for key, value in found[name].items()] for name in ("model", "best")] == [
+    assert [
+        [(key, value.dim()) for key, value in found[name].items()] for name in ("model", "best")
+    ] == [
         [("a.bias", 2), ("a.weight", 1)],
         [("a.bias", 1), ("a.weight", 2)],
     ]
@@ -195,7 +250,10 @@ def test_attributes_of_a_state_dict_are_kept_without_its_versions(tmp_path: Path
     own = state()
     own.note = "own"
     checkpoint = read(str(saved(tmp_path, {"m": own, "n": state()})))
-    found = written(tmp_path, with_sections(checkpoint, **dict.fromkeys("mn", lambda s: replace(s, modules=None))))
+    found = written(
+        tmp_path,
+        with_sections(checkpoint, **dict.fromkeys("mn", lambda s: replace(s, modules=None))),
+    )
     assert [vars(found[name]) for name in "mn"] == [{"note": "own"}, {}]
     plain = OrderedDict(w=W)
     vars(plain)["note"] = "own"

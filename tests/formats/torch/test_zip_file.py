@@ -73,8 +73,12 @@ def load(path: str, **options: Any) -> Any:
 
 def with_keys(checkpoint: Checkpoint, path: str, rename: Callable[[str], str]) -> Checkpoint:
     section = checkpoint.section(path)
-    renamed = replace(section, tensors=tuple(replace(e, key=rename(e.key)) for e in section.tensors))
-    return replace(checkpoint, sections=tuple(renamed if s is section else s for s in checkpoint.sections))
+    renamed = replace(
+        section, tensors=tuple(replace(e, key=rename(e.key)) for e in section.tensors)
+    )
+    return replace(
+        checkpoint, sections=tuple(renamed if s is section else s for s in checkpoint.sections)
+    )
 
 
 def fresh(section: Section) -> Checkpoint:
@@ -86,15 +90,26 @@ def same(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor) and left.is_nested:
-        return right.is_nested and all(same(a, b) for a, b in zip(left.unbind(), right.unbind(), strict=True))
+        return right.is_nested and all(
+            same(a, b) for a, b in zip(left.unbind(), right.unbind(), strict=True)
+        )
     if isinstance(left, torch.Tensor):
-        flags = [(t.dtype, t.shape, t.layout, t.requires_grad, t.is_conj(), t.is_neg()) for t in (left, right)]
+        flags = [
+            (t.dtype, t.shape, t.layout, t.requires_grad, t.is_conj(), t.is_neg())
+            for t in (left, right)
+        ]
         if flags[0] != flags[1] or left.is_meta:
             return flags[0] == flags[1]
-        if left.layout is torch.strided and not left.is_quantized and left.stride() != right.stride():
+        if (
+            left.layout is torch.strided
+            and not left.is_quantized
+            and left.stride() != right.stride()
+        ):
             return False
         if left.is_quantized:
-            return left.qscheme() == right.qscheme() and torch.equal(left.dequantize(), right.dequantize())
+            return left.qscheme() == right.qscheme() and torch.equal(
+                left.dequantize(), right.dequantize()
+            )
         if left.layout is torch.sparse_coo:
             return same(left._indices(), right._indices()) and same(left._values(), right._values())
         if left.layout is not torch.strided:
@@ -127,7 +142,11 @@ def of_dtype(name: str, *shape: int) -> torch.Tensor:
     """Return a tensor of any dtype, with irregular bytes."""
     dtype = getattr(torch, name)
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    data = torch.arange(nbytes, dtype=torch.uint8) % 2 if name == "bool" else torch.arange(nbytes, dtype=torch.uint8)
+    data = (
+        torch.arange(nbytes, dtype=torch.uint8) % 2
+        if name == "bool"
+        else torch.arange(nbytes, dtype=torch.uint8)
+    )
     return data.view(dtype).reshape(shape)
 
 
@@ -164,7 +183,9 @@ def tensors() -> dict[str, Any]:
         ),
         "quantized int32": torch.quantize_per_tensor(BASE, 0.1, 0, torch.qint32),
         "nested": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)]),
-        "jagged": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged),
+        "jagged": torch.nested.nested_tensor(
+            [torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged
+        ),
         "meta": torch.empty(3, 4, device="meta"),
         "subclass": torch.nn.UninitializedParameter(),
     }
@@ -198,7 +219,9 @@ def test_a_changed_view_is_written(tmp_path: Path, offset: int, stride: int, siz
     section = source.section("")
     entry = replace(section.tensors[0], offset=offset, stride=(stride,), shape=(size,))
     changed = replace(source, sections=(replace(section, tensors=(entry,)),))
-    assert same(load(rewritten(tmp_path, changed)), {"w": BASE.as_strided((size,), (stride,), offset)})
+    assert same(
+        load(rewritten(tmp_path, changed)), {"w": BASE.as_strided((size,), (stride,), offset)}
+    )
 
 
 @pytest.mark.filterwarnings("ignore:BComplex32 support is experimental")
@@ -211,7 +234,9 @@ def test_tensors_of_every_kind_are_read_and_renamed(tmp_path: Path, name: str) -
     entry = section.by_key()["w"]
     assert isinstance(entry, TensorEntry)
     assert entry.layout == LAYOUTS.get(name, "strided")
-    assert kind(entry) == ("torch.nested._internal.nested_tensor._rebuild_njt" if name == "jagged" else entry.layout)
+    assert kind(entry) == (
+        "torch.nested._internal.nested_tensor._rebuild_njt" if name == "jagged" else entry.layout
+    )
     if name not in ("nested", "subclass", "jagged"):
         assert (f"torch.{entry.dtype}", entry.shape) == (str(tensor.dtype), tuple(tensor.shape))
     if entry.storage is not None:
@@ -256,19 +281,33 @@ def test_sections_of_a_training_checkpoint_are_recognized(tmp_path: Path) -> Non
     value = training()
     checkpoint = open_checkpoint(saved(tmp_path, value))
     kinds = {section.path: section.kind for section in checkpoint.sections}
-    assert kinds == {"model": "state_dict", "optimizer": "optimizer", "rng.1": "state_dict", "": "other"}
+    assert kinds == {
+        "model": "state_dict",
+        "optimizer": "optimizer",
+        "rng.1": "state_dict",
+        "": "other",
+    }
     model = checkpoint.section("model")
     assert [entry.key for entry in model.tensors] == list(value["model"])
     assert dict(model.modules or {}) == dict(value["model"]._metadata)
     optimizer = checkpoint.section("optimizer")
-    assert [entry.key for entry in optimizer.tensors][:3] == ["state.0.step", "state.0.exp_avg", "state.0.exp_avg_sq"]
+    assert [entry.key for entry in optimizer.tensors][:3] == [
+        "state.0.step",
+        "state.0.exp_avg",
+        "state.0.exp_avg_sq",
+    ]
     assert [entry.key for entry in checkpoint.section("").tensors] == ["loss", "rng.0"]
     assert checkpoint.others == ("epoch", "args", "metrics")
     assert checkpoint.globals == ("argparse.Namespace", f"{__name__}.Foreign", f"{__name__}.Stage")
 
 
 def test_extra_state_is_listed(tmp_path: Path) -> None:
-    value = {"w": torch.ones(2), "w._extra_state": {"scale": torch.ones(1)}, "version": 3, "names": ["a", {"b": None}]}
+    value = {
+        "w": torch.ones(2),
+        "w._extra_state": {"scale": torch.ones(1)},
+        "version": 3,
+        "names": ["a", {"b": None}],
+    }
     (section,) = read(saved(tmp_path, value)).sections
     assert {extra.key: extra.value for extra in section.extras} == {
         "w._extra_state": None,
@@ -277,7 +316,9 @@ def test_extra_state_is_listed(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2), 1], (), {}, 3, {"epoch": 3}, None, {"a": {"b": []}}])
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), [torch.ones(2), 1], (), {}, 3, {"epoch": 3}, None, {"a": {"b": []}}]
+)
 def test_files_with_any_root_are_restored(tmp_path: Path, value: Any) -> None:
     path = saved(tmp_path, value)
     checkpoint = read(path)
@@ -287,17 +328,24 @@ def test_files_with_any_root_are_restored(tmp_path: Path, value: Any) -> None:
 
 
 @pytest.mark.parametrize("path", [*REAL, None], ids=lambda path: path.name if path else "training")
-def test_renamed_files_load_and_the_inverse_restores_the_bytes(tmp_path: Path, path: Path | None) -> None:
+def test_renamed_files_load_and_the_inverse_restores_the_bytes(
+    tmp_path: Path, path: Path | None
+) -> None:
     """So does an unchanged copy, and one with every section rebuilt."""
     is_safe, path = path is not None, path or Path(saved(tmp_path, training()))
     checkpoint = read(str(path))
     assert Path(rewritten(tmp_path, checkpoint)).read_bytes() == path.read_bytes()
     rebuilt = replace(
-        checkpoint, sections=tuple(replace(s, tensors=tuple(map(replace, s.tensors))) for s in checkpoint.sections)
+        checkpoint,
+        sections=tuple(
+            replace(s, tensors=tuple(map(replace, s.tensors))) for s in checkpoint.sections
+        ),
     )
     assert Path(rewritten(tmp_path, rebuilt)).read_bytes() == path.read_bytes()
     section = next(s.path for s in checkpoint.sections if s.kind == "state_dict")
-    there = write_pieces(layout(with_keys(checkpoint, section, "x.".__add__)), tmp_path / "there.pt")
+    there = write_pieces(
+        layout(with_keys(checkpoint, section, "x.".__add__)), tmp_path / "there.pt"
+    )
     back = rewritten(tmp_path, with_keys(read(there), section, lambda key: key.removeprefix("x.")))
     assert Path(back).read_bytes() == path.read_bytes()
     before, after = load(str(path), mmap=False), load(there, weights_only=is_safe)
@@ -318,19 +366,27 @@ class Known(dict):
         return Known, (self.of,), None, None, iter(self.items())
 
 
-@pytest.mark.parametrize("held", [Known(BASE), collections.defaultdict(list), collections.OrderedDict()])
+@pytest.mark.parametrize(
+    "held", [Known(BASE), collections.defaultdict(list), collections.OrderedDict()]
+)
 def test_arguments_and_items_of_a_mapping_are_listed_once(tmp_path: Path, held: Any) -> None:
     held["deep"] = [torch.ones(2), 3]
     found = read(saved(tmp_path, {"held": held}))
     expected = [2, 24] if type(held) is Known else [2]
-    assert sorted(entry.numel for section in found.sections for entry in section.tensors) == expected
+    assert (
+        sorted(entry.numel for section in found.sections for entry in section.tensors) == expected
+    )
     assert not found.unreached
     assert same(load(rewritten(tmp_path, found)), {"held": held})
 
 
 def test_foreign_classes_need_not_be_installed(tmp_path: Path) -> None:
     path = saved(tmp_path, training())
-    renamed = Path(path).read_bytes().replace(__name__.encode() + b"\nForeign", b"x" * len(__name__) + b"\nForeign")
+    renamed = (
+        Path(path)
+        .read_bytes()
+        .replace(__name__.encode() + b"\nForeign", b"x" * len(__name__) + b"\nForeign")
+    )
     Path(path).write_bytes(renamed)
     with pytest.raises(CkptError):  # the checksum no longer matches
         read(path)
@@ -338,7 +394,9 @@ def test_foreign_classes_need_not_be_installed(tmp_path: Path) -> None:
     name = "saved/data.pkl"
     record = archive.by_name[name]
     fixed = NewRecord(name, renamed[record.data : record.data + record.nbytes])
-    path = write_pieces(layout_archive(archive, [fixed, *archive.records[1:]]), tmp_path / "foreign.pt")
+    path = write_pieces(
+        layout_archive(archive, [fixed, *archive.records[1:]]), tmp_path / "foreign.pt"
+    )
     out = rewritten(tmp_path, with_keys(read(path), "model", "module.".__add__))
     assert "x" * len(__name__) + ".Foreign" in open_checkpoint(str(out)).globals
     with pytest.raises(ModuleNotFoundError):
@@ -350,7 +408,10 @@ def test_storages_with_other_numbers_keep_them(tmp_path: Path) -> None:
     storages = {key: bytes(8) for key in ("5", "1")}
     checkpoint = read(crafted(tmp_path, {key: tensor_node(key=key) for key in storages}, storages))
     out = rewritten(tmp_path, with_keys(checkpoint, "", "w".__add__))
-    assert [record.name for record in read_archive(out).records if "/data/" in record.name] == ["a/data/5", "a/data/1"]
+    assert [record.name for record in read_archive(out).records if "/data/" in record.name] == [
+        "a/data/5",
+        "a/data/1",
+    ]
     assert list(load(out)) == ["w5", "w1"]
     for taken, key in ((set[str](), "0"), ({"0"}, "1"), ({"1"}, "2"), ({"2", "3"}, "4")):
         assert Rebuilder(taken=taken).key(computed(torch.ones(1))) == key
@@ -396,7 +457,12 @@ def test_tensors_of_devices_without_storages_are_renamed(tmp_path: Path, data: A
 
 
 def test_tensors_in_a_store_are_compared(tmp_path: Path, run: Run) -> None:
-    path = Path(saved(tmp_path, {name: TENSORS[name] for name in ("sparse", "quantized", "meta", "dtype float32")}))
+    path = Path(
+        saved(
+            tmp_path,
+            {name: TENSORS[name] for name in ("sparse", "quantized", "meta", "dtype float32")},
+        )
+    )
     url = f"memory://{tmp_path.name}/saved.pt"
     fsspec.filesystem("memory").pipe(url, path.read_bytes())
     assert run("diff", url, path, "--values").status == 0
@@ -415,10 +481,16 @@ def test_a_tensor_of_an_unnamed_class_is_listed(tmp_path: Path) -> None:
         ("sparse", "the indices of its values"),
         ("nested", "the shapes of its parts"),
         ("sparse csr", "how its values are made of what is stored"),
-        ("jagged", "its class torch.nested._internal.nested_tensor._rebuild_njt, and what each tensor in it is for"),
+        (
+            "jagged",
+            "its class torch.nested._internal.nested_tensor._rebuild_njt, and what each"
+            " tensor in it is for",
+        ),
     ],
 )
-def test_the_error_names_what_would_be_lost(tmp_path: Path, run: Run, name: str, words: str) -> None:
+def test_the_error_names_what_would_be_lost(
+    tmp_path: Path, run: Run, name: str, words: str
+) -> None:
     done = run("remap", saved(tmp_path, {"w": TENSORS[name]}), "-o", tmp_path / "out.safetensors")
     assert done.status == 1
     assert f"{words} would be lost @ w" in done.err
@@ -439,24 +511,63 @@ def test_a_conjugated_complex32_tensor_is_read(tmp_path: Path, run: Run) -> None
 def test_a_shared_state_dict_is_several_sections(tmp_path: Path, run: Run) -> None:
     """It stays shared if all copies change alike, and the inverse rename restores the bytes."""
     shared = torch.nn.Linear(2, 3).state_dict()
-    path = saved(tmp_path, {"model": shared, "best": shared, "list": [shared, {"w": torch.ones(1)}], "epoch": 3})
+    path = saved(
+        tmp_path,
+        {"model": shared, "best": shared, "list": [shared, {"w": torch.ones(1)}], "epoch": 3},
+    )
     checkpoint = read(path)
-    assert [section.path for section in checkpoint.sections] == ["model", "best", "list.0", "list.1"]
+    assert [section.path for section in checkpoint.sections] == [
+        "model",
+        "best",
+        "list.0",
+        "list.1",
+    ]
     assert checkpoint.others == ("epoch",)
     there, back = tmp_path / "there.pt", tmp_path / "back.pt"
     assert (
-        run("remap", path, "--rule", "{x} => a.{x}", "--sections", "model,best,list.0", "-o", there, "--verify")[0] == 0
+        run(
+            "remap",
+            path,
+            "--rule",
+            "{x} => a.{x}",
+            "--sections",
+            "model,best,list.0",
+            "-o",
+            there,
+            "--verify",
+        )[0]
+        == 0
     )
     found = load(str(there))
     assert found["model"] is found["best"] is found["list"][0]
     assert list(found["best"]) == ["a.weight", "a.bias"]
-    assert run("remap", there, "--rule", "a.{x} => {x}", "--sections", "model,best,list.0", "-o", back)[0] == 0
+    assert (
+        run(
+            "remap", there, "--rule", "a.{x} => {x}", "--sections", "model,best,list.0", "-o", back
+        )[0]
+        == 0
+    )
     assert back.read_bytes() == Path(path).read_bytes()
     assert (
-        run("remap", path, "--rule", "{x} => b.{x}", "--sections", "best", "--force", "-o", there, "--verify")[0] == 0
+        run(
+            "remap",
+            path,
+            "--rule",
+            "{x} => b.{x}",
+            "--sections",
+            "best",
+            "--force",
+            "-o",
+            there,
+            "--verify",
+        )[0]
+        == 0
     )
     found = load(str(there))
-    assert [list(found[name]) for name in ("model", "best")] == [["weight", "bias"], ["b.weight", "b.bias"]]
+    assert [list(found[name]) for name in ("model", "best")] == [
+        ["weight", "bias"],
+        ["b.weight", "b.bias"],
+    ]
     assert run("remap", path, "--drop", "best", "--force", "-o", there, "--verify")[0] == 0
     assert list(load(str(there))) == ["model", "list", "epoch"]
 
@@ -472,7 +583,10 @@ def test_a_shared_optimizer_or_module_is_several_sections(tmp_path: Path, run: R
     assert kinds == [
         ("module", "state_dict", 2), ("ema", "state_dict", 2), ("optimizer", "optimizer", 2), ("best", "optimizer", 2)
     ]  # fmt: skip
-    assert run("remap", path, "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt", "--verify").status == 0
+    assert (
+        run("remap", path, "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt", "--verify").status
+        == 0
+    )
     found = load(str(tmp_path / "out.pt"))
     assert list(found["optimizer"]["state"]) == list(found["best"]["state"]) == ["weight", "bias"]
     assert torch.equal(found["ema"].weight, model.weight)
@@ -480,7 +594,9 @@ def test_a_shared_optimizer_or_module_is_several_sections(tmp_path: Path, run: R
 
 @pytest.mark.parametrize("kind", [dict, list, tuple, Foreign])
 def test_a_shared_container_has_sections_at_each_path(tmp_path: Path, run: Run, kind: Any) -> None:
-    """For example ``best`` and ``last`` of a training; the object stays shared if both change alike."""
+    """For example ``best`` and ``last`` of a training; the object stays shared if both change
+    alike.
+    """
     parts = {"model": torch.nn.Linear(2, 1).state_dict(), "loose": [torch.ones(3)], "epoch": 3}
     held = kind(**parts) if kind in (dict, Foreign) else kind(parts.values())
     path = saved(tmp_path, {"last": held, "runs": [{"best": held}], "step": 1})
@@ -491,7 +607,9 @@ def test_a_shared_container_has_sections_at_each_path(tmp_path: Path, run: Run, 
 
     def keys() -> list[list[str]]:
         ends = load(str(there))["last"], load(str(there))["runs"][0]["best"]
-        return [list(end.model if kind is Foreign else end[name if kind is dict else 0]) for end in ends]
+        return [
+            list(end.model if kind is Foreign else end[name if kind is dict else 0]) for end in ends
+        ]
 
     sections = ("--sections", ",".join(names), "--verify")
     assert run("remap", path, "--rule", "{x} => a.{x}", *sections, "-o", there).status == 0
@@ -500,21 +618,32 @@ def test_a_shared_container_has_sections_at_each_path(tmp_path: Path, run: Run, 
     assert keys() == [["a.weight", "a.bias"]] * 2
     assert run("remap", there, "--rule", "a.{x} => {x}", *sections, "-o", back).status == 0
     assert back.read_bytes() == Path(path).read_bytes()
-    assert run("remap", path, "--drop", f"{names[0]}.bias", "-o", there, "--force", "--verify").status == 0
+    assert (
+        run("remap", path, "--drop", f"{names[0]}.bias", "-o", there, "--force", "--verify").status
+        == 0
+    )
     assert keys() == [["weight"], ["weight", "bias"]]
 
 
 def test_a_cycle_prevents_a_rename_unless_it_is_dropped(tmp_path: Path, run: Run) -> None:
-    value: dict[str, Any] = {"model": {"w": torch.ones(2)}, "other": {"w": torch.ones(3)}, "epoch": 3}
+    value: dict[str, Any] = {
+        "model": {"w": torch.ones(2)},
+        "other": {"w": torch.ones(3)},
+        "epoch": 3,
+    }
     value["inner"] = {"ema": {"w": torch.ones(1)}, "around": [value], "self": [1]}
     value["inner"]["self"].append(value["inner"])
     path, out = saved(tmp_path, value), tmp_path / "out.pt"
     assert [section.path for section in read(path).sections] == ["model", "other", "inner.ema"]
-    status, output = run("remap", path, "--rule", "{x} => a.{x}", "--sections", "model", "-o", out).said
+    status, output = run(
+        "remap", path, "--rule", "{x} => a.{x}", "--sections", "model", "-o", out
+    ).said
     assert status == 1
     assert "refers back to a container around it @ inner.around.0" in output
     assert "inner.self" not in output
-    status, output = run("remap", path, "--rule", "{x} => a.{x}", "--sections", "inner.ema", "-o", out).said
+    status, output = run(
+        "remap", path, "--rule", "{x} => a.{x}", "--sections", "inner.ema", "-o", out
+    ).said
     assert status == 1
     assert "@ inner.around.0" in output
     assert "@ inner.self.1" in output
@@ -526,9 +655,13 @@ def test_a_cycle_prevents_a_rename_unless_it_is_dropped(tmp_path: Path, run: Run
 def test_the_number_of_repeated_sections_is_limited(tmp_path: Path) -> None:
     shared = {f"k{number}": torch.ones(1) for number in range(100)}
     checkpoint = read(saved(tmp_path, {"list": [shared] * 2000}))
-    assert [section.path for section in checkpoint.sections] == [f"list.{number}" for number in range(101)]
+    assert [section.path for section in checkpoint.sections] == [
+        f"list.{number}" for number in range(101)
+    ]
     assert len(checkpoint.others) == 1899
-    assert checkpoint.notes == ("from list.101 on, sections at several places are looked at in one of them",)
+    assert checkpoint.notes == (
+        "from list.101 on, sections at several places are looked at in one of them",
+    )
 
 
 def test_new_module_versions_are_written(tmp_path: Path) -> None:
@@ -538,7 +671,9 @@ def test_new_module_versions_are_written(tmp_path: Path) -> None:
         changed = replace(section, modules=modules)
         sections = tuple(changed if s is section else s for s in checkpoint.sections)
         loaded = load(rewritten(tmp_path, replace(checkpoint, sections=sections)))["model"]
-        expected = None if modules is None else {path: payload or {} for path, payload in modules.items()}
+        expected = (
+            None if modules is None else {path: payload or {} for path, payload in modules.items()}
+        )
         assert getattr(loaded, "_metadata", None) == expected
 
 
@@ -546,7 +681,9 @@ def test_dropped_tensors_are_removed_with_their_storages(tmp_path: Path) -> None
     path = saved(tmp_path, training())
     checkpoint = read(path)
     model = checkpoint.section("model")
-    smaller = replace(checkpoint, sections=(replace(model, tensors=model.tensors[1:]),), others=("epoch",))
+    smaller = replace(
+        checkpoint, sections=(replace(model, tensors=model.tensors[1:]),), others=("epoch",)
+    )
     out = rewritten(tmp_path, smaller)
     loaded = load(out)
     assert list(loaded) == ["model", "epoch", "rng"]
@@ -574,7 +711,9 @@ def test_computed_tensors_are_written(tmp_path: Path) -> None:
     model = checkpoint.section("model")
     new = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     first = TensorEntry("0.weight", "float32", (3, 4), (4, 1), 0, computed(new))
-    half = TensorEntry("0.half", "float8_e5m2", (3,), (1,), 0, computed(torch.ones(3, dtype=torch.float8_e5m2)))
+    half = TensorEntry(
+        "0.half", "float8_e5m2", (3,), (1,), 0, computed(torch.ones(3, dtype=torch.float8_e5m2))
+    )
     shared = replace(first, key="0.tied", shape=(4, 3), stride=(1, 4))
     changed = replace(model, tensors=(first, half, shared, *model.tensors[1:]))
     out = rewritten(tmp_path, replace(checkpoint, sections=(changed, *checkpoint.sections[1:])))
@@ -592,7 +731,9 @@ def test_computed_tensors_are_written(tmp_path: Path) -> None:
 def test_views_of_other_dtypes_are_written_next_to_their_tensor(
     tmp_path: Path, dtype: str, order: tuple[int, ...]
 ) -> None:
-    """Torch uses the first reference to a storage for all; copied tensors keep their own reference."""
+    """Torch uses the first reference to a storage for all; copied tensors keep their own
+    reference.
+    """
     data = torch.arange(16, dtype=torch.uint8)
     source = read(saved(tmp_path, {"w": data.view(getattr(torch, dtype)), "b": torch.ones(2)}))
     (section,) = source.sections
@@ -604,15 +745,22 @@ def test_views_of_other_dtypes_are_written_next_to_their_tensor(
         found = load(rewritten(tmp_path, changed))
         assert all(raw(found[entry.key]) == data.tolist() for entry in tensors)
         again = read(rewritten(tmp_path, changed)).sections[0].tensors
-        assert [(entry.key, entry.dtype) for entry in again] == [(e.key, e.dtype) for e in section.tensors]
-        assert [str(found[entry.key].dtype) for entry in again] == [f"torch.{e.dtype}" for e in section.tensors]
+        assert [(entry.key, entry.dtype) for entry in again] == [
+            (e.key, e.dtype) for e in section.tensors
+        ]
+        assert [str(found[entry.key].dtype) for entry in again] == [
+            f"torch.{e.dtype}" for e in section.tensors
+        ]
 
 
 def test_views_of_a_new_storage_in_several_dtypes_are_written(tmp_path: Path) -> None:
     data = torch.arange(16, dtype=torch.uint8)
     storage = computed(data)
     dtypes = ("float32", "int32", "complex64")
-    entries = tuple(TensorEntry(name, name, (16 // of_dtype(name).itemsize,), (1,), 0, storage) for name in dtypes)
+    entries = tuple(
+        TensorEntry(name, name, (16 // of_dtype(name).itemsize,), (1,), 0, storage)
+        for name in dtypes
+    )
     found = load(rewritten(tmp_path, fresh(Section("", "state_dict", entries))))
     assert [(str(tensor.dtype), raw(tensor)) for tensor in found.values()] == [
         (f"torch.{name}", data.tolist()) for name in dtypes
@@ -624,10 +772,14 @@ def test_references_with_different_dtypes_are_refused(tmp_path: Path) -> None:
     """Torch loads both with the dtype of the first, or since 2.15 each with its own."""
     kinds = {"FloatStorage": torch.float32, "IntStorage": torch.int32}
     for first, second in (kinds, reversed(kinds)):
-        path = crafted(tmp_path, {"w": tensor_node(kind=first), "again": tensor_node(kind=second)}, GOOD)
+        path = crafted(
+            tmp_path, {"w": tensor_node(kind=first), "again": tensor_node(kind=second)}, GOOD
+        )
         assert load(path)["again"].dtype in kinds.values()
         words = [str(kinds[name]).removeprefix("torch.") for name in (first, second)]
-        with pytest.raises(CkptError, match="storage 0 is one of {} and of {}".format(*words)) as caught:
+        with pytest.raises(
+            CkptError, match="storage 0 is one of {} and of {}".format(*words)
+        ) as caught:
             read(path)
         assert [problem.key for problem in caught.value.problems] == ["again"]
 
@@ -636,9 +788,13 @@ def test_a_computed_tensor_in_an_optimizer_is_written(tmp_path: Path) -> None:
     checkpoint = read(saved(tmp_path, training()))
     optimizer = checkpoint.section("optimizer")
     index = next(i for i, entry in enumerate(optimizer.tensors) if entry.key == "state.1.exp_avg")
-    entry = replace(optimizer.tensors[index], storage=computed(torch.tensor([7.0, 8.0, 9.0])), payload=None)
+    entry = replace(
+        optimizer.tensors[index], storage=computed(torch.tensor([7.0, 8.0, 9.0])), payload=None
+    )
     tensors = (*optimizer.tensors[:index], entry, *optimizer.tensors[index + 1 :])
-    sections = tuple(replace(s, tensors=tensors) if s is optimizer else s for s in checkpoint.sections)
+    sections = tuple(
+        replace(s, tensors=tensors) if s is optimizer else s for s in checkpoint.sections
+    )
     loaded = load(rewritten(tmp_path, replace(checkpoint, sections=sections)))["optimizer"]
     assert loaded["state"][1]["exp_avg"].tolist() == [7, 8, 9]
     assert loaded["param_groups"] == training()["optimizer"]["param_groups"]
@@ -653,7 +809,11 @@ def test_changes_of_sections_are_refused(tmp_path: Path) -> None:
     for value, path in ({"w": torch.ones(1)}, "more"), ({"m": {"w": torch.ones(1)}}, ""):
         checkpoint = read(saved(tmp_path, value))
         with pytest.raises(Refused, match="cannot be added") as caught:
-            layout(replace(checkpoint, sections=(*checkpoint.sections, Section(path, "state_dict", ()))))
+            layout(
+                replace(
+                    checkpoint, sections=(*checkpoint.sections, Section(path, "state_dict", ()))
+                )
+            )
         assert [problem.key for problem in caught.value.problems] == [path or "(root)"]
 
 
@@ -666,7 +826,14 @@ def plain(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[TensorEntry, ..
         shape = tuple(tensor.shape)
         storage = Storage(Span(str(path), offset, nbytes))
         entries.append(
-            TensorEntry(key, str(tensor.dtype).removeprefix("torch."), shape, contiguous_stride(shape), 0, storage)
+            TensorEntry(
+                key,
+                str(tensor.dtype).removeprefix("torch."),
+                shape,
+                contiguous_stride(shape),
+                0,
+                storage,
+            )
         )
         offset += nbytes
     return tuple(entries)
@@ -676,7 +843,9 @@ def test_the_layout_of_a_new_file_matches_torch(tmp_path: Path) -> None:
     needs_torch("2.7", "the layout that is written")
     tensors = {f"layer.{name}": of_dtype(name, 2, 3) for name in DTYPES}
     entries = plain(tmp_path / "raw", tensors)
-    out = rewritten(tmp_path, fresh(Section("", "state_dict", entries, modules={"": {"version": 1}})))
+    out = rewritten(
+        tmp_path, fresh(Section("", "state_dict", entries, modules={"": {"version": 1}}))
+    )
     like = collections.OrderedDict(tensors)
     like._metadata = collections.OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
     torch.save(like, tmp_path / "archive.pt")
@@ -699,7 +868,16 @@ def references_in(data: bytes) -> list[str]:
 
 
 def test_a_new_file_with_unusual_keys_is_loaded(tmp_path: Path) -> None:
-    keys = ["", "a b", "ü.日本", "foo@1.w", ".", "a\nb", "\U0001f600", *(f"layers.{i}.weight" for i in range(2_100))]
+    keys = [
+        "",
+        "a b",
+        "ü.日本",
+        "foo@1.w",
+        ".",
+        "a\nb",
+        "\U0001f600",
+        *(f"layers.{i}.weight" for i in range(2_100)),
+    ]
     storage = Storage(Lazy(4, lambda: [bytes(4)]))
     entries = tuple(TensorEntry(key, "float32", (1,), (1,), 0, storage) for key in keys)
     out = rewritten(tmp_path, fresh(Section("", "state_dict", entries)))
@@ -710,8 +888,13 @@ def test_a_new_file_with_unusual_keys_is_loaded(tmp_path: Path) -> None:
 def test_a_new_file_with_several_sections_is_loaded(tmp_path: Path) -> None:
     one, two = plain(tmp_path / "raw", {"w": torch.ones(2), "v": torch.zeros(3)})
     extra = ExtraEntry("version", value={"a": [1, "b"]})
-    sections = (Section("model", "state_dict", (one,), (extra,)), Section("ema", "state_dict", (two,)))
-    loaded = load(rewritten(tmp_path, Checkpoint("made up", "torch_zip", 0, sections)), weights_only=True)
+    sections = (
+        Section("model", "state_dict", (one,), (extra,)),
+        Section("ema", "state_dict", (two,)),
+    )
+    loaded = load(
+        rewritten(tmp_path, Checkpoint("made up", "torch_zip", 0, sections)), weights_only=True
+    )
     assert same(
         {key: dict(value) for key, value in loaded.items()},
         {"model": {"w": torch.ones(2), "version": {"a": [1, "b"]}}, "ema": {"v": torch.zeros(3)}},
@@ -723,7 +906,9 @@ def test_a_new_file_with_several_sections_is_loaded(tmp_path: Path) -> None:
 
 
 def test_the_first_storages_have_the_same_position_as_in_torch(tmp_path: Path) -> None:
-    """In a file without storages: before the version record, or at the end if the file has no version."""
+    """In a file without storages: before the version record, or at the end if the file has no
+    version.
+    """
     (new,) = plain(tmp_path / "raw", {"w": torch.ones(2)})
     archive = read_archive(saved(tmp_path, torch.nn.ReLU().state_dict()))
     for without in ((), ("saved/version",)):
@@ -742,7 +927,11 @@ def test_new_entries_of_a_state_dict_are_appended(tmp_path: Path) -> None:
     value = {"_extra_state": [1], "w": torch.ones(2), "n": 3, "v": torch.ones(1)}
     source = read(saved(tmp_path, value))
     section = source.section("")
-    changed = replace(section, tensors=(*section.tensors, new), extras=(*section.extras, ExtraEntry("more", value=[2])))
+    changed = replace(
+        section,
+        tensors=(*section.tensors, new),
+        extras=(*section.extras, ExtraEntry("more", value=[2])),
+    )
     found = load(rewritten(tmp_path, replace(source, sections=(changed,))))
     assert list(found) == ["_extra_state", "w", "n", "v", "new", "more"]
     assert found["more"] == [2]
@@ -764,13 +953,18 @@ def test_nested_objects_are_moved_or_refused(tmp_path: Path, depth: int, fits: b
 
 
 def test_a_new_file_contains_extra_state(tmp_path: Path) -> None:
-    value = {"w": torch.ones(2), "w._extra_state": {"scale": torch.ones(1), "who": argparse.Namespace(a=1)}}
+    value = {
+        "w": torch.ones(2),
+        "w._extra_state": {"scale": torch.ones(1), "who": argparse.Namespace(a=1)},
+    }
     (section,) = read(saved(tmp_path, value)).sections
     assert same(dict(load(rewritten(tmp_path, fresh(section)))), value)
 
 
 def test_a_new_file_refuses_unsupported_entries(tmp_path: Path) -> None:
-    section = Section("", "state_dict", (TensorEntry("w", "float32", (1,), (), 0, None, "sparse_coo"),))
+    section = Section(
+        "", "state_dict", (TensorEntry("w", "float32", (1,), (), 0, None, "sparse_coo"),)
+    )
     with pytest.raises(Refused, match="sparse_coo"):
         layout(fresh(section))
     with pytest.raises(Refused, match="not everything fits"):
@@ -785,8 +979,12 @@ def test_a_new_file_refuses_unsupported_entries(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["kept", "reversed", "dropped", "grown"])
-def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str, monkeypatch: Any) -> None:
-    """Torch may compute storage offsets from the layout; its debug variable makes it verify them."""
+def test_torch_finds_storages_without_reading_headers(
+    tmp_path: Path, order: str, monkeypatch: Any
+) -> None:
+    """Torch may compute storage offsets from the layout; its debug variable makes it verify
+    them.
+    """
     needs_torch("2.7", "offsets of storages from the layout")
     checkpoint = read(saved(tmp_path, {f"w{i}": torch.full((i + 1,), float(i)) for i in range(8)}))
     (section,) = checkpoint.sections
@@ -794,7 +992,10 @@ def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str
         "kept": section.tensors,
         "reversed": section.tensors[::-1],
         "dropped": section.tensors[1:5] + section.tensors[6:],
-        "grown": (*section.tensors[:4], replace(section.tensors[4], storage=computed(torch.ones(5)), payload=None)),
+        "grown": (
+            *section.tensors[:4],
+            replace(section.tensors[4], storage=computed(torch.ones(5)), payload=None),
+        ),
     }[order]
     renamed = tuple(replace(entry, key="x." + entry.key) for entry in tensors)
     out = rewritten(tmp_path, replace(checkpoint, sections=(replace(section, tensors=renamed),)))
@@ -802,14 +1003,20 @@ def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str
     config: Any = import_module("torch.utils.serialization").config
     with config.patch("load.calculate_storage_offsets", True):
         assert [len(t) for t in load(out).values()] == [entry.shape[0] for entry in tensors]
-        assert [len(t) for t in load(out, mmap=False).values()] == [entry.shape[0] for entry in tensors]
-    assert [len(t) for t in load(out, map_location="meta").values()] == [entry.shape[0] for entry in tensors]
+        assert [len(t) for t in load(out, mmap=False).values()] == [
+            entry.shape[0] for entry in tensors
+        ]
+    assert [len(t) for t in load(out, map_location="meta").values()] == [
+        entry.shape[0] for entry in tensors
+    ]
     with zipfile.ZipFile(out) as archive:
         assert "saved/.format_version" in archive.namelist()  # storages are renumbered if necessary
 
 
 def test_attributes_of_a_state_dict_are_kept(tmp_path: Path, run: Run) -> None:
-    """Attributes of the OrderedDict other than torch's ``_metadata``, which is renamed with the modules."""
+    """Attributes of the OrderedDict other than torch's ``_metadata``, which is renamed with the
+    modules.
+    """
     state: Any = torch.nn.Sequential(torch.nn.Linear(2, 2)).state_dict()
     state.note = "own"
     path = saved(tmp_path, state)
@@ -818,7 +1025,12 @@ def test_attributes_of_a_state_dict_are_kept(tmp_path: Path, run: Run) -> None:
     assert (list(found), found.note) == (["a.weight", "a.bias"], "own")
     assert list(found._metadata) == ["", "a"]
     assert list(vars(found)) == list(vars(state)) == ["_metadata", "note"]
-    assert run("remap", tmp_path / "out.pt", "--rule", "a.{x} => 0.{x}", "-o", tmp_path / "back.pt").status == 0
+    assert (
+        run(
+            "remap", tmp_path / "out.pt", "--rule", "a.{x} => 0.{x}", "-o", tmp_path / "back.pt"
+        ).status
+        == 0
+    )
     assert (tmp_path / "back.pt").read_bytes() == Path(path).read_bytes()
 
 
@@ -836,10 +1048,14 @@ def test_another_storage_alignment_is_kept(tmp_path: Path) -> None:
 def test_an_invalid_alignment_is_replaced_with_the_default(tmp_path: Path, text: bytes) -> None:
     path = saved(tmp_path, {"a": torch.ones(3), "b": torch.ones(2)})
     archive, name = read_archive(path), "saved/.storage_alignment"
-    others = [NewRecord(name, text) if record.name == name else record for record in archive.records]
+    others = [
+        NewRecord(name, text) if record.name == name else record for record in archive.records
+    ]
     path = write_pieces(layout_archive(archive, others), tmp_path / "other.pt")
     out = rewritten(tmp_path, with_keys(read(path), "", "a.much.longer.name.".__add__))
-    assert all(record.data % 64 == 0 for record in read_archive(out).records if "/data/" in record.name)
+    assert all(
+        record.data % 64 == 0 for record in read_archive(out).records if "/data/" in record.name
+    )
     assert len(load(out)) == 2
 
 
@@ -862,31 +1078,83 @@ FROM_NUMPY = "device_tensor_from_numpy"
 # The tensor, the storages, and a part of the error
 WRONG: dict[str, tuple[Any, dict[str, bytes], str]] = {
     "missing storage": (tensor_node(key="7"), GOOD, "storage 7 is missing"),
-    "storage too small": (tensor_node(numel=3, size=(3,)), GOOD, "storage 0 is 8 bytes, its tensors say 12"),
-    "storage too large": (tensor_node(numel=2), {"0": bytes(100)}, "storage 0 is 100 bytes, its tensors say 8"),
-    "storage too large by 16 bytes": (tensor_node(), {"0": bytes(24)}, "storage 0 is 24 bytes, its tensors say 8"),
+    "storage too small": (
+        tensor_node(numel=3, size=(3,)),
+        GOOD,
+        "storage 0 is 8 bytes, its tensors say 12",
+    ),
+    "storage too large": (
+        tensor_node(numel=2),
+        {"0": bytes(100)},
+        "storage 0 is 100 bytes, its tensors say 8",
+    ),
+    "storage too large by 16 bytes": (
+        tensor_node(),
+        {"0": bytes(24)},
+        "storage 0 is 24 bytes, its tensors say 8",
+    ),
     "tensor too large": (tensor_node(size=(3,)), GOOD, "reaches element 2 of a storage of 2"),
     "offset out of range": (tensor_node(offset=1), GOOD, "reaches element 2 of a storage of 2"),
     "stride out of range": (tensor_node(stride=(2,)), GOOD, "reaches element 2 of a storage of 2"),
     "negative size": (tensor_node(size=(-1,)), GOOD, "sizes (-1,)"),
     "negative stride": (tensor_node(offset=1, stride=(-1,)), GOOD, "sizes (-1,)"),
     "negative offset": (tensor_node(offset=-1), GOOD, "offset -1, shape (2,), strides (1,)"),
-    "offset of another type": (tensor_node(offset="0"), GOOD, "offset '0', shape (2,), strides (1,)"),
-    "offset that is a bool": (tensor_node(offset=False), GOOD, "offset False, shape (2,), strides (1,)"),
-    "more strides than sizes": (tensor_node(stride=(1, 1)), GOOD, "offset 0, shape (2,), strides (1, 1)"),
-    "one dimension too many": (tensor_node(size=(1,) * 65, stride=(1,) * 65), GOOD, "tuple where sizes have to be"),
-    "a size beyond torch's limit": (tensor_node(size=(2**63,), stride=(0,)), GOOD, "sizes that no tensor has"),
-    "sizes of another call": (tensor_node(size=Call(Global("torch", "Other"), ((2,),))), GOOD, "Call where sizes"),
+    "offset of another type": (
+        tensor_node(offset="0"),
+        GOOD,
+        "offset '0', shape (2,), strides (1,)",
+    ),
+    "offset that is a bool": (
+        tensor_node(offset=False),
+        GOOD,
+        "offset False, shape (2,), strides (1,)",
+    ),
+    "more strides than sizes": (
+        tensor_node(stride=(1, 1)),
+        GOOD,
+        "offset 0, shape (2,), strides (1, 1)",
+    ),
+    "one dimension too many": (
+        tensor_node(size=(1,) * 65, stride=(1,) * 65),
+        GOOD,
+        "tuple where sizes have to be",
+    ),
+    "a size beyond torch's limit": (
+        tensor_node(size=(2**63,), stride=(0,)),
+        GOOD,
+        "sizes that no tensor has",
+    ),
+    "sizes of another call": (
+        tensor_node(size=Call(Global("torch", "Other"), ((2,),))),
+        GOOD,
+        "Call where sizes",
+    ),
     "negative number of elements": (tensor_node(numel=-2), GOOD, "a storage reference"),
-    "sizes and strides differ": (tensor_node(size=(1, 1)), GOOD, "offset 0, shape (1, 1), strides (1,)"),
+    "sizes and strides differ": (
+        tensor_node(size=(1, 1)),
+        GOOD,
+        "offset 0, shape (1, 1), strides (1,)",
+    ),
     "huge sizes": (tensor_node(size=(2**62, 2**62), stride=(0, 1)), GOOD, "of a storage of 2"),
     "sizes of another type": (tensor_node(size="ab"), GOOD, "str where sizes have to be"),
     "a bool as size": (tensor_node(size=(True,)), GOOD, "sizes (True,)"),
-    "unknown storage class": (tensor_node(kind="OddStorage"), GOOD, "a storage of class OddStorage"),
+    "unknown storage class": (
+        tensor_node(kind="OddStorage"),
+        GOOD,
+        "a storage of class OddStorage",
+    ),
     "storage key of another type": (tensor_node(key=("a",)), GOOD, "a storage reference"),
-    "no arguments": (rebuilt("tensor_v2"), GOOD, "the arguments of torch._utils._rebuild_tensor_v2"),
+    "no arguments": (
+        rebuilt("tensor_v2"),
+        GOOD,
+        "the arguments of torch._utils._rebuild_tensor_v2",
+    ),
     "not a storage": (rebuilt("tensor_v2", 1, 2, 3, 4, 5, 6), GOOD, "a storage reference"),
-    "parameter of a number": (rebuilt("parameter", 1, True, None), GOOD, "int where a tensor has to be"),
+    "parameter of a number": (
+        rebuilt("parameter", 1, True, None),
+        GOOD,
+        "int where a tensor has to be",
+    ),
     "parameter of parameter of ...": (wrapped(5000), GOOD, "Call where a tensor has to be"),
     "sparse tensor of a number": (
         rebuilt("sparse_tensor", 1, (2, 3, 4)),
@@ -921,7 +1189,9 @@ def test_wrong_tensors_are_refused(tmp_path: Path, name: str) -> None:
     assert words in problem.problem
 
 
-@pytest.mark.parametrize("reference", [("storage", Global("torch", "FloatStorage"), "9", "cpu", 2), ("else",), "text"])
+@pytest.mark.parametrize(
+    "reference", [("storage", Global("torch", "FloatStorage"), "9", "cpu", 2), ("else",), "text"]
+)
 def test_references_to_missing_storages_are_refused(tmp_path: Path, reference: Any) -> None:
     """Objects that are copied without being read may refer to them."""
     checkpoint = read(crafted(tmp_path, {"w": tensor_node(), "own": [Persistent(reference)]}, GOOD))
@@ -930,7 +1200,9 @@ def test_references_to_missing_storages_are_refused(tmp_path: Path, reference: A
             layout(changed)
 
 
-@pytest.mark.parametrize(("numels", "fits"), [((2, 1), True), ((1, 2), True), ((2, 3), False), ((1, 3), False)])
+@pytest.mark.parametrize(
+    ("numels", "fits"), [((2, 1), True), ((1, 2), True), ((2, 3), False), ((1, 3), False)]
+)
 def test_references_with_different_lengths_are_read_or_refused(
     tmp_path: Path, numels: tuple[int, int], fits: bool
 ) -> None:
@@ -955,8 +1227,14 @@ MALICIOUS: dict[str, Any] = {
 @pytest.mark.parametrize("name", MALICIOUS)
 @pytest.mark.parametrize("kind", ["OrderedDict", "defaultdict", "Counter"])
 def test_mappings_with_invalid_arguments_are_copied(tmp_path: Path, name: str, kind: str) -> None:
-    args = (Global("builtins", "list"), MALICIOUS[name]) if kind == "defaultdict" else (MALICIOUS[name],)
-    path = crafted(tmp_path, {"m": Call(Global("collections", kind), args), "s": {"w": tensor_node()}}, GOOD)
+    args = (
+        (Global("builtins", "list"), MALICIOUS[name])
+        if kind == "defaultdict"
+        else (MALICIOUS[name],)
+    )
+    path = crafted(
+        tmp_path, {"m": Call(Global("collections", kind), args), "s": {"w": tensor_node()}}, GOOD
+    )
     checkpoint = read(path)
     assert ([section.path for section in checkpoint.sections], checkpoint.others) == (["s"], ("m",))
     out = rewritten(tmp_path, with_keys(checkpoint, "s", str.upper))
@@ -979,7 +1257,9 @@ def test_archives_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
         ({"a/data.pkl": b"N.more"}, "4 bytes follow the pickle"),
         ({"a/data.pkl": b"N.", "a/constants.pkl": b"N."}, "it is a TorchScript archive"),
     ):
-        path = write_pieces(layout_archive(None, [NewRecord(k, v) for k, v in records.items()]), tmp_path / "x.pt")
+        path = write_pieces(
+            layout_archive(None, [NewRecord(k, v) for k, v in records.items()]), tmp_path / "x.pt"
+        )
         with pytest.raises(CkptError, match=words):
             read(path)
 
@@ -990,7 +1270,9 @@ def test_big_endian_is_refused(tmp_path: Path) -> None:
 
 
 def test_compressed_storages_are_refused(tmp_path: Path) -> None:
-    path = change_archive(saved(tmp_path, {"w": torch.ones(100)}), lambda _, data: data, method=zipfile.ZIP_DEFLATED)
+    path = change_archive(
+        saved(tmp_path, {"w": torch.ones(100)}), lambda _, data: data, method=zipfile.ZIP_DEFLATED
+    )
     with pytest.raises(CkptError, match="compressed") as caught:
         read(path)
     assert "zip -0" in caught.value.hint
@@ -1026,7 +1308,8 @@ def test_too_many_shared_parts_are_refused(tmp_path: Path) -> None:
 def test_reading_and_renaming_do_not_import_torch(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": torch.ones(2)})
     code = (
-        "import sys; from ckpttool.formats.torch.zip_file import read, layout; c = read(sys.argv[1]); layout(c);"
+        "import sys; from ckpttool.formats.torch.zip_file import read, layout; c ="
+        " read(sys.argv[1]); layout(c);"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code, path], check=False).returncode == 0

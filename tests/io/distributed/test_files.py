@@ -42,7 +42,8 @@ class Torn(Exception):
 
 
 def files(source: Path, calls: list[str] | None = None, broken: str = "") -> dict[str, Pieces]:
-    """Return two files of copied, computed and literal bytes, one of them with a checksum, and a text file.
+    """Return two files of copied, computed and literal bytes, one of them with a checksum, and a
+    text file.
 
     Computed pieces append their names to `calls`; the one named `broken` raises.
     """
@@ -63,19 +64,29 @@ def files(source: Path, calls: list[str] | None = None, broken: str = "") -> dic
         Piece(Span(str(source), 7, 3 * LEAST)),
         Piece(computed("sum", lambda: crc.value.to_bytes(4, "big"), 4), needs=(crc,)),
     ]
-    second = [Piece(Span(str(source), 3 * LEAST, 2 * LEAST + 5)), Piece(computed("more", lambda: b"m" * LEAST, LEAST))]
+    second = [
+        Piece(Span(str(source), 3 * LEAST, 2 * LEAST + 5)),
+        Piece(computed("more", lambda: b"m" * LEAST, LEAST)),
+    ]
     return {"first.bin": first, "deep/second.bin": second, "index.json": [Piece(b"{}")]}
 
 
 VALUES = b"v" * (3 * LEAST)
 WHOLE = {
-    "first.bin": b"head" + VALUES + SOURCE[7 : 7 + 3 * LEAST] + zlib.crc32(VALUES).to_bytes(4, "big"),
+    "first.bin": b"head"
+    + VALUES
+    + SOURCE[7 : 7 + 3 * LEAST]
+    + zlib.crc32(VALUES).to_bytes(4, "big"),
     "deep/second.bin": SOURCE[3 * LEAST : 5 * LEAST + 5] + b"m" * LEAST,
 }
 
 
-def run(home: Path, *ranks: Files, plan: str | None = "plan", verify: bool = False, **options: Any) -> dict[str, bytes]:
-    """Write the files with one thread per rank and return the bytes by name. Raise the error of rank 0."""
+def run(
+    home: Path, *ranks: Files, plan: str | None = "plan", verify: bool = False, **options: Any
+) -> dict[str, bytes]:
+    """Write the files with one thread per rank and return the bytes by name. Raise the error of
+    rank 0.
+    """
     sources.forget_all()  # as in a new process
     store, written, errors = HashStore(), dict[str, bytes](), dict[int, BaseException]()
 
@@ -83,9 +94,13 @@ def run(home: Path, *ranks: Files, plan: str | None = "plan", verify: bool = Fal
         job = Job(rank, len(ranks), store, ("remap",))
         try:
             how = WriteOptions(**options)
-            with by_ranks.written(job, ranks[rank], str(home / "out"), home, plan, how, verify=verify) as ready:
+            with by_ranks.written(
+                job, ranks[rank], str(home / "out"), home, plan, how, verify=verify
+            ) as ready:
                 written.update(
-                    (name, Path(one.path).read_bytes()) for name, one in ready.items() if isinstance(one, Ready)
+                    (name, Path(one.path).read_bytes())
+                    for name, one in ready.items()
+                    if isinstance(one, Ready)
                 )
         except RankDone:
             pass
@@ -133,7 +148,10 @@ def test_failed_rank_ends_the_others(source: Path, tmp_path: Path) -> None:
 def test_progress_counts_every_byte_once(source: Path, tmp_path: Path, ranks: int) -> None:
     """The work of other ranks counts on each rank."""
     done = list[int]()
-    with progress.shown(lambda title, total: nullcontext(done.append)), progress.doing("out", None, "written"):
+    with (
+        progress.shown(lambda title, total: nullcontext(done.append)),
+        progress.doing("out", None, "written"),
+    ):
         run(tmp_path, *(files(source) for _ in range(ranks)))
     assert sum(done) == ranks * sum(map(len, WHOLE.values()))
 
@@ -188,7 +206,10 @@ def test_two_jobs_do_not_write_the_same_files_at_once(source: Path, tmp_path: Pa
 
 
 def test_linked_file_is_copied(source: Path, tmp_path: Path) -> None:
-    assert run(tmp_path, {**files(source), "linked.bin": Link(str(source))}) == {**WHOLE, "linked.bin": SOURCE}
+    assert run(tmp_path, {**files(source), "linked.bin": Link(str(source))}) == {
+        **WHOLE,
+        "linked.bin": SOURCE,
+    }
 
 
 def test_staging_name_identifies_its_output() -> None:
@@ -211,7 +232,9 @@ def test_without_locks_other_staging_folders_are_kept(
     assert [*tmp_path.glob(".out.*")] == [folder]
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can change the owner of a file")
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0, reason="only root can change the owner of a file"
+)
 def test_staging_folder_of_another_user_is_kept(source: Path, tmp_path: Path) -> None:
     folder = left(tmp_path)
     os.chown(folder, 12_345, -1)

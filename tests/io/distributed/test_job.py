@@ -93,14 +93,20 @@ def test_assignment_is_the_same_on_all_ranks_and_even() -> None:
 def agent(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     """Return the store of the torchrun agent, and set the environment of a rank."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, **address}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(job, "PATIENCE", 0.3)
     return store
 
 
-def test_job_starts_when_all_ranks_have_joined(agent: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_starts_when_all_ranks_have_joined(
+    agent: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Restarted ranks do not see the messages of the job before."""
     threading.Timer(0.1, agent.add, ("ckpttool/0/2/come", 1)).start()
     found = job.join(["remap", "x"])

@@ -1,4 +1,6 @@
-"""One random network with the names of two projects: all inferred pairs are right in both directions."""
+"""One random network with the names of two projects: all inferred pairs are right in both
+directions.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,21 @@ from command import Run, fixes_in
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "20"))
 Shape = tuple[int, ...]
 WIDTH, HALF, HIDDEN, VOCAB = 8, 4, 12, 20
-ATTENTION = {"query": (WIDTH, WIDTH), "key": (HALF, WIDTH), "value": (HALF, WIDTH), "attention output": (WIDTH, WIDTH)}
+ATTENTION = {
+    "query": (WIDTH, WIDTH),
+    "key": (HALF, WIDTH),
+    "value": (HALF, WIDTH),
+    "attention output": (WIDTH, WIDTH),
+}
 FEED_FORWARD = {"gate": (HIDDEN, WIDTH), "up": (HIDDEN, WIDTH), "down": (WIDTH, HIDDEN)}
 NORMS = ("attention's norm", "feed-forward's norm")
 
 
 @dataclass(frozen=True)
 class Project:
-    """The names of a project: role -> key, key -> shape, and role -> shape, in the order of definition."""
+    """The names of a project: role -> key, key -> shape, and role -> shape, in the order of
+    definition.
+    """
 
     keys: Mapping[str, str]
     shapes: Mapping[str, Shape]
@@ -36,8 +45,13 @@ class Project:
 
     def transposed(self) -> Project:
         """Return the project with linear weights of shape (in, out), like GPT-2's `Conv1D`."""
-        linear = {key.removesuffix("bias") + "weight" for key in self.shapes if key.endswith(".bias")}
-        return Project(self.keys, {key: one[::-1] if key in linear else one for key, one in self.shapes.items()})
+        linear = {
+            key.removesuffix("bias") + "weight" for key in self.shapes if key.endswith(".bias")
+        }
+        return Project(
+            self.keys,
+            {key: one[::-1] if key in linear else one for key, one in self.shapes.items()},
+        )
 
     def side(self, rng: random.Random | None = None) -> Side:
         """Return the tensors, shuffled if `rng` is given (safetensors does not keep the order)."""
@@ -50,16 +64,27 @@ class Project:
 CROSS = ("cross_attn", "encoder_attn", "multihead_attn", "attn2")
 
 
-def random_project(rng: random.Random, layers: int, biased: bool, has_decoder: bool = False) -> Project:
-    """Return layers of attention and feed-forward; with a decoder, a second stack has cross-attention."""
-    names = {part: rng.choice(words) for part, words in {**evidence.CERTAIN, **evidence.RELATIVE}.items()}
+def random_project(
+    rng: random.Random, layers: int, biased: bool, has_decoder: bool = False
+) -> Project:
+    """Return layers of attention and feed-forward; with a decoder, a second stack has
+    cross-attention.
+    """
+    names = {
+        part: rng.choice(words) for part, words in {**evidence.CERTAIN, **evidence.RELATIVE}.items()
+    }
     root = rng.choice(["", "model.", "net.decoder."])
     scale = rng.choice(["weight", "scale", "gamma"])
     fused = (
-        [] if has_decoder else [parts for parts in (("query", "key", "value"), ("gate", "up")) if rng.random() < 0.3]
+        []
+        if has_decoder
+        else [parts for parts in (("query", "key", "value"), ("gate", "up")) if rng.random() < 0.3]
     )
     joined = {part for parts in fused for part in parts}
-    modules = {rng.choice(("attn", "self_attn", "mixer")): ATTENTION, rng.choice(("mlp", "ff")): FEED_FORWARD}
+    modules = {
+        rng.choice(("attn", "self_attn", "mixer")): ATTENTION,
+        rng.choice(("mlp", "ff")): FEED_FORWARD,
+    }
     stacks = {rng.choice(("layers", "h", "blocks")): modules}
     if has_decoder:
         stacks = {f"{rng.choice(('encoder', 'enc'))}.layers": modules}
@@ -71,8 +96,17 @@ def random_project(rng: random.Random, layers: int, biased: bool, has_decoder: b
             at = f"{root}{stack}.{layer}"
             for number, (module, parts_of) in enumerate(stack_modules.items()):
                 for part, shape in parts_of.items():
-                    name = names[part] if part not in joined else "qkv_proj" if part in ATTENTION else "gate_up_proj"
-                    for kind, one in {"weight": shape, **({"bias": shape[:1]} if biased else {})}.items():
+                    name = (
+                        names[part]
+                        if part not in joined
+                        else "qkv_proj"
+                        if part in ATTENTION
+                        else "gate_up_proj"
+                    )
+                    for kind, one in {
+                        "weight": shape,
+                        **({"bias": shape[:1]} if biased else {}),
+                    }.items():
                         role = f"{place} {layer} {number} {part} {kind}"
                         keys[role], parts[role] = f"{at}.{module}.{name}.{kind}", one
             for part in NORMS:
@@ -90,7 +124,9 @@ Pairs = set[tuple[tuple[str, ...], tuple[str, ...]]]
 
 
 def true_pairs(left: Project, right: Project) -> Pairs:
-    """Return pairs of keys with the same role, with the parts of a fused tensor together, without equal keys."""
+    """Return pairs of keys with the same role, with the parts of a fused tensor together, without
+    equal keys.
+    """
     fused: dict[str, tuple[list[str], list[str]]] = {}
     for role, left_key in left.keys.items():
         right_key = right.keys[role]
@@ -103,7 +139,9 @@ def true_pairs(left: Project, right: Project) -> Pairs:
 
 def infer_from(left: Side, right: Side) -> Inference:
     shapes = {tensor.key: tensor.shape for tensor in right.tensors}
-    return infer(left, right, {one.key: one.key for one in left.tensors if shapes.get(one.key) == one.shape})
+    return infer(
+        left, right, {one.key: one.key for one in left.tensors if shapes.get(one.key) == one.shape}
+    )
 
 
 def test_names_of_two_projects_are_paired_correctly() -> None:
@@ -128,20 +166,31 @@ def test_transposed_linear_layers_are_recognised() -> None:
         left, right = (random_project(rng, 2, True) for _ in range(2))
         sides = left.transposed().side(), right.side()
         result, reverse = infer_from(*sides), infer_from(*reversed(sides))
-        not_square = {key for key, shape in left.transposed().shapes.items() if left.shapes[key] != shape}
+        not_square = {
+            key for key, shape in left.transposed().shapes.items() if left.shapes[key] != shape
+        }
         pairs = {(pair.left, pair.right): pair.transposed for pair in result.pairs}
         assert pairs.keys() >= true_pairs(left, right), seed
         assert {keys for keys in pairs if not not_square.isdisjoint(keys[0])} <= {
             keys for keys, side in pairs.items() if side == "left"
         }, seed
-        assert {(pair.right, pair.left): {"right": "left"}.get(pair.transposed, "") for pair in reverse.pairs} == pairs
+        assert {
+            (pair.right, pair.left): {"right": "left"}.get(pair.transposed, "")
+            for pair in reverse.pairs
+        } == pairs
 
 
 def state_of(project: Project, roles: Sequence[str]) -> dict[str, torch.Tensor]:
     """Return the tensors for these roles: each part has its own value."""
-    values = {role: torch.full(shape, float(place)) for place, (role, shape) in enumerate(project.parts.items())}
+    values = {
+        role: torch.full(shape, float(place))
+        for place, (role, shape) in enumerate(project.parts.items())
+    }
     keys = dict.fromkeys(project.keys[role] for role in roles)
-    return {key: torch.cat([values[role] for role in roles if project.keys[role] == key]) for key in keys}
+    return {
+        key: torch.cat([values[role] for role in roles if project.keys[role] == key])
+        for key in keys
+    }
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -156,7 +205,9 @@ def test_the_suggested_commands_convert_a_file(
     projects = [random_project(rng, layers, seed % 3 == 0) for _ in range(2)]
     states = []
     for project, numbers in zip(projects, rng.sample([range(layers), kept], 2)):
-        roles = [role for role in project.keys if " " not in role or int(role.split()[1]) in numbers]
+        roles = [
+            role for role in project.keys if " " not in role or int(role.split()[1]) in numbers
+        ]
         states.append(state_of(project, roles))
     for name, state in zip(("left", "right"), states):
         save_file(state, f"{name}.safetensors")
@@ -178,10 +229,15 @@ def test_the_suggested_commands_convert_a_file(
 
 
 def meaningless_names(rng: random.Random, side: str, count: int) -> list[str]:
-    """Return module paths; some of them end in growing numbers, as in a `Sequential`, and not in those of the other."""
+    """Return module paths; some of them end in growing numbers, as in a `Sequential`, and not in
+    those of the other.
+    """
     if rng.random() < 0.3:
         return [f"{side}.{at}" for at in sorted(rng.sample(range(side == "z", 40, 2), count))]
-    return [f"{side}{word}" for word in rng.sample(["abel", "bran", "cleo", "dora", "ezra", "finn", "gwen"], count)]
+    return [
+        f"{side}{word}"
+        for word in rng.sample(["abel", "bran", "cleo", "dora", "ezra", "finn", "gwen"], count)
+    ]
 
 
 def test_meaningless_names_are_paired_by_shape_and_order() -> None:
@@ -193,7 +249,11 @@ def test_meaningless_names_are_paired_by_shape_and_order() -> None:
         sides = []
         for names in (meaningless_names(rng, side, count) for side in "yz"):
             sides.append(
-                {f"{n}.{k}": s for n, one in zip(names, shapes) for k, s in (("weight", one), ("bias", one[:1]))}
+                {
+                    f"{n}.{k}": s
+                    for n, one in zip(names, shapes)
+                    for k, s in (("weight", one), ("bias", one[:1]))
+                }
             )
         truth = {((a,), (b,)) for a, b in zip(*sides) if a != b}
         left, right = (Project({}, one) for one in sides)
@@ -216,11 +276,16 @@ def test_a_segment_in_only_some_layers_is_recognised() -> None:
     """Modules with equal names on both sides do not contradict it."""
     for seed in range(SEEDS):
         rng = random.Random(seed)
-        modules, layers = rng.sample(["attn", "mlp", "norm", "conv"], rng.randint(1, 3)), rng.randint(1, 3)
+        modules, layers = (
+            rng.sample(["attn", "mlp", "norm", "conv"], rng.randint(1, 3)),
+            rng.randint(1, 3),
+        )
         tails = [f"{module}.{number}.weight" for module in modules for number in range(2)]
         left_keys = [f"h.{layer}.{tail}" for layer in range(layers) for tail in tails]
         right_keys = [key.replace(".", ".inner.", rng.randint(0, 1)) for key in left_keys]
-        left, right = (Project({}, dict.fromkeys(keys, (4, 4))).side() for keys in (left_keys, right_keys))
+        left, right = (
+            Project({}, dict.fromkeys(keys, (4, 4))).side() for keys in (left_keys, right_keys)
+        )
         result = infer_from(left, right)
         assert {(pair.left, pair.right) for pair in result.pairs} == {
             ((a,), (b,)) for a, b in zip(left_keys, right_keys) if a != b
@@ -239,14 +304,22 @@ def test_a_segment_in_only_some_layers_is_recognised() -> None:
     ],
 )
 def test_parts_of_a_tensor_have_its_dtype_and_columns(value: tuple[str, Shape]) -> None:
-    query, key, whole = (Tensor(f"{name}_proj.weight", "float32", (n, 8)) for name, n in zip("qkw", (8, 4, 16)))
+    query, key, whole = (
+        Tensor(f"{name}_proj.weight", "float32", (n, 8)) for name, n in zip("qkw", (8, 4, 16))
+    )
     parts = (query, key, Tensor("v_proj.weight", *value))
-    result = infer(Side(parts, ordered=True), Side((replace(whole, key="qkv_proj.weight"),), ordered=True), {})
-    assert [pair.left for pair in result.pairs] == [tuple(p.key for p in parts)] * (value == ("float32", (4, 8)))
+    result = infer(
+        Side(parts, ordered=True), Side((replace(whole, key="qkv_proj.weight"),), ordered=True), {}
+    )
+    assert [pair.left for pair in result.pairs] == [tuple(p.key for p in parts)] * (
+        value == ("float32", (4, 8))
+    )
 
 
 def tensors(**shapes: Shape) -> Side:
-    return Side(tuple(Tensor(key.replace("_", "."), "float32", shape) for key, shape in shapes.items()))
+    return Side(
+        tuple(Tensor(key.replace("_", "."), "float32", shape) for key, shape in shapes.items())
+    )
 
 
 def paired(left: Side, right: Side, known: Mapping[str, str] | None = None) -> Pairs:
@@ -290,7 +363,12 @@ def test_a_tensor_that_could_be_fused_from_two_layers_is_not_paired() -> None:
 
 def test_a_deep_model_is_paired_completely() -> None:
     """Hundreds of tensors have the same shape; only tensors with related names are compared."""
-    names = {"attn.q_proj": "attention.wq", "attn.o_proj": "attention.wo", "mlp.up_proj": "ff.w3", "norm2": "ffn_norm"}
+    names = {
+        "attn.q_proj": "attention.wq",
+        "attn.o_proj": "attention.wo",
+        "mlp.up_proj": "ff.w3",
+        "norm2": "ffn_norm",
+    }
     shapes = {"attn.q_proj": (8, 8), "attn.o_proj": (8, 8), "mlp.up_proj": (24, 8), "norm2": (8,)}
     keys = {
         f"model.layers.{layer}.{old}.weight": f"layers.{layer}.{new}.weight"

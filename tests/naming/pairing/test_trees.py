@@ -1,4 +1,6 @@
-"""The same tree of names below different modules, with transposed matrices, and with two possible prefixes."""
+"""The same tree of names below different modules, with transposed matrices, and with two possible
+prefixes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_an_inserted_segment_is_found(left: str, right: str, segment: str) -> No
         ((), (), True),
     ],
 )
-def test_shapes_fit_if_equal_or_transposed(left: tuple[int, ...], right: tuple[int, ...], expected: bool) -> None:
+def test_shapes_fit_if_equal_or_transposed(
+    left: tuple[int, ...], right: tuple[int, ...], expected: bool
+) -> None:
     assert fit(*(Tensor("w", "float32", shape) for shape in (left, right))) == expected
 
 
@@ -49,21 +53,35 @@ def side(shapes: Shapes) -> Side:
 
 def test_a_tree_below_another_module_is_paired_with_a_transposed_matrix() -> None:
     """Without a bias, only the names show it."""
-    left: Shapes = {"enc.a.weight": (3, 4), "enc.b.weight": (5, 6), "enc.c.weight": (2, 2), "head.weight": (9, 9)}
-    right: Shapes = {"net.body.a.weight": (3, 4), "net.body.b.weight": (6, 5), "net.body.c.weight": (2, 2)}
+    left: Shapes = {
+        "enc.a.weight": (3, 4),
+        "enc.b.weight": (5, 6),
+        "enc.c.weight": (2, 2),
+        "head.weight": (9, 9),
+    }
+    right: Shapes = {
+        "net.body.a.weight": (3, 4),
+        "net.body.b.weight": (6, 5),
+        "net.body.c.weight": (2, 2),
+    }
     result = infer(side(left), side(right))
     assert {(pair.left[0], pair.right[0], pair.transposed) for pair in result.pairs} == {
-        (f"enc.{name}.weight", f"net.body.{name}.weight", "left" if name == "b" else "") for name in "abc"
+        (f"enc.{name}.weight", f"net.body.{name}.weight", "left" if name == "b" else "")
+        for name in "abc"
     }
     assert {pair.evidence for pair in result.pairs} == {"the same name below `enc` and `net.body`"}
 
 
 def test_two_equally_good_trees_are_not_paired() -> None:
     """Two encoders match equally well, until a tensor of only one of them decides."""
-    left: Shapes = {f"{name}.{part}.weight": (3, 4) for name in ("left", "right") for part in ("a", "b")}
+    left: Shapes = {
+        f"{name}.{part}.weight": (3, 4) for name in ("left", "right") for part in ("a", "b")
+    }
     right: Shapes = {f"net.{part}.weight": (3, 4) for part in ("a", "b")}
     assert infer(side(left), side(right)).pairs == ()
-    extended = infer(side({**left, "right.c.weight": (7, 7)}), side({**right, "net.c.weight": (7, 7)}))
+    extended = infer(
+        side({**left, "right.c.weight": (7, 7)}), side({**right, "net.c.weight": (7, 7)})
+    )
     assert {(pair.left[0], pair.right[0]) for pair in extended.pairs} == {
         (f"right.{part}.weight", f"net.{part}.weight") for part in "abc"
     }

@@ -1,4 +1,6 @@
-"""Wrapper chains: recognised from the keys of real wrappers, and written so that real wrappers load them."""
+"""Wrapper chains: recognised from the keys of real wrappers, and written so that real wrappers load
+them.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ WRAPPED = {
 
 
 def parameters(model: nn.Module) -> list[str]:
-    """Return names by module path; `named_parameters` of the checkpoint wrapper hides its segment."""
+    """Return names by module path; `named_parameters` of the checkpoint wrapper hides its
+    segment.
+    """
     return [name for name, _ in nn.Module.named_parameters(model)]
 
 
@@ -118,10 +122,15 @@ def test_a_users_own_module_is_not_a_wrapper(keys: list[str]) -> None:
 
 
 def test_segments_are_listed_from_the_outside_in() -> None:
-    assert segments(recognise(["module._orig_mod.a.weight", "module._orig_mod.b.weight"])) == ["module", "_orig_mod"]
+    assert segments(recognise(["module._orig_mod.a.weight", "module._orig_mod.b.weight"])) == [
+        "module",
+        "_orig_mod",
+    ]
 
 
-@pytest.mark.parametrize("form", ["", "ddp(", "ddp(compile", "nonsense", "ddp(nonsense)", "compile)"])
+@pytest.mark.parametrize(
+    "form", ["", "ddp(", "ddp(compile", "nonsense", "ddp(nonsense)", "compile)"]
+)
 def test_an_unknown_form_is_an_error(form: str) -> None:
     with pytest.raises(CkptError, match="no such form"):
         parse(form)
@@ -137,7 +146,14 @@ def test_an_unknown_form_is_an_error(form: str) -> None:
         (["module.n_averaged", "module.module.a.w", "module.module.b.w"], "ddp(averaged)"),
         (["a._orig_mod.w", "b.w"], "wrapped"),
         (["module.a._orig_mod.w", "module.b.w"], "ddp(wrapped)"),
-        (["base_model.model.a.w", "base_model.model.b.base_layer.w", "base_model.model.b.lora_A.w"], "peft"),
+        (
+            [
+                "base_model.model.a.w",
+                "base_model.model.b.base_layer.w",
+                "base_model.model.b.lora_A.w",
+            ],
+            "peft",
+        ),
         (["model.a.w", "model.b.w"], None),
     ],
 )
@@ -146,18 +162,22 @@ def test_the_form_is_inferred(keys: list[str], form: str | None) -> None:
 
 
 def test_declared_wrappers_are_removed() -> None:
-    keys = ["module.a.w", "module.b._orig_mod.w"]  # `module` is a wrapper, or the only attribute of the user's model
+    # `module` is a wrapper, or the only attribute of the user's model
+    keys = ["module.a.w", "module.b._orig_mod.w"]
     assert declared(parse("ddp"), keys).paths == {"module", "module.b._orig_mod"}
     assert infer(["module.a.w", "module.b.w"]).paths == {"module"}
     with pytest.raises(Refused, match="1 of 3 keys do not begin with module"):
         declared(parse("ddp"), [*keys, "head.w"])
-    assert declared(parse("averaged"), ["n_averaged", "module.a"]).root == ("module",)  # the counter has no prefix
+    # the counter has no prefix
+    assert declared(parse("averaged"), ["n_averaged", "module.a"]).root == ("module",)
     with pytest.raises(Refused) as refused:
         declared(parse("averaged"), ["n_averaged", "module.a", "b"])
     assert [problem.key for problem in refused.value.problems] == ["b"]
 
 
-@pytest.mark.parametrize(("source_form", "key"), [("serialized", "_orig_mod.module.w"), ("ddp", "_orig_mod.w")])
+@pytest.mark.parametrize(
+    ("source_form", "key"), [("serialized", "_orig_mod.module.w"), ("ddp", "_orig_mod.w")]
+)
 def test_from_declares_the_wrappers_of_a_remap(source_form: str, key: str, tmp_path: Path) -> None:
     torch.save({"module.w": torch.ones(1)}, tmp_path / "model.pt")
     options = ["--from", source_form, "--to", "compile", "-o", str(tmp_path / "out.pt")]
@@ -165,12 +185,19 @@ def test_from_declares_the_wrappers_of_a_remap(source_form: str, key: str, tmp_p
     assert list(torch.load(tmp_path / "out.pt")) == [key]
 
 
-NAMES = st.lists(st.sampled_from(["a", "0", "layer", "module", "_orig_mod", "model", "base_layer"]), max_size=4)
-CHAINS = st.lists(st.sampled_from(["ddp", "compile", "ac", "fsdp", "fully_shard", "averaged", "fpw"]), max_size=4)
+NAMES = st.lists(
+    st.sampled_from(["a", "0", "layer", "module", "_orig_mod", "model", "base_layer"]), max_size=4
+)
+CHAINS = st.lists(
+    st.sampled_from(["ddp", "compile", "ac", "fsdp", "fully_shard", "averaged", "fpw"]), max_size=4
+)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(NAMES, min_size=1, max_size=6), CHAINS.filter(lambda wrappers: wrappers.count("averaged") < 2))
+@given(
+    st.lists(NAMES, min_size=1, max_size=6),
+    CHAINS.filter(lambda wrappers: wrappers.count("averaged") < 2),
+)
 def test_an_added_chain_can_be_removed(names: list[list[str]], wrappers: list[str]) -> None:
     keys = list(dict.fromkeys(".".join([*name, "w"]) for name in names))
     assume(not infer(keys).paths)  # keys cannot show if a name that looks wrapped is wrapped
@@ -187,18 +214,45 @@ def test_an_added_chain_can_be_removed(names: list[list[str]], wrappers: list[st
 # AveragedModel's counter
 
 
-@pytest.mark.parametrize(("to", "key"), [("averaged", "n_averaged"), ("ddp(averaged)", "module.n_averaged")])
+@pytest.mark.parametrize(
+    ("to", "key"), [("averaged", "n_averaged"), ("ddp(averaged)", "module.n_averaged")]
+)
 @pytest.mark.parametrize("options", [(), ("--model", "wrapped_ranks:Net")])
-def test_the_counter_of_an_averaged_model_is_kept(options: tuple[str, ...], to: str, key: str, tmp_path: Path) -> None:
+def test_the_counter_of_an_averaged_model_is_kept(
+    options: tuple[str, ...], to: str, key: str, tmp_path: Path
+) -> None:
     averaged = AveragedModel(net(0))
     averaged.update_parameters(net(1))
     averaged.update_parameters(net(2))
     torch.save(averaged.state_dict(), tmp_path / "ema.pt")
-    assert main(["remap", str(tmp_path / "ema.pt"), *options, "--to", to, "-o", str(tmp_path / "out.pt")]) == 0
+    assert (
+        main(
+            [
+                "remap",
+                str(tmp_path / "ema.pt"),
+                *options,
+                "--to",
+                to,
+                "-o",
+                str(tmp_path / "out.pt"),
+            ]
+        )
+        == 0
+    )
     result = torch.load(tmp_path / "out.pt")
     assert result[key] == 2
-    assert sorted(result) == sorted([key, *(parse(to).prefix + name for name in Net().state_dict())])
-    restored = ["remap", str(tmp_path / "out.pt"), *options, "--to", "serialized", "-o", str(tmp_path / "back.pt")]
+    assert sorted(result) == sorted(
+        [key, *(parse(to).prefix + name for name in Net().state_dict())]
+    )
+    restored = [
+        "remap",
+        str(tmp_path / "out.pt"),
+        *options,
+        "--to",
+        "serialized",
+        "-o",
+        str(tmp_path / "back.pt"),
+    ]
     assert main(restored) == 0
     Net().load_state_dict(torch.load(tmp_path / "back.pt"))
 
@@ -209,15 +263,25 @@ def test_the_counter_of_an_averaged_model_is_kept(options: tuple[str, ...], to: 
 def adapted() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
+    )
     return get_peft_model(model, LoraConfig(target_modules=["1.0", "1.1"], modules_to_save=["2"]))
 
 
-ADAPTED = ["1.0.lora_A.default.weight", "1.0.lora_B.default.weight", "2.modules_to_save.default.bias"]
+ADAPTED = [
+    "1.0.lora_A.default.weight",
+    "1.0.lora_B.default.weight",
+    "2.modules_to_save.default.bias",
+]
 
 
-@pytest.mark.parametrize("wrapper", [lambda m: m, compiled, nn.DataParallel], ids=["plain", "compile", "dp"])
-def test_names_in_a_peft_model_match_the_base_model(wrapper: Callable[[nn.Module], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "wrapper", [lambda m: m, compiled, nn.DataParallel], ids=["plain", "compile", "dp"]
+)
+def test_names_in_a_peft_model_match_the_base_model(
+    wrapper: Callable[[nn.Module], nn.Module],
+) -> None:
     base = [f"{name}.{leaf}" for name in ("0", "1.0", "1.1", "2") for leaf in ("weight", "bias")]
     model = wrapper(adapted())
     result = canonical_keys(model.state_dict())
@@ -230,7 +294,9 @@ def test_names_in_a_peft_model_match_the_base_model(wrapper: Callable[[nn.Module
 def test_a_layer_that_peft_changed_in_place_is_recognised() -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
-    model = inject_adapter_in_model(LoraConfig(target_modules=["0"]), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    model = inject_adapter_in_model(
+        LoraConfig(target_modules=["0"]), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    )
     names = canonical_keys(model.state_dict()).values()
     assert set(names) >= {"0.weight", "0.bias", "0.lora_A.default.weight", "1.weight"}
 
@@ -238,7 +304,19 @@ def test_a_layer_that_peft_changed_in_place_is_recognised() -> None:
 def test_peft_wrappers_can_be_removed_and_restored(tmp_path: Path) -> None:
     model = adapted()
     torch.save(model.state_dict(), tmp_path / "peft.pt")
-    assert main(["remap", str(tmp_path / "peft.pt"), "--to", "serialized", "-o", str(tmp_path / "plain.pt")]) == 0
+    assert (
+        main(
+            [
+                "remap",
+                str(tmp_path / "peft.pt"),
+                "--to",
+                "serialized",
+                "-o",
+                str(tmp_path / "plain.pt"),
+            ]
+        )
+        == 0
+    )
     assert "1.0.weight" in torch.load(tmp_path / "plain.pt")
     options = ["--like", str(tmp_path / "peft.pt"), "-o", str(tmp_path / "back.pt")]
     assert main(["remap", str(tmp_path / "plain.pt"), *options]) == 0
@@ -246,7 +324,13 @@ def test_peft_wrappers_can_be_removed_and_restored(tmp_path: Path) -> None:
     assert (tmp_path / "back.pt").read_bytes() != b""
     keys = ("0.weight", "1.weight", "1.lora_A.weight", "2.weight", "2.lora_embedding_A")
     names, _ = rewrap(dict(zip(keys, keys)), Chain(("peft",)))
-    layers = ("0.weight", "1.base_layer.weight", "1.lora_A.weight", "2.base_layer.weight", "2.lora_embedding_A")
+    layers = (
+        "0.weight",
+        "1.base_layer.weight",
+        "1.lora_A.weight",
+        "2.base_layer.weight",
+        "2.lora_embedding_A",
+    )
     assert list(names.values()) == [f"base_model.model.{name}" for name in layers]
 
 
@@ -256,21 +340,30 @@ def test_to_peft_is_refused_without_adapters() -> None:
     assert "--like" in refused.value.hint
 
 
-# Lightning: saved by pytorch_lightning 2.6.6 after one step; attribute `net` of the module is `wrapped_ranks.Net`
+# Lightning: saved by pytorch_lightning 2.6.6 after one step; attribute `net` of the module is
+# `wrapped_ranks.Net`
 
 LIGHTNING = str(DATA / "lightning-2.6.6.ckpt")
 
 
 @pytest.mark.parametrize("options", [(), ("--model", "wrapped_ranks:Net")])
-def test_the_prefix_of_a_lightning_checkpoint_is_removed(options: tuple[str, ...], tmp_path: Path) -> None:
-    assert main(["remap", LIGHTNING, *options, "--to", "serialized", "-o", str(tmp_path / "out.ckpt")]) == 0
+def test_the_prefix_of_a_lightning_checkpoint_is_removed(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert (
+        main(["remap", LIGHTNING, *options, "--to", "serialized", "-o", str(tmp_path / "out.ckpt")])
+        == 0
+    )
     result, source = torch.load(tmp_path / "out.ckpt"), torch.load(LIGHTNING)
     Net().load_state_dict(result["state_dict"])
     assert result["pytorch-lightning_version"] == source["pytorch-lightning_version"]
 
 
 def test_to_lightning_adds_the_prefix_model(tmp_path: Path) -> None:
-    assert main(["remap", LIGHTNING, "--to", "lightning(compile)", "-o", str(tmp_path / "out.ckpt")]) == 0
+    assert (
+        main(["remap", LIGHTNING, "--to", "lightning(compile)", "-o", str(tmp_path / "out.ckpt")])
+        == 0
+    )
     holder = nn.Module()
     holder.model = compiled(Net())
     holder.load_state_dict(torch.load(tmp_path / "out.ckpt")["state_dict"])
@@ -300,22 +393,37 @@ def test_a_checkpoint_can_be_remapped_to_any_other_definition_of_the_model(
     option: str, saved: str, loads: str, tmp_path: Path
 ) -> None:
     source, target_model = (f"wrapped_definitions:{name}" for name in (saved, loads))
-    models = ("--model", target_model) if option == "--model" else ("--model", source, "--to-model", target_model)
+    models = (
+        ("--model", target_model)
+        if option == "--model"
+        else ("--model", source, "--to-model", target_model)
+    )
     model = getattr(wrapped_definitions, saved)()
     torch.save(model.state_dict(), tmp_path / "model.pt")
     options = [*models, "--to", "serialized", "-o", str(tmp_path / "out.pt")]
     assert main(["remap", str(tmp_path / "model.pt"), *options]) == 0
     target = getattr(wrapped_definitions, loads)()
     target.load_state_dict(torch.load(tmp_path / "out.pt"))
-    assert all(torch.equal(a, b) for a, b in zip(target.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(target.parameters(), model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("saved", DEFINITIONS)
 def test_a_chain_replaces_the_wrappers_of_a_wrapped_model(saved: str, tmp_path: Path) -> None:
     torch.save(getattr(wrapped_definitions, saved)().state_dict(), tmp_path / "model.pt")
-    options = ["--model", f"wrapped_definitions:{saved}", "--to", "dp(compile)", "-o", str(tmp_path / "out.pt")]
+    options = [
+        "--model",
+        f"wrapped_definitions:{saved}",
+        "--to",
+        "dp(compile)",
+        "-o",
+        str(tmp_path / "out.pt"),
+    ]
     assert main(["remap", str(tmp_path / "model.pt"), *options]) == 0
-    assert sorted(torch.load(tmp_path / "out.pt")) == sorted(f"module._orig_mod.{key}" for key in Net().state_dict())
+    assert sorted(torch.load(tmp_path / "out.pt")) == sorted(
+        f"module._orig_mod.{key}" for key in Net().state_dict()
+    )
 
 
 def test_a_key_that_is_only_a_wrapper_segment_keeps_its_name() -> None:

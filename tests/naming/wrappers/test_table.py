@@ -1,4 +1,6 @@
-"""Canonical names: segments of nested wrappers are removed, modules of the user with such names are kept."""
+"""Canonical names: segments of nested wrappers are removed, modules of the user with such names are
+kept.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class NamedLikeWrappers(nn.Module):
         self.layer = nn.ModuleDict({"module": nn.BatchNorm1d(2)})
 
 
-@pytest.mark.parametrize("chain", [c for n in range(4) for c in itertools.permutations(WRAPPERS, n)])
+@pytest.mark.parametrize(
+    "chain", [c for n in range(4) for c in itertools.permutations(WRAPPERS, n)]
+)
 def test_any_chain_has_the_same_canonical_names(chain: tuple[str, ...]) -> None:
     model: nn.Module = NamedLikeWrappers()
     expected = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
@@ -64,7 +68,9 @@ def test_strip_removes_only_segments_at_the_paths() -> None:
 
 
 class HidesSegment(nn.Module):
-    """Its hooks hide the segment `layer`; only torch's get_model_state_dict needs `modifiers` for that."""
+    """Its hooks hide the segment `layer`; only torch's get_model_state_dict needs `modifiers` for
+    that.
+    """
 
     def __init__(self, modifiers: bool) -> None:
         super().__init__()
@@ -89,7 +95,9 @@ def _show(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:
 @pytest.mark.parametrize("modifiers", [False, True])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_renaming_hooks_work_without_fqn_modifiers(wrapper: str, modifiers: bool) -> None:
-    """torch's helper looks up segments as attributes, and fails for a hidden segment without `_fqn_modifiers`."""
+    """torch's helper looks up segments as attributes, and fails for a hidden segment without
+    `_fqn_modifiers`.
+    """
     needs_torch("2.7", "names from `_fqn_modifiers` alone")
 
     def build() -> nn.Module:
@@ -110,7 +118,11 @@ def test_renaming_hooks_work_without_fqn_modifiers(wrapper: str, modifiers: bool
 
 def test_stripped_paths_are_inferred_from_pairs() -> None:
     """Of two equal segments, the first belongs to the wrapper."""
-    pairs = [("module.module.w", "module.w"), ("module._fsdp_wrapped_module.a._orig_mod.w", "a.w"), ("b", "b")]
+    pairs = [
+        ("module.module.w", "module.w"),
+        ("module._fsdp_wrapped_module.a._orig_mod.w", "a.w"),
+        ("b", "b"),
+    ]
     paths = stripped_paths(pairs)
     assert [strip(fqn, paths) for fqn, _ in pairs] == [canonical for _, canonical in pairs]
     assert strip("module.a._orig_mod.w", paths) == "a.w"  # FSDP1 hides its segment in keys

@@ -1,4 +1,6 @@
-"""The geometry of tensors in a storage: the same elements have the same geometry for any strides."""
+"""The geometry of tensors in a storage: the same elements have the same geometry for any
+strides.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The recorder's expressions for tensors that random programs write in place, through views of each other."""
+"""The recorder's expressions for tensors that random programs write in place, through views of each
+other.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def random_view(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
     ]
     try:
         return rng.choice(operations)()
-    except (RuntimeError, TypeError, IndexError, KeyError, ZeroDivisionError):  # torch cannot create this view
+    # torch cannot create this view
+    except (RuntimeError, TypeError, IndexError, KeyError, ZeroDivisionError):
         return x
 
 
@@ -108,11 +111,14 @@ def random_write(rng: random.Random, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 @pytest.mark.filterwarnings(
-    "ignore:Casting complex values to real", "ignore:An output with one or more elements was resized"
+    "ignore:Casting complex values to real",
+    "ignore:An output with one or more elements was resized",
 )
 @pytest.mark.parametrize("small", [1 << 22, 0])
 @pytest.mark.parametrize("first", range(0, SEEDS, 100))
-def test_every_tensor_has_the_value_of_its_expression(first: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tensor_has_the_value_of_its_expression(
+    first: int, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This also holds if memory is too large to look at every element."""
     monkeypatch.setattr(memory, "_SMALL", small)
     known = total = 0
@@ -142,31 +148,43 @@ def test_every_tensor_has_the_value_of_its_expression(first: int, small: int, mo
         for tensor in pool:
             value = recorder.value(tensor)
             total += 1
-            if not is_opaque(value) and "aten._neg_view.default" not in operators(value):  # plans do not allow it
+            # plans do not allow it
+            if not is_opaque(value) and "aten._neg_view.default" not in operators(value):
                 known += 1
                 result = evaluate(value, before.__getitem__)
                 assert (result.dtype, result.shape) == (tensor.dtype, tensor.shape), (seed, value)
-                any_sign = tensor.is_complex()  # a lazily conjugated or negated zero has either sign
-                assert torch.equal(result, tensor) if any_sign else same_bits(result, tensor), (seed, value)
+                # a lazily conjugated or negated zero has either sign
+                any_sign = tensor.is_complex()
+                assert torch.equal(result, tensor) if any_sign else same_bits(result, tensor), (
+                    seed,
+                    value,
+                )
     assert known > (0.7 if small else 0.4) * total, (known, total)
 
 
 CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "through elements of another size": lambda whole: whole.view(torch.float16)[2:, 3:].neg_(),
     "as elements of another size": lambda whole: whole[3:].view(torch.int16).zero_(),
-    "part of a written part": lambda whole: (whole[1:3].view(12).copy_(torch.ones(12)), whole[1, 0].zero_()),
+    "part of a written part": lambda whole: (
+        whole[1:3].view(12).copy_(torch.ones(12)),
+        whole[1, 0].zero_(),
+    ),
     "between written columns": lambda whole: (whole[1].fill_(1), whole[1, 0].zero_()),
     "strides in place": lambda whole: whole[1:3].detach().as_strided_((2, 2), (1, 3), 7),
     "strides of a part in place": lambda whole: whole.t()[1:].detach().as_strided_((2, 2), (1, 3)),
     "overlapping elements": lambda whole: whole.as_strided((2, 2), (1, 1)).neg_(),
     "input and output overlap": lambda whole: torch.mul(
-        whole.as_strided((2, 2), (1, 3)), whole.as_strided((2,), (2,)), out=whole.as_strided((2, 2), (1, 3))
+        whole.as_strided((2, 2), (1, 3)),
+        whole.as_strided((2,), (2,)),
+        out=whole.as_strided((2, 2), (1, 3)),
     ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_memory_with_several_views_has_the_right_value(change: Callable[[torch.Tensor], object]) -> None:
+def test_memory_with_several_views_has_the_right_value(
+    change: Callable[[torch.Tensor], object],
+) -> None:
     whole = torch.arange(2.0, 26).reshape(4, 6)
     names = {"whole": whole, "columns": whole.t()[2:4], "middle": whole[1:3], "end": whole[2:]}
     before, recorder = {name: tensor.clone() for name, tensor in names.items()}, Recorder()
@@ -174,7 +192,12 @@ def test_memory_with_several_views_has_the_right_value(change: Callable[[torch.T
         recorder.name(tensor, Ref(name))
     with recorder:
         out = change(whole)
-        tensors = [*names.values(), whole[1:3].view(12), whole[1], *([out] if isinstance(out, torch.Tensor) else [])]
+        tensors = [
+            *names.values(),
+            whole[1:3].view(12),
+            whole[1],
+            *([out] if isinstance(out, torch.Tensor) else []),
+        ]
     for tensor in tensors:
         value = recorder.value(tensor)
         assert is_opaque(value) or same_bits(evaluate(value, before.__getitem__), tensor), value
@@ -191,18 +214,23 @@ def test_a_tensor_filled_in_pieces_is_expressed_by_the_pieces() -> None:
         rng = random.Random(seed)
         whole = torch.empty(4, 6).t() if rng.random() < 0.3 else torch.empty(4, 6)
         rows, columns = (
-            [(0, whole.shape[dim])] if rng.random() < 0.4 else split_range(rng, whole.shape[dim]) for dim in (0, 1)
+            [(0, whole.shape[dim])] if rng.random() < 0.4 else split_range(rng, whole.shape[dim])
+            for dim in (0, 1)
         )
         places = [(slice(*row), slice(*column)) for row in rows for column in columns]
         rng.shuffle(places)
         again = rng.sample(places, rng.choice([0, 0, 1]))
         missing = places.pop() if rng.random() < 0.2 and not again else None
-        values = {f"v{at}": torch.randn(whole[place].shape) for at, place in enumerate([*places, *again])}
+        values = {
+            f"v{at}": torch.randn(whole[place].shape) for at, place in enumerate([*places, *again])
+        }
         recorder = Recorder()
         for name, value in values.items():
             recorder.name(value, Ref(name))
         with recorder:
-            result = whole.new_empty(whole.shape) if whole.is_contiguous() else torch.empty(4, 6).t()
+            result = (
+                whole.new_empty(whole.shape) if whole.is_contiguous() else torch.empty(4, 6).t()
+            )
             for place, value in zip([*places, *again], values.values()):
                 if rng.random() < 0.5:
                     result[place] = value
@@ -212,8 +240,12 @@ def test_a_tensor_filled_in_pieces_is_expressed_by_the_pieces() -> None:
         assert is_opaque(expression) == (missing is not None), seed
         if missing is None:
             assert same_bits(evaluate(expression, values.__getitem__), result), seed
-            one_dimension = whole.is_contiguous() and len(places) > 1 and 1 in (len(rows), len(columns))
-            assert not one_dimension or (isinstance(expression, Op) and expression.op == "aten.cat.default"), (
+            one_dimension = (
+                whole.is_contiguous() and len(places) > 1 and 1 in (len(rows), len(columns))
+            )
+            assert not one_dimension or (
+                isinstance(expression, Op) and expression.op == "aten.cat.default"
+            ), (
                 seed,
                 expression,
             )
@@ -276,7 +308,10 @@ def test_the_author_of_a_tensor_is_known(kind: Callable[[torch.Tensor], torch.Te
     """Dense tensors are identified by their memory, others by their parts."""
     weight, recorder = torch.eye(3), Recorder()
     recorder.name(weight, Ref("weight"))
-    assert (recorder.author_of(token(weight)), recorder.author_of(token(torch.ones(2)))) == (None, None)
+    assert (recorder.author_of(token(weight)), recorder.author_of(token(torch.ones(2)))) == (
+        None,
+        None,
+    )
     assert recorder.author_of(token(torch.eye(2).to_sparse())) is None
     with recorder:
         recorder.author = "maker"
@@ -294,7 +329,11 @@ def test_the_author_of_a_tensor_is_known(kind: Callable[[torch.Tensor], torch.Te
 
 
 def test_a_tensor_made_outside_torch_is_a_literal() -> None:
-    weight, outside, recorder = torch.randn(2), torch.from_numpy(np.array([3.0, 4.0], np.float32)), Recorder()
+    weight, outside, recorder = (
+        torch.randn(2),
+        torch.from_numpy(np.array([3.0, 4.0], np.float32)),
+        Recorder(),
+    )
     recorder.name(weight, Ref("weight"))
     with recorder:
         outside[:1].add_(weight[1])
@@ -339,7 +378,9 @@ OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "eye": lambda w: torch.eye(3),
     "arange": lambda w: torch.arange(2, 9, 2) + w.numel(),
     "fill with a tensor": lambda w: torch.zeros(3).fill_(w[0, 0]),
-    "fill with a tensor of another dtype": lambda w: torch.zeros(3, dtype=torch.int32).fill_(w[0, 0]),
+    "fill with a tensor of another dtype": lambda w: torch.zeros(3, dtype=torch.int32).fill_(
+        w[0, 0]
+    ),
     "times a complex number": lambda w: w * (1 + 2j),
     "an argument that is None": lambda w: w.sum(0, dtype=None),
     "a dtype as argument": lambda w: w.sum(0, dtype=torch.float64),
@@ -351,12 +392,16 @@ OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "equal constants": lambda w: w + numbers(2.0, 2.0, 2.0),
     "no elements": lambda w: numbers(),
     "as many constants as allowed": lambda w: w[0, 0] + numbers(*range(4096)),
-    "two out arguments": lambda w: torch.sort(w, out=(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.long)))[0],
+    "two out arguments": lambda w: torch.sort(
+        w, out=(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.long))
+    )[0],
 }
 
 
 @pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
-def test_an_operator_becomes_an_expression(operator: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_an_operator_becomes_an_expression(
+    operator: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     weight, recorder = torch.arange(6.0).reshape(2, 3), Recorder()
     before = weight.clone()
     recorder.name(weight, Ref("weight"))
@@ -374,7 +419,9 @@ def test_outputs_that_are_none_are_allowed() -> None:
     recorder.name(weight, Ref("weight"))
     output_mask, rest = [True, False, False], (None, [1], [0], [1], False, [0], 1)
     with recorder:
-        outputs = torch.ops.aten.convolution_backward(torch.ones(1, 1, 1), weight, weight, *rest, output_mask)
+        outputs = torch.ops.aten.convolution_backward(
+            torch.ones(1, 1, 1), weight, weight, *rest, output_mask
+        )
     assert outputs[1:] == (None, None)
     assert set(refs(recorder.value(outputs[0]))) == {"weight"}
 
@@ -449,7 +496,9 @@ def _bump(x: torch.Tensor) -> None:
 
 @pytest.fixture(scope="module")
 def library() -> Iterator[Any]:
-    """Define custom operators that write in place; only `half_` has a functional variant, and it is incomplete."""
+    """Define custom operators that write in place; only `half_` has a functional variant, and it is
+    incomplete.
+    """
     library = torch.library.Library("ckpttool_test", "DEF")
     for schema in (
         "bump_(Tensor(a!) x) -> Tensor(a!)",
@@ -471,7 +520,9 @@ def library() -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", ["bump_", "quiet_", "both_", "half_"])
 @pytest.mark.parametrize("follows_meta", [False, True])
-def test_tensors_written_by_custom_operators_are_opaque(library: Any, name: str, follows_meta: bool) -> None:
+def test_tensors_written_by_custom_operators_are_opaque(
+    library: Any, name: str, follows_meta: bool
+) -> None:
     """Their values depend on all inputs; memory that follows a meta tensor cannot be read."""
     recorder = Recorder()
     tensors = [torch.ones(2), torch.ones(2)][: 1 if name in ("bump_", "quiet_") else 2]
@@ -482,9 +533,17 @@ def test_tensors_written_by_custom_operators_are_opaque(library: Any, name: str,
             tensors[0].copy_(torch.ones(2, device="meta"))
         out = getattr(library, name)(*tensors)
         assert (out is None) == (name == "quiet_")
-        assert not isinstance(out, tuple) or list(map(id, out)) == list(map(id, tensors)) or not follows_meta
+        assert (
+            not isinstance(out, tuple)
+            or list(map(id, out)) == list(map(id, tensors))
+            or not follows_meta
+        )
         for tensor in tensors:
-            with pytest.raises((NeedsValues, RuntimeError)) if follows_meta else contextlib.nullcontext():
+            with (
+                pytest.raises((NeedsValues, RuntimeError))
+                if follows_meta
+                else contextlib.nullcontext()
+            ):
                 tensor.sum().item()
     for tensor in tensors:
         assert is_opaque(recorder.value(tensor))
@@ -498,12 +557,16 @@ def test_a_sparse_tensor_is_identified_by_its_parts(layout: str) -> None:
     def build() -> torch.Tensor:
         sizes = [(1, 1)] if layout.startswith("bs") else []
         dense = torch.eye(2)
-        return dense.to_sparse() if layout == "coo" else getattr(dense, f"to_sparse_{layout}")(*sizes)
+        return (
+            dense.to_sparse() if layout == "coo" else getattr(dense, f"to_sparse_{layout}")(*sizes)
+        )
 
     one = build()
     assert token(one) == token(one.detach()) != token(build())
     assert len(inside(one)) == (2 if layout == "coo" else 3)
-    assert all(token(first) == token(second) for first, second in zip(inside(one), inside(one.detach())))
+    assert all(
+        token(first) == token(second) for first, second in zip(inside(one), inside(one.detach()))
+    )
 
 
 @pytest.mark.parametrize("limit", [3, 4, 5])
@@ -517,4 +580,6 @@ def test_too_many_pieces_are_not_joined(limit: int, monkeypatch: pytest.MonkeyPa
             result[at].copy_(value[at])
     expression = recorder.value(result)
     assert is_opaque(expression) == (limit < 4)
-    assert is_opaque(expression) or same_bits(evaluate(expression, {"value": value}.__getitem__), result)
+    assert is_opaque(expression) or same_bits(
+        evaluate(expression, {"value": value}.__getitem__), result
+    )
