@@ -1,4 +1,4 @@
-"""Options as type checkers see them, one TypedDict for each options' dataclass; only they import this module.
+"""Options as type checkers see them: a TypedDict for each dataclass of options.
 
 Generated from the dataclasses: UPDATE_KEYWORDS=1 make test ARGS=tests/api/test_keywords.py
 """

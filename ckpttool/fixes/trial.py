@@ -278,7 +278,6 @@ def try_remap(
                 )
                 if drops_missing or question.remaining(after) >= most:
                     return None
-            target.lay_out(fitted)
             if after.identical and question.has_unread_values:
                 after = question.ask_again(fitted, question.right, reads_values=True)
         except CkptError:
@@ -290,7 +289,8 @@ def try_remap(
             missing = missing if loads is None else loads.missing
         printed = replace(options, out=out, partial=bool(missing))
         try:
-            remap.run(source, replace(read, out=out, partial=printed.partial))
+            asked = replace(read, out=out, partial=printed.partial)
+            remap.run(source, asked, model=model, planned=result)
         except CkptError:
             found = tuple(
                 dict.fromkeys(path for path, _ in entries_with_code(fitted) if path not in code)

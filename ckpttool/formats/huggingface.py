@@ -246,12 +246,10 @@ def _size_notes(index: Mapping[str, Any], tensors: Sequence[TensorEntry]) -> tup
     """Return a note about a wrong ``total_size``. No reader needs it, and many published indexes
     have it wrong.
     """
-    total = index.get("metadata", {}).get("total_size")
-    if total is None or total in (_total_size(tensors), sum(entry.nbytes for entry in tensors)):
+    total, size = index.get("metadata", {}).get("total_size"), _total_size(tensors)
+    if total is None or total == size or total == sum(entry.nbytes for entry in tensors):
         return ()
-    return (
-        f"the index says total_size {total!r:.40}, the tensors are {_total_size(tensors)} bytes",
-    )
+    return (f"the index says total_size {total!r:.40}, the tensors are {size} bytes",)
 
 
 def _total_size(tensors: Iterable[TensorEntry]) -> int:
@@ -405,12 +403,7 @@ def _index(
     total_size = _total_size(checkpoint.sections[0].tensors)
     old: Mapping[str, Any] = source.index if source is not None else {}
     metadata = dict(old.get("metadata", {}))
-    before = (
-        [entry for shard in source.shards.values() for entry in shard.sections[0].tensors]
-        if source
-        else []
-    )
-    if source is None or total_size != _total_size(before) or _size_notes(old, before):
+    if source is None or not _is_size_before(total_size, source):
         metadata.pop("total_parameters", None)
         metadata["total_size"] = total_size
     else:
@@ -420,13 +413,18 @@ def _index(
         weight_map = dict(sorted(weight_map.items()))
     index = {**({} if "metadata" in old else {"metadata": metadata}), **old}
     index |= {"metadata": metadata, "weight_map": weight_map}
-    if source is not None:
-        for indent, ascii, end in _STYLES:
-            if json.dumps(source.index, indent=indent, ensure_ascii=ascii) + end == source.text:
-                return (json.dumps(index, indent=indent, ensure_ascii=ascii) + end).encode()
-    return (json.dumps(index, indent=2) + "\n").encode()  # as transformers writes it
+    if source is None:
+        return (json.dumps(index, indent=2) + "\n").encode()  # as transformers writes it
+    begin = re.match(r"\{\n( +)", source.text)
+    indent = len(begin[1]) if begin is not None else None
+    end = "\n" if source.text.endswith("\n") else ""
+    return (json.dumps(index, indent=indent, ensure_ascii=source.text.isascii()) + end).encode()
 
 
-_STYLES = [
-    (indent, ascii, end) for indent in (2, 4, None) for ascii in (True, False) for end in ("\n", "")
-]
+def _is_size_before(total_size: int, source: Shards) -> bool:
+    """Return whether the index of the source says this size, or no size, and is right."""
+    before = [entry for shard in source.shards.values() for entry in shard.sections[0].tensors]
+    if total_size != _total_size(before):
+        return False
+    told = source.index.get("metadata", {}).get("total_size")
+    return told in (None, total_size) or told == sum(entry.nbytes for entry in before)

@@ -164,12 +164,14 @@ def run(
     may_copy: bool = False,
     conversion: ConvertOptions | None = None,
     model: ModelOperand | None = None,
+    planned: Remap | None = None,
 ) -> Remap:
     """Return the result of `options` for `source`, written if they name an output and request no
     dry run.
 
     A `conversion` changes the format or the shards only. `model` is the model of the options, if
-    its names may be read already. Raise `Refused`, all problems at once, if the remap would lose,
+    its names may be read already; `planned` is the result of `plan_remap` for these options, if it
+    is known. Raise `Refused`, all problems at once, if the remap would lose,
     collide, guess, or change nothing (unless it `may_copy`), and `CkptError` if an operand cannot
     be read or OUT cannot be written. Then nothing is written.
     """
@@ -184,12 +186,11 @@ def run(
             writer.check(target, *([split(like)[0]] if isinstance(like, str) else []))
     model = model or operand_of(options)
     to_model = loading_model(options, model)
-    done = plan_remap(source, options, model, to_model)
+    done = planned or plan_remap(source, options, model, to_model)
     done = replace(done, source=source.source, output=out or "", dry_run=options.dry_run)
     done = _checked_by_model(done, options, model, to_model)
     if not (may_copy or done.changes_content):
         is_new = target is not None and changes_form(source, target, done)
-        is_new = is_new or (conversion is not None and holds_unused_bytes(source))
         is_new = is_new or (conversion is not None and holds_unused_bytes(source))
         if not is_new and is_as_saved(source):
             if conversion is not None:

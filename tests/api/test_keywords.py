@@ -25,7 +25,7 @@ from ckpttool.swap.swap import SwapOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "ckpttool" / "keywords.py"
-HEAD = '''"""Options as type checkers see them, one TypedDict for each options' dataclass; only they import this module.
+HEAD = '''"""Options as type checkers see them: a TypedDict for each dataclass of options.
 
 Generated from the dataclasses: UPDATE_KEYWORDS=1 make test ARGS=tests/api/test_keywords.py
 """
