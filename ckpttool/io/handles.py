@@ -91,6 +91,15 @@ def release(handle: Handle) -> None:
             os.close(handle.descriptor)
 
 
+def close(path: str) -> None:
+    """Close the kept file at the path, or all below it: NFS keeps a removed file that is open."""
+    place = os.path.abspath(path)
+    with _lock:
+        for handle in list(_kept.values()):
+            if handle.path == place or handle.path.startswith(place.rstrip(os.sep) + os.sep):
+                _drop(handle)
+
+
 def _drop(handle: Handle) -> None:
     del _kept[handle.path]
     handle.stays = False

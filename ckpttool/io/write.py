@@ -360,6 +360,7 @@ def _put(staged: Path, path: Path, out: str, options: WriteOptions) -> None:
                 stack.enter_context(locked(path))
                 sources.check_unchanged({str(path), os.path.abspath(out)})
             stack.enter_context(uninterrupted())
+            handles.close(str(path))
             put(staged, path, replace=options.replace)
             sources.forget(str(path))
             forget_undo(path)
@@ -569,6 +570,7 @@ def _switch(
                 raise outrun from error
             raise
         return
+    handles.close(str(folder))
     with locked(folder, wait=True):
         if _state(folder, names) != before:
             raise outrun

@@ -131,3 +131,13 @@ def test_files_are_closed_after_errors(tmp_path: Path) -> None:
         with pytest.raises(CkptError), opened(str(tmp_path)):
             pass
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_files_of_a_replaced_folder_are_closed(tmp_path: Path, run: Run) -> None:
+    """NFS keeps a removed file that is open, so its folder could not be removed."""
+    path, names = write(tmp_path, "shards")
+    with handles.kept():
+        assert len(ckpttool.open_checkpoint(str(path)).sections[0].tensors) == len(STATE)
+        assert {Path(own).name for own in handles._kept} >= names - {"model.safetensors.index.json"}
+        ckpttool.remap(str(tmp_path / "a.safetensors"), f"{path}/", force=True, rule=[RENAME[1]])
+        assert not [own for own in handles._kept if own.startswith(f"{path}/")]
