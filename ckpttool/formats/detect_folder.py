@@ -113,12 +113,10 @@ def _candidates(folder: str, names: list[str]) -> list[Found]:
     if is_fsdp(folder):
         return [Found("accelerate", folder)]
     found = [Found("sharded", join(folder, name)) for name in files if INDEX.fullmatch(name)]
-    shards = {shard for index in found for shard in _shards_of(index.path)}
-    single = [
-        name
-        for name in files
-        if name.endswith(_ENDINGS) and not (_SHARD.fullmatch(name) or name in shards)
-    ]
+    single = [name for name in files if name.endswith(_ENDINGS) and not _SHARD.fullmatch(name)]
+    if single:  # some of them may be shards with other names
+        shards = {shard for index in found for shard in _shards_of(index.path)}
+        single = [name for name in single if name not in shards]
     weights = [name for name in single if not _NO_WEIGHTS.fullmatch(name)]
     single = weights if weights or found or parts_in(folder, names) else single
     return found + [Found("", join(folder, name)) for name in single]

@@ -123,22 +123,29 @@ def quantized_weights(section: Section) -> list[QuantizedWeight]:
                 in_4bit[weight].append(key)
     for weight, parts in in_4bit.items():
         add("bitsandbytes, 4 bit", weight, parts)
+    parts_by_kind: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for entry in section.tensors:
         module, dot, leaf = entry.key.rpartition(".")
+        kind = leaf, entry.dtype
+        if kind not in parts_by_kind:
+            parts_by_kind[kind] = list(_possible_parts(leaf, entry.dtype))
         prefix = module + dot
-        for scheme in SCHEMES:
-            if scheme.leaf not in ("", leaf) or (
-                scheme.dtypes and entry.dtype not in scheme.dtypes
-            ):
-                continue
-            names = [leaf + suffix for suffix in scheme.suffixes] + list(scheme.siblings)
-            others = [prefix + name for name in names if prefix + name in keys]
-            if others:
-                add(scheme.title, entry.key, others)
-        scales = prefix + leaf.removesuffix(_BLOCKS) + _SCALES
-        if leaf.endswith(_BLOCKS) and entry.dtype == "uint8" and scales in keys:
-            add("MXFP4", entry.key, [scales])
+        for title, name in parts_by_kind[kind]:
+            if prefix + name in keys:
+                add(title, entry.key, [prefix + name])
     return list(weights.values())
+
+
+def _possible_parts(leaf: str, dtype: str) -> Iterator[tuple[str, str]]:
+    """Yield the scheme and the name of each other part that a weight with this name may have."""
+    for scheme in SCHEMES:
+        if scheme.leaf in ("", leaf) and (not scheme.dtypes or dtype in scheme.dtypes):
+            for suffix in scheme.suffixes:
+                yield scheme.title, leaf + suffix
+            for name in scheme.siblings:
+                yield scheme.title, name
+    if leaf.endswith(_BLOCKS) and dtype == "uint8":
+        yield "MXFP4", leaf.removesuffix(_BLOCKS) + _SCALES
 
 
 def problems_of_parts(section: Section, outputs: Sequence[Output]) -> list[Problem]:
