@@ -113,7 +113,7 @@ class Load(NamedTuple):
     known.
 
     `custom` are the modules whose code is not torch's; `versioned`: such code read the `versions`
-    of modules.
+    of modules. `instance` has loaded it on meta, and can load another one: it is unchanged.
     """
 
     verdict: Verdict
@@ -121,6 +121,7 @@ class Load(NamedTuple):
     versions: Mapping[str, object] | None
     custom: Collection[str]
     versioned: bool
+    instance: nn.Module | None
 
     def answers(self, outline: Outline, section: Section) -> bool:
         """Return whether loading the section of that outline must have the same verdict.
@@ -138,9 +139,12 @@ class Load(NamedTuple):
 def load_recorded(instance: nn.Module, state: OrderedDict[str, Any], real: bool) -> Load:
     """Load `state` strictly into `instance`; both are changed. Raises as `loaded`."""
     custom = with_own_loading(instance)
+    runs_code = custom or any(module._load_state_dict_post_hooks for module in instance.modules())
     outline, versions = _outline_of(state), copy.copy(metadata_of(state))
     noting, read = noting_versions(state)
-    return Load(loaded(instance, noting, real), outline, versions, custom, bool(read))
+    verdict = loaded(instance, noting, real)
+    is_unchanged = not real and not runs_code and not verdict.special
+    return Load(verdict, outline, versions, custom, bool(read), instance if is_unchanged else None)
 
 
 def _outline_of(state: Mapping[str, object]) -> Outline | None:
@@ -174,7 +178,9 @@ def load_verdict(
         nonlocal was_real
         was_real = real
         source = stored(section, real)
-        load = load_recorded(model.build(real), source.state, real)
+        unchanged = [load.instance for load in loads if load.instance is not None]
+        instance = unchanged[0] if unchanged and not real else model.build(real)
+        load = load_recorded(instance, source.state, real)
         if source.unknown and not load.verdict.missing and not load.verdict.unexpected:
             raise undecided(model, source.unknown)
         if not real:
@@ -378,6 +384,7 @@ class _Lists:
 
     def __init__(self, root: nn.Module) -> None:
         self.lists: tuple[list[str], list[str], list[str]] | None = None
+        self._root, self._before = root, vars(root).get("_load_from_state_dict")
         method = root._load_from_state_dict
 
         def run(
@@ -397,6 +404,11 @@ class _Lists:
     def read(
         self, failed: Exception | None
     ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """Return the lists, or what `failed` says instead of them; and let the root be."""
+        if self._before is None:
+            object.__delattr__(self._root, "_load_from_state_dict")
+        else:
+            object.__setattr__(self._root, "_load_from_state_dict", self._before)
         text = str(failed) if failed is not None else ""
         if failed is not None and not text.startswith(_TORCH_SAYS):
             return (), (), (describe(failed),)

@@ -56,7 +56,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Te
     model = namespace["build"]()
     state: dict[str, torch.Tensor] = model.state_dict()
     torch.save(state, "good.pt")
-    torch.save(namespace["plain"]().state_dict(), "plain.pt")
+    plain = namespace["plain"]().state_dict()
+    torch.save(plain, "plain.pt")
+    torch.save({key.replace("1.", "norm."): value for key, value in plain.items()}, "bad.plain.pt")
     torch.save(
         {("net." + key if key.startswith("0") else key): value for key, value in state.items()},
         "bad.pt",
@@ -76,6 +78,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Te
         ("trace model.py:build", 0, 2),
         ("trace model.py:plain", 0, 1),
         ("diff --model model.py:plain plain.pt", 0, 1),
+        ("diff --model model.py:plain bad.plain.pt", 1, 1),
     ],
 )
 @pytest.mark.usefixtures("files")
