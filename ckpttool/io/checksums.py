@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from array import array
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -45,7 +45,6 @@ class _Archive:
     """
 
     path: str
-    version: object
     name_at: Callable[[int], str]
     starts: array[int]
     ends: array[int]
@@ -85,7 +84,29 @@ class _Archive:
         return sorted((self.parts | self.running.keys()) - self.intact - self.damaged)
 
 
-_archives: dict[tuple[str, int], _Archive] = {}  # by path and the archive's first byte
+@dataclass(slots=True, eq=False)
+class _File:
+    """The archives in one version of a file, by their first bytes, which `bases` has in order.
+
+    They follow each other, or are inside of the archive that begins at byte 0.
+    """
+
+    version: object
+    archives: dict[int, _Archive] = field(default_factory=dict)
+    bases: list[int] = field(default_factory=list)
+
+    def near(self, start: int, end: int) -> Iterator[_Archive]:
+        """Yield the archives that may have some of these bytes of the file."""
+        number = max(0, bisect_right(self.bases, start) - 1)
+        if number and 0 in self.archives:
+            yield self.archives[0]
+        while number < len(self.bases) and self.bases[number] < end:
+            yield self.archives[self.bases[number]]
+            number += 1
+
+
+_files: dict[str, _File] = {}
+_records = 0  # of all archives
 
 
 def note_archive(
@@ -99,9 +120,12 @@ def note_archive(
 
     A local file has a `version` (`version_of`), and what is known of other versions is forgotten.
     """
+    global _records
     if version is not None or not base:
         forget_others(path, version)
-    if version is not None and (path, base) in _archives:
+    file = _files.setdefault(path, _File(version))
+    before = file.archives.get(base)
+    if before is not None and version is not None:
         return
     starts, ends, crcs = array("Q"), array("Q"), array("I")
     for start, length, crc in sorted(records):
@@ -109,10 +133,14 @@ def note_archive(
             starts.append(start)
             ends.append(start + length)
             crcs.append(crc)
-    _archives.pop((path, base), None)
-    _archives[path, base] = _Archive(path, version, name_at, starts, ends, crcs)
-    while sum(len(archive.starts) for archive in _archives.values()) > _MOST and len(_archives) > 1:
-        del _archives[next(iter(_archives))]
+    if before is None:
+        insort(file.bases, base)
+    else:
+        _records -= len(before.starts)
+    file.archives[base] = _Archive(path, name_at, starts, ends, crcs)
+    _records += len(starts)
+    while _records > _MOST and len(_files) > 1:
+        _forget(next(other for other in _files if other != path))
 
 
 def version_of(stat: os.stat_result) -> object:
@@ -124,33 +152,27 @@ def forget_others(path: str, version: object) -> None:
     """Forget the archives of the path in other versions of it: another file may have taken its
     place.
     """
-    for place, archive in list(_archives.items()):
-        if archive.path == path and (version is None or archive.version != version):
-            del _archives[place]
+    file = _files.get(path)
+    if file is not None and (version is None or file.version != version):
+        _forget(path)
+
+
+def _forget(path: str) -> None:
+    global _records
+    _records -= sum(len(archive.starts) for archive in _files.pop(path).archives.values())
 
 
 def note_bytes(path: str, at: int, data: memoryview) -> None:
     """Compare what was read from byte `at` of the file on, if a copy reads it."""
-    if not _comparing.get():
+    file = _files.get(path)
+    if file is None or not _comparing.get():
         return
-    for archive in _of(path):
+    for archive in file.near(at, at + len(data)):
         for number in archive.within(at, at + len(data)):
             if number not in archive.intact:
-                start, end = (
-                    max(at, archive.starts[number]),
-                    min(at + len(data), archive.ends[number]),
-                )
+                start = max(at, archive.starts[number])
+                end = min(at + len(data), archive.ends[number])
                 archive.compare(number, start, data[start - at : end - at])
-
-
-def boundary(path: str, at: int) -> int:
-    """Return the end of the record that has bytes on both sides of byte `at`, else `at`."""
-    ends = [archive.ends[number] for archive in _of(path) for number in archive.within(at - 1, at)]
-    return max([at, *ends])
-
-
-def _of(path: str) -> list[_Archive]:
-    return [archive for archive in _archives.values() if archive.path == path]
 
 
 @contextmanager
@@ -167,7 +189,7 @@ def comparing(read: Callable[[Span], Iterable[memoryview]]) -> Iterator[None]:
         yield
     finally:
         _comparing.reset(token)
-        archives = list(_archives.values())
+        archives = [archive for file in _files.values() for archive in file.archives.values()]
         unread = [(archive, number) for archive in archives for number in archive.unread()]
         damaged = [(archive, number) for archive in archives for number in sorted(archive.damaged)]
         for archive in archives:
