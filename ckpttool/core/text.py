@@ -113,7 +113,6 @@ def shape_text(shape: Iterable[int] | None) -> str:
 
 
 # FSDP1's name; FlattenParamsWrapper's is flat_param, fairscale's flat_param_0
-FLAT_PARAM = "_flat_param"
 _FLAT = re.compile(r"_flat_param|flat_param(_\d+)?")
 
 NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a segment that is a number, as of a layer

@@ -98,7 +98,7 @@ def _candidates(folder: str, names: list[str]) -> list[Found]:
     files = [name for name in names if is_file(join(folder, name))]
     if DCP_METADATA in files or any(HF_SHARD.fullmatch(name) for name in files):
         return [Found("dcp", folder)]
-    if _is_deepspeed(folder, names):
+    if _is_deepspeed(names):
         return [Found("deepspeed", _step_of(folder, names))]
     ranks = dict.fromkeys(found[1] for found in map(_FSDP_RANK.fullmatch, files) if found)
     if ranks:
@@ -180,15 +180,6 @@ def parts_in(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if is_file(join(join(folder, name), DCP_METADATA))]
 
 
-def is_part(folder: str, names: list[str]) -> bool:
-    """Return whether files of these names in the folder are parts of one checkpoint."""
-    shards = any(
-        INDEX.fullmatch(name) or _SHARD.fullmatch(name) or HF_SHARD.fullmatch(name)
-        for name in names
-    )
-    return shards or DCP_METADATA in names or _is_deepspeed(folder, names)
-
-
 def is_weights(name: str) -> bool:
     """Return whether a file of this name holds weights, by its ending; a trainer's other files do
     not.
@@ -207,7 +198,7 @@ def _shards_of(index: str) -> set[str]:
         return set()  # its reader says what is wrong with it
 
 
-def _is_deepspeed(folder: str, names: list[str]) -> bool:
+def _is_deepspeed(names: list[str]) -> bool:
     return any(_DEEPSPEED.fullmatch(name) for name in names) or (
         any(name in names for name in _LATEST) and any(_STEP.fullmatch(name) for name in names)
     )

@@ -13,7 +13,6 @@ from ckpttool.core.errors import CkptError
 from ckpttool.formats.detect_folder import (
     checkpoint_files,
     companions,
-    is_part,
     locate,
     open_checkpoint,
     other_files,
@@ -162,25 +161,6 @@ def test_folders_with_names_of_files_are_ignored(tmp_path: Path) -> None:
     for name in ("other.safetensors", "sampler.bin", "sampler.pkl"):
         (tmp_path / name).mkdir()
     assert [names(str(tmp_path)) for names in functions] == found
-
-
-@pytest.mark.parametrize(
-    ("name", "whole"),
-    [
-        ("model.safetensors.index.json", False),
-        ("own.bin.index.fp16.json", False),
-        ("model-00001-of-00002.bin", False),
-        ("shard-00001-model-00001-of-00002.safetensors", False),
-        (".metadata", False),
-        ("mp_rank_00_model_states.pt", False),
-        ("model.safetensors", True),
-        ("config.json", True),
-    ],
-)
-def test_shards_and_indexes_are_parts_of_a_checkpoint(
-    tmp_path: Path, name: str, whole: bool
-) -> None:
-    assert is_part(str(tmp_path), ["a.txt", name]) is not whole
 
 
 def test_files_of_the_same_kind_are_replaced(tmp_path: Path) -> None:

@@ -29,11 +29,7 @@ UNREADABLE = (
     " in the format "
     "before torch 1.6; `ckpttool remap` writes a file that it loads"
 )
-_MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle
 _PROTOCOL = 1001  # of the format, the second pickle
-_TYPE_SIZES = {"short": 2, "int": 4, "long": 4}
-# the third one
-_SYSTEM = {"protocol_version": _PROTOCOL, "little_endian": True, "type_sizes": _TYPE_SIZES}
 # bytes; nothing says how long the pickles are, so more is read as long as they are cut off
 _FIRST_READ = 1 << 17
 _NUMEL = 8  # bytes before each storage's own: how many elements it has
