@@ -128,9 +128,9 @@ def sources_stay() -> Iterator[None]:
 
 def opened_at(urls: Iterable[str]) -> dict[str, object]:
     """Return what the stores have said about the files at these URLs, as far as they have."""
-    from ckpttool.io.remote import known
+    from ckpttool.io.remote import cache
 
-    return {url: known.stats[url] for url in urls if known.stats.get(url) is not None}
+    return {url: cache.stats[url] for url in urls if cache.stats.get(url) is not None}
 
 
 def read_on(opened: Mapping[str, Any]) -> None:
@@ -280,13 +280,19 @@ def look_anew(path: str) -> None:
     Raises `CkptError` if an edit of them was interrupted, or has not ended.
     """
     if is_url(path):
-        from ckpttool.io.remote import forget
-
-        forget(path)
+        forget_answers(path)
         return
     for folder, names in places(path).items():
         transaction.check(folder, names, path)
     sources.forget(path)
+
+
+def forget_answers(url: str) -> None:
+    """Forget what a store has said about the URL: OUT may have changed since it was looked at."""
+    if is_url(url):
+        from ckpttool.io.remote import forget
+
+        forget(url)
 
 
 def settle(path: str) -> None:

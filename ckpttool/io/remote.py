@@ -101,7 +101,7 @@ class Ranges:
 
 
 @dataclass(slots=True)
-class Known:
+class Cache:
     """What stores have said and sent, by URL.
 
     `stats`, and the `names` in folders; `assumed`: checks of the index that were not made yet;
@@ -145,7 +145,7 @@ class Known:
         self.nbytes += ranges.nbytes
 
 
-known = Known()
+cache = Cache()
 
 
 class BoundedResponse(aiohttp.ClientResponse):
@@ -201,8 +201,8 @@ def stat(url: str) -> Stat | None:
     """Return what the URL is, or None if there is nothing. Raises `CkptError` if the store does not
     answer.
     """
-    if url in known.stats:
-        return known.stats[url]
+    if url in cache.stats:
+        return cache.stats[url]
     fs, path = filesystem(url)
 
     def ask() -> Stat | None:
@@ -213,8 +213,8 @@ def stat(url: str) -> Stat | None:
                 raise error.__cause__ from None
             return None
 
-    known.stats[url] = patiently(url, ask)
-    return known.stats[url]
+    cache.stats[url] = patiently(url, ask)
+    return cache.stats[url]
 
 
 def there(url: str) -> Stat:
@@ -238,8 +238,8 @@ def _stat(info: Mapping[str, Any]) -> Stat:
 def names_in(url: str) -> list[str]:
     """Return the names in the folder, sorted; keep what the listing says about each."""
     url = url.rstrip("/")
-    if url in known.names:
-        return known.names[url]
+    if url in cache.names:
+        return [*cache.names[url]]
     fs, path = filesystem(url)
     with answered(url):
         found = fs.ls(path, detail=True, **_patience(fs))
@@ -249,10 +249,10 @@ def names_in(url: str) -> list[str]:
         if str(info["name"]).strip("/") != path.strip("/"):  # a folder's own object
             names.append(name)
             place = paths.join(url, name)
-            if known.stats.get(place) is None:  # an index may rest on what was said before
-                known.stats[place] = _stat(info)
-    known.names[url] = sorted(names)
-    return known.names[url]
+            if cache.stats.get(place) is None:  # an index may rest on what was said before
+                cache.stats[place] = _stat(info)
+    cache.names[url] = sorted(names)
+    return [*cache.names[url]]
 
 
 def glob(pattern: str) -> list[str]:
@@ -263,7 +263,7 @@ def glob(pattern: str) -> list[str]:
 
 def forget(url: str) -> None:
     """Forget everything at, under and above the URL; the next call asks the store."""
-    known.forget(url)
+    cache.forget(url)
     _invalidate(url)
 
 
@@ -278,13 +278,13 @@ def remove(url: str, *, is_folder: bool = False) -> None:
     with suppress(Exception):  # drivers raise what they like
         fs, path = filesystem(url)
         fs.rm(path, recursive=True) if is_folder else fs.rm_file(path)
-    known.forget(url)
+    cache.forget(url)
 
 
 def check_unchanged(urls: Iterable[str]) -> None:
     """Raise `CkptError` if a file is no longer the one whose index was read."""
     for url in urls:
-        before = known.stats.pop(url, None)
+        before = cache.stats.pop(url, None)
         _invalidate(url)
         if before is None or not is_still(url, before):
             forget(url)
@@ -300,18 +300,18 @@ def is_still(url: str, before: Stat) -> bool:
 
 
 def assume(url: str, check: Callable[[], None]) -> None:
-    known.assumed.setdefault(url, []).append(check)
+    cache.assumed.setdefault(url, []).append(check)
 
 
 def check_assumed(url: str) -> None:
     """Run the checks of the file's index, before its tensors are read. They raise `CkptError`."""
-    for check in known.assumed.pop(url, ()):
+    for check in cache.assumed.pop(url, ()):
         check()
 
 
 def log_fetched() -> None:
-    for url, count in known.fetched.items():
-        log.info("%s: %s bytes fetched in %d requests", url, f"{count:,}", known.requests[url])
+    for url, count in cache.fetched.items():
+        log.info("%s: %s bytes fetched in %d requests", url, f"{count:,}", cache.requests[url])
 
 
 # Reading
@@ -340,7 +340,7 @@ class RemoteFile:
         end = min(offset + count, self.size)
         parts = []
         while offset < end:
-            part = known.get(self.url, offset, end) or self._fetch(offset, end)
+            part = cache.get(self.url, offset, end) or self._fetch(offset, end)
             parts.append(part)
             offset += len(part)
         return b"".join(parts)
@@ -350,12 +350,12 @@ class RemoteFile:
         is made longer.
         """
         stop = min(max(end, offset + BLOCK), self.size)
-        held = known.ranges.get(self.url)
+        held = cache.ranges.get(self.url)
         following = held.next_start(offset) if held is not None else None
         if following is not None:
             stop = min(stop, following)
         data = b"".join(fetch(_parts(self.url, offset, stop)))
-        known.hold(self.url, offset, data)
+        cache.hold(self.url, offset, data)
         return data[: end - offset]
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -363,14 +363,14 @@ class RemoteFile:
         wanted: list[Range] = []
         for offset, count in sorted(ranges):
             start, end = max(0, offset), min(offset + count, self.size)
-            if end <= start or len(known.get(self.url, start, end)) == end - start:
+            if end <= start or len(cache.get(self.url, start, end)) == end - start:
                 continue
             if wanted and start - wanted[-1][2] <= _SMALL_GAP:
                 _, start, last = wanted.pop()
                 end = max(end, last)
             wanted.append((self.url, start, end))
         for (_, start, _), data in zip(wanted, fetch(wanted)):
-            known.hold(self.url, start, data)
+            cache.hold(self.url, start, data)
 
 
 def open_file(url: str) -> RemoteFile:
@@ -478,8 +478,8 @@ def _answers(batch: Sequence[Range]) -> list[bytes]:
         f"{starts[0]:,}",
     )
     for (url, start, end), data in zip(batch, answers):
-        known.requests[url] += 1
-        known.fetched[url] += len(data)
+        cache.requests[url] += 1
+        cache.fetched[url] += len(data)
         if len(data) != end - start:
             raise CameShort(start, end, len(data))
     return answers
@@ -493,14 +493,14 @@ def look_ahead(heads: Mapping[str, int]) -> None:
     are read.
     """
     urls = [*heads]
-    if any(url not in known.stats for url in urls):
+    if any(url not in cache.stats for url in urls):
         with suppress(CkptError):
             names_in(paths.parent(urls[0]))
     wanted: list[Range] = []
     for url in urls:
-        state = known.stats.get(url)
-        if state is not None and state.size and not known.get(url, 0, 1):
+        state = cache.stats.get(url)
+        if state is not None and state.size and not cache.get(url, 0, 1):
             wanted.append((url, 0, min(heads[url], state.size)))
     with suppress(CkptError):
         for (url, _, _), data in zip(wanted, fetch(wanted)):
-            known.hold(url, 0, data)
+            cache.hold(url, 0, data)

@@ -15,6 +15,7 @@ from ckpttool.io.paths import is_url, join, name
 from ckpttool.io.pieces import Link, Piece, Pieces, amounts, nbytes_of, stream
 from ckpttool.io.remote import filesystem, forget, remove, stat
 from ckpttool.io.remote_errors import answered
+from ckpttool.io.sources import note_streamed
 from ckpttool.io.syscalls import uninterrupted
 from ckpttool.io.temporary import temporary_name
 
@@ -147,13 +148,24 @@ def write_folder(files: Mapping[str, Pieces | Link], out: str) -> None:
 
 
 def _copy(path: str, url: str) -> None:
-    """Copy the file to the URL; the store does it if the file is in the same one."""
+    """Copy the file to the URL; the store does it if the file is in the same one.
+
+    Raises `CkptError`, and leaves nothing at the URL, if the file changes meanwhile.
+    """
     nbytes = size(path)
     fs, place = filesystem(url)
     if not is_url(path) or filesystem(path)[0] is not fs:
         write([Piece(Span(path, 0, nbytes))], url, replace=False)
         return
-    with answered(url):
-        fs.cp_file(filesystem(path)[1], place)
+    _check_absent(url)
+    try:
+        with sources_stay():
+            note_streamed(path)
+            with answered(url):
+                fs.cp_file(filesystem(path)[1], place)
+    except BaseException:
+        with uninterrupted(insisting=True):
+            remove(url)
+        raise
     progress.has_written(nbytes)
     progress.has_made(nbytes, 0)

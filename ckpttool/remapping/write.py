@@ -22,7 +22,7 @@ from ckpttool.formats.detect_folder import DCP_METADATA, locate, open_checkpoint
 from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io import progress, sources, write
 from ckpttool.io import undo as io_undo
-from ckpttool.io.files import files_of, is_dir, settle, size
+from ckpttool.io.files import files_of, forget_answers, is_dir, settle, size
 from ckpttool.io.paths import is_url
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import (
@@ -147,6 +147,7 @@ class Writer:
                 )
             self.check_file(target.path, *others)
             return
+        forget_answers(target.folder)
         force, in_place = self.options.force, self.in_place
         for source in (self.source, *others):
             write.preflight_folder(

@@ -18,7 +18,7 @@ from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.io.checksums import fastest_crc32 as fastest
 from ckpttool.io.pieces import CHUNK, Piece, digest_on_disk, read_all, read_spans, same_data, stream
-from ckpttool.io.remote import forget, known
+from ckpttool.io.remote import cache, forget
 from ckpttool.io.write import BLOCK, WriteOptions
 from ckpttool.io.write import write_file as write
 
@@ -139,4 +139,4 @@ def test_adjacent_pieces_of_a_remote_file_are_fetched_together() -> None:
     forget(url)
     pieces = [Piece(Span(url, at, size)) for at in range(0, len(data), size)]
     assert b"".join(bytes(chunk) for chunk in stream(pieces)) == data
-    assert known.requests[url] == 1
+    assert cache.requests[url] == 1

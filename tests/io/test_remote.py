@@ -253,13 +253,13 @@ def test_remap_fetches_every_byte_once(store: Store, tmp_path: Path) -> None:
         f"layers.{number}.weight": torch.full((100, 100), float(number)) for number in range(60)
     }
     url = store.put("a.safetensors", save(state))
-    before = remote.known.fetched[url]
+    before = remote.cache.fetched[url]
     out = tmp_path / "out.safetensors"
     assert main(["remap", url, "--rule", "layers.{n}.weight => h.{n}.w", "-o", str(out)]) == 0
     assert same(
         load_file(out), {f"h.{number}.w": state[f"layers.{number}.weight"] for number in range(60)}
     )
-    assert remote.known.fetched[url] - before < 2_400_000 + 2 * remote.BLOCK
+    assert remote.cache.fetched[url] - before < 2_400_000 + 2 * remote.BLOCK
 
 
 # Writing
@@ -426,9 +426,9 @@ def test_dcp_rename_copies_data_within_the_store(store: Store) -> None:
     assert main(["remap", url, "-o", f"{store.url}/d.dcp"]) == 0
     open_checkpoint(f"{store.url}/d.dcp")
     data = f"{store.url}/d.dcp/__0_0.distcp"
-    before = remote.known.fetched[data]
+    before = remote.cache.fetched[data]
     assert main(["remap", f"{store.url}/d.dcp", *RENAME, "-o", f"{store.url}/e.dcp"]) == 0
-    assert remote.known.fetched[data] - before <= remote.BLOCK  # only its small objects
+    assert remote.cache.fetched[data] - before <= remote.BLOCK  # only its small objects
     assert store.get("d.dcp/__0_0.distcp") == store.get("e.dcp/__0_0.distcp")
     assert same(tensors(open_checkpoint(f"{store.url}/e.dcp")), RENAMED)
 

@@ -8,8 +8,11 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import save, save_file
 
+import ckpttool
 from ckpttool.core.checkpoint import Lazy
 from ckpttool.core.errors import CkptError
 from ckpttool.io.pieces import Link, Piece
@@ -101,3 +104,33 @@ def test_linked_file_is_copied_within_the_store_if_possible(
         b"local",
     ]
     assert copied.count("/folders/m/mine") == 1
+
+
+def test_a_checkpoint_that_came_meanwhile_is_not_mixed_with_another_one(
+    fs: Any, tmp_path: Path
+) -> None:
+    """Also if its files have other names, and OUT was looked at before."""
+    source = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(4), "b": torch.ones(4)}, source)
+    with pytest.raises(CkptError, match="holds no checkpoint"):
+        ckpttool.inspect(OUT)
+    fs.pipe_file("/folders/m/model.safetensors", save({"z": torch.ones(1)}))
+    before = fs.find("/folders/m")
+    with pytest.raises(CkptError, match=r"holds a checkpoint: model\.safetensors"):
+        ckpttool.convert(str(source), f"{OUT}/", max_shard_size="20B")
+    assert fs.find("/folders/m") == before
+
+
+def test_a_file_that_changes_while_the_store_copies_it_is_refused(
+    fs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = MemoryFileSystem.cp_file
+
+    def changing(store: Any, source: str, place: str, **how: Any) -> None:
+        plain(store, source, place)
+        fs.pipe_file(source, b"longer than before")
+
+    monkeypatch.setattr(MemoryFileSystem, "cp_file", changing)
+    with pytest.raises(CkptError, match="mine was changed while it was read"):
+        write_folder({"a": Link(f"{OUT}/mine")}, f"{OUT}/linked")
+    assert not fs.exists("/folders/m/linked/a")

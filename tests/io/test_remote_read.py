@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ckpttool.core.errors import CkptError
 from ckpttool.io import files, remote
-from ckpttool.io.remote import Known, Stat, Stream, open_file
+from ckpttool.io.remote import Cache, Stat, Stream, open_file
 
 DATA = os.urandom(3_001)
 URL = "memory://reads/data"
@@ -33,7 +33,7 @@ STEPS = st.one_of(
 @pytest.fixture(autouse=True)
 def _few_ranges(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Upload a file of many blocks, of which only a few are held; at first none."""
-    monkeypatch.setattr(remote, "known", Known())
+    monkeypatch.setattr(remote, "cache", Cache())
     for constant, value in (
         ("BLOCK", 64),
         ("PART", 300),
@@ -72,8 +72,8 @@ def test_reads_in_any_order_return_the_bytes_of_the_file(steps: list[tuple[str, 
             assert found == (DATA[at:] if arguments < 0 else DATA[at : at + arguments])
             at += len(found)
         assert (
-            sum(ranges.nbytes for ranges in remote.known.ranges.values())
-            == remote.known.nbytes
+            sum(ranges.nbytes for ranges in remote.cache.ranges.values())
+            == remote.cache.nbytes
             <= 700
         )
 
@@ -87,9 +87,9 @@ def test_a_short_read_fetches_a_block_up_to_the_next_range() -> None:
         (990, 80, 64),
         (2_950, 9, 51),
     ):
-        before = remote.known.fetched[URL]
+        before = remote.cache.fetched[URL]
         assert file.read_at(offset, count) == DATA[offset : offset + count]
-        assert remote.known.fetched[URL] - before == fetched, offset
+        assert remote.cache.fetched[URL] - before == fetched, offset
 
 
 def test_at_most_a_batch_is_fetched_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,26 +104,26 @@ def test_at_most_a_batch_is_fetched_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     assert open_file(URL).read() == DATA
     assert sum(calls) == len(DATA)
     assert max(calls) <= 700
-    assert remote.known.nbytes == 0  # a file that does not fit is not held
+    assert remote.cache.nbytes == 0  # a file that does not fit is not held
 
 
 def test_close_ranges_are_fetched_in_one_request() -> None:
     for gap, requests in ((20, 1), (21, 2), (-5, 1)):
         remote.forget(URL)
-        file, before = open_file(URL), remote.known.requests[URL]
+        file, before = open_file(URL), remote.cache.requests[URL]
         file.prefetch([(100 + 30 + gap, 30), (100, 30)])
-        assert remote.known.requests[URL] - before == requests
+        assert remote.cache.requests[URL] - before == requests
         file.read_at(105, 20), file.read_at(100 + 30 + gap, 30)
         file.prefetch([(100, 30), (110, 10), (5_000, 10)])
-        assert remote.known.requests[URL] - before == requests
+        assert remote.cache.requests[URL] - before == requests
 
 
 def test_a_range_inside_of_another_one_is_fetched_with_it() -> None:
     remote.forget(URL)
-    file, before = open_file(URL), remote.known.requests[URL]
+    file, before = open_file(URL), remote.cache.requests[URL]
     file.prefetch([(100, 60), (110, 10)])
     assert file.read_at(100, 60) == DATA[100:160]
-    assert remote.known.requests[URL] - before == 1
+    assert remote.cache.requests[URL] - before == 1
 
 
 def test_file_shorter_than_its_size_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_a_batch_is_fetched_again_after_a_passing_error(monkeypatch: pytest.Monk
     file.prefetch([(0, 30), (1_000, 30), (2_000, 30)])
     assert not failures
     assert file.read_at(1_000, 30) == DATA[1_000:1_030]
-    assert remote.known.requests[URL] == 3
+    assert remote.cache.requests[URL] == 3
 
 
 def test_look_ahead_holds_starts_of_readable_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,13 +167,13 @@ def test_look_ahead_holds_starts_of_readable_files(monkeypatch: pytest.MonkeyPat
         fs.rm("/reads/heads/late")
         assert remote.names_in("memory://reads/heads") == ["empty", "gone", "good", "shorter"]
         remote.look_ahead({urls[name]: 100 for name in ("good", "empty", "late")})
-        assert {*remote.known.ranges} == {urls["good"]}
+        assert {*remote.cache.ranges} == {urls["good"]}
         fs.rm("/reads/heads/gone")
         remote.look_ahead({urls[name]: 100 for name in ("shorter", "gone")})
         fs.pipe_file("/reads/heads/shorter", b"short")
         monkeypatch.setattr("ckpttool.io.remote_errors._WAITS", ())
         remote.look_ahead({urls["shorter"]: 100})
-        assert {*remote.known.ranges} == {urls["good"]}
+        assert {*remote.cache.ranges} == {urls["good"]}
         fs.pipe_file("/reads/heads/late", DATA)
         for name in ("good", "late"):
             assert open_file(urls[name]).read_at(0, 100) == DATA[:100]
@@ -193,7 +193,7 @@ def test_forgotten_file_counts_as_changed() -> None:
 def test_only_files_of_known_size_are_opened() -> None:
     with pytest.raises(CkptError, match="is a folder, not a file"):
         open_file("memory://reads")
-    remote.known.stats["memory://reads/endless"] = Stat(False, None)
+    remote.cache.stats["memory://reads/endless"] = Stat(False, None)
     with pytest.raises(CkptError, match="does not say how long it is"):
         open_file("memory://reads/endless")
     assert not files.is_file("memory://reads")
@@ -223,7 +223,7 @@ def test_removed_file_is_not_read_on() -> None:
 )
 def test_forget_drops_the_url_its_parent_and_its_contents(url: str, forgotten: set[str]) -> None:
     urls = {"s3://b/m", "s3://b/m/a", "s3://b/m/sub/a", "s3://b/model", "s3://c/m"}
-    known = Known()
+    known = Cache()
     for place in urls:
         known.stats[place] = None
         known.assumed[place] = []
@@ -239,14 +239,14 @@ def test_file_with_the_same_name_prefix_is_not_forgotten(other: str) -> None:
     """While ``b/model.pt.new`` is written, ``b/model.pt`` may be its source, whose state must stay
     known.
     """
-    known = Known()
+    known = Cache()
     known.stats[other] = None
     known.forget("s3://b/model")
     assert other in known.stats
 
 
 def test_ranges_of_the_oldest_files_are_dropped_if_there_is_no_room() -> None:
-    known = Known()
+    known = Cache()
     for number in range(9):
         known.hold(f"m://{number}", 0, bytes(100))
     assert [*known.ranges] == [f"m://{number}" for number in range(2, 9)]
