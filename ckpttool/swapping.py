@@ -60,7 +60,7 @@ def swap_weights(
     memory.
 
     A file is ``PATH`` or ``PATH::NAME``, and OUT is written if it is named. For an object in
-    memory, `new` is a state dict and the options are those of `live.swap_weights`. Raises
+    memory, `new` is a state dict, and `live.swap_weights` has the same options. Raises
     `Refused`, all problems at once, if the weights do not fit.
     """
     if isinstance(program, str):

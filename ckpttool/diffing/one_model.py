@@ -132,8 +132,8 @@ def other_keys(value: Expression, source: Expression | None) -> dict[str, str] |
 
 
 def runtime_values(tables: NameTables, section: Section) -> dict[str, Expression]:
-    """Return each runtime FQN, and each entry that is no runtime tensor, as an expression over the
-    section's keys.
+    """Return each runtime FQN, and each entry that is not a runtime tensor, as an expression over
+    the section's keys.
     """
     reading = read(tables, section)
     keys = {name: key for key, name in reading.match.names.items()}

@@ -126,7 +126,7 @@ def _optimizer(mapping: dict[Any, Any]) -> dict[Any, Any]:
 def flattened(root: Any, nbytes: int = 0) -> dict[str, tuple[Path, Any]]:
     """Return flat key -> the path and the node of each leaf of the state dict at the node `root`.
 
-    `nbytes` are those of the file: a pickle can share, and each place takes memory of its own.
+    `nbytes` is the size of the file. A pickle can share a node, and each place of it takes memory.
     Raises `Refused`, all problems at once, if torch cannot flatten it: other keys than text, or a
     key of two leaves.
     """

@@ -177,7 +177,7 @@ def note_bytes(path: str, at: int, data: memoryview) -> None:
 
 @contextmanager
 def comparing(read: Callable[[Span], Iterable[memoryview]]) -> Iterator[None]:
-    """Compare each record that is read inside; at the end, `read` those of which only parts were.
+    """Compare each record that is read inside; at the end, `read` the others of which parts were.
 
     Raise `CkptError` at the end, with every record that is damaged.
     """

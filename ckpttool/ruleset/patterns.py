@@ -378,8 +378,8 @@ def parse(text: str, *, reverse: bool = False) -> Rule:
 class InTurn:
     """Rules, of which the first that matches renames a key. Rules for a single key are looked up.
 
-    Most patterns match by the number of segments, and by those that they have literally: for all
-    other keys with these at the same places, the rules are found once.
+    Most patterns match by the number of segments and by their literal segments: for all other keys
+    with the same literal segments at these places, the rules are found once.
     """
 
     def __init__(self, rules: Sequence[Rule]) -> None:

@@ -113,7 +113,8 @@ class Load(NamedTuple):
     known.
 
     `custom` are the modules whose code is not torch's; `versioned`: such code read the `versions`
-    of modules. `instance` has loaded it on meta, and can load another one: it is unchanged.
+    of modules. `real`: the tensors had values. `instance` has loaded it on meta, and can load
+    another one: it is unchanged.
     """
 
     verdict: Verdict
@@ -121,6 +122,7 @@ class Load(NamedTuple):
     versions: Mapping[str, object] | None
     custom: Collection[str]
     versioned: bool
+    real: bool
     instance: nn.Module | None
 
     def answers(self, outline: Outline, section: Section) -> bool:
@@ -138,13 +140,14 @@ class Load(NamedTuple):
 
 def load_recorded(instance: nn.Module, state: OrderedDict[str, Any], real: bool) -> Load:
     """Load `state` strictly into `instance`; both are changed. Raises as `loaded`."""
-    custom = with_own_loading(instance)
+    custom = with_custom_loading(instance)
     runs_code = custom or any(module._load_state_dict_post_hooks for module in instance.modules())
     outline, versions = _outline_of(state), copy.copy(metadata_of(state))
     noting, read = noting_versions(state)
     verdict = loaded(instance, noting, real)
     is_unchanged = not real and not runs_code and not verdict.special
-    return Load(verdict, outline, versions, custom, bool(read), instance if is_unchanged else None)
+    spare = instance if is_unchanged else None
+    return Load(verdict, outline, versions, custom, bool(read), real, spare)
 
 
 def _outline_of(state: Mapping[str, object]) -> Outline | None:
@@ -172,11 +175,8 @@ def load_verdict(
     say, and if the answer depends on an object that is not created here (`stored`).
     """
     loads = [] if loads is None else loads
-    was_real = False
 
-    def recorded(real: bool) -> Verdict:
-        nonlocal was_real
-        was_real = real
+    def recorded(real: bool) -> Load:
         source = stored(section, real)
         unchanged = [load.instance for load in loads if load.instance is not None]
         instance = unchanged[0] if unchanged and not real else model.build(real)
@@ -185,7 +185,7 @@ def load_verdict(
             raise undecided(model, source.unknown)
         if not real:
             loads.append(load)
-        return load.verdict
+        return load
 
     def truth(verdict: Verdict) -> Verdict:
         """`verdict` with what torch decides without a recorder."""
@@ -214,36 +214,40 @@ def load_verdict(
     need = 2 * sum(entry.nbytes for entry in section.tensors)
     if model.materialize or needs_values(section):
         check_memory(model, need, f"{model.operand} has to load tensors with their values")
-        return truth(recorded(True))
-    outline = {entry.key: (entry.dtype, entry.shape) for entry in section.tensors}
-    same = (
-        None
-        if section.extras
-        else next((load for load in loads if load.answers(outline, section)), None)
-    )
-    verdict = on_meta_or_real(model, recorded, need) if same is None else same.verdict
+        return truth(recorded(True).verdict)
+    load = _answering(loads, section) or on_meta_or_real(model, recorded, need)
+    verdict = load.verdict
     if verdict.doubtful or verdict.special:
         check_memory(model, need, f"whether {model.operand} loads it cannot be told without values")
         return truth(verdict)
-    if reads_values and (was_real or _depends_on_values(verdict, section)):
+    if reads_values and (load.real or _depends_on_values(verdict, section)):
         with contextlib.suppress(CannotBuild):
             return truth(verdict) if is_cheap(model, need) else verdict
     return verdict
+
+
+def _answering(loads: Sequence[Load], section: Section) -> Load | None:
+    """Return the load whose verdict is also the verdict on the section."""
+    if section.extras:  # code of the model may depend on these objects
+        return None
+    outline = {entry.key: (entry.dtype, entry.shape) for entry in section.tensors}
+    for load in loads:
+        if load.answers(outline, section):
+            return load
+    return None
 
 
 def _depends_on_values(verdict: Verdict, section: Section) -> bool:
     """Return whether a load of the values may say more: why torch refuses it, or which values
     loading replaces.
     """
-    if (
-        verdict.by_values
-        or (not verdict.ok and not verdict.missing and not verdict.unexpected)
-        or verdict.errors
-    ):
+    has_other_reason = not verdict.ok and not verdict.missing and not verdict.unexpected
+    if verdict.by_values or verdict.errors or has_other_reason:
         return True
-    return any(
-        entry.key in verdict.reads and verdict.reads[entry.key] is None for entry in section.tensors
-    )
+    for entry in section.tensors:
+        if entry.key in verdict.reads and verdict.reads[entry.key] is None:
+            return True
+    return False
 
 
 def undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
@@ -277,9 +281,7 @@ def _altered(
 def _replaced(
     instance: nn.Module, state: Mapping[str, Any], reads: Mapping[str, Expression | None]
 ) -> Iterator[str]:
-    """Yield the keys of tensors that loading sets to another value of its own, instead of the one
-    in `state`.
-    """
+    """Yield the keys of tensors that loading sets to another value than `state` has."""
     for item in listed(instance):
         value = state.get(item.fqn)
         if (
@@ -585,7 +587,7 @@ def noting_versions(state: OrderedDict[str, Any]) -> tuple[OrderedDict[str, Any]
     return state, read
 
 
-def with_own_loading(instance: nn.Module) -> set[str]:
+def with_custom_loading(instance: nn.Module) -> set[str]:
     """Return the modules whose loading runs other code than `nn.Module`'s, which reads no
     version.
     """

@@ -359,12 +359,12 @@ def trace_with_load(model: LoadedModel) -> Traced:
             target = model.build(real)
         else:  # saving has not changed it
             target = instance
-        found = load_recorded(target, copied_state(state), real)
-        versions = versions_asked_for(model, state, found, real) if found.versioned else None
-        if found.verdict.by_values:
-            reads = reads_of_any(model, state, found.verdict)
-            found = found._replace(verdict=replace(found.verdict, reads=reads))
-        return found, versions
+        recorded = load_recorded(target, copied_state(state), real)
+        versions = versions_asked_for(model, state, recorded, real) if recorded.versioned else None
+        if recorded.verdict.by_values:
+            reads = reads_of_any(model, state, recorded.verdict)
+            recorded = recorded._replace(verdict=replace(recorded.verdict, reads=reads))
+        return recorded, versions
 
     own, versions = on_meta_or_real(model, load)
     verdict = own.verdict
