@@ -187,13 +187,13 @@ def size(path: str) -> int:
 
 
 def look_ahead(heads: Mapping[str, int]) -> None:
-    """Announce that about so many bytes at the start of each file will be read: from one store,
-    side by side.
-    """
+    """Announce that about so many bytes at the start of each file will be read: side by side."""
     if any(map(is_url, heads)):
         from ckpttool.io import remote
 
         remote.look_ahead(heads)
+    else:
+        handles.look_ahead(heads)
 
 
 def assume(path: str, check: Callable[[], None]) -> None:

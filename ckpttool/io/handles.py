@@ -8,8 +8,8 @@ import errno
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from threading import RLock
 
 from ckpttool.core.errors import CkptError
@@ -17,6 +17,8 @@ from ckpttool.core.values import dataclass
 from ckpttool.io import progress
 
 _MOST = 256  # files that nobody reads, and that are kept open
+_FEW = 4  # files: fewer are opened one after the other
+_SIDE_BY_SIDE = 16
 _NO_FILES = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISCHR, "a terminal or another device"),
@@ -63,25 +65,69 @@ def acquire(path: str, *, pipes: bool = False) -> Handle:
     Raises `CkptError` for a terminal, a device and, without `pipes`, a pipe, and does not wait for
     them.
     """
-    with _lock:
-        place = os.path.abspath(path)
-        handle = _kept.get(place)
-        if handle is not None and not _is_at(place, handle):
-            _drop(handle)
-            handle = None
-        if handle is None:
-            handle = Handle(place, _opened(path, pipes))
-            if _blocks and _is_file(handle.descriptor):
-                handle.stays = True
-                _kept[place] = handle
-        handle.users += 1
-        if handle.stays:
-            _kept.move_to_end(place)
-        if len(_kept) > _MOST:
-            unused = next((other for other in _kept.values() if not other.users), None)
-            if unused is not None:
-                _drop(unused)
+    place = os.path.abspath(path)
+    handle = _use_kept(place)
+    if handle is not None:
         return handle
+    descriptor = _opened(path, pipes)  # without the lock: on NFS it takes long
+    with _lock:
+        handle = _use_kept(place)
+        if handle is not None:  # another thread was faster
+            os.close(descriptor)
+            return handle
+        handle = Handle(place, descriptor, users=1)
+        if _blocks and _is_file(descriptor):
+            handle.stays = True
+            _kept[place] = handle
+            _drop_unused()
+        return handle
+
+
+def look_ahead(heads: Mapping[str, int]) -> None:
+    """Open the files side by side, and let the system read about so many bytes at the start of
+    each: behind NFS, an open file is several requests.
+
+    What fails is said when the file is read. Outside of `kept` nothing is done.
+    """
+    if not _blocks or len(heads) < _FEW:
+        return
+    from concurrent.futures import ThreadPoolExecutor  # most commands do not need it
+
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
+        for path, nbytes in heads.items():
+            pool.submit(_announce, path, nbytes)
+
+
+def _announce(path: str, nbytes: int) -> None:
+    with suppress(OSError, CkptError):
+        handle = acquire(path)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(handle.descriptor, 0, nbytes, os.POSIX_FADV_WILLNEED)
+        release(handle)
+
+
+def _use_kept(place: str) -> Handle | None:
+    """Return the kept file for one more user, if the path is still this file."""
+    with _lock:
+        handle = _kept.get(place)
+        if handle is None:
+            return None
+        if not _is_at(place, handle):
+            _drop(handle)
+            return None
+        handle.users += 1
+        _kept.move_to_end(place)
+        return handle
+
+
+def _drop_unused() -> None:
+    """Close the file that was used longest ago if there are too many."""
+    if len(_kept) <= _MOST:
+        return
+    for handle in _kept.values():
+        if not handle.users:
+            _drop(handle)
+            return
 
 
 def release(handle: Handle) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
+from itertools import count
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -141,3 +144,43 @@ def test_files_of_a_replaced_folder_are_closed(tmp_path: Path, run: Run) -> None
         assert {Path(own).name for own in handles._kept} >= names - {"model.safetensors.index.json"}
         ckpttool.remap(str(tmp_path / "a.safetensors"), f"{path}/", force=True, rule=[RENAME[1]])
         assert not [own for own in handles._kept if own.startswith(f"{path}/")]
+
+
+def test_shards_are_opened_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind NFS, an open file is several requests: those of many shards overlap, and each shard
+    is opened once.
+    """
+    state = {f"layers.{number}.weight": torch.zeros(2) for number in range(12)}
+    paths = []
+    weight_map = {}
+    for number, (key, tensor) in enumerate(state.items()):
+        path = tmp_path / f"model-{number + 1:05}-of-00012.safetensors"
+        save_file({key: tensor}, path)
+        weight_map[key] = path.name
+        paths.append(str(path))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    opened: list[str] = []
+    turns = count()
+    first_two = Barrier(2)
+    open_file = handles._opened
+
+    def open_late(path: str, pipes: bool) -> int:
+        opened.append(path)
+        if path in paths and next(turns) < 2:
+            first_two.wait(timeout=60)  # breaks if the files are opened one after the other
+        return open_file(path, pipes)
+
+    monkeypatch.setattr(handles, "_opened", open_late)
+    monkeypatch.setattr(handles, "_FEW", 2)
+    with handles.kept():
+        handles.look_ahead(dict.fromkeys(paths, 8))
+        assert ckpttool.open_checkpoint(str(tmp_path)).section("").keys == [*state]
+    assert not first_two.broken
+    assert sorted(path for path in opened if path in paths) == sorted(paths)
+
+
+def test_announced_file_that_is_missing(tmp_path: Path) -> None:
+    with handles.kept():
+        handles.look_ahead({str(tmp_path / f"{number}.pt"): 8 for number in range(9)})
