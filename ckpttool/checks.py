@@ -10,6 +10,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.containers.nodes import entries_with_code
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.options import OptimizerOptions, expand_options, several
@@ -29,7 +30,6 @@ from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.suggest import diff_names_file
 from ckpttool.formats.detect_folder import unsafe_in_folder
-from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io.files import look_anew
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.operands.model import ModelOperand, is_names_file, operand_of, read_names

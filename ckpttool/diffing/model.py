@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from ckpttool.containers.tensors import is_dense, kind
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import is_opaque, refs
@@ -23,8 +24,7 @@ from ckpttool.diffing.sections import (
 )
 from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MEMORY
-from ckpttool.formats.torch.legacy_file import UNREADABLE, refused_by_torch
-from ckpttool.formats.torch.tensors import is_dense, kind
+from ckpttool.formats.torch_legacy import UNREADABLE, refused_by_torch
 from ckpttool.naming.convert import other_versions
 from ckpttool.naming.convert import read as read_keys
 from ckpttool.naming.evidence import Tensor, exchangeable

@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from ckpttool.containers.rank_shards import rank_pairs
+from ckpttool.containers.tensors import is_dense, kind
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.names import Hook
@@ -15,9 +17,7 @@ from ckpttool.core.text import Note, plural, some
 from ckpttool.diffing.causes import NAMES, SIDES, Cause, Code, Sides, wrapper_cause
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import Difference, same_objects
-from ckpttool.formats.rank_shards import rank_pairs
 from ckpttool.formats.remarks import is_placeholder
-from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.naming.match import aliases, unlike
 from ckpttool.naming.quantized import quantized_weights
 from ckpttool.naming.wrappers import adapter_of, missing_modules

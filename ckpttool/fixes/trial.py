@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from ckpttool.containers.nodes import entries_with_code
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import refs
@@ -18,7 +19,6 @@ from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Outlines, names_
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare, explain_computed
 from ckpttool.fixes.rules_file import Rules, suggested
-from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.naming.convert import MADE_AGAIN
 from ckpttool.naming.match import aliases, prefixes
 from ckpttool.naming.wrappers import canonical_keys

@@ -15,13 +15,28 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
+from ckpttool.containers.chunks import Chunk, Data, assemble, row_major_data
+from ckpttool.containers.nodes import pairs_of
+from ckpttool.containers.pickle_read import Persistent, Pickle
+from ckpttool.containers.pickle_write import dumps
+from ckpttool.containers.tensors import (
+    Carried,
+    Rebuilder,
+    Storages,
+    entry_of,
+    is_tensor,
+    typed_storage,
+)
+from ckpttool.containers.tree import Container, read_tree
+from ckpttool.containers.write_tree import changed_root, fresh_root
+from ckpttool.containers.zip_read import read_archive
 from ckpttool.core import dtypes
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Part, Span, Storage, in_row_major
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.limits import Memory, limits
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.distributed.job import current
-from ckpttool.formats.chunks import Chunk, Data, assemble, row_major_data
+from ckpttool.formats import torch_zip
 from ckpttool.formats.dcp_metadata import (
     BytesItem,
     Item,
@@ -35,21 +50,6 @@ from ckpttool.formats.dcp_metadata import (
     spelled,
 )
 from ckpttool.formats.detect_folder import DCP_METADATA, HF_SHARD, other_files
-from ckpttool.formats.pickle_read import Persistent, Pickle
-from ckpttool.formats.pickle_write import dumps
-from ckpttool.formats.torch import zip_file as torch_zip
-from ckpttool.formats.torch.nodes import pairs_of
-from ckpttool.formats.torch.tensors import (
-    Carried,
-    Rebuilder,
-    Storages,
-    entry_of,
-    is_tensor,
-    typed_storage,
-)
-from ckpttool.formats.torch.tree import Container, read_tree
-from ckpttool.formats.torch.write_tree import changed_root, fresh_root
-from ckpttool.formats.zip_read import read_archive
 from ckpttool.io.files import exists, is_file, names_in, opened, size
 from ckpttool.io.paths import join, safe_path
 from ckpttool.io.pieces import Edited, Files, Link, Piece, Pieces, nbytes_of, read_span

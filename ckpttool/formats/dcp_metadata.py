@@ -7,18 +7,19 @@ from dataclasses import replace
 from math import prod
 from typing import Any, Union
 
+from ckpttool.containers import strict_json
+from ckpttool.containers.chunks import Chunk, cover_problem
+from ckpttool.containers.nodes import made_of
+from ckpttool.containers.pickle_read import ABSENT, Call, Global, Origin, Pickle, loads
+from ckpttool.containers.pickle_write import dumps
+from ckpttool.containers.tensors import MAX_DIMS
 from ckpttool.core import dtypes
 from ckpttool.core.checkpoint import Span, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.text import some
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import same_values
-from ckpttool.formats import safetensors, strict_json
-from ckpttool.formats.chunks import Chunk, cover_problem
-from ckpttool.formats.pickle_read import ABSENT, Call, Global, Origin, Pickle, loads
-from ckpttool.formats.pickle_write import dumps
-from ckpttool.formats.torch.nodes import made_of
-from ckpttool.formats.torch.tensors import MAX_DIMS
+from ckpttool.formats import safetensors
 from ckpttool.io.files import look_ahead, opened
 from ckpttool.io.paths import join
 

@@ -13,6 +13,11 @@ from math import prod
 from shlex import quote
 from typing import Any
 
+from ckpttool.containers.nodes import pairs_of
+from ckpttool.containers.pickle_read import Call
+from ckpttool.containers.tensors import MOST, Storages, entry_of, is_tensor, malformed, sizes_of
+from ckpttool.containers.tree import extra_of
+from ckpttool.containers.zip_read import read_archive
 from ckpttool.core.checkpoint import (
     Checkpoint,
     ExtraEntry,
@@ -27,13 +32,8 @@ from ckpttool.core.text import shell, some
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.evaluate.chunks import across, concatenated, in_own_storage
 from ckpttool.evaluate.compare import same_values
+from ckpttool.formats import torch_zip
 from ckpttool.formats.detect import sniff
-from ckpttool.formats.pickle_read import Call
-from ckpttool.formats.torch import zip_file as torch_zip
-from ckpttool.formats.torch.nodes import pairs_of
-from ckpttool.formats.torch.tensors import MOST, Storages, entry_of, is_tensor, malformed, sizes_of
-from ckpttool.formats.torch.tree import extra_of
-from ckpttool.formats.zip_read import read_archive
 from ckpttool.io.files import is_dir, is_file, names_in
 from ckpttool.io.paths import join, parent, safe_path
 

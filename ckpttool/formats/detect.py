@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from shlex import quote
 
+from ckpttool.containers.zip_read import read_archive
 from ckpttool.core.errors import CkptError
 from ckpttool.formats.safetensors import BLANKS, MAX_HEADER
-from ckpttool.formats.zip_read import read_archive
 from ckpttool.io import files, paths
 from ckpttool.io.files import opened
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from shlex import quote
 from typing import NamedTuple
 
+from ckpttool.containers.pickle_read import Origin, collected, loads, unreadable
 from ckpttool.core.checkpoint import Checkpoint, Span
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.limits import limits, one_reading
@@ -16,7 +17,6 @@ from ckpttool.core.pickle_imports import DANGEROUS, UNREADABLE, Import, in_order
 from ckpttool.core.text import Note
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.huggingface import read_index
-from ckpttool.formats.pickle_read import Origin, collected, loads, unreadable
 from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.remarks import remarks
 from ckpttool.io import files, handles, paths, sources

@@ -8,15 +8,15 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ckpttool.containers import strict_json
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.limits import limits
 from ckpttool.core.schema import OBJECT, TEXT, check, map_of, object_of
 from ckpttool.core.values import dataclass
-from ckpttool.formats import safetensors, strict_json, torchao
+from ckpttool.formats import safetensors, torch_zip, torchao
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.registry import FORMATS
-from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.io.files import is_file, look_ahead, opened
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.paths import parent, safe_path

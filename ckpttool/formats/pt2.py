@@ -9,6 +9,10 @@ from dataclasses import replace
 from functools import partial
 from shlex import quote
 
+from ckpttool.containers.pickle_read import LEGACY_PICKLES, look_into, unreadable
+from ckpttool.containers.tensors import Carried
+from ckpttool.containers.zip_read import STORED, Archive, Record, read_archive, read_record
+from ckpttool.containers.zip_write import NewRecord, layout_archive
 from ckpttool.core.checkpoint import (
     Checkpoint,
     Lazy,
@@ -22,8 +26,7 @@ from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
 from ckpttool.core.text import dotted
-from ckpttool.formats import pt2_program
-from ckpttool.formats.pickle_read import LEGACY_PICKLES, look_into, unreadable
+from ckpttool.formats import pt2_program, torch_zip, torchscript
 from ckpttool.formats.pt2_program import (
     FIELDS,
     Home,
@@ -34,11 +37,6 @@ from ckpttool.formats.pt2_program import (
     read_graph,
     root_of,
 )
-from ckpttool.formats.torch import torchscript
-from ckpttool.formats.torch import zip_file as torch_zip
-from ckpttool.formats.torch.tensors import Carried
-from ckpttool.formats.zip_read import STORED, Archive, Record, read_archive, read_record
-from ckpttool.formats.zip_write import NewRecord, layout_archive
 from ckpttool.io.pieces import Pieces, nbytes_of, read_span, stream
 
 

@@ -12,6 +12,13 @@ from dataclasses import field, replace
 from shlex import quote
 from typing import Any
 
+from ckpttool.containers import strict_json
+from ckpttool.containers.nodes import pairs_of
+from ckpttool.containers.pickle_read import Call, Pickle
+from ckpttool.containers.tensors import Carried, Storages, entry_of, is_parameter, is_tensor
+from ckpttool.containers.tree import extra_of, unreached
+from ckpttool.containers.write_tree import dumped
+from ckpttool.containers.zip_read import STORED, Archive, Record, read_archive, read_record
 from ckpttool.core.checkpoint import (
     Checkpoint,
     ExtraEntry,
@@ -39,14 +46,7 @@ from ckpttool.core.schema import (
 )
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import content_of_storage
-from ckpttool.formats import strict_json
-from ckpttool.formats.pickle_read import Call, Pickle
-from ckpttool.formats.torch import zip_file as torch_zip
-from ckpttool.formats.torch.nodes import pairs_of
-from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_parameter, is_tensor
-from ckpttool.formats.torch.tree import extra_of, unreached
-from ckpttool.formats.torch.write_tree import dumped
-from ckpttool.formats.zip_read import STORED, Archive, Record, read_archive, read_record
+from ckpttool.formats import torch_zip
 
 CONSTANTS = "constants"  # path of the section of constants; the state dict's is the root
 

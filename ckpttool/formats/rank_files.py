@@ -11,6 +11,20 @@ from itertools import islice
 from math import prod
 from typing import Any
 
+from ckpttool.containers.chunks import Chunk, assemble, cover_problem, row_major_data
+from ckpttool.containers.nodes import pairs_of
+from ckpttool.containers.rank_shards import (
+    ALL_RANKS,
+    DTENSOR,
+    SHARDED_TENSOR,
+    RankParts,
+    Unsupported,
+    local_shard,
+    rank_and_world_size,
+    shard_kind,
+)
+from ckpttool.containers.tensors import MOST
+from ckpttool.containers.tree import Container
 from ckpttool.core.checkpoint import (
     Checkpoint,
     ExtraEntry,
@@ -26,22 +40,8 @@ from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.text import Note, dotted, is_flat, shell, some
 from ckpttool.evaluate.chunks import across, concatenated
 from ckpttool.evaluate.compare import same_values
-from ckpttool.formats.chunks import Chunk, assemble, cover_problem, row_major_data
+from ckpttool.formats import torch_zip
 from ckpttool.formats.detect import sniff
-from ckpttool.formats.rank_shards import (
-    ALL_RANKS,
-    DTENSOR,
-    SHARDED_TENSOR,
-    RankParts,
-    Unsupported,
-    local_shard,
-    rank_and_world_size,
-    shard_kind,
-)
-from ckpttool.formats.torch import zip_file as torch_zip
-from ckpttool.formats.torch.nodes import pairs_of
-from ckpttool.formats.torch.tensors import MOST
-from ckpttool.formats.torch.tree import Container
 from ckpttool.io.files import glob
 from ckpttool.io.paths import join, name, parent
 

@@ -90,13 +90,13 @@ TABLE = (
     ),
     Format(
         "torch_zip",
-        "torch.zip_file",
+        "torch_zip",
         "torch zip (torch.save)",
         (".pt", ".pth", ".bin", ".ckpt"),
         pickled=True,
     ),
-    Format("torch_legacy", "torch.legacy_file", "torch.save before 1.6 (no zip)", (), pickled=True),
-    Format("torchscript", "torch.torchscript", "TorchScript archive", ()),
+    Format("torch_legacy", "torch_legacy", "torch.save before 1.6 (no zip)", (), pickled=True),
+    Format("torchscript", "torchscript", "TorchScript archive", ()),
     Format("pt2", "pt2", "exported program (.pt2)", (".pt2",)),
     Format(
         "sharded",

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
+from ckpttool.containers import strict_json
 from ckpttool.core.checkpoint import (
     Checkpoint,
     Lazy,
@@ -30,7 +31,7 @@ from ckpttool.core.checkpoint import (
 from ckpttool.core.dtypes import BY_NAME, BY_SAFETENSORS, itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.values import dataclass, many_objects
-from ckpttool.formats import strict_json, torchao
+from ckpttool.formats import torchao
 from ckpttool.io.files import opened
 from ckpttool.io.pieces import BLOCK, LEAST, Edited, Piece, read_span
 

@@ -17,10 +17,10 @@ from dataclasses import replace
 from shlex import quote
 from typing import Any
 
+from ckpttool.containers import strict_json
 from ckpttool.core.checkpoint import Checkpoint, Payload, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.values import dataclass
-from ckpttool.formats import strict_json
 
 _NAMES, _PARTS, _CLASS = "tensor_names", "_tensor_data_names", "_type"
 _APART = (

@@ -88,7 +88,7 @@ class Inspection:
             notes.append(Note(text, "dangerous-import"))
         notes += checkpoint.notes
         if checkpoint.format == "torch_legacy":
-            from ckpttool.formats.torch.legacy_file import UNREADABLE, refused_by_torch
+            from ckpttool.formats.torch_legacy import UNREADABLE, refused_by_torch
 
             notes += [Note(UNREADABLE, "unreadable")] if refused_by_torch(checkpoint) else []
         entries = [entry for section in checkpoint.sections for entry in section.entries]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from ckpttool.containers.tree import Container
 from ckpttool.core.checkpoint import (
     ExtraEntry,
     Lazy,
@@ -30,7 +31,6 @@ from ckpttool.core.names import Names
 from ckpttool.core.text import first_line, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate import torch_eval
-from ckpttool.formats.torch.tree import Container
 from ckpttool.naming.wrappers import strip
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.in_memory import bytes_of, check_memory, checkpoint_of, is_container, levels

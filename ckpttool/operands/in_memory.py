@@ -13,17 +13,17 @@ from typing import Any, TypeGuard
 import torch
 from torch.storage import TypedStorage
 
+from ckpttool.containers.pickle_read import Origin, loads
+from ckpttool.containers.tensors import Storages
+from ckpttool.containers.tree import read_tree
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Storage
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.limits import Memory
 from ckpttool.core.pickle_imports import in_order
 from ckpttool.core.text import dotted, first_line, plural
 from ckpttool.evaluate import torch_eval
-from ckpttool.formats.pickle_read import Origin, loads
 from ckpttool.formats.registry import MEMORY
 from ckpttool.formats.remarks import read_form, remarks
-from ckpttool.formats.torch.tensors import Storages
-from ckpttool.formats.torch.tree import read_tree
 from ckpttool.tracing.instances import layout_of
 from ckpttool.tracing.memory import inside
 

@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.containers import strict_json
 from ckpttool.core.checkpoint import (
     Checkpoint,
     ExtraEntry,
@@ -34,7 +35,6 @@ from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import current
 from ckpttool.evaluate.apply import apply
 from ckpttool.evaluate.compare import same_values
-from ckpttool.formats import strict_json
 from ckpttool.io import progress, sources
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import holds as holds_keys

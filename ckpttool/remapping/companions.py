@@ -8,13 +8,13 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from shlex import quote
 
+from ckpttool.containers import strict_json
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import Refused
 from ckpttool.core.plan import Plan
 from ckpttool.core.schema import TEXT, TEXTS, list_of, record, row
 from ckpttool.core.values import dataclass
-from ckpttool.formats import strict_json
 from ckpttool.formats.detect_folder import companions, locate, optimizers_in
 from ckpttool.io.files import is_dir, names_in, opened, size
 from ckpttool.io.paths import is_url, join, parent

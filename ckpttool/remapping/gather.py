@@ -7,6 +7,14 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
+from ckpttool.containers.rank_shards import (
+    ONE_STEP,
+    RankParts,
+    is_of_ranks,
+    is_whole,
+    parts_of,
+    ranks_agree,
+)
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry, in_row_major
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Expression, Op, Ref, refs, substitute
@@ -16,14 +24,6 @@ from ckpttool.core.plan import Dropped
 from ckpttool.core.text import dotted, is_flat, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.chunks import across, concatenated, in_own_storage
-from ckpttool.formats.rank_shards import (
-    ONE_STEP,
-    RankParts,
-    is_of_ranks,
-    is_whole,
-    parts_of,
-    ranks_agree,
-)
 from ckpttool.naming.convert import Reading, read
 from ckpttool.naming.flat import Slot, flat_params, misfit, named_units, slots, unit_paths
 from ckpttool.naming.match import NameTables

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckpttool.containers.pickle_write import dangerous_written
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import RUNTIME, SERIALIZED
@@ -15,7 +16,6 @@ from ckpttool.core.text import Info, dotted, plural, shell, some
 from ckpttool.distributed.job import only_first
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.detect_folder import checkpoint_files, note_on
-from ckpttool.formats.pickle_write import dangerous_written
 from ckpttool.formats.registry import (
     MEMORY,
     check_in_place,
@@ -24,7 +24,7 @@ from ckpttool.formats.registry import (
     loses_versions,
     losses,
 )
-from ckpttool.formats.torch.zip_file import holds_unused_bytes
+from ckpttool.formats.torch_zip import holds_unused_bytes
 from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
 from ckpttool.io.files import is_dir, size

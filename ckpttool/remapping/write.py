@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
+from ckpttool.containers.nodes import entries_with_code
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Span
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.options import OutputOptions, expand_options
@@ -19,7 +20,6 @@ from ckpttool.distributed.job import Job, current, only_first
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.dcp_metadata import BytesItem, parse
 from ckpttool.formats.detect_folder import DCP_METADATA, locate, open_checkpoint, unsafe_in
-from ckpttool.formats.torch.nodes import entries_with_code
 from ckpttool.io import progress, sources, write
 from ckpttool.io import undo as io_undo
 from ckpttool.io.files import files_of, forget_answers, is_dir, settle, size

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
+from ckpttool.containers.pickle_read import collected
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
@@ -31,7 +32,6 @@ from ckpttool.evaluate.apply import apply, run_code
 from ckpttool.evaluate.compare import difference, same_values
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.detect_folder import not_looked_into
-from ckpttool.formats.pickle_read import collected
 from ckpttool.formats.pt2 import read_program, read_scripted
 from ckpttool.formats.pt2_program import INSIDE, OUTSIDE, is_inlined, program_of
 from ckpttool.formats.registry import FORMATS

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpttool.containers.nodes import pairs_of
+from ckpttool.containers.pickle_read import ABSENT, Call, Global, Persistent, PickledSet
+from ckpttool.containers.tensors import Carried, Storages, typed_storage
 from ckpttool.core.checkpoint import ExtraEntry, Section, Storage, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass
-from ckpttool.formats.pickle_read import ABSENT, Call, Global, Persistent, PickledSet
-from ckpttool.formats.torch.nodes import pairs_of
-from ckpttool.formats.torch.tensors import Carried, Storages, typed_storage
 from ckpttool.io.pieces import read_all
 from ckpttool.tracing.build_model import logs_as_warnings
 

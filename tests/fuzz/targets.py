@@ -26,17 +26,17 @@ from torch import nn
 
 import in_folders
 from ckpttool.cli.app import main
+from ckpttool.containers import pickle_read, strict_json
+from ckpttool.containers.zip_read import read_archive
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import ARGUMENT
 from ckpttool.core.limits import Limits, limited, with_memory
 from ckpttool.core.names import Names
 from ckpttool.core.plan import Plan
 from ckpttool.core.schema import check
-from ckpttool.formats import pickle_read, strict_json
 from ckpttool.formats.dcp_metadata import parse as parse_metadata
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.huggingface import parse_size, read_index
-from ckpttool.formats.zip_read import read_archive
 from ckpttool.io import sources
 from ckpttool.naming import wrappers
 from ckpttool.operands.model import ModelOperand

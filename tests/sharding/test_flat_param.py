@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from ckpttool.containers.rank_shards import RankParts
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import Names
@@ -27,7 +28,6 @@ from ckpttool.core.text import is_flat
 from ckpttool.diffing.causes import Code
 from ckpttool.evaluate.torch_eval import evaluate
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.rank_shards import RankParts
 from ckpttool.naming.flat import misfit, slots, unit_paths
 from ckpttool.remapping.gather import gather
 from ckpttool.remapping.plan import Remap

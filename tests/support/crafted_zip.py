@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckpttool.formats.pickle_read import Call, Global, Persistent, Pickle
-from ckpttool.formats.pickle_write import dumps
-from ckpttool.formats.zip_write import NewRecord, layout_archive
+from ckpttool.containers.pickle_read import Call, Global, Persistent, Pickle
+from ckpttool.containers.pickle_write import dumps
+from ckpttool.containers.zip_write import NewRecord, layout_archive
 from files import write_pieces
 
 GOOD = {"0": bytes(8)}  # the storage of `tensor_node`

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
+from ckpttool.containers.pickle_read import loads
+from ckpttool.containers.tensors import is_tensor
 from ckpttool.core.errors import Refused
 from ckpttool.formats.dcp import flattened, nested
-from ckpttool.formats.pickle_read import loads
-from ckpttool.formats.torch.tensors import is_tensor
 
 KEYS = st.sampled_from(["a", "b", "a.b", "", "x"]) | st.integers(-1, 2)
 LEAVES = st.sampled_from([torch.ones(2), 3, None, "text", (1, torch.ones(1)), True])

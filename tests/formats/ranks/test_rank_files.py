@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpttool.formats.pickle_read import Call, Global, loads
-from ckpttool.formats.pickle_write import dumps
+from ckpttool.containers.pickle_read import Call, Global, loads
+from ckpttool.containers.pickle_write import dumps
 from ckpttool.formats.rank_files import _numbers
 from command import Run, notes_in
 from files import change_archive

@@ -25,7 +25,7 @@ from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.registry import FORMATS, fit, losses
-from ckpttool.formats.torch.legacy_file import read
+from ckpttool.formats.torch_legacy import read
 from ckpttool.io.files import check_assumed
 from command import Run
 from files import write_pieces

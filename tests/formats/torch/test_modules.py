@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from ckpttool.containers import tree
+from ckpttool.containers.pickle_read import Call, Global, PickledSet
+from ckpttool.containers.tree import class_of, is_module, slots_of
 from ckpttool.core.errors import CkptError
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.pickle_read import Call, Global, PickledSet
-from ckpttool.formats.torch import tree
-from ckpttool.formats.torch.tree import class_of, is_module, slots_of
 from crafted_zip import GOOD, crafted, tensor_node
 
 

@@ -15,7 +15,7 @@ from ckpttool.evaluate import torch_eval
 from ckpttool.formats.detect import sniff
 from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.registry import FORMATS, check_in_place
-from ckpttool.formats.torch.torchscript import layout, read
+from ckpttool.formats.torchscript import layout, read
 from command import Run
 from files import change_archive
 from places import DATA

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from ckpttool.containers.nodes import text_of
+from ckpttool.containers.pickle_read import Call, Global, Persistent
+from ckpttool.containers.tensors import Storages, storage_key
+from ckpttool.containers.tree import find_sections
 from ckpttool.core.checkpoint import Checkpoint, Payload, Span, Storage
 from ckpttool.core.errors import CkptError
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.pickle_read import Call, Global, Persistent
-from ckpttool.formats.torch.nodes import text_of
-from ckpttool.formats.torch.tensors import Storages, storage_key
-from ckpttool.formats.torch.tree import find_sections
-from ckpttool.formats.torch.zip_file import read
+from ckpttool.formats.torch_zip import read
 from crafted_zip import GOOD, crafted, tensor_node
 
 W = torch.ones(2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpttool.core.checkpoint import Checkpoint, Section
-from ckpttool.formats.torch.zip_file import layout, read
+from ckpttool.formats.torch_zip import layout, read
 from command import Run
 from files import write_pieces
 

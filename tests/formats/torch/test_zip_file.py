@@ -21,6 +21,11 @@ import numpy
 import pytest
 import torch
 
+from ckpttool.containers.pickle_read import Call, Global, Persistent, loads
+from ckpttool.containers.pickle_write import dumps
+from ckpttool.containers.tensors import Carried, Rebuilder, kind
+from ckpttool.containers.zip_read import read_archive
+from ckpttool.containers.zip_write import NewRecord, layout_archive
 from ckpttool.core.checkpoint import (
     Checkpoint,
     ExtraEntry,
@@ -33,12 +38,7 @@ from ckpttool.core.checkpoint import (
 )
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.pickle_read import Call, Global, Persistent, loads
-from ckpttool.formats.pickle_write import dumps
-from ckpttool.formats.torch.tensors import Carried, Rebuilder, kind
-from ckpttool.formats.torch.zip_file import layout, layout_in_place, of_tensor, read
-from ckpttool.formats.zip_read import read_archive
-from ckpttool.formats.zip_write import NewRecord, layout_archive
+from ckpttool.formats.torch_zip import layout, layout_in_place, of_tensor, read
 from command import Run
 from crafted_zip import GOOD, crafted, tensor_node
 from files import change_archive, write_pieces
@@ -1308,7 +1308,7 @@ def test_too_many_shared_parts_are_refused(tmp_path: Path) -> None:
 def test_reading_and_renaming_do_not_import_torch(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": torch.ones(2)})
     code = (
-        "import sys; from ckpttool.formats.torch.zip_file import read, layout; c ="
+        "import sys; from ckpttool.formats.torch_zip import read, layout; c ="
         " read(sys.argv[1]); layout(c);"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import field
 from functools import partial
 
+from ckpttool.containers import zip_read as za
+from ckpttool.containers.zip_read import ALIGNMENT, U32, Archive, Record, is_wide
 from ckpttool.core.checkpoint import Lazy, Span, length_of
 from ckpttool.core.values import dataclass
-from ckpttool.formats import zip_read as za
-from ckpttool.formats.zip_read import ALIGNMENT, U32, Archive, Record, is_wide
 from ckpttool.io.pieces import BLOCK, LEAST, Crc, Edited, Piece
 
 _PADDING_FIELD = 0x4246  # "FB", the extra field that torch pads with

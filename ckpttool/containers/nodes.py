@@ -8,11 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint
-from ckpttool.core.errors import CkptError
-from ckpttool.core.pickle_imports import DANGEROUS, verdict
-from ckpttool.core.text import dotted
-from ckpttool.formats.pickle_read import (
+from ckpttool.containers.pickle_read import (
     ABSENT,
     MAPPINGS,
     ByteString,
@@ -22,6 +18,10 @@ from ckpttool.formats.pickle_read import (
     PickledSet,
     check_key,
 )
+from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.errors import CkptError
+from ckpttool.core.pickle_imports import DANGEROUS, verdict
+from ckpttool.core.text import dotted
 
 # The parts of a node
 

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, NamedTuple
 
+from ckpttool.containers.nodes import children, walk
+from ckpttool.containers.pickle_read import Global, Origin, Persistent, Pickle, loads
+from ckpttool.containers.tensors import Carried, Storages, is_tensor
+from ckpttool.containers.tree import Container, read_tree
 from ckpttool.core import dtypes
 from ckpttool.core.checkpoint import Checkpoint, Span, Storage
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Memory, limits
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.formats.detect import LEGACY_START
-from ckpttool.formats.pickle_read import Global, Origin, Persistent, Pickle, loads
-from ckpttool.formats.torch.nodes import children, walk
-from ckpttool.formats.torch.tensors import Carried, Storages, is_tensor
-from ckpttool.formats.torch.tree import Container, read_tree
 from ckpttool.io.files import Source, assume, opened
 from ckpttool.io.paths import is_url
 

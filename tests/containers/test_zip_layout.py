@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from ckpttool.containers.zip_read import DEFLATED, U32, Archive, Record, read_archive, read_record
+from ckpttool.containers.zip_write import NewRecord, edit_behind, layout_archive, layout_behind
 from ckpttool.core.checkpoint import Lazy, Span
-from ckpttool.formats.zip_read import DEFLATED, U32, Archive, Record, read_archive, read_record
-from ckpttool.formats.zip_write import NewRecord, edit_behind, layout_archive, layout_behind
 from ckpttool.io.pieces import BLOCK, LEAST, Pieces
 from files import content, write_pieces
 

@@ -6,15 +6,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
-from ckpttool.core.errors import Problem, Refused
-from ckpttool.core.optimizer_state import kept
-from ckpttool.core.text import dotted
-from ckpttool.core.values import dataclass
-from ckpttool.formats.pickle_read import ABSENT, Call, Global, Persistent, Pickle
-from ckpttool.formats.pickle_write import dumps
-from ckpttool.formats.torch.nodes import Step, Steps, metadata_of, pairs_of, text_of
-from ckpttool.formats.torch.tensors import (
+from ckpttool.containers.nodes import Step, Steps, metadata_of, pairs_of, text_of
+from ckpttool.containers.pickle_read import ABSENT, Call, Global, Persistent, Pickle
+from ckpttool.containers.pickle_write import dumps
+from ckpttool.containers.tensors import (
     Carried,
     Rebuilder,
     Storages,
@@ -22,9 +17,14 @@ from ckpttool.formats.torch.tensors import (
     renumbered,
     storage_key,
 )
-from ckpttool.formats.torch.tree import Place, Tree, node_of
-from ckpttool.formats.zip_read import Archive, Record
-from ckpttool.formats.zip_write import NewRecord
+from ckpttool.containers.tree import Place, Tree, node_of
+from ckpttool.containers.zip_read import Archive, Record
+from ckpttool.containers.zip_write import NewRecord
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
+from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.optimizer_state import kept
+from ckpttool.core.text import dotted
+from ckpttool.core.values import dataclass
 
 _HINT = "keep the format of the source; `ckpttool inspect` shows what the entry is"
 _ORDERED_DICT = Global("collections", "OrderedDict")

@@ -8,14 +8,9 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ckpttool.core import dtypes
-from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
-from ckpttool.core.errors import CkptError
-from ckpttool.core.values import dataclass
-from ckpttool.evaluate.compare import same_values
-from ckpttool.formats.chunks import Chunk
-from ckpttool.formats.pickle_read import Call, Global
-from ckpttool.formats.torch.tensors import (
+from ckpttool.containers.chunks import Chunk
+from ckpttool.containers.pickle_read import Call, Global
+from ckpttool.containers.tensors import (
     MOST,
     Carried,
     Storages,
@@ -25,6 +20,11 @@ from ckpttool.formats.torch.tensors import (
     malformed,
     sizes_of,
 )
+from ckpttool.core import dtypes
+from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
+from ckpttool.core.errors import CkptError
+from ckpttool.core.values import dataclass
+from ckpttool.evaluate.compare import same_values
 
 # Hints
 ALL_RANKS = "name the files of all ranks and no others, as in 'rank_*.pt'"

@@ -12,20 +12,20 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from ckpttool.containers.pickle_read import Call, Global
+from ckpttool.containers.tensors import Storages, entry_of, is_tensor
+from ckpttool.containers.tree import unreached
+from ckpttool.containers.zip_read import Archive, read_archive, read_record
 from ckpttool.core.checkpoint import Checkpoint, Section, Storage, TensorEntry, Unreached
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.values import many_objects
-from ckpttool.formats.pickle_read import Call, Global
-from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor
-from ckpttool.formats.torch.tree import unreached
-from ckpttool.formats.torch.zip_file import (
+from ckpttool.formats.torch_zip import (
     check_byteorder,
     find_storage,
     folder_of,
     read_pickle,
     sizes_in,
 )
-from ckpttool.formats.zip_read import Archive, read_archive, read_record
 from ckpttool.io.pieces import Pieces
 
 _MAX_CODE = 1 << 28  # bytes of one file of code

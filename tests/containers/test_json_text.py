@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool.containers.strict_json import dumps, loads, quoted, read_file, value_at
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Limits, limited
-from ckpttool.formats.strict_json import dumps, loads, quoted, read_file, value_at
 
 VALUES = st.recursive(
     st.none()

@@ -32,10 +32,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool.containers.pickle_read import ABSENT, Global, loads
+from ckpttool.containers.pickle_write import dumps
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Limits, limited
-from ckpttool.formats.pickle_read import ABSENT, Global, loads
-from ckpttool.formats.pickle_write import dumps
 
 Point = collections.namedtuple("Point", "x y")
 

@@ -9,6 +9,18 @@ from dataclasses import field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from ckpttool.containers.nodes import (
+    Steps,
+    children,
+    content_of,
+    is_mapping,
+    metadata_of,
+    pairs_of,
+    text_of,
+)
+from ckpttool.containers.pickle_read import ABSENT, Call, Persistent, Pickle, PickledSet
+from ckpttool.containers.tensors import Carried, Storages, entry_of, is_tensor, storage_key
+from ckpttool.containers.zip_read import Archive
 from ckpttool.core.checkpoint import (
     Checkpoint,
     ExtraEntry,
@@ -22,18 +34,6 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import looks_flat, rebuilt
 from ckpttool.core.text import dotted, free
 from ckpttool.core.values import dataclass, many_objects
-from ckpttool.formats.pickle_read import ABSENT, Call, Persistent, Pickle, PickledSet
-from ckpttool.formats.torch.nodes import (
-    Steps,
-    children,
-    content_of,
-    is_mapping,
-    metadata_of,
-    pairs_of,
-    text_of,
-)
-from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, storage_key
-from ckpttool.formats.zip_read import Archive
 
 SLOTS = ("_parameters", "_buffers", "_modules")
 

@@ -12,22 +12,29 @@ from functools import partial
 from io import BytesIO
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, Lazy, Span, Storage
-from ckpttool.core.errors import CkptError
-from ckpttool.core.limits import Memory, limits
-from ckpttool.core.values import many_objects
-from ckpttool.formats.pickle_read import Origin, Pickle, check_size, loads, unreadable
-from ckpttool.formats.torch.tensors import Carried, Rebuilder, Storages, is_parameter
-from ckpttool.formats.torch.tree import Container, read_tree
-from ckpttool.formats.torch.write_tree import (
+from ckpttool.containers.pickle_read import Origin, Pickle, check_size, loads, unreadable
+from ckpttool.containers.tensors import Carried, Rebuilder, Storages, is_parameter
+from ckpttool.containers.tree import Container, read_tree
+from ckpttool.containers.write_tree import (
     changed_records,
     changed_root,
     dumped,
     fresh_root,
     key_of,
 )
-from ckpttool.formats.zip_read import ALIGNMENT, STORED, Archive, Record, read_archive, read_record
-from ckpttool.formats.zip_write import NewRecord, edit_behind, layout_archive
+from ckpttool.containers.zip_read import (
+    ALIGNMENT,
+    STORED,
+    Archive,
+    Record,
+    read_archive,
+    read_record,
+)
+from ckpttool.containers.zip_write import NewRecord, edit_behind, layout_archive
+from ckpttool.core.checkpoint import Checkpoint, Lazy, Span, Storage
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import Memory, limits
+from ckpttool.core.values import many_objects
 from ckpttool.io.pieces import Edited, Pieces
 
 _MAX_NOTE = 64  # bytes of the records that hold a word or a number

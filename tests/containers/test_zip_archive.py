@@ -17,8 +17,15 @@ import fsspec
 import pytest
 import torch
 
+from ckpttool.containers.zip_read import (
+    U32,
+    Archive,
+    data_of,
+    is_storage,
+    read_archive,
+    read_record,
+)
 from ckpttool.core.errors import CkptError
-from ckpttool.formats.zip_read import U32, Archive, data_of, is_storage, read_archive, read_record
 from ckpttool.io.files import check_assumed
 
 

@@ -9,8 +9,7 @@ from contextvars import ContextVar
 from itertools import chain, islice
 from typing import Any
 
-from ckpttool.core.pickle_imports import DANGEROUS, verdict
-from ckpttool.formats.pickle_read import (
+from ckpttool.containers.pickle_read import (
     ABSENT,
     ByteString,
     Call,
@@ -19,6 +18,7 @@ from ckpttool.formats.pickle_read import (
     Pickle,
     PickledSet,
 )
+from ckpttool.core.pickle_imports import DANGEROUS, verdict
 
 _BATCH = 1000  # items an APPENDS or SETITEMS takes, as in CPython
 

@@ -8,6 +8,8 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from ckpttool.containers.nodes import content_of, walk
+from ckpttool.containers.pickle_read import Call, Global, Persistent, PickledSet
 from ckpttool.core import dtypes
 from ckpttool.core.checkpoint import Payload, Storage, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
@@ -15,8 +17,6 @@ from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.limits import Memory
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import content_of_storage, fingerprint
-from ckpttool.formats.pickle_read import Call, Global, Persistent, PickledSet
-from ckpttool.formats.torch.nodes import content_of, walk
 
 MAX_DIMS, MOST = 64, 1 << 63  # torch's own limits, of dimensions and of each
 _MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; torch writes fewer

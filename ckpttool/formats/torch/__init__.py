@@ -1,1 +1,0 @@
-"""What torch.save writes, and TorchScript archives."""
