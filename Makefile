@@ -77,7 +77,7 @@ faults: $(VENV)/for-test ## fail and kill every call that writes, once each; tak
 
 suites: $(VENV)/for-test ## run the cases of other projects' suites and the models of transformers and PEFT through ckpttool, all of them
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS) torchao picklescan fickling
-	CKPTTOOL_SUITES=all $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 -rs tests/suites tests/cli/test_optimizer_fixes.py tests/test_pickle_imports.py tests/formats/containers/test_pickle_against_python.py $(ARGS)
+	CKPTTOOL_SUITES=all $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 -rs tests/suites tests/cli/test_optimizer_fixes.py tests/test_pickle_imports.py tests/containers/test_pickle_against_python.py $(ARGS)
 
 fuzz: $(VENV)/for-test ## fuzz every reader, TIME=600 seconds in all (ARGS='--guided --target plan': one, by atheris)
 	PYTHONPATH=.:tests/fuzz:tests/support $(BIN)/python tests/fuzz/run.py --time $(TIME) $(ARGS)
