@@ -560,12 +560,8 @@ def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> N
         tree.loose_steps[key] = inner.loose_steps[entry.key]
     name = free(".".join(path), tree.places)
     tensors = tuple(entry_of(slot.key, slot.node, tree.storages) for slot in saved)
-    section = Section(name, "state_dict", tensors)
+    section = Section(name, "state_dict", tensors, module_class=class_of(node))
     tree.places[name] = Place(section, steps, node, {slot.key: slot.steps for slot in saved})
-    tree.notes.append(
-        f"{name or 'the file'} is a pickled module ({class_of(node)}): read as its"
-        " state dict, never run"
-    )
 
 
 def _add_loose(tree: Tree, key: str, node: Any, steps: Steps) -> None:

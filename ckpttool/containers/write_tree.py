@@ -55,6 +55,7 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
     _check_storages(checkpoint, tree)
     edits: dict[Steps, Any] = {}
     made: dict[int, Any] = {}
+    replaced: list[Steps] = []  # places of modules whose state dict is written instead
     for path, place in tree.places.items():
         section = now.get(path)
         if section is None:
@@ -68,6 +69,10 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
                 edits[place.steps] = REMOVE
         elif section.mapping is not place.section.mapping:
             edits[place.steps] = node_of(section.mapping, nodes.of)
+        elif section.module_class != place.section.module_class:
+            state = {place.steps: _fresh_state_dict(section, nodes)}
+            edits.update(_shared(state, place, made))
+            replaced.append(place.steps)
         elif section is not place.section:
             change = (
                 _tensor_edits
@@ -75,11 +80,36 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
                 else _state_dict_edits
             )
             edits.update(_shared(change(section, place, nodes), place, made))
+    edits = _outside(edits, replaced)
     kept = set(checkpoint.others)
     edits.update((steps, REMOVE) for path, (steps, _) in tree.others.items() if path not in kept)
     _check_arguments(edits)
     _check_rings(edits, tree)
     return _edited(root, edits) if edits else root
+
+
+def _outside(edits: Mapping[Steps, Any], replaced: Sequence[Steps]) -> dict[Steps, Any]:
+    """Return the edits, without removals inside of nodes that are replaced.
+
+    Raise `Refused` for any other change there: it would be lost.
+    """
+    kept: dict[Steps, Any] = {}
+    lost: list[Problem] = []
+    for steps, node in edits.items():
+        is_inside = any(steps != at and steps[: len(at)] == at for at in replaced)
+        if not is_inside:
+            kept[steps] = node
+        elif node is not REMOVE:
+            lost.append(Problem("inside of a pickled module", _path_of(steps)))
+    if lost:
+        raise Refused(
+            "only the state dict of a pickled module is written", hint=_HINT, problems=lost
+        )
+    return kept
+
+
+def _path_of(steps: Steps) -> str:
+    return ".".join(str(name) for _, name in steps if name is not None)
 
 
 def _check_arguments(edits: Mapping[Steps, Any]) -> None:
@@ -92,8 +122,9 @@ def _check_arguments(edits: Mapping[Steps, Any]) -> None:
         if node is REMOVE and steps[-1][0] in ("arg", "kwarg", "state")
     ]
     if gone:
-        paths = (".".join(str(name) for _, name in steps if name is not None) for steps in gone)
-        problems = [Problem("an argument or the state of an object", path) for path in paths]
+        problems = [
+            Problem("an argument or the state of an object", _path_of(steps)) for steps in gone
+        ]
         hint = "drop the whole object, or nothing of it"
         raise Refused(
             "an object cannot be made without its arguments and its state",

@@ -260,6 +260,7 @@ class Section:
     kinds. `form` is the form of a model's names that is recorded in the file, because the names
     alone do not tell it (`formats.form_mark`). `in_lightning`: the section was picked from a
     Lightning checkpoint, so a common prefix of its keys is the LightningModule's attribute.
+    `module_class` is the class of the pickled module that the file has in place of a state dict.
     """
 
     path: str
@@ -270,6 +271,7 @@ class Section:
     mapping: Mapping[Any, Any] | None = field(default=None, compare=False)
     form: str | None = None
     in_lightning: bool = field(default=False, compare=False)
+    module_class: str = ""
 
     @property
     def title(self) -> str:
@@ -331,6 +333,25 @@ class Readings:
     again: Callable[[Collection[str]], Checkpoint]
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a section is, if it is more than a state dict of tensors under a model's names.
+
+    `name` is the row of `kinds.table` that recognized it, `section` its path. `text` is a sentence
+    without its subject, the section: "is a LoRA adapter ...". `facts` are what the row read in the
+    section (the adapter, the quantized weights).
+    """
+
+    name: str
+    section: str
+    text: str
+    facts: object = field(default=None, compare=False, repr=False)
+
+    def sentence(self, source: str) -> str:
+        """Return the sentence for the section of `source`, a file or folder."""
+        return f"{source}::{self.section} {self.text}" if self.section else f"{source} {self.text}"
+
+
 @public
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -348,8 +369,9 @@ class Checkpoint:
     of the file belongs to a tensor in `sections`, or is in `unreached`. `other_files` are files of
     the folder that belong to the checkpoint and are not read (Megatron's ``common.pt``). `readings`
     are set where the file could be read in another way, and are about nothing but the `sections`
-    that were read. `files` are the paths and URLs that were opened for the index, each as it was
-    then (`io.sources.State`, `io.remote.Stat`).
+    that were read. `kinds` say what the sections are, as `kinds.table` recognized them when the
+    operand was opened. `files` are the paths and URLs that were opened for the index, each as it
+    was then (`io.sources.State`, `io.remote.Stat`).
     """
 
     source: str
@@ -365,6 +387,7 @@ class Checkpoint:
     other_files: tuple[str, ...] = ()
     readings: Readings | None = field(default=None, compare=False)
     objects: tuple[ExtraEntry, ...] = field(default=(), compare=False)
+    kinds: tuple[Kind, ...] = field(default=(), compare=False)
     files: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -412,6 +435,10 @@ class Checkpoint:
         if self.format == "memory":
             return "ckpt" + "".join(f"[{name!r}]" for name in path.split("."))
         return f"{self.source}::{path}"
+
+    def kinds_of(self, section: Section) -> tuple[Kind, ...]:
+        """Return what the section at this path was when the operand was opened."""
+        return tuple(kind for kind in self.kinds if kind.section == section.path)
 
     @property
     def inspect_call(self) -> str:

@@ -24,7 +24,16 @@ from ckpttool.diffing.optimizer import (
     optimizer_alone,
 )
 from ckpttool.diffing.options import CompareOptions
-from ckpttool.diffing.result import EITHER_WAY, Diff, Entry, Remedy, only_left, only_right, outlines
+from ckpttool.diffing.result import (
+    EITHER_WAY,
+    Diff,
+    Entry,
+    Remedy,
+    kinds_by_side,
+    only_left,
+    only_right,
+    outlines,
+)
 from ckpttool.diffing.sections import (
     Values,
     adapter_notes,
@@ -101,6 +110,7 @@ def checkpoints(
         has_other_notes=any(not isinstance(note, Info) for note in other_notes),
         compared={"keys": True, "shapes": True, "dtypes": not options.ignore_dtype, **compared},
         outlines=(outlines(mine), outlines(theirs)),
+        kinds=kinds_by_side(left=left.kinds_of(mine), right=right.kinds_of(theirs)),
     )
 
 

@@ -15,7 +15,7 @@ from ckpttool.core.names import ON_PLACE, SERIALIZED, SPECIAL, Names
 from ckpttool.core.text import Note, code_of, plural, shell, some
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.names import compare_load, compare_names, loads
-from ckpttool.diffing.result import HARMLESS, Diff, Entry, names_outlines, outlines
+from ckpttool.diffing.result import HARMLESS, Diff, Entry, kinds_by_side, names_outlines, outlines
 from ckpttool.diffing.sections import (
     adapter_notes,
     explain_computed,
@@ -81,7 +81,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     """Compare a checkpoint with what the model loads; for a model's code the answer is torch's
     own.
     """
-    section = model_section(checkpoint)
+    section = model_section(checkpoint, model.tables)
     untied = []
     if model.is_folder:
         untied = untied_keys(model.tables, section)
@@ -177,6 +177,8 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         | ({"optimizers": False} if checkpoint.optimizers else {}),
         outlines=(outlines(section), names_outlines(names)[0]),
         refused=frozenset({"shape"}),
+        kinds=kinds_by_side(left=checkpoint.kinds_of(section)),
+        section=section.path,
     )
 
 

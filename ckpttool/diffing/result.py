@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ckpttool.core.checkpoint import Section
+from ckpttool.core.checkpoint import Kind, Section
 from ckpttool.core.errors import Problem
 from ckpttool.core.names import HOOK, Hook, Names
 from ckpttool.core.schema import (
@@ -29,6 +29,7 @@ from ckpttool.core.schema import (
 )
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.causes import NAMES, SIDES, Cause, Code, Sides
+from ckpttool.kinds.table import KIND_MEMBERS
 from ckpttool.naming.evidence import Ambiguous, Inference, Pair
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ class Outline(Protocol):
 
 
 Outlines = Mapping[str, Outline]
+
+
+def kinds_by_side(**kinds: tuple[Kind, ...]) -> dict[str, tuple[Kind, ...]]:
+    """Return the kinds of each side, without sides that are state dicts and no more."""
+    return {side: found for side, found in kinds.items() if found}
 
 
 def outlines(section: Section) -> Outlines:
@@ -240,7 +246,9 @@ class Diff:
     about differences outside of the two models. `compared` says whether a difference in each of the
     `ASPECTS` would be found, and `scope` how exactly values were compared, or what compares them.
     `refused` are statuses that torch refuses even with ``strict=False``, which `--fail-on` cannot
-    leave out. `outlines` are the known tensors of each side by key, in its order.
+    leave out. `outlines` are the known tensors of each side by key, in its order. `kinds` say what
+    the compared sections of each side are; `section` is the path of the left's if the right is a
+    model.
     """
 
     left: str
@@ -265,6 +273,8 @@ class Diff:
     unfixed: tuple[Unfixed, ...] = ()
     refused: frozenset[str] = frozenset()
     rules_options: Any = field(default=None, compare=False, repr=False)
+    kinds: Mapping[str, tuple[Kind, ...]] = field(default_factory=dict)
+    section: str = ""
 
     @property
     def passes(self) -> bool:
@@ -342,10 +352,17 @@ DIFF = record(
         "suggested": list_of(_PAIR),
         "ambiguous": list_of(record(Ambiguous, {**_SIDES, "reason": TEXT})),
         "rules": nullable(TEXT),
+        "kinds": unless_empty(list_of(row({"side": one_of("left", "right"), **KIND_MEMBERS}))),
+        "section": unless_empty(TEXT),
     },
     called={
         "fix": lambda diff: [(str(one), one.complete, one.tried) for one in diff.fix],
         "unused_ignores": lambda diff: LEFT_OUT if diff.accepted is None else diff.unused_ignores,
+        "kinds": lambda diff: [
+            (side, kind.name, kind.section, kind.text)
+            for side, kinds in diff.kinds.items()
+            for kind in kinds
+        ],
         "suggested": lambda diff: diff.inferred and diff.inferred.pairs,
         "ambiguous": lambda diff: diff.inferred and diff.inferred.ambiguous,
         "rules": lambda diff: diff.rules if diff.inferred or diff.rules else LEFT_OUT,

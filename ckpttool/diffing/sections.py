@@ -18,9 +18,9 @@ from ckpttool.diffing.causes import NAMES, SIDES, Cause, Code, Sides, wrapper_ca
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import Difference, same_objects
 from ckpttool.formats.remarks import is_placeholder
+from ckpttool.kinds.adapters import adapter_of, missing_modules
+from ckpttool.kinds.quantized import quantized_weights
 from ckpttool.naming.match import aliases, unlike
-from ckpttool.naming.quantized import quantized_weights
-from ckpttool.naming.wrappers import adapter_of, missing_modules
 
 # Say how the values of two tensors differ, after the conversion to the right's dtype.
 Values = Callable[[TensorEntry, TensorEntry], Difference | None]

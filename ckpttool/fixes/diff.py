@@ -10,6 +10,7 @@ from ckpttool.core.text import shell
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.run import run
 from ckpttool.distributed.job import only_first
+from ckpttool.kinds.modules import NAME as MODULE
 from ckpttool.operands.checkpoint import Ckpt, open_checkpoint
 from ckpttool.operands.model import ModelOperand, is_names_file, operand_of, read_for_model
 
@@ -83,6 +84,12 @@ def _diff(
     with options.comparing(first, second):
         diff = run(first, second, options, model)
     only_other_entries = options.whole and not any(map(diff.is_difference, diff.entries))
+    names = {kind.name for kind in diff.kinds.get("left", ())}
+    if diff.identical and second is None and MODULE in names:
+        from ckpttool.fixes.suggest import unpacked
+        from ckpttool.fixes.trial import Question
+
+        return unpacked(Question(first, None, options, model, diff))
     if diff.identical or only_other_entries:  # nothing to fix
         return diff
     # a third of the program, which the cases above need not load

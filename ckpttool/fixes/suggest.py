@@ -181,6 +181,15 @@ def answered(question: Question, suggests: bool = False) -> Diff:
     )
 
 
+def unpacked(question: Question) -> Diff:
+    """Return the diff of a pickled module that fits, with the command that writes its state
+    dict.
+    """
+    options = RemapOptions(**question.model_options, to="serialized")
+    trial = try_remap(question, options, "serialized")
+    return question.diff if trial is None else Fixes((trial.fix,)).added_to(question.diff)
+
+
 def _fixes_more(unfixed: Sequence[Unfixed], other: Sequence[Unfixed]) -> bool:
     """Return True if fewer keys are left than by the other command."""
     return sum(len(left.keys) for left in unfixed) < sum(len(left.keys) for left in other)

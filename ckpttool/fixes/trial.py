@@ -19,6 +19,7 @@ from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Outlines, names_
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare, explain_computed
 from ckpttool.fixes.rules_file import Rules, suggested
+from ckpttool.kinds.modules import ATTRIBUTE
 from ckpttool.naming.convert import MADE_AGAIN
 from ckpttool.naming.match import aliases, prefixes
 from ckpttool.naming.wrappers import canonical_keys
@@ -344,7 +345,8 @@ def _loses(
     Entries that run `code` when they are loaded are not counted.
 
     Not lost are the counter of AveragedModel in the state dict in question, non-persistent buffers,
-    and keys that the model's saving computes from other tensors: its code creates them again.
+    attributes of pickled modules, and keys that the model's saving computes from other tensors: its
+    code creates them again.
     """
     created_again = (
         () if model is None else tuple(t.fqn for t in model.names().runtime if not t.persistent)
@@ -356,7 +358,9 @@ def _loses(
     dropped = [
         one
         for one in result.plan.dropped
-        if (one.reason, one.section) not in unneeded and dotted(one.section, one.key) not in code
+        if one.reason != ATTRIBUTE
+        and (one.reason, one.section) not in unneeded
+        and dotted(one.section, one.key) not in code
     ]
     if not dropped:
         return False

@@ -36,9 +36,11 @@ from ckpttool.core.values import dataclass, public
 from ckpttool.distributed.job import Question, answers
 from ckpttool.evaluate.compare import Statistics, statistics
 from ckpttool.formats.detect_folder import unsafe_in_folder
+from ckpttool.kinds.adapters import Adapter, adapter_of
+from ckpttool.kinds.table import KIND
 from ckpttool.naming.flat import flat_params
 from ckpttool.naming.match import aliases
-from ckpttool.naming.wrappers import Adapter, adapter_of, infer, is_lightning, segments
+from ckpttool.naming.wrappers import infer, is_lightning, segments
 from ckpttool.operands.checkpoint import Ckpt, open_checkpoint, split
 from ckpttool.ruleset.patterns import names_entry
 
@@ -228,11 +230,12 @@ INSPECT = record(
         "metadata": OBJECT,
         "notes": notes_as("reader"),
         "unreached": list_of(row({"path": TEXT, "bytes": COUNT, "referred": FLAG})),
+        "kinds": list_of(KIND),
     },
     called={
         **{
             name: f"checkpoint.{name}"
-            for name in ("source", "format", "globals", "imports", "others", "metadata")
+            for name in ("source", "format", "globals", "imports", "others", "metadata", "kinds")
         },
         "bytes": "checkpoint.nbytes",
         "sections": lambda all: (

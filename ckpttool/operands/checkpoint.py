@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, Union
 
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import expand_options
-from ckpttool.core.text import a
+from ckpttool.core.text import a, plural
 from ckpttool.formats import detect_folder
 from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.remarks import read_form
 from ckpttool.io import progress
 from ckpttool.io.files import is_dir, read_on
+from ckpttool.kinds.table import with_kinds
 from ckpttool.naming.wrappers import is_lightning
+
+if TYPE_CHECKING:
+    from ckpttool.naming.match import NameTables
 
 _MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")  # as MODEL operands are written
 MODEL_SECTIONS = (
@@ -54,7 +58,7 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
         raise CkptError(f"{a(ckpt)} is not a checkpoint", hint="pass a path, a URL or a state dict")
     from ckpttool.operands.in_memory import checkpoint_of
 
-    return checkpoint_of(ckpt)
+    return with_kinds(checkpoint_of(ckpt))
 
 
 def open_operand(operand: str) -> Checkpoint:
@@ -72,7 +76,7 @@ def open_operand(operand: str) -> Checkpoint:
     with progress.doing(f"reading {path}", None):
         checkpoint = read_form(detect_folder.open_checkpoint(path))
     if picked is None:
-        return checkpoint
+        return with_kinds(checkpoint)
     if all(section.path != picked for section in checkpoint.sections):
         checkpoint = checkpoint.read_as([picked])
     try:
@@ -86,7 +90,7 @@ def open_operand(operand: str) -> Checkpoint:
     unreached = tuple(
         found for found in checkpoint.unreached if f"{found.path}.".startswith(inside)
     )
-    return replace(
+    selected = replace(
         checkpoint,
         source=operand,
         sections=(replace(section, path="", in_lightning=is_lightning(checkpoint)),),
@@ -96,6 +100,7 @@ def open_operand(operand: str) -> Checkpoint:
         other_files=(),
         objects=(),
     )
+    return with_kinds(selected)
 
 
 def split(operand: str) -> tuple[str, str | None]:
@@ -113,11 +118,11 @@ def is_folder(operand: str) -> bool:
     return split(operand)[1] is None and is_dir(operand)
 
 
-def model_section(checkpoint: Checkpoint) -> Section:
+def model_section(checkpoint: Checkpoint, tables: NameTables | None = None) -> Section:
     """Return the section of the model: the only state dict, or the only one under a usual name.
 
     Raise `CkptError`, with the sections to choose from, if that is ambiguous or the file has no
-    state dict.
+    state dict. `tables` are the names of the model: they say which section to choose.
     """
     found = list(checkpoint.state_dicts)
     if len(found) > 1:
@@ -126,15 +131,58 @@ def model_section(checkpoint: Checkpoint) -> Section:
     if len(found) == 1:
         return found[0]
     if found:
-        hint = f"pick one: {checkpoint.part(found[0].path)}"
         raise CkptError(
             f"{checkpoint.source} holds several state dicts: {', '.join(s.title for s in found)}",
-            hint=hint,
+            hint=_which_section(checkpoint, found, tables),
         )
     held = [f"{s.title} ({s.kind})" for s in checkpoint.sections]
     held += [f"{found.path} (a storage, not understood)" for found in checkpoint.unreached[:3]]
     what = ", ".join(held) or "; ".join(checkpoint.notes) or "no tensors at all"
     raise CkptError(f"{checkpoint.source} holds no state dict", hint=f"it holds: {what}")
+
+
+def _which_section(
+    checkpoint: Checkpoint, sections: Sequence[Section], tables: NameTables | None
+) -> str:
+    """Return the hint that names the section of the model, or what several of them differ in."""
+    fitting = [] if tables is None else sections_with_names_of(tables, sections)
+    if not fitting:
+        return f"pick one: {checkpoint.part(sections[0].path)}"
+    parts = [checkpoint.part(section.path) for section in fitting]
+    if len(parts) == 1:
+        return f"{fitting[0].title} has the names of the model, pick it: {parts[0]}"
+    titles = " and ".join(section.title for section in fitting)
+    first, second = parts[:2]
+    differs = _difference(fitting[0], fitting[1])
+    if not differs:
+        differs = f"equal keys, shapes and dtypes (diff {first} {second} --values compares values)"
+    return f"{titles} have the names of the model, with {differs}; pick one: {' or '.join(parts)}"
+
+
+def sections_with_names_of(tables: NameTables, sections: Sequence[Section]) -> list[Section]:
+    """Return the sections that are the complete model, or else those with most of its names."""
+    from ckpttool.naming.convert import holds, read
+
+    complete = [section for section in sections if holds(tables, section)]
+    if complete:
+        return complete
+    counts = [len(read(tables, section).match.names) for section in sections]
+    most = max(counts)
+    return [section for section, count in zip(sections, counts) if count == most > 0]
+
+
+def _difference(left: Section, right: Section) -> str:
+    """Return in what the tensors of two state dicts differ; empty if only values may differ."""
+    mine = {entry.key: entry for entry in left.tensors}
+    others = {entry.key: entry for entry in right.tensors}
+    if mine.keys() != others.keys():
+        count = plural(len(mine.keys() ^ others.keys()), "key")
+        return f"{count} that only one of them has"
+    counts = {
+        "shape": sum(mine[key].shape != others[key].shape for key in mine),
+        "dtype": sum(mine[key].dtype != others[key].dtype for key in mine),
+    }
+    return " and ".join(f"{plural(n, f'other {what}')}" for what, n in counts.items() if n)
 
 
 def saved_state_dicts(checkpoint: Checkpoint) -> tuple[Section, ...]:

@@ -36,6 +36,7 @@ from ckpttool.distributed.job import current
 from ckpttool.evaluate.apply import apply
 from ckpttool.evaluate.compare import same_values
 from ckpttool.io import progress, sources
+from ckpttool.kinds.table import with_kinds
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import holds as holds_keys
 from ckpttool.naming.convert import read
@@ -560,7 +561,8 @@ def read_for_model(checkpoint: Checkpoint, model: ModelOperand | None) -> Checkp
         )
         return all(fits[path] > fit for fit in rivals)
 
-    return checkpoint.read_as([path for path in unsure if is_best(path)])
+    chosen = [path for path in unsure if is_best(path)]
+    return with_kinds(checkpoint.read_as(chosen)) if chosen else checkpoint
 
 
 def of_one_model(
@@ -576,9 +578,11 @@ def of_one_model(
     if named is not None:
         return _named(checkpoint, [path.strip() for path in named.split(",")])
     found = checkpoint.state_dicts
-    more = same_model(checkpoint, found[0], names) if len(found) > 1 else ()
+    tables = None if names is None else NameTables(names)
+    is_model = tables is not None and len(found) > 1 and holds_keys(tables, found[0])
+    more = same_model(checkpoint, found[0], names if is_model else None) if found else ()
     try:
-        first = model_section(checkpoint)
+        first = model_section(checkpoint, tables)
     except CkptError:
         if len(more) + 1 != len(found):
             raise

@@ -16,8 +16,8 @@ from ckpttool.core.checkpoint import Section, TensorEntry, in_row_major
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.text import plural
+from ckpttool.kinds.adapters import Adapter, adapter_of, path_and_rest
 from ckpttool.naming.match import NameTables
-from ckpttool.naming.wrappers import Adapter, adapter_of, path_and_rest
 from ckpttool.operands.model import ModelOperand, saved_by
 from ckpttool.remapping.steps import Draft, apply_rules
 

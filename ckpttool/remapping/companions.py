@@ -19,7 +19,7 @@ from ckpttool.formats.detect_folder import companions, locate, optimizers_in
 from ckpttool.io.files import is_dir, names_in, opened, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
-from ckpttool.naming.wrappers import Adapter, adapter_of
+from ckpttool.kinds.adapters import Adapter, adapter_of
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import Target, same_folder
 from ckpttool.remapping.adapter_config import NAME, follow, moved_modules, shown

@@ -12,10 +12,10 @@ from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.text import Info, dotted, plural, some
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import current
+from ckpttool.kinds.adapters import adapter_of
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import ModelForm, Reading, read
 from ckpttool.naming.match import match
-from ckpttool.naming.wrappers import adapter_of
 from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import Remap

@@ -25,15 +25,17 @@ from ckpttool.core.schema import (
     record,
     row,
 )
-from ckpttool.core.text import dotted, plural, shell
+from ckpttool.core.text import Info, dotted, plural, shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import apply
 from ckpttool.io.undo import Written
+from ckpttool.kinds.adapters import adapter_of
+from ckpttool.kinds.modules import notes_on_unpacked, unpacked
+from ckpttool.kinds.quantized import problems_of_parts, quantized_weights
 from ckpttool.naming import wrappers as naming_wrappers
 from ckpttool.naming.convert import check_versions, read
 from ckpttool.naming.match import match
-from ckpttool.naming.quantized import problems_of_parts, quantized_weights
-from ckpttool.naming.wrappers import Chain, adapter_of
+from ckpttool.naming.wrappers import Chain
 from ckpttool.operands.model import LOAD_HOOK, ModelOperand, left_as_they_are, of_one_model
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.identify import in_order_of
@@ -333,9 +335,14 @@ def remap(source: Checkpoint, request: Request) -> Remap:
         model = _as_it_is(source)
         plan = replace(carried(source.sections), dropped=tuple(dropped))
         return Remap(source, plan, model=model, narrowed=_narrowing(before, model, dropped))
-    sections = of_one_model(
-        source, options.sections, None if request.saved is None else request.saved.names()
-    )
+    names = None if request.saved is None else request.saved.names()
+    paths = [section.path for section in of_one_model(source, options.sections, names)]
+    of_modules: list[Info] = []
+    if options.form is not None or request.loads is not None:  # forms are of state dicts
+        of_modules = notes_on_unpacked(source, paths)
+        source, attributes = unpacked(source, paths)
+        dropped += attributes
+    sections = [source.section(path) for path in paths]
     if request.saved is not None and source.optimizers:
         _check_pruned_state(source, sections, request.saved)
     drafts = _drafts(source, sections, request, lightning)
@@ -347,7 +354,6 @@ def remap(source: Checkpoint, request: Request) -> Remap:
         tuple(run for draft in drafts for run in draft.plan.runs),
     )
     runners = {way: runner for draft in drafts for way, runner in draft.runners.items()}
-    paths = [section.path for section in sections]
     result = apply(made, source, runners)
     narrowed_or_moved = (
         request.loads is not None or options.select is not None or isinstance(options.form, Chain)
@@ -362,7 +368,7 @@ def remap(source: Checkpoint, request: Request) -> Remap:
     others = [
         f"{d.section.path}: {note}" for d in drafts[1:] for note in d.notes if note not in shown
     ]
-    notes = (*shown, *others, *left_as_they_are(source, sections))
+    notes = (*of_modules, *shown, *others, *left_as_they_are(source, sections))
     form = None if options.form is None else str(options.form)
     together = tuple(paths) if len(paths) > 1 else ()
     missing = [

@@ -32,9 +32,10 @@ from ckpttool.io.paths import join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Link, Piece, nbytes_of
 from ckpttool.io.undo import edit, not_in_place
+from ckpttool.kinds.adapters import adapter_of
 from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.match import match
-from ckpttool.naming.wrappers import adapter_of, infer, is_lightning
+from ckpttool.naming.wrappers import infer, is_lightning
 from ckpttool.operands.checkpoint import (
     Ckpt,
     model_section,
@@ -611,8 +612,8 @@ def _same(left: Section, right: Section) -> bool:
         return True
     modules = [list(own.modules or ()) for own in (left, right)]
     return (
-        (left.path, left.kind, left.form, modules[0])
-        == (right.path, right.kind, right.form, modules[1])
+        (left.path, left.kind, left.form, left.module_class, modules[0])
+        == (right.path, right.kind, right.form, right.module_class, modules[1])
         and left.keys == right.keys
         and left.mapping == right.mapping
     )

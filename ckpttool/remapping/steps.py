@@ -18,6 +18,7 @@ from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import Runner, apply
 from ckpttool.evaluate.compare import same_values
+from ckpttool.kinds.adapters import adapter_of
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import (
     NOT_READ_BACK,
@@ -36,7 +37,7 @@ from ckpttool.naming.match import (
     with_variants,
     without_variants,
 )
-from ckpttool.naming.wrappers import Chain, Evidence, adapter_of, strip
+from ckpttool.naming.wrappers import Chain, Evidence, strip
 from ckpttool.operands.model import ModelOperand
 from ckpttool.remapping.optimizer import RuleEffect
 from ckpttool.remapping.options import RemapOptions

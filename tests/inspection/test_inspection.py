@@ -117,6 +117,7 @@ def test_the_json_report_follows_the_contract() -> None:
         "optimizers": [],
         "notes": [],
         "unreached": [],
+        "kinds": [],
     }
 
 

@@ -10,7 +10,7 @@ from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import save_file
 
 import real_models
-from ckpttool.naming.wrappers import adapter_of, missing_modules
+from ckpttool.kinds.adapters import adapter_of, missing_modules
 from command import Run, notes_in
 from places import SUPPORT
 

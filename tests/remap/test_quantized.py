@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpttool.naming.quantized import quantized_weights
+from ckpttool.kinds.quantized import quantized_weights
 from ckpttool.operands.checkpoint import open_operand
 from command import Run, notes_in
 

@@ -133,7 +133,7 @@ details: --all lists every key; `ckpttool explain runtime-key` says more about t
 """,
     "diff ddp.pt --model model.py:net": """\
 diff
-6 of 6 keys differ; values not compared (use `diff LEFT RIGHT --values`)
+6 of 6 keys differ in model; values not compared (use `diff LEFT RIGHT --values`)
 reason: left is wrapped in DistributedDataParallel or DataParallel or AveragedModel (`module`) and torch.compile (`_orig_mod`) (6 keys)
 fix: ckpttool remap ddp.pt --model model.py:net --to serialized -o ddp.serialized.pt
 details: --all lists every key; `ckpttool explain wrapper-prefix` says more about the reason

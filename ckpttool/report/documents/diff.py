@@ -76,6 +76,11 @@ def coverage(compared: Compared, scope: str) -> tuple[tuple[str, Inline], ...]:
     return tuple(pair for pair in pairs if pair[1])
 
 
+def _in_section(diff: Diff, verdict: str) -> str:
+    """Return the verdict with the section that it is about, if that is not the complete file."""
+    return f"{verdict} in {diff.section}" if diff.section else verdict
+
+
 def _with_values(verdict: str, compared: Compared, scope: str, identical: bool) -> str:
     """Return the verdict with what it says about values."""
     if not compared.get("values", True):
@@ -144,10 +149,13 @@ def document(diff: Diff, *, all: bool = False) -> Document:
             )
         )
     )
-    verdict = _with_values(_verdict(diff), diff.compared, diff.scope, diff.identical)
+    verdict = _in_section(diff, _verdict(diff))
+    verdict = _with_values(verdict, diff.compared, diff.scope, diff.identical)
     roles = {status: _ROLES.get(status, "bad") for status in diff.summary}
     quiet = frozenset({"same"} if len(roles) > 1 else ())
     listing = Listing((diff.left, diff.right), roles, partial(findings, diff), quiet)
+    if diff.kinds:
+        lead = (_kinds(diff), *lead)
     return Document("diff", verdict, diff.passes, filled(blocks), listing, lead)
 
 
@@ -156,7 +164,7 @@ def _lead(diff: Diff, notes: Sequence[str]) -> tuple[tuple[Block, ...], str | No
     reason, if any.
     """
     if diff.identical:
-        return (), None
+        return ((Commands("fix", diff.fix),) if diff.fix else ()), None
     harmless = _uncounted(diff) | {"same"}
     failing = [
         entry for entry in diff.entries if not entry.is_one_of(harmless) and entry.ignored is None
@@ -196,6 +204,15 @@ def _lead(diff: Diff, notes: Sequence[str]) -> tuple[tuple[Block, ...], str | No
     if details:
         lead.append(Facts((("details", details),), is_short=True))
     return tuple(lead), reason
+
+
+def _kinds(diff: Diff) -> Facts:
+    """Return the sentences that say what the compared sections are, each once."""
+    sentences: dict[str, None] = {}
+    for side, source in (("left", diff.left), ("right", diff.right)):
+        for kind in diff.kinds.get(side, ()):
+            sentences[kind.sentence(source)] = None
+    return Facts(tuple(("kind", text) for text in sentences), is_short=True)
 
 
 def _uncounted(diff: Diff) -> frozenset[str]:

@@ -23,6 +23,7 @@ from ckpttool.report.document import (
     Cell,
     Column,
     Document,
+    Facts,
     Finding,
     Listing,
     Named,
@@ -123,9 +124,11 @@ def document(
         names += dict.fromkeys(key.split(".")[0] for key in checkpoint.others)
         count = plural(len(others), "non-tensor entry")
         folded = [Note(f"{count}, copied unchanged (--all lists them): {some(names, 8)}")]
+    kinds = tuple(("kind", kind.sentence(checkpoint.source)) for kind in checkpoint.kinds)
+    lead = (Facts(kinds, is_short=True),) if kinds else ()
     blocks = (*(table for table in tables if table.rows), *folded, *noted(inspection.notes))
     listing = Listing((checkpoint.source,), {"tensor": "plain"}, partial(_findings, inspection))
-    return Document(f"inspect {checkpoint.source}", verdict, True, blocks, listing)
+    return Document(f"inspect {checkpoint.source}", verdict, True, blocks, listing, lead)
 
 
 def _findings(inspection: Inspection) -> Iterator[Finding]:

@@ -48,8 +48,7 @@ def test_keys_match_the_state_dict(tmp_path: Path, kind: Any, protocol: int) -> 
     checkpoint = open_checkpoint(str(tmp_path / "m.pt"))
     assert [entry.key for entry in checkpoint.section("m").tensors] == list(model.state_dict())
     assert [entry.key for entry in checkpoint.section("").tensors] == ["m.unsaved"]
-    words = f"m is a pickled module ({__name__}.{kind.__name__}): read as its state dict, never run"
-    assert checkpoint.notes == (words,)
+    assert checkpoint.section("m").module_class == f"{__name__}.{kind.__name__}"
 
 
 def test_a_module_from_before_non_persistent_buffers_is_read(tmp_path: Path) -> None:

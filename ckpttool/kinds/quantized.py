@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import Section, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Ref
 from ckpttool.core.plan import Output
+from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
@@ -65,6 +66,26 @@ SCHEMES = (
 _BLOCKS, _SCALES = "_blocks", "_scales"  # of MXFP4: ``down_proj_blocks`` and ``down_proj_scales``
 
 
+NAME = "quantized"
+
+
+def recognize(checkpoint: Checkpoint, section: Section) -> tuple[str, object] | None:
+    weights = quantized_weights(section)
+    if not weights:
+        return None
+    by_scheme: dict[str, list[QuantizedWeight]] = {}
+    for weight in weights:
+        by_scheme.setdefault(weight.scheme, []).append(weight)
+    counts = [_described(scheme, group) for scheme, group in by_scheme.items()]
+    return f"is quantized: {'; '.join(counts)}", tuple(weights)
+
+
+def _described(scheme: str, weights: Sequence[QuantizedWeight]) -> str:
+    parts = dict.fromkeys(part for weight in weights for part in weight.part_names)
+    names = ", ".join(f"`{part}`" for part in parts)
+    return f"{scheme}, {plural(len(weights), 'weight')} with {names}"
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """The keys of one quantized weight: `weight` holds the numbers, `others` what its values are
@@ -79,6 +100,11 @@ class QuantizedWeight:
     def keys(self) -> tuple[str, ...]:
         """All of its keys, the weight first."""
         return (self.weight, *self.others)
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The last segments of the other entries."""
+        return tuple(dict.fromkeys(key.rpartition(".")[2] for key in self.others))
 
     def other_after_rename(self, other: str, new_weight: str) -> str | None:
         """Return the name of one of the `others` if the weight is called `new_weight`; None if

@@ -1,0 +1,134 @@
+"""Adapters (LoRA, IA3, ...): additions to the layers of a model, perhaps without the model.
+
+PEFT writes ``base_model.model.PATH.lora_A.weight`` to an adapter's own file, and
+``PATH.lora_A.NAME.weight`` next to ``PATH.base_layer.weight`` to a complete state dict; diffusers
+``PATH.lora.down.weight``; kohya's scripts ``PATH.lora_down.weight``, with underscores in the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.text import plural
+from ckpttool.core.values import dataclass
+from ckpttool.naming.wrappers import ADAPTERS, PEFT_ROOT, canonical_keys
+
+_KINDS = {
+    prefix: prefix.rstrip("_").replace("lora", "LoRA").replace("ia3", "IA3") for prefix in ADAPTERS
+}
+_PAIRS = (["lora", "down"], ["lora", "up"])  # two segments, as in ``to_q.lora.down.weight``
+# next to a low-rank pair, directly in the module's path
+_NEXT_TO_PAIR = frozenset({"alpha", "dora_scale"})
+_KOHYA = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_")
+
+
+NAME = "adapter"
+
+
+def recognize(checkpoint: Checkpoint, section: Section) -> tuple[str, object] | None:
+    adapter = adapter_of(section.keys)
+    if adapter is None:
+        return None
+    count = plural(len(adapter.modules), "module")
+    if adapter.alone:
+        text = f"is {adapter.title} for {count}, without its base model"
+    else:
+        text = f"is a model with {adapter.title} next to {count}"
+    return text, adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """`kinds` as ``LoRA``; `modules`: path of an adapted module -> the adapter's keys there. `rest`
+    are other keys.
+    """
+
+    kinds: tuple[str, ...]
+    modules: Mapping[str, tuple[str, ...]]
+    rest: tuple[str, ...]
+
+    @property
+    def alone(self) -> bool:
+        """Whether the keys of the adapted model itself are absent."""
+        return not self.rest
+
+    def inside(self, key: str) -> str:
+        """Return the key as the model itself has it, without PEFT's root."""
+        return _without_root(key.split("."))
+
+    @property
+    def title(self) -> str:
+        """``a LoRA adapter``."""
+        return f"a {' and '.join(self.kinds)} adapter"
+
+
+def adapter_of(keys: Iterable[str]) -> Adapter | None:
+    """Return the adapter among the keys, or None."""
+    keys = list(keys)
+    text = "\n".join(keys)
+    # in every key of an adapter: most files have none
+    if not any(mark in text for mark in (*ADAPTERS, "lora.")):
+        return None
+    modules: dict[str, list[str]] = {}
+    kinds: dict[str, None] = {}
+    rest: dict[str, None] = {}
+    for key in keys:
+        at, kind = _place(key.split("."))
+        if kind:
+            kinds[kind] = None
+            modules.setdefault(_without_root(key.split(".")[:at]), []).append(key)
+        else:
+            rest[key] = None
+    if not modules:
+        return None
+    for key in list(rest):
+        *path, name = key.split(".")
+        if name in _NEXT_TO_PAIR and _without_root(path) in modules:
+            modules[_without_root(path)].append(key)
+            del rest[key]
+    return Adapter(tuple(kinds), {path: tuple(keys) for path, keys in modules.items()}, tuple(rest))
+
+
+def path_and_rest(name: str, modules: Collection[str]) -> tuple[str, str]:
+    """``a.b.base_layer.weight`` -> (``a.b``, ``base_layer.weight``), if ``a.b`` is the longest of
+    the modules.
+    """
+    path, rest = name.rpartition(".")[::2]
+    while path and path not in modules:
+        path, _, last = path.rpartition(".")
+        rest = f"{last}.{rest}"
+    return path, rest
+
+
+def missing_modules(adapter: Adapter, base: Collection[str]) -> tuple[str, ...]:
+    """Return the adapted modules that a model with these keys does not have."""
+    names = {name.rpartition(".")[0] for name in (*base, *canonical_keys(base).values())}
+    # kohya writes a path with underscores, and a prefix
+    flat = {name.replace(".", "_") for name in names}
+
+    def is_present(path: str) -> bool:
+        prefix = next((prefix for prefix in _KOHYA if path.startswith(prefix)), "")
+        return path in names or path.removeprefix(prefix) in flat
+
+    return tuple(path for path in adapter.modules if not is_present(path))
+
+
+def _place(segments: list[str]) -> tuple[int, str]:
+    """Return where the adapter's own segments begin, and its kind; the kind is empty for other
+    keys.
+    """
+    for at, segment in enumerate(segments):
+        if at and segments[at : at + 2] in _PAIRS:
+            return at, "LoRA"
+        prefix = next((prefix for prefix in ADAPTERS if segment.startswith(prefix)), "")
+        if prefix and at:
+            # PEFT nests the adapters of one module's parameters
+            while at > 1 and segments[at - 1] == "base_layer":
+                at -= 1
+            return at, _KINDS[prefix]
+    return 0, ""
+
+
+def _without_root(path: list[str]) -> str:
+    return ".".join(path[len(PEFT_ROOT) :] if tuple(path[: len(PEFT_ROOT)]) == PEFT_ROOT else path)
