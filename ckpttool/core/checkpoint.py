@@ -370,8 +370,9 @@ class Checkpoint:
     the folder that belong to the checkpoint and are not read (Megatron's ``common.pt``). `readings`
     are set where the file could be read in another way, and are about nothing but the `sections`
     that were read. `kinds` say what the sections are, as `kinds.table` recognized them when the
-    operand was opened. `files` are the paths and URLs that were opened for the index, each as it
-    was then (`io.sources.State`, `io.remote.Stat`).
+    operand was opened. `adapter_config` is PEFT's description next to an adapter. `files` are the
+    paths and URLs that were opened for the index, each as it was then (`io.sources.State`,
+    `io.remote.Stat`).
     """
 
     source: str
@@ -388,6 +389,7 @@ class Checkpoint:
     readings: Readings | None = field(default=None, compare=False)
     objects: tuple[ExtraEntry, ...] = field(default=(), compare=False)
     kinds: tuple[Kind, ...] = field(default=(), compare=False)
+    adapter_config: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     files: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property

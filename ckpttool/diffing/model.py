@@ -13,6 +13,8 @@ from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import is_opaque, refs
 from ckpttool.core.names import ON_PLACE, SERIALIZED, SPECIAL, Names
 from ckpttool.core.text import Note, code_of, plural, shell, some
+from ckpttool.diffing.adapter import adapter_alone
+from ckpttool.diffing.adapter import load as load_adapter
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.names import compare_load, compare_names, loads
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, kinds_by_side, names_outlines, outlines
@@ -82,6 +84,10 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     own.
     """
     section = model_section(checkpoint, model.tables)
+    adapter = adapter_alone(checkpoint, section)
+    about_adapter = None if adapter is None else load_adapter(model, checkpoint, section, adapter)
+    if about_adapter is not None:
+        return about_adapter
     untied = []
     if model.is_folder:
         untied = untied_keys(model.tables, section)

@@ -377,9 +377,7 @@ def adapter_notes(left: Collection[str], right: Collection[str], sides: Sides) -
     if adapter.alone:
         note = (
             f"{side} is {adapter.title} for {count}, {touched}; it does not have the weights of"
-            " the model: PEFT's "
-            "PeftModel.from_pretrained(BASE, FOLDER) adds it to its base, and merge_and_unload()"
-            " merges the two"
+            f" the model: {adapter.naming.loader} adds it to its base"
         )
     else:
         note = (

@@ -15,6 +15,7 @@ from ckpttool.core.codes import CODES
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import FQN as FQN_KEYS
 from ckpttool.core.text import Info, Note, plural, shell, some
+from ckpttool.diffing.adapter import adapter_alone
 from ckpttool.diffing.causes import OBJECTS, Code
 from ckpttool.diffing.names import compare_with_code, renamable
 from ckpttool.diffing.options import DiffOptions
@@ -25,7 +26,7 @@ from ckpttool.fixes.rules_file import by_file, renamed, suggested, with_file
 from ckpttool.fixes.trial import Question, Trial, model_path, try_remap, try_swap
 from ckpttool.formats.rank_files import one_rank
 from ckpttool.formats.registry import MEMORY
-from ckpttool.naming.wrappers import ADAPTERS, canonical_keys
+from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.operands.checkpoint import model_section, open_operand, split
 from ckpttool.operands.model import ModelOperand, read_names, saved_by
 from ckpttool.operands.output import PLACEHOLDERS, command, free, outputs
@@ -54,12 +55,6 @@ FOREIGN = (
 NO_REMAP = Note(
     "no remap makes this state fit: load the model only, and start the optimizer from scratch",
     "no-fix",
-)
-_ADAPTER = Note(
-    "left is an adapter without its base model: load it with PeftModel.from_pretrained(base,"
-    " FOLDER), and save "
-    "merge_and_unload() for a model without adapters",
-    "adapter",
 )
 _THEN_OPTIMIZER = "no rule reorders the state of an optimizer: rename the keys first, then run"
 _FEW = 3
@@ -274,11 +269,8 @@ def _fixes(question: Question) -> Fixes:
         is_partial = best is not None and not best.after.identical
         if not one_rank(left):  # else a note of the diff says everything
             unfixed = _unfixed(question, best)
-            notes += (
-                [_ADAPTER]
-                if best is None and is_adapter(model_section(left))
-                else filter(None, map(_advice, unfixed))
-            )
+            if best is not None or adapter_alone(left, model_section(left)) is None:
+                notes += filter(None, map(_advice, unfixed))
     return Fixes((*with_model, *commands), tuple(notes), is_partial, infers, unfixed)
 
 
@@ -465,16 +457,6 @@ def _code(entry: Entry) -> str:
         return "quantized"
     codes = () if entry.cause is None else entry.cause.codes
     return next((code for code in reversed(codes) if code in _UNFIXED), entry.status)
-
-
-def is_adapter(section: Section) -> bool:
-    """Return True if all tensors belong to adapters (LoRA and the like), without the layers that
-    they adapt.
-    """
-    keys = [entry.key for entry in section.tensors]
-    return bool(keys) and all(
-        any(part.startswith(ADAPTERS) for part in key.split(".")) for key in keys
-    )
 
 
 # Two checkpoints whose relation only the model's code could tell

@@ -8,6 +8,7 @@ PEFT writes ``base_model.model.PATH.lora_A.weight`` to an adapter's own file, an
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.text import plural
@@ -20,10 +21,55 @@ _KINDS = {
 _PAIRS = (["lora", "down"], ["lora", "up"])  # two segments, as in ``to_q.lora.down.weight``
 # next to a low-rank pair, directly in the module's path
 _NEXT_TO_PAIR = frozenset({"alpha", "dora_scale"})
-_KOHYA = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_")
+_KOHYA = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_", "lora_te3_", "lora_transformer_")
 
 
 NAME = "adapter"
+CONFIG = "adapter_config.json"  # PEFT's, next to the weights
+
+
+class Naming(NamedTuple):
+    """A convention for an adapter's keys. `loader` is the code that reads such a file.
+
+    `starts` are the beginnings of keys (any if empty), `parts` are in every key of a low-rank
+    pair. `by_peft`: PEFT reads it.
+    """
+
+    title: str
+    loader: str
+    starts: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    by_peft: bool = False
+
+
+_PEFT_LOADER = "PeftModel.from_pretrained(BASE, FOLDER)"
+_DIFFUSERS_LOADER = "load_lora_weights(FILE) of a pipeline of diffusers"
+_COMPONENTS = (
+    *("unet.", "transformer.", "transformer_2.", "prior."),
+    *("text_encoder.", "text_encoder_2.", "text_encoder_3."),
+)
+PEFT = Naming("PEFT's", _PEFT_LOADER, (f"{PEFT_ROOT[0]}.",), by_peft=True)
+# the first that fits
+NAMINGS = (
+    PEFT,
+    Naming("kohya's", _DIFFUSERS_LOADER, _KOHYA, (".lora_down.", ".lora_up.")),
+    Naming("kohya's", _DIFFUSERS_LOADER, _KOHYA),
+    Naming("diffusers'", _DIFFUSERS_LOADER, _COMPONENTS),
+    Naming("diffusers'", "load_attn_procs(FILE) of a model of diffusers", (), ("lora.",)),
+    Naming("loralib's", "load_state_dict(strict=False) of the adapted model", (), ("lora_",)),
+    Naming("PEFT's", _PEFT_LOADER, by_peft=True),  # without its root
+)
+
+
+def naming_of(keys: Collection[str]) -> Naming:
+    """Return the convention that all keys of the adapter follow."""
+    for naming in NAMINGS:
+        if naming.starts and not all(key.startswith(naming.starts) for key in keys):
+            continue
+        if naming.parts and not all(any(part in key for part in naming.parts) for key in keys):
+            continue
+        return naming
+    return NAMINGS[-1]
 
 
 def recognize(checkpoint: Checkpoint, section: Section) -> tuple[str, object] | None:
@@ -31,17 +77,23 @@ def recognize(checkpoint: Checkpoint, section: Section) -> tuple[str, object] | 
     if adapter is None:
         return None
     count = plural(len(adapter.modules), "module")
-    if adapter.alone:
-        text = f"is {adapter.title} for {count}, without its base model"
-    else:
-        text = f"is a model with {adapter.title} next to {count}"
+    if not adapter.alone:
+        text = f"is a model with {adapter.title} next to {count}: merge_and_unload() merges it"
+        return text, adapter
+    naming = adapter.naming
+    text = (
+        f"is {adapter.title} for {count}, without its base model, in {naming.title} naming:"
+        f" {naming.loader} loads it"
+    )
+    if not naming.by_peft:
+        text += ", PEFT does not"
     return text, adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """`kinds` as ``LoRA``; `modules`: path of an adapted module -> the adapter's keys there. `rest`
-    are other keys.
+    are other keys: of the base, and of modules that were trained with the adapter.
     """
 
     kinds: tuple[str, ...]
@@ -50,8 +102,14 @@ class Adapter:
 
     @property
     def alone(self) -> bool:
-        """Whether the keys of the adapted model itself are absent."""
-        return not self.rest
+        """Whether the weights of the adapted modules are absent."""
+        weights = {f"{path}{part}.weight" for path in self.modules for part in ("", ".base_layer")}
+        return not any(self.inside(key) in weights for key in self.rest)
+
+    @property
+    def naming(self) -> Naming:
+        """The convention that the keys of the adapter follow."""
+        return naming_of([key for keys in self.modules.values() for key in keys])
 
     def inside(self, key: str) -> str:
         """Return the key as the model itself has it, without PEFT's root."""
@@ -104,12 +162,14 @@ def path_and_rest(name: str, modules: Collection[str]) -> tuple[str, str]:
 def missing_modules(adapter: Adapter, base: Collection[str]) -> tuple[str, ...]:
     """Return the adapted modules that a model with these keys does not have."""
     names = {name.rpartition(".")[0] for name in (*base, *canonical_keys(base).values())}
-    # kohya writes a path with underscores, and a prefix
+    # kohya writes a path with underscores, and a prefix; diffusers the part of the pipeline first
     flat = {name.replace(".", "_") for name in names}
 
     def is_present(path: str) -> bool:
         prefix = next((prefix for prefix in _KOHYA if path.startswith(prefix)), "")
-        return path in names or path.removeprefix(prefix) in flat
+        component, dot, inner = path.partition(".")
+        is_inside = component + dot in _COMPONENTS and inner in names
+        return path in names or is_inside or path.removeprefix(prefix) in flat
 
     return tuple(path for path in adapter.modules if not is_present(path))
 

@@ -176,6 +176,14 @@ class Evidence:
         """All paths, for `strip`."""
         return self.inside.union(self.root)
 
+    def without_peft(self) -> Evidence:
+        """Return the evidence of the other wrappers."""
+        words = tuple(word for word in self.words if word != "peft")
+        of_peft = (PEFT_ROOT[0], ".".join(PEFT_ROOT), "base_layer", "original_module")
+        root = tuple(path for path in self.root if not f".{path}".endswith(_ends(of_peft)))
+        inside = (path for path in self.inside if not f".{path}".endswith(_ends(of_peft)))
+        return Evidence(words, root, frozenset(inside))
+
     @property
     def form(self) -> str | None:
         """``compile(ddp)``; ``wrapped`` for wrappers around single modules; None without
@@ -184,6 +192,10 @@ class Evidence:
         has_blocks = any(path.rpartition(".")[2] in SEGMENTS for path in self.inside)
         words = (*self.words, "wrapped") if has_blocks else self.words
         return str(Chain(words)) if words else None
+
+
+def _ends(paths: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f".{path}" for path in paths)
 
 
 def infer(keys: Iterable[str], *, lightning: bool = False) -> Evidence:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Union
 
+from ckpttool.containers import strict_json
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import expand_options
@@ -16,7 +17,9 @@ from ckpttool.formats import detect_folder
 from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.remarks import read_form
 from ckpttool.io import progress
-from ckpttool.io.files import is_dir, read_on
+from ckpttool.io.files import is_dir, is_file, read_on
+from ckpttool.io.paths import join, parent
+from ckpttool.kinds import adapters
 from ckpttool.kinds.table import with_kinds
 from ckpttool.naming.wrappers import is_lightning
 
@@ -76,7 +79,7 @@ def open_operand(operand: str) -> Checkpoint:
     with progress.doing(f"reading {path}", None):
         checkpoint = read_form(detect_folder.open_checkpoint(path))
     if picked is None:
-        return with_kinds(checkpoint)
+        return _described(with_kinds(checkpoint), path)
     if all(section.path != picked for section in checkpoint.sections):
         checkpoint = checkpoint.read_as([picked])
     try:
@@ -100,7 +103,18 @@ def open_operand(operand: str) -> Checkpoint:
         other_files=(),
         objects=(),
     )
-    return with_kinds(selected)
+    return _described(with_kinds(selected), path)
+
+
+def _described(checkpoint: Checkpoint, path: str) -> Checkpoint:
+    """Return the checkpoint with PEFT's configuration, if it is an adapter and has one."""
+    if not any(kind.name == adapters.NAME for kind in checkpoint.kinds):
+        return checkpoint
+    config = join(path if is_dir(path) else parent(path), adapters.CONFIG)
+    if not is_file(config):
+        return checkpoint
+    settings = strict_json.read_file(config, "copy it again")
+    return replace(checkpoint, adapter_config=settings if isinstance(settings, dict) else None)
 
 
 def split(operand: str) -> tuple[str, str | None]:

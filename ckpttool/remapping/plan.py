@@ -33,7 +33,7 @@ from ckpttool.kinds.adapters import adapter_of
 from ckpttool.kinds.modules import notes_on_unpacked, unpacked
 from ckpttool.kinds.quantized import problems_of_parts, quantized_weights
 from ckpttool.naming import wrappers as naming_wrappers
-from ckpttool.naming.convert import check_versions, read
+from ckpttool.naming.convert import Form, check_versions, read
 from ckpttool.naming.match import match
 from ckpttool.naming.wrappers import Chain
 from ckpttool.operands.model import LOAD_HOOK, ModelOperand, left_as_they_are, of_one_model
@@ -64,6 +64,7 @@ from ckpttool.remapping.steps import (
     to_other_model,
     unwrap,
     with_counters,
+    without_peft,
     without_pruning,
 )
 from ckpttool.remapping.write import COST, UNDO, VERIFIED, Cost, Undo, Verified
@@ -492,7 +493,10 @@ def _draft(section: Section, request: Request, lightning: bool, first: Draft | N
     """
     options, form = request.options, request.options.form
     draft = start = new_draft(section, options.source_form, lightning)
-    is_adapter = adapter_of(section.keys) is not None
+    adapter = adapter_of(section.keys)
+    is_adapter = adapter is not None
+    if adapter is not None and adapter.alone and not _is_for_peft(form):
+        draft = start = without_peft(draft)
     saved, loads = request.saved, request.loads
     if saved is not None:
         if is_adapter and loads is not None:
@@ -547,6 +551,10 @@ def _draft(section: Section, request: Request, lightning: bool, first: Draft | N
     if request.like is not None:
         draft = replace(draft, notes=(*draft.notes, *notes_on_like(draft, request.like)))
     return draft if request.unwrapped is None else unwrap(draft, request.unwrapped.tables)
+
+
+def _is_for_peft(form: Form | None) -> bool:
+    return isinstance(form, Chain) and "peft" in form.words
 
 
 def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:

@@ -178,6 +178,16 @@ def new_draft(section: Section, form: Form | None, lightning: bool) -> Draft:
     return Draft(section, carried([section]), evidence, canonical, evidence.form)
 
 
+def without_peft(draft: Draft) -> Draft:
+    """Return the draft of an adapter's own file: PEFT's root is a part of its keys, not a
+    wrapper.
+    """
+    evidence = draft.wrappers.without_peft()
+    paths = evidence.paths
+    canonical = {key: strip(key, paths) for key in draft.canonical}
+    return replace(draft, wrappers=evidence, canonical=canonical, form=evidence.form)
+
+
 # Through models
 
 

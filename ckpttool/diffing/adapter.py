@@ -1,0 +1,84 @@
+"""Compare an adapter without its base model with what PEFT loads onto a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckpttool.core.checkpoint import Checkpoint, Kind, Section, TensorEntry, in_row_major
+from ckpttool.core.errors import CkptError
+from ckpttool.core.text import Note
+from ckpttool.diffing.result import HARMLESS, STATUSES, Diff, kinds_by_side, outlines
+from ckpttool.diffing.sections import compare, without_dtypes
+from ckpttool.kinds import adapters
+from ckpttool.operands.model import ModelOperand
+
+if TYPE_CHECKING:
+    from ckpttool.tracing.adapters import AdapterLoad
+
+_QUESTION = "; the question is whether PEFT loads it into get_peft_model(MODEL, config)"
+
+
+def adapter_alone(checkpoint: Checkpoint, section: Section) -> Kind | None:
+    """Return the kind of a section that is an adapter in PEFT's naming, without its base model."""
+    for kind in checkpoint.kinds_of(section):
+        adapter = kind.facts
+        if isinstance(adapter, adapters.Adapter) and adapter.alone and adapter.naming.by_peft:
+            return kind
+    return None
+
+
+def load(model: ModelOperand, checkpoint: Checkpoint, section: Section, kind: Kind) -> Diff | None:
+    """Return whether PEFT loads the adapter onto the model, and the keys that differ.
+
+    None if the file has no ``adapter_config.json`` and the model no adapter: there is no such
+    question. Raise `CkptError` if the model is a list of names, or PEFT is not installed.
+    """
+    config = checkpoint.adapter_config
+    if not model.is_definition:
+        if config is None:
+            return None
+        raise CkptError(
+            f"names cannot tell if {model.title} takes the adapter: PEFT's answer needs its code",
+            hint="pass the model's code: --model package.module:attr, or file.py:attr",
+        )
+    from ckpttool.tracing.adapters import is_peft_model, load_adapter
+
+    definition = model.definition()
+    if config is None and not is_peft_model(definition):
+        return None
+    answer = load_adapter(definition, section, config)
+    saved = _section_of(answer.saved)
+    entries = without_dtypes(compare(section, saved))
+    return Diff(
+        checkpoint.source,
+        f"{model.title} (the adapter that PEFT loads onto it)",
+        identical=answer.ok,
+        entries=entries,
+        notes=() if any(entry.status != "same" for entry in entries) else tuple(_notes(answer)),
+        harmless=frozenset(STATUSES) if answer.ok else HARMLESS,
+        other_failure="" if answer.ok else "PEFT does not load it",
+        compared={"keys": True, "shapes": True, "dtypes": False, "values": False},
+        outlines=(outlines(section), outlines(saved)),
+        kinds=kinds_by_side(left=(replace(kind, text=kind.text + _QUESTION),)),
+        section=section.path,
+    )
+
+
+def _section_of(saved: Mapping[str, tuple[str, tuple[int, ...]]]) -> Section:
+    tensors: list[TensorEntry] = []
+    for key, (dtype, shape) in saved.items():
+        tensors.append(in_row_major(key, dtype, shape, None))
+    return Section("", "state_dict", tuple(tensors))
+
+
+def _notes(answer: AdapterLoad) -> list[str]:
+    """Return what PEFT says, for an answer that no entry shows."""
+    notes: list[str] = []
+    if answer.error:
+        notes.append(Note(f"PEFT: {answer.error}", "adapter"))
+    for what, keys in (("missing", answer.missing), ("unexpected", answer.unexpected)):
+        if keys:
+            notes.append(Note(f"PEFT: {len(keys)} {what} adapter keys: {keys[0]}", "adapter"))
+    return notes

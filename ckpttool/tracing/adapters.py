@@ -1,0 +1,114 @@
+"""Whether PEFT loads an adapter onto a model, found by running PEFT."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpttool.core.checkpoint import Section
+from ckpttool.core.errors import CkptError
+from ckpttool.core.text import first_line
+from ckpttool.core.values import dataclass
+from ckpttool.tracing.build_model import LoadedModel, attempt
+from ckpttool.tracing.instances import dtype_name
+from ckpttool.tracing.safe_state_dict import stored
+
+_ADAPTER = "default"  # PEFT's name of the only adapter
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """The answer of PEFT. `ok`: it loads the adapter, and no adapter key is missing or unexpected.
+
+    `error` is what PEFT raises. `saved` are the keys that PEFT writes for such an adapter on this
+    model, with dtype and shape; it is empty if PEFT cannot put one on the model.
+    """
+
+    ok: bool
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    error: str
+    saved: Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+def is_peft_model(model: LoadedModel) -> bool:
+    """Return whether the definition is a model that has an adapter of PEFT already."""
+    return any(cls.__module__ == "peft.peft_model" for cls in model.kind.__mro__)
+
+
+def load_adapter(
+    model: LoadedModel, section: Section, config: Mapping[str, Any] | None
+) -> AdapterLoad:
+    """Load the section into ``get_peft_model(model, config)``, on meta if the model can be built
+    there.
+
+    Without a config the model must be a `PeftModel`. Raise `CkptError` if PEFT is not installed.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise CkptError(
+            f"whether {model.operand} takes the adapter is PEFT's answer, and PEFT is not"
+            " installed",
+            hint="pip install peft",
+        )
+    real = model.materialize
+    instance = model.build(real)
+    device = nullcontext() if real else torch.device("meta")
+    with device:
+        adapted = attempt(partial(_with_adapter, instance, config))
+        if isinstance(adapted, Exception):
+            return AdapterLoad(False, (), (), first_line(adapted), {})
+        saved = attempt(partial(_saved_keys, *adapted))
+        if isinstance(saved, Exception):
+            saved = {}
+        state = stored(section, real).state
+        answer = attempt(partial(_loaded, *adapted, dict(state)))
+    if isinstance(answer, Exception):
+        return AdapterLoad(False, (), (), _text_of(answer), saved)
+    missing, unexpected = answer
+    return AdapterLoad(not missing and not unexpected, missing, unexpected, "", saved)
+
+
+def _text_of(error: Exception) -> str:
+    if isinstance(error, KeyError):  # of a module that is saved completely
+        return f"no key {error}"
+    return first_line(error)
+
+
+def _with_adapter(model: nn.Module, config: Mapping[str, Any] | None) -> tuple[Any, str]:
+    """Return the model with an adapter, and the adapter's name."""
+    import peft
+
+    if isinstance(model, peft.PeftModel):
+        return model, model.active_adapter
+    settings = dict(config or {})
+    # the other ways compute the first values from the weights, and the adapter replaces these
+    if isinstance(settings.get("init_lora_weights"), str):
+        settings["init_lora_weights"] = True
+    peft_config = peft.PeftConfig.from_peft_type(**settings)
+    return peft.get_peft_model(model, peft_config, adapter_name=_ADAPTER), _ADAPTER
+
+
+def _saved_keys(model: Any, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return {key: (dtype_name(value.dtype), tuple(value.shape)) for key, value in state.items()}
+
+
+def _loaded(model: Any, name: str, state: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Return the adapter's missing keys and the unexpected keys, as ``PeftModel.from_pretrained``
+    finds them.
+    """
+    from peft import set_peft_model_state_dict
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+
+    result: Any = set_peft_model_state_dict(model, state, adapter_name=name)
+    prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(model.peft_config[name].peft_type, "")
+    missing = tuple(key for key in result.missing_keys if prefix in key and name in key)
+    return missing, tuple(result.unexpected_keys)

@@ -1,0 +1,215 @@
+"""Whether an adapter fits a base model. Oracle: PEFT loads it without missing or unexpected keys."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from command import Run, fixes_in
+from places import SUPPORT
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MODELS = """
+import warnings
+from torch import nn
+from peft import LoraConfig, get_peft_model
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.query = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+class Net(nn.Module):
+    def __init__(self, layers=2, width=8):
+        super().__init__()
+        self.embed = nn.Embedding(10, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 3)
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block.value(block.query(x))
+        return self.head(x)
+def adapted():
+    return get_peft_model(Net(), LoraConfig(r=2, target_modules=["query", "value"]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "adapter_nets.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def nets() -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(MODELS, names)
+    return names
+
+
+CONFIGS: dict[str, Any] = {
+    "lora": lambda: peft.LoraConfig(r=2, target_modules=["query", "value"]),
+    "dora": lambda: peft.LoraConfig(r=3, target_modules=["query"], use_dora=True),
+    "pissa": lambda: peft.LoraConfig(r=2, target_modules=["value"], init_lora_weights="pissa"),
+    "bias": lambda: peft.LoraConfig(r=2, target_modules=["query"], bias="lora_only"),
+    "saved": lambda: peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["head"]),
+    "regex": lambda: peft.LoraConfig(r=2, target_modules=r".*\.1\.(query|value)"),
+    "embedding": lambda: peft.LoraConfig(r=2, target_modules=["embed", "value"]),
+    "ia3": lambda: peft.IA3Config(target_modules=["value"], feedforward_modules=[]),
+}
+
+
+def saved(config: Any, folder: Path, wrap: Any = lambda net: net) -> None:
+    torch.manual_seed(3)
+    peft.get_peft_model(wrap(nets()["Net"]()), config).save_pretrained(folder)
+
+
+def peft_loads(folder: Path, model: nn.Module) -> bool:
+    """Return whether PEFT puts the adapter on the model, with no adapter key left over."""
+    try:
+        config = peft.PeftConfig.from_pretrained(folder)
+        adapted = peft.get_peft_model(model, config)
+        result = peft.set_peft_model_state_dict(adapted, peft.load_peft_weights(folder))
+    except (RuntimeError, ValueError, KeyError):
+        return False
+    of_adapter = [key for key in result.missing_keys if "lora_" in key or "ia3_" in key]
+    return not of_adapter and not result.unexpected_keys
+
+
+def without_first(path: Path) -> None:
+    state = load_file(path)
+    del state[next(iter(state))]
+    save_file(state, path)
+
+
+def with_one_more(path: Path) -> None:
+    state = load_file(path)
+    key = next(key for key in state if "lora" in key or "ia3" in key)
+    save_file(
+        {
+            **state,
+            key.replace("blocks.1", "blocks.7").replace("embed", "other"): state[key].clone(),
+        },
+        path,
+    )
+
+
+def with_other_rank(path: Path) -> None:
+    config = path.with_name("adapter_config.json")
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps({**settings, "r": 5}))
+
+
+CHANGES: dict[str, Any] = {
+    "none": lambda path: None,
+    "without a key": without_first,
+    "with another key": with_one_more,
+    "with another rank": with_other_rank,
+}
+BASES = {
+    "Net": "Net()",
+    "deep": "Net(layers=3)",
+    "shallow": "Net(layers=1)",
+    "wide": "Net(width=12)",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_verdict_is_that_of_peft(folder: Path, run: Run, config: str, change: str) -> None:
+    saved(CONFIGS[config](), folder / "adapter")
+    CHANGES[change](folder / "adapter/adapter_model.safetensors")
+    for base in BASES.values():
+        name, _, arguments = base.rstrip(")").partition("(")
+        loads = peft_loads(folder / "adapter", eval(base, nets()))
+        model = f"adapter_nets.py:{name}({arguments})" if arguments else f"adapter_nets.py:{name}"
+        done = run("diff", "adapter", "--model", model)
+        assert done.status == (0 if loads else 1), (base, done.said)
+        first_lines = "\n".join(done.out.splitlines()[:4])
+        assert "adapter" in first_lines
+        assert "whether PEFT loads it" in first_lines
+
+
+def test_a_model_with_an_adapter_takes_the_same_adapter(folder: Path, run: Run) -> None:
+    """Its keys have the adapter's name: ``lora_A.default.weight``."""
+    saved(CONFIGS["lora"](), folder / "adapter")
+    (folder / "adapter/adapter_config.json").unlink()
+    words = ("diff", "adapter/adapter_model.safetensors", "--model", "adapter_nets.py:adapted")
+    assert run(*words).status == 0
+    without_first(folder / "adapter/adapter_model.safetensors")
+    done = run(*words, "--format", "json")
+    assert done.status == 1
+    assert [entry["status"] for entry in done.data["entries"]].count("missing") == 1
+
+
+def test_names_alone_do_not_answer(folder: Path, run: Run) -> None:
+    saved(CONFIGS["lora"](), folder / "adapter")
+    assert run("trace", "adapter_nets.py:Net", "-o", "names.json").status == 0
+    done = run("diff", "adapter", "--model", "names.json")
+    assert done.status == 2
+    assert "needs its code" in done.err
+
+
+@pytest.mark.parametrize("config", ["lora", "saved", "dora"])
+def test_only_wrappers_are_removed_from_an_adapter(folder: Path, run: Run, config: str) -> None:
+    """``get_peft_model(torch.compile(net))`` writes ``base_model.model._orig_mod.``."""
+    saved(CONFIGS[config](), folder / "compiled", torch.compile)
+    model = ("--model", "adapter_nets.py:Net")
+    assert not peft_loads(folder / "compiled", nets()["Net"]())
+    done = run("diff", "compiled", *model, "--format", "json")
+    assert done.status == 1
+    (line,) = fixes_in(done.data)
+    assert run(*line.split()[1:]).status == 0
+    assert run("fix", "compiled", *model, "-o", "fixed").status == 0
+    before = load_file(folder / "compiled/adapter_model.safetensors")
+    after = load_file(folder / "fixed/adapter_model.safetensors")
+    assert list(after) == [key.replace("_orig_mod.", "") for key in before]
+    assert peft_loads(folder / "fixed", nets()["Net"]())
+    assert run("diff", "fixed", *model).status == 0
+
+
+# Keys as diffusers and kohya's scripts write them, and a sentence about what reads them
+NAMINGS = {
+    "base_model.model.down.0.to_q.lora_A.weight": "PeftModel",
+    "down.0.to_q.lora_A.weight": "loralib",
+    "unet.down.0.to_q.lora_A.weight": "load_lora_weights",
+    "transformer.down.0.to_q.lora_A.weight": "load_lora_weights",
+    "text_encoder.down.0.to_q.lora_linear_layer.down.weight": "load_lora_weights",
+    "unet.down.0.to_q.lora.down.weight": "load_lora_weights",
+    "lora_unet_down_0_to_q.lora_down.weight": "load_lora_weights",
+    "lora_te1_down_0_to_q.lora_down.weight": "load_lora_weights",
+}
+
+
+@pytest.mark.parametrize("key", NAMINGS)
+def test_the_sentence_says_what_reads_the_keys(folder: Path, run: Run, key: str) -> None:
+    other = key.replace("lora_A", "lora_B").replace("down.weight", "up.weight")
+    save_file({key: torch.ones(2, 4), other: torch.ones(4, 2)}, folder / "a.safetensors")
+    (folder / "unet.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    net = nn.Module(); net.down = nn.ModuleList([nn.Module()])\n"
+        "    net.down[0].to_q = nn.Linear(4, 4)\n"
+        "    return net\n"
+    )
+    line = next(
+        line for line in run("inspect", "a.safetensors").out.splitlines() if "kind:" in line
+    )
+    assert NAMINGS[key] in line
+    assert ("PEFT does not" in line) == ("PeftModel" not in line)
+    done = run("diff", "a.safetensors", "--model", "unet.py:build")
+    assert done.status == 1
+    assert "1 module, all of them are in" in done.err + done.out
+    assert str(SUPPORT) not in done.out
+    assert ("PeftModel" in done.err + done.out) == ("PeftModel" in NAMINGS[key])
