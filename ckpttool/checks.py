@@ -29,7 +29,7 @@ from ckpttool.core.text import Info, Note, shell, visible
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.suggest import diff_names_file
-from ckpttool.formats.detect_folder import unsafe_in_folder
+from ckpttool.formats.opening import unsafe_in_folder
 from ckpttool.io.files import look_anew
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.operands.model import ModelOperand, is_names_file, operand_of, read_names

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import ckpttool
+from ckpttool.formats import registry
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {
@@ -189,6 +190,52 @@ def test_only_listed_modules_write_files() -> None:
         return False
 
     assert [name for name in MODULES if writes(name) and name not in WRITERS] == []
+
+
+# of `ckpttool/formats`: what other packages may ask; the others are formats
+OF_ALL_FORMATS = {"fit", "folders", "look", "opening", "protocol", "registry", "remarks"}
+
+
+def outside_formats() -> list[str]:
+    return [name for name in MODULES if not below(name, "ckpttool.formats")]
+
+
+def test_no_format_is_imported_outside_of_formats() -> None:
+    allowed = {"ckpttool.formats", *(f"ckpttool.formats.{name}" for name in OF_ALL_FORMATS)}
+    wrong = []
+    for name in outside_formats():
+        for other in imports(name):
+            if below(other, "ckpttool.formats") and other not in allowed:
+                wrong.append(f"{name} imports {other}")
+    assert wrong == []
+
+
+def test_no_format_is_compared_by_name_outside_of_formats() -> None:
+    """Whether a format can do something is asked of the format."""
+    formats = {row.name for row in registry.TABLE} | {registry.MEMORY.name}
+    wrong = []
+    for name in outside_formats():
+        if name == "ckpttool.core.checkpoint":
+            continue  # says what a checkpoint in memory is
+        for node in ast.walk(tree(name)):
+            if isinstance(node, ast.Compare) and names_a_format(node, formats):
+                wrong.append(f"{name}:{node.lineno}")
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "FORMATS":
+                wrong.append(f"{name}:{node.lineno}")
+    assert wrong == []
+
+
+def names_a_format(compared: ast.Compare, formats: set[str]) -> bool:
+    """Return whether an attribute `format` or `name` of one is compared with a constant name."""
+    parts = [compared.left, *compared.comparators]
+    texts = {
+        node.value
+        for part in parts
+        for node in ast.walk(part)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    attributes = {part.attr for part in parts if isinstance(part, ast.Attribute)}
+    return bool(texts & formats) and bool(attributes & {"format", "name"})
 
 
 def test_equivalent_mutants_are_still_in_the_code() -> None:

@@ -61,7 +61,26 @@ def text(topic: str = "") -> str | None:
         marks = (*common_options(), Option("-h, --help", "The help of the command."))
         rows = [f"  {mark.spelled:<20} {mark.help}" for mark in marks]
         return _OPTIONS.replace("{common}", "\n".join(rows)).replace("{status}", EXIT_STATUS)
+    if topic == "formats":
+        return formats()
     return {"": _FIRST, "patterns": _PATTERNS}.get(topic)
+
+
+def formats() -> str:
+    """Return the formats that are read, the endings of outputs, and the packages that add some."""
+    from ckpttool.formats.registry import TABLE, installed
+
+    added = installed()
+    lines = ["Formats, and the endings of OUT that choose them:", ""]
+    for row in (*TABLE, *added.formats):
+        endings = [text for text in (row.index, *row.endings) if text] if row.writes else []
+        package = f"  (package {row.package})" if row.package else ""
+        lines.append(f"  {row.title:<43}{' '.join(endings) or 'read only'}{package}".rstrip())
+    for problem in added.problems:
+        lines.append(f"  the package {problem.key} fails: {problem.problem}")
+    return "\n".join(
+        [*lines, "", "More: docs/formats.md; a format of your own: examples/plugin", ""]
+    )
 
 
 def versions() -> str:

@@ -12,6 +12,8 @@ from ckpttool.core.pickle_imports import Import
 from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass, public
 
+IN_MEMORY = "memory"  # the format of an object in memory
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -430,11 +432,21 @@ class Checkpoint:
             for key, entry in section.by_key().items()
         }
 
+    @classmethod
+    def of(cls, *sections: Section) -> Checkpoint:
+        """Return a checkpoint of these sections, which is no file."""
+        return cls("", IN_MEMORY, 0, sections)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is an object in memory, and no file."""
+        return self.format == IN_MEMORY
+
     def part(self, path: str) -> str:
         """Return how the user names the section at `path`; for an object in memory, the Python
         expression.
         """
-        if self.format == "memory":
+        if self.in_memory:
             return "ckpt" + "".join(f"[{name!r}]" for name in path.split("."))
         return f"{self.source}::{path}"
 
@@ -449,7 +461,7 @@ class Checkpoint:
         """
         return (
             "ckpttool.inspect(ckpt)"
-            if self.format == "memory"
+            if self.in_memory
             else shell("ckpttool", "inspect", self.source)
         )
 

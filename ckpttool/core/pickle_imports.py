@@ -42,6 +42,10 @@ class Import:
     def place(self) -> str:
         return f"{self.member or self.file}, byte {self.offset:,}"
 
+    def is_in(self, path: str, offset: int, length: int) -> bool:
+        """Return whether its pickle has bytes in this range of the file at `path`."""
+        return path == self.file and offset < self.end and self.start < offset + length
+
 
 def in_order(imports: Iterable[Import]) -> tuple[Import, ...]:
     """Return the imports: dangerous, unknown, known; each group by name, and within a name in file

@@ -46,8 +46,9 @@ from ckpttool.diffing.sections import (
 )
 from ckpttool.distributed.job import Question, answers, current, only_first
 from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects
-from ckpttool.formats.rank_files import one_rank
-from ckpttool.formats.registry import FORMATS, holds_versions
+from ckpttool.formats.fit import holds_versions
+from ckpttool.formats.registry import format_of
+from ckpttool.formats.remarks import one_rank
 from ckpttool.naming.versions import Effect, other_versions_of
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, as_read
@@ -120,7 +121,18 @@ OTHER_NAMES = frozenset({"renamed", "transformed", "alias"})
 
 def is_program(*checkpoints: Checkpoint) -> bool:
     """Return True if one of them is a program: it keeps its own names, whatever weights it has."""
-    return any(checkpoint.format in ("pt2", "torchscript") for checkpoint in checkpoints)
+    return any(format_of(checkpoint).holds.programs for checkpoint in checkpoints)
+
+
+def program_and_weights(left: Checkpoint, right: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Return the two in the order of `swap-weights`, which takes the program first."""
+    return (right, left) if is_program(right) else (left, right)
+
+
+def is_written_program(checkpoint: Checkpoint) -> bool:
+    """Return True if it is a program whose names a remap can change."""
+    kind = format_of(checkpoint)
+    return kind.holds.programs and kind.writes
 
 
 def _saved_optimizers(
@@ -237,7 +249,7 @@ def _tie_notes(
                 untied.append(f"{key} = {first_key}")
         if untied:
             text = f"tied in {side} only: {some(untied)}"
-            yield Note(text, "ties") if FORMATS[other.format].aliases else Info(text, "ties")
+            yield Note(text, "ties") if format_of(other).holds.aliases else Info(text, "ties")
 
 
 def _metadata_notes(left: Checkpoint, right: Checkpoint, sides: Sides) -> Iterator[str]:
@@ -269,7 +281,8 @@ def compare_outside(
     """
     mine, theirs = loose_entries(left), loose_entries(right)
     entries = [compare_pair(mine[key], theirs[key], values) for key in mine if key in theirs]
-    if left.format != right.format and "torchscript" in (left.format, right.format):
+    formats = {format_of(left), format_of(right)}
+    if len(formats) > 1 and any(row.holds.code_storages for row in formats):
         return tuple(entries)  # other formats have no place for the constants of its code
 
     # Only their bytes identify such storages, so these are always compared.

@@ -24,9 +24,8 @@ from ckpttool.diffing.sections import (
     explain_quantized,
     without_dtypes,
 )
-from ckpttool.formats.rank_files import one_rank
-from ckpttool.formats.registry import MEMORY
-from ckpttool.formats.torch_legacy import UNREADABLE, refused_by_torch
+from ckpttool.formats.registry import format_of
+from ckpttool.formats.remarks import one_rank
 from ckpttool.naming.convert import other_versions
 from ckpttool.naming.convert import read as read_keys
 from ckpttool.naming.evidence import Tensor, exchangeable
@@ -154,7 +153,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     for other in same_model(checkpoint, section, names):
         part = checkpoint.part(other.path)
         command = shell("ckpttool", "diff", *model.words, part)
-        if checkpoint.format == MEMORY.name:
+        if checkpoint.in_memory:
             command = f"ckpttool.diff({part}, model=...)"
         text = (
             f"{other.path} holds the same model as {section.title}, and was not compared: {command}"
@@ -262,14 +261,15 @@ def _check_names_suffice(
 
 
 def unreadable_note(checkpoint: Checkpoint) -> list[str]:
-    """Return a note if torch.load fails for the file, with the command that writes one that it
-    loads.
+    """Return a note if the library that reads such files fails for this one, with the command that
+    writes one that it loads.
     """
-    if not refused_by_torch(checkpoint):
+    refusal = format_of(checkpoint).refusal(checkpoint)
+    if not refusal:
         return []
     path = split(checkpoint.source)[0]
     command = shell("ckpttool", "remap", path, "-o", next(outputs(path, "zip")))
-    return [Note(f"{UNREADABLE}: {command}", "unreadable")]
+    return [Note(f"{refusal}: {command}", "unreadable")]
 
 
 def compared_by_loading(checkpoint: Checkpoint, ignore_dtype: bool) -> dict[str, bool]:

@@ -24,6 +24,7 @@ from ckpttool.diffing.sections import (
 )
 from ckpttool.evaluate.apply import Digests
 from ckpttool.evaluate.compare import same_values
+from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.naming.convert import read
 from ckpttool.naming.evidence import Ambiguous, Inference, Pair, Side, Tensor
@@ -42,10 +43,6 @@ P = TypeVar("P", Pair, Ambiguous)
 
 
 # Likely renames
-
-
-# keys in the order of definition
-_DEFINED = frozenset({"torch_zip", "torch_legacy", "torchscript", "pt2", "memory"})
 
 
 def known(entries: Iterable[Entry]) -> dict[str, str]:
@@ -83,7 +80,7 @@ def suggestions(
             if entry.key not in left_out and not is_placeholder(entry)
         ]
         digests = Digests({bare[key]: entry for key, entry in by_key.items()}) if values else None
-        sides.append(Side(tensors, checkpoint.format in _DEFINED, digests))
+        sides.append(Side(tensors, format_of(checkpoint).holds.order, digests))
         names.append(bare)
     mine, theirs = names
     paired = infer(

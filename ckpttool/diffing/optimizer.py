@@ -30,8 +30,8 @@ from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
 from ckpttool.diffing.model import compared_by_loading, load, unreadable_note
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Outlines, Remedy, only_left, only_right
 from ckpttool.diffing.sections import Values, compare_pair
-from ckpttool.formats.detect_folder import optimizers_in
-from ckpttool.formats.registry import MEMORY
+from ckpttool.formats.folders import optimizers_in
+from ckpttool.formats.registry import format_of
 from ckpttool.io.files import names_in
 from ckpttool.io.paths import join
 from ckpttool.naming.convert import read as read_keys
@@ -463,11 +463,8 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
         raise _no_single_optimizer(model, checkpoint)
     if not names.optimizer:
         names = in_model_order(names, section)
-    verdict, by_dcp = None, False
-    if checkpoint.format == "dcp":
-        from ckpttool.formats.dcp import holds_each_option  # most commands do not need it
-
-        by_dcp = holds_each_option(checkpoint, section.path)
+    verdict = None
+    by_dcp = format_of(checkpoint).holds_each_option(checkpoint, section.path)
     if model.optimizer is not None:
         from ckpttool.tracing.build_optimizer import load_optimizer, optimizer_verdict
 
@@ -573,7 +570,7 @@ def _no_single_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptErr
             hint=f"name the file: {again}",
         )
     command = shell("ckpttool", "diff", *words, source)
-    if checkpoint.format == MEMORY.name:
+    if checkpoint.in_memory:
         command = "ckpttool.diff(ckpt, model=...)"
     return CkptError(
         f"{checkpoint.source} has no optimizer: an optimizer that resumes from it starts from"

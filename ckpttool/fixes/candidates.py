@@ -9,6 +9,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.text import dotted
 from ckpttool.diffing.result import Diff
 from ckpttool.fixes.trial import Question, model_path
+from ckpttool.formats.registry import format_of
 from ckpttool.naming.convert import ModelForm, read
 from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import canonical_keys
@@ -75,11 +76,11 @@ def to_compare(question: Question) -> Iterator[Candidate]:
     # would be written the same again, except for module versions that left lost.
     same_names = [entry.left == entry.right for entry in diff.entries if entry.left and entry.right]
     lost_versions = not model_section(left).modules and bool(model_section(right).modules)
-    no_change = (
-        left.format in ("safetensors", "torch_zip") and all(same_names) and not lost_versions
-    )
+    kind = format_of(left)
+    is_kept = bool(kind.endings) and not kind.folder
+    no_change = is_kept and all(same_names) and not lost_versions
     is_idle = not base and (no_change or not same_names)
-    base.append(RemapOptions(like=right if right.format == "memory" else right.source))
+    base.append(RemapOptions(like=right if right.in_memory else right.source))
     for options in () if is_idle else base:
         yield options.to or "renamed", options
     yield from _without_second_names(left, diff, *base, *([] if is_idle else [RemapOptions()]))

@@ -17,6 +17,7 @@ from ckpttool.core.optimizer_state import FQN as FQN_KEYS
 from ckpttool.core.text import Info, Note, plural, shell, some
 from ckpttool.diffing.adapter import adapter_alone
 from ckpttool.diffing.causes import OBJECTS, Code
+from ckpttool.diffing.checkpoints import is_program, is_written_program, program_and_weights
 from ckpttool.diffing.names import compare_with_code, renamable
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Remedy, Unfixed
@@ -24,8 +25,8 @@ from ckpttool.diffing.sections import without_segment
 from ckpttool.fixes.candidates import Candidate, own_keys, to_compare, to_load, to_load_model
 from ckpttool.fixes.rules_file import by_file, renamed, suggested, with_file
 from ckpttool.fixes.trial import Question, Trial, model_path, try_remap, try_swap
-from ckpttool.formats.rank_files import one_rank
-from ckpttool.formats.registry import MEMORY
+from ckpttool.formats.registry import format_of
+from ckpttool.formats.remarks import one_rank
 from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.operands.checkpoint import model_section, open_operand, split
 from ckpttool.operands.model import ModelOperand, read_names, saved_by
@@ -145,13 +146,13 @@ def answered(question: Question, suggests: bool = False) -> Diff:
             fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
         rules_options = None if trial is None else _printed(trial)
         return replace(fixes.added_to(diff), rules=rules.text(), rules_options=rules_options)
-    if left is None or model is None or not left.state_dicts or left.format == "pt2":
+    if left is None or model is None or not left.state_dicts or is_written_program(left):
         return fixes.added_to(diff)
     rules = question.rules if suggests or not fixes.commands or fixes.is_partial else None
     if rules is None:
         return fixes.added_to(diff)
     about_optimizer = diff.remedy is not None or question.options.optimizer is not None
-    if not suggests and (about_optimizer or left.format == MEMORY.name):
+    if not suggests and (about_optimizer or left.in_memory):
         return fixes.added_to(diff)
     trial = None if about_optimizer else _by_rules(question, rules.text())
     if trial is None and suggests:
@@ -231,8 +232,8 @@ def _fixes(question: Question) -> Fixes:
         tried = (try_remap(question, options, word) for word, options in to_load_model(question))
         complete = next((fix for fix in tried if fix is not None and fix.after.identical), None)
         return Fixes() if complete is None else Fixes((complete.fix,))
-    is_program = question.right is not None and "pt2" in (left.format, question.right.format)
-    swap, swap_notes = _swap_fix(question) if is_program else (None, [])
+    has_program = question.right is not None and is_program(left, question.right)
+    swap, swap_notes = _swap_fix(question) if has_program else (None, [])
     if swap is not None and swap.after.identical:
         return Fixes((swap.fix,))
     best = _best_remap(question)
@@ -244,8 +245,8 @@ def _fixes(question: Question) -> Fixes:
     commands = [trial.fix for trial in (swap, best) if trial is not None]
     with_model: tuple[str, ...] = ()
     is_whole = best is not None and best.after.identical and not infers
-    if not commands or (is_program and not is_whole):  # the program's own model knows better
-        with_model = _commands_with_a_model(question, is_program)
+    if not commands or (has_program and not is_whole):  # the program's own model knows better
+        with_model = _commands_with_a_model(question, has_program)
         if with_model and swap is None and not infers:
             commands = []
     notes = [*swap_notes, *[OWN_NAMES] * (swap is not None), *[DROPPED] * drops]
@@ -284,7 +285,7 @@ def _best_remap(question: Question) -> Trial | None:
         return None  # no command has what the other ranks hold
     differing = {status for entry in question.diff.entries for status in entry.statuses} - {"same"}
     not_by_names = {"shape", "dtype"} | ({"value"} if question.right is not None else set())
-    if differing and differing <= not_by_names and left.format != "rank_files":
+    if differing and differing <= not_by_names and not format_of(left).holds.rank_parts:
         return None
     if question.parts:
         return None
@@ -346,7 +347,7 @@ def _selected(question: Question) -> Trial | None:
         return None
     sources = [question]
     path = model_path(left)
-    if path and split(left.source)[1] is None and left.format != MEMORY.name:
+    if path and split(left.source)[1] is None and not left.in_memory:
         sources.append(replace(question, left=open_operand(left.part(path)), opened=None))
     for prefix in dict.fromkeys(
         found[0] for found in question.prefixes if len(found) == 1 and found[0]
@@ -462,7 +463,7 @@ def _code(entry: Entry) -> str:
 # Two checkpoints whose relation only the model's code could tell
 
 
-def _commands_with_a_model(question: Question, is_program: bool) -> tuple[str, ...]:
+def _commands_with_a_model(question: Question, has_program: bool) -> tuple[str, ...]:
     """Return commands with the placeholder MODEL if all differences look like the work of a hook,
     or of a rank.
 
@@ -476,11 +477,11 @@ def _commands_with_a_model(question: Question, is_program: bool) -> tuple[str, .
     statuses = {entry.status for entry in diff.entries}
     # If left lacks only second names of tensors that it has, the model ties them.
     lacks_second_names = any(entry.status == "alias" and not entry.left for entry in diff.entries)
-    if left.format == "rank_files" or (
+    if format_of(left).holds.rank_parts or (
         lacks_second_names and statuses <= {"same", "alias", "extra_state"}
     ):
         to = "serialized"
-    elif statuses - ({"renamed"} if is_program else set()) <= {
+    elif statuses - ({"renamed"} if has_program else set()) <= {
         "same",
         "alias",
         "extra_state",
@@ -501,8 +502,8 @@ def _commands_with_a_model(question: Question, is_program: bool) -> tuple[str, .
             to = "serialized"
         else:
             return ()
-        if is_program:
-            program, weights = (right, left) if right.format == "pt2" else (left, right)
+        if has_program:
+            program, weights = program_and_weights(left, right)
             swap = SwapOptions(model="MODEL", out=next(outputs(program.source, "swapped")))
             return (command("swap-weights", (program.source, weights.source), swap),)
     else:

@@ -13,6 +13,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import refs
 from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
+from ckpttool.diffing.checkpoints import program_and_weights
 from ckpttool.diffing.names import suggestions
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Outlines, names_outlines, outlines
@@ -316,7 +317,7 @@ def try_remap(
 def try_swap(question: Question, options: SwapOptions) -> Trial | CkptError:
     """Return the swap with these options, or why it is refused."""
     left, right = question.two
-    program, weights = (right, left) if right.format == "pt2" else (left, right)
+    program, weights = program_and_weights(left, right)
     read = replace(options, dry_run=True, model=None if options.model is None else question.model)
     try:
         swapped = swap.run(program.source, weights, read).program

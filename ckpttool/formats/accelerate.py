@@ -12,10 +12,8 @@ from dataclasses import replace
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError, Problem
-from ckpttool.formats.detect import sniff
-from ckpttool.formats.detect_folder import fsdp_parts, locate, other_weights, state_files
-from ckpttool.formats.registry import FORMATS
-from ckpttool.io.files import is_dir
+from ckpttool.formats.folders import fsdp_parts, other_weights, state_files
+from ckpttool.formats.registry import recognise
 from ckpttool.io.paths import join
 
 FORMAT = "accelerate"
@@ -29,9 +27,7 @@ def read(folder: str) -> Checkpoint:
     """
     parts: dict[str, Checkpoint] = {}
     for section, name in fsdp_parts(folder).items():
-        path = join(folder, name)
-        kind = locate(path).format if is_dir(path) else sniff(path)
-        parts[section] = FORMATS[kind].read(path)
+        parts[section] = recognise(join(folder, name)).read()
     problems = [problem for section, part in parts.items() for problem in _problems(section, part)]
     if problems:
         raise CkptError(

@@ -7,7 +7,8 @@ are needed. A rename writes ``.metadata`` only: items that do not change stay in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from functools import partial
 from heapq import heapreplace
@@ -34,6 +35,7 @@ from ckpttool.core import dtypes
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Part, Span, Storage, in_row_major
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.limits import Memory, limits
+from ckpttool.core.pickle_imports import Import
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.distributed.job import current
 from ckpttool.formats import torch_zip
@@ -49,7 +51,7 @@ from ckpttool.formats.dcp_metadata import (
     read_shards,
     spelled,
 )
-from ckpttool.formats.detect_folder import DCP_METADATA, HF_SHARD, other_files
+from ckpttool.formats.folders import DCP_METADATA, HF_SHARD, other_files
 from ckpttool.io.files import exists, is_file, names_in, opened, size
 from ckpttool.io.paths import join, safe_path
 from ckpttool.io.pieces import Edited, Files, Link, Piece, Pieces, nbytes_of, read_span
@@ -485,6 +487,36 @@ def layout_files(
         Piece(spelled(Metadata(items, {key: path for key, (path, _) in leaves.items()})))
     ]
     return files
+
+
+def linked_imports(imports: Iterable[Import], files: Files, linked: Mapping[str, str]) -> set[str]:
+    """Return the names of those imports that are in a linked data file (name -> real path) and are
+    read.
+
+    The bytes of dropped entries stay in such a file, and ``.metadata`` does not list them. Equal
+    objects are read once, so an object's own bytes tell what it imports.
+    """
+    content = files[DCP_METADATA]
+    assert not isinstance(content, Link)
+    text = b"".join(piece.data for piece in content if isinstance(piece.data, bytes))
+    pickles = {
+        imported: bytes(
+            read_span(Span(imported.file, imported.start, imported.end - imported.start))
+        )
+        for imported in imports
+    }
+    names = set()
+    for item in parse(text, DCP_METADATA).items.values():
+        for place in item.places:
+            if place.name not in linked:
+                continue
+            span = Span(linked[place.name], place.offset, place.length)
+            raw = bytes(read_span(span)) if isinstance(item, BytesItem) else b""
+            for imported, pickle in pickles.items():
+                real = replace(imported, file=os.path.realpath(imported.file))
+                if pickle in raw or real.is_in(span.path, span.offset, span.length):
+                    names.add(imported.name)
+    return names
 
 
 def layout_in_place(checkpoint: Checkpoint) -> dict[str, Edited] | None:

@@ -33,7 +33,7 @@ from ckpttool.core.values import dataclass, many_objects
 from ckpttool.evaluate.chunks import across, concatenated, in_own_storage
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats import torch_zip
-from ckpttool.formats.detect import sniff
+from ckpttool.formats.registry import recognise
 from ckpttool.io.files import is_dir, is_file, names_in
 from ckpttool.io.paths import join, parent, safe_path
 
@@ -193,7 +193,7 @@ def read_file(path: str) -> File:
     """Read a file that holds a dict, or one tensor, which becomes the item ``param``. Raises
     `CkptError` for others.
     """
-    if sniff(path) != "torch_zip":
+    if recognise(path).format.name != "torch_zip":
         raise CkptError(f"{path} was not written by torch.save", hint=COPY)
     archive = read_archive(path)
     _, pickle, storages = torch_zip.open_tree(archive)

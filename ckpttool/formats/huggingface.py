@@ -8,16 +8,13 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckpttool.containers import strict_json
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.limits import limits
-from ckpttool.core.schema import OBJECT, TEXT, check, map_of, object_of
 from ckpttool.core.values import dataclass
 from ckpttool.formats import safetensors, torch_zip, torchao
-from ckpttool.formats.detect import sniff
-from ckpttool.formats.registry import FORMATS
-from ckpttool.io.files import is_file, look_ahead, opened
+from ckpttool.formats.hf_index import read_index
+from ckpttool.formats.registry import named, recognise
+from ckpttool.io.files import is_file, look_ahead
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.paths import parent, safe_path
 from ckpttool.io.pieces import Edited, Files, Piece, Pieces
@@ -25,7 +22,6 @@ from ckpttool.io.pieces import Edited, Files, Piece, Pieces
 SAFETENSORS, BIN = "sharded", "sharded_bin"  # names in the table of formats
 DEFAULT_SIZE = 5 * 10**9  # bytes; the default of transformers up to version 4
 
-_INDEX = object_of({"weight_map": map_of(TEXT)}, {"metadata": OBJECT})
 _KINDS = {"safetensors": SAFETENSORS, "torch_zip": BIN}
 _LAYOUT = {
     SAFETENSORS: ("model", ".safetensors", safetensors.layout),
@@ -93,46 +89,7 @@ def shard_names(stem: str, ending: str, count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}{ending}" for number in range(1, count + 1)]
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes of ``5GB`` (10^9), ``512MiB`` (2^20) or ``1000``. Raises `CkptError` for any
-    other text.
-    """
-    match = re.fullmatch(
-        r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGTkmgt])([Ii]?)[Bb]|[Bb])?", text.strip()
-    )
-    size = 0
-    if match:
-        power = " KMGT".index((match[2] or " ").upper())
-        size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-    if not size:
-        raise CkptError(f"{text!r} is not a size", hint="as in 5GB, 500MB, 2GiB or 1000000 (bytes)")
-    return size
-
-
 # Reading
-
-
-def read_index(path: str) -> tuple[str, dict[str, Any]]:
-    """Return the index as text and as an object: ``weight_map`` maps keys to names of shards, which
-    are not checked.
-
-    Raises `CkptError`, every problem at its JSON path, for anything else.
-    """
-    most = limits().json_bytes
-    message, hint = f"{path} is not an index of a sharded checkpoint", "download or copy it again"
-    with opened(path) as file:
-        raw = file.read(most + 1)
-    try:
-        if len(raw) > most:
-            raise ValueError(f"it is longer: {limits().named('json_bytes')}")
-        text = raw.decode()
-        index = strict_json.loads(text)
-    except ValueError as error:
-        raise CkptError(f"{message}: {error}", hint=hint) from error
-    check(_INDEX, index, message, hint)
-    if not index["weight_map"]:
-        raise CkptError(f"{message}: it has no weight_map", hint=hint)
-    return text, index
 
 
 def read(path: str) -> Checkpoint:
@@ -229,14 +186,14 @@ def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
     if not is_file(path):
         return [Problem("the shard is missing", name)]
     try:
-        kind = sniff(path)
-        shard = FORMATS[kind].read(path) if kind in _KINDS else None
+        kind = recognise(path).format
+        shard = kind.read(path) if kind.name in _KINDS else None
     except CkptError as error:
         return [
             Problem(problem.problem, f"{name}: {problem.key}") for problem in error.problems
         ] or [Problem(error.message.removeprefix(f"{path}: "), name)]
     if shard is None:
-        return [Problem(f"is in a format that shards cannot have: {FORMATS[kind].title}", name)]
+        return [Problem(f"is in a format that shards cannot have: {kind.title}", name)]
     if [(section.path, section.kind) for section in shard.sections] != [("", "state_dict")]:
         return [Problem("does not hold one state dict", name)]
     return shard
@@ -306,7 +263,7 @@ def layout_in_place(checkpoint: Checkpoint) -> Mapping[str, Edited] | None:
         return None
     files: dict[str, Edited] = {}
     for name, content in shards.items():
-        edited = FORMATS[content.format].layout_in_place(content, name)
+        edited = named(content.format).layout_in_place(content, name)
         if edited is None:
             return None
         files |= edited

@@ -10,6 +10,7 @@ from functools import partial
 from shlex import quote
 
 from ckpttool.containers.pickle_read import LEGACY_PICKLES, look_into, unreadable
+from ckpttool.containers.program import Home, Program, Role, replaceable, root_of
 from ckpttool.containers.tensors import Carried
 from ckpttool.containers.zip_read import STORED, Archive, Record, read_archive, read_record
 from ckpttool.containers.zip_write import NewRecord, layout_archive
@@ -26,17 +27,8 @@ from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
 from ckpttool.core.text import dotted
-from ckpttool.formats import pt2_program, torch_zip, torchscript
-from ckpttool.formats.pt2_program import (
-    FIELDS,
-    Home,
-    Program,
-    RecordOf,
-    Role,
-    compressed,
-    read_graph,
-    root_of,
-)
+from ckpttool.formats import pt2_program, torch_zip
+from ckpttool.formats.pt2_program import FIELDS, RecordOf, compressed, read_graph
 from ckpttool.io.pieces import Pieces, nbytes_of, read_span, stream
 
 
@@ -200,27 +192,6 @@ def _read_imports(archive: Archive, programs: Sequence[Program]) -> None:
                 look_into(torch_zip.read_pickled(archive, record, origin), origin, LEGACY_PICKLES)
         except CkptError as error:
             unreadable(origin, error)
-
-
-def read_scripted(path: str) -> Checkpoint:
-    """Return the index of a TorchScript archive, as a program whose weights can be replaced.
-
-    Its code calls every tensor by its attribute, and is not changed, nor are its constants. Raises
-    `CkptError` if it cannot be read.
-    """
-    checkpoint, archive = torchscript.read(path), read_archive(path)
-    records: dict[object, str] = {archive.span(record): record.name for record in archive.records}
-    storages = {
-        entry.storage
-        for section in checkpoint.sections
-        for entry in section.tensors
-        if entry.storage
-    }
-    homes = {storage: Home(records[storage.data]) for storage in storages}
-    program = Program(
-        archive, "", "torchscript", f"{root_of(archive)}code", checkpoint.sections, homes=homes
-    )
-    return replace(checkpoint, container=program)
 
 
 def _programs(archive: Archive) -> dict[str, _Reader]:
@@ -396,14 +367,6 @@ def _misfit(old: TensorEntry, new: TensorEntry) -> str | None:
             " swap-weights does"
         )
     return None
-
-
-def replaceable(old: TensorEntry, new: TensorEntry) -> bool:
-    """Return whether `old` is packed in a separate pickle, and `new` is pickled as the same kind of
-    tensor.
-    """
-    alone = isinstance(old.payload, Role) and old.payload.alone
-    return alone and isinstance(new.payload, Carried) and new.layout == old.layout
 
 
 def _by_home(

@@ -8,19 +8,19 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from shlex import quote
 from typing import Any
 
 from ckpttool.containers import strict_json
 from ckpttool.containers.nodes import pairs_of
 from ckpttool.containers.pickle_read import Call, Pickle
+from ckpttool.containers.program import CONSTANTS, OUTSIDE, Home, Program, Role
 from ckpttool.containers.tensors import Carried, Storages, entry_of, is_parameter, is_tensor
 from ckpttool.containers.tree import extra_of, unreached
 from ckpttool.containers.write_tree import dumped
 from ckpttool.containers.zip_read import STORED, Archive, Record, read_archive, read_record
 from ckpttool.core.checkpoint import (
-    Checkpoint,
     ExtraEntry,
     Payload,
     Section,
@@ -48,27 +48,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import content_of_storage
 from ckpttool.formats import torch_zip
 
-CONSTANTS = "constants"  # path of the section of constants; the state dict's is the root
-
 _AGAIN = "copy it or export it again"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Role(Payload):
-    """The payload of one tensor: the record that holds it, and its role in the program.
-
-    `alone`: the record is a torch file of this tensor and nothing else, and can be replaced.
-    `source` has the content of a packed tensor.
-    """
-
-    record: str
-    is_param: bool
-    requires_grad: bool
-    alone: bool = False
-    source: Payload | None = None
-
-    def content(self) -> bytes | None:
-        return None if self.source is None else self.source.content()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,55 +68,6 @@ class RecordOf(Payload):
         except CkptError:
             return content_of_storage(Storage(self.archive.span(self.record)))
         return Carried(pickle.root, storages).content()
-
-
-@dataclass(frozen=True, slots=True)
-class Home:
-    """A place in the file: a record, or the record `key` (without its folder) of the torch zip
-    `inner` in it.
-    """
-
-    record: str
-    inner: Archive | None = None
-    key: str = ""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Program:
-    """The file itself, `Checkpoint.container` of this format.
-
-    `layout` says which torch wrote it, `model` is the record of the graph (empty for compiled
-    code), `sections` are the state dict and the constants as the file holds them, `indexes` the
-    record that names the entries of each, `unreached` storages that these do not refer to. `shared`
-    are records that other programs use too, with these. `compiled` is True where the program is
-    code that AOTInductor compiled.
-    """
-
-    archive: Archive
-    name: str
-    layout: str
-    model: str
-    sections: tuple[Section, ...]
-    indexes: Sequence[str] = ()
-    homes: Mapping[Storage, Home] = field(default_factory=dict)
-    shared: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    unreached: tuple[Unreached, ...] = ()
-
-    @property
-    def compiled(self) -> bool:
-        """Whether it is an AOTInductor package: compiled code, and no graph."""
-        return not self.model
-
-
-def program_of(checkpoint: Checkpoint) -> Program | None:
-    return checkpoint.container if isinstance(checkpoint.container, Program) else None
-
-
-def root_of(archive: Archive) -> str:
-    """Return the folder of all records, with its slash; empty if there is none."""
-    first = archive.records[0].name if archive.records else ""
-    return first[: first.find("/") + 1]
 
 
 def read_json(archive: Archive, name: str, kind: Kind, writer: str) -> Any:
@@ -529,21 +460,6 @@ def open_record(archive: Archive, name: str) -> tuple[Pickle, Storages, Archive]
 
 COMPILED = "data/aotinductor/"
 AOTINDUCTOR = "AOTInductor"
-OUTSIDE = (
-    "compile it again with its weights outside: torch._inductor.aoti_compile_and_package(program,"
-    " package_path=..., "
-    "inductor_configs={'aot_inductor.package_constants_in_so': False, "
-    "'aot_inductor.package_constants_on_disk_format': 'pickle_weights'})"
-)
-INSIDE = (
-    "small weights (up to 8 elements in one dimension) are in the compiled code itself: compile it"
-    " again for new ones. "
-    "Leave out what it does not use, such as BatchNorm's num_batches_tracked: ckpttool remap NEW"
-    " --drop KEY -o OUT"
-)
-
-MOST_INLINED = 8  # elements
-
 _WEIGHTS_CONFIG = "weights_config.json"
 _KIND = re.compile(r"constants_info_\[(\d+)\]\.type = [^;\n]*ConstantType::(\w+)\)")
 _FQN = re.compile(r'constants_info_\[(\d+)\]\.original_fqn = "([^"\n]*)"')
@@ -586,13 +502,6 @@ def read_compiled(archive: Archive, root: str, name: str) -> Program:
     return Program(
         archive, name, AOTINDUCTOR, "", sections, (), homes, _shared(archive, root, name), (note,)
     )
-
-
-def is_inlined(entry: TensorEntry) -> bool:
-    """Return whether the compiler writes a tensor of this shape into the code; it cannot be
-    replaced there.
-    """
-    return len(entry.shape) <= 1 and entry.numel <= MOST_INLINED
 
 
 def _lifted(archive: Archive, files: list[str]) -> set[str]:

@@ -37,16 +37,15 @@ from ckpttool.core.checkpoint import (
 )
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.text import Note, dotted, is_flat, shell, some
+from ckpttool.core.text import dotted, is_flat, shell, some
 from ckpttool.evaluate.chunks import across, concatenated
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats import torch_zip
-from ckpttool.formats.detect import sniff
+from ckpttool.formats.registry import recognise
 from ckpttool.io.files import glob
 from ckpttool.io.paths import join, name, parent
 
 NAME = "rank_files"  # in the table of formats
-_RANK = re.compile(r"(rank[-_.]?)\d+", re.IGNORECASE)  # in a file's name
 _MOST_MISSING = 20  # ranks that are listed: a hostile file may claim millions
 
 # Words in the name of a number that must be equal on all ranks.
@@ -55,24 +54,6 @@ _COUNTERS = frozenset(
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # in snake_case or CamelCase
 _ABSENT = object()
-
-
-def one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a warning if the file holds one rank's part of its tensors; else nothing."""
-    if checkpoint.format == NAME:
-        return ()
-    entries = [entry for section in checkpoint.sections for entry in section.entries]
-    certain = any(entry.payload is not None and shard_kind(entry) for entry in entries)
-    if not certain and not any(map(is_flat, [entry.key for entry in entries])):
-        return ()
-    path = checkpoint.source.partition("::")[0]
-    pattern = _RANK.sub(r"\1*", path) if _RANK.search(name(path)) else "rank_*.pt"
-    unless = "" if certain else ", unless one rank alone saved it"
-    text = (
-        f"{checkpoint.source} is the part of one rank{unless}: name the files of all ranks at"
-        f" once, as in '{pattern}'"
-    )
-    return (Note(text, "rank-part"),)
 
 
 def read(pattern: str) -> Checkpoint:
@@ -90,7 +71,7 @@ def read(pattern: str) -> Checkpoint:
         )
     files: dict[str, Checkpoint] = {}
     for path in paths:
-        kind = sniff(path)
+        kind = recognise(path).format.name
         if kind == "torch_legacy":
             new = shell("ckpttool", "remap", path, "-o", join(parent(path), f"zip.{name(path)}"))
             raise CkptError(

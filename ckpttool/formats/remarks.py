@@ -8,7 +8,10 @@ from dataclasses import replace
 
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.names import RUNTIME, SERIALIZED
-from ckpttool.core.text import human_bytes, is_flat, plural, some
+from ckpttool.core.text import Note, human_bytes, is_flat, plural, some
+from ckpttool.io.paths import name
+
+_RANK = re.compile(r"(rank[-_.]?)\d+", re.IGNORECASE)  # in a file's name
 
 _GATHER = "`ckpttool remap FOLDER -o whole.pt` gathers them from the folder of all ranks' files"
 PLACEHOLDER = (
@@ -139,3 +142,26 @@ def write_form(checkpoint: Checkpoint, *, in_metadata: bool) -> Checkpoint:
         for s in checkpoint.sections
     )
     return replace(checkpoint, sections=sections)
+
+
+def one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return a warning if the file holds one rank's part of its tensors; else nothing."""
+    if checkpoint.format == "rank_files":
+        return ()
+    entries = [entry for section in checkpoint.sections for entry in section.entries]
+    with_payload = [entry for entry in entries if entry.payload is not None]
+    certain = False
+    if with_payload:
+        from ckpttool.containers.rank_shards import shard_kind  # most files have no payloads
+
+        certain = any(map(shard_kind, with_payload))
+    if not certain and not any(map(is_flat, [entry.key for entry in entries])):
+        return ()
+    path = checkpoint.source.partition("::")[0]
+    pattern = _RANK.sub(r"\1*", path) if _RANK.search(name(path)) else "rank_*.pt"
+    unless = "" if certain else ", unless one rank alone saved it"
+    text = (
+        f"{checkpoint.source} is the part of one rank{unless}: name the files of all ranks at"
+        f" once, as in '{pattern}'"
+    )
+    return (Note(text, "rank-part"),)

@@ -19,12 +19,12 @@ from ckpttool.core.checkpoint import Checkpoint, Span, Storage
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Memory, limits
 from ckpttool.core.values import dataclass, many_objects
-from ckpttool.formats.detect import LEGACY_START
+from ckpttool.formats.signatures import LEGACY_START
 from ckpttool.io.files import Source, assume, opened
 from ckpttool.io.paths import is_url
 
 FORMAT = "torch_legacy"  # in the table of formats
-UNREADABLE = (
+_UNREADABLE = (
     "torch.load raises for this file: a storage has no dtype, as for float8 and other new dtypes"
     " in the format "
     "before torch 1.6; `ckpttool remap` writes a file that it loads"
@@ -58,20 +58,25 @@ def read(path: str) -> Checkpoint:
     return read_tree(path, FORMAT, nbytes, pickles.tree, storages, sizes, notes=behind)
 
 
-def refused_by_torch(checkpoint: Checkpoint) -> bool:
-    """Return whether torch.load raises for the file: in this format it asks every storage for its
-    dtype.
+def refusal(checkpoint: Checkpoint) -> str:
+    """Return why torch.load raises for the file, empty if it does not: in this format it asks every
+    storage for its dtype.
 
     torch.save writes storages without one all the same, for each dtype newer than bfloat16 (float8,
     uint16, complex32).
     """
-    if checkpoint.format != FORMAT:
-        return False
+    return _UNREADABLE if _has_untyped_storages(checkpoint) else ""
+
+
+def _has_untyped_storages(checkpoint: Checkpoint) -> bool:
     if isinstance(checkpoint.container, Container):
         return checkpoint.container.tree.storages.untyped
-    tensors = (entry.payload for section in checkpoint.sections for entry in section.all_tensors())
     # a picked section
-    return any(isinstance(payload, Carried) and payload.storages.untyped for payload in tensors)
+    for section in checkpoint.sections:
+        for entry in section.all_tensors():
+            if isinstance(entry.payload, Carried) and entry.payload.storages.untyped:
+                return True
+    return False
 
 
 # The pickles

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ckpttool.containers.pickle_read import Call, Global
+from ckpttool.containers.program import Home, Program, root_of
 from ckpttool.containers.tensors import Storages, entry_of, is_tensor
 from ckpttool.containers.tree import unreached
 from ckpttool.containers.zip_read import Archive, read_archive, read_record
@@ -76,6 +78,39 @@ def layout(checkpoint: Checkpoint) -> Pieces:
         hint="write its state dict to a .pt or .safetensors file; new values under its own names: "
         "ckpttool swap-weights SCRIPTED.pt NEW.pt -o OUT.pt",
     )
+
+
+def read_program(path: str, name: str | None = None) -> Checkpoint:
+    """Return the index of a TorchScript archive, as a program whose weights can be replaced.
+
+    Its code calls every tensor by its attribute, and is not changed, nor are its constants. Raises
+    `CkptError` if it cannot be read, and for a `name`: it has none.
+    """
+    if name is not None:
+        raise CkptError(
+            f"{path} holds one program without a name: TorchScript archive",
+            hint=f"name {path} alone",
+        )
+    checkpoint, archive = read(path), read_archive(path)
+    records: dict[object, str] = {archive.span(record): record.name for record in archive.records}
+    homes: dict[Storage, Home] = {}
+    for section in checkpoint.sections:
+        for entry in section.tensors:
+            if entry.storage:
+                homes[entry.storage] = Home(records[entry.storage.data])
+    program = Program(
+        archive, "", "torchscript", f"{root_of(archive)}code", checkpoint.sections, homes=homes
+    )
+    return replace(checkpoint, container=program)
+
+
+def layout_program(program: Checkpoint) -> Pieces:
+    """Return the archive with the tensors of `program`, which `read_program` returned. Raises as
+    `layout` of an exported program does.
+    """
+    from ckpttool.formats import pt2  # most archives are only read
+
+    return pt2.layout(program)
 
 
 class _Reader:

@@ -35,7 +35,9 @@ from ckpttool.core.text import Info, Note, dotted, is_flat, number, plural, some
 from ckpttool.core.values import dataclass, public
 from ckpttool.distributed.job import Question, answers
 from ckpttool.evaluate.compare import Statistics, statistics
-from ckpttool.formats.detect_folder import unsafe_in_folder
+from ckpttool.formats.opening import unsafe_in_folder
+from ckpttool.formats.registry import format_of
+from ckpttool.formats.remarks import one_rank
 from ckpttool.kinds.adapters import Adapter, adapter_of
 from ckpttool.kinds.table import KIND
 from ckpttool.naming.flat import flat_params
@@ -89,16 +91,12 @@ class Inspection:
             text = f"{count}, executed if it is loaded with weights_only=False: {some(imports)}"
             notes.append(Note(text, "dangerous-import"))
         notes += checkpoint.notes
-        if checkpoint.format == "torch_legacy":
-            from ckpttool.formats.torch_legacy import UNREADABLE, refused_by_torch
-
-            notes += [Note(UNREADABLE, "unreadable")] if refused_by_torch(checkpoint) else []
+        refusal = format_of(checkpoint).refusal(checkpoint)
+        notes += [Note(refusal, "unreadable")] if refusal else []
         entries = [entry for section in checkpoint.sections for entry in section.entries]
         if any(
             is_flat(e.key) or isinstance(e, ExtraEntry) or e.layout != "strided" for e in entries
         ):
-            from ckpttool.formats.rank_files import one_rank
-
             notes += one_rank(checkpoint)
         return (*notes, *(self._odd_values() if self.statistics else ()))
 

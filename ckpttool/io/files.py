@@ -46,7 +46,8 @@ class LocalFile:
     def read(self, count: int = -1, /) -> bytes:
         """Return the next `count` bytes (default: all), fewer at the end of the file."""
         parts = []
-        end = self.size if count < 0 else self._at + count
+        # not more than there is: Python makes room for all bytes that are asked for
+        end = self.size if count < 0 else min(self._at + count, self.size)
         while self._at < end:
             data = self.read_at(self._at, end - self._at)
             if not data:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from ckpttool.containers.program import CONSTANTS
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import LOADED, Expression, Ref
@@ -20,7 +21,6 @@ from ckpttool.core.text import a, first_line, plural
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.torch_eval import evaluate, same_bits
-from ckpttool.formats.pt2_program import CONSTANTS
 from ckpttool.io.syscalls import uninterrupted
 from ckpttool.live.model import (
     Model,

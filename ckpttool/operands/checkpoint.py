@@ -13,8 +13,8 @@ from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import expand_options
 from ckpttool.core.text import a, plural
-from ckpttool.formats import detect_folder
-from ckpttool.formats.registry import FORMATS
+from ckpttool.formats import opening
+from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import read_form
 from ckpttool.io import progress
 from ckpttool.io.files import is_dir, is_file, read_on
@@ -77,7 +77,7 @@ def open_operand(operand: str) -> Checkpoint:
         )
     path, picked = split(operand)
     with progress.doing(f"reading {path}", None):
-        checkpoint = read_form(detect_folder.open_checkpoint(path))
+        checkpoint = read_form(opening.open_checkpoint(path))
     if picked is None:
         return _described(with_kinds(checkpoint), path)
     if all(section.path != picked for section in checkpoint.sections):
@@ -207,7 +207,7 @@ def saved_state_dicts(checkpoint: Checkpoint) -> tuple[Section, ...]:
     """
     path, picked = split(checkpoint.source)
     whole = checkpoint if picked is None else open_operand(path)
-    kind = FORMATS.get(whole.format)
-    if kind is None or not kind.pickled or kind.folder:
+    kind = format_of(whole)
+    if not kind.holds.objects or kind.folder:
         return ()
     return whole.state_dicts

@@ -35,6 +35,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import current
 from ckpttool.evaluate.apply import apply
 from ckpttool.evaluate.compare import same_values
+from ckpttool.formats.registry import program_format
 from ckpttool.io import progress, sources
 from ckpttool.kinds.table import with_kinds
 from ckpttool.naming import wrappers
@@ -109,7 +110,8 @@ class ModelOperand:
     def is_definition(self) -> bool:
         """Whether the model is code, which can be run, and not a list of names."""
         if isinstance(self.model, str):
-            return not split(self.model)[0].endswith((".json", ".pt2"))
+            path = split(self.model)[0]
+            return not path.endswith(".json") and program_format(path) is None
         return not isinstance(self.model, Names)
 
     @property
@@ -166,11 +168,10 @@ class ModelOperand:
             if isinstance(self.model, Names):
                 return self.model
             path, program = split(self.model)
-            if not path.endswith(".pt2"):
+            kind = program_format(path)
+            if kind is None:
                 return read_names(self.model)
-            from ckpttool.formats.pt2 import names
-
-            return names(path, program)
+            return kind.program_names(path, program)
         return self._once(self._traced)
 
     def _traced(self) -> Names:
@@ -345,11 +346,7 @@ class ModelOperand:
             tuple(Output(path, name, Ref(key)) for key, name in canonical.items()), modules=modules
         )
         is_wrapped = any(key != name for key, name in canonical.items())
-        bare = (
-            apply(unwrapped, Checkpoint("", "", 0, (section,))).section(path)
-            if is_wrapped
-            else section
-        )
+        bare = apply(unwrapped, Checkpoint.of(section)).section(path) if is_wrapped else section
         try:
             verdict = self.verdict(bare)
         except CkptError:

@@ -16,8 +16,18 @@ from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.options import Option, OutputOptions
 from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass
-from ckpttool.formats.detect_folder import DCP_METADATA, INDEX, checkpoint_files, locate
-from ckpttool.formats.registry import FORMATS, MEMORY, TABLE, Format, format_for
+from ckpttool.formats.folders import checkpoint_files
+from ckpttool.formats.protocol import Format
+from ckpttool.formats.registry import (
+    MEMORY,
+    TABLE,
+    folder_format,
+    format_for,
+    format_of,
+    is_index_name,
+    named,
+    recognise,
+)
 from ckpttool.io.files import is_dir, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as paths_name
@@ -76,7 +86,7 @@ def outputs(source: str, word: str) -> Iterator[str]:
     ``train.serialized.pt``.
     """
     whole = "checkpoint" if source == MEMORY.title else split(source)[0]
-    folder = paths_name(whole) == DCP_METADATA or INDEX.fullmatch(paths_name(whole))
+    folder = is_index_name(paths_name(whole))
     whole = parent(whole) if folder else whole
     if folder or (is_dir(whole) and not whole.rstrip("/").endswith(".dcp")):
         ending, first = "", "/"
@@ -157,7 +167,7 @@ class Target:
         `files`.
         """
         assert self.folder is not None
-        marker = self.name or self.format.endings[0]
+        marker = self.name or self.format.index
         return checkpoint_files(self.folder, marker).difference(files or ())
 
 
@@ -171,22 +181,23 @@ def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) 
     `CkptError` for an ending that no format has.
     """
     name = paths_name(out)
-    if INDEX.fullmatch(name) or name == DCP_METADATA:
+    if is_index_name(name):
         return Target(out, format_for(out), parent(out), name, max_shard_size)
-    if out.rstrip("/").endswith(".dcp"):
-        return Target(out, FORMATS["dcp"], out, "", max_shard_size)
+    of_folder = folder_format(out.rstrip("/"))
+    if of_folder is not None:
+        return Target(out, of_folder, out, "", max_shard_size)
     from_folder = _is_folder(source)
-    row = FORMATS[source.format]
+    row = format_of(source)
     if not (out.endswith("/") or is_dir(out) or (from_folder and not Path(out).suffix)):
         return Target(out, format_for(out), max_shard_size=max_shard_size)
     if row.folder:
         return Target(out, row, out, "", max_shard_size)
     if from_folder and max_shard_size is None:
-        found = locate(source.source).path
-        if not is_dir(found):  # one file in a folder, and no folder that is only read
-            return Target(out, row, out, paths_name(found))
-    row = FORMATS["sharded_bin" if row.name == "torch_zip" and from_folder else "sharded"]
-    return Target(out, row, out, "", max_shard_size)
+        path = recognise(source.source).path
+        if not is_dir(path):  # one file in a folder, and no folder that is only read
+            return Target(out, row, out, paths_name(path))
+    shards = named(row.shards if from_folder else "sharded")
+    return Target(out, shards, out, "", max_shard_size)
 
 
 def _is_folder(checkpoint: Checkpoint) -> bool:

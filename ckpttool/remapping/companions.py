@@ -15,7 +15,8 @@ from ckpttool.core.errors import Refused
 from ckpttool.core.plan import Plan
 from ckpttool.core.schema import TEXT, TEXTS, list_of, record, row
 from ckpttool.core.values import dataclass
-from ckpttool.formats.detect_folder import companions, locate, optimizers_in
+from ckpttool.formats.folders import companions, optimizers_in
+from ckpttool.formats.registry import recognise
 from ckpttool.io.files import is_dir, names_in, opened, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
@@ -85,7 +86,7 @@ def companions_of(
     folder of the output.
     """
     path, section = split(source.source)
-    if section is not None or source.format == "memory":
+    if section is not None or source.in_memory:
         return Companions()
     folder = path if is_dir(path) else parent(path)
     to_folder = path == folder and target.folder is not None
@@ -140,7 +141,7 @@ def companions_of(
 
 def _others(folder: str, source: Checkpoint, found: Collection[str]) -> dict[str, str]:
     """Return the other files of the folder, which are not copied, with the reason."""
-    weights = locate(folder).path
+    weights = recognise(folder).path
     part = {name_of(weights)} if weights != folder else set()
     shards = getattr(source.container, "shards", {})
     part |= set(shards) if isinstance(shards, Mapping) else set()

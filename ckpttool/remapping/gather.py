@@ -493,7 +493,7 @@ def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Sect
     named = forms.write(whole, section)
     if state.form != ID:
         return named
-    alone = Checkpoint("", "", 0, (named,))
+    alone = Checkpoint.of(named)
     return remap_optimizers(alone, OptimizerRequest(keys=ID, names=names))[0].sections[0]
 
 

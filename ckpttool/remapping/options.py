@@ -4,6 +4,7 @@ Python.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
@@ -21,7 +22,6 @@ from ckpttool.core.options import (
     several,
 )
 from ckpttool.core.values import dataclass
-from ckpttool.formats.huggingface import parse_size
 from ckpttool.naming import convert
 from ckpttool.naming.convert import Form, ModelForm
 from ckpttool.operands.checkpoint import split
@@ -223,3 +223,19 @@ def _units(form: str | None) -> tuple[str, ...] | None:
 
 def _needs_model(word: str | None) -> bool:
     return word in convert.WORDS and word != ModelForm.SERIALIZED.value
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of ``5GB`` (10^9), ``512MiB`` (2^20) or ``1000``. Raises `CkptError` for any
+    other text.
+    """
+    match = re.fullmatch(
+        r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([KMGTkmgt])([Ii]?)[Bb]|[Bb])?", text.strip()
+    )
+    size = 0
+    if match:
+        power = " KMGT".index((match[2] or " ").upper())
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    if not size:
+        raise CkptError(f"{text!r} is not a size", hint="as in 5GB, 500MB, 2GiB or 1000000 (bytes)")
+    return size

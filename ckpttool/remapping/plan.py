@@ -475,10 +475,10 @@ def _drafts(
         try:
             drafts.append(_draft(section, request, lightning, drafts[0] if drafts else None))
         except Refused as error:
-            if source.format != "memory" and len(sections) == 1:
+            if not source.in_memory and len(sections) == 1:
                 raise
             message, hint = error.message, error.hint
-            if source.format == "memory":
+            if source.in_memory:
                 hint = hint.replace("ckpttool inspect CKPT", source.inspect_call)
             if len(sections) > 1:
                 message = f"{section.title}: {message}"
@@ -512,14 +512,14 @@ def _draft(section: Section, request: Request, lightning: bool, first: Draft | N
                 saved.by_loading(rest) if options.source_form is None and pruned is None else None
             )
             if pruned is not None:
-                whole = apply(pruned, Checkpoint("", "", 0, (rest,))).section(section.path)
+                whole = apply(pruned, Checkpoint.of(rest)).section(section.path)
                 draft = to_model_form(replace(draft, section=whole), request, saved)
                 plan = compose(pruned, draft.plan)
                 draft = replace(draft, section=section, plan=plan, counters=tuple(counters))
             elif by_loading is None:
                 draft = to_model_form(draft, request, saved)
             else:
-                loaded = apply(by_loading, Checkpoint("", "", 0, (rest,))).section(section.path)
+                loaded = apply(by_loading, Checkpoint.of(rest)).section(section.path)
                 if request.form_by_model.names == SERIALIZED:
                     reading = replace(read(saved.tables, loaded, RUNTIME), form=SERIALIZED)
                     # the versions of the file would be in the output

@@ -15,16 +15,10 @@ from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.text import Info, dotted, plural, shell, some
 from ckpttool.distributed.job import only_first
 from ckpttool.evaluate.compare import fingerprints
-from ckpttool.formats.detect_folder import checkpoint_files, note_on
-from ckpttool.formats.registry import (
-    MEMORY,
-    check_in_place,
-    fit,
-    has_place_for_versions,
-    loses_versions,
-    losses,
-)
-from ckpttool.formats.torch_zip import holds_unused_bytes
+from ckpttool.formats.fit import check_in_place, fit, has_place_for_versions, loses_versions, losses
+from ckpttool.formats.folders import checkpoint_files
+from ckpttool.formats.opening import note_on
+from ckpttool.formats.registry import format_of
 from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
 from ckpttool.io.files import is_dir, size
@@ -192,7 +186,7 @@ def run(
     done = _checked_by_model(done, options, model, to_model)
     if not (may_copy or done.changes_content):
         is_new = target is not None and changes_form(source, target, done)
-        is_new = is_new or (conversion is not None and holds_unused_bytes(source))
+        is_new = is_new or (conversion is not None and format_of(source).holds_unused_bytes(source))
         if not is_new and is_as_saved(source):
             if conversion is not None:
                 raise Refused(
@@ -472,7 +466,7 @@ def _write(
     """
     output = fitted(done, target, options, to_model or model)
     notes = (*done.notes, *losses(done.result, target.format))
-    if target.max_shard_size is not None and not target.format.name.startswith("sharded"):
+    if target.max_shard_size is not None and not target.format.sharded:
         notes = (
             *notes,
             f"--max-shard-size changes nothing: {target.path} has no shards (OUT/ is"
@@ -516,8 +510,8 @@ def _laid_out(
     """
     with dangerous_written() as names:
         files = target.lay_out(output, companions.files)
-    names |= copied_imports(output, files)
-    if target.format.name == "pt2":
+    names |= copied_imports(output, target.format, files)
+    if target.format.holds.programs:
         names |= {one.name for one in dangerous(output.imports)}
     if not options.keep_pickled_code:
         pickles = (
@@ -552,8 +546,9 @@ def _edit_in_place(
     if gone:
         raise not_in_place(target.path, f"other files of the folder would be removed: {some(gone)}")
     if not options.keep_pickled_code:
-        if target.format.name == "dcp":  # pickles in data files stay where they are
-            names |= copied_imports(output, target.format.layout_files(output, target.name))
+        if target.format.links_pickles:  # pickles in data files stay where they are
+            files_of_all = target.format.layout_files(output, target.name)
+            names |= copied_imports(output, target.format, files_of_all)
         check_code(output, names)
     new = {
         name: content for name, content in companions.files.items() if isinstance(content, bytes)
@@ -575,7 +570,7 @@ def _edit_in_place(
         done = replace(done, verified=writer.prove(target.path, expected))
     if done.plan.dropped:
         kept_bytes = f"{target.path} still holds the bytes of what was left out"
-        if target.format.name == "torch_zip":
+        if target.format.drops_unused_bytes:
             copy = shell(
                 "ckpttool", "convert", target.path, "-o", next(outputs(target.path, "copy"))
             )
@@ -634,9 +629,7 @@ def changes_form(source: Checkpoint, target: Target, done: Remap) -> bool:
     files = target.format.layout_files(done.result, target.name, target.max_shard_size)
     made = {name: content for name, content in files.items() if not name.endswith(".json")}
     present = {
-        name
-        for name in checkpoint_files(home, target.format.endings[0])
-        if not name.endswith(".json")
+        name for name in checkpoint_files(home, target.format.index) if not name.endswith(".json")
     }
     return made.keys() != present or any(
         not isinstance(content, Link) and nbytes_of(content) != size(join(home, name))
@@ -646,7 +639,7 @@ def changes_form(source: Checkpoint, target: Target, done: Remap) -> bool:
 
 def is_as_saved(source: Checkpoint) -> bool:
     """Return True if the index is unchanged since it was read from the file it names."""
-    if source.format == MEMORY.name:
+    if source.in_memory:
         return True
     try:
         saved = open_operand(source.source)

@@ -133,9 +133,7 @@ class Draft:
         """The section after the plan, on the index; without the counters that are set aside."""
         tensors = tuple(entry for entry in self.section.tensors if entry.key not in self.counters)
         section = replace(self.section, tensors=tensors)
-        return apply(self.plan, Checkpoint("", "", 0, (section,)), self.runners).section(
-            section.path
-        )
+        return apply(self.plan, Checkpoint.of(section), self.runners).section(section.path)
 
     def renamed(self, names: Mapping[str, str]) -> Draft:
         """The draft with new names for outputs; a key without a new name keeps its own.

@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from typing import Any
 
 from ckpttool.containers.nodes import entries_with_code
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Span
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.options import OutputOptions, expand_options
-from ckpttool.core.pickle_imports import Import, dangerous
+from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.schema import COUNT, TEXT, one_of, record
 from ckpttool.core.text import human_bytes, shell
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import Job, current, only_first
 from ckpttool.evaluate.compare import Fingerprints, verify
-from ckpttool.formats.dcp_metadata import BytesItem, parse
-from ckpttool.formats.detect_folder import DCP_METADATA, locate, open_checkpoint, unsafe_in
+from ckpttool.formats.opening import open_checkpoint, unsafe_in
+from ckpttool.formats.protocol import Format
+from ckpttool.formats.registry import recognise
 from ckpttool.io import progress, sources, write
 from ckpttool.io import undo as io_undo
 from ckpttool.io.files import files_of, forget_answers, is_dir, settle, size
@@ -34,7 +34,6 @@ from ckpttool.io.pieces import (
     comparing_checksums,
     digest_on_disk,
     nbytes_of,
-    read_span,
 )
 from ckpttool.io.undo import Way
 from ckpttool.io.write import Contents, WriteOptions
@@ -339,7 +338,7 @@ def undo(path: str, *, force: bool = False, no_fsync: bool = False) -> Undone:
     only_first()
 
     def last() -> str:
-        return locate(path).path if is_dir(path) else path
+        return recognise(path).path if is_dir(path) else path
 
     return Undone(path, io_undo.undo(path, last, fsync=not no_fsync, force=force))
 
@@ -347,9 +346,9 @@ def undo(path: str, *, force: bool = False, no_fsync: bool = False) -> Undone:
 # Dangerous pickle imports
 
 
-def copied_imports(output: Checkpoint, files: Files) -> set[str]:
-    """Return the names of the dangerous imports whose pickles are copied into the files byte for
-    byte.
+def copied_imports(output: Checkpoint, target: Format, files: Files) -> set[str]:
+    """Return the names of the dangerous imports whose pickles are copied byte for byte into the
+    files of the format `target`.
     """
     found = dangerous(output.imports)
     if not found:
@@ -359,7 +358,7 @@ def copied_imports(output: Checkpoint, files: Files) -> set[str]:
         for name, content in files.items()
         if isinstance(content, Link)
     }
-    listed = _listed(found, files, linked) if DCP_METADATA in files else None
+    listed = target.linked_imports(found, files, linked)
     links = set(linked.values()) if listed is None else set()
     spans = [
         piece.data
@@ -371,40 +370,9 @@ def copied_imports(output: Checkpoint, files: Files) -> set[str]:
     return {
         one.name
         for one in found
-        if os.path.realpath(one.file) in links or any(_overlaps(one, span) for span in spans)
+        if os.path.realpath(one.file) in links
+        or any(one.is_in(span.path, span.offset, span.length) for span in spans)
     } | (listed or set())
-
-
-def _listed(found: tuple[Import, ...], files: Files, linked: dict[str, str]) -> set[str]:
-    """Return the names of those imports that are in a linked data file of
-    torch.distributed.checkpoint and are read.
-
-    The bytes of dropped entries stay in such a file, and ``.metadata`` does not list them. Equal
-    objects are read once, so an object's own bytes tell what it imports.
-    """
-    content = files[DCP_METADATA]
-    assert not isinstance(content, Link)
-    text = b"".join(piece.data for piece in content if isinstance(piece.data, bytes))
-    pickles = {
-        one: bytes(read_span(Span(one.file, one.start, one.end - one.start))) for one in found
-    }
-    names = set()
-    for item in parse(text, DCP_METADATA).items.values():
-        for place in item.places:
-            if place.name not in linked:
-                continue
-            span = Span(linked[place.name], place.offset, place.length)
-            raw = bytes(read_span(span)) if isinstance(item, BytesItem) else b""
-            names |= {
-                one.name
-                for one, pickle in pickles.items()
-                if pickle in raw or _overlaps(replace(one, file=os.path.realpath(one.file)), span)
-            }
-    return names
-
-
-def _overlaps(one: Import, span: Span) -> bool:
-    return span.path == one.file and span.offset < one.end and one.start < span.offset + span.length
 
 
 def check_code(output: Checkpoint, names: Iterable[str], others: Iterable[str] = ()) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from ckpttool.containers.pickle_read import collected
+from ckpttool.containers.program import INSIDE, OUTSIDE, is_inlined, program_of
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
@@ -30,11 +31,8 @@ from ckpttool.core.text import Note, plural, shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import apply, run_code
 from ckpttool.evaluate.compare import difference, same_values
-from ckpttool.formats.detect import sniff
-from ckpttool.formats.detect_folder import not_looked_into
-from ckpttool.formats.pt2 import read_program, read_scripted
-from ckpttool.formats.pt2_program import INSIDE, OUTSIDE, is_inlined, program_of
-from ckpttool.formats.registry import FORMATS
+from ckpttool.formats.opening import not_looked_into
+from ckpttool.formats.registry import format_of, recognise
 from ckpttool.io.files import look_anew
 from ckpttool.naming import convert, wrappers
 from ckpttool.naming.convert import Form, ModelForm
@@ -270,7 +268,7 @@ def swap(
     else:
         by_loading = model.by_loading(rest) if form is None else None
         if by_loading is not None:
-            loaded = apply(by_loading, Checkpoint("", "", 0, (rest,))).section(rest.path)
+            loaded = apply(by_loading, Checkpoint.of(rest)).section(rest.path)
             rest = replace(loaded, form=RUNTIME)
             weights = replace(
                 rest, tensors=(*rest.tensors, *(e for e in weights.tensors if e.key in taken))
@@ -319,7 +317,7 @@ def swap(
         sources,
         have,
         options.cast,
-        program.format == "memory",
+        program.in_memory,
     )
     problems += misfits
     for section in program.sections:
@@ -553,10 +551,11 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         unchanged=unchanged,
         notes=notes,
     )
+    layout = format_of(swapped.program).layout_program
     if target is None:
-        return replace(swapped, cost=cost_of({path: FORMATS["pt2"].layout(swapped.program)}))
+        return replace(swapped, cost=cost_of({path: layout(swapped.program)}))
     writer.file(
-        FORMATS["pt2"].layout(swapped.program),
+        layout(swapped.program),
         target,
         None if swapped.by_code else swapped.values_json,
     )
@@ -574,18 +573,11 @@ def _read(path: str, name: str | None, weights: Checkpoint, out: str | None) -> 
     """Return the program in the file. Raises `CkptError` if there is none; the hint says if it is
     `weights` instead.
     """
-    kind = sniff(path)
-    if kind == "pt2":
-        return read_program(path, name)
-    if kind == "torchscript" and name is None:
-        return read_scripted(path)
-    if kind == "torchscript":
-        raise CkptError(
-            f"{path} holds one program without a name: {FORMATS[kind].title}",
-            hint=f"name {path} alone",
-        )
+    kind = recognise(path).format
+    if kind.holds.programs:
+        return kind.read_program(path, name)
     hint = "PROGRAM is a .pt2 or a TorchScript archive, and comes first"
-    if weights.format in ("pt2", "torchscript"):
+    if format_of(weights).holds.programs:
         command = shell("ckpttool", "swap-weights", weights.source, path, "-o", out or "OUT.pt2")
         hint = f"the program comes first: {command}"
-    raise CkptError(f"{path} is not an exported program: {FORMATS[kind].title}", hint=hint)
+    raise CkptError(f"{path} is not an exported program: {kind.title}", hint=hint)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from typing import Union
 
+from ckpttool.containers.program import CONSTANTS, replaceable
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, Storage, TensorEntry
 from ckpttool.core.errors import Problem, Refused
@@ -16,8 +17,6 @@ from ckpttool.core.plan import ModelRun, Output, Plan
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.evaluate.chunks import in_own_storage
-from ckpttool.formats.pt2 import replaceable
-from ckpttool.formats.pt2_program import CONSTANTS
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import check_versions, left_to_code, read, with_keys
 from ckpttool.naming.match import Match, match

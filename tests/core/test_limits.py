@@ -21,7 +21,7 @@ import torch
 from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Limits, limited, limits, with_memory
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io.files import opened
 from ckpttool.ruleset.parse import read as read_rules
 

@@ -13,7 +13,7 @@ import optimizer_models as models
 from ckpttool.diffing.optimizer import SavedOptimizer, compare_optimizers, compare_with_optimizer
 from ckpttool.diffing.result import HARMLESS, Entry
 from ckpttool.evaluate.compare import difference
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from command import Run
 from optimizer_support import names_of, remapped, save, steps, train
 

@@ -16,8 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.registry import TABLE, Format
+from ckpttool.formats.opening import open_checkpoint
+from ckpttool.formats.protocol import Format
+from ckpttool.formats.registry import TABLE
 from command import Done, Run
 from places import DATA, DOCS
 from torchrun_ranks import run_ranks
@@ -137,9 +138,13 @@ def written(row: Format, sample: Path, run: Run, folder: Path) -> tuple[str, str
     save_file(
         {key: value.repeat(700) for key, value in STATE.items()}, folder / "plain.safetensors"
     )
-    outputs = [write_output(row, ending, run, folder) for ending in row.endings]
+    outputs = [
+        write_output(row, ending, run, folder) for ending in (row.index, *row.endings) if ending
+    ]
     if outputs and outputs[0] is not None and all(outputs):
-        return " ".join(f"`{ending}`" for ending in row.endings), by_ranks(run, *outputs[0])
+        return " ".join(f"`{ending}`" for ending in (row.index, *row.endings) if ending), by_ranks(
+            run, *outputs[0]
+        )
     out = folder / f"out{sample.suffix}"
     swap = ("swap-weights", sample, sample)
     return ("`swap-weights`" if run(*swap, "-o", out).status == 0 else "no", "no")

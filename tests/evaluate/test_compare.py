@@ -32,7 +32,7 @@ from ckpttool.core.checkpoint import (
 from ckpttool.core.dtypes import BY_NAME, itemsize
 from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.compare import difference, fingerprint, fingerprints, same_values, verify
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from command import Run
 
 

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckpttool.core.errors import Refused
-from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.registry import FORMATS, check_in_place
+from ckpttool.formats.fit import check_in_place
+from ckpttool.formats.opening import open_checkpoint
+from ckpttool.formats.registry import FORMATS
 from command import Run
 
 torch.set_num_threads(1)

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import save_file
 
 from ckpttool.core.errors import CkptError
-from ckpttool.formats.detect_folder import (
+from ckpttool.formats.folders import (
     checkpoint_files,
     companions,
-    locate,
-    open_checkpoint,
     other_files,
     other_weights,
     state_files,
 )
+from ckpttool.formats.opening import open_checkpoint
+from ckpttool.formats.registry import recognise
 from ckpttool.io.paths import safe_path
 
 
@@ -58,8 +58,8 @@ def put(folder: Path, *names: str) -> Path:
 def test_the_only_checkpoint_is_found(
     tmp_path: Path, names: list[str], format: str, found: str
 ) -> None:
-    located = locate(str(put(tmp_path, *names)))
-    assert located.format == format
+    located = recognise(str(put(tmp_path, *names)))
+    assert located.format.name == format
     assert found in located.path
 
 
@@ -185,7 +185,7 @@ def test_files_of_the_same_kind_are_replaced(tmp_path: Path) -> None:
 def test_several_checkpoints_are_listed(tmp_path: Path) -> None:
     put(tmp_path, "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json")
     with pytest.raises(CkptError, match="several checkpoints") as caught:
-        locate(str(tmp_path))
+        recognise(str(tmp_path))
     assert {p.key for p in caught.value.problems} == {
         "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"
     }  # fmt: skip

@@ -24,7 +24,7 @@ from ckpttool.cli.app import main
 from ckpttool.diffing.baseline import _ignores
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.formats import deepspeed as deepspeed_reader
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io import transaction
 
 DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed-0.19.8"

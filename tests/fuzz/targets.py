@@ -35,11 +35,12 @@ from ckpttool.core.names import Names
 from ckpttool.core.plan import Plan
 from ckpttool.core.schema import check
 from ckpttool.formats.dcp_metadata import parse as parse_metadata
-from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.huggingface import parse_size, read_index
+from ckpttool.formats.hf_index import read_index
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io import sources
 from ckpttool.naming import wrappers
 from ckpttool.operands.model import ModelOperand
+from ckpttool.remapping.options import parse_size
 from ckpttool.ruleset import parse as rules_file
 from ckpttool.ruleset.patterns import matches, parse
 

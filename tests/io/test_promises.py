@@ -27,7 +27,7 @@ from ckpttool.cli.app import main
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.evaluate.torch_eval import load
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io import syscalls, temporary, transaction
 from ckpttool.io.pieces import Piece, stream
 from ckpttool.io.write import WriteOptions, write_folder

@@ -29,7 +29,7 @@ from ckpttool.cli.app import main
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.evaluate.torch_eval import load as tensor_of
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io import remote, remote_errors
 from ckpttool.io.files import opened
 from ckpttool.io.paths import is_url, join, name, parent, safe_path

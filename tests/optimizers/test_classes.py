@@ -13,7 +13,7 @@ import transformers
 
 import optimizer_models as models
 from ckpttool.core.optimizer_state import ID, OptimizerState, Param, ParamGroup
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.optimizers.forms import class_of, fits, lacking, read
 from torch_version import needs_torch
 

@@ -13,7 +13,7 @@ import optimizer_models as models
 from ckpttool.core.checkpoint import ExtraEntry, Section
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.optimizer_state import FLAT, ParamGroup, numbered, renamed
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import format_for
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.optimizers import forms

@@ -14,7 +14,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool.core.errors import CkptError
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from command import Run
 
 GATE = {"gate.weight": torch.ones(2), "head.weight": torch.zeros(3)}

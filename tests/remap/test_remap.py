@@ -18,7 +18,8 @@ from ckpttool.core import expression as ex
 from ckpttool.core.errors import Refused
 from ckpttool.core.options import call_text
 from ckpttool.evaluate import torch_eval
-from ckpttool.formats.registry import fit, format_for
+from ckpttool.formats.fit import fit
+from ckpttool.formats.registry import format_for
 from ckpttool.formats.remarks import MARK
 from ckpttool.io.write import WriteOptions, write_file
 from ckpttool.operands.checkpoint import open_operand

@@ -23,7 +23,8 @@ from ckpttool.core.checkpoint import Lazy
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.expression import Op
 from ckpttool.core.limits import Limits, limited
-from ckpttool.formats.registry import fit, format_for
+from ckpttool.formats.fit import fit
+from ckpttool.formats.registry import format_for
 from ckpttool.io.write import WriteOptions
 from ckpttool.io.write import write_file as write
 from ckpttool.operands.checkpoint import model_section

@@ -27,7 +27,7 @@ from ckpttool.core.plan import Output, Plan
 from ckpttool.core.text import is_flat
 from ckpttool.diffing.causes import Code
 from ckpttool.evaluate.torch_eval import evaluate
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.naming.flat import misfit, slots, unit_paths
 from ckpttool.remapping.gather import gather
 from ckpttool.remapping.plan import Remap

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpttool.core.names import Names
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import format_for
 from ckpttool.remapping.optimizer import OptimizerRemap, OptimizerRequest, remap_optimizers
 from ckpttool.tracing.build_model import load

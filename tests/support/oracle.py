@@ -22,7 +22,7 @@ from ckpttool.core.checkpoint import Checkpoint, TensorEntry
 from ckpttool.core.errors import CkptError
 from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.compare import content_of_storage
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import FORMATS
 from ckpttool.remapping.run import write
 

@@ -36,7 +36,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Limits, limited
 from ckpttool.core.pickle_imports import KNOWN
 from ckpttool.formats.dcp_metadata import parse
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from torch_version import needs_torch
 
 

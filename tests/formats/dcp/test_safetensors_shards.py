@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from torch_version import needs_torch
 
 WHOLE = torch.arange(12.0).reshape(4, 3)

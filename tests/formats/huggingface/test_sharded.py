@@ -27,16 +27,16 @@ import real_models
 from ckpttool.cli.app import main
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Limits, limited
-from ckpttool.formats.detect_folder import open_checkpoint
 from ckpttool.formats.huggingface import (
     Item,
     Shards,
     layout_files,
-    parse_size,
     plan_shards,
     shard_names,
 )
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import FORMATS
+from ckpttool.remapping.options import parse_size
 from command import Run
 from files import write_pieces
 

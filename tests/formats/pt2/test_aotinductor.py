@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import nn
 
+from ckpttool.containers.program import is_inlined
 from ckpttool.core.checkpoint import in_row_major
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.limits import Limits, limited
-from ckpttool.formats.detect import sniff
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.pt2 import layout, read, read_program
-from ckpttool.formats.pt2_program import is_inlined
+from ckpttool.formats.registry import recognise
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand
 from ckpttool.swap.swap import SwapOptions, swap
@@ -90,7 +90,7 @@ def outputs_of(path: str, x: torch.Tensor) -> torch.Tensor:
 
 @needs_compiler
 def test_weights_next_to_the_code_are_read(package):
-    assert sniff(package) == "pt2"
+    assert recognise(package).format.name == "pt2"
     checkpoint = read(package)
     state = Model(0).state_dict()
     with zipfile.ZipFile(package) as archive:

@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ckpttool.containers.zip_read import read_archive
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Storage
 from ckpttool.core.errors import CkptError, Refused
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.pt2 import layout, names, read
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand

@@ -16,7 +16,7 @@ import torch
 from ckpttool.containers.nodes import content_of
 from ckpttool.containers.pickle_read import Call, Global, PickledSet
 from ckpttool.core.checkpoint import Payload
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 
 
 class Own:

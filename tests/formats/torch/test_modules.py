@@ -15,7 +15,7 @@ from ckpttool.containers import tree
 from ckpttool.containers.pickle_read import Call, Global, PickledSet
 from ckpttool.containers.tree import class_of, is_module, slots_of
 from ckpttool.core.errors import CkptError
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from crafted_zip import GOOD, crafted, tensor_node
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.evaluate import torch_eval
-from ckpttool.formats.detect import sniff
-from ckpttool.formats.detect_folder import open_checkpoint
-from ckpttool.formats.registry import FORMATS, check_in_place
+from ckpttool.formats.fit import check_in_place
+from ckpttool.formats.opening import open_checkpoint
+from ckpttool.formats.registry import FORMATS, recognise
 from ckpttool.formats.torchscript import layout, read
 from command import Run
 from files import change_archive
@@ -65,7 +65,7 @@ def scripted(path: Path, traced: bool) -> str:
 @pytest.mark.parametrize("traced", [True, False])
 def test_keys_and_values_match_the_state_dict(tmp_path, traced):
     path = scripted(tmp_path / "model.pt", traced)
-    assert sniff(path) == "torchscript"
+    assert recognise(path).format.name == "torchscript"
     (section,) = open_checkpoint(path).sections
     expected = torch.jit.load(path).state_dict()
     assert [entry.key for entry in section.tensors] == list(expected)
@@ -291,13 +291,13 @@ def test_other_archives_are_named_in_the_error(tmp_path):
         for name in ("m/model.json", "m/tensors/0", "m/code/m.py"):
             archive.writestr(name, b"x")
     with pytest.raises(CkptError, match=r"torch 1.0 to 1.3"):
-        sniff(str(tmp_path / "old.pt"))
+        recognise(str(tmp_path / "old.pt"))
     buffer = io.BytesIO()
     with torch.package.PackageExporter(buffer) as exporter:
         exporter.save_pickle("model", "model.pkl", {"a": torch.ones(1)})
     (tmp_path / "package.pt").write_bytes(buffer.getvalue())
     with pytest.raises(CkptError, match=r"torch.package"):
-        sniff(str(tmp_path / "package.pt"))
+        recognise(str(tmp_path / "package.pt"))
     (tmp_path / "mobile.ptl").write_bytes(b"\x1c\0\0\0PTMF" + bytes(64))
     with pytest.raises(CkptError, match="mobile"):
-        sniff(str(tmp_path / "mobile.ptl"))
+        recognise(str(tmp_path / "mobile.ptl"))

@@ -20,7 +20,7 @@ from ckpttool.containers.tensors import Storages, storage_key
 from ckpttool.containers.tree import find_sections
 from ckpttool.core.checkpoint import Checkpoint, Payload, Span, Storage
 from ckpttool.core.errors import CkptError
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.torch_zip import read
 from crafted_zip import GOOD, crafted, tensor_node
 

@@ -37,7 +37,7 @@ from ckpttool.core.checkpoint import (
     contiguous_stride,
 )
 from ckpttool.core.errors import CkptError, Refused
-from ckpttool.formats.detect_folder import open_checkpoint
+from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.torch_zip import layout, layout_in_place, of_tensor, read
 from command import Run
 from crafted_zip import GOOD, crafted, tensor_node

@@ -1,105 +1,96 @@
-"""Detect the format of a file by its content."""
+"""How a file of each built-in format begins, and what other files are."""
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Collection
-from pathlib import Path
+from collections.abc import Callable
 from shlex import quote
 
-from ckpttool.containers.zip_read import read_archive
 from ckpttool.core.errors import CkptError
+from ckpttool.formats.folders import INDEX
+from ckpttool.formats.look import Look
 from ckpttool.formats.safetensors import BLANKS, MAX_HEADER
-from ckpttool.io import files, paths
-from ckpttool.io.files import opened
+from ckpttool.io.paths import name
 
 # the first pickle
 LEGACY_START = re.compile(rb"\x80[\2-\5](\x95\x0d\0{7})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.")
 
-_HEAD = 4096  # bytes that tell every format
 _WEIGHT_MAP = re.compile(rb'\s*\{.*"weight_map"', re.DOTALL)
-_ZIP_MAGIC, _ZIP_END, _ZIP_TAIL = b"PK\3\4", b"PK\5\6", 65_557
+_PROGRAM = re.compile(r"models/.+\.json")
 
 
-def sniff(path: str) -> str:
-    """Return the name in the table of formats of the file at `path`, such as ``safetensors`` or
-    ``torch_zip``.
+def is_safetensors(look: Look) -> bool:
+    """Return whether the file begins as one of safetensors: the length of a header, and JSON."""
+    head = look.head
+    if len(head) <= 8 or int.from_bytes(head[:8], "little") > MAX_HEADER:
+        return False
+    # empty if all of it are blanks: more than the first bytes may come first
+    header = head[8:].lstrip(BLANKS)
+    return header[:1] in (b"{", b"")
 
-    Raises `CkptError` for everything else; it says what the file is instead, if its content shows
+
+def is_index(look: Look) -> bool:
+    """Return whether the file is the index of shards, by its content or its name.
+
+    A JSON file called ``model.safetensors.index.json`` is one: its reader says what is wrong with
     it.
     """
-    _check_exists(path)
-    with opened(path) as file:
-        head = file.read(_HEAD)
-    if not head:
-        raise CkptError(f"{path} is empty", hint="download or copy it again")
-    if head.startswith(_ZIP_MAGIC):
-        with opened(path) as file:
-            file.seek(max(0, file.size - _ZIP_TAIL))
-            has_end = _ZIP_END in file.read()
-        if has_end:
-            return classify_zip(path, [record.name for record in read_archive(path).records])
+    has_name = INDEX.fullmatch(name(look.path)) and look.head.lstrip().startswith(b"{")
+    return bool(has_name or _WEIGHT_MAP.match(look.head))
+
+
+def is_torch_legacy(look: Look) -> bool:
+    """Return whether torch.save before 1.6 wrote the file. Raises `CkptError` if it is a tar
+    archive too, which torch.load reads first.
+    """
+    if not LEGACY_START.match(look.head):
+        return False
+    if _is_tar(look.head):
         raise CkptError(
-            f"{path} is truncated: a zip archive without its end ({files.size(path)} bytes are"
-            " there)",
-            hint="download or copy it again",
+            f"{look.path} is also a tar archive: torch.load reads another content than the first"
+            " bytes announce",
+            hint=_HOSTILE,
         )
-    # empty if all of it are blanks: more than `_HEAD` may come first
-    header = head[8:].lstrip(BLANKS)
-    if (
-        len(head) > 8
-        and header[:1] in (b"{", b"")
-        and int.from_bytes(head[:8], "little") <= MAX_HEADER
-    ):
-        return "safetensors"
-    if _WEIGHT_MAP.match(head):
-        return "sharded"
-    if LEGACY_START.match(head):
-        if _is_tar(head):
-            raise CkptError(
-                f"{path} is also a tar archive: torch.load reads another content than the first"
-                " bytes announce",
-                hint=_HOSTILE,
-            )
-        return "torch_legacy"
-    for matches, what, hint in _KNOWN:
-        if matches(head):
-            raise CkptError(f"{path} is {what}", hint=hint.format(path=quote(path)))
-    if head[8:].lstrip().startswith(b"{"):
-        return "safetensors"  # a broken one: its reader says how
-    raise CkptError(f"{path} is not a checkpoint that ckpttool knows", hint=_READS)
+    return True
 
 
-def _check_exists(path: str) -> None:
-    if "\0" in path:
-        return
-    if files.is_dir(path):
-        endings = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
-        inside = [paths.join(path, name) for name in files.names_in(path) if name.endswith(endings)]
-        hint = (
-            f"name one of its files, for example {inside[0]}"
-            if inside
-            else ("name one checkpoint file")
-        )
-        raise CkptError(f"{path} is a directory, not a checkpoint file", hint=hint)
-    if paths.is_url(path) or files.exists(path):
-        return
-    folder = Path(path).parent
-    if not folder.is_dir():
-        raise CkptError(
-            f"no such file: {path}",
-            hint=f"the folder {folder} does not exist either: check the path",
-        )
-    from difflib import get_close_matches
-
-    close = get_close_matches(Path(path).name, files.names_in(str(folder)), n=3, cutoff=0.6)
-    hint = (
-        "did you mean " + " or ".join(str(folder / name) for name in close) + "?"
-        if close
-        else "check the path"
+def is_program(look: Look) -> bool:
+    """Return whether the zip archive holds exported or compiled programs."""
+    if "serialized_exported_program.json" in look.inner_records:
+        return True
+    return any(
+        name.startswith("data/aotinductor/") or _PROGRAM.fullmatch(name)
+        for name in look.inner_records
     )
-    raise CkptError(f"no such file: {path}", hint=hint)
+
+
+def is_torchscript(look: Look) -> bool:
+    return {"data.pkl", "constants.pkl"} <= look.inner_records and not is_program(look)
+
+
+def is_torch_zip(look: Look) -> bool:
+    records = look.inner_records
+    return "data.pkl" in records and "constants.pkl" not in records and not is_program(look)
+
+
+def unknown(look: Look) -> CkptError:
+    """Return what the file is instead, if its content shows it."""
+    path = look.path
+    if look.is_zip:
+        return _unknown_zip(look)
+    for matches, what, hint in _KNOWN:
+        if matches(look.head):
+            return CkptError(f"{path} is {what}", hint=hint.format(path=quote(path)))
+    return CkptError(f"{path} is not a checkpoint that ckpttool knows", hint=_READS)
+
+
+def is_damaged_safetensors(look: Look) -> bool:
+    """Return whether JSON follows eight bytes that are no length of it: the reader of safetensors
+    says what is wrong.
+    """
+    known = any(matches(look.head) for matches, _, _ in _KNOWN)
+    return not known and not look.is_zip and look.head[8:].lstrip().startswith(b"{")
 
 
 # Files that are not zip archives
@@ -212,39 +203,24 @@ _KNOWN: tuple[tuple[Callable[[bytes], object], str, str], ...] = (
 )
 
 
-# Zip archives
-
-_PROGRAM = re.compile(r"models/.+\.json")
-
-
-def classify_zip(path: str, names: Collection[str]) -> str:
-    """Return the name in the table of formats of the zip archive at `path` with records of these
-    `names`.
-
-    Raises `CkptError` for an archive without a checkpoint, or with one that ckpttool does not read.
-    """
-    # torch puts all records into one folder, mostly
-    inner = {name.partition("/")[2] for name in names} | set(names)
-    if "serialized_exported_program.json" in inner or any(
-        _PROGRAM.fullmatch(name) for name in inner
-    ):
-        return "pt2"
-    if any(name.startswith("data/aotinductor/") for name in inner):
-        return "pt2"
-    if "data.pkl" in inner:
-        return "torchscript" if "constants.pkl" in inner else "torch_zip"
+def _unknown_zip(look: Look) -> CkptError:
+    """Return what the zip archive is instead of a checkpoint."""
+    path, names = look.path, look.records
+    inner = look.inner_records
     if "model.json" in inner and any(name.startswith("tensors/") for name in inner):
         hint = "save its state dict with torch: " + _torch(
             "torch.jit.load(sys.argv[1]).state_dict()", quote(path)
         )
-        raise CkptError(f"{path} is a TorchScript archive of torch 1.0 to 1.3", hint=hint)
+        return CkptError(f"{path} is a TorchScript archive of torch 1.0 to 1.3", hint=hint)
     if ".data/extern_modules" in inner:
-        raise CkptError(f"{path} is a torch.package archive, code with its data", hint=_PACKAGED)
+        return CkptError(f"{path} is a torch.package archive, code with its data", hint=_PACKAGED)
     if any(name.endswith("archive_format") for name in inner):
-        raise CkptError(
+        return CkptError(
             f"{path} is a .pt2 archive without a program in it",
             hint="export or compile the model again",
         )
     if names and all(name.endswith(".npy") for name in names):
-        raise CkptError(f"{path} is a NumPy archive (.npz)", hint=_TO_SAFETENSORS)
-    raise CkptError(f"{path} is a zip archive that torch did not write", hint=f"unzip it; {_READS}")
+        return CkptError(f"{path} is a NumPy archive (.npz)", hint=_TO_SAFETENSORS)
+    return CkptError(
+        f"{path} is a zip archive that torch did not write", hint=f"unzip it; {_READS}"
+    )

@@ -1,25 +1,14 @@
-"""Detect what checkpoint a folder holds, and open any path."""
+"""What checkpoint a folder holds, and which other files are in it."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from shlex import quote
-from typing import NamedTuple
 
-from ckpttool.containers.pickle_read import Origin, collected, loads, unreadable
-from ckpttool.core.checkpoint import Checkpoint, Span
 from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.limits import limits, one_reading
-from ckpttool.core.pickle_imports import DANGEROUS, UNREADABLE, Import, in_order
-from ckpttool.core.text import Note
-from ckpttool.formats.detect import sniff
-from ckpttool.formats.huggingface import read_index
-from ckpttool.formats.registry import FORMATS
-from ckpttool.formats.remarks import remarks
-from ckpttool.io import files, handles, paths, sources
+from ckpttool.formats.hf_index import read_index
+from ckpttool.formats.look import Look
 from ckpttool.io.files import is_dir, is_file, names_in, opened
 from ckpttool.io.paths import join, safe_path
 
@@ -56,51 +45,47 @@ _DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)
 _STEP = re.compile(r"global_step\d+(_universal)?")
 _LATEST = ("latest", "latest_universal")
 
-_MOST_PICKLES = 1000  # one after the other in a file that torch.save did not write
 _MAX_TAG = 1024  # bytes of the name of a step's folder
 
 
-class Found(NamedTuple):
-    """A checkpoint in a folder: the name of its format and the path to read it by."""
+def dcp_home(look: Look) -> str | None:
+    """Return the folder of torch.distributed.checkpoint that the path names."""
+    is_dcp = DCP_METADATA in look.files or any(HF_SHARD.fullmatch(name) for name in look.files)
+    return look.path if is_dcp else None
 
-    format: str
-    path: str
 
+def deepspeed_step(look: Look) -> str | None:
+    """Return the folder of one step: ``latest`` names it, as for DeepSpeed itself, or it is the
+    path.
 
-def locate(folder: str) -> Found:
-    """Return the only checkpoint in `folder`.
-
-    Raises `CkptError` if there is none, or more than one: `problems` lists them.
+    If there are only universal checkpoints, ``latest_universal`` names it. Raises `CkptError` if
+    the step is not there.
     """
-    names = names_in(folder)
-    found = _candidates(folder, names)
-    if len(found) > 1:
-        raise CkptError(
-            f"{folder} holds several checkpoints",
-            hint=f"name one of them: {quote(found[0].path)}",
-            problems=[
-                Problem(
-                    "a sharded checkpoint" if one.format == "sharded" else "a file",
-                    os.path.basename(one.path),
-                )
-                for one in found
-            ],
-        )
-    if found:
-        return found[0] if found[0].format else Found(sniff(found[0].path), found[0].path)
-    raise _nothing(folder, names)
+    if any(_DEEPSPEED.fullmatch(name) for name in look.names):
+        return look.path
+    latest = next((name for name in _LATEST if name in look.names), None)
+    if latest is None or not any(_STEP.fullmatch(name) for name in look.names):
+        return None
+    folder = look.path
+    with opened(join(folder, latest)) as file:
+        tag = file.read(_MAX_TAG).decode("utf-8", "replace").strip()
+    path = safe_path(folder, tag) if tag in look.names else None
+    if path is not None and is_dir(path):
+        return path
+    steps = _folders_in(look)
+    raise CkptError(
+        f"{folder} is a DeepSpeed checkpoint, and the step {tag!r} that its file `{latest}`"
+        " names is not there",
+        hint=f"name one: {quote(join(folder, steps[-1]))}" if steps else "copy the folder again",
+    )
 
 
-def _candidates(folder: str, names: list[str]) -> list[Found]:
-    """List every checkpoint in the folder; the format of a single file is empty: its content
-    decides.
+def fsdp_home(look: Look) -> str | None:
+    """Return the folder if accelerate saved it under FSDP. Raises `CkptError` for files of ranks,
+    whose pattern the user names.
     """
-    files = [name for name in names if is_file(join(folder, name))]
-    if DCP_METADATA in files or any(HF_SHARD.fullmatch(name) for name in files):
-        return [Found("dcp", folder)]
-    if _is_deepspeed(names):
-        return [Found("deepspeed", _step_of(folder, names))]
-    ranks = dict.fromkeys(found[1] for found in map(_FSDP_RANK.fullmatch, files) if found)
+    folder = look.path
+    ranks = dict.fromkeys(match[1] for match in map(_FSDP_RANK.fullmatch, look.files) if match)
     if ranks:
         globs = [join(folder, f"{stem}*.bin") for stem in ranks]
         model = next((glob for glob in globs if "pytorch_model_fsdp" in glob), globs[0])
@@ -110,16 +95,35 @@ def _candidates(folder: str, names: list[str]) -> list[Found]:
             hint=f"name the files of all ranks together: {quote(model)}",
             problems=[Problem("the files of all ranks", glob) for glob in globs],
         )
-    if is_fsdp(folder):
-        return [Found("accelerate", folder)]
-    found = [Found("sharded", join(folder, name)) for name in files if INDEX.fullmatch(name)]
-    single = [name for name in files if name.endswith(_ENDINGS) and not _SHARD.fullmatch(name)]
+    return folder if look.is_folder and is_fsdp(folder) else None
+
+
+def file_inside(look: Look, endings: tuple[str, ...] = _ENDINGS) -> str | None:
+    """Return the path of the only checkpoint in the folder that is a file or an index with shards;
+    None if there is none.
+
+    Raises `CkptError` if there are several: `problems` lists them.
+    """
+    folder = look.path
+    indexes = [name for name in look.files if INDEX.fullmatch(name)]
+    single = [name for name in look.files if name.endswith(endings) and not _SHARD.fullmatch(name)]
     if single:  # some of them may be shards with other names
-        shards = {shard for index in found for shard in _shards_of(index.path)}
+        shards = {shard for index in indexes for shard in _shards_of(join(folder, index))}
         single = [name for name in single if name not in shards]
     weights = [name for name in single if not _NO_WEIGHTS.fullmatch(name)]
-    single = weights if weights or found or parts_in(folder, names) else single
-    return found + [Found("", join(folder, name)) for name in single]
+    if weights or indexes or parts_in(look):
+        single = weights
+    names = indexes + single
+    if len(names) > 1:
+        raise CkptError(
+            f"{folder} holds several checkpoints",
+            hint=f"name one of them: {quote(join(folder, names[0]))}",
+            problems=[
+                Problem("a sharded checkpoint" if name in indexes else "a file", name)
+                for name in names
+            ],
+        )
+    return join(folder, names[0]) if names else None
 
 
 def fsdp_parts(folder: str) -> dict[str, str]:
@@ -175,9 +179,16 @@ def state_files(folder: str) -> tuple[str, ...]:
     )
 
 
-def parts_in(folder: str, names: list[str]) -> list[str]:
+def parts_in(look: Look) -> list[str]:
     """List the folders inside that are checkpoints of torch.distributed.checkpoint."""
-    return [name for name in names if is_file(join(join(folder, name), DCP_METADATA))]
+    return [name for name in look.names if is_file(join(join(look.path, name), DCP_METADATA))]
+
+
+def _folders_in(look: Look) -> list[str]:
+    """List the folders inside that are not hidden."""
+    return [
+        name for name in look.names if is_dir(join(look.path, name)) and not name.startswith(".")
+    ]
 
 
 def is_weights(name: str) -> bool:
@@ -198,38 +209,10 @@ def _shards_of(index: str) -> set[str]:
         return set()  # its reader says what is wrong with it
 
 
-def _is_deepspeed(names: list[str]) -> bool:
-    return any(_DEEPSPEED.fullmatch(name) for name in names) or (
-        any(name in names for name in _LATEST) and any(_STEP.fullmatch(name) for name in names)
-    )
-
-
-def _step_of(folder: str, names: list[str]) -> str:
-    """Return the folder of one step: ``latest`` names it, as for DeepSpeed itself, or it is
-    `folder`.
-
-    If there are only universal checkpoints, ``latest_universal`` names it.
-    """
-    if any(_DEEPSPEED.fullmatch(name) for name in names):
-        return folder
-    latest = next(name for name in _LATEST if name in names)
-    with opened(join(folder, latest)) as file:
-        tag = file.read(_MAX_TAG).decode("utf-8", "replace").strip()
-    path = safe_path(folder, tag) if tag in names else None
-    if path is None or not is_dir(path):
-        steps = [name for name in names if is_dir(join(folder, name)) and not name.startswith(".")]
-        raise CkptError(
-            f"{folder} is a DeepSpeed checkpoint, and the step {tag!r} that its file `{latest}`"
-            " names is not there",
-            hint=f"name one: {quote(join(folder, steps[-1]))}"
-            if steps
-            else "copy the folder again",
-        )
-    return path
-
-
-def _nothing(folder: str, names: list[str]) -> CkptError:
-    parts = parts_in(folder, names)
+def nothing_inside(look: Look) -> CkptError:
+    """Return why the folder holds no checkpoint, and what to name instead."""
+    folder, names = look.path, look.names
+    parts = parts_in(look)
     if parts:
         first = next((name for name in parts if not name.startswith("optim")), parts[0])
         return CkptError(
@@ -262,11 +245,11 @@ def _nothing(folder: str, names: list[str]) -> CkptError:
             f" torchsnapshot.Snapshot({folder!r}).restore({{'model': model}}); "
             "torch.save(model.state_dict(), 'model.pt')",
         )
-    inside = [name for name in names if is_dir(join(folder, name)) and not name.startswith(".")]
+    inside = _folders_in(look)
     hint = (
         f"name one of its folders: {quote(join(folder, inside[-1]))}"
         if inside
-        else ("check the path")
+        else "check the path"
     )
     what = "a model's configuration but no weights" if "config.json" in names else "no checkpoint"
     return CkptError(f"{folder} holds {what if names else 'nothing'}", hint=hint)
@@ -316,86 +299,3 @@ def checkpoint_files(folder: str, like: str) -> set[str]:
     return {
         n for n in names if kind in n and (n in single or INDEX.fullmatch(n) or _SHARD.fullmatch(n))
     }
-
-
-def open_checkpoint(path: str) -> Checkpoint:
-    """Return the index of the file or folder at `path`. Raises `CkptError` if it cannot be read as
-    a checkpoint.
-    """
-    files.look_anew(path)
-    look = sources.begin_look()
-    with handles.kept(), one_reading(), collected() as imports:
-        checkpoint = _open(path)
-    opened: Mapping[str, object] = {}
-    if paths.is_url(path):
-        entries = (entry for section in checkpoint.sections for entry in section.tensors)
-        data = (entry.storage.data for entry in entries if entry.storage is not None)
-        opened = files.opened_at({span.path for span in data if isinstance(span, Span)})
-    else:
-        opened = sources.opened_since(look)
-    notes = (*checkpoint.notes, *remarks(checkpoint), *not_looked_into(imports))
-    return replace(checkpoint, notes=notes, files=opened, imports=in_order(imports))
-
-
-def not_looked_into(imports: Iterable[Import]) -> Iterator[Note]:
-    """Yield a note on each pickle that could not be read."""
-    for one in imports:
-        if one.name == UNREADABLE:
-            yield Note(f"not looked into: {one.member or one.file}: {one.reason}", "unknown-import")
-
-
-def _open(path: str) -> Checkpoint:
-    if files.is_glob(path):
-        return FORMATS["rank_files"].read(path)
-    if paths.name(path) == DCP_METADATA:
-        path = paths.parent(path)
-    if not files.is_dir(path):
-        return FORMATS[sniff(path)].read(path)
-    found = locate(path)
-    checkpoint = FORMATS[found.format].read(found.path)
-    others = checkpoint.other_files or state_files(path)
-    return replace(checkpoint, source=path, notes=(*checkpoint.notes, *note_on(others)))
-
-
-def note_on(names: Sequence[str]) -> tuple[str, ...]:
-    return (
-        (f"{', '.join(names)}: other files in the folder, copied if the output is a folder too",)
-        if names
-        else ()
-    )
-
-
-def unsafe_in_folder(path: str) -> tuple[Import, ...]:
-    """Return what `unsafe_in` finds in files that a trainer saves next to the weights in the folder
-    `path`.
-    """
-    if files.is_glob(path) or not files.is_dir(path):
-        return ()
-    return unsafe_in(join(path, name) for name in state_files(path))
-
-
-def unsafe_in(paths: Iterable[str]) -> tuple[Import, ...]:
-    """Return the dangerous imports in the pickles of these files, and pickles that cannot be
-    read.
-    """
-    with one_reading(), collected() as imports:
-        for path in paths:
-            try:
-                FORMATS[sniff(path)].read(path)
-            except CkptError:  # a pickle that torch.save did not write, if it is one
-                nbytes = files.size(path)
-                with opened(path) as file:
-                    data = bytes(file.read(min(nbytes, limits().pickle_bytes)))
-                origin = Origin(path, nbytes, end=len(data))
-                try:
-                    part = loads(data, origin=origin)
-                    # more may follow, for another call of `pickle.load`
-                    for _ in range(_MOST_PICKLES):
-                        if part.end == nbytes:
-                            break
-                        part = loads(data, part.end, origin=origin)
-                    else:
-                        raise CkptError(f"{path} holds more than {_MOST_PICKLES} pickles", hint="")
-                except CkptError as error:
-                    unreadable(origin, error)
-    return in_order(one for one in imports if one.verdict == DANGEROUS or one.name == UNREADABLE)

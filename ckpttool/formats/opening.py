@@ -1,0 +1,101 @@
+"""Open any path as a checkpoint, and look into the pickles of other files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ckpttool.containers.pickle_read import Origin, collected, loads, unreadable
+from ckpttool.core.checkpoint import Checkpoint, Span
+from ckpttool.core.errors import CkptError
+from ckpttool.core.limits import limits, one_reading
+from ckpttool.core.pickle_imports import DANGEROUS, UNREADABLE, Import, in_order
+from ckpttool.core.text import Note
+from ckpttool.formats.folders import DCP_METADATA, state_files
+from ckpttool.formats.registry import recognise
+from ckpttool.formats.remarks import remarks
+from ckpttool.io import files, handles, paths, sources
+from ckpttool.io.files import opened
+from ckpttool.io.paths import join
+
+_MOST_PICKLES = 1000  # one after the other in a file that torch.save did not write
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """Return the index of the file or folder at `path`. Raises `CkptError` if it cannot be read as
+    a checkpoint.
+    """
+    files.look_anew(path)
+    look = sources.begin_look()
+    with handles.kept(), one_reading(), collected() as imports:
+        checkpoint = _open(path)
+    opened: Mapping[str, object] = {}
+    if paths.is_url(path):
+        entries = (entry for section in checkpoint.sections for entry in section.tensors)
+        data = (entry.storage.data for entry in entries if entry.storage is not None)
+        opened = files.opened_at({span.path for span in data if isinstance(span, Span)})
+    else:
+        opened = sources.opened_since(look)
+    notes = (*checkpoint.notes, *remarks(checkpoint), *not_looked_into(imports))
+    return replace(checkpoint, notes=notes, files=opened, imports=in_order(imports))
+
+
+def not_looked_into(imports: Iterable[Import]) -> Iterator[Note]:
+    """Yield a note on each pickle that could not be read."""
+    for one in imports:
+        if one.name == UNREADABLE:
+            yield Note(f"not looked into: {one.member or one.file}: {one.reason}", "unknown-import")
+
+
+def _open(path: str) -> Checkpoint:
+    if paths.name(path) == DCP_METADATA:
+        path = paths.parent(path)
+    checkpoint = recognise(path).read()
+    if not files.is_dir(path):
+        return checkpoint
+    others = checkpoint.other_files or state_files(path)
+    return replace(checkpoint, source=path, notes=(*checkpoint.notes, *note_on(others)))
+
+
+def note_on(names: Sequence[str]) -> tuple[str, ...]:
+    return (
+        (f"{', '.join(names)}: other files in the folder, copied if the output is a folder too",)
+        if names
+        else ()
+    )
+
+
+def unsafe_in_folder(path: str) -> tuple[Import, ...]:
+    """Return what `unsafe_in` finds in files that a trainer saves next to the weights in the folder
+    `path`.
+    """
+    if files.is_glob(path) or not files.is_dir(path):
+        return ()
+    return unsafe_in(join(path, name) for name in state_files(path))
+
+
+def unsafe_in(paths: Iterable[str]) -> tuple[Import, ...]:
+    """Return the dangerous imports in the pickles of these files, and pickles that cannot be
+    read.
+    """
+    with one_reading(), collected() as imports:
+        for path in paths:
+            try:
+                recognise(path).read()
+            except CkptError:  # a pickle that torch.save did not write, if it is one
+                nbytes = files.size(path)
+                with opened(path) as file:
+                    data = bytes(file.read(min(nbytes, limits().pickle_bytes)))
+                origin = Origin(path, nbytes, end=len(data))
+                try:
+                    part = loads(data, origin=origin)
+                    # more may follow, for another call of `pickle.load`
+                    for _ in range(_MOST_PICKLES):
+                        if part.end == nbytes:
+                            break
+                        part = loads(data, part.end, origin=origin)
+                    else:
+                        raise CkptError(f"{path} holds more than {_MOST_PICKLES} pickles", hint="")
+                except CkptError as error:
+                    unreadable(origin, error)
+    return in_order(one for one in imports if one.verdict == DANGEROUS or one.name == UNREADABLE)
