@@ -35,6 +35,8 @@ from ckpttool.core.optimizer_state import looks_flat, rebuilt
 from ckpttool.core.text import dotted, free
 from ckpttool.core.values import dataclass, many_objects
 
+# names of lists of parameters, of torch_ema and of EMAModel in diffusers
+LISTS = ("shadow_params",)
 SLOTS = ("_parameters", "_buffers", "_modules")
 
 _MAX_MODULE_DEPTH = 200  # modules inside each other
@@ -394,6 +396,8 @@ def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None
         return _add_state_dict
     if is_module(node):
         return _add_module
+    if path.rpartition(".")[2] in LISTS and _is_list_of_tensors(node) and not foreign:
+        return _add_list
     is_optimizer = _is_optimizer(node)
     is_around = any(whole.startswith(f"{path}." if path else "") for whole in tree.whole)
     if not (is_optimizer or is_around or names is None) and _is_state_dict(
@@ -562,6 +566,20 @@ def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> N
     tensors = tuple(entry_of(slot.key, slot.node, tree.storages) for slot in saved)
     section = Section(name, "state_dict", tensors, module_class=class_of(node))
     tree.places[name] = Place(section, steps, node, {slot.key: slot.steps for slot in saved})
+
+
+def _is_list_of_tensors(node: Any) -> bool:
+    return type(node) in (list, tuple) and bool(node) and all(map(is_tensor, node))
+
+
+def _add_list(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
+    """Add a list of tensors as a state dict whose keys are numbers."""
+    tree.storages.memory.take(_SECTION + (_STEP * len(steps) + _ENTRY) * len(node))
+    tensors = tuple(entry_of(str(index), value, tree.storages) for index, value in enumerate(node))
+    places = {str(index): (*steps, ("item", index)) for index in range(len(node))}
+    name = free(".".join(path), tree.places)
+    section = Section(name, "state_dict", tensors, is_list=True)
+    tree.places[name] = Place(section, steps, node, places)
 
 
 def _add_loose(tree: Tree, key: str, node: Any, steps: Steps) -> None:

@@ -69,7 +69,7 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
                 edits[place.steps] = REMOVE
         elif section.mapping is not place.section.mapping:
             edits[place.steps] = node_of(section.mapping, nodes.of)
-        elif section.module_class != place.section.module_class:
+        elif _is_unpacked(section, place.section):
             state = {place.steps: _fresh_state_dict(section, nodes)}
             edits.update(_shared(state, place, made))
             replaced.append(place.steps)
@@ -86,6 +86,11 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
     _check_arguments(edits)
     _check_rings(edits, tree)
     return _edited(root, edits) if edits else root
+
+
+def _is_unpacked(section: Section, was: Section) -> bool:
+    """Return whether a state dict replaces a pickled module or a list."""
+    return (section.module_class, section.is_list) != (was.module_class, was.is_list)
 
 
 def _outside(edits: Mapping[Steps, Any], replaced: Sequence[Steps]) -> dict[Steps, Any]:

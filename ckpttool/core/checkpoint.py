@@ -263,6 +263,7 @@ class Section:
     alone do not tell it (`formats.form_mark`). `in_lightning`: the section was picked from a
     Lightning checkpoint, so a common prefix of its keys is the LightningModule's attribute.
     `module_class` is the class of the pickled module that the file has in place of a state dict.
+    `is_list`: the file has a list of tensors there, whose keys are their numbers.
     """
 
     path: str
@@ -274,6 +275,7 @@ class Section:
     form: str | None = None
     in_lightning: bool = field(default=False, compare=False)
     module_class: str = ""
+    is_list: bool = False
 
     @property
     def title(self) -> str:

@@ -20,12 +20,14 @@ from ckpttool.diffing.names import compare_load, compare_names, loads
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, kinds_by_side, names_outlines, outlines
 from ckpttool.diffing.sections import (
     adapter_notes,
+    compare,
     explain_computed,
     explain_quantized,
     without_dtypes,
 )
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import one_rank
+from ckpttool.kinds.lists import parameters_of
 from ckpttool.naming.convert import other_versions
 from ckpttool.naming.convert import read as read_keys
 from ckpttool.naming.evidence import Tensor, exchangeable
@@ -87,6 +89,8 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     about_adapter = None if adapter is None else load_adapter(model, checkpoint, section, adapter)
     if about_adapter is not None:
         return about_adapter
+    if section.is_list:
+        return load_list(model, checkpoint, section, ignore_dtype)
     untied = []
     if model.is_folder:
         untied = untied_keys(model.tables, section)
@@ -182,6 +186,31 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         | ({"optimizers": False} if checkpoint.optimizers else {}),
         outlines=(outlines(section), names_outlines(names)[0]),
         refused=frozenset({"shape"}),
+        kinds=kinds_by_side(left=checkpoint.kinds_of(section)),
+        section=section.path,
+    )
+
+
+def load_list(
+    model: ModelOperand, checkpoint: Checkpoint, section: Section, ignore_dtype: bool
+) -> Diff:
+    """Compare a list of tensors with the model's parameters, in order."""
+    params = Section("", "state_dict", tuple(parameters_of(model.names())))
+    entries = compare(section, params)
+    entries = without_dtypes(entries) if ignore_dtype else entries
+    notes = list[str]()
+    if len(section.tensors) != len(params.tensors):
+        counts = (len(section.tensors), len(params.tensors))
+        text = "{} tensors in the list, and {} parameters in the model".format(*counts)
+        notes.append(Note(text, "list"))
+    return Diff(
+        checkpoint.source,
+        f"{model.title} (its parameters, in order)",
+        identical=all(entry.status == "same" for entry in entries),
+        entries=entries,
+        notes=tuple(notes),
+        compared=compared_by_loading(checkpoint, ignore_dtype),
+        outlines=(outlines(section), outlines(params)),
         kinds=kinds_by_side(left=checkpoint.kinds_of(section)),
         section=section.path,
     )

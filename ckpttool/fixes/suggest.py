@@ -178,12 +178,19 @@ def answered(question: Question, suggests: bool = False) -> Diff:
 
 
 def unpacked(question: Question) -> Diff:
-    """Return the diff of a pickled module that fits, with the command that writes its state
+    """Return the diff of a pickled module or a list that fits, with the command that writes a state
     dict.
+
+    A list has no buffers: the output does not have them either.
     """
     options = RemapOptions(**question.model_options, to="serialized")
     trial = try_remap(question, options, "serialized")
-    return question.diff if trial is None else Fixes((trial.fix,)).added_to(question.diff)
+    if trial is None:
+        return question.diff
+    differing = [entry for entry in trial.after.entries if trial.after.is_difference(entry)]
+    if differing and all(entry.status == "missing" for entry in differing):
+        trial = replace(trial, after=question.diff)
+    return Fixes((trial.fix,)).added_to(question.diff)
 
 
 def _fixes_more(unfixed: Sequence[Unfixed], other: Sequence[Unfixed]) -> bool:

@@ -20,7 +20,7 @@ from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Outlines, names_
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare, explain_computed
 from ckpttool.fixes.rules_file import Rules, suggested
-from ckpttool.kinds.modules import ATTRIBUTE
+from ckpttool.kinds.packed import ATTRIBUTE
 from ckpttool.kinds.table import with_kinds
 from ckpttool.naming.convert import MADE_AGAIN
 from ckpttool.naming.match import aliases, prefixes

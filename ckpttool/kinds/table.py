@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ckpttool.core.checkpoint import Checkpoint, Kind, Section
 from ckpttool.core.schema import TEXT, Members, record
-from ckpttool.kinds import adapters, modules, quantized
+from ckpttool.kinds import adapters, lists, modules, quantized
 
 # What a section is, after its name: "is a LoRA adapter ..."; and what the row read in it.
 Recognized = tuple[str, object]
@@ -26,6 +26,7 @@ class Row(NamedTuple):
 
 TABLE = (
     Row(modules.NAME, modules.recognize),
+    Row(lists.NAME, lists.recognize),
     Row(adapters.NAME, adapters.recognize),
     Row(quantized.NAME, quantized.recognize),
 )

@@ -138,7 +138,8 @@ def model_section(checkpoint: Checkpoint, tables: NameTables | None = None) -> S
     Raise `CkptError`, with the sections to choose from, if that is ambiguous or the file has no
     state dict. `tables` are the names of the model: they say which section to choose.
     """
-    found = list(checkpoint.state_dicts)
+    found = [section for section in checkpoint.state_dicts if not section.is_list]
+    found = found or list(checkpoint.state_dicts)
     if len(found) > 1:
         usual = [section for section in found if section.path.rpartition(".")[2] in MODEL_SECTIONS]
         found = usual if len(usual) == 1 else found

@@ -37,13 +37,14 @@ from ckpttool.evaluate.apply import apply
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.registry import program_format
 from ckpttool.io import progress, sources
+from ckpttool.kinds.lists import with_names_of_lists
 from ckpttool.kinds.table import with_kinds
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import holds as holds_keys
 from ckpttool.naming.convert import read
 from ckpttool.naming.match import NameTables, match
 from ckpttool.naming.versions import with_versions
-from ckpttool.operands.checkpoint import model_section, split
+from ckpttool.operands.checkpoint import model_section, saved_state_dicts, split
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -534,12 +535,24 @@ Likeness = Mapping[str, "tuple[int, ...] | None"]  # canonical name -> shape; No
 
 
 def read_for_model(checkpoint: Checkpoint, model: ModelOperand | None) -> Checkpoint:
+    """Return the checkpoint as the model's names show it: which dicts are state dicts, and how the
+    tensors of lists are called.
+    """
+    if model is None:
+        return checkpoint
+    checkpoint = _with_dicts_of(model, checkpoint)
+    if any(section.is_list for section in checkpoint.state_dicts):
+        return with_names_of_lists(checkpoint, model.names(), saved_state_dicts(checkpoint))
+    return checkpoint
+
+
+def _with_dicts_of(model: ModelOperand, checkpoint: Checkpoint) -> Checkpoint:
     """Read each dict as a state dict if it has more of the model's keys than any dict inside or
     around it.
 
     A dict that has none of these keys stays as it was read.
     """
-    if model is None or checkpoint.readings is None:
+    if checkpoint.readings is None:
         return checkpoint
     tables = model.tables
     known = {*tables.serialized_names, *tables.runtime_names}

@@ -30,7 +30,7 @@ from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import apply
 from ckpttool.io.undo import Written
 from ckpttool.kinds.adapters import adapter_of
-from ckpttool.kinds.modules import notes_on_unpacked, unpacked
+from ckpttool.kinds.packed import unpacked
 from ckpttool.kinds.quantized import problems_of_parts, quantized_weights
 from ckpttool.naming import wrappers as naming_wrappers
 from ckpttool.naming.convert import Form, check_versions, read
@@ -338,10 +338,9 @@ def remap(source: Checkpoint, request: Request) -> Remap:
         return Remap(source, plan, model=model, narrowed=_narrowing(before, model, dropped))
     names = None if request.saved is None else request.saved.names()
     paths = [section.path for section in of_one_model(source, options.sections, names)]
-    of_modules: list[Info] = []
+    of_packed: list[Info] = []
     if options.form is not None or request.loads is not None:  # forms are of state dicts
-        of_modules = notes_on_unpacked(source, paths)
-        source, attributes = unpacked(source, paths)
+        source, attributes, of_packed = unpacked(source, paths)
         dropped += attributes
     sections = [source.section(path) for path in paths]
     if request.saved is not None and source.optimizers:
@@ -369,7 +368,7 @@ def remap(source: Checkpoint, request: Request) -> Remap:
     others = [
         f"{d.section.path}: {note}" for d in drafts[1:] for note in d.notes if note not in shown
     ]
-    notes = (*of_modules, *shown, *others, *left_as_they_are(source, sections))
+    notes = (*of_packed, *shown, *others, *left_as_they_are(source, sections))
     form = None if options.form is None else str(options.form)
     together = tuple(paths) if len(paths) > 1 else ()
     missing = [

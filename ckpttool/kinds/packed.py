@@ -1,0 +1,74 @@
+"""What a file has in place of a state dict: a pickled module, or a list of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.plan import Dropped
+from ckpttool.core.text import Info
+
+ATTRIBUTE = "an attribute of the pickled module, which its state dict does not have"
+
+
+def is_packed(section: Section) -> bool:
+    return section.is_list or bool(section.module_class)
+
+
+def unpacked(
+    checkpoint: Checkpoint, paths: Collection[str]
+) -> tuple[Checkpoint, list[Dropped], list[Info]]:
+    """Return the checkpoint with a state dict in place of each pickled module and list at these
+    paths.
+
+    Other tensors of the modules are left out, and listed. The notes say what is replaced. Raise
+    `Refused` for a list without names.
+    """
+    packed = [s for s in checkpoint.state_dicts if s.path in paths and is_packed(s)]
+    if not packed:
+        return checkpoint, [], []
+    _check_names(packed)
+    modules = [section.path for section in packed if section.module_class]
+    prefixes = tuple(f"{path}." if path else "" for path in modules)
+    sections: list[Section] = []
+    dropped: list[Dropped] = []
+    for section in checkpoint.sections:
+        if section in packed:
+            sections.append(replace(section, module_class="", is_list=False))
+            continue
+        if section.kind != "other" or not modules:
+            sections.append(section)
+            continue
+        inside = {entry.key for entry in section.tensors if entry.key.startswith(prefixes)}
+        dropped += [Dropped(section.path, key, ATTRIBUTE) for key in inside]
+        rest = tuple(entry for entry in section.tensors if entry.key not in inside)
+        if rest:
+            sections.append(replace(section, tensors=rest))
+    notes = [Info(_replaced(section), "remap") for section in packed]
+    return replace(checkpoint, sections=tuple(sections)), dropped, notes
+
+
+def _check_names(packed: list[Section]) -> None:
+    """Raise `Refused` for a list whose tensors have no names."""
+    problems = []
+    for section in packed:
+        if section.is_list and section.tensors[0].key == "0":
+            text = "a list of tensors without names, or with other shapes than the model's"
+            problems.append(Problem(text, section.title))
+    if problems:
+        raise Refused(
+            "the names of a list's tensors are the names of a model's parameters, in order",
+            hint="pass the model that was averaged: --model package.module:attr, or file.py:attr",
+            problems=problems,
+        )
+
+
+def _replaced(section: Section) -> str:
+    if section.is_list:
+        return f"{section.title} is a list of tensors: a state dict is written instead of it"
+    return (
+        f"{section.path or 'the file'} is a pickled module ({section.module_class}): its state"
+        " dict is written, without the module"
+    )
