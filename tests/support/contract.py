@@ -24,6 +24,7 @@ from ckpttool.core.checkpoint import Checkpoint, Span
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io import sources
+from places import ROOT
 
 State = dict[str, torch.Tensor]
 MANY = "3,000 keys"
@@ -107,6 +108,7 @@ class FormatContract:
     edits = False  # in place, with undo
     objects = False  # an output can hold entries that are no tensors
     lacks: frozenset[torch.dtype] = frozenset()  # dtypes that the library does not write or load
+    setup = ""  # code of another process that makes the format known
 
     def save(self, state: State, path: Path) -> None:
         """Write the state dict with the format's own library."""
@@ -127,6 +129,14 @@ class FormatContract:
         path = folder / f"in{self.ending}"
         self.save(state, path)
         return path
+
+    def run_without_torch(self, *words: str) -> None:
+        """Run a command in a process of its own, and check that it does not import torch."""
+        code = "import sys; from ckpttool.cli.app import main; status = main(sys.argv[1:]);"
+        code += "sys.exit(status or 'torch' in sys.modules)"
+        command = [sys.executable, "-c", self.setup + code, *words]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
 
     def broken(
         self, path: Path, folder: Path
@@ -178,11 +188,11 @@ class FormatContract:
 
     def test_torch_is_not_imported(self, tmp_path: Path) -> None:
         path = self.saved(self.state("0-dim"), tmp_path)
-        code = "import sys; from ckpttool.cli.app import main; main(sys.argv[1:]);"
-        code += "sys.exit('torch' in sys.modules)"
-        words = [sys.executable, "-c", code, "inspect", str(path)]
-        done = subprocess.run(words, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        self.run_without_torch("inspect", str(path))
+        if self.out:
+            out = str(tmp_path / "renamed" / Path(self.out).name)
+            (tmp_path / "renamed").mkdir()
+            self.run_without_torch("remap", str(path), "-o", out, "--rule", "step => steps")
 
     # Damaged and hostile files
 
