@@ -28,7 +28,7 @@ from ckpttool.core.schema import (
 from ckpttool.core.text import Info, Note, shell, visible
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.options import DiffOptions
-from ckpttool.fixes.suggest import diff_names_file
+from ckpttool.fixes.names import diff_names_file
 from ckpttool.formats.opening import unsafe_in_folder
 from ckpttool.io.files import look_anew
 from ckpttool.operands.checkpoint import model_section, open_operand

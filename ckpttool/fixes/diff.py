@@ -69,7 +69,7 @@ def _diff(
     if options.comparison is None:
         only_first()
     if is_names_file(left):
-        from ckpttool.fixes.suggest import diff_names_file
+        from ckpttool.fixes.names import diff_names_file
 
         other = ModelOperand(right) if options.model is None and is_names_file(right) else None
         if right is not None and other is None:

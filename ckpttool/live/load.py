@@ -32,9 +32,10 @@ from ckpttool.diffing.causes import Code
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.run import run
 from ckpttool.evaluate import torch_eval
-from ckpttool.fixes import suggest
 from ckpttool.fixes.diff import diff as diff_with_fix
 from ckpttool.fixes.fix import applicable
+from ckpttool.fixes.optimizer import known_remap
+from ckpttool.fixes.suggest import answered
 from ckpttool.fixes.trial import Question, try_remap
 from ckpttool.io import sources
 from ckpttool.io.paths import is_url
@@ -200,7 +201,7 @@ def _fitting_model(
     options = DiffOptions(model=model, ignore_dtype=cast)
     diff, fix = run(source, None, options, model), None
     if not diff.identical:
-        found = suggest.answered(Question(source, None, options, model, diff))
+        found = answered(Question(source, None, options, model, diff))
         try:
             fix = applicable(found, command("diff", (source.source,), options))
         except Refused as error:
@@ -236,10 +237,10 @@ def _fitting_state(
     if diff.remedy is None:
         remap = RemapOptions(model=model, optimizer=model.optimizer, optimizer_keys=ID)
     else:
-        word, remap = suggest.optimizer_remap(question, diff.remedy)
-        fix = None if suggest.has_placeholder(remap) else try_remap(question, remap, word)
-        if fix is None or fix.after.remedy is not None:
-            answer = suggest.answered(question)
+        candidate = known_remap(question, diff.remedy)
+        fix = None if candidate is None else try_remap(question, candidate[1], candidate[0])
+        if candidate is None or fix is None or fix.after.remedy is not None:
+            answer = answered(question)
             # `_fitting_model` fixes that
             notes = [note for note in answer.notes if code_of(note) != "other-sections"]
             hint = "; ".join((*answer.fix, *notes[-2:])) or "start the optimizer from scratch"
@@ -247,7 +248,7 @@ def _fitting_state(
             raise Refused(
                 message, hint=hint, problems=diff.problems((source.source, "the optimizer"))
             )
-        remap, after = replace(remap, optimizer_keys=ID), fix.after
+        remap, after = replace(candidate[1], optimizer_keys=ID), fix.after
     converts = [note for note in after.notes if code_of(note) == "converts"]
     if converts and not cast:
         hint = "cast=True converts them"

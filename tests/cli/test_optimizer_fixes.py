@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import optimizer_models as models
 from ckpttool.cli.app import main
 from ckpttool.diffing.result import HARMLESS
-from ckpttool.fixes.suggest import FOREIGN, NO_REMAP
+from ckpttool.fixes.optimizer import FOREIGN, NO_REMAP
 from command import Run, fixes_in, notes_in
 from optimizer_support import save, steps, train
 

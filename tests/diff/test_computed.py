@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.diffing.sections import explain_computed, parts
-from ckpttool.fixes.suggest import PART
+from ckpttool.fixes.commands import PART
 from command import Run, fixes_in, notes_in
 
 torch.set_num_threads(1)

@@ -24,7 +24,7 @@ import hook_zoo
 import small_models
 from ckpttool import diff
 from ckpttool.cli.app import main
-from ckpttool.fixes.suggest import PART
+from ckpttool.fixes.commands import PART
 from ckpttool.naming.match import prefixes
 from ckpttool.operands.output import command, outputs
 from ckpttool.remapping.options import RemapOptions

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import segment_models
 from ckpttool.cli.app import main
-from ckpttool.fixes.suggest import INFERRED
+from ckpttool.fixes.commands import INFERRED
 from command import fixes_in, notes_in
 from zoo import randomized, runtime_values
 

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import real_models
+from ckpttool.fixes.commands import PART
 from ckpttool.fixes.rules_file import suggest
-from ckpttool.fixes.suggest import PART
 from ckpttool.live.model import section_of
 from ckpttool.naming.evidence import Inference, Pair, Side, Tensor
 from ckpttool.naming.pairing import infer

@@ -1,0 +1,163 @@
+"""Search for the remap that fixes a diff: each candidate is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckpttool.core.errors import CkptError
+from ckpttool.core.optimizer_state import FQN as FQN_KEYS
+from ckpttool.fixes.candidates import to_compare, to_load, to_load_model
+from ckpttool.fixes.trial import Question, Trial, model_path, try_remap
+from ckpttool.formats.registry import format_of
+from ckpttool.formats.remarks import one_rank
+from ckpttool.operands.checkpoint import open_operand, split
+from ckpttool.remapping import run as remap
+from ckpttool.remapping.options import RemapOptions
+
+
+def best_remap(question: Question) -> Trial | None:
+    """Return the first remap after which the two are the same, or else the remap that leaves the
+    fewest differences.
+    """
+    if not _may_help(question):
+        return None
+    candidates = to_load(question) if question.right is None else to_compare(question)
+    best = None
+    fewest = question.remaining(question.diff)
+    for word, options in candidates:
+        trial = try_remap(question, options, word, fewest)
+        if trial is None:
+            continue
+        only_values_are_left = question.different_values(trial.after)
+        if trial.after.identical or only_values_are_left:
+            return trial
+        best = trial
+        fewest = question.remaining(trial.after)
+    if best is None:
+        return None
+    return _with_rules_after(question, best, fewest) or best
+
+
+def _may_help(question: Question) -> bool:
+    """Return False if no remap can fix the diff: it is not about names, or a choice is a guess."""
+    left = question.left
+    assert left is not None
+    # no command has what the other ranks hold
+    if one_rank(left) or question.parts:
+        return False
+    return not _only_tensors_differ(question) or format_of(left).holds.rank_parts
+
+
+def _only_tensors_differ(question: Question) -> bool:
+    """Return whether all names are right, and shapes, dtypes or values differ."""
+    statuses: set[str] = set()
+    for entry in question.diff.entries:
+        statuses |= entry.statuses
+    statuses.discard("same")
+    of_tensors = {"shape", "dtype"}
+    if question.right is not None:
+        of_tensors.add("value")
+    return bool(statuses) and statuses <= of_tensors
+
+
+def complete_for_model(question: Question) -> Trial | None:
+    """Return the remap after which the model loads, in a file whose optimizer state fits."""
+    for word, options in to_load_model(question):
+        trial = try_remap(question, options, word)
+        if trial is not None and trial.after.identical:
+            return trial
+    return None
+
+
+def _with_rules_after(question: Question, best: Trial, most: int) -> Trial | None:
+    """Return the same remap with a few inferred renames of the names that it leads to, if that
+    fixes everything.
+
+    The names of wrapped keys are compared best without the wrappers, which `best` removes.
+    """
+    options, left = best.options, question.left
+    if left is None or question.model is None:
+        return None
+    if not isinstance(options, RemapOptions) or options.has_rules:
+        return None
+    options = replace(options, out=None, partial=False)
+    try:
+        model = None if options.model is None else question.model.with_optimizer(options.optimizer)
+        read = replace(options, model=model)
+        unwrapped = remap.plan_remap(left, read, model, remap.loading_model(read, model)).result
+        rules = replace(question, left=unwrapped, diff=best.after).rules
+    except CkptError:
+        return None
+    few = None if rules is None else rules.few
+    if few is None or not few.rule or few.drop:
+        return None
+    trial = try_remap(question, replace(options, rule=few.rule), "renamed", most)
+    return trial if trial is not None and trial.after.identical else None
+
+
+def selected(question: Question) -> Trial | None:
+    """Return the remap that takes the model's keys from below the only prefix under which left has
+    all of them.
+
+    What is not below the prefix is left out: the model has no place for it. If other sections stand
+    against that, such as an optimizer of all parameters, the section of the model is taken alone.
+    """
+    left = question.left
+    if left is None or question.right is not None or question.model is None:
+        return None
+    if question.parts or one_rank(left):
+        return None
+    whole_and_section = [(question, False), *((part, True) for part in _of_section(question))]
+    for prefix in _only_prefixes(question):
+        for asked, is_part in whole_and_section:
+            trial = _taken(asked, prefix)
+            if trial is not None:
+                return replace(trial, part=is_part)
+    return None
+
+
+def _of_section(question: Question) -> Iterator[Question]:
+    """Yield the same question about the section of the model alone, if the file has others."""
+    left = question.left
+    assert left is not None
+    path = model_path(left)
+    if path and split(left.source)[1] is None and not left.in_memory:
+        yield replace(question, left=open_operand(left.part(path)), opened=None)
+
+
+def _only_prefixes(question: Question) -> list[str]:
+    """Return the prefixes that are the only one with most names of a form of the model."""
+    only = [prefixes[0] for prefixes in question.prefixes if len(prefixes) == 1 and prefixes[0]]
+    return list(dict.fromkeys(only))
+
+
+def _taken(question: Question, prefix: str) -> Trial | None:
+    """Return the remap that takes what is below the prefix, if the model loads it then."""
+    word = prefix.rpartition(".")[2]
+    for to in (None, "serialized"):
+        trial = try_remap(question, RemapOptions(select=prefix, to=to), word, loses_keys=True)
+        if trial is not None and trial.after.identical and not trial.stateless:
+            return trial
+    return None
+
+
+def by_rules(question: Question, rules: str) -> Trial | None:
+    """Return the remap by inferred rules; for a model only if it fixes half of the differences or
+    more.
+
+    If the rules make other parameters, the optimizer in the file needs their order from the model
+    that loads the output, or their names.
+    """
+    asked, plain = question.options, RemapOptions(rules=rules)
+    if question.right is not None:
+        most = None
+        with_optimizer = replace(plain, optimizer_keys=FQN_KEYS)
+    else:
+        most = question.remaining(question.diff) // 2 + 1
+        with_optimizer = replace(plain, to_model=asked.model, materialize=asked.materialize)
+    for options in (plain, with_optimizer):
+        trial = try_remap(question, options, "renamed", most)
+        if trial is not None:
+            return trial
+    return None

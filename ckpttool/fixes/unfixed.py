@@ -1,0 +1,89 @@
+"""What a fix leaves, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ckpttool.core.codes import CODES
+from ckpttool.core.text import Note, plural, some
+from ckpttool.diffing.causes import OBJECTS, Code
+from ckpttool.diffing.result import HARMLESS, Entry, Unfixed
+from ckpttool.fixes.commands import FEW
+from ckpttool.fixes.trial import Question, Trial
+
+# Code -> what the keys are; its row says what to do.
+_UNFIXED: dict[str, tuple[str, str]] = {
+    "quantized": ("key", "of quantized weights"),
+    "missing": ("key", "missing from left"),
+    "shape": ("tensor", "of a different shape, which no rename fixes"),
+    "dtype": ("tensor", "of a different dtype"),
+    "value": ("tensor", "with different values, which no rename fixes"),
+    "unread-value": ("tensor", "with values that were not compared"),
+    "tied-value": ("tensor", "with two values under its names"),
+    "lost-value": ("key", "whose values loading does not read"),
+    "unexpected": ("key", "not in right"),
+    "renamed": ("key", "under another name"),
+    "transformed": ("key", "computed when the model is saved"),
+    "alias": ("second name", "on one side only"),
+    "part": ("key", "of parameters that one side computes from others"),
+    "object": ("object", "with different content, which no rename fixes"),
+    "rotary-order": ("tensor", "with rows in the other rotary-embedding order"),
+    "row-order": ("tensor", "with rows in a different order"),
+    "transposed": ("tensor", "transposed"),
+    "moved": ("tensor", "with values that right has under other names"),
+    "placeholder": ("tensor", "without values"),
+    "kind": ("tensor", "of a different kind"),
+}
+
+
+def unfixed_by(question: Question, best: Trial | None) -> tuple[Unfixed, ...]:
+    """Return the differences that are left after the best fix, if there is one, by their codes."""
+    entries: Sequence[Entry] = question.diff.entries
+    if best is not None:  # a rename does not change values that differ
+        left_over = () if best.after.identical else best.after.entries
+        entries = (*left_over, *question.different_values(question.diff))
+    accepted = (HARMLESS | question.diff.harmless) - {"alias"}
+    keys: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.is_one_of(accepted):
+            continue
+        names = entry.right or entry.left or ("",)
+        keys.setdefault(_code(entry), []).append(names[0])
+    in_order = dict.fromkeys([*_UNFIXED, *keys])
+    return tuple(Unfixed(code, tuple(keys[code])) for code in in_order if code in keys)
+
+
+def advice_on(unfixed: Iterable[Unfixed]) -> list[Note]:
+    """Return the sentences about keys that are left, if there is something to do about them."""
+    advice = [_advice(group) for group in unfixed]
+    return [note for note in advice if note is not None]
+
+
+def _advice(unfixed: Unfixed) -> Note | None:
+    """Return the sentence about keys that are left, None if there is nothing to do about them."""
+    if unfixed.code not in _UNFIXED:
+        return None
+    noun, what = _UNFIXED[unfixed.code]
+    advice = CODES[unfixed.code].fix.rstrip(".")
+    text = (
+        f"{plural(len(unfixed.keys), noun)} {what} ({some(unfixed.keys, FEW)}):"
+        f" {advice[0].lower()}{advice[1:]}"
+    )
+    return Note(text, unfixed.code)
+
+
+def _code(entry: Entry) -> str:
+    """Return the code that says best what could fix the entry."""
+    if (
+        entry.status in ("shape", "dtype", "value")
+        and entry.cause is not None
+        and entry.cause.code in OBJECTS
+    ):
+        return "object"
+    if entry.has(Code.QUANTIZED):
+        return "quantized"
+    codes = () if entry.cause is None else entry.cause.codes
+    for code in reversed(codes):
+        if code in _UNFIXED:
+            return code
+    return entry.status

@@ -1,0 +1,105 @@
+"""Two checkpoints whose relation only a model's code could tell."""
+
+from __future__ import annotations
+
+from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.diffing.checkpoints import program_and_weights
+from ckpttool.diffing.sections import without_segment
+from ckpttool.fixes.trial import Question
+from ckpttool.formats.registry import format_of
+from ckpttool.naming.wrappers import canonical_keys
+from ckpttool.operands.checkpoint import model_section
+from ckpttool.operands.output import command, outputs
+from ckpttool.remapping.options import RemapOptions
+from ckpttool.swap.swap import SwapOptions
+
+# what a hook, a program or a rank changes: names, not values
+_OF_NAMES = frozenset({"same", "alias", "extra_state", "missing", "unexpected"})
+_OF_TIES = frozenset({"same", "alias", "extra_state"})
+
+
+def commands_with_a_model(question: Question, has_program: bool) -> tuple[str, ...]:
+    """Return commands with the placeholder MODEL if all differences look like the work of a hook,
+    or of a rank.
+
+    The weights of a program may be in wrappers too.
+    """
+    if question.model is not None:
+        return ()
+    left, right = question.two
+    if format_of(left).holds.rank_parts or _lacks_second_names(question):
+        return (_remap(question, "serialized"),)
+    to = _shortened_form(question, has_program)
+    if to is None:
+        return ()
+    if not has_program:
+        return (_remap(question, to),)
+    program, weights = program_and_weights(left, right)
+    swap = SwapOptions(model="MODEL", out=next(outputs(program.source, "swapped")))
+    return (command("swap-weights", (program.source, weights.source), swap),)
+
+
+def _lacks_second_names(question: Question) -> bool:
+    """Return whether left lacks only second names of tensors that it has: the model ties them."""
+    entries = question.diff.entries
+    if not {entry.status for entry in entries} <= _OF_TIES:
+        return False
+    return any(entry.status == "alias" and not entry.left for entry in entries)
+
+
+def _shortened_form(question: Question, has_program: bool) -> str | None:
+    """Return the form of right's names if one side's keys are the other's without a segment each,
+    as a hook leaves them; else None.
+    """
+    entries = question.diff.entries
+    statuses = {entry.status for entry in entries}
+    if has_program:
+        statuses.discard("renamed")
+    if not statuses <= _OF_NAMES:
+        return None
+    only_left = [key for entry in entries if entry.status == "unexpected" for key in entry.left]
+    only_right = [key for entry in entries if entry.status == "missing" for key in entry.right]
+    if not only_left or len(only_left) != len(only_right):
+        return None
+    left, right = map(model_section, question.two)
+    if _are_shortened(left, only_left, right, only_right):
+        return "exported"
+    if _are_shortened(right, only_right, left, only_left):
+        return "serialized"
+    return None
+
+
+def _remap(question: Question, to: str) -> str:
+    """Return the remap to the form; a tied model gets a torch file, which holds each of its
+    names.
+    """
+    left, right = question.two
+    is_tied = bool(model_section(left).aliases() or model_section(right).aliases())
+    names = list(outputs(left.source, to))
+    out = names[-1] if is_tied else names[0]
+    return command("remap", (left.source,), RemapOptions(model="MODEL", to=to, out=out))
+
+
+def _are_shortened(short: Section, shorter: list[str], long: Section, longer: list[str]) -> bool:
+    """Return True if each shorter key is exactly one longer key without a segment, with the same
+    dtype and shape.
+
+    Segments of wrappers do not count.
+    """
+    have, want = _outlines(short, shorter), _outlines(long, longer)
+    others = set()
+    for key, outline in want.items():
+        found = without_segment(key, have)
+        if found is None or found[0] in others or have[found[0]] != outline:
+            return False
+        others.add(found[0])
+    return True
+
+
+def _outlines(section: Section, keys: list[str]) -> dict[str, object]:
+    entries, names = section.by_key(), canonical_keys(section.by_key())
+    return {names.get(key, key): _outline(entries.get(key)) for key in keys}
+
+
+def _outline(entry: TensorEntry | ExtraEntry | None) -> object:
+    return (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None
