@@ -101,7 +101,11 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     entries = without_dtypes(entries) if ignore_dtype else entries
     if verdict is None and loads(entries):
         _check_names_suffice(model, names, checkpoint, section)
+    of_shards = [note for note in checkpoint.notes if code_of(note) in ("shard-index", "no-index")]
+    has_no_index = any(code_of(note) == "no-index" for note in of_shards)
     unreadable = unreadable_note(checkpoint)
+    if model.pretrained and has_no_index:
+        unreadable, of_shards = of_shards, []
     fits = not unreadable and (loads(entries) if verdict is None else verdict.ok)
     converts = (
         any(e.status == "dtype" for e in entries)
@@ -124,7 +128,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     lost_versions = _lost_versions(model, section) if verdict is not None and not verdict.ok else []
     torch_says = [Note(f"torch: {text}", "torch-error") for text in _grouped(others)]
     rank = one_rank(checkpoint)
-    notes = [*unreadable, *rank, *lost_versions, *torch_says]
+    notes = [*unreadable, *of_shards, *rank, *lost_versions, *torch_says]
     if fits and untied and model.pretrained:
         pairs = some([f"{key} and {twin}" for twin, key in untied])
         text = (

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from shlex import quote
 
 from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.text import Note
 from ckpttool.formats.hf_index import read_index
 from ckpttool.formats.look import Look
 from ckpttool.io.files import is_dir, is_file, names_in, opened
-from ckpttool.io.paths import join, safe_path
+from ckpttool.io.paths import join, parent, safe_path
+from ckpttool.io.paths import name as name_of
 
 INDEX = re.compile(r"(?P<stem>.+)\.(?P<kind>safetensors|bin)\.index(\.[\w-]+)?\.json")
 DCP_METADATA = ".metadata"
 
 # of one rank, by torch's own writer
 HF_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-_SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
+_SHARD = re.compile(
+    r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.(?P<kind>safetensors|bin)"
+)
 _ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
 _OTHER_WEIGHTS = (
     ".h5",
@@ -98,6 +102,78 @@ def fsdp_home(look: Look) -> str | None:
     return folder if look.is_folder and is_fsdp(folder) else None
 
 
+def shards_home(look: Look) -> str | None:
+    """Return where the index of a folder would be, if it holds all shards of one checkpoint and no
+    index.
+    """
+    if not look.is_folder or dcp_home(look) is not None:
+        return None
+    if any(name.endswith(_ENDINGS) and not _SHARD.fullmatch(name) for name in look.files):
+        return None
+    if any(INDEX.fullmatch(name) for name in look.files):
+        return None
+    groups: dict[tuple[str, str, int], set[int]] = {}
+    for match in filter(None, map(_SHARD.fullmatch, look.files)):
+        group = (match["stem"], match["kind"], int(match["count"]))
+        groups.setdefault(group, set()).add(int(match["number"]))
+    if len(groups) != 1:
+        return None
+    ((stem, kind, count),) = groups
+    if groups[stem, kind, count] != set(range(1, count + 1)):
+        return None
+    return join(look.path, f"{stem}.{kind}.index.json")
+
+
+def shards_of(index: str) -> list[str]:
+    """Return the shards whose index would be at this path: ``STEM-00001-of-00002.safetensors``."""
+    match = INDEX.fullmatch(name_of(index))
+    shards = []
+    for name in names_in(parent(index)):
+        shard = _SHARD.fullmatch(name)
+        if match and shard and (shard["stem"], shard["kind"]) == (match["stem"], match["kind"]):
+            shards.append(name)
+    return shards
+
+
+# what transformers looks for in a folder, in this order
+_PRETRAINED = (
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+
+
+def read_by_transformers(look: Look, names: Collection[str]) -> str | None:
+    """Return the one of `names` that from_pretrained reads, if the folder has a model's
+    ``config.json``.
+    """
+    if "config.json" not in look.files:
+        return None
+    return next((name for name in _PRETRAINED if name in names), None)
+
+
+def left_unread(folder: str, read: str) -> tuple[str, ...]:
+    """Return a note on the weights in a folder of transformers that are not read, because `read` is
+    read.
+    """
+    name = name_of(read)
+    if name not in _PRETRAINED or not is_file(join(folder, "config.json")):
+        return ()
+    shards = _shards_of(read) if INDEX.fullmatch(name) else set()
+    others = [
+        other
+        for other in names_in(folder)
+        if other not in (name, *shards) and (INDEX.fullmatch(other) or _is_single(other))
+    ]
+    if not others:
+        return ()
+    text = f"{name} is read, as from_pretrained does; not {', '.join(others)}"
+    return (Note(text, "shard-index"),)
+
+
+def _is_single(name: str) -> bool:
+    return is_weights(name) and not _SHARD.fullmatch(name)
+
+
 def file_inside(look: Look, endings: tuple[str, ...] = _ENDINGS) -> str | None:
     """Return the path of the only checkpoint in the folder that is a file or an index with shards;
     None if there is none.
@@ -114,6 +190,9 @@ def file_inside(look: Look, endings: tuple[str, ...] = _ENDINGS) -> str | None:
     if weights or indexes or parts_in(look):
         single = weights
     names = indexes + single
+    preferred = read_by_transformers(look, names) if len(names) > 1 else None
+    if preferred is not None:
+        return join(folder, preferred)
     if len(names) > 1:
         raise CkptError(
             f"{folder} holds several checkpoints",

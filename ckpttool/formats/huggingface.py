@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.text import Note, plural, some
 from ckpttool.core.values import dataclass
 from ckpttool.formats import safetensors, torch_zip, torchao
+from ckpttool.formats.folders import shards_of
 from ckpttool.formats.hf_index import read_index
 from ckpttool.formats.registry import named, recognise
 from ckpttool.io.files import is_file, look_ahead
@@ -36,13 +38,14 @@ _AN_ENTRY, _METADATA, _HEAD, _UNKNOWN = 60, 64, 4096, 1 << 17
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
     """The container of this format: the name of the index, its text and value, and each shard's
-    index by name.
+    index by name. `disagrees`: the index names other keys than the shards have.
     """
 
     name: str
     text: str
     index: Mapping[str, Any]
     shards: Mapping[str, Checkpoint]
+    disagrees: bool = False
 
 
 # Plan
@@ -96,14 +99,16 @@ def read(path: str) -> Checkpoint:
     """Read the checkpoint whose ``*.index.json`` is at `path`: one section, with its keys in the
     index's order.
 
-    Raises `CkptError`, with every disagreement between index and shards, if they do not fit.
+    As for transformers, the index says which files are read, and the files say which tensors there
+    are; without an index, the files are those with its name. Notes say where the two disagree.
+    Raises `CkptError`, with every problem, if a shard is missing or cannot be read.
     """
-    text, index = read_index(path)
-    weight_map: dict[str, str] = index["weight_map"]
     folder = parent(path)
+    has_index = is_file(path)
+    text, index = read_index(path) if has_index else ("", {})
+    names = sorted({*index["weight_map"].values()} if has_index else shards_of(path))
     problems: list[Problem] = []
     shards: dict[str, Checkpoint] = {}
-    names = list(dict.fromkeys(weight_map.values()))
     heads = _heads(index, names)
     for number, name in enumerate(names):
         if number % _AHEAD == 0:
@@ -114,16 +119,6 @@ def read(path: str) -> Checkpoint:
             shards[name] = shard
         else:
             problems += shard
-    entries = {name: shard.sections[0].by_key() for name, shard in shards.items()}
-    for key, name in weight_map.items():
-        if name in entries and key not in entries[name]:
-            problems.append(Problem(f"in the index, but not in {name}", key))
-    for name, by_key in entries.items():
-        problems += [
-            Problem(f"in {name}, but not in the index", key)
-            for key in by_key
-            if weight_map.get(key) != name
-        ]
     if len({shard.format for shard in shards.values()}) > 1:
         problems += [
             Problem(f"a {shard.format} file among others", name) for name, shard in shards.items()
@@ -134,7 +129,15 @@ def read(path: str) -> Checkpoint:
             hint="download or copy all files again; or name the shards one by one",
             problems=problems,
         )
-    ordered = [entries[name][key] for key, name in weight_map.items()]
+    home, again = _homes(shards)
+    if has_index:
+        notes = _disagreements(index["weight_map"], home, again)
+    else:
+        index = {"metadata": {}, "weight_map": home}
+        notes = [Note(NO_INDEX.format(folder), "no-index"), *_disagreements(home, home, again)]
+    entries = {name: shard.sections[0].by_key() for name, shard in shards.items()}
+    in_order = {**dict.fromkeys(key for key in index["weight_map"] if key in home), **home}
+    ordered = [entries[home[key]][key] for key in in_order]
     tensors = tuple(entry for entry in ordered if isinstance(entry, TensorEntry))
     extras = tuple(entry for entry in ordered if isinstance(entry, ExtraEntry))
     versions = [
@@ -151,12 +154,65 @@ def read(path: str) -> Checkpoint:
         len(text.encode()) + sum(shard.nbytes for shard in shards.values()),
         (Section("", "state_dict", tensors, extras, modules),),
         metadata=_common([shard.metadata for shard in shards.values()]),
-        container=Shards(name_of(path), text, index, shards),
-        notes=(*_size_notes(index, tensors), *torchao.remark(tensors)),
+        container=Shards(name_of(path), text, index, shards, disagrees=bool(notes)),
+        notes=(*notes, *_size_notes(index, tensors), *torchao.remark(tensors)),
         unreached=tuple(
             storage.of(name) for name, shard in shards.items() for storage in shard.unreached
         ),
     )
+
+
+NO_INDEX = (
+    "{0} holds shards without their index, which from_pretrained does not read: `ckpttool convert"
+    " {0} -o OUT/` writes one"
+)
+
+
+def _homes(shards: Mapping[str, Checkpoint]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the shard that each key is read from, and keys that an earlier shard has too; the last
+    one is read.
+    """
+    home: dict[str, str] = {}
+    again: dict[str, str] = {}
+    for name, shard in shards.items():
+        for key in shard.sections[0].keys:
+            if key in home:
+                again[key] = home[key]
+            home[key] = name
+    return home, again
+
+
+def _disagreements(
+    weight_map: Mapping[str, str], home: Mapping[str, str], again: Mapping[str, str]
+) -> list[Note]:
+    """Return notes on keys of the index that no shard has, and the other way round."""
+    phantoms = [key for key in weight_map if key not in home]
+    unlisted = [f"{key} ({name})" for key, name in home.items() if key not in weight_map]
+    elsewhere = [
+        f"{key} ({name}, not {weight_map[key]})"
+        for key, name in home.items()
+        if key not in again and weight_map.get(key, name) != name
+    ]
+    twice = [f"{key} (read from {home[key]}, not {name})" for key, name in again.items()]
+    notes = []
+    for what, keys in (
+        ("in the index, and in no shard", phantoms),
+        ("in a shard, and not in the index", unlisted),
+        ("in another shard than the index says", elsewhere),
+        ("in several shards", twice),
+    ):
+        if keys:
+            text = f"{plural(len(keys), 'key')} {what}: {some(keys)}"
+            notes.append(Note(text, "shard-index"))
+    return notes
+
+
+def holds_unused_bytes(checkpoint: Checkpoint) -> bool:
+    """Return whether a new index would be another one: it disagrees with the shards, or is
+    missing.
+    """
+    container = checkpoint.container
+    return isinstance(container, Shards) and container.disagrees
 
 
 def _heads(index: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]:
@@ -171,7 +227,7 @@ def _heads(index: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]:
         min(10, (total // len(names)).bit_length() * 3 // 10 + 1) if isinstance(total, int) else 10
     )
     heads = dict.fromkeys(names, _METADATA)
-    for key, name in index["weight_map"].items():
+    for key, name in index.get("weight_map", {}).items():
         heads[name] += len(key) + _AN_ENTRY + 2 * digits
     return {
         name: max(_HEAD, nbytes) if name.endswith(".safetensors") else _UNKNOWN
@@ -365,12 +421,12 @@ def _index(
         metadata["total_size"] = total_size
     else:
         metadata.setdefault("total_size", total_size)
-    old_keys = list(old.get("weight_map", {}))
+    old_keys = list(old.get("weight_map", {})) if source is None or source.text else []
     if old_keys == sorted(old_keys):
         weight_map = dict(sorted(weight_map.items()))
     index = {**({} if "metadata" in old else {"metadata": metadata}), **old}
     index |= {"metadata": metadata, "weight_map": weight_map}
-    if source is None:
+    if source is None or not source.text:
         return (json.dumps(index, indent=2) + "\n").encode()  # as transformers writes it
     begin = re.match(r"\{\n( +)", source.text)
     indent = len(begin[1]) if begin is not None else None

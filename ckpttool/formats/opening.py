@@ -11,7 +11,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import limits, one_reading
 from ckpttool.core.pickle_imports import DANGEROUS, UNREADABLE, Import, in_order
 from ckpttool.core.text import Note
-from ckpttool.formats.folders import DCP_METADATA, state_files
+from ckpttool.formats.folders import DCP_METADATA, left_unread, state_files
 from ckpttool.formats.registry import recognise
 from ckpttool.formats.remarks import remarks
 from ckpttool.io import files, handles, paths, sources
@@ -54,7 +54,8 @@ def _open(path: str) -> Checkpoint:
     if not files.is_dir(path):
         return checkpoint
     others = checkpoint.other_files or state_files(path)
-    return replace(checkpoint, source=path, notes=(*checkpoint.notes, *note_on(others)))
+    notes = (*checkpoint.notes, *left_unread(path, checkpoint.source), *note_on(others))
+    return replace(checkpoint, source=path, notes=notes)
 
 
 def note_on(names: Sequence[str]) -> tuple[str, ...]:

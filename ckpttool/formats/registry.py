@@ -64,7 +64,7 @@ TABLE = (
         "sharded",
         "sharded safetensors (Hugging Face)",
         "ckpttool.formats.huggingface",
-        lambda look: _file(look, signatures.is_index(look)),
+        lambda look: _file(look, signatures.is_index(look)) or folders.shards_home(look),
         holds=_TENSORS,
         index=".safetensors.index.json",
         sharded=True,
