@@ -110,10 +110,12 @@ class Group:
     @property
     def template(self) -> Template:
         """Their name, with `NUMBER` for the numbers in which they differ."""
-        numbers, segments = self.fixed.split(".") if self.fixed else [], list(self.path)
-        for at in range(len(segments) - 1, -1, -1):
-            if numbers and segments[at] == NUMBER:
-                segments[at] = numbers.pop()
+        if not self.fixed:
+            return self.path
+        numbers, segments = self.fixed.split("."), list(self.path)
+        for index in range(len(segments) - 1, -1, -1):
+            if numbers and segments[index] == NUMBER:
+                segments[index] = numbers.pop()
         return tuple(segments)
 
     @property
@@ -130,20 +132,26 @@ class Group:
         return frozenset((outline, frozenset(numbers)) for outline, numbers in layers.items())
 
     def at_depth(self, depth: int) -> Iterator[Group]:
-        """Yield groups of the tensors that differ in the first `depth` numbers only."""
+        """Yield groups of the tensors that differ in the first `depth` numbers only.
+
+        Of ``layers.#.experts.#.w``, depth 1 has a group for each expert: its tensors in all layers.
+        """
         count = self.path.count(NUMBER)
         if count == depth:
             yield self
-        elif self.many is not None and not depth:
-            yield from (
-                Group(self.path, numbers, tensor, None) for numbers, tensor in self.many.items()
-            )
-        elif self.many is not None and depth < count:
-            groups: dict[str, dict[str, Outlined]] = {}
-            for joined, tensor in self.many.items():
-                numbers = joined.split(".")
-                groups.setdefault(".".join(numbers[depth:]), {})[".".join(numbers[:depth])] = tensor
-            yield from (_group(self.path, fixed, members) for fixed, members in groups.items())
+        if self.many is None or depth >= count:
+            return
+        if depth == 0:
+            for numbers, tensor in self.many.items():
+                yield Group(self.path, numbers, tensor, None)
+            return
+        members_by_fixed: dict[str, dict[str, Outlined]] = {}
+        for joined, tensor in self.many.items():
+            split = joined.split(".")
+            varying, fixed = ".".join(split[:depth]), ".".join(split[depth:])
+            members_by_fixed.setdefault(fixed, {})[varying] = tensor
+        for fixed, members in members_by_fixed.items():
+            yield _group(self.path, fixed, members)
 
     def among(self, keys: Container[str]) -> Group | None:
         """Return the group of those tensors that have one of the keys, or None."""
@@ -156,9 +164,8 @@ class Group:
 
 
 def _group(path: Template, fixed: str, members: dict[str, Outlined]) -> Group:
-    return Group(
-        path, fixed, next(iter(members.values())), None if members.keys() == {""} else members
-    )
+    first = next(iter(members.values()))
+    return Group(path, fixed, first, None if members.keys() == {""} else members)
 
 
 def _outline(tensor: Outlined) -> Hashable:
@@ -181,7 +188,7 @@ def template(key: str) -> tuple[Template, str]:
     dots.
     """
     if NUMBER in key:
-        key = ".".join(f"\\{one}" if one.lstrip("\\") == NUMBER else one for one in key.split("."))
+        key = ".".join(map(_escaped, key.split(".")))
     texts = NUMBER_SEGMENT.split(key)
     return _segments(NUMBER.join(texts[::2])), ".".join(texts[1::2])
 
@@ -193,9 +200,17 @@ def _segments(text: str) -> Template:
 
 def shown(path: Template) -> str:
     """Return the template as a name, with ``{n}`` for layer numbers."""
-    return ".".join(
-        "{n}" if one == NUMBER else one[1:] if one.lstrip("\\") == NUMBER else one for one in path
-    )
+    return ".".join(map(_shown_segment, path))
+
+
+def _escaped(segment: str) -> str:
+    return f"\\{segment}" if segment.lstrip("\\") == NUMBER else segment
+
+
+def _shown_segment(segment: str) -> str:
+    if segment == NUMBER:
+        return "{n}"
+    return segment[1:] if segment.lstrip("\\") == NUMBER else segment
 
 
 # Words
@@ -322,17 +337,21 @@ def _innermost(path: Template, table: Mapping[str, str]) -> str:
 
 
 def is_fused(path: Template) -> bool:
-    return any(word in segment.lower() for segment in path for word in _FUSED_WORDS)
+    name = ".".join(path).lower()
+    return any(word in name for word in _FUSED_WORDS)
 
 
-def inserted(one: Template, other: Template) -> str:
+def inserted(left: Template, right: Template) -> str:
     """Return the one segment that only the longer of two names has; empty if they differ by
     more.
     """
-    short, long = sorted((one, other), key=len)
+    short, long = sorted((left, right), key=len)
     if len(long) - len(short) != 1:
         return ""
-    return next((part for at, part in enumerate(long) if long[:at] + long[at + 1 :] == short), "")
+    for depth, segment in enumerate(long):
+        if long[:depth] + long[depth + 1 :] == short:
+            return segment
+    return ""
 
 
 # Shapes
@@ -352,22 +371,26 @@ def transposed(tensors: Iterable[Outlined]) -> frozenset[str]:
     A square weight is one of them if all other weights of modules with its module's name are.
     """
     tensors = list(tensors)
-    biases = {
-        f"{one.key[:-4]}weight": one.shape[0]
-        for one in tensors
-        if len(one.shape) == 1 and one.key[-5:] == ".bias"
-    }
-    shapes = {tensor.key: tensor.shape for tensor in tensors} if biases else {}
-    matrices = {key: out for key, out in biases.items() if len(shapes.get(key, ())) == 2}
-    if any(shapes[key][0] == out != shapes[key][1] for key, out in matrices.items()):
+    outputs = {}  # key of the weight next to a bias -> the bias's length
+    for tensor in tensors:
+        if len(tensor.shape) == 1 and tensor.key.endswith(".bias"):
+            outputs[f"{tensor.key[:-4]}weight"] = tensor.shape[0]
+    if not outputs:
         return frozenset()
-    oblong = {key for key, out in matrices.items() if shapes[key][1] == out != shapes[key][0]}
+    oblong, square = set(), set()
+    for tensor in tensors:
+        out = outputs.get(tensor.key)
+        if out is None or len(tensor.shape) != 2 or out not in tensor.shape:
+            continue
+        first, last = tensor.shape
+        if first == last:
+            square.add(tensor.key)
+        elif last == out:
+            oblong.add(tensor.key)
+        else:
+            return frozenset()
     modules = {key.split(".")[-2] for key in oblong}
-    square = {
-        key
-        for key, out in matrices.items()
-        if shapes[key] == (out, out) and key.split(".")[-2] in modules
-    }
+    square = {key for key in square if key.split(".")[-2] in modules}
     return frozenset(oblong | square)
 
 
@@ -375,10 +398,12 @@ def straight(side: Side, keys: frozenset[str]) -> Side:
     """Return the side with the shapes of these tensors as (out, in)."""
     if not keys:
         return side
-    tensors = (
-        Tensor(one.key, one.dtype, one.shape[::-1]) if one.key in keys else one
-        for one in side.tensors
-    )
+    tensors: list[Outlined] = []
+    for tensor in side.tensors:
+        if tensor.key in keys:
+            tensors.append(Tensor(tensor.key, tensor.dtype, tensor.shape[::-1]))
+        else:
+            tensors.append(tensor)
     return Side(tuple(tensors), side.ordered, side.digest)
 
 
@@ -391,15 +416,22 @@ def exchangeable(tensors: Iterable[Outlined]) -> tuple[tuple[str, ...], ...]:
     by_shape: defaultdict[Hashable, list[Group]] = defaultdict(list)
     for group in groups(tensors):
         if kind_of(group.path) in ("weight", "") and len(group.first.shape) > 0:
-            last = max(
-                (at for at, segment in enumerate(group.path) if segment == NUMBER), default=-1
-            )
-            by_shape[group.signature, group.path[: last + 1]].append(group)
-    return tuple(
-        tuple(one.key for group in same for one in group.members.values())
-        for same in by_shape.values()
-        if same[1:]
-    )
+            places = _number_places(group.path)
+            layer = group.path[: places[-1] + 1] if places else ()
+            by_shape[group.signature, layer].append(group)
+    return tuple(keys_of(same) for same in by_shape.values() if len(same) > 1)
+
+
+def keys_of(several: Iterable[Group]) -> tuple[str, ...]:
+    """Return the keys of all tensors of the groups."""
+    keys: list[str] = []
+    for group in several:
+        keys += [tensor.key for tensor in group.members.values()]
+    return tuple(keys)
+
+
+def _number_places(path: Template) -> list[int]:
+    return [index for index, segment in enumerate(path) if segment == NUMBER]
 
 
 # Modules
@@ -413,24 +445,35 @@ def common_trees(
 ) -> Iterator[tuple[Prefixes, Group, Group]]:
     """Yield two prefixes, and two groups with one name below them. Below two modules, one segment
     is not enough.
+
+    ``encoder.layers.#.w`` and ``net.layers.#.w`` have the prefixes `encoder` and `net`, and also
+    the longer `encoder.layers` and `net.layers`.
     """
-
-    def splits(path: Template) -> Iterator[tuple[Template, Template]]:
-        return ((path[:depth], path[depth:]) for depth in range(min(len(path), _LONGEST_PREFIX)))
-
-    rests = {
-        rest for group in lefts for _, rest in splits(group.path) if rest[1:] or rest == group.path
-    }
+    rests = set()  # the names of the left below each of their prefixes
+    for left in lefts:
+        for _, rest in _splits(left.path):
+            if len(rest) > 1 or rest == left.path:
+                rests.add(rest)
     below: dict[Template, list[tuple[Template, Group]]] = {}
     for right in rights:
-        for prefix, rest in splits(right.path):
+        for prefix, rest in _splits(right.path):
             if rest in rests:
                 below.setdefault(rest, []).append((prefix, right))
-    alone = {group.path: [((), group)] for group in rights if not group.path[1:]}
+    at_root: dict[Template, list[tuple[Template, Group]]] = {}
+    for right in rights:
+        if len(right.path) == 1:
+            at_root[right.path] = [((), right)]
     for left in lefts:
-        for left_prefix, rest in splits(left.path):
-            for prefix, right in (below if rest[1:] or not left_prefix else alone).get(rest, ()):
-                yield (left_prefix, prefix), left, right
+        for left_prefix, rest in _splits(left.path):
+            is_enough = len(rest) > 1 or not left_prefix
+            for right_prefix, right in (below if is_enough else at_root).get(rest, ()):
+                yield (left_prefix, right_prefix), left, right
+
+
+def _splits(path: Template) -> Iterator[tuple[Template, Template]]:
+    """Yield each prefix of the path with the rest below it."""
+    for depth in range(min(len(path), _LONGEST_PREFIX)):
+        yield path[:depth], path[depth:]
 
 
 def best_tree(trees: Mapping[Prefixes, Sequence[tuple[Group, Group]]]) -> Prefixes | None:
@@ -438,28 +481,45 @@ def best_tree(trees: Mapping[Prefixes, Sequence[tuple[Group, Group]]]) -> Prefix
     as many.
     """
     fits: dict[tuple[Group, Group], int] = {}
-    for pair in {pair for pairs in trees.values() for pair in pairs}:
-        left, right = (group.members for group in pair)
-        fits[pair] = sum(
-            numbers in right and fit(one, right[numbers]) for numbers, one in left.items()
-        )
-    counts = {prefixes: sum(fits[pair] for pair in pairs) for prefixes, pairs in trees.items()}
-    ranked = sorted(counts, key=lambda prefixes: (-counts[prefixes], sum(map(len, prefixes))))
-    if not ranked or not counts[ranked[0]]:
+    ranks: dict[Prefixes, tuple[int, int]] = {}  # the best tree has the smallest
+    for prefixes, pairs in trees.items():
+        for pair in pairs:
+            if pair not in fits:
+                fits[pair] = _count_fitting(*pair)
+        count = sum(fits[pair] for pair in pairs)
+        if count:
+            ranks[prefixes] = -count, len(prefixes[0]) + len(prefixes[1])
+    if not ranks:
         return None
-    if len(ranked) > 1 and counts[ranked[0]] == counts[ranked[1]]:
-        sides = (
-            {(side, pair[side].path) for pair in trees[at] for side in (0, 1)} for at in ranked[:2]
-        )
-        if sum(map(len, ranked[0])) == sum(map(len, ranked[1])) and set.intersection(*sides):
-            return None
-    return ranked[0]
+    first, *others = sorted(ranks, key=lambda prefixes: ranks[prefixes])
+    if others and ranks[first] == ranks[others[0]] and _overlap(trees[first], trees[others[0]]):
+        return None
+    return first
+
+
+def _count_fitting(left: Group, right: Group) -> int:
+    """Return in how many layers the tensors of the two groups have one shape, perhaps
+    transposed.
+    """
+    count = 0
+    for numbers, tensor in left.members.items():
+        other = right.members.get(numbers)
+        if other is not None and fit(tensor, other):
+            count += 1
+    return count
+
+
+def _overlap(pairs: Sequence[tuple[Group, Group]], others: Sequence[tuple[Group, Group]]) -> bool:
+    """Return whether the two trees explain a tensor of the same side."""
+    left_paths = {left.path for left, _ in pairs}
+    right_paths = {right.path for _, right in pairs}
+    return any(left.path in left_paths or right.path in right_paths for left, right in others)
 
 
 class Paths:
     """What pairs say about the modules above them: stacks of layers, and whole trees."""
 
-    def __init__(self, known: Mapping[str, str]) -> None:
+    def __init__(self, same_keys: Mapping[str, str]) -> None:
         self._homes: tuple[defaultdict[Template, set[Template]], ...] = (
             defaultdict(set),
             defaultdict(set),
@@ -468,7 +528,7 @@ class Paths:
         self._modules: defaultdict[Template, set[Template]] = defaultdict(set)  # of pairs
         # answers since the last new tree
         self._contradictions: dict[tuple[Template, Template], bool] = {}
-        for left, right in known.items():
+        for left, right in same_keys.items():
             path = template(left)[0]
             if left != right:
                 self.pair(path, template(right)[0])
@@ -484,12 +544,10 @@ class Paths:
             return
         self._paired.add((left, right))
         self._modules[left[:-1]].add(right[:-1])
-        numbers = [
-            [at for at, segment in enumerate(path) if segment == NUMBER] for path in (left, right)
-        ]
-        if len(numbers[0]) == len(numbers[1]):
-            for at, other in zip(*numbers):
-                self.tree(left[: at + 1], right[: other + 1])
+        left_places, right_places = _number_places(left), _number_places(right)
+        if len(left_places) == len(right_places):
+            for left_place, right_place in zip(left_places, right_places):
+                self.tree(left[: left_place + 1], right[: right_place + 1])
 
     def tree(self, left: Template, right: Template) -> None:
         """Add a pair of modules: the same names are below both."""
@@ -520,8 +578,8 @@ def _strays(path: Template, other: Template, homes: Mapping[Template, set[Templa
     above `other`.
     """
     for depth in range(len(path)):
-        known = homes.get(path[:depth])
-        if known and not any(other[: len(home)] == home for home in known):
+        places = homes.get(path[:depth])
+        if places and not any(other[: len(place)] == place for place in places):
             return True
     return False
 
@@ -534,16 +592,17 @@ class Modules:
     """
 
     def __init__(
-        self, known: Mapping[str, str], left: Collection[str], right: Collection[str]
+        self, same_keys: Mapping[str, str], left: Collection[str], right: Collection[str]
     ) -> None:
         self._open = left, right
-        self._known = known
-        self._new: list[Pair] = []
+        # keys of pairs that are not in `_homes` yet
+        self._new: list[Iterable[tuple[str, str]]] = [same_keys.items()] if same_keys else []
         self._homes: tuple[defaultdict[str, set[str]], ...] = defaultdict(set), defaultdict(set)
 
     def add(self, pairs: Iterable[Pair]) -> None:
         """Add pairs of tensors."""
-        self._new += pairs
+        for pair in pairs:
+            self._new.append(product(pair.left, pair.right))
 
     def homes(self, key: str, side: int) -> Collection[str]:
         """Return the modules of the right that hold a pair with this key's module; of a key of the
@@ -563,16 +622,16 @@ class Modules:
         return {_module(key) for key in left}, {_module(key) for key in right}
 
     def _take_in(self) -> None:
-        if not self._known and not self._new:
+        if not self._new:
             return
-        new = (keys for pair in self._new for keys in product(pair.left, pair.right))
-        for keys in chain(self._known.items(), new):
-            left, right = map(_module, keys)
-            if left in self._near[0]:
+        left_modules, right_modules = self._near
+        for left_key, right_key in chain.from_iterable(self._new):
+            left, right = _module(left_key), _module(right_key)
+            if left in left_modules:
                 self._homes[0][left].add(right)
-            if right in self._near[1]:
+            if right in right_modules:
                 self._homes[1][right].add(left)
-        self._known, self._new = {}, []
+        self._new.clear()
 
 
 def _module(key: str) -> str:
@@ -616,14 +675,13 @@ class Order:
         if self._side.ordered:
             return True
         names = [re.split(r"(\d+|\.)", ".".join(group.template)) for group in groups]
-        varying = [column for column in zip(*names) if len(set(column)) > 1]
-        if (
-            len({len(parts) for parts in names}) > 1
-            or len(varying) != 1
-            or not all(map(str.isdecimal, varying[0]))
-        ):
+        if len({len(parts) for parts in names}) > 1:
             return False
-        return list(map(int, varying[0])) == sorted(map(int, varying[0]))
+        varying = [column for column in zip(*names) if len(set(column)) > 1]
+        if len(varying) != 1 or not all(map(str.isdecimal, varying[0])):
+            return False
+        numbers = [int(text) for text in varying[0]]
+        return numbers == sorted(numbers)
 
     def neighbors(self, group: Group) -> str:
         """Return whether a tensor outside of all layers is ``before`` or ``after`` them; empty if
@@ -632,14 +690,10 @@ class Order:
         A state dict has a module's parameters before its children, so their order says nothing.
         """
         path = tuple(group.first.key.split("."))
-        if (
-            not self._side.ordered
-            or not kind_of(path)
-            or any(segment.isdecimal() for segment in path)
-        ):
+        if not self._side.ordered or not kind_of(path) or any(map(str.isdecimal, path)):
             return ""
-        homes = (".".join(path[:depth]) for depth in range(len(path) - 1, -1, -1))
-        layers = next((self._layers[home] for home in homes if home in self._layers), None)
-        if layers is None:
-            return ""
-        return "before" if self.place[group.first.key] < layers else "after"
+        for depth in range(len(path) - 1, -1, -1):
+            first_layer = self._layers.get(".".join(path[:depth]))
+            if first_layer is not None:
+                return "before" if self.place[group.first.key] < first_layer else "after"
+        return ""

@@ -59,16 +59,13 @@ def unit_paths(flat: Iterable[str], others: Iterable[str] = ()) -> dict[str, str
 
 def flat_params(section: Section) -> tuple[FlatParam, ...]:
     """Return the flat parameters of a state dict, by the names of its keys."""
-    flat = (
-        [entry for entry in section.tensors if is_flat(entry.key)]
-        if section.kind == "state_dict"
-        else []
-    )
+    if section.kind != "state_dict":
+        return ()
+    flat = [entry for entry in section.tensors if is_flat(entry.key)]
     if not flat:
         return ()
-    paths = unit_paths(
-        [entry.key for entry in flat], [key for key in section.by_key() if not is_flat(key)]
-    )
+    others = [key for key in section.by_key() if not is_flat(key)]
+    paths = unit_paths([entry.key for entry in flat], others)
     return tuple(FlatParam(entry.key, paths[entry.key], entry.numel) for entry in flat)
 
 
@@ -77,10 +74,9 @@ def _module_paths(names: Names) -> list[str]:
     paths: dict[str, None] = {"": None}
     for tensor in names.runtime:
         if tensor.kind == "parameter":
-            segments = tensor.canonical.split(".")[:-1]
-            paths.update(
-                (".".join(segments[:depth]), None) for depth in range(1, len(segments) + 1)
-            )
+            segments = tensor.canonical.split(".")
+            for depth in range(1, len(segments)):
+                paths[".".join(segments[:depth])] = None
     return list(paths)
 
 
@@ -90,17 +86,18 @@ def named_units(names: Names, patterns: Iterable[str]) -> tuple[list[str], list[
 
     The problems are patterns that match no module.
     """
-
-    def is_match(pattern: str, path: str) -> bool:
-        wanted, segments = pattern.split("."), path.split(".")
-        return len(wanted) == len(segments) and all(map(fnmatchcase, segments, wanted))
-
     paths, units, problems = _module_paths(names), {""}, []
     for pattern in patterns:
-        matched = [path for path in paths if path and is_match(pattern, path)]
+        matched = [path for path in paths if path and _is_match(pattern, path)]
         units.update(matched)
-        problems += [] if matched else [Problem("names no module that has parameters", pattern)]
+        if not matched:
+            problems.append(Problem("names no module that has parameters", pattern))
     return [path for path in paths if path in units], problems
+
+
+def _is_match(pattern: str, path: str) -> bool:
+    expected, segments = pattern.split("."), path.split(".")
+    return len(expected) == len(segments) and all(map(fnmatchcase, segments, expected))
 
 
 def slots(
@@ -112,6 +109,10 @@ def slots(
     Modules are in the order of ``named_modules``, parameters in the order of registration; a
     parameter with two names in the unit is there once. `outside` are FQNs that are in no flat
     parameter.
+
+    unit      slots: start, end
+    (root)    embed.weight [8, 4]: 0, 32    head.bias [8]: 32, 40
+    layers.0  weight [4, 4]: 0, 16          bias [4]: 16, 20
     """
     shapes = {t.fqn: t.shape for t in names.runtime}
     members: dict[str, dict[str, list[str]]] = {
@@ -129,27 +130,33 @@ def slots(
     result: dict[str, tuple[Slot, ...]] = {}
     for unit, params in members.items():
         places: list[Slot] = []
+        start = 0
         for fqns in params.values():
-            places.append(Slot(tuple(fqns), shapes[fqns[0]] or (), places[-1].end if places else 0))
+            places.append(Slot(tuple(fqns), shapes[fqns[0]] or (), start))
+            start = places[-1].end
         result[unit] = tuple(places)
     return result
 
 
-def misfit(own: tuple[Slot, ...], numel: int, world_size: int, padded: bool) -> str | None:
-    """Return where a flat parameter of `numel` elements differs from the model's `own` slots; None
-    if it fits.
+def misfit(expected: tuple[Slot, ...], numel: int, world_size: int, padded: bool) -> str | None:
+    """Return where a flat parameter of `numel` elements differs from the model's slots; None if it
+    fits.
 
     `padded`: it may be padded to a multiple of the number of ranks.
     """
-    total = own[-1].end if own else 0
-    if numel == total or (padded and numel == -(-total // world_size) * world_size):
+    total = expected[-1].end if expected else 0
+    with_padding = -(-total // world_size) * world_size
+    if numel == total or (padded and numel == with_padding):
         return None
     start = f"holds {numel:,} elements, and the model's parameters need {total:,}: "
-    for slot in own:
+    for slot in expected:
         if slot.end > numel:
-            return start + (
-                f"{slot.fqns[0]} {list(slot.shape)} would be elements {slot.start:,} to"
-                f" {slot.end:,}"
-            )
-    last = f"after its last parameter, {own[-1].fqns[0]} {list(own[-1].shape)}, " if own else ""
-    return start + f"{last}{numel - total:,} are left"
+            place = f"elements {slot.start:,} to {slot.end:,}"
+            return f"{start}{slot.fqns[0]} {list(slot.shape)} would be {place}"
+    if not expected:
+        return f"{start}{numel:,} are left"
+    last = expected[-1]
+    return (
+        f"{start}after its last parameter, {last.fqns[0]} {list(last.shape)},"
+        f" {numel - total:,} are left"
+    )

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import chain, combinations
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section
@@ -40,34 +40,35 @@ def base_names(fqn: str) -> Iterator[str]:
     """Yield every name that `fqn` may be a call variant of, names without any ``@N`` first."""
     if "@" not in fqn:
         return
-    parts = fqn.split(".")
-    places = [i for i, part in enumerate(parts[:-1]) if split_call(part)[1]][:_MOST_CALLS]
+    segments = fqn.split(".")
+    places = [i for i, segment in enumerate(segments[:-1]) if split_call(segment)[1]]
+    places = places[:_MOST_CALLS]
     for count in range(len(places), 0, -1):
-        for taken in combinations(places, count):
-            yield ".".join(
-                split_call(part)[0] if i in taken else part for i, part in enumerate(parts)
-            )
+        for chosen in combinations(places, count):
+            base = segments.copy()
+            for place in chosen:
+                base[place] = split_call(base[place])[0]
+            yield ".".join(base)
 
 
-def base_name(fqn: str, known: Collection[str]) -> str | None:
-    """Return the name among `known` that `fqn` may be a call variant of, or None."""
-    return next((name for name in base_names(fqn) if name in known), None)
+def base_name(fqn: str, names: Collection[str]) -> str | None:
+    """Return the name among `names` that `fqn` may be a call variant of, or None."""
+    return next((name for name in base_names(fqn) if name in names), None)
 
 
 def aliases(section: Section) -> dict[str, str]:
     """Return key -> first key of the same tensor: shared storage, and call variants with the bytes
     of their base.
     """
-    found = section.aliases()
-    variants = [
-        entry.key for entry in section.tensors if "@" in entry.key and entry.key not in found
-    ]
-    entries = {entry.key: entry for entry in section.tensors} if variants else {}
-    for key in variants:
-        base = base_name(key, entries)
+    firsts = section.aliases()
+    if not any("@" in entry.key for entry in section.tensors):
+        return firsts
+    entries = {entry.key: entry for entry in section.tensors}
+    for key in entries:
+        base = base_name(key, entries) if key not in firsts else None
         if base is not None and same_values(entries[key], entries[base]):
-            found[key] = found.get(base, base)
-    return found
+            firsts[key] = firsts.get(base, base)
+    return firsts
 
 
 def drop_variants(
@@ -98,22 +99,23 @@ def without_variants(
     `first`: FQN -> first FQN of the same tensor; so the model confirms that two names are one.
     """
     by_key = {output.key: output for output in outputs}
-    bases = {
-        key: base for key in by_key if (base := _confirmed_base(key, by_key, first)) is not None
-    }
     entries = section.by_key()
-    dropped, problems = [], []
-    for key, base in bases.items():
-        one, other = by_key[key].source, by_key[base].source
-        if isinstance(one, Ref) and isinstance(other, Ref):
-            is_same = same_values(entries[one.key], entries[other.key])
+    kept, dropped, problems = [], [], []
+    for output in outputs:
+        base = _confirmed_base(output.key, by_key, first)
+        if base is None:
+            kept.append(output)
+            continue
+        source, base_source = output.source, by_key[base].source
+        if isinstance(source, Ref) and isinstance(base_source, Ref):
+            is_same = same_values(entries[source.key], entries[base_source.key])
         else:
-            is_same = one == other
+            is_same = source == base_source
         if not is_same:
-            problems.append(Problem(f"a call variant of {base} with another value", key))
-        elif isinstance(one, Ref) and one != other:
-            dropped.append(Dropped(section.path, one.key, f"a call variant of {base}"))
-    return [output for output in outputs if output.key not in bases], dropped, problems
+            problems.append(Problem(f"a call variant of {base} with another value", output.key))
+        elif isinstance(source, Ref) and source != base_source:
+            dropped.append(Dropped(section.path, source.key, f"a call variant of {base}"))
+    return kept, dropped, problems
 
 
 def with_variants(outputs: Sequence[Output], first: Mapping[str, str]) -> list[Output]:
@@ -124,12 +126,14 @@ def with_variants(outputs: Sequence[Output], first: Mapping[str, str]) -> list[O
         base = _confirmed_base(name, by_key, first) if name not in by_key else None
         if base is not None:
             added[base].append(replace(by_key[base], key=name))
-    return [one for output in outputs for one in (output, *added[output.key])]
+    return [*chain.from_iterable((output, *added[output.key]) for output in outputs)]
 
 
-def _confirmed_base(name: str, known: Collection[str], first: Mapping[str, str]) -> str | None:
-    base = base_name(name, known)
-    return base if base is not None and first.get(base, base) == first.get(name, name) else None
+def _confirmed_base(name: str, names: Collection[str], first: Mapping[str, str]) -> str | None:
+    base = base_name(name, names)
+    if base is None or first.get(base, base) != first.get(name, name):
+        return None
+    return base
 
 
 # of PEFT: removed where the keys show a wrapper
@@ -175,23 +179,28 @@ def match(keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str]
     `optional` names may be absent (aliases, non-persistent buffers). If keys remain, and all keys
     together are the names inside of wrappers around the whole model, these wrappers are removed.
     """
-    found = _match_each(keys, names, optional)
-    root = () if found.complete else infer(keys).root
+    outside = _match_each(keys, names, optional)
+    root = () if outside.complete else infer(keys).root
     if not root:
-        return found
+        return outside
     inner = {key: strip(key, root) for key in keys}
     inside = _match_each(list(inner.values()), names, optional, may_be_part=False)
     if not inside.complete or len(set(inner.values())) < len(keys):
-        return found
+        return outside
+    wrapped = Counter(inside.wrapped)
+    for path in root:
+        wrapped[path.rpartition(".")[2]] += len(keys)
     return replace(
         inside,
-        names={key: inside.names[name] for key, name in inner.items() if name in inside.names},
-        wrapped=Counter(inside.wrapped)
-        + Counter(path.rpartition(".")[2] for path in root for _ in keys),
-        variants={
-            key: inside.variants[name] for key, name in inner.items() if name in inside.variants
-        },
+        names=_through(inner, inside.names),
+        wrapped=wrapped,
+        variants=_through(inner, inside.variants),
     )
+
+
+def _through(inner: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of the keys by the names of their inner keys."""
+    return {key: names[name] for key, name in inner.items() if name in names}
 
 
 def _match_each(
@@ -200,111 +209,142 @@ def _match_each(
     """Match key by key. With `may_be_part` all keys may be below one attribute, which holds the
     model.
     """
-    count = Counter(names.values())
-    known = {canonical: name for name, canonical in names.items() if count[canonical] == 1}
-    known.update((name, name) for name in names)
+    spellings = _spellings(names)
     spare = set(optional)
     prefix = ""
-    if may_be_part and not known.keys() >= set(keys):
-        prefix = _prefix_of_all(
-            [name for name in names if name not in spare], keys
-        ) or common_prefix(keys, known)
+    if may_be_part and not spellings.keys() >= set(keys):
+        required = [name for name in names if name not in spare]
+        prefix = _prefix_of_all(required, keys) or common_prefix(keys, spellings)
     # one search is much faster than a search of each key, and most have no wrapper
     text = "\n".join(keys)
     paths = recognise(keys) if any(part in text for part in _BY_EVIDENCE) else frozenset[str]()
     may_be_wrapped = bool(prefix or WRAPPER.search(text))
-    found: dict[str, str] = {}
+    matched: dict[str, str] = {}
     wrapped: Counter[str] = Counter()
     problems: list[Problem] = []
     for key in keys:
-        if key in known:
-            found[key] = known[key]
+        if key in spellings:
+            matched[key] = spellings[key]
             continue
-        hits = _unwrapped(key, prefix, known) if may_be_wrapped else []
-        if paths and not hits and (name := strip(key, paths)) in known:
-            parts = key.split(".")
-            at = (depth for depth in range(len(parts)) if ".".join(parts[: depth + 1]) in paths)
-            hits = [(name, tuple(parts[depth] for depth in at))]
-        targets = {known[name] for name, _ in hits}
+        readings = _unwrapped(key, prefix, spellings) if may_be_wrapped else []
+        if paths and not readings:
+            readings = _without_paths(key, paths, spellings)
+        targets = {spellings[name] for name, _ in readings}
         if len(targets) > 1:
             problems.append(Problem(f"could be {' or '.join(sorted(targets))}", key))
         elif targets:
-            found[key] = targets.pop()
-            wrapped.update(hits[0][1])
-    ambiguous = {problem.key for problem in problems}
-    variants = _variants([key for key in keys if key not in found], found, prefix, known)
-    by_name: defaultdict[str, list[str]] = defaultdict(list)
-    for key, name in found.items():
-        by_name[name].append(key)
-    for name, same in by_name.items():
-        if len(same) > 1:
-            problems.append(Problem(f"{' and '.join(same)} are both this name", name))
+            matched[key] = targets.pop()
+            wrapped.update(readings[0][1])
+    handled = {problem.key for problem in problems}
+    rest = [key for key in keys if key not in matched]
+    variants = _variants(rest, matched, prefix, spellings)
+    handled.update(matched, variants)
+    present = spare.union(matched.values())
     return Match(
-        found,
-        tuple(
-            key for key in keys if key not in found and key not in variants and key not in ambiguous
-        ),
-        tuple(name for name in names if name not in by_name and name not in spare),
+        matched,
+        tuple(key for key in keys if key not in handled),
+        tuple(name for name in names if name not in present),
         dict(wrapped),
-        tuple(problems),
+        (*problems, *_several_keys(matched)),
         variants,
     )
 
 
+def _several_keys(matched: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each name that several keys match."""
+    by_name: defaultdict[str, list[str]] = defaultdict(list)
+    for key, name in matched.items():
+        by_name[name].append(key)
+    for name, keys in by_name.items():
+        if len(keys) > 1:
+            yield Problem(f"{' and '.join(keys)} are both this name", name)
+
+
+def _spellings(names: Mapping[str, str]) -> dict[str, str]:
+    """Return each name, and each canonical name that only one name has, with the name it means."""
+    count = Counter(names.values())
+    spellings = {canonical: name for name, canonical in names.items() if count[canonical] == 1}
+    spellings.update((name, name) for name in names)
+    return spellings
+
+
 def _variants(
-    keys: Iterable[str], found: dict[str, str], prefix: str, known: Mapping[str, str]
+    keys: Iterable[str], matched: dict[str, str], prefix: str, spellings: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the keys that are a call variant of a name. If the name has no key, add the first
-    variant to `found`.
+    variant to `matched`.
     """
-    reached = set(found.values())
+    reached = set(matched.values())
     variants: dict[str, str] = {}
     for key in keys:
-        for name in base_names(key):
-            hits = [name] if name in known else [hit for hit, _ in _unwrapped(name, prefix, known)]
-            targets = {known[hit] for hit in hits}
-            if len(targets) == 1:
-                target = targets.pop()
-                (variants if target in reached else found)[key] = target
-                reached.add(target)
-                break
+        target = _name_of_variant(key, prefix, spellings)
+        if target is None:
+            continue
+        if target in reached:
+            variants[key] = target
+        else:
+            matched[key] = target
+            reached.add(target)
     return variants
 
 
-def _unwrapped(
-    key: str, prefix: str, known: Mapping[str, str]
-) -> list[tuple[str, tuple[str, ...]]]:
+def _name_of_variant(key: str, prefix: str, spellings: Mapping[str, str]) -> str | None:
+    """Return the name that the key is a call variant of, if it is one of exactly one name."""
+    for base in base_names(key):
+        if base in spellings:
+            return spellings[base]
+        targets = {spellings[name] for name, _ in _unwrapped(base, prefix, spellings)}
+        if len(targets) == 1:
+            return targets.pop()
+    return None
+
+
+Reading = tuple[str, tuple[str, ...]]  # what a key becomes without segments, and these segments
+
+
+def _unwrapped(key: str, prefix: str, spellings: Collection[str]) -> list[Reading]:
     """Return the names that the key becomes without wrapper segments, as few as possible, and these
     segments.
     """
     if not WRAPPER.search(key):
         name = key.removeprefix(f"{prefix}.") if prefix else key
-        return [(name, (prefix,))] if name != key and name in known else []
-    parts = key.split(".")
-    places = [
-        i for i, part in enumerate(parts[:-1]) if part in SEGMENTS or (i == 0 and part == prefix)
-    ]
-    for count in range(1, len(places) + 1) if len(places) <= _MOST_SEGMENTS else ():
-        hits = []
-        for taken in combinations(places, count):
-            name = ".".join(part for i, part in enumerate(parts) if i not in taken)
-            if name in known:
-                hits.append((name, tuple(parts[i] for i in taken)))
-        if hits:
-            return hits
+        return [(name, (prefix,))] if name != key and name in spellings else []
+    segments = key.split(".")
+    places = [i for i, segment in enumerate(segments[:-1]) if segment in SEGMENTS]
+    if segments[0] == prefix and 0 not in places and len(segments) > 1:
+        places.insert(0, 0)
+    if len(places) > _MOST_SEGMENTS:
+        return []
+    for count in range(1, len(places) + 1):
+        readings = []
+        for chosen in combinations(places, count):
+            name = ".".join(segment for i, segment in enumerate(segments) if i not in chosen)
+            if name in spellings:
+                readings.append((name, tuple(segments[i] for i in chosen)))
+        if readings:
+            return readings
     return []
 
 
-def common_prefix(keys: Sequence[str], known: Iterable[str]) -> str:
+def _without_paths(key: str, paths: Collection[str], spellings: Collection[str]) -> list[Reading]:
+    """Return what `_unwrapped` returns, if the keys together show the wrappers at these paths."""
+    name = strip(key, paths)
+    if name not in spellings:
+        return []
+    segments = key.split(".")
+    depths = range(len(segments))
+    wrappers = [segments[i] for i in depths if ".".join(segments[: i + 1]) in paths]
+    return [(name, tuple(wrappers))]
+
+
+def common_prefix(keys: Sequence[str], names: Iterable[str]) -> str:
     """Return a first segment that every key has and no name begins with: an attribute that holds
     the whole model.
     """
     heads = {key.partition(".")[0] for key in keys}
-    if (
-        len(heads) != 1
-        or not heads.isdisjoint(keys)
-        or any(name.partition(".")[0] in heads for name in known)
-    ):
+    if len(heads) != 1 or not heads.isdisjoint(keys):
+        return ""
+    if any(name.partition(".")[0] in heads for name in names):
         return ""
     return heads.pop()
 
@@ -313,17 +353,24 @@ def _prefix_of_all(names: Sequence[str], keys: Sequence[str]) -> str:
     """Return the only prefix below which the keys, without segments of wrappers, have all of the
     names.
     """
-    inner = {key if not WRAPPER.search(key) else ".".join(_own(key.split("."))) for key in keys}
+    inner = set(map(_without_wrappers, keys))
     if not names or len(names) > len(inner) or not inner.isdisjoint(names):
         return ""
     longest = max(names, key=len)
-    places = [key[: -len(longest) - 1] for key in inner if key.endswith(f".{longest}")]
-    found = [place for place in places if all(f"{place}.{name}" in inner for name in names)]
-    return found[0] if len(found) == 1 else ""
+    prefixes_with_all = []
+    for key in inner:
+        if key.endswith(f".{longest}"):
+            prefix = key[: -len(longest) - 1]
+            if all(f"{prefix}.{name}" in inner for name in names):
+                prefixes_with_all.append(prefix)
+    return prefixes_with_all[0] if len(prefixes_with_all) == 1 else ""
 
 
-def _own(parts: Iterable[str]) -> list[str]:
-    return [part for part in parts if part not in SEGMENTS]
+def _without_wrappers(key: str) -> str:
+    """Return the key without any segment that is a wrapper's in every model."""
+    if not WRAPPER.search(key):
+        return key
+    return ".".join(segment for segment in key.split(".") if segment not in SEGMENTS)
 
 
 def prefixes(keys: Collection[str], names: Collection[str]) -> list[str]:
@@ -335,14 +382,15 @@ def prefixes(keys: Collection[str], names: Collection[str]) -> list[str]:
     for key in keys:
         dots = key.count(".")
         for depth in depths:
-            if depth <= dots and (name := key.split(".", dots - depth)[-1]) in names:
-                count[key[: max(len(key) - len(name) - 1, 0)]] += 1
+            if depth > dots:
+                continue
+            name = key.split(".", dots - depth)[-1]
+            if name in names:
+                count[key[: len(key) - len(name)].removesuffix(".")] += 1
     most = max(count.values(), default=0)
-    return (
-        sorted(prefix for prefix, hits in count.items() if hits == most)
-        if 2 * most > len(names)
-        else []
-    )
+    if 2 * most <= len(names):
+        return []
+    return sorted(prefix for prefix, hits in count.items() if hits == most)
 
 
 # Two checkpoints
@@ -353,13 +401,10 @@ def align(left: Collection[str], right: Collection[str]) -> dict[str, str]:
     one way.
     """
     lefts, rights = set(left), set(right)
-    found = unlike(
-        left,
-        right,
-        [key for key in left if key not in rights],
-        [key for key in right if key not in lefts],
-    )
-    return {key: found.get(key, key) for key in left if key in found or key in rights}
+    only_left = [key for key in left if key not in rights]
+    only_right = [key for key in right if key not in lefts]
+    renamed = unlike(left, right, only_left, only_right)
+    return {key: renamed.get(key, key) for key in left if key in renamed or key in rights}
 
 
 def unlike(
@@ -371,37 +416,52 @@ def unlike(
     """Return left key -> right key for keys of one side only, in the order of the left."""
     if not only_left or not only_right:
         return {}
-    order, found = only_left, dict[str, str]()
-    paths = recognise(left), recognise(right)
-    if any(paths):  # canonical names, as each checkpoint shows them
-        lefts, rights = (
-            {key: strip(key, own) or key for key in keys}
-            for keys, own in zip((only_left, only_right), paths)
+    pairs: dict[str, str] = {}
+    left_paths, right_paths = recognise(left), recognise(right)
+    if left_paths or right_paths:
+        pairs = _same_canonical(
+            {key: strip(key, left_paths) or key for key in only_left},
+            {key: strip(key, right_paths) or key for key in only_right},
         )
-        count, counts = Counter(lefts.values()), Counter(rights.values())
-        by_name = {name: key for key, name in rights.items()}
-        found = {
-            key: by_name[name] for key, name in lefts.items() if count[name] == counts[name] == 1
-        }
-    taken = set(found.values())
-    only_left = [key for key in only_left if key not in found]
-    only_right = [key for key in only_right if key not in taken]
-    # Without wrapper segments a key of one side is a key of the other; if there are none, one side
-    # may have a prefix.
-    canonical, pair = {key: key for key in only_right}, _below_prefix
-    if _MARK.search("\n".join((*only_left, *only_right))):
-        canonical = {key: ".".join(_own(key.split("."))) for key in only_right}
+    paired_rights = set(pairs.values())
+    open_left = [key for key in only_left if key not in pairs]
+    open_right = [key for key in only_right if key not in paired_rights]
+    pairs.update(_without_segments(open_left, open_right))
+    return {key: pairs[key] for key in only_left if key in pairs}
+
+
+def _same_canonical(lefts: Mapping[str, str], rights: Mapping[str, str]) -> dict[str, str]:
+    """Pair keys with the same canonical name, if no other key of either side has it; the arguments
+    map keys to canonical names.
+    """
+    left_count, right_count = Counter(lefts.values()), Counter(rights.values())
+    right_by_name = {name: key for key, name in rights.items()}
+    pairs = {}
+    for key, name in lefts.items():
+        if left_count[name] == right_count[name] == 1:
+            pairs[key] = right_by_name[name]
+    return pairs
+
+
+def _without_segments(lefts: Sequence[str], rights: Sequence[str]) -> dict[str, str]:
+    """Pair keys of one side that, without wrapper segments or a prefix of all keys, are keys of the
+    other side.
+    """
+    pair = _below_prefix
+    right_names = {key: key for key in rights}
+    if _MARK.search("\n".join((*lefts, *rights))):
         pair = _match_names
-    pairs = [*pair(only_left, canonical).items()]
-    done, taken = {key for key, _ in pairs}, {other for _, other in pairs}
-    rest = {key: key for key in only_left if key not in done}
-    pairs += [
-        (key, other)
-        for other, key in pair([key for key in only_right if key not in taken], rest).items()
-    ]
-    count, counts = Counter(key for key, _ in pairs), Counter(other for _, other in pairs)
-    found.update({key: other for key, other in pairs if count[key] == counts[other] == 1})
-    return {key: found[key] for key in order if key in found}
+        right_names = {key: _without_wrappers(key) for key in rights}
+    pairs = [*pair(lefts, right_names).items()]
+    paired_lefts = {left for left, _ in pairs}
+    paired_rights = {right for _, right in pairs}
+    left_names = {key: key for key in lefts if key not in paired_lefts}
+    open_rights = [key for key in rights if key not in paired_rights]
+    for right, left in pair(open_rights, left_names).items():
+        pairs.append((left, right))
+    left_count = Counter(left for left, _ in pairs)
+    right_count = Counter(right for _, right in pairs)
+    return {left: right for left, right in pairs if left_count[left] == right_count[right] == 1}
 
 
 def _match_names(keys: Sequence[str], names: Mapping[str, str]) -> Mapping[str, str]:
@@ -469,28 +529,23 @@ class NameTables:
 
         If a tensor has several FQNs and keys, equal names belong together, and the others in order.
         """
-        found: dict[str, str] = {}
+        fqn_of: dict[str, str] = {}
         for first, fqns in self.groups.items():
             keys = self.keys_of.get(first, ())
-            pairs = {fqn: fqn for fqn in fqns if fqn in keys}
-            pairs.update(
-                zip(
-                    [fqn for fqn in fqns if fqn not in pairs],
-                    [key for key in keys if key not in pairs],
-                )
-            )
-            found.update((key, fqn) for fqn, key in pairs.items())
-        return found
+            same = {fqn: fqn for fqn in fqns if fqn in keys}
+            other_fqns = [fqn for fqn in fqns if fqn not in same]
+            other_keys = [key for key in keys if key not in same]
+            fqn_of.update(same)
+            fqn_of.update(zip(other_keys, other_fqns))
+        return fqn_of
 
     @cached_property
     def forms_agree(self) -> bool:
         """Whether a key that is both a serialized key and an FQN has the same value as both."""
-        saved = (
-            (key, source)
-            for key, source in self.saved.items()
-            if source is not None and key in self.first
-        )
-        return all(source == Ref(self.first[key]) for key, source in saved)
+        for key, source in self.saved.items():
+            if source is not None and key in self.first and source != Ref(self.first[key]):
+                return False
+        return True
 
     def runtime_values(self, present: Iterable[str]) -> dict[str, Expression]:
         """Return FQN -> expression over the serialized keys in `present`, without FQNs that need
@@ -500,21 +555,18 @@ class NameTables:
         makes of the keys.
         """
         keys = set(present)
-        values: dict[str, Expression] = {
-            fqn: Ref(key) for key, fqn in self.fqn_of.items() if key in keys
-        }
-        known = {self.first[fqn] for fqn in values}
+        values: dict[str, Expression] = {}
+        for key, fqn in self.fqn_of.items():
+            if key in keys:
+                values[fqn] = Ref(key)
+        reached = {self.first[fqn] for fqn in values}  # first FQNs of tensors with a value
         for loaded in self.names.load:
             first = self.first.get(loaded.fqn)  # loading may create tensors
-            if (
-                first is None
-                or first in known
-                or loaded.source is None
-                or not keys.issuperset(ex.refs(loaded.source))
-            ):
+            if first is None or first in reached or loaded.source is None:
                 continue
-            values[loaded.fqn] = loaded.source
-            known.add(first)
+            if keys.issuperset(ex.refs(loaded.source)):
+                values[loaded.fqn] = loaded.source
+                reached.add(first)
         return values
 
     # The arguments of `match` for each form: names, and names that may be absent
@@ -528,13 +580,11 @@ class NameTables:
     @cached_property
     def runtime_names(self) -> dict[str, str]:
         """FQN -> its canonical name; also keys that are not runtime tensors, as they are."""
-        found = {tensor.fqn: tensor.canonical for tensor in self.names.runtime}
-        for key in (
-            *(key for key, source in self.saved.items() if source is None),
-            *self.names.extra_state,
-        ):
-            found.setdefault(key, key)
-        return found
+        canonical = {tensor.fqn: tensor.canonical for tensor in self.names.runtime}
+        not_tensors = [key for key, source in self.saved.items() if source is None]
+        for key in (*not_tensors, *self.names.extra_state):
+            canonical.setdefault(key, key)
+        return canonical
 
     @cached_property
     def spare_keys(self) -> list[str]:
@@ -543,9 +593,11 @@ class NameTables:
         """
         seen, seconds = set[Expression](), []
         for key, source in self.saved.items():
-            if source is not None and not ex.is_opaque(source):  # opaque values may differ
-                seconds += [key] if source in seen else []
-                seen.add(source)
+            if source is None or ex.is_opaque(source):  # opaque values may differ
+                continue
+            if source in seen:
+                seconds.append(key)
+            seen.add(source)
         return [*seconds, *self.names.extra_state]
 
     @cached_property

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from functools import partial
-from itertools import permutations, product
+from itertools import chain, permutations, product
 from math import prod
 from typing import NamedTuple
 
@@ -18,6 +27,7 @@ from ckpttool.naming.evidence import (
     KINDS,
     SAME_NAME,
     Ambiguous,
+    Digest,
     Group,
     Inference,
     Modules,
@@ -35,6 +45,7 @@ from ckpttool.naming.evidence import (
     groups,
     inserted,
     is_fused,
+    keys_of,
     kind_of,
     part_of,
     shown,
@@ -80,14 +91,28 @@ def _one_longer(group: Group, side: int) -> set[Hashable]:
     has.
     """
     name = group.template
-    return {
-        (side, name),
-        *((1 - side, name[:at] + name[at + 1 :]) for at, segment in enumerate(name) if segment),
-    }
+    keys: set[Hashable] = {(side, name)}
+    for depth, segment in enumerate(name):
+        if segment:
+            keys.add((1 - side, name[:depth] + name[depth + 1 :]))
+    return keys
 
 
 def _has_part(group: Group, side: int) -> list[bool]:
-    return [True] * bool(certain_part(group.path))
+    return [True] if certain_part(group.path) else []
+
+
+def _has_shape(group: Group, side: int) -> list[bool]:
+    return [True] if group.first.shape not in ((), (1,)) else []
+
+
+def _has_kind_on_one_side(group: Group, side: int) -> list[int]:
+    """Return keys that two groups of matrices share unless the names of both say the kind of
+    tensor.
+    """
+    if len(group.first.shape) < 2:
+        return []
+    return [side] if kind_of(group.path) else [0, 1]
 
 
 def _shape(left: Group, right: Group) -> str:
@@ -111,43 +136,45 @@ BY_PART = Way(
     names=_has_part,
 )
 BY_SHAPE = Way(
-    lambda group, side: [True] * (group.first.shape not in ((), (1,))),
-    lambda a, b: _shape(a, b) + (" in each layer" * (len(a.members) > 1)),
+    _has_shape,
+    lambda a, b: f"{_shape(a, b)} in each layer" if len(a.members) > 1 else _shape(a, b),
     weak=True,
 )
 BY_SHAPE_ALONE = Way(  # if a name does not say the kind of tensor
-    lambda group, side: ([side] if kind_of(group.path) else [0, 1]) * (len(group.first.shape) > 1),
+    _has_kind_on_one_side,
     _shape,
     label=lambda group: None,
     weak=True,
 )
+
+
+def _dtype_and_kinds(group: Group, side: int) -> list[Hashable]:
+    """Return the dtype with the kind of tensor; with every kind, if the name does not say it."""
+    kind = kind_of(group.path)
+    kinds = [kind] if kind else KINDS
+    return [(group.first.dtype, kind) for kind in kinds]
+
+
 BY_ELIMINATION = Way(  # the last tensor of each side
-    lambda group, side: [
-        (group.first.dtype, kind)
-        for kind in ([kind_of(group.path)] if kind_of(group.path) else KINDS)
-    ],
+    _dtype_and_kinds,
     lambda a, b: "the only ones without a partner, of one shape",
     label=lambda group: None,
     weak=True,
 )
 
 
-def infer(left: Side, right: Side, known: Mapping[str, str] | None = None) -> Inference:
-    """Pair the two sides' tensors. `known` maps keys of the left to keys of the right that are the
-    same tensor.
+def infer(left: Side, right: Side, same_keys: Mapping[str, str] | None = None) -> Inference:
+    """Pair the two sides' tensors. `same_keys` maps keys of the left to keys of the right that are
+    the same tensor.
     """
     turned = transposed(left.tensors), transposed(right.tensors)
     if bool(turned[0]) == bool(turned[1]):  # both sides are, or neither
         turned = frozenset(), frozenset()
-    search = _Search(straight(left, turned[0]), straight(right, turned[1]), known or {}, turned)
+    search = _Search(straight(left, turned[0]), straight(right, turned[1]), same_keys or {}, turned)
     by_module = Way(
-        lambda group, side: (
-            search.modules.homes(group.first.key, side) if kind_of(group.path) else ()
-        ),
+        search.modules_of_partners,
         lambda a, b: "other tensors of its module are paired",
-        names=lambda group, side: (
-            search.paths.homes(group.path, side) if kind_of(group.path) else ()
-        ),
+        names=search.paths_of_partners,
     )
     ways: list[Callable[[], bool]] = [  # the strongest evidence first
         search.by_content,
@@ -181,11 +208,12 @@ class _Search:
         self,
         left: Side,
         right: Side,
-        known: Mapping[str, str],
+        same_keys: Mapping[str, str],
         turned: tuple[frozenset[str], frozenset[str]],
     ) -> None:
-        self.sides, self.turned, self.has_known = (left, right), turned, bool(known)
-        self.left, self.right = ({one.key: one for one in side.tensors} for side in self.sides)
+        self.sides, self.turned, self.has_given_pairs = (left, right), turned, bool(same_keys)
+        self.left = {tensor.key: tensor for tensor in left.tensors}
+        self.right = {tensor.key: tensor for tensor in right.tensors}
         self.orders = Order(left), Order(right)
         self.budget = _MOST + _MOST_EACH * (len(self.left) + len(self.right))
         self.pairs: list[Pair] = []
@@ -194,21 +222,33 @@ class _Search:
         # names of groups that have paired tensors
         self._stale: tuple[set[Template], set[Template]] = set(), set()
         self._by_depth: dict[tuple[Group, int], list[tuple[Hashable, Group]]] = {}
+        transposed_too = self._remove_given(same_keys)
+        context = same_keys if self.left and self.right else {}
+        self.paths = Paths(context)
+        self.modules = Modules(context, self.left, self.right)
+        for left_key, right_key in transposed_too:
+            self._take((left_key,), (right_key,), SAME_NAME)
+
+    def _remove_given(self, same_keys: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Remove tensors whose partner is given, and return the given pairs that differ by a
+        transposition.
+
+        Given pairs of other shapes stay: their tensors may have other partners.
+        """
+        if not same_keys:
+            return []
         transposed_too = []
-        lefts, rights = (dict(self.left), dict(self.right)) if known else ({}, {})
-        for a, b in known.items():
-            one, other = lefts.get(a), rights.get(b)
-            if one is None or other is None:
+        lefts, rights = dict(self.left), dict(self.right)
+        for left_key, right_key in same_keys.items():
+            left, right = lefts.get(left_key), rights.get(right_key)
+            if left is None or right is None:
                 continue
-            if self._transposed((a,), (b,)):
-                transposed_too.append((a, b))
-            elif one.shape == other.shape:  # else they are still to be paired
-                self.left.pop(a, None)
-                self.right.pop(b, None)
-        self.paths = Paths(known if self.left and self.right else {})
-        self.modules = Modules(known if self.left and self.right else {}, self.left, self.right)
-        for a, b in transposed_too:
-            self._take((a,), (b,), SAME_NAME)
+            if self._transposed((left_key,), (right_key,)):
+                transposed_too.append((left_key, right_key))
+            elif left.shape == right.shape:
+                self.left.pop(left_key, None)
+                self.right.pop(right_key, None)
+        return transposed_too
 
     def spend(self, cost: int) -> None:
         self.budget -= cost
@@ -223,18 +263,32 @@ class _Search:
 
     def groups(self, side: int) -> list[Group]:
         """Group the open tensors of a side (0 or 1) by their names without any layer number."""
-        found, tensors = self._groups[side], (self.left, self.right)[side]
-        if found is None:
-            found = groups(tensors.values())
-        elif stale := self._stale[side]:
-            still = (group.among(tensors) if group.path in stale else group for group in found)
-            self._by_depth = {
-                at: ones for at, ones in self._by_depth.items() if at[0].path not in stale
-            }
-            found = self._in_order(side, filter(None, still))
-        self._groups[side] = found
-        self._stale[side].clear()
-        return found
+        open_groups, stale = self._groups[side], self._stale[side]
+        if open_groups is None:
+            open_groups = groups((self.left, self.right)[side].values())
+        elif stale:
+            open_groups = self._without_paired(open_groups, side)
+            for group, depth in list(self._by_depth):
+                if group.path in stale:
+                    del self._by_depth[group, depth]
+        self._groups[side] = open_groups
+        stale.clear()
+        return open_groups
+
+    def _without_paired(self, old: Sequence[Group], side: int) -> list[Group]:
+        """Return the groups without the tensors that were paired since, in the order of the side's
+        tensors.
+        """
+        tensors = (self.left, self.right)[side]
+        still_open = []
+        for group in old:
+            rest = group.among(tensors) if group.path in self._stale[side] else group
+            if rest is not None:
+                still_open.append(rest)
+        place = self.orders[side].place
+        if len(still_open) > 1:
+            still_open.sort(key=lambda group: place[group.first.key])
+        return still_open
 
     def at_depth(
         self, side: int, depth: int, names: Container[Template] | None = None
@@ -242,24 +296,22 @@ class _Search:
         """Group them (or those with `names`) without the first `depth` layer numbers, each group
         with its signature.
         """
-        found: list[tuple[Hashable, Group]] = []
+        signed: list[tuple[Hashable, Group]] = []
         for group in self.groups(side):
             if names is None or group.path in names:
-                if (group, depth) not in self._by_depth:
-                    self._by_depth[group, depth] = [
-                        (one.signature, one) for one in group.at_depth(depth)
-                    ]
-                found += self._by_depth[group, depth]
+                signed += self._signed(group, depth)
         place = self.orders[side].place
-        return sorted(found, key=lambda one: place[one[1].first.key]) if found[1:] else found
+        if len(signed) > 1:
+            signed.sort(key=lambda pair: place[pair[1].first.key])
+        return signed
 
-    def _in_order(self, side: int, found: Iterable[Group]) -> list[Group]:
-        groups = list(found)
-        return (
-            sorted(groups, key=lambda one: self.orders[side].place[one.first.key])
-            if groups[1:]
-            else groups
-        )
+    def _signed(self, group: Group, depth: int) -> list[tuple[Hashable, Group]]:
+        """Return what `at_depth` returns, of one group without any layer number."""
+        parts = self._by_depth.get((group, depth))
+        if parts is None:
+            parts = [(part.signature, part) for part in group.at_depth(depth)]
+            self._by_depth[group, depth] = parts
+        return parts
 
     def classes(
         self,
@@ -270,39 +322,41 @@ class _Search:
         same label.
         """
         for depth in _DEPTHS:
-            found: dict[Hashable, tuple[list[Group], list[Group]]] = {}
+            by_class: dict[Hashable, tuple[list[Group], list[Group]]] = {}
             for signature, group in self.at_depth(0, depth, names[0]):
-                found.setdefault((signature, label(group)), ([], []))[0].append(group)
-            for signature, group in self.at_depth(1, depth, names[1]) if found else ():
-                both = found.get((signature, label(group)))
+                by_class.setdefault((signature, label(group)), ([], []))[0].append(group)
+            if not by_class:
+                continue
+            for signature, group in self.at_depth(1, depth, names[1]):
+                both = by_class.get((signature, label(group)))
                 if both is not None:
                     both[1].append(group)
-            yield from (both for both in found.values() if both[1])
+            for lefts, rights in by_class.values():
+                if rights:
+                    yield lefts, rights
+
+    # Keys of a way: they change as tensors are paired
+
+    def modules_of_partners(self, group: Group, side: int) -> Collection[str]:
+        return self.modules.homes(group.first.key, side) if kind_of(group.path) else ()
+
+    def paths_of_partners(self, group: Group, side: int) -> Collection[Template]:
+        return self.paths.homes(group.path, side) if kind_of(group.path) else ()
 
     # Ways to pair
 
     def by_content(self) -> bool:
         """Pair tensors if exactly one of each side has these bytes."""
-        if self.sides[0].digest is None or self.sides[1].digest is None:
+        left_digest, right_digest = self.sides[0].digest, self.sides[1].digest
+        if left_digest is None or right_digest is None:
             return False
-        by_digest: tuple[dict[Hashable, list[str]], ...] = defaultdict(list), defaultdict(list)
-        tensors = [*self.left.values()], [*self.right.values()]
-        for side, found in enumerate(by_digest):
-            outlines = {(one.dtype, one.shape) for one in tensors[1 - side]}
-            digest = self.sides[side].digest
-            for one in tensors[side]:
-                if (
-                    (one.dtype, one.shape) in outlines
-                    and digest
-                    and (value := digest(Ref(one.key))) is not None
-                ):
-                    found[one.dtype, one.shape, value].append(one.key)
-        lefts, rights = by_digest
-        hits = [
-            (keys[0], rights[at][0])
-            for at, keys in lefts.items()
-            if len(keys) == len(rights.get(at, ())) == 1
-        ]
+        left_by_value = _by_value(self.left.values(), self.right.values(), left_digest)
+        right_by_value = _by_value(self.right.values(), self.left.values(), right_digest)
+        hits = []
+        for value, left_keys in left_by_value.items():
+            right_keys = right_by_value.get(value, ())
+            if len(left_keys) == len(right_keys) == 1:
+                hits.append((left_keys[0], right_keys[0]))
         for left, right in hits:
             self._take((left,), (right,), _SAME_VALUES)
         return bool(hits)
@@ -310,37 +364,54 @@ class _Search:
     def by_tree(self) -> bool:
         """Pair the same tree of names below another module: the two prefixes that explain most
         tensors.
+
+        left                     right               prefixes
+        encoder.layers.0.weight  layers.0.weight     `encoder` and the root
+        encoder.layers.0.bias    layers.0.bias
         """
         trees: dict[Prefixes, list[tuple[Group, Group]]] = {}
-        for (left, right), one, other in common_trees(self.groups(0), self.groups(1)):
+        for prefixes, left, right in common_trees(self.groups(0), self.groups(1)):
             self.spend(_COST)
-            # one segment says too little
-            is_long = len(one.path) - len(left) > 1 or not left or not right
-            is_other = not any(prefix and self.paths.is_same(prefix) for prefix in (left, right))
-            if is_long and is_other and not self.paths.contradict(one.path, other.path):
-                trees.setdefault((left, right), []).append((one, other))
+            if self._may_be_tree(prefixes, left, right):
+                trees.setdefault(prefixes, []).append((left, right))
         best = best_tree(trees)
         if best is None:
             return False
         below = " and ".join(f"`{shown(path)}`" for path in best if path)
         evidence = Info(f"{SAME_NAME} below {below}", SAME_NAME.code) if below else SAME_NAME
-        for one, other in trees[best]:
-            both = [(a, other.members[at]) for at, a in one.members.items() if at in other.members]
-            both = [
-                (a, b) for a, b in both if fit(a, b) and a.key in self.left and b.key in self.right
-            ]
-            if both:
-                sides = [
-                    "left" if a.shape != b.shape else self._transposed((a.key,), (b.key,))
-                    for a, b in both
-                ]
-                pairs = [
-                    Pair((a.key,), (b.key,), evidence, side) for (a, b), side in zip(both, sides)
-                ]
-                self._add(pairs, [(one.path, other.path)])
+        for left, right in trees[best]:
+            pairs = self._pairs_that_fit(left, right, evidence)
+            if pairs:
+                self._add(pairs, [(left.path, right.path)])
         if len(trees[best]) > 1:
             self.paths.tree(*best)
         return True
+
+    def _may_be_tree(self, prefixes: Prefixes, left: Group, right: Group) -> bool:
+        """Return whether the two groups, with one name below the prefixes, are evidence for
+        them.
+        """
+        left_prefix, right_prefix = prefixes
+        # below two modules, one segment says too little
+        if left_prefix and right_prefix and len(left.path) - len(left_prefix) == 1:
+            return False
+        if any(prefix and self.paths.is_same(prefix) for prefix in prefixes):
+            return False
+        return not self.paths.contradict(left.path, right.path)
+
+    def _pairs_that_fit(self, left: Group, right: Group, evidence: str) -> list[Pair]:
+        """Pair the open tensors in the same layers of two groups if one's shape is the other's,
+        perhaps transposed.
+        """
+        pairs = []
+        for numbers, a in left.members.items():
+            b = right.members.get(numbers)
+            if b is None or not fit(a, b) or a.key not in self.left or b.key not in self.right:
+                continue
+            keys = (a.key,), (b.key,)
+            side = "left" if a.shape != b.shape else self._transposed(*keys)
+            pairs.append(Pair(*keys, evidence, side))
+        return pairs
 
     def unique(self, way: Way) -> bool:
         """Pair groups that share a key with each other, and with no other group.
@@ -406,15 +477,11 @@ class _Search:
         """
         taken = False
         for lefts, rights in self.classes(lambda group: kind_of(group.path)):
-            left, right = (
-                {part_of(group.path): group for group in side} for side in (lefts, rights)
-            )
-            if (
-                "" in left
-                or left.keys() != right.keys()
-                or len(left) < len(lefts)
-                or len(right) < len(rights)
-            ):
+            left = {part_of(group.path): group for group in lefts}
+            right = {part_of(group.path): group for group in rights}
+            if "" in left or left.keys() != right.keys():
+                continue
+            if len(left) < len(lefts) or len(right) < len(rights):  # a part is there twice
                 continue
             for part, group in left.items():
                 taken |= self._take_groups(group, right[part], f"both are the {part} by name")
@@ -439,33 +506,41 @@ class _Search:
         rights = [group for group in rights if self._are_open(self.right, group)]
         if len(lefts) != len(rights) or len(lefts) < 2:
             return False
-        if not all(order.is_meaningful(side) for order, side in zip(self.orders, (lefts, rights))):
+        left_order, right_order = self.orders
+        if not (left_order.is_meaningful(lefts) and right_order.is_meaningful(rights)):
             return False
-        if not all(self._agree(a, b) for a, b in zip(lefts, rights)):
+        if not all(map(self._agree, lefts, rights)):
             return False
         evidence = f"one of {len(lefts)} of shape {list(lefts[0].first.shape)}, in the same order"
-        taken = [self._take_groups(a, b, evidence, weak=True) for a, b in zip(lefts, rights)]
-        return any(taken)
+        taken = False
+        for left, right in zip(lefts, rights):
+            taken |= self._take_groups(left, right, evidence, weak=True)
+        return taken
 
     def by_elimination(self) -> bool:
         """Pair the only tensors of both sides without a partner, if others have one."""
-        if len(self.left) != 1 or len(self.right) != 1 or not (self.has_known or self.pairs):
+        if len(self.left) != 1 or len(self.right) != 1 or not (self.has_given_pairs or self.pairs):
             return False
         return self.unique(BY_ELIMINATION)
 
     # One tensor for several
 
     def by_fused_parts(self) -> bool:
-        """Pair several tensors with one of the other side: query, key and value; gate and up."""
+        """Pair several tensors with one of the other side: query, key and value; gate and up.
+
+        whole                        row of parts of the other side
+        attn.qkv.weight  [3n, n]     attn.q.weight, attn.k.weight, attn.v.weight, each [n, n]
+        """
         taken = False
         names = [self._fusible(side) for side in (0, 1)]
         for depth in _DEPTHS:
             for side, (of_wholes, of_parts) in enumerate(names):
-                if of_wholes:
-                    wholes = [group for _, group in self.at_depth(side, depth, of_wholes)]
-                    parts = [group for _, group in self.at_depth(1 - side, depth, of_parts)]
-                    for whole, row, evidence in self._fused(wholes, parts, side):
-                        taken |= self._take_fused(whole, row, evidence, side)
+                if not of_wholes:
+                    continue
+                wholes = [group for _, group in self.at_depth(side, depth, of_wholes)]
+                parts = [group for _, group in self.at_depth(1 - side, depth, of_parts)]
+                for whole, row, evidence in self._fused(wholes, parts, side):
+                    taken |= self._take_fused(whole, row, evidence, side)
         return taken
 
     def _fusible(self, side: int) -> tuple[set[Template], set[Template]]:
@@ -474,21 +549,21 @@ class _Search:
         """
         by_shape: defaultdict[Hashable, set[Template]] = defaultdict(set)
         for group in self.groups(side):
-            for one in group.members.values():
-                by_shape[kind_of(group.path), one.shape].add(group.path)
+            for shape in _shapes([group]):
+                by_shape[kind_of(group.path), shape].add(group.path)
         wholes, parts = set[Template](), set[Template]()
-        for (_, kind), by_name in _homes(self.groups(1 - side)).items():
-            for names in FUSED:
-                row = [
-                    {one.shape for group in by_name.get(name, ()) for one in group.members.values()}
-                    for name in names
-                ]
-                is_short = prod(map(len, row)) <= len(self.left) + len(self.right)
-                sums = {(kind, shape) for shape in _sums(row)} if is_short else by_shape.keys()
-                found = set[Template]().union(*(by_shape[one] for one in sums if one in by_shape))
-                if found:
-                    wholes |= found
-                    parts.update(group.path for groups in by_name.values() for group in groups)
+        for (_, kind), by_part in _homes(self.groups(1 - side)).items():
+            for row in FUSED:
+                shapes = [_shapes(by_part.get(part, ())) for part in row]
+                sums: Iterable[Hashable] = by_shape  # too many to add up: any shape may be a sum
+                if prod(map(len, shapes)) <= len(self.left) + len(self.right):
+                    sums = {(kind, shape) for shape in _sums(shapes)}
+                names = set[Template]()
+                for kind_and_shape in sums:
+                    names |= by_shape.get(kind_and_shape, set())
+                if names:
+                    wholes |= names
+                    parts.update(group.path for group in chain.from_iterable(by_part.values()))
         return wholes, parts
 
     def _fused(
@@ -498,65 +573,55 @@ class _Search:
         with this row.
         """
         rows = list(_rows(parts))
-        shapes: defaultdict[Hashable, list[Group]] = defaultdict(list)
-        for whole in wholes if rows else ():
-            by_layer = frozenset((at, one.shape) for at, one in whole.members.items())
-            shapes[kind_of(whole.path), by_layer].append(whole)
+        if not rows:
+            return
+        by_shapes: defaultdict[Hashable, list[Group]] = defaultdict(list)
+        for whole in wholes:
+            shapes = frozenset((numbers, part.shape) for numbers, part in whole.members.items())
+            by_shapes[kind_of(whole.path), shapes].append(whole)
         hits = []
         for names, row in rows:
-            fits = shapes.get(_sum_of_shapes(row), ())
-            fits = [
-                one
-                for one in fits
-                if (self._may(one, row[0]) if side == 0 else self._may(row[0], one))
-            ]
-            fits = [one for one in fits if is_fused(one.template)] or fits
+            fits = by_shapes.get(_sum_of_shapes(row), [])
+            if side == 0:
+                fits = [whole for whole in fits if self._may(whole, row[0])]
+            else:
+                fits = [whole for whole in fits if self._may(row[0], whole)]
+            fits = [whole for whole in fits if is_fused(whole.template)] or fits
             if len(fits) == 1:
-                hits.append(
-                    (fits[0], row, f"shapes add up, parts in the field's order {', '.join(names)}")
-                )
+                evidence = f"shapes add up, parts in the field's order {', '.join(names)}"
+                hits.append((fits[0], row, evidence))
         count = Counter(whole for whole, _, _ in hits)
         yield from (hit for hit in hits if count[hit[0]] == 1)
 
     def _take_fused(self, whole: Group, row: Sequence[Group], evidence: str, side: int) -> bool:
-        mine, theirs = (self.left, self.right) if side == 0 else (self.right, self.left)
-        if not (self._are_open(mine, whole) and self._are_open(theirs, *row)):
+        whole_side, part_side = (self.left, self.right) if side == 0 else (self.right, self.left)
+        if not (self._are_open(whole_side, whole) and self._are_open(part_side, *row)):
             return False
-        for at, one in whole.members.items():
-            parts = tuple(group.members[at] for group in row)
-            text = evidence
-            if (
-                self.sides[0].digest is not None
-                and self.sides[1].digest is not None
-                and not any(self.turned)
-            ):
-                order = next(
-                    (order for order in permutations(parts) if self._have_values(one, order, side)),
-                    None,
-                )
-                parts = order or parts
-                text = (
-                    f"{evidence}; the values differ"
-                    if order is None
-                    else ("the same values, parts in this order")
-                )
+        for numbers, tensor in whole.members.items():
+            parts = tuple(group.members[numbers] for group in row)
+            parts, text = self._by_values(tensor, parts, evidence, side)
             keys = tuple(part.key for part in parts)
             if side == 0:
-                self._take((one.key,), keys, text)
+                self._take((tensor.key,), keys, text)
             else:
-                self._take(keys, (one.key,), text)
+                self._take(keys, (tensor.key,), text)
         return True
 
-    def _have_values(self, whole: Outlined, parts: Sequence[Outlined], side: int) -> bool:
-        """Return whether the parts, in this order, have the values of the whole."""
-        start = 0
-        for part in parts:
-            value = Op("aten.narrow.default", (Ref(whole.key), 0, start, part.shape[0]))
-            of_whole, of_part = self.sides[side].digest, self.sides[1 - side].digest
-            if of_whole is None or of_part is None or of_whole(value) != of_part(Ref(part.key)):
-                return False
-            start += part.shape[0]
-        return True
+    def _by_values(
+        self, whole: Outlined, parts: tuple[Outlined, ...], evidence: str, side: int
+    ) -> tuple[tuple[Outlined, ...], str]:
+        """Return the parts in the order in which they have the values of the whole, and the
+        evidence for it.
+
+        Values without digests, and values of transposed tensors, are not compared.
+        """
+        whole_digest, part_digest = self.sides[side].digest, self.sides[1 - side].digest
+        if whole_digest is None or part_digest is None or any(self.turned):
+            return parts, evidence
+        for order in permutations(parts):
+            if _have_values(whole, order, whole_digest, part_digest):
+                return order, "the same values, parts in this order"
+        return parts, f"{evidence}; the values differ"
 
     # What the ways have in common
 
@@ -573,33 +638,39 @@ class _Search:
 
     def _agree(self, left: Group, right: Group) -> bool:
         """Return whether the modules, the names and the places of the two allow the pair."""
-        parts = part_of(left.path), part_of(right.path)
-        places = [order.neighbors(group) for order, group in zip(self.orders, (left, right))]
-        return self._may(left, right) and all(
-            not all(two) or two[0] == two[1] for two in (parts, places)
-        )
+        if not self._may(left, right):
+            return False
+        left_order, right_order = self.orders
+        left_place, right_place = left_order.neighbors(left), right_order.neighbors(right)
+        if left_place and right_place and left_place != right_place:
+            return False
+        left_part, right_part = part_of(left.path), part_of(right.path)
+        return left_part == right_part or not left_part or not right_part
 
     @staticmethod
     def _are_open(tensors: Container[str], *groups: Group) -> bool:
-        return all(one.key in tensors for group in groups for one in group.members.values())
+        members = chain.from_iterable(group.members.values() for group in groups)
+        return all(tensor.key in tensors for tensor in members)
 
     def _take_groups(self, left: Group, right: Group, evidence: str, weak: bool = False) -> bool:
         """Pair two groups, layer by layer, unless one of their tensors has a partner."""
         if not (self._are_open(self.left, left) and self._are_open(self.right, right)):
             return False
-        both = [((one.key,), (right.members[at].key,)) for at, one in left.members.items()]
+        pairs = []
+        for numbers, tensor in left.members.items():
+            keys = (tensor.key,), (right.members[numbers].key,)
+            pairs.append(Pair(*keys, evidence, self._transposed(*keys)))
         if weak:
-            self.weak.update(range(len(self.pairs), len(self.pairs) + len(both)))
-        self._add(
-            [Pair(*keys, evidence, self._transposed(*keys)) for keys in both],
-            [(left.path, right.path)],
-        )
+            self.weak.update(range(len(self.pairs), len(self.pairs) + len(pairs)))
+        self._add(pairs, [(left.path, right.path)])
         return True
 
     def _take(self, left: tuple[str, ...], right: tuple[str, ...], evidence: str) -> None:
         """Pair single tensors, or several on one side."""
         transposed = "" if evidence == _SAME_VALUES else self._transposed(left, right)
-        paths = [(template(one)[0], template(other)[0]) for one, other in product(left, right)]
+        left_paths = [template(key)[0] for key in left]
+        right_paths = [template(key)[0] for key in right]
+        paths = product(left_paths, right_paths)
         self._add([Pair(left, right, evidence, transposed)], paths)
 
     def _add(self, pairs: Sequence[Pair], paths: Iterable[tuple[Template, Template]]) -> None:
@@ -630,35 +701,71 @@ class _Search:
         """
         is_explained = len(self.pairs) > min(len(self.left), len(self.right))
         weak = set[int]() if is_explained else self.weak
-        kept = [pair for at, pair in enumerate(self.pairs) if at not in weak]
-        by_first = {pair.left[0]: pair for pair in kept}
-        pairs = tuple([by_first[one.key] for one in self.sides[0].tensors if one.key in by_first])
-        reason = "only their shapes agree, and most keys have no partner"
-        ambiguous = [
-            Ambiguous(self.pairs[at].left, self.pairs[at].right, reason) for at in sorted(weak)
-        ]
-        if not is_complete:
-            reason = (
-                f"not looked for further among {len(self.left):,} and {len(self.right):,} tensors:"
-                " too many are alike"
-            )
-            return Inference(
-                pairs, (*ambiguous, Ambiguous(tuple(self.left), tuple(self.right), reason))
-            )
+        by_first: dict[str, Pair] = {}
+        ambiguous = []
+        for index, pair in enumerate(self.pairs):
+            if index in weak:
+                reason = "only their shapes agree, and most keys have no partner"
+                ambiguous.append(Ambiguous(pair.left, pair.right, reason))
+            else:
+                by_first[pair.left[0]] = pair
+        ordered = (by_first.get(tensor.key) for tensor in self.sides[0].tensors)
+        pairs = tuple(filter(None, ordered))
+        if is_complete:
+            return Inference(pairs, (*ambiguous, *self._still_ambiguous()))
+        reason = (
+            f"not looked for further among {len(self.left):,} and {len(self.right):,} tensors:"
+            " too many are alike"
+        )
+        rest = Ambiguous(tuple(self.left), tuple(self.right), reason)
+        return Inference(pairs, (*ambiguous, rest))
+
+    def _still_ambiguous(self) -> Iterator[Ambiguous]:
+        """Yield the open tensors that could be each other, each key once."""
         seen: set[str] = set()
         for lefts, rights in self.classes(lambda group: kind_of(group.path)):
-            left, right = (
-                tuple(one.key for group in side for one in group.members.values())
-                for side in (lefts, rights)
-            )
-            if seen.isdisjoint((*left, *right)) and any(
-                self._may(a, b) for a, b in product(lefts, rights)
-            ):
+            left, right = keys_of(lefts), keys_of(rights)
+            if not seen.isdisjoint((*left, *right)):
+                continue
+            if any(self._may(a, b) for a, b in product(lefts, rights)):
                 seen.update(left, right)
-                ambiguous.append(
-                    Ambiguous(left, right, "one shape, and no name or order tells them apart")
-                )
-        return Inference(pairs, tuple(ambiguous))
+                yield Ambiguous(left, right, "one shape, and no name or order tells them apart")
+
+
+def _shapes(several: Iterable[Group]) -> set[tuple[int, ...]]:
+    shapes: set[tuple[int, ...]] = set()
+    for group in several:
+        shapes.update(tensor.shape for tensor in group.members.values())
+    return shapes
+
+
+def _by_value(
+    tensors: Iterable[Outlined], others: Iterable[Outlined], digest: Digest
+) -> dict[Hashable, list[str]]:
+    """Return the keys by dtype, shape and digest, of tensors whose dtype and shape the other side
+    has too.
+    """
+    outlines = {(tensor.dtype, tensor.shape) for tensor in others}
+    by_value: defaultdict[Hashable, list[str]] = defaultdict(list)
+    for tensor in tensors:
+        outline = tensor.dtype, tensor.shape
+        value = digest(Ref(tensor.key)) if outline in outlines else None
+        if value is not None:
+            by_value[outline, value].append(tensor.key)
+    return by_value
+
+
+def _have_values(
+    whole: Outlined, parts: Sequence[Outlined], whole_digest: Digest, part_digest: Digest
+) -> bool:
+    """Return whether the parts, in this order, have the values of the whole."""
+    start = 0
+    for part in parts:
+        rows = Op("aten.narrow.default", (Ref(whole.key), 0, start, part.shape[0]))
+        if whole_digest(rows) != part_digest(Ref(part.key)):
+            return False
+        start += part.shape[0]
+    return True
 
 
 def _by_key(way: Way, candidates: Iterable[Group], side: int) -> Mapping[Hashable, list[Group]]:
@@ -677,14 +784,19 @@ def _homes(parts: Sequence[Group]) -> Mapping[tuple[Template, str], Mapping[str,
         lambda: defaultdict(list)
     )
     for group in parts:
-        path, name = group.template, part_of(group.path)
-        places = (
-            at
-            for at in range(len(path) - 1, -1, -1)
-            if name.endswith(part_of(path[at : at + 1]) or "?")
-        )
-        homes[path[: next(places, 0)] if name else (), kind_of(group.path)][name].append(group)
+        part = part_of(group.path)
+        home = _home(group.template, part) if part else ()
+        homes[home, kind_of(group.path)][part].append(group)
     return homes
+
+
+def _home(path: Template, part: str) -> Template:
+    """Return the path above the innermost segment that names the part."""
+    for depth in range(len(path) - 1, -1, -1):
+        named = part_of(path[depth : depth + 1])
+        if named and part.endswith(named):
+            return path[:depth]
+    return ()
 
 
 def _rows(parts: Sequence[Group]) -> Iterator[tuple[tuple[str, ...], tuple[Group, ...]]]:
@@ -711,14 +823,14 @@ def _sum_of_shapes(row: Sequence[Group]) -> Hashable:
     is none.
     """
     first, shapes = row[0], []
-    if any(part.members.keys() != first.members.keys() for part in row):
+    if any(group.members.keys() != first.members.keys() for group in row):
         return None
-    for at, one in first.members.items():
-        parts = [part.members[at] for part in row]
-        if not all(
-            part.shape and (part.dtype, part.shape[1:]) == (one.dtype, one.shape[1:])
-            for part in parts
-        ):
-            return None
-        shapes.append((at, (sum(part.shape[0] for part in parts), *one.shape[1:])))
+    for numbers, tensor in first.members.items():
+        dtype, columns, height = tensor.dtype, tensor.shape[1:], 0
+        for group in row:
+            part = group.members[numbers]
+            if not part.shape or part.dtype != dtype or part.shape[1:] != columns:
+                return None
+            height += part.shape[0]
+        shapes.append((numbers, (height, *columns)))
     return kind_of(first.path), frozenset(shapes)

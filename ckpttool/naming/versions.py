@@ -45,10 +45,12 @@ class OtherVersion:
     def __str__(self) -> str:
         if self.left == self.right:
             return f"{self.path or '(root)'} (other fields than the version)"
-        left, right = (
-            "no version" if one is None else f"version {one}" for one in (self.left, self.right)
-        )
+        left, right = _version_text(self.left), _version_text(self.right)
         return f"{self.path or '(root)'} ({left} and {right})"
+
+
+def _version_text(version: object) -> str:
+    return "no version" if version is None else f"version {version}"
 
 
 def other_versions_of(left: Section, right: Section) -> list[OtherVersion]:
@@ -63,19 +65,19 @@ def other_versions_of(left: Section, right: Section) -> list[OtherVersion]:
     is_lost = not lefts or not rights
     shapes: Shapes = _shapes(left)
     below: dict[str, dict[str, tuple[int, ...] | None]] | None = None
-    found = []
+    others = []
     for path in lefts or rights:
         if not is_lost and path not in rights:
             continue
-        one, other = lefts.get(path, {}), rights.get(path, {})
-        if one == other:
+        left_payload, right_payload = lefts.get(path, {}), rights.get(path, {})
+        if left_payload == right_payload:
             continue
         below = _by_module(shapes) if below is None else below
-        effect = _effect(below.get(path, {}), one, other)
-        versions = one.get("version"), other.get("version")
+        effect = _effect(below.get(path, {}), left_payload, right_payload)
+        versions = left_payload.get("version"), right_payload.get("version")
         if effect is not Effect.NOTHING or not {1, None}.issuperset(versions):
-            found.append(OtherVersion(path, *versions, effect, is_lost))
-    return found
+            others.append(OtherVersion(path, *versions, effect, is_lost))
+    return others
 
 
 def with_versions(section: Section, modules: Mapping[str, object] | None, like: Shapes) -> Section:
@@ -85,9 +87,10 @@ def with_versions(section: Section, modules: Mapping[str, object] | None, like: 
     if section.modules or not modules:
         return section
     actual, expected = _by_module(dict.fromkeys(section.keys)), _by_module(dict.fromkeys(like))
-    kept = {
-        path: payload for path, payload in modules.items() if actual.get(path) == expected.get(path)
-    }
+    kept = {}
+    for path, payload in modules.items():
+        if actual.get(path) == expected.get(path):
+            kept[path] = payload
     return replace(section, modules=kept) if kept else section
 
 
@@ -96,9 +99,8 @@ def _versions(section: Section) -> dict[str, Mapping[str, object]]:
     its module's.
     """
     modules = section.modules or {}
-    moved = {
-        m.old: m.new for m in module_renames("", modules, wrappers.canonical_keys(section.keys))
-    }
+    renames = module_renames("", modules, wrappers.canonical_keys(section.keys))
+    moved = {rename.old: rename.new for rename in renames}
     payloads = {}
     for path, payload in modules.items():
         if isinstance(path, str):
@@ -122,23 +124,25 @@ def _by_module(shapes: Shapes) -> dict[str, dict[str, tuple[int, ...] | None]]:
 
 
 def _effect(shapes: Shapes, left: Mapping[str, object], right: Mapping[str, object]) -> Effect:
-    effects = [_effect_of_version(shapes, {left.get("version"), right.get("version")})]
+    effects = {_effect_of_version(shapes, {left.get("version"), right.get("version")})}
     for name in {*left, *right} - {"version"}:
-        if left.get(name) != right.get(name):
-            effects.append(
-                _effect_of_spectral_norm(shapes) if name == "spectral_norm" else Effect.UNKNOWN
-            )
-    return next(
-        (effect for effect in (Effect.LOADING, Effect.UNKNOWN) if effect in effects), Effect.NOTHING
-    )
+        if left.get(name) == right.get(name):
+            continue
+        if name == "spectral_norm":
+            effects.add(_effect_of_spectral_norm(shapes))
+        else:
+            effects.add(Effect.UNKNOWN)
+    for effect in (Effect.LOADING, Effect.UNKNOWN):  # the stronger first
+        if effect in effects:
+            return effect
+    return Effect.NOTHING
 
 
 def _effect_of_version(shapes: Shapes, versions: set[object]) -> Effect:
     """Return what the two versions change for a module with these entries."""
     if not shapes or len(versions) == 1:
         return Effect.NOTHING
-    # observers of quantization, of several kinds
-    if not shapes.keys().isdisjoint(("min_val", "min_vals")):
+    if "min_val" in shapes or "min_vals" in shapes:  # observers of quantization, of several kinds
         is_complete = {"eps", "min_val", "max_val"} <= shapes.keys() and (0,) not in shapes.values()
         return Effect.NOTHING if is_complete and versions == {None, 3} else Effect.UNKNOWN
     if versions <= {None, 1}:
@@ -146,18 +150,24 @@ def _effect_of_version(shapes: Shapes, versions: set[object]) -> Effect:
     children = {name.partition(".")[0] for name in shapes}
     if "_packed_params" in children:  # quantized linear layers: each version has other entries
         return Effect.LOADING
-    if versions <= {None, 1, 2}:
-        # batch norms: since version 2, `num_batches_tracked` must be there
-        if "running_mean" in shapes:
-            return Effect.NOTHING if "num_batches_tracked" in shapes else Effect.LOADING
-        # of the fused modules of quantization
-        if "bn.running_mean" in shapes and "gamma" not in shapes:
-            return Effect.NOTHING
-        if shapes.keys() <= {"weight", "bias"} and all(
-            len(shape or ()) == 1 for shape in shapes.values()
-        ):
-            return Effect.NOTHING  # a norm without statistics
+    if not versions <= {None, 1, 2}:
+        return Effect.UNKNOWN
+    # batch norms: since version 2, `num_batches_tracked` must be there
+    if "running_mean" in shapes:
+        return Effect.NOTHING if "num_batches_tracked" in shapes else Effect.LOADING
+    # of the fused modules of quantization
+    if "bn.running_mean" in shapes and "gamma" not in shapes:
+        return Effect.NOTHING
+    if _is_plain_norm(shapes):
+        return Effect.NOTHING
     return Effect.UNKNOWN
+
+
+def _is_plain_norm(shapes: Shapes) -> bool:
+    """Return whether the entries are a norm without statistics."""
+    if not shapes.keys() <= {"weight", "bias"}:
+        return False
+    return all(len(shape or ()) == 1 for shape in shapes.values())
 
 
 def _effect_of_spectral_norm(shapes: Shapes) -> Effect:
