@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
+from itertools import chain
+from typing import Any
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
@@ -85,50 +86,44 @@ def new_groups(
         return arranged(named, sources, [layout], ())
     if to != ID:
         return placed(named, sources)
-    if any(name not in sources for name in parameters.trainable):
+    added = [name for name in parameters.trainable if name not in sources]
+    if added:
         raise Refused(
             f"{where} has {len(named.groups)} param groups, and the new model has parameters that"
             " it has not",
             hint="pass --to-optimizer O, the function that makes the new optimizer",
-            problems=[
-                Problem("in which group?", name)
-                for name in parameters.trainable
-                if name not in sources
-            ],
+            problems=[Problem("in which group?", name) for name in added],
         )
     rank = {name: place for place, name in enumerate(parameters.shapes)}
-    groups = placed(named, sources)
-    return tuple(
-        grouped(sorted(own.params, key=lambda name: rank[str(name)]), own.options) for own in groups
-    )
+    ordered = []
+    for group in placed(named, sources):
+        params = sorted(group.params, key=lambda name: rank[str(name)])
+        ordered.append(grouped(params, group.options))
+    return tuple(ordered)
 
 
 def _ordered_like(
-    groups: tuple[ParamGroup, ...], wanted: Sequence[Sequence[str]]
+    groups: tuple[ParamGroup, ...], order: Sequence[Sequence[str]]
 ) -> tuple[ParamGroup, ...]:
     """Return the groups in the optimizer's order, if they are the same, so that loading by position
     works too.
     """
-    own = {frozenset(map(str, group.params)): group for group in groups}
-    if len(own) != len(groups) or own.keys() != {frozenset(params) for params in wanted}:
+    by_params = {frozenset(map(str, group.params)): group for group in groups}
+    if len(by_params) != len(groups) or by_params.keys() != set(map(frozenset, order)):
         return groups
-    return tuple(grouped(params, own[frozenset(params)].options) for params in wanted)
+    return tuple(grouped(params, by_params[frozenset(params)].options) for params in order)
 
 
 def _same_parameters(named: OptimizerState, parameters: Parameters, where: str) -> None:
     """Raise `Refused` if the optimizer has other parameters than the file: a change of form loses
     nothing.
     """
-    have, want = (
-        set(map(str, named.params)),
-        {name for group in parameters.groups for name in group},
-    )
-    problems = [
-        Problem("in the file, and not in the optimizer", name) for name in sorted(have - want)
-    ]
-    problems += [
-        Problem("in the optimizer, and not in the file", name) for name in sorted(want - have)
-    ]
+    saved, expected = set(map(str, named.params)), set(chain.from_iterable(parameters.groups))
+    problems = []
+    for name in sorted(saved - expected):
+        problems.append(Problem("in the file, and not in the optimizer", name))
+    for name in sorted(expected - saved):
+        problems.append(Problem("in the optimizer, and not in the file", name))
     if problems:
         raise Refused(
             f"{where} was not saved by this optimizer: its parameters are others",
@@ -152,13 +147,11 @@ def _in_model_order(
     if len(named.nonempty_groups) != 1:
         return None
     old = Parameters(saved_by) if saved_by is not None else parameters
-    have = set(map(str, named.params))
-    for mine, theirs in (
-        (set(old.shapes), tuple(parameters.shapes)),
-        (set(old.trainable), parameters.trainable),
-    ):
-        if have == mine:
-            return list(theirs)
+    saved = set(map(str, named.params))
+    if saved == set(old.shapes):
+        return list(parameters.shapes)
+    if saved == set(old.trainable):
+        return list(parameters.trainable)
     return [name for name in parameters.shapes if name in sources]
 
 
@@ -216,140 +209,185 @@ class OptimizerRemap:
 
 
 def remap_optimizers(
-    source: Checkpoint, wanted: OptimizerRequest
+    source: Checkpoint, request: OptimizerRequest
 ) -> tuple[Checkpoint, tuple[OptimizerRemap, ...]]:
     """Return `source` with every optimizer as requested, and a record of each optimizer that
     changed.
 
-    Raise `Refused` if ids are ambiguous, if state cannot follow its parameter, and if `wanted.keys`
-    is set but the file has no optimizer.
+    Raise `Refused` if ids are ambiguous, if state cannot follow its parameter, and if
+    `request.keys` is set but the file has no optimizer.
     """
-    if wanted.state_dicts is None:
-        wanted = replace(wanted, state_dicts=saved_state_dicts(source))
-    sections: list[Section] = []
-    done: list[OptimizerRemap] = []
-    for section in source.sections:
-        changed = _remapped(section, wanted) if section.kind == "optimizer" else None
-        sections.append(section if changed is None else changed[0])
-        if changed is not None:
-            done.append(changed[1])
-    if wanted.keys is not None and not source.optimizers:
+    if request.state_dicts is None:
+        request = replace(request, state_dicts=saved_state_dicts(source))
+    if request.keys is not None and not source.optimizers:
         raise Refused(
             f"{source.source} holds no optimizer",
             hint=f"`{source.inspect_call}` lists its sections; leave the option out",
         )
-    return (replace(source, sections=tuple(sections)) if done else source), tuple(done)
+    sections: list[Section] = []
+    remaps: list[OptimizerRemap] = []
+    for section in source.sections:
+        changed = _remapped(section, request) if section.kind == "optimizer" else None
+        if changed is None:
+            sections.append(section)
+        else:
+            sections.append(changed[0])
+            remaps.append(changed[1])
+    if not remaps:
+        return source, ()
+    return replace(source, sections=tuple(sections)), tuple(remaps)
 
 
-def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, OptimizerRemap] | None:
+def _remapped(section: Section, request: OptimizerRequest) -> tuple[Section, OptimizerRemap] | None:
     """Return the section as requested; None if it is so already."""
     where = section.title
     state = forms.read(section)
-    to = wanted.keys or state.form
+    to = request.keys or state.form
     listed = in_file(state)[0]
-    narrowed = wanted.narrowed
-    if (
-        narrowed is not None
-        and state.form == to == ID
-        and wanted.to_names is None
-        and narrowed.keeps_rest
-    ):
-        rest = _without_left_out(section, state, wanted, narrowed)
-        if rest is not None:
-            return rest
+    narrowed = request.narrowed
     if narrowed is not None:
-        by_key = (
-            wanted.model is None or narrowed.loses(list(listed.values()))
-            if listed is not None
-            else to != ID
-        )
-        wanted = (
-            replace(wanted, ruled=narrowed, model=narrowed)
-            if by_key
-            else replace(wanted, narrowed=None)
-        )
-    asked = wanted.to_names is not None or (wanted.keys is not None and wanted.names is not None)
-    if not state.params or not (asked or to != state.form or _is_renamed(state, wanted, to)):
+        if state.form == to == ID and request.to_names is None and narrowed.keeps_rest:
+            rest = _without_left_out(section, state, request, narrowed)
+            if rest is not None:
+                return rest
+        request = _follow_narrowed(request, narrowed, listed, to)
+    to_names = request.to_names
+    must_write = to_names is not None or (request.keys is not None and request.names is not None)
+    if not state.params:
         return None
-    wanted = _rules_first(state, wanted, where)
-    if (
-        wanted.to_names is not None
-        and wanted.names is None
-        and wanted.ruled is None
-        and listed is None
-    ):
+    if not must_write and to == state.form and not _is_renamed(state, request, to):
+        return None
+    request = _rules_first(state, request, where)
+    to_names = request.to_names
+    if to_names is not None and request.names is None and request.ruled is None and listed is None:
         raise Refused(
             "the names of the model that saved the checkpoint are needed",
             hint="pass --model MODEL too",
         )
-    named, known, own = _named(state, wanted, where)
-    sources, follow_keys = _sources(named, wanted, to, where)
-    if wanted.to_names is not None:
-        sources = _of_new_model(sources, wanted.to_names, where)
+    result, report = _moved(section, state, request, to)
+    return None if result == state and not must_write else (forms.write(result, section), report)
+
+
+def _moved(
+    section: Section, state: OptimizerState, request: OptimizerRequest, to: str
+) -> tuple[OptimizerState, OptimizerRemap]:
+    """Return the state under the requested names, in form `to`, and the record of the change.
+
+    file's name ─ `_named` ─▶ canonical name ─ `_sources` ─▶ new name ─ `_as_the_keys` ─▶ written
+    """
+    where, to_names = section.title, request.to_names
+    named, param_map, file_sources = _named(state, request, where)
+    sources, follow_keys = _sources(named, request, to, where)
+    if to_names is not None:
+        sources = _of_new_model(sources, to_names, where)
     # the parameters may have other names than this model's
-    saved_by = None if follow_keys else wanted.names
-    if to == ID and wanted.to_names is None:  # one new parameter for each old one
-        called = {ref: name for name, source in sources.items() for ref in ex.refs(source)}
-        old_groups = new_groups(
-            named, identity(named.params), wanted.names, None, state.form, to, where
-        )
-        groups = tuple(
-            grouped([called.get(str(p), p) for p in group.params], group.options)
-            for group in old_groups
-        )
+    saved_by = None if follow_keys else request.names
+    if to == ID and to_names is None:
+        same = identity(named.params)
+        old_groups = new_groups(named, same, request.names, None, state.form, to, where)
+        groups = _with_new_names(old_groups, sources)
     else:
-        groups = new_groups(named, sources, saved_by, wanted.to_names, state.form, to, where)
-    held = {
-        str(param): sources[str(param)]
-        for group in groups
-        for param in group.params
-        if param in sources
-    }
-    shapes: dict[str, tuple[int, ...] | None] = {}
-    if wanted.ruled is not None:
-        shapes.update(wanted.ruled.shapes(list(map(str, named.params))))
-    if wanted.names is not None:
-        shapes.update(Parameters(wanted.names).shapes)
+        groups = new_groups(named, sources, saved_by, to_names, state.form, to, where)
+    params = map(str, chain.from_iterable(group.params for group in groups))
+    held = {name: sources[name] for name in params if name in sources}
+    shapes = _shapes(named, request)
     moved = in_groups(named, groups, carry(named, held, shapes, where))
-    _check_loads(moved, saved_by, wanted.to_names, where)
-    if wanted.names is not None and any(isinstance(source, Op) for source in own.values()):
-        # the keys are the file's parameters
-        in_file_shapes = {key.key: key.shape for key in wanted.names.serialized}
-    else:
-        in_file_shapes = {
-            ref: shapes.get(name) for name, source in own.items() for ref in ex.refs(source)
-        }
-    spelled = {param: str(param) for param in moved.params} | _as_the_keys(
-        state, moved, wanted, to, where
-    )
-    over = {spelled[name]: ex.substitute(made, own.__getitem__) for name, made in held.items()}
+    _check_loads(moved, saved_by, to_names, where)
+
+    spelled = {param: str(param) for param in moved.params}
+    spelled |= _as_the_keys(state, moved, request, to, where)
     new = tuple(spelled[param] for param in moved.params if param not in sources)
     moved = renamed(moved, spelled)
-    move = move_of(section, state, to, moved.groups, over, in_file_shapes)
-    made = in_form(moved, to)
-    if made == state and not asked:
-        return None
-    read = {ref for made_of in held.values() for ref in ex.refs(made_of)}
+    over = {}
+    for name, source in held.items():
+        over[spelled[name]] = ex.substitute(source, file_sources.__getitem__)
+    file_shapes = _file_shapes(file_sources, shapes, request.names)
+    move = move_of(section, state, to, moved.groups, over, file_shapes)
+    read = set(chain.from_iterable(map(ex.refs, held.values())))
     dropped = tuple(str(param) for param in named.state if param not in read)
     notes = _notes(where, state, moved, to, new, dropped)
     changed = changed_options(named, sources, groups)
     if changed:
-        notes = (
-            *notes,
-            f"{where}: new param groups have the values that the code sets: {some(changed, 20)}",
+        notes.append(
+            f"{where}: new param groups have the values that the code sets: {some(changed, 20)}"
         )
-    if known is not None and known.assumed:
-        notes = (*notes, known.rests_on(where))
-    evidence = None if known is None else known.evidence
-    params, loads = len(moved.params), wanted.to_names
-    report = OptimizerRemap(
-        section.path, state.form, to, params, evidence, new, dropped, notes, move, loads
+    if param_map is not None and param_map.assumed:
+        notes.append(param_map.rests_on(where))
+    return in_form(moved, to), OptimizerRemap(
+        section.path,
+        was=state.form,
+        to=to,
+        params=len(moved.params),
+        evidence=None if param_map is None else param_map.evidence,
+        new=new,
+        dropped=dropped,
+        notes=tuple(notes),
+        move=move,
+        loaded_by=to_names,
     )
-    return forms.write(made, section), report
+
+
+def _follow_narrowed(
+    request: OptimizerRequest,
+    narrowed: RuleEffect,
+    listed: Mapping[Param, str] | None,
+    to: str,
+) -> OptimizerRequest:
+    """Return the request for an optimizer of a model without some of its tensors: its parameters
+    follow their keys, or stay if all of them are kept.
+    """
+    if listed is None:
+        follows = to != ID
+    else:
+        follows = request.model is None or narrowed.loses(list(listed.values()))
+    if follows:
+        return replace(request, ruled=narrowed, model=narrowed)
+    return replace(request, narrowed=None)
+
+
+def _with_new_names(
+    groups: Sequence[ParamGroup], sources: Mapping[str, Expression]
+) -> tuple[ParamGroup, ...]:
+    """Return the groups with the new name of each parameter: there is one for each old one."""
+    new_names: dict[Param, Param] = {}
+    for name, source in sources.items():
+        for old_name in ex.refs(source):
+            new_names[old_name] = name
+    renamed_groups = []
+    for group in groups:
+        params = [new_names.get(str(param), param) for param in group.params]
+        renamed_groups.append(grouped(params, group.options))
+    return tuple(renamed_groups)
+
+
+def _shapes(named: OptimizerState, request: OptimizerRequest) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes of parameters, by canonical name, as far as models or rules say them."""
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    if request.ruled is not None:
+        shapes.update(request.ruled.shapes(list(map(str, named.params))))
+    if request.names is not None:
+        shapes.update(Parameters(request.names).shapes)
+    return shapes
+
+
+def _file_shapes(
+    file_sources: Mapping[str, Expression],
+    shapes: Mapping[str, tuple[int, ...] | None],
+    names: Names | None,
+) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes of parameters by the names that the file gives them."""
+    if names is not None and any(isinstance(source, Op) for source in file_sources.values()):
+        # the keys are the file's parameters
+        return {saved.key: saved.shape for saved in names.serialized}
+    by_file_name = {}
+    for name, source in file_sources.items():
+        for file_name in ex.refs(source):
+            by_file_name[file_name] = shapes.get(name)
+    return by_file_name
 
 
 def _without_left_out(
-    section: Section, state: OptimizerState, wanted: OptimizerRequest, narrowed: RuleEffect
+    section: Section, state: OptimizerState, request: OptimizerRequest, narrowed: RuleEffect
 ) -> tuple[Section, OptimizerRemap] | None:
     """Return an optimizer with ids without the parameters whose tensors are left out; None if it
     keeps all of them.
@@ -359,76 +397,90 @@ def _without_left_out(
     is left out.
     """
     where = section.title
-    known = _identified(state, wanted, where)
-    if known is None:
+    param_map = _identified(state, request, where)
+    if param_map is None:
         # else --select: a note says that the state is that of all parameters
-        if wanted.model is not None:
+        if request.model is not None:
             _check_none_left_out(state, narrowed, where)
         return None
-    keys_of = _serialized_keys(wanted.names)
-    left_out = [
-        param
-        for param, name in known.names.items()
-        if narrowed.loses([name, *keys_of.get(name, ())])
-    ]
+    keys_of = _serialized_keys(request.names)
+    left_out = {}
+    for param, name in param_map.names.items():
+        if narrowed.loses([name, *keys_of.get(name, ())]):
+            left_out[param] = name
     if not left_out:
         return None
     if len(left_out) == len(state.params):
         raise Refused(
             f"{where}: all of its parameters are left out of the model",
             hint=f"drop the optimizer too: --drop {where}",
-            problems=[Problem("left out of the model", known.names[param]) for param in left_out],
+            problems=[Problem("left out of the model", name) for name in left_out.values()],
         )
-    named = known.state
-    kept = {known.names[param]: Ref(str(param)) for param in state.params if param not in left_out}
+    named = param_map.state
+    kept: dict[str, Expression] = {}
+    for param in state.params:
+        if param not in left_out:
+            kept[param_map.names[param]] = Ref(str(param))
     groups = placed(named, identity(list(kept)))
-    rest = in_groups(
-        named, groups, {name: named.state[name] for name in kept if name in named.state}
-    )
-    dropped = tuple(known.names[param] for param in left_out)
+    kept_state: dict[Param, Any] = {name: named.state[name] for name in kept if name in named.state}
+    rest = in_groups(named, groups, kept_state)
+    dropped = tuple(left_out.values())
     notes = _notes(where, state, rest, ID, (), dropped)
-    if known.assumed:
-        notes = (*notes, known.rests_on(where))
+    if param_map.assumed:
+        notes.append(param_map.rests_on(where))
     move = move_of(section, state, ID, rest.groups, kept, {})
     result = forms.write(in_form(rest, ID), section)
     report = OptimizerRemap(
-        section.path, ID, ID, len(kept), known.evidence, (), dropped, notes, move
+        section.path,
+        was=ID,
+        to=ID,
+        params=len(kept),
+        evidence=param_map.evidence,
+        dropped=dropped,
+        notes=tuple(notes),
+        move=move,
     )
     if in_file(state)[0] is None:
         return result, report
 
     # The names of the parameters follow their keys.
-    follows = _remapped(
-        result, replace(wanted, names=None, ruled=narrowed, model=narrowed, narrowed=None)
-    )
+    by_keys = replace(request, names=None, ruled=narrowed, model=narrowed, narrowed=None)
+    follows = _remapped(result, by_keys)
     if follows is None or follows[1].move is None:
         return result, report
-    ids = {str(number): source for number, source in enumerate(kept.values())}
-    moved = follows[1].move
-    sources = {
-        name: ex.substitute(source, lambda number: ids[str(number)])
-        for name, source in moved.sources.items()
-    }
-    moved_groups = []
-    for group in moved.groups:
-        before = None if group.like is None else move.groups[group.like]
-        moved_groups.append(group if before is None else replace(before, params=group.params))
-    moved = replace(moved, sources=sources, groups=tuple(moved_groups))
-    return follows[0], replace(
-        report, move=moved, notes=tuple(dict.fromkeys((*notes, *follows[1].notes)))
-    )
+    notes += follows[1].notes
+    move = _one_move(move, follows[1].move, list(kept.values()))
+    return follows[0], replace(report, move=move, notes=tuple(dict.fromkeys(notes)))
 
 
-def _identified(state: OptimizerState, wanted: OptimizerRequest, where: str) -> ParamMap | None:
+def _one_move(
+    first: OptimizerMove, second: OptimizerMove, sources: Sequence[Expression]
+) -> OptimizerMove:
+    """Return the second move as a move of what the first moves; `sources` are the parameters
+    between the two, by id.
+    """
+    over = {}
+    for name, source in second.sources.items():
+        over[name] = ex.substitute(source, lambda number: sources[int(number)])
+    groups = []
+    for group in second.groups:
+        if group.like is None:
+            groups.append(group)
+        else:
+            groups.append(replace(first.groups[group.like], params=group.params))
+    return replace(second, sources=over, groups=tuple(groups))
+
+
+def _identified(state: OptimizerState, request: OptimizerRequest, where: str) -> ParamMap | None:
     """Return whose state the ids are, if the file or the model says it without a contradiction."""
-    state_dicts = wanted.state_dicts or ()
-    if wanted.names is None:
+    state_dicts = request.state_dicts or ()
+    if request.names is None:
         return own_names(state, state_dicts)
     try:
-        known = owners(state, wanted.names, where, state_dicts)
+        param_map = owners(state, request.names, where, state_dicts)
     except Refused:
         return None
-    return known if known.doubt is None else None
+    return param_map if param_map.doubt is None else None
 
 
 def _serialized_keys(names: Names | None) -> dict[str, list[str]]:
@@ -438,7 +490,9 @@ def _serialized_keys(names: Names | None) -> dict[str, list[str]]:
         return keys
     canonical = Parameters(names).canonical
     for saved in names.serialized:
-        for fqn in () if saved.source is None else ex.refs(saved.source):
+        if saved.source is None:
+            continue
+        for fqn in ex.refs(saved.source):
             if fqn in canonical:
                 keys.setdefault(canonical[fqn], []).append(saved.key)
     return keys
@@ -448,99 +502,97 @@ def _check_none_left_out(state: OptimizerState, narrowed: RuleEffect, where: str
     """Raise `Refused` if a tensor that is left out may be one of the parameters that the optimizer
     numbers.
     """
+    shapes: set[tuple[int, ...]] = set()  # of parameters, as far as their state shows them
+    has_unknown = False
+    for param in state.params:
+        param_shapes = set(filter(None, state.shapes(param).values()))
+        shapes |= param_shapes
+        has_unknown |= not param_shapes
     entries = narrowed.section.by_key()
-    shapes = {shape for param in state.params for shape in state.shapes(param).values() if shape}
-    has_unknown = any(not any(state.shapes(param).values()) for param in state.params)
     problems = []
-    for gone in narrowed.plan.dropped:
-        entry = entries.get(gone.key)
-        is_float = isinstance(entry, TensorEntry) and entry.dtype.startswith(
-            ("float", "bfloat", "complex")
-        )
-        if isinstance(entry, TensorEntry) and is_float and (has_unknown or entry.shape in shapes):
-            problems.append(Problem("left out of the model", gone.key))
+    for dropped in narrowed.plan.dropped:
+        entry = entries.get(dropped.key)
+        if not isinstance(entry, TensorEntry):
+            continue
+        is_float = entry.dtype.startswith(("float", "bfloat", "complex"))
+        if is_float and (has_unknown or entry.shape in shapes):
+            problems.append(Problem("left out of the model", dropped.key))
     if problems:
         raise Refused(
             f"{where}: parameters may be left out of the model, and nothing says which of its ids"
             " are theirs",
             hint="pass --model MODEL (and --optimizer O), which says whose state it is; or drop"
-            " the optimizer too: "
-            f"--drop {where}",
+            f" the optimizer too: --drop {where}",
             problems=problems,
         )
 
 
-def _is_renamed(state: OptimizerState, wanted: OptimizerRequest, to: str) -> bool:
+def _is_renamed(state: OptimizerState, request: OptimizerRequest, to: str) -> bool:
     """Return True if parameters change, or their names in the file."""
-    if to != ID and (wanted.rules or wanted.form is not None):
+    if to != ID and (request.rules or request.form is not None):
         return True
-    if wanted.rules and wanted.ruled is not None and not wanted.ruled.keeps_places:
+    if request.rules and request.ruled is not None and not request.ruled.keeps_places:
         return True
     listed = in_file(state)[0]
     if listed is None:
         return False
-    if wanted.narrowed is not None and wanted.narrowed.loses(list(listed.values())):
+    names = list(listed.values())
+    if request.rules or (request.narrowed is not None and request.narrowed.loses(names)):
         return True
-    return bool(wanted.rules) or (
-        wanted.model is not None and wanted.model.renames(list(listed.values()))
-    )
+    return request.model is not None and request.model.renames(names)
 
 
 def _named(
-    state: OptimizerState, wanted: OptimizerRequest, where: str
+    state: OptimizerState, request: OptimizerRequest, where: str
 ) -> tuple[OptimizerState, ParamMap | None, dict[str, Expression]]:
     """Return the state under canonical names, how they were identified, and each name as the file
     has it.
     """
-    names = wanted.names
-    known: ParamMap | None = None
+    names = request.names
     if names is not None and state.form != ID:
         sources = from_serialized(names, state.params)
         if sources is not None:
-            shapes = {s.key: s.shape for s in names.serialized}
+            shapes = {saved.key: saved.shape for saved in names.serialized}
             named = renamed(state, {param: str(param) for param in state.params})
-            return (
-                in_groups(named, placed(named, sources), carry(named, sources, shapes, where)),
-                None,
-                sources,
-            )
-    called: Mapping[Param, str] = {param: str(param) for param in state.params}
+            moved = carry(named, sources, shapes, where)
+            return in_groups(named, placed(named, sources), moved), None, sources
+    canonical: Mapping[Param, str] = {param: str(param) for param in state.params}
+    param_map: ParamMap | None = None
     if names is not None or state.form == ID:
-        found = _owners(state, wanted, where)
-        if found.doubt is not None and found.doubt.by_another and wanted.old_model is not None:
-            found = replace(found, doubt=replace(found.doubt, hint=wanted.old_model))
-        called = found.settled(where).names
-        known = found if state.form == ID else None
+        param_map = _owners(state, request, where)
+        doubt = param_map.doubt
+        if doubt is not None and doubt.by_another and request.old_model is not None:
+            param_map = replace(param_map, doubt=replace(doubt, hint=request.old_model))
+        canonical = param_map.settled(where).names
     if names is None and in_file(state)[0] is not None:
-        called = _unwrapped(called, wanted)
-    return renamed(state, called), known, {name: Ref(str(param)) for param, name in called.items()}
+        canonical = _unwrapped(canonical, request)
+    if state.form != ID:
+        param_map = None
+    file_names: dict[str, Expression] = {name: Ref(str(param)) for param, name in canonical.items()}
+    return renamed(state, canonical), param_map, file_names
 
 
-def _unwrapped(names: Mapping[Param, str], wanted: OptimizerRequest) -> dict[Param, str]:
+def _unwrapped(names: Mapping[Param, str], request: OptimizerRequest) -> dict[Param, str]:
     """Return the names without the wrappers that the remap removes from the model's keys, or
     replaces.
     """
-    if (
-        wanted.ruled is not None
-        or wanted.model is None
-        or not wanted.model.renames(list(names.values()))
-    ):
+    model = request.model
+    if request.ruled is not None or model is None or not model.renames(list(names.values())):
         return dict(names)
-    paths = wrappers.recognise(wanted.model.section.keys)
+    paths = wrappers.recognise(model.section.keys)
     return {param: strip(name, paths) for param, name in names.items()}
 
 
-def _rules_first(state: OptimizerState, wanted: OptimizerRequest, where: str) -> OptimizerRequest:
+def _rules_first(state: OptimizerState, request: OptimizerRequest, where: str) -> OptimizerRequest:
     """Let the named model load the state, if the file has its names only after the rules."""
-    listed, names = in_file(state)[0], wanted.names
-    if listed is None or names is None or wanted.to_names is not None or not wanted.rules:
-        return wanted
+    listed, names = in_file(state)[0], request.names
+    if listed is None or names is None or request.to_names is not None or not request.rules:
+        return request
     if not in_model(listed.values(), names)[1]:
-        return wanted
-    after = replace(wanted, names=None, to_names=names)
-    own = renamed(state, listed)
-    made, _ = _sources(own, after, wanted.keys or state.form, where)
-    return wanted if in_model(made, names)[1] else after
+        return request
+    after = replace(request, names=None, to_names=names)
+    sources, _ = _sources(renamed(state, listed), after, request.keys or state.form, where)
+    return request if in_model(sources, names)[1] else after
 
 
 def _of_new_model(
@@ -560,29 +612,30 @@ def _of_new_model(
 
 
 def _as_the_keys(
-    state: OptimizerState, moved: OptimizerState, wanted: OptimizerRequest, to: str, where: str
+    state: OptimizerState, moved: OptimizerState, request: OptimizerRequest, to: str, where: str
 ) -> dict[Param, str]:
     """Return the parameters whose keys in the model have wrappers, with these keys as their names.
 
     Raise `Refused` if the names would have no wrappers next to a model whose keys get some.
     """
-    keys = set(wanted.model_keys)
-    evidence = wrappers.infer(wanted.model_keys)
+    keys = set(request.model_keys)
+    evidence = wrappers.infer(request.model_keys)
     prefix = f"{evidence.root[-1]}." if evidence.root else ""
-    by_name = {strip(key, evidence.paths): key for key in wanted.model_keys}
-    found = {
-        param: copied(by_name.get(str(param), "")) or prefix + str(param)
-        for param in moved.params
-        if param not in keys and not str(param).startswith(prefix or ".")
-    }
-    found = {param: name for param, name in found.items() if name != param}
+    by_name = {strip(key, evidence.paths): key for key in request.model_keys}
+    wrapped: dict[Param, str] = {}
+    for param in moved.params:
+        if param in keys or str(param).startswith(prefix or "."):
+            continue
+        name = copied(by_name.get(str(param), "")) or prefix + str(param)
+        if name != param:
+            wrapped[param] = name
     if to == ID:
-        return found if all(group.param_names for group in moved.nonempty_groups) else {}
-    was = set() if wanted.model is None else set(wanted.model.section.keys)
+        return wrapped if all(group.param_names for group in moved.nonempty_groups) else {}
+    old_keys = set() if request.model is None else set(request.model.section.keys)
     # as torch names them next to a wrapped model
-    apart = state.form != ID and was.isdisjoint(map(str, state.params))
-    if found and not apart:
-        param, name = next(iter(found.items()))
+    are_apart = state.form != ID and old_keys.isdisjoint(map(str, state.params))
+    if wrapped and not are_apart:
+        param, name = next(iter(wrapped.items()))
         raise Refused(
             f"{where}: the names of its parameters have no wrappers, and the model's keys would"
             " have some",
@@ -593,129 +646,129 @@ def _as_the_keys(
     return {}
 
 
-def _owners(state: OptimizerState, wanted: OptimizerRequest, where: str) -> ParamMap:
+def _owners(state: OptimizerState, request: OptimizerRequest, where: str) -> ParamMap:
     """Identify the parameters of the ids; with rules only, the file's own keys count too if they
     can be these.
     """
-    state_dicts = wanted.state_dicts or ()
-    by_keys = (
-        own_names(state, state_dicts) if wanted.names is None and wanted.ruled is not None else None
-    )
-    if by_keys is not None:
-        return by_keys
-    if wanted.names is not None and wanted.ruled is not None:
-        params = set(Parameters(wanted.names).shapes)
-        # it may be the model after the rules
-        if saved_order(state_dicts, wanted.names, params) is None:
-            state_dicts = (wanted.ruled.after,)
-    return owners(state, wanted.names, where, state_dicts)
+    state_dicts = request.state_dicts or ()
+    names, ruled = request.names, request.ruled
+    if ruled is None:
+        return owners(state, names, where, state_dicts)
+    if names is None:
+        by_keys = own_names(state, state_dicts)
+        return by_keys if by_keys is not None else owners(state, None, where, state_dicts)
+    # it may be the model after the rules
+    if saved_order(state_dicts, names, set(Parameters(names).shapes)) is None:
+        state_dicts = (ruled.after,)
+    return owners(state, names, where, state_dicts)
 
 
 def _by_rules_file(
-    named: OptimizerState, wanted: OptimizerRequest, to: str, where: str
+    named: OptimizerState, request: OptimizerRequest, to: str, where: str
 ) -> dict[str, Expression] | None:
     """Return the parameters after the rules; None without rules, or if no parameter is a tensor of
     the model.
     """
-    if wanted.ruled is None:
+    ruled = request.ruled
+    if ruled is None:
         return None
-    ways = [identity(named.params)]
-    if wanted.names is not None:
-        ways.append(to_serialized(wanted.names, named.params))
-    known = [len(wanted.ruled.shapes(list(way))) for way in ways]
-    found = wanted.ruled.sources(ways[known.index(max(known))], where)
-    if found is None and not wanted.ruled.keeps_places and len(wanted.state_dicts or ()) == 1:
-        raise Refused(
-            f"{where}: none of its parameters is a tensor of the model, so that nothing follows"
-            " the rules",
-            hint=AFRESH,
-            problems=[Problem("no tensor of the model", str(param)) for param in named.params],
-        )
-    kept = {ref for source in (found or {}).values() for ref in ex.refs(source)}
-    keeps = (
-        found is not None
-        and len(found) == len(kept) == len(named.params)
-        and all(map(is_whole, found.values()))
-    )
-    if found is not None and to == ID and wanted.to_names is None and not keeps:
-        if wanted.ruled is wanted.narrowed:
+    before = identity(named.params)
+    if request.names is not None:
+        serialized = to_serialized(request.names, named.params)
+        if len(ruled.shapes(list(serialized))) > len(ruled.shapes(list(before))):
+            before = serialized
+    after = ruled.sources(before, where)
+    if after is None:
+        if not ruled.keeps_places and len(request.state_dicts or ()) == 1:
             raise Refused(
-                f"{where}: parameters of the model are left out, and the optimizer still numbers"
-                " them",
-                hint=f"drop the optimizer too: --drop {where}; or pass --optimizer-keys fqn, to"
-                " keep the state of the "
-                "other parameters under their names",
-                problems=[
-                    Problem("left out of the model", str(p))
-                    for p in named.params
-                    if str(p) not in kept
-                ],
+                f"{where}: none of its parameters is a tensor of the model, so that nothing follows"
+                " the rules",
+                hint=AFRESH,
+                problems=[Problem("no tensor of the model", str(param)) for param in named.params],
             )
+        return None
+    if to == ID and request.to_names is None:
+        _check_places(named, after, ruled is request.narrowed, where)
+    return after
+
+
+def _check_places(
+    named: OptimizerState, after: Mapping[str, Expression], is_narrowed: bool, where: str
+) -> None:
+    """Raise `Refused` unless each parameter stays one, so that ids can stay what they are."""
+    kept = set(chain.from_iterable(map(ex.refs, after.values())))
+    if len(after) == len(kept) == len(named.params) and all(map(is_whole, after.values())):
+        return
+    if is_narrowed:
+        left_out = [str(param) for param in named.params if str(param) not in kept]
         raise Refused(
-            f"{where}: the rules make other parameters, and nothing says in which order the new"
-            " model registers them",
-            hint="pass --to-model NEW, the model that is to load it; or --optimizer-keys fqn,"
-            " which names them",
+            f"{where}: parameters of the model are left out, and the optimizer still numbers them",
+            hint=f"drop the optimizer too: --drop {where}; or pass --optimizer-keys fqn, to"
+            " keep the state of the other parameters under their names",
+            problems=[Problem("left out of the model", name) for name in left_out],
         )
-    return found
+    raise Refused(
+        f"{where}: the rules make other parameters, and nothing says in which order the new"
+        " model registers them",
+        hint="pass --to-model NEW, the model that is to load it; or --optimizer-keys fqn,"
+        " which names them",
+    )
 
 
 def _check_loads(moved: OptimizerState, old: Names | None, new: Names | None, where: str) -> None:
     """Raise `Refused` if the optimizer that will load the state cannot take a step with it."""
-    target = new or old
     if new is not None:
-        check(ParamMap(moved, {param: str(param) for param in moved.params}, "names"), new).settled(
-            where
-        )
+        param_map = ParamMap(moved, {param: str(param) for param in moved.params}, "names")
+        check(param_map, new).settled(where)
+    target = new or old
     if target is None:
         return
-    lacks = Counter(
-        key.rpartition(".")[2]
-        for key in lacking(moved, target.optimizer_groups, Parameters(target).first_step)
-    )
-    if lacks:
-        own_class = class_of(moved) or "another optimizer"
+    missing = lacking(moved, target.optimizer_groups, Parameters(target).first_step)
+    names = dict.fromkeys(key.rpartition(".")[2] for key in missing)
+    if names:
+        saved_class = class_of(moved) or "another optimizer"
+        problem = "the optimizer needs it, and the file's state has none"
         raise Refused(
-            f"{where}: this is the state of {own_class}; {target.optimizer_class} loads it, and"
+            f"{where}: this is the state of {saved_class}; {target.optimizer_class} loads it, and"
             " fails at the next step",
             hint=AFRESH,
-            problems=[
-                Problem("the optimizer needs it, and the file's state has none", name)
-                for name in lacks
-            ],
+            problems=[Problem(problem, name) for name in names],
         )
 
 
 def _sources(
-    named: OptimizerState, wanted: OptimizerRequest, to: str, where: str
+    named: OptimizerState, request: OptimizerRequest, to: str, where: str
 ) -> tuple[dict[str, Expression], bool]:
     """Return the new parameters as expressions over the old ones, and whether they follow the keys
     of the model.
     """
-    ruled = _by_rules_file(named, wanted, to, where)
+    ruled = _by_rules_file(named, request, to, where)
     if ruled is not None:
         return ruled, True
-    renamed = {str(param): by_rules(str(param), wanted.rules) for param in named.params}
-    if wanted.to_names is not None and wanted.names is not None:
-        return between(wanted.names, wanted.to_names, renamed), False
-    if wanted.form == SERIALIZED and wanted.names is not None and to != ID:
-        found = to_serialized(wanted.names, named.params)
+    names, rules = request.names, request.rules
+    if request.to_names is not None and names is not None:
+        new_names = {str(param): by_rules(str(param), rules) for param in named.params}
+        return between(names, request.to_names, new_names), False
+    if request.form == SERIALIZED and names is not None and to != ID:
+        before = to_serialized(names, named.params)
     else:
-        found = identity(named.params)
-    made = {by_rules(name, wanted.rules): source for name, source in found.items()}
-    if len(made) < len(found):
+        before = identity(named.params)
+    after = {by_rules(name, rules): source for name, source in before.items()}
+    if len(after) < len(before):
         raise Refused(
             "the rules give several parameters of the optimizer one name",
             hint="`--dry-run` shows the names",
         )
-    return made, False
+    return after, False
 
 
 def by_rules(name: str, rules: Sequence[Renaming]) -> str:
     """Return the name after the first rule that matches it."""
-    return next(
-        (found for found in (rule.apply(name) for rule in rules) if found is not None), name
-    )
+    for rule in rules:
+        new_name = rule.apply(name)
+        if new_name is not None:
+            return new_name
+    return name
 
 
 def _notes(
@@ -725,16 +778,15 @@ def _notes(
     to: str,
     new: Sequence[str],
     dropped: Sequence[str],
-) -> tuple[str, ...]:
+) -> list[str]:
     notes = []
     if len(moved.groups) != len(state.groups):
         notes.append(
             f"{where}: {plural(len(moved.groups), 'param group')}, not {len(state.groups)}: a"
-            " learning-rate scheduler "
-            "that was saved has one value for each of the old ones"
+            " learning-rate scheduler that was saved has one value for each of the old ones"
         )
-    old_options = {name for group in state.groups for name in group.options}
-    options = dict.fromkeys(name for group in moved.groups for name in group.options)
+    old_options = set(chain.from_iterable(group.options for group in state.groups))
+    options = dict.fromkeys(chain.from_iterable(group.options for group in moved.groups))
     added = [name for name in options if name not in old_options]
     if added and old_options:
         notes.append(
@@ -749,10 +801,9 @@ def _notes(
     if state.form == FLAT and to != FLAT and not any(group.param_names for group in state.groups):
         notes.append(
             f"{where}: the flattened form does not say which param groups there were; parameters"
-            " with the same "
-            f"hyperparameters are one group now ({len(state.groups)} in all)"
+            f" with the same hyperparameters are one group now ({len(state.groups)} in all)"
         )
-    return tuple(notes)
+    return notes
 
 
 @dataclass(frozen=True)
@@ -767,10 +818,7 @@ class RuleEffect:
         """Whether every tensor stays one, of the same elements in the same order: ids stay what
         they are.
         """
-        gone = [one for one in self.plan.dropped if not _is_counter(one.key)]
-        return not gone and all(
-            is_whole(one.source) for one in self.plan.outputs if not _is_counter(one.key)
-        )
+        return self.keeps_rest and all(_is_counter(entry.key) for entry in self.plan.dropped)
 
     @property
     def keeps_rest(self) -> bool:
@@ -784,32 +832,28 @@ class RuleEffect:
     def renames(self, names: Sequence[str]) -> bool:
         """Return True if one of the names is a tensor whose key changes."""
         keys = set(self._keys(names).values())
-        return any(
-            ref in keys and ref != output.key
-            for output in self.plan.outputs
-            for ref in ex.refs(output.source)
-        )
+        for output in self.plan.outputs:
+            if any(key in keys and key != output.key for key in ex.refs(output.source)):
+                return True
+        return False
 
     def loses(self, names: Sequence[str]) -> bool:
         """Return True if one of the names is a tensor that is left out."""
         first = self.section.aliases()
-        kept = {
-            first.get(ref, ref) for output in self.plan.outputs for ref in ex.refs(output.source)
-        }
+        kept: set[str] = set()
+        for output in self.plan.outputs:
+            kept.update(first.get(key, key) for key in ex.refs(output.source))
         return any(first.get(key, key) not in kept for key in self._keys(names).values())
 
     @cached_property
     def after(self) -> Section:
         entries = self.section.by_key()
-        outputs = [
-            (output.key, entries[ref])
-            for output in self.plan.outputs
-            if is_whole(output.source)
-            for ref in ex.refs(output.source)
-        ]
-        tensors = (
-            replace(entry, key=key) for key, entry in outputs if isinstance(entry, TensorEntry)
-        )
+        tensors = []
+        for output in self.plan.outputs:
+            source = ex.without_cast(output.source)
+            entry = entries[source.key] if isinstance(source, Ref) else None
+            if isinstance(entry, TensorEntry):
+                tensors.append(replace(entry, key=output.key))
         return replace(self.section, tensors=tuple(tensors))
 
     @cached_property
@@ -817,79 +861,72 @@ class RuleEffect:
         """Old name -> new name of each tensor that stays complete, without the segments of
         wrappers.
         """
-        pairs = [
-            (key, output.key) for output in self.plan.outputs for key in ex.refs(output.source)
-        ]
-        before, after = (
-            (wrappers.canonical_keys(keys) for keys in zip(*pairs)) if pairs else ({}, {})
-        )
-        return {before[key]: after[new] for key, new in pairs}
+        pairs = []
+        for output in self.plan.outputs:
+            pairs += [(key, output.key) for key in ex.refs(output.source)]
+        before = wrappers.canonical_keys([old for old, _ in pairs])
+        after = wrappers.canonical_keys([new for _, new in pairs])
+        return {before[old]: after[new] for old, new in pairs}
 
     def shapes(self, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
         entries = self.section.by_key()
-        found = ((name, entries.get(key)) for name, key in self._keys(names).items())
-        return {name: entry.shape for name, entry in found if isinstance(entry, TensorEntry)}
+        shapes = {}
+        for name, key in self._keys(names).items():
+            entry = entries.get(key)
+            if isinstance(entry, TensorEntry):
+                shapes[name] = entry.shape
+        return shapes
 
-    def sources(self, found: Mapping[str, Expression], where: str) -> dict[str, Expression] | None:
+    def sources(self, before: Mapping[str, Expression], where: str) -> dict[str, Expression] | None:
         """The parameters after the rules, from those before them; None where none is a tensor of
         this model.
 
         Raise `Refused`, all problems at once, if only some are.
         """
-        keys = self._keys(list(found))
+        keys = self._keys(list(before))
         if not keys:
             return None
-        problems = [
-            Problem("is not a tensor of the model that the rules change", name)
-            for name in found
-            if name not in keys
-        ]
+        problems = []
+        for name in before:
+            if name not in keys:
+                problem = "is not a tensor of the model that the rules change"
+                problems.append(Problem(problem, name))
         first = self.section.aliases()
-        names = {first.get(key, key): name for name, key in keys.items()}
-        literal = all(name == key for name, key in keys.items())
-        paths = (
-            () if literal else wrappers.infer([output.key for output in self.plan.outputs]).paths
-        )
-        known = {
-            key: found[names[first.get(key, key)]]
-            for key in self.section.by_key()
-            if first.get(key, key) in names
-        }
-        made: dict[Expression, str] = {}
+        by_first = {first.get(key, key): before[name] for name, key in keys.items()}
+
+        def value_before(key: str) -> Expression:
+            return by_first[first.get(key, key)]
+
+        paths: Collection[str] = ()
+        if any(name != key for name, key in keys.items()):
+            paths = wrappers.recognise([output.key for output in self.plan.outputs])
+        after: dict[Expression, str] = {}
         for output in self.plan.outputs:
             read = list(dict.fromkeys(first.get(key, key) for key in ex.refs(output.source)))
-            others = [key for key in read if key not in names]
+            others = [key for key in read if key not in by_first]
             if others and len(others) < len(read):
-                problems.append(
-                    Problem(
-                        f"is made of {', '.join(others)} too, which the optimizer has not",
-                        output.key,
-                    )
-                )
+                problem = f"is made of {', '.join(others)} too, which the optimizer has not"
+                problems.append(Problem(problem, output.key))
             elif read and not others:
-                source = ex.substitute(output.source, known.__getitem__)
-                made.setdefault(source, copied(strip(output.key, paths)))
+                source = ex.substitute(output.source, value_before)
+                after.setdefault(source, copied(strip(output.key, paths)))
         if problems:
             raise Refused(
                 f"{where}: the rules do not fit its parameters",
                 hint="--model MODEL says which key each parameter has",
                 problems=problems,
             )
-        return {name: source for source, name in made.items()}
+        return {name: source for source, name in after.items()}
 
     def _keys(self, names: Sequence[str]) -> dict[str, str]:
         """Which of the names are which keys: as they are, or without the wrappers' segments of the
         keys.
         """
-        keys = list(self.section.by_key())
-        paths = wrappers.infer(keys).paths
-        stripped = {strip(key, paths): key for key in reversed(keys)}
-        there = set(keys)
-        return {
-            name: name if name in there else stripped[name]
-            for name in names
-            if name in there or name in stripped
-        }
+        keys = self.section.keys
+        paths = wrappers.recognise(keys)
+        by_name = {strip(key, paths): key for key in reversed(keys)}
+        by_name.update(zip(keys, keys))
+        return {name: by_name[name] for name in names if name in by_name}
 
 
 def copied(text: str) -> str:
