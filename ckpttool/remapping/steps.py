@@ -4,7 +4,7 @@ wrappers, rules.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Op, Ref
-from ckpttool.core.names import RUNTIME, SERIALIZED
+from ckpttool.core.names import RUNTIME, SERIALIZED, Names
 from ckpttool.core.plan import Dropped, Output, Plan, compose, in_turn, module_renames
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
@@ -24,6 +24,7 @@ from ckpttool.naming.convert import (
     NOT_READ_BACK,
     Form,
     ModelForm,
+    Reading,
     check_versions,
     left_to_code,
     move,
@@ -70,9 +71,12 @@ class Request:
 
     @property
     def changes(self) -> bool:
-        own = self.options
-        named = (self.saved, self.loads, self.unwrapped, self.like, own.to, own.from_, own.select)
-        return bool(self.rule_steps or own.trainable_only) or any(one is not None for one in named)
+        options = self.options
+        if self.rule_steps or options.trainable_only:
+            return True
+        models = (self.saved, self.loads, self.unwrapped, self.like)
+        given = (*models, options.to, options.from_, options.select)
+        return any(value is not None for value in given)
 
     @property
     def model_form(self) -> ModelForm:
@@ -131,9 +135,9 @@ class Draft:
 
     def evaluated(self) -> Section:
         """The section after the plan, on the index; without the counters that are set aside."""
-        tensors = tuple(entry for entry in self.section.tensors if entry.key not in self.counters)
-        section = replace(self.section, tensors=tensors)
-        return apply(self.plan, Checkpoint.of(section), self.runners).section(section.path)
+        section = _without(self.section, self.counters)
+        result = apply(self.plan, Checkpoint.of(section), self.runners)
+        return result.section(section.path)
 
     def renamed(self, names: Mapping[str, str]) -> Draft:
         """The draft with new names for outputs; a key without a new name keeps its own.
@@ -141,15 +145,15 @@ class Draft:
         """
         plan, section = self.plan, self.section
         outputs = tuple(
-            Output(one.section, names.get(one.key, one.key), one.source) for one in plan.outputs
+            replace(output, key=names.get(output.key, output.key)) for output in plan.outputs
         )
         modules = tuple(plan.modules)
         if section.modules is not None:
             moved = {key: new for key, new in names.items() if key != new}
-            before = {m.old: m.new for m in plan.modules}
+            before = {rename.old: rename.new for rename in plan.modules}
             paths = (before.get(path, path) for path in section.modules)
             modules = in_turn(modules, module_renames(section.path, paths, moved))
-        return replace(self, plan=replace(plan, outputs=outputs, modules=modules))
+        return replace(self, plan=replace(plan, outputs=tuple(outputs), modules=modules))
 
     def without(self, keys: Sequence[str], reason: str) -> Draft:
         dropped = (Dropped(self.section.path, key, reason) for key in keys)
@@ -157,9 +161,16 @@ class Draft:
 
 
 def carried(sections: Iterable[Section]) -> Plan:
-    return Plan(
-        tuple(Output(section.path, key, Ref(key)) for section in sections for key in section.keys)
-    )
+    outputs: list[Output] = []
+    for section in sections:
+        outputs += [Output(section.path, key, Ref(key)) for key in section.keys]
+    return Plan(tuple(outputs))
+
+
+def _without(section: Section, keys: Collection[str]) -> Section:
+    """Return the section without these tensors."""
+    tensors = tuple(entry for entry in section.tensors if entry.key not in keys)
+    return replace(section, tensors=tensors)
 
 
 def new_draft(section: Section, form: Form | None, lightning: bool) -> Draft:
@@ -193,7 +204,7 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
     """Rename the keys to a form of the model that saved them. Raise `Refused` if they are not this
     model's.
     """
-    tables, to, code = model.tables, request.form_by_model, model.code
+    tables, to = model.tables, request.form_by_model
     names = tables.names
     source_form = request.options.source_form
     form = source_form.names if isinstance(source_form, ModelForm) else None
@@ -202,30 +213,14 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
     counted = wrappers.counters([entry.key for entry in section.tensors])
     counters = [key for key in counted if key in reading.match.unmatched]
     if counters:
-        section = replace(
-            section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters)
-        )
+        section = _without(section, counters)
         reading = read(tables, section, form)
     if not reading.match.names:
-        adapter = adapter_of(section.by_key())
-        hint = f"compare them: {request.compare}"
-        if adapter is not None and adapter.alone:
-            hint = (
-                f"{adapter.title} without its model: pass --to-model NEW, the model it will be"
-                " put on, or rules"
-            )
-        problems = [Problem("no name of this model", key) for key in section.by_key()]
-        raise Refused(
-            f"0 of {len(problems)} keys are names of {names.model}", hint=hint, problems=problems
-        )
+        raise _not_its_keys(section, request, names)
     if reading.form != to.names:
         check_versions(names, section, reading)
     moved = move(tables, section, reading, to.names, request.like is None)
-    plan = (
-        moved.plan
-        if code is None
-        else left_to_code(moved.plan, tables, section, reading, code.arguments)
-    )
+    plan = _with_code(moved.plan, model, section, reading)
 
     # Call variants: an unflattened program has all of them, an exported one has none.
     dropped, variant_problems = drop_variants(reading.match.variants, reading.match.names, section)
@@ -247,15 +242,14 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
         )
     missing = lacking(tables, to, plan)
     if request.options.trainable_only:
-        wanted = Plan(tuple(Output(section.path, key, Ref(key)) for key in missing))
-        missing = tuple(output.key for output in _trained(wanted, tables, to.names).outputs)
+        missing_plan = Plan(tuple(Output(section.path, key, Ref(key)) for key in missing))
+        missing = tuple(output.key for output in _trained(missing_plan, tables, to.names).outputs)
         plan = _trained(plan, tables, to.names)
     notes = list(draft.notes)
     if reading.ambiguous:
         notes.append(
             "the keys fit the serialized and the runtime form, whose values differ: read as"
-            " serialized, which is "
-            "what state_dict() writes (--from runtime says otherwise)"
+            " serialized, which is what state_dict() writes (--from runtime says otherwise)"
         )
     if not names.roundtrips:
         notes.append(NOT_READ_BACK)
@@ -267,34 +261,48 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
         missing=missing,
         counters=tuple(counters),
         notes=tuple(notes),
-        runners=_with_runner(draft.runners, plan, code),
+        runners=_with_runner(draft.runners, plan, model.code),
     )
+
+
+def _not_its_keys(section: Section, request: Request, names: Names) -> Refused:
+    """Return the error for a section none of whose keys is a name of the model."""
+    hint = f"compare them: {request.compare}"
+    adapter = adapter_of(section.by_key())
+    if adapter is not None and adapter.alone:
+        hint = (
+            f"{adapter.title} without its model: pass --to-model NEW, the model it will be"
+            " put on, or rules"
+        )
+    problems = [Problem("no name of this model", key) for key in section.by_key()]
+    return Refused(
+        f"0 of {len(problems)} keys are names of {names.model}", hint=hint, problems=problems
+    )
+
+
+def _with_code(plan: Plan, model: ModelOperand, section: Section, reading: Reading) -> Plan:
+    """Return the plan with the values that only the model's own code computes, if it may run."""
+    if model.code is None:
+        return plan
+    return left_to_code(plan, model.tables, section, reading, model.code.arguments)
 
 
 def to_other_model(draft: Draft, request: Request, model: ModelOperand) -> Draft:
     """Rename one model's runtime names to a form of another model. Raise `Refused` if it has other
     tensors.
     """
-    tables, section, code = model.tables, draft.evaluated(), model.code
+    tables, section = model.tables, draft.evaluated()
     names = tables.names
     reading = read(tables, section, RUNTIME)
     moved = move(tables, section, reading, request.model_form.names)
-    plan = (
-        moved.plan
-        if code is None
-        else left_to_code(moved.plan, tables, section, reading, code.arguments)
-    )
+    plan = _with_code(moved.plan, model, section, reading)
     problems = list(moved.problems)
     for entry in section.tensors:
-        shape = tables.runtime_likeness.get(reading.match.names.get(entry.key, ""), ("", None))[1]
+        fqn = reading.match.names.get(entry.key, "")
+        _, shape = tables.runtime_likeness.get(fqn, ("", None))
         if shape is not None and shape != entry.shape:
-            problems.append(
-                Problem(
-                    f"shape {list(entry.shape)}, {names.model} has {list(shape)}",
-                    entry.key,
-                    "shape",
-                )
-            )
+            problem = f"shape {list(entry.shape)}, {names.model} has {list(shape)}"
+            problems.append(Problem(problem, entry.key, "shape"))
     lost = _lost(section, moved.copies)
     problems += lost
     if problems:
@@ -308,33 +316,30 @@ def to_other_model(draft: Draft, request: Request, model: ModelOperand) -> Draft
         draft,
         plan=compose(draft.plan, plan),
         canonical=tables.serialized_names,
-        runners=_with_runner(draft.runners, plan, code),
+        runners=_with_runner(draft.runners, plan, model.code),
         missing=lacking(tables, request.model_form, plan),
     )
 
 
 def without_pruning(section: Section, tables: NameTables) -> Plan | None:
     """Return the plan that computes pruned weights as `torch.nn.utils.prune.remove` does, if the
-    model has no masks.
+    model has no masks. None if there are none.
 
-    None if there are none.
+    weight_orig, weight_mask  ─▶  weight = weight_mask * weight_orig
     """
     entries = section.by_key()
     canonical = wrappers.canonical_keys(section.keys)
-    known = {*tables.serialized_names.values(), *tables.runtime_names.values()}
+    model_names = {*tables.serialized_names.values(), *tables.runtime_names.values()}
     masks: dict[str, str] = {}
-    for key in entries:
+    for key, original in entries.items():
         name = key.removesuffix("_orig")
-        original, mask = entries[key], entries.get(f"{name}_mask")
-        if (
-            name == key
-            or not isinstance(original, TensorEntry)
-            or not isinstance(mask, TensorEntry)
-        ):
+        mask = entries.get(f"{name}_mask")
+        if name == key or name in entries or canonical[key] in model_names:
             continue
-        same = (original.dtype, original.shape) == (mask.dtype, mask.shape)
-        if same and name not in entries and canonical[key] not in known:
-            masks[key] = f"{name}_mask"
+        if not isinstance(original, TensorEntry) or not isinstance(mask, TensorEntry):
+            continue
+        if (original.dtype, original.shape) == (mask.dtype, mask.shape):
+            masks[key] = mask.key
     if not masks:
         return None
     outputs = []
@@ -352,13 +357,13 @@ def with_counters(draft: Draft, keep: bool) -> Draft:
     or dropped.
     """
     keys = draft.counters
-    done = replace(
-        draft, counters=(), canonical={**draft.canonical, **dict.fromkeys(keys, wrappers.COUNTER)}
-    )
+    canonical = {**draft.canonical, **dict.fromkeys(keys, wrappers.COUNTER)}
+    draft = replace(draft, counters=(), canonical=canonical)
     if not keep:
-        return done.without(keys, NO_COUNTER)
-    outputs = (*(Output(draft.section.path, key, Ref(key)) for key in keys), *draft.plan.outputs)
-    return replace(done, plan=replace(draft.plan, outputs=outputs))
+        return draft.without(keys, NO_COUNTER)
+    counters = [Output(draft.section.path, key, Ref(key)) for key in keys]
+    plan = replace(draft.plan, outputs=(*counters, *draft.plan.outputs))
+    return replace(draft, plan=plan)
 
 
 def loadable(tables: NameTables, to: ModelForm) -> tuple[Mapping[str, str], Collection[str]]:
@@ -381,12 +386,11 @@ def lacking(tables: NameTables, to: ModelForm, plan: Plan) -> tuple[str, ...]:
 def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Checkpoint:
     """Return `result` with its form recorded if the names, dtypes and shapes do not show it."""
     section = replace(result.section(path), form=None)
-    alike = tables.forms_agree and tables.serialized_names.keys() <= section.by_key().keys()
-    if not (alike or read(tables, section).form == form):
+    is_either = tables.forms_agree and tables.serialized_names.keys() <= section.by_key().keys()
+    if not is_either and read(tables, section).form != form:
         section = replace(section, form=form)
-    return replace(
-        result, sections=tuple(section if s.path == path else s for s in result.sections)
-    )
+    sections = [section if other.path == path else other for other in result.sections]
+    return replace(result, sections=tuple(sections))
 
 
 def _trained(plan: Plan, tables: NameTables, form: str) -> Plan:
@@ -395,38 +399,47 @@ def _trained(plan: Plan, tables: NameTables, form: str) -> Plan:
 
     The plan's keys are ``serialized`` or ``runtime`` names, as `form` says.
     """
-    frozen = {t.fqn for t in tables.names.runtime if t.kind == "parameter" and not t.trainable}
-
-    def is_trained(output: Output) -> bool:
+    frozen = set()
+    for tensor in tables.names.runtime:
+        if tensor.kind == "parameter" and not tensor.trainable:
+            frozen.add(tensor.fqn)
+    trained = []
+    for output in plan.outputs:
         source = None if form == RUNTIME else tables.saved.get(output.key)
-        parts = {output.key} if source is None else set(ex.refs(source))
-        return not parts <= frozen
-
-    return _only(
-        plan, [output for output in plan.outputs if is_trained(output)], "the parameter is frozen"
-    )
+        fqns = {output.key} if source is None else set(ex.refs(source))
+        if not fqns <= frozen:
+            trained.append(output)
+    return _only(plan, trained, "the parameter is frozen")
 
 
 def _only(plan: Plan, outputs: list[Output], reason: str) -> Plan:
     """Return the plan with these of its outputs; sources that no other output reads are dropped."""
-    used = {(output.section, key) for output in outputs for key in ex.refs(output.source)}
-    read_before = dict.fromkeys(
-        (output.section, key) for output in plan.outputs for key in ex.refs(output.source)
-    )
-    dropped = tuple(Dropped(*place, reason) for place in read_before if place not in used)
+    still_read = set(_sources(outputs))
+    dropped = []
+    for place in dict.fromkeys(_sources(plan.outputs)):
+        if place not in still_read:
+            dropped.append(Dropped(*place, reason))
     return replace(plan, outputs=tuple(outputs), dropped=(*plan.dropped, *dropped))
+
+
+def _sources(outputs: Iterable[Output]) -> Iterator[tuple[str, str]]:
+    """Yield section and key of everything that the outputs read."""
+    for output in outputs:
+        for key in ex.refs(output.source):
+            yield output.section, key
 
 
 def _with_runner(
     runners: Mapping[str, Runner], plan: Plan, code: ModelOperand | None
 ) -> Mapping[str, Runner]:
-    return runners if code is None else {**runners, **{run.way: code.run for run in plan.runs}}
+    if code is None:
+        return runners
+    return {**runners, **dict.fromkeys((run.way for run in plan.runs), code.run)}
 
 
 _KEEP_ONE = (
     "to keep both, name a model that does not tie them (for hf:FOLDER, set tie_word_embeddings to"
-    " false in its "
-    "config.json); --drop KEY leaves one of them out"
+    " false in its config.json); --drop KEY leaves one of them out"
 )
 
 
@@ -435,14 +448,15 @@ def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:
     values.
     """
     entries = section.by_key()
-    return [
-        Problem(
-            f"the model takes it for a copy of {twin}, but its values differ: they would be lost",
-            key,
-        )
-        for key, twin in copies
-        if not same_values(entries[key], entries[twin])
-    ]
+    problems = []
+    for key, twin in copies:
+        if not same_values(entries[key], entries[twin]):
+            problem = (
+                f"the model takes it for a copy of {twin}, but its values differ: they would be"
+                " lost"
+            )
+            problems.append(Problem(problem, key))
+    return problems
 
 
 # Submodule, wrappers, rules
@@ -456,31 +470,37 @@ def select(draft: Draft, prefix: str, by_model: bool) -> Draft:
     `by_model`: the keys are a model's by now.
     """
     paths = wrappers.recognise(draft.keys) if by_model else draft.wrappers.paths
-
-    def below(key: str) -> str:
-        parts = key.split(".")
-        for depth in range(1, len(parts)):
-            if strip(".".join(parts[:depth]), paths) == prefix:
-                return ".".join(parts[depth:])
-        return ""
-
-    rests = {key: rest for key in draft.keys if (rest := below(key))}
-    rests = rests or {
-        key: key.removeprefix(f"{prefix}.") for key in draft.keys if key.startswith(f"{prefix}.")
-    }
-    if not rests:
+    inner_names, as_written = {}, {}
+    for key in draft.keys:
+        inner = _below(prefix, key, paths)
+        if inner:
+            inner_names[key] = inner
+        if key.startswith(f"{prefix}."):
+            as_written[key] = key.removeprefix(f"{prefix}.")
+    inner_names = inner_names or as_written
+    if not inner_names:
         heads = dict.fromkeys(strip(key, paths).partition(".")[0] for key in draft.keys)
         raise Refused(
             f"no key is below {prefix!r}",
             hint="--select takes the dotted path of a submodule; there are"
             f" {', '.join(list(heads)[:8])}",
         )
-    outputs = [output for output in draft.plan.outputs if output.key in rests]
+    outputs = [output for output in draft.plan.outputs if output.key in inner_names]
     draft = replace(draft, plan=_only(draft.plan, outputs, f"not below {prefix}"))
-    own = wrappers.infer(rests.values())
-    return replace(
-        draft.renamed(rests), canonical={rest: strip(rest, own.paths) for rest in rests.values()}
-    )
+    inner_paths = wrappers.recognise(inner_names.values())
+    canonical = {inner: strip(inner, inner_paths) for inner in inner_names.values()}
+    return replace(draft.renamed(inner_names), canonical=canonical)
+
+
+def _below(prefix: str, key: str, paths: Collection[str]) -> str:
+    """Return the rest of the key below the module that is `prefix` without wrappers, or an empty
+    text.
+    """
+    segments = key.split(".")
+    for depth in range(1, len(segments)):
+        if strip(".".join(segments[:depth]), paths) == prefix:
+            return ".".join(segments[depth:])
+    return ""
 
 
 def take_names(draft: Draft, other: Section) -> Draft:
@@ -500,29 +520,28 @@ def take_names(draft: Draft, other: Section) -> Draft:
 
 def notes_on_like(draft: Draft, other: Section) -> list[str]:
     """Return notes on the keys that the output and the other checkpoint do not have in common."""
-
-    def first(keys: Sequence[str]) -> str:
-        return ", ".join(keys[:5]) + (", ..." if len(keys) > 5 else "")
-
     written, expected = set(draft.keys), other.by_key()
-    own = [key for key in draft.keys if key not in expected]
-    rest = [key for key in expected if key not in written]
+    only_here = [key for key in draft.keys if key not in expected]
+    only_there = [key for key in expected if key not in written]
     notes = []
-    if own:
+    if only_here:
         notes.append(
-            f"the other checkpoint has no name for {plural(len(own), 'key')}: {first(own)}"
+            f"the other checkpoint has no name for {plural(len(only_here), 'key')}:"
+            f" {_first_five(only_here)}"
         )
-    if rest:
+    if only_there:
         note = (
-            f"not in the output are {plural(len(rest), 'key')} of the other checkpoint:"
-            f" {first(rest)}"
+            f"not in the output are {plural(len(only_there), 'key')} of the other checkpoint:"
+            f" {_first_five(only_there)}"
         )
-        all_second = aliases(other).keys() >= set(rest)  # ties, call variants
-        notes.append(
-            note
-            + ("; all are second names, which --model MODEL --to FORM writes" if all_second else "")
-        )
+        if aliases(other).keys() >= set(only_there):  # ties, call variants
+            note += "; all are second names, which --model MODEL --to FORM writes"
+        notes.append(note)
     return notes
+
+
+def _first_five(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:5]) + (", ..." if len(keys) > 5 else "")
 
 
 def rewrap(draft: Draft, target: Chain) -> Draft:
@@ -535,22 +554,17 @@ def rewrap(draft: Draft, target: Chain) -> Draft:
     counters = {*as_read, *wrappers.counters(draft.keys)}
     counted = [key for key in draft.keys if key in counters]
     names, removed = wrappers.rewrap(canonical, target, counted)
-    outputs = tuple(output for output in draft.plan.outputs if output.key in names)
-    dropped = [
-        key
-        for output in draft.plan.outputs
-        if output.key in removed
-        for key in ex.refs(output.source)
-    ]
-    draft = (
-        replace(draft, plan=replace(draft.plan, outputs=outputs))
-        .without(dropped, NO_COUNTER)
-        .renamed(names)
-    )
-    new = (
-        Output(draft.section.path, key, value)
-        for key, value in wrappers.new_counter(target, counted).items()
-    )
+    outputs, dropped = [], []
+    for output in draft.plan.outputs:
+        if output.key in names:
+            outputs.append(output)
+        if output.key in removed:
+            dropped += ex.refs(output.source)
+    draft = replace(draft, plan=replace(draft.plan, outputs=tuple(outputs)))
+    draft = draft.without(dropped, NO_COUNTER).renamed(names)
+    new = []
+    for key, value in wrappers.new_counter(target, counted).items():
+        new.append(Output(draft.section.path, key, value))
     return replace(draft, plan=replace(draft.plan, outputs=(*new, *draft.plan.outputs)))
 
 
@@ -572,9 +586,8 @@ def apply_rules(draft: Draft, steps: Sequence[RuleStep], *, is_new: bool = False
 
     section = draft.section if is_new else draft.evaluated()
     plan = plan_of(steps, section)
-    return replace(
-        draft, plan=plan if is_new else compose(draft.plan, plan), ruled=RuleEffect(section, plan)
-    )
+    ruled = RuleEffect(section, plan)
+    return replace(draft, plan=plan if is_new else compose(draft.plan, plan), ruled=ruled)
 
 
 def apply_rules_like_first(
@@ -585,21 +598,38 @@ def apply_rules_like_first(
 
     `start` is the draft of this section before any step.
     """
-    keys = {name: key for key, name in first.canonical.items()}
-    pairs = [(keys[name], key) for key, name in start.canonical.items() if name in keys]
-    prefixes = {
-        (key[: len(key) - len(shared)], other[: len(other) - len(shared)])
-        for key, other in pairs
-        for shared in [key if len(key) < len(other) else other]
-        if key.endswith(shared) and other.endswith(shared)
-    }
-    if len(prefixes) != 1 or not all(
-        key.endswith(other) or other.endswith(key) for key, other in pairs
-    ):
+    first_keys = {name: key for key, name in first.canonical.items()}
+    prefixes = set()
+    for key, name in start.canonical.items():
+        if name in first_keys:
+            prefixes.add(_different_prefixes(first_keys[name], key))
+    if len(prefixes) != 1:
         return apply_rules(draft, steps)
-    ((shown, own),) = prefixes
-    others = {key for key in draft.keys if not key.startswith(own)}
-    names = {key: shown + key.removeprefix(own) for key in draft.keys if key.startswith(own)}
-    done = apply_rules(draft.renamed(names), steps)
-    back = [key for key in done.keys if key.startswith(shown) and key not in others]
-    return done.renamed({key: own + key.removeprefix(shown) for key in back})
+    (both,) = prefixes
+    if both is None:
+        return apply_rules(draft, steps)
+    first_prefix, prefix = both
+    others, as_in_first = set(), {}
+    for key in draft.keys:
+        if key.startswith(prefix):
+            as_in_first[key] = first_prefix + key.removeprefix(prefix)
+        else:
+            others.add(key)
+    changed = apply_rules(draft.renamed(as_in_first), steps)
+    back = {}
+    for key in changed.keys:
+        if key.startswith(first_prefix) and key not in others:
+            back[key] = prefix + key.removeprefix(first_prefix)
+    return changed.renamed(back)
+
+
+def _different_prefixes(left: str, right: str) -> tuple[str, str] | None:
+    """Return what two keys have above their common end; None if neither is the end of the other.
+
+    ``model.head.bias`` and ``head.bias`` differ in ``model.`` and an empty text.
+    """
+    if left.endswith(right):
+        return left.removesuffix(right), ""
+    if right.endswith(left):
+        return "", right.removesuffix(left)
+    return None
