@@ -144,9 +144,10 @@ class Draft:
         ``_metadata`` follows.
         """
         plan, section = self.plan, self.section
-        outputs = tuple(
-            replace(output, key=names.get(output.key, output.key)) for output in plan.outputs
-        )
+        outputs = []
+        for output in plan.outputs:
+            key = names.get(output.key, output.key)
+            outputs.append(Output(output.section, key, output.source))
         modules = tuple(plan.modules)
         if section.modules is not None:
             moved = {key: new for key, new in names.items() if key != new}
@@ -554,7 +555,8 @@ def rewrap(draft: Draft, target: Chain) -> Draft:
     counters = {*as_read, *wrappers.counters(draft.keys)}
     counted = [key for key in draft.keys if key in counters]
     names, removed = wrappers.rewrap(canonical, target, counted)
-    outputs, dropped = [], []
+    outputs: list[Output] = []
+    dropped: list[str] = []
     for output in draft.plan.outputs:
         if output.key in names:
             outputs.append(output)

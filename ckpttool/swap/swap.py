@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
 from ckpttool.containers.pickle_read import collected
@@ -15,6 +17,7 @@ from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import RUNTIME, Names
 from ckpttool.core.options import ModelOptions, Option, OutputOptions
 from ckpttool.core.pickle_imports import dangerous
+from ckpttool.core.plan import Plan
 from ckpttool.core.schema import (
     COUNT,
     FLAG,
@@ -50,6 +53,7 @@ from ckpttool.operands.model import (
 from ckpttool.operands.output import outputs
 from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified, Writer, check_code, cost_of
 from ckpttool.swap.weight_map import (
+    WeightMap,
     canonical_names,
     chosen_constants,
     constants_of,
@@ -145,7 +149,8 @@ class Swap:
     @property
     def constants(self) -> tuple[str, ...]:
         """The program's constants that are unchanged."""
-        new = {*self.sources, *(one.name for one in self.compared if one.verdict == "from_model")}
+        new = set(self.sources)
+        new.update(const.name for const in self.compared if const.verdict == "from_model")
         return tuple(entry.key for entry in constants_of(self.program) if entry.key not in new)
 
     @property
@@ -191,7 +196,7 @@ SWAP = record(
     called={
         "program": "source",
         "constant_values": "compared",
-        "swapped": lambda done: len(done.sources),
+        "swapped": lambda swapped: len(swapped.sources),
         "from": "form",
     },
     title="ckpttool.swap/1",
@@ -247,7 +252,6 @@ def swap(
     value in the model (compared with `compare`) and no option decides.
     """
     names, code = (None, None) if model is None else (model.names(), model.code)
-    form, constants, keep_constants = options.source_form, options.constants, options.keep_constants
     if not program.sections:
         raise Refused(
             f"{program.source} is compiled code that holds its weights itself", hint=OUTSIDE
@@ -255,125 +259,157 @@ def swap(
     main = program.section("")
     weights, counters = _without_counters(weights)
     target, old_counters = _without_counters(main, (wrappers.COUNTER,) if counters else ())
-    if isinstance(form, Chain):
-        weights = _unwrapped(weights, form)
+    if isinstance(options.source_form, Chain):
+        weights = _unwrapped(weights, options.source_form)
     constant_entries = constants_of(program)
-    chosen = chosen_constants(program, weights) if constants else {}
-    taken = {key for source in chosen.values() for key in ex.refs(source)}
-    rest = replace(weights, tensors=tuple(e for e in weights.tensors if e.key not in taken))
     canonical = canonical_names(program)
-    by_loading = None
-    if model is None:
-        weight_map = map_by_keys(target, rest, canonical)
-    else:
-        by_loading = model.by_loading(rest) if form is None else None
-        if by_loading is not None:
-            loaded = apply(by_loading, Checkpoint.of(rest)).section(rest.path)
-            rest = replace(loaded, form=RUNTIME)
-            weights = replace(
-                rest, tensors=(*rest.tensors, *(e for e in weights.tensors if e.key in taken))
-            )
-        lifted = {entry.key: canonical[entry.key] for entry in constant_entries}
-        form_name = form.names if isinstance(form, ModelForm) else None
-        weight_map = map_by_model(target, lifted, rest, model, form_name)
+    chosen = chosen_constants(program, weights) if options.constants else {}
+    weight_map, weights, by_loading = _map(program, target, weights, model, options, chosen)
     problems = list(weight_map.problems)
-    if not keep_constants and (constants or remade):
-        weight_map.sources.update(weight_map.remade)
-    elif not keep_constants:
-        problems += [Problem(_REMADE, key) for key in weight_map.remade]
+    if not options.keep_constants:
+        if options.constants or remade:
+            weight_map.sources.update(weight_map.remade)
+        else:
+            problems += [Problem(_REMADE, key) for key in weight_map.remade]
     weight_map.sources.update(chosen)
     weight_map.sources.update((old.key, Ref(new.key)) for old, new in zip(old_counters, counters))
-    ignored = (*weight_map.ignored, *(entry.key for entry in counters[len(old_counters) :]))
     runners = {} if code is None else {run.way: code.run for run in weight_map.runs}
-    results, computed = run_code(
-        weights, list(weight_map.sources.values()), weight_map.runs, runners
-    )
+    expressions = list(weight_map.sources.values())
+    results, computed = run_code(weights, expressions, weight_map.runs, runners)
     sources = dict(zip(weight_map.sources, results))
 
-    # Buffers that the model saves in no state dict stay, unless the weights have them. An exported
-    # program has them among its constants, compiled code among its weights.
-    buffers = () if names is None else (t.canonical for t in names.runtime if not t.persistent)
-    matched = match([entry.key for entry in target.tensors], {name: name for name in buffers})
-    unsaved = tuple(key for key in matched.names if key not in weight_map.sources)
+    unsaved = _unsaved(names, target, weight_map.sources)
     kept = (*(entry.key for entry in old_counters[len(counters) :]), *unsaved)
-
     outside = [entry for entry in constant_entries if entry.key not in weight_map.sources]
     outside += [entry for entry in target.tensors if entry.key in unsaved]
-    compared, values = _compared(outside if compare else [], canonical, code)
-    different = [constant for constant in compared if constant.verdict == "different"]
-    if constants:
-        sources.update((constant.name, Ref(_of_model(constant.name))) for constant in different)
-        compared = [c._replace(verdict="from_model") if c in different else c for c in compared]
-        kept = tuple(key for key in kept if key not in sources)
-    elif not keep_constants:
-        for constant in different:
+    verdict = "from_model" if options.constants else "different"
+    compared, values = _compared(outside if compare else [], canonical, code, verdict)
+    for constant in compared:
+        if constant.verdict == "from_model":
+            sources[constant.name] = Ref(_of_model(constant.name))
+        elif constant.verdict == "different" and not options.keep_constants:
             text = f"the model has another value for it ({constant.reason})"
             problems.append(Problem(text, constant.name, "value"))
+    if options.constants:
+        kept = tuple(key for key in kept if key not in sources)
 
-    changing = (*target.tensors, *old_counters, *(e for e in constant_entries if e.key in sources))
+    new_constants = [entry for entry in constant_entries if entry.key in sources]
+    changing = [*target.tensors, *old_counters, *new_constants]
+    changing = [entry for entry in changing if entry.key not in kept]
     have = {**computed, **{entry.key: entry for entry in counters}, **values}
-    fitted, misfits = fit_all(
-        [e for e in changing if e.key not in kept],
-        sources,
-        have,
-        options.cast,
-        program.in_memory,
-    )
+    fitted, misfits = fit_all(changing, sources, have, options.cast, program.in_memory)
     problems += misfits
     for section in program.sections:
         problems += _untied(section, fitted, weights, weight_map.twins if section is main else ())
     if problems:
-        advice = _advice(program, names, problems, constants)
+        advice = _advice(program, names, problems, options.constants)
         raise Misfit(advice, [_for_compiled_code(program, problem, have) for problem in problems])
-    sections = tuple(
-        replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections
-    )
-    result = replace(program, sections=sections)
-    notes = () if names is None or names.roundtrips else (convert.NOT_READ_BACK,)
+    sections = []
+    for section in program.sections:
+        sections.append(replace(section, tensors=replaced(section.tensors, fitted)))
+    extra_counters = [entry.key for entry in counters[len(old_counters) :]]
     swapped = Swap(
-        result, weight_map.sources, weight_map.form, ignored, kept, tuple(compared), notes=notes
+        replace(program, sections=tuple(sections)),
+        weight_map.sources,
+        weight_map.form,
+        ignored=(*weight_map.ignored, *extra_counters),
+        kept=kept,
+        compared=tuple(compared),
+        notes=() if names is None or names.roundtrips else (convert.NOT_READ_BACK,),
     )
-    if by_loading is None:
-        return swapped
+    return swapped if by_loading is None else _over_the_file(swapped, by_loading)
+
+
+def _map(
+    program: Checkpoint,
+    target: Section,
+    weights: Section,
+    model: ModelOperand | None,
+    options: SwapOptions,
+    chosen: Mapping[str, Expression],
+) -> tuple[WeightMap, Section, Plan | None]:
+    """Map the weights to the program's names, without those that give `chosen` constants a value.
+
+    Also return the weights under the names that the map uses; and if these come from loading them
+    into the model, this load as a plan.
+    """
+    form, canonical = options.source_form, canonical_names(program)
+    used = set(chain.from_iterable(map(ex.refs, chosen.values())))
+    rest = tuple(entry for entry in weights.tensors if entry.key not in used)
+    for_constants = tuple(entry for entry in weights.tensors if entry.key in used)
+    section = replace(weights, tensors=rest)
+    if model is None:
+        return map_by_keys(target, section, canonical), weights, None
+    by_loading = model.by_loading(section) if form is None else None
+    if by_loading is not None:
+        loaded = apply(by_loading, Checkpoint.of(section)).section(section.path)
+        section = replace(loaded, form=RUNTIME)
+        weights = replace(section, tensors=(*section.tensors, *for_constants))
+    constants = {entry.key: canonical[entry.key] for entry in constants_of(program)}
+    form_name = form.names if isinstance(form, ModelForm) else None
+    return map_by_model(target, constants, section, model, form_name), weights, by_loading
+
+
+def _unsaved(
+    names: Names | None, target: Section, sources: Mapping[str, Expression]
+) -> tuple[str, ...]:
+    """Return the program's buffers that the model saves in no state dict: they stay, unless the
+    weights have them.
+
+    An exported program has them among its constants, compiled code among its weights.
+    """
+    if names is None:
+        return ()
+    buffers = [tensor.canonical for tensor in names.runtime if not tensor.persistent]
+    matched = match([entry.key for entry in target.tensors], dict(zip(buffers, buffers)))
+    return tuple(key for key in matched.names if key not in sources)
+
+
+def _over_the_file(swapped: Swap, by_loading: Plan) -> Swap:
+    """Return the swap with sources over the keys of the file, not over what the model loads."""
     read = {output.key: output.source for output in by_loading.outputs}
-    in_file = {
-        fqn: ex.substitute(one, lambda key: read.get(key, Ref(key)))
-        for fqn, one in swapped.sources.items()
-    }
-    return replace(swapped, sources=in_file, form=LOAD_HOOK)
+    sources = {}
+    for fqn, source in swapped.sources.items():
+        sources[fqn] = ex.substitute(source, lambda key: read.get(key, Ref(key)))
+    return replace(swapped, sources=sources, form=LOAD_HOOK)
 
 
 def _compared(
-    entries: Sequence[TensorEntry], names: Mapping[str, str], code: ModelOperand | None
+    entries: Sequence[TensorEntry],
+    names: Mapping[str, str],
+    code: ModelOperand | None,
+    if_different: str,
 ) -> tuple[list[Constant], dict[str, TensorEntry]]:
     """Compare the program's tensors, by their canonical names, with the model's; also return the
-    values that differ.
+    values that differ. `if_different` is the verdict on these.
     """
     if code is None or not entries:
         reason = "no code of a model was given"
         return [Constant(entry.key, "not_compared", reason) for entry in entries], {}
-    known = code.constants([names[entry.key] for entry in entries])
+    model_values = code.constants([names[entry.key] for entry in entries])
     compared: list[Constant] = []
-    values: dict[str, TensorEntry] = {}
+    different: dict[str, TensorEntry] = {}
     for entry in entries:
-        value = known[names[entry.key]]
-        if isinstance(value, str) or entry.storage is None:
-            reason = value if isinstance(value, str) else "the program does not tell its value"
+        value = model_values[names[entry.key]]
+        if isinstance(value, str):
+            compared.append(Constant(entry.key, "not_compared", value))
+        elif entry.storage is None:
+            reason = "the program does not tell its value"
             compared.append(Constant(entry.key, "not_compared", reason))
         elif same_values(entry, value):
             compared.append(Constant(entry.key, "equal"))
         else:
-            if (entry.dtype, entry.shape) != (value.dtype, value.shape):
-                reason = (
-                    f"{value.dtype} {list(value.shape)}, the program has {entry.dtype}"
-                    f" {list(entry.shape)}"
-                )
-            else:
-                differs = difference(entry, value, 0, 0)
-                reason = "" if differs is None else differs.text
-            compared.append(Constant(entry.key, "different", reason))
-            values[_of_model(entry.key)] = value
-    return compared, values
+            compared.append(Constant(entry.key, if_different, _difference(entry, value)))
+            different[_of_model(entry.key)] = value
+    return compared, different
+
+
+def _difference(entry: TensorEntry, value: TensorEntry) -> str:
+    if (entry.dtype, entry.shape) != (value.dtype, value.shape):
+        program_has = f"the program has {entry.dtype} {list(entry.shape)}"
+        return f"{value.dtype} {list(value.shape)}, {program_has}"
+    differs = difference(entry, value, 0, 0)
+    return "" if differs is None else differs.text
 
 
 def _of_model(name: str) -> str:
@@ -384,19 +420,15 @@ def _for_compiled_code(
     program: Checkpoint, problem: Problem, have: Mapping[str, object]
 ) -> Problem:
     file, entry = program_of(program), have.get(problem.key)
-    if (
-        file is None
-        or not file.compiled
-        or problem.kind != "left_over"
-        or not isinstance(entry, TensorEntry)
-    ):
+    if file is None or not file.compiled or problem.kind != "left_over":
+        return problem
+    if not isinstance(entry, TensorEntry):
         return problem
     if not is_inlined(entry):
         return replace(problem, problem="left over: the compiled code does not use it")
     size = plural(entry.numel, "element")
-    return replace(
-        problem, problem=f"{size}: written into the compiled code, and cannot be swapped"
-    )
+    text = f"{size}: written into the compiled code, and cannot be swapped"
+    return replace(problem, problem=text)
 
 
 def _without_counters(
@@ -436,45 +468,44 @@ def _untied(
     """Return names of one tensor that would get different values, by the ties of the program and
     the model.
     """
-    have = weights.by_key()
-    pairs = [
-        (key, first, fitted.get(key), fitted.get(first)) for key, first in target.aliases().items()
-    ]
-    tensors = {key: entry for key, entry in have.items() if isinstance(entry, TensorEntry)}
-    pairs += [(key, twin, tensors.get(key), tensors.get(twin)) for key, twin in twins]
-    return [
-        Problem(f"tied to {first}, and its new value is another one", key)
-        for key, first, left, right in pairs
-        if left is not None and right is not None and not same_values(left, right)
-    ]
+    given = {entry.key: entry for entry in weights.tensors}
+    pairs: list[tuple[str, str, Mapping[str, TensorEntry]]] = []
+    pairs += [(name, first, fitted) for name, first in target.aliases().items()]
+    pairs += [(key, twin, given) for key, twin in twins]
+    problems = []
+    for name, first, values in pairs:
+        left, right = values.get(name), values.get(first)
+        if left is not None and right is not None and not same_values(left, right):
+            problems.append(Problem(f"tied to {first}, and its new value is another one", name))
+    return problems
 
 
 def _advice(
     program: Checkpoint, names: Names | None, problems: Sequence[Problem], constants: bool
 ) -> Advice:
-    kinds, file = {problem.kind for problem in problems}, program_of(program)
-    if kinds == {"value"}:
+    file = program_of(program)
+    keys: defaultdict[str, set[str]] = defaultdict(set)  # by the kind of problem
+    for problem in problems:
+        keys[problem.kind].add(problem.key)
+    if keys.keys() == {"value"}:
         return "values"
-    left, missing = (
-        {p.key for p in problems if p.kind == kind} for kind in ("left_over", "missing")
-    )
-    if not constants and {entry.key for entry in constants_of(program)} & {
-        problem.key for problem in problems
-    }:
+    constant_names = {entry.key for entry in constants_of(program)}
+    if not constants and any(problem.key in constant_names for problem in problems):
         return "constants"
-    if "opaque" in kinds:
+    if "opaque" in keys:
         return "code"
-    if "left_over" in kinds and file is not None and file.compiled:
+    if "left_over" in keys and file is not None and file.compiled:
         return "compiled"
-    if kinds == {"left_over"}:
+    if keys.keys() == {"left_over"}:
         return "left_over"
-    if names is not None and left and left == missing:
-        return "alone"
-    if names is None and kinds & {"left_over", "missing"}:
+    has_other_names = "left_over" in keys or "missing" in keys
+    if names is None and has_other_names:
         return "model"
-    return (
-        "cast" if "dtype" in kinds and not kinds & {"shape", "left_over", "missing"} else "compare"
-    )
+    if "left_over" in keys and keys["left_over"] == keys.get("missing"):
+        return "alone"
+    if "dtype" in keys and "shape" not in keys and not has_other_names:
+        return "cast"
+    return "compare"
 
 
 def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
@@ -494,7 +525,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     with collected() as imports:
         deployed = _read(path, name, weights, options.out)
     if not options.keep_pickled_code:
-        check_code(deployed, {one.name for one in dangerous(imports)})
+        check_code(deployed, {imported.name for imported in dangerous(imports)})
     model = operand_of(options)
     new = model_section(read_for_model(weights, model))
     if model is not None and options.source_form is ModelForm.PRETRAINED:
@@ -505,68 +536,56 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         swapped = swap(deployed, new, model, options)
     except Misfit as error:
         if error.advice == "left_over":
-            from ckpttool.ruleset.infer_rules import drops
-
-            left_over = [problem.key for problem in error.problems]
-            texts = drops(left_over, new.by_key().keys() - left_over) or ("PATTERN",)
-            words = [word for text in texts for word in ("--drop", text)]
-            part = shell(
-                "ckpttool",
-                "remap",
-                weights.source,
-                *words,
-                "-o",
-                next(outputs(weights.source, "part")),
-            )
-            error.hint = f"all weights of the program are there; without the other keys: {part}"
+            error.hint = _drop_left_over(error, weights, new)
         raise
-    if not swapped.sources and all(one.verdict != "from_model" for one in swapped.compared):
+    if not swapped.sources and all(const.verdict != "from_model" for const in swapped.compared):
         raise Refused(
             f"nothing to swap: no key of {weights.source} is a weight of {path}",
             hint="compare the two: " + shell("ckpttool", "diff", program, weights.source),
         )
-    old_and_new = (
-        (old, new)
-        for before, after in zip(deployed.sections, swapped.program.sections)
-        for old, new in zip(before.tensors, after.tensors)
-        if old is not new
-    )
-    # reads up to the first that differs
-    unchanged = all(same_values(old, new) for old, new in old_and_new)
-    output = options.target(path) or ""
-    unused = [
-        Note(
-            f"the weights are those of {new.title}; {weights.part(other.path)} holds the same"
-            " model too",
-            "same-model",
-        )
-        for other in same_model(weights, new, None if model is None else model.names())
-    ]
-    notes = (*weights.notes, *not_looked_into(imports), *unused, *swapped.notes)
+    notes = [*weights.notes, *not_looked_into(imports)]
+    for other in same_model(weights, new, None if model is None else model.names()):
+        same = f"{weights.part(other.path)} holds the same model too"
+        notes.append(Note(f"the weights are those of {new.title}; {same}", "same-model"))
     swapped = replace(
         swapped,
         source=program,
         weights=weights.source,
-        output=output,
-        unchanged=unchanged,
-        notes=notes,
+        output=options.target(path) or "",
+        unchanged=_is_unchanged(deployed, swapped.program),
+        notes=(*notes, *swapped.notes),
     )
-    layout = format_of(swapped.program).layout_program
+    layout = format_of(swapped.program).layout_program(swapped.program)
     if target is None:
-        return replace(swapped, cost=cost_of({path: layout(swapped.program)}))
-    writer.file(
-        layout(swapped.program),
-        target,
-        None if swapped.by_code else swapped.values_json,
-    )
-    if options.verify:
-        swapped = replace(
-            swapped,
-            verified=writer.prove(
-                target, swapped.program, _read(target, name, weights, options.out)
-            ),
-        )
-    return swapped
+        return replace(swapped, cost=cost_of({path: layout}))
+    writer.file(layout, target, None if swapped.by_code else swapped.values_json)
+    if not options.verify:
+        return swapped
+    written = _read(target, name, weights, options.out)
+    return replace(swapped, verified=writer.prove(target, swapped.program, written))
+
+
+def _drop_left_over(error: Misfit, weights: Checkpoint, new: Section) -> str:
+    """Return the hint with the command that leaves out the keys without a weight."""
+    from ckpttool.ruleset.infer_rules import drops
+
+    left_over = [problem.key for problem in error.problems]
+    patterns = drops(left_over, new.by_key().keys() - left_over) or ("PATTERN",)
+    words = list(chain.from_iterable(("--drop", pattern) for pattern in patterns))
+    part = next(outputs(weights.source, "part"))
+    command = shell("ckpttool", "remap", weights.source, *words, "-o", part)
+    return f"all weights of the program are there; without the other keys: {command}"
+
+
+def _is_unchanged(before: Checkpoint, after: Checkpoint) -> bool:
+    """Return whether all tensors have the values that they had; read up to the first that
+    differs.
+    """
+    for old_section, new_section in zip(before.sections, after.sections):
+        for old, new in zip(old_section.tensors, new_section.tensors):
+            if old is not new and not same_values(old, new):
+                return False
+    return True
 
 
 def _read(path: str, name: str | None, weights: Checkpoint, out: str | None) -> Checkpoint:

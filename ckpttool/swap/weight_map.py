@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
+from itertools import chain
 from typing import Union
 
 from ckpttool.containers.program import CONSTANTS, replaceable
@@ -12,7 +13,7 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, Storage, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Op, Ref, Special
-from ckpttool.core.names import RUNTIME
+from ckpttool.core.names import RUNTIME, Names
 from ckpttool.core.plan import ModelRun, Output, Plan
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import entry_of
@@ -56,14 +57,9 @@ def canonical_names(program: Checkpoint) -> dict[str, str]:
     """Return FQN or constant -> its name without the wrappers that were around the exported
     model.
     """
-    paths = wrappers.recognise(
-        entry.key for section in program.sections[:1] for entry in section.tensors
-    )
-    return {
-        entry.key: strip(entry.key, paths)
-        for section in program.sections
-        for entry in section.tensors
-    }
+    keys = [[entry.key for entry in section.tensors] for section in program.sections]
+    paths = wrappers.recognise(keys[0] if keys else ())
+    return {key: strip(key, paths) for key in chain.from_iterable(keys)}
 
 
 def chosen_constants(program: Checkpoint, weights: Section) -> dict[str, Expression]:
@@ -72,9 +68,10 @@ def chosen_constants(program: Checkpoint, weights: Section) -> dict[str, Express
     """
     constants = {entry.key: entry.key for entry in constants_of(program)}
     matched = match([entry.key for entry in weights.tensors], canonical_names(program))
-    chosen: dict[str, Expression] = {
-        name: Ref(key) for key, name in matched.names.items() if name in constants
-    }
+    chosen: dict[str, Expression] = {}
+    for key, name in matched.names.items():
+        if name in constants:
+            chosen[name] = Ref(key)
     for section in program.sections:
         if section.path == CONSTANTS:
             _share(chosen, constants | section.aliases())
@@ -94,14 +91,10 @@ def map_by_keys(target: Section, weights: Section, names: Mapping[str, str]) -> 
     _share(sources, {entry.key: aliases.get(entry.key, entry.key) for entry in target.tensors})
     # A key without a name is fine if its tensor has another key that the program uses.
     used = {entry.identity for entry in weights.tensors if entry.key in matched.names}
-    unmatched = set(matched.unmatched)
-    spare = {
-        entry.key for entry in weights.tensors if entry.key in unmatched and entry.identity in used
-    }
-    problems = [problem for problem in _misfits(matched) if problem.key not in spare]
-    return WeightMap(
-        sources, RUNTIME, problems, [entry.key for entry in weights.extras], _variants(matched)
-    )
+    spare = {entry.key for entry in weights.tensors if entry.identity in used}
+    problems = _misfits([key for key in matched.unmatched if key not in spare], matched.problems)
+    ignored = [entry.key for entry in weights.extras]
+    return WeightMap(sources, RUNTIME, problems, ignored, _variants(matched))
 
 
 def map_by_model(
@@ -115,78 +108,101 @@ def map_by_model(
     form.
 
     `constants` are the program's, each with its canonical name.
+
+    key of WEIGHTS ─ `read` ─▶ name in the form ─▶ value of the model's FQN ─ `match` ─▶ program FQN
     """
     names, tables, code = model.names(), model.tables, model.code
     reading = read(tables, weights, form)
     keys = {name: key for key, name in reading.match.names.items()}
-    values: dict[str, Expression] = {
-        fqn: Ref(key) for fqn, key in keys.items() if fqn in tables.first
-    }
-    meaning: Mapping[str, Expression | None] = {
-        fqn: Ref(first) for fqn, first in tables.first.items()
-    }
-    if reading.form != RUNTIME:
-        check_versions(names, weights, reading)
-        values = {
-            fqn: with_keys(source, keys) for fqn, source in tables.runtime_values(keys).items()
-        }
+    values: dict[str, Expression] = {}
+    meaning: Mapping[str, Expression | None]
+    if reading.form == RUNTIME:
+        meaning = {fqn: Ref(first) for fqn, first in tables.first.items()}
+        for fqn, key in keys.items():
+            if fqn in tables.first:
+                values[fqn] = Ref(key)
+    else:
         meaning = tables.saved
+        check_versions(names, weights, reading)
+        for fqn, source in tables.runtime_values(keys).items():
+            values[fqn] = with_keys(source, keys)
     plan = Plan(tuple(Output(weights.path, fqn, source) for fqn, source in values.items()))
     if code is not None:
         plan = left_to_code(plan, tables, weights, reading, code.arguments)
         values = {output.key: output.source for output in plan.outputs}
     _share(values, tables.first)
-    matched = match(
-        [entry.key for entry in target.tensors], {t.fqn: t.canonical for t in names.runtime}
-    )
+    canonical = {tensor.fqn: tensor.canonical for tensor in names.runtime}
+    matched = match([entry.key for entry in target.tensors], canonical)
     sources = {fqn: values[name] for fqn, name in matched.names.items() if name in values}
-    # A constant gets a value if the model's loading computes it from the checkpoint.
-    unsaved = {
-        t.canonical: values[t.fqn] for t in names.runtime if not t.persistent and t.fqn in values
-    }
-    remade = {
-        constant: unsaved[name]
-        for constant, name in constants.items()
-        if name in unsaved and not ex.is_constant(unsaved[name])
-    }
     weight_map = WeightMap(
-        sources, reading.form, _misfits(reading.match), runs=plan.runs, remade=remade
+        sources,
+        reading.form,
+        problems=_misfits(reading.match.unmatched, reading.match.problems),
+        twins=_variants(reading.match),
+        runs=plan.runs,
+        remade=_remade(constants, names, values),
     )
-    weight_map.twins.extend(_variants(reading.match))
-    weight_map.problems.extend(
-        Problem("the model has no tensor of this name: is it another model?", fqn)
-        for fqn in matched.unmatched
-    )
-    # Each key that is not used has a twin with the same meaning, is left over, or is not a tensor
-    # of the program.
-    used = {key for source in sources.values() for key in ex.refs(source)}
-    by_meaning = {meaning.get(name): key for name, key in reversed(keys.items()) if key in used}
+    for fqn in matched.unmatched:
+        problem = "the model has no tensor of this name: is it another model?"
+        weight_map.problems.append(Problem(problem, fqn))
+    _add_unused(weight_map, keys, meaning)
+    return weight_map
+
+
+def _remade(
+    constants: Mapping[str, str], names: Names, values: Mapping[str, Expression]
+) -> dict[str, Expression]:
+    """Return the constants that the model's loading computes from the checkpoint, with these
+    values.
+    """
+    unsaved = {}
+    for tensor in names.runtime:
+        if not tensor.persistent and tensor.fqn in values:
+            unsaved[tensor.canonical] = values[tensor.fqn]
+    remade = {}
+    for constant, name in constants.items():
+        if name in unsaved and not ex.is_constant(unsaved[name]):
+            remade[constant] = unsaved[name]
+    return remade
+
+
+def _add_unused(
+    weight_map: WeightMap,
+    keys: dict[str, str],
+    meaning: Mapping[str, Expression | None],
+) -> None:
+    """Add the keys that no weight reads: each has a twin with the same meaning, is left over, or is
+    not a tensor of the program.
+
+    `keys` and `meaning` are by name.
+    """
+    used = set(chain.from_iterable(map(ex.refs, weight_map.sources.values())))
+    used_by_meaning = {}
+    for name, key in reversed(keys.items()):
+        if key in used:
+            used_by_meaning[meaning.get(name)] = key
     for name, key in keys.items():
         source = meaning.get(name)
         if key in used:
             continue
-        if source is not None and source in by_meaning:
-            weight_map.twins.append((key, by_meaning[source]))
+        if source is not None and source in used_by_meaning:
+            weight_map.twins.append((key, used_by_meaning[source]))
         elif isinstance(source, Ref):
             weight_map.problems.append(Problem(_LEFT_OVER, key, "left_over"))
         else:
             weight_map.ignored.append(key)
-    return weight_map
 
 
 def _share(values: dict[str, Expression], first: Mapping[str, str]) -> None:
     """Give every name of a tensor without a value the value of another of its names."""
-    known = {first[fqn]: source for fqn, source in reversed(values.items())}
-    for fqn, root in first.items():
-        if root in known:
-            values.setdefault(fqn, known[root])
+    by_first = {first[fqn]: source for fqn, source in reversed(values.items())}
+    for fqn, first_name in first.items():
+        if first_name in by_first:
+            values.setdefault(fqn, by_first[first_name])
 
 
-def _misfits(matched: Match) -> list[Problem]:
-    return [
-        *(Problem(_LEFT_OVER, key, "left_over") for key in matched.unmatched),
-        *matched.problems,
-    ]
+def _misfits(unmatched: Iterable[str], problems: Iterable[Problem]) -> list[Problem]:
+    return [*(Problem(_LEFT_OVER, key, "left_over") for key in unmatched), *problems]
 
 
 def _variants(matched: Match) -> list[tuple[str, str]]:
@@ -226,24 +242,18 @@ def _fit(
     entry: TensorEntry, source: Expression, have: Entries, cast: bool, packed: bool
 ) -> TensorEntry | Problem:
     if ex.is_opaque(source):
-        return Problem(
-            "a hook computes it by code that is not a tensor operator", entry.key, "opaque"
-        )
+        text = "a hook computes it by code that is not a tensor operator"
+        return Problem(text, entry.key, "opaque")
     origin = "from " + ", ".join(dict.fromkeys(ex.refs(source)))
     # only a tensor that is pickled as the same kind can replace it
     if entry.storage is None and not packed:
         pickled = have[source.key] if isinstance(source, Ref) else None
         if not isinstance(pickled, TensorEntry) or not replaceable(entry, pickled):
-            return Problem(
-                f"{entry.layout}, and its new value is not pickled as such a tensor ({origin})",
-                entry.key,
-            )
+            text = f"{entry.layout}, and its new value is not pickled as such a tensor ({origin})"
+            return Problem(text, entry.key)
         if (pickled.shape, pickled.dtype) != (entry.shape, entry.dtype):
-            shapes = (
-                f"{pickled.dtype} {list(pickled.shape)}, the program has {entry.dtype}"
-                f" {list(entry.shape)}"
-            )
-            return Problem(shapes, entry.key)
+            expected = f"the program has {entry.dtype} {list(entry.shape)}"
+            return Problem(f"{pickled.dtype} {list(pickled.shape)}, {expected}", entry.key)
         return replace(pickled, key=entry.key)
     try:
         value = _value(entry.key, source, have, packed)
@@ -255,9 +265,8 @@ def _fit(
     if value.dtype == entry.dtype:
         return value
     if not cast:
-        return Problem(
-            f"dtype {value.dtype}, the program has {entry.dtype} ({origin})", entry.key, "dtype"
-        )
+        text = f"dtype {value.dtype}, the program has {entry.dtype} ({origin})"
+        return Problem(text, entry.key, "dtype")
     converted = Op("aten._to_copy.default", (source,), (("dtype", Special("dtype", entry.dtype)),))
     return _value(entry.key, converted, have)
 
@@ -286,11 +295,10 @@ def replaced(
     for entry in entries:
         if entry.storage is not None:
             by_storage[entry.storage].append(entry)
-    storages = {
-        storage: _storage(storage, group, fitted)
-        for storage, group in by_storage.items()
-        if any(entry.key in fitted for entry in group)
-    }
+    storages = {}
+    for storage, group in by_storage.items():
+        if any(entry.key in fitted for entry in group):
+            storages[storage] = _storage(storage, group, fitted)
     result = []
     for entry in entries:
         new = fitted.get(entry.key)
@@ -309,13 +317,9 @@ def _storage(
     together.
     """
     first, new = entries[0], fitted.get(entries[0].key, entries[0])
-    one_tensor = len({entry.identity for entry in entries}) == 1
-    if (
-        one_tensor
-        and first.is_contiguous
-        and first.nbytes == old.nbytes
-        and new.storage is not None
-    ):
+    fills_storage = first.is_contiguous and first.nbytes == old.nbytes
+    is_one_tensor = all(entry.identity == first.identity for entry in entries)
+    if is_one_tensor and fills_storage and new.storage is not None:
         storage = in_own_storage(new).storage  # of a view, only its elements
         assert storage is not None
         return storage
