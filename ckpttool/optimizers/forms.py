@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
@@ -49,11 +50,11 @@ def read(section: Section) -> OptimizerState:
         )
     mapping = kept(section.mapping, {entry.key for entry in section.tensors})
     problems: list[Problem] = []
-    state = (_read_flat if looks_flat(list(mapping)) else _read_nested)(mapping, problems)
-    repeated = [param for param, count in Counter(state.params).items() if count > 1]
-    problems += [
-        Problem("is listed more than once in the param groups", str(param)) for param in repeated
-    ]
+    read_form = _read_flat if looks_flat(list(mapping)) else _read_nested
+    state = read_form(mapping, problems)
+    for param, count in Counter(state.params).items():
+        if count > 1:
+            problems.append(Problem("is listed more than once in the param groups", str(param)))
     if problems:
         raise CkptError(
             f"{where} is not an optimizer's state dict as torch writes it",
@@ -71,36 +72,36 @@ def _read_nested(mapping: Mapping[Any, Any], problems: list[Problem]) -> Optimiz
     if not isinstance(listed, (list, tuple)):
         problems.append(Problem("is not a list", GROUPS))
         listed = ()
-    groups = []
-    for index, group in enumerate(listed):
-        options = group if isinstance(group, Mapping) else {}
-        params = options.get(PARAMS)
-        if not isinstance(params, (list, tuple)) or not all(
-            type(param) in (int, str) for param in params
-        ):
-            problems.append(Problem("has no list of ids or names", f"{GROUPS}.{index}.{PARAMS}"))
-            params = ()
-        groups.append(
-            ParamGroup(
-                tuple(params), {name: value for name, value in options.items() if name != PARAMS}
-            )
-        )
-    params = {param for group in groups for param in group.params}
-    if len({type(param) for param in params}) > 1:
+    groups = tuple(_read_group(group, index, problems) for index, group in enumerate(listed))
+    params = set(chain.from_iterable(group.params for group in groups))
+    types = set(map(type, params))
+    if len(types) > 1:
         problems.append(Problem("some params are ids and some names", GROUPS))
     state: dict[Param, Mapping[Any, Any]] = {}
     loose: dict[str, Any] = {}
     for key, value in states.items():
-        if key in params and isinstance(value, Mapping):
-            state[key] = value
-        elif isinstance(key, str) and key not in params:
+        path = f"{STATE}.{key}"
+        if key in params:
+            if isinstance(value, Mapping):
+                state[key] = value
+            else:
+                problems.append(Problem("is not a dict", path))
+        elif isinstance(key, str):
             loose[key] = value
         else:
-            text = "is not a dict" if key in params else "no param group has this parameter"
-            problems.append(Problem(text, f"{STATE}.{key}"))
+            problems.append(Problem("no param group has this parameter", path))
     rest = {key: value for key, value in mapping.items() if key not in (STATE, GROUPS)}
-    named = bool(params) and all(isinstance(param, str) for param in params)
-    return OptimizerState(FQN if named else ID, tuple(groups), state, loose, rest)
+    return OptimizerState(FQN if types == {str} else ID, groups, state, loose, rest)
+
+
+def _read_group(group: Any, index: int, problems: list[Problem]) -> ParamGroup:
+    options = dict(group) if isinstance(group, Mapping) else {}
+    params = options.pop(PARAMS, None)
+    is_list = isinstance(params, (list, tuple))
+    if not is_list or not all(type(param) in (int, str) for param in params):
+        problems.append(Problem("has no list of ids or names", f"{GROUPS}.{index}.{PARAMS}"))
+        params = ()
+    return ParamGroup(tuple(params), options)
 
 
 def _read_flat(mapping: Mapping[Any, Any], problems: list[Problem]) -> OptimizerState:
@@ -122,18 +123,24 @@ def _read_flat(mapping: Mapping[Any, Any], problems: list[Problem]) -> Optimizer
             problems.append(Problem("no param_groups key names this parameter", key))
         elif not _put(state.setdefault(owner, {}), rest[len(owner) + 1 :].split("."), value):
             problems.append(Problem("conflicts with another part of the state", key))
-    # The flat form does not keep the groups: parameters with equal options are one group, in the
-    # order of the first.
-    groups: list[tuple[Mapping[str, Any], list[Param]]] = []
-    for fqn, own in options.items():
-        params = next((params for known, params in groups if same_options(known, own)), None)
-        if params is None:
-            groups.append((own, [fqn]))
+    return OptimizerState(FLAT, _equal_groups(options), state)
+
+
+def _equal_groups(options: Mapping[str, Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
+    """Return the groups of a flattened optimizer, which does not keep them: parameters with equal
+    options are one group, in the order of the first.
+    """
+    params: list[list[Param]] = []
+    group_options: list[Mapping[str, Any]] = []
+    for fqn, fqn_options in options.items():
+        for index, others in enumerate(group_options):
+            if same_options(others, fqn_options):
+                params[index].append(fqn)
+                break
         else:
-            params.append(fqn)
-    return OptimizerState(
-        FLAT, tuple(ParamGroup(tuple(params), own) for own, params in groups), state
-    )
+            params.append([fqn])
+            group_options.append(fqn_options)
+    return tuple(map(ParamGroup, map(tuple, params), group_options))
 
 
 def _owner(path: str, params: Container[Param]) -> str | None:
@@ -158,9 +165,9 @@ def _put(mapping: dict[Any, Any], path: Sequence[str], value: Any) -> bool:
 
 def same_options(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
     """Return True if two groups have the same options; tensors are compared by their bytes."""
-    return left.keys() == right.keys() and all(
-        same_option(left[name], right[name]) for name in left
-    )
+    if left.keys() != right.keys():
+        return False
+    return all(same_option(left[name], right[name]) for name in left)
 
 
 def same_option(left: Any, right: Any) -> bool:
@@ -173,10 +180,11 @@ def same_option(left: Any, right: Any) -> bool:
         return same_values(left, right)
     if isinstance(left, ExtraEntry) and isinstance(right, ExtraEntry):
         return same_objects(left, right)
-    for one, other in ((left, right), (right, left)):
-        if isinstance(one, TensorEntry) and type(other) in (int, float):
-            return _is_number(one, other)
-    if isinstance(left, (TensorEntry, ExtraEntry)) or isinstance(right, (TensorEntry, ExtraEntry)):
+    if isinstance(left, TensorEntry):
+        return type(right) in (int, float) and _is_number(left, right)
+    if isinstance(right, TensorEntry):
+        return type(left) in (int, float) and _is_number(right, left)
+    if isinstance(left, ExtraEntry) or isinstance(right, ExtraEntry):
         return False
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(same_option, left, right))
@@ -191,12 +199,9 @@ _CODES = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}  # of `str
 def _is_number(entry: TensorEntry, number: float) -> bool:
     """Return True if the tensor has one element, and that is the number in the tensor's dtype."""
     code = _CODES.get(entry.dtype)
-    if (
-        code is None
-        or entry.numel != 1
-        or entry.storage is None
-        or (code in "qi" and type(number) is float)
-    ):
+    if code is None or entry.numel != 1 or entry.storage is None:
+        return False
+    if code in "qi" and type(number) is float:
         return False
     data = read_all(entry.storage.data)
     size = struct.calcsize(code)
@@ -216,7 +221,8 @@ def write(state: OptimizerState, section: Section) -> Section:
         if not isinstance(value, (TensorEntry, ExtraEntry)):
             return value
         entry = replace(value, key=".".join(path))
-        tensors.extend([entry] if isinstance(entry, TensorEntry) else [])
+        if isinstance(entry, TensorEntry):
+            tensors.append(entry)
         return entry
 
     if state.form == FLAT:
@@ -229,31 +235,33 @@ def write(state: OptimizerState, section: Section) -> Section:
 
 
 def _flat(state: OptimizerState) -> dict[Any, Any]:
-    """Raises `Refused` for state that torch.distributed.checkpoint cannot flatten either, and for
+    """Return one dict: ``state.layers.0.weight.exp_avg``, ``param_groups.layers.0.weight.lr``, ...
+
+    Raises `Refused` for state that torch.distributed.checkpoint cannot flatten either, and for
     conflicting keys.
     """
     problems = [Problem("belongs to no parameter", key) for key in (*state.loose, *state.rest)]
     parts: list[tuple[str, Any]] = []
     params = set(state.params)
-    for fqn, own in state.state.items():
-        for key, value in _flattened(str(fqn), own, problems) if own else ():
-            parts.append((f"{STATE}.{key}", value))
+    for fqn, param_state in state.state.items():
+        if not param_state:
+            continue
+        for key, value in _flattened(str(fqn), param_state, problems):
+            path = f"{STATE}.{key}"
+            parts.append((path, value))
             if _owner(key, params) != fqn:
-                problems.append(
-                    Problem("would be the state of another parameter", f"{STATE}.{key}")
-                )
+                problems.append(Problem("would be the state of another parameter", path))
     for group in state.groups:
         if not group.params:
             problems.append(Problem("a param group without parameters", GROUPS))
-        parts += [
-            (f"{GROUPS}.{fqn}.{name}", v)
-            for fqn in group.params
-            for name, v in group.options.items()
-        ]
+        for fqn in group.params:
+            for name, value in group.options.items():
+                parts.append((f"{GROUPS}.{fqn}.{name}", value))
     flat = dict(parts)
     if len(flat) < len(parts):
-        repeated = (key for key, count in Counter(key for key, _ in parts).items() if count > 1)
-        problems += [Problem("two parameters' names lead to this key", key) for key in repeated]
+        for key, count in Counter(key for key, _ in parts).items():
+            if count > 1:
+                problems.append(Problem("two parameters' names lead to this key", key))
     if problems:
         raise Refused(
             "the flattened form has no place for all of this optimizer's state",
@@ -318,14 +326,16 @@ def class_of(state: OptimizerState) -> str | None:
 
     The param groups' hyperparameters decide, or else the names in the state.
     """
-    options = {name for group in state.groups for name in group.options}
-    names = {str(name) for own in state.state.values() for name in own}
-    row = _by_options(options) or next((row for row in TABLE if row.state <= names), None)
-    return None if row is None else row.title
+    by_options = _by_options([group.options for group in state.groups])
+    if by_options is not None:
+        return by_options.title
+    names = set(map(str, chain.from_iterable(state.state.values())))
+    return next((row.title for row in TABLE if row.state <= names), None)
 
 
-def _by_options(options: Collection[str]) -> OptimizerClass | None:
-    return next((row for row in TABLE if row.options.issubset(options)), None)
+def _by_options(groups: Iterable[Mapping[str, object]]) -> OptimizerClass | None:
+    options = set(chain.from_iterable(groups))
+    return next((row for row in TABLE if row.options <= options), None)
 
 
 # Hyperparameters that torch adds to groups of files that lack them (each class's ``__setstate__``),
@@ -333,25 +343,21 @@ def _by_options(options: Collection[str]) -> OptimizerClass | None:
 # file's hyperparameters ask for it.
 _FILLED_IN = frozenset(
     {
-        *(
-            "amsgrad",
-            "maximize",
-            "foreach",
-            "capturable",
-            "differentiable",
-            "fused",
-            "nesterov",
-            "centered",
-        ),
-        *(
-            "decoupled_weight_decay",
-            "initial_lr",
-            "max_lr",
-            "min_lr",
-            "base_momentum",
-            "max_momentum",
-            "swa_lr",
-        ),
+        "amsgrad",
+        "maximize",
+        "foreach",
+        "capturable",
+        "differentiable",
+        "fused",
+        "nesterov",
+        "centered",
+        "decoupled_weight_decay",
+        "initial_lr",
+        "max_lr",
+        "min_lr",
+        "base_momentum",
+        "max_momentum",
+        "swa_lr",
     }
 )
 _ON_REQUEST = frozenset({"max_exp_avg_sq", "grad_avg", "momentum_buffer"})
@@ -368,23 +374,22 @@ def lacking(
     `steps` are the names of the state that a first step creates for a parameter, if known. torch
     loads such a state, and fails with a ``KeyError`` at the next step (pytorch#7499).
     """
-    needed = dict.fromkeys(
-        name for group in groups for name in group if name != PARAM_NAMES and name not in _FILLED_IN
-    )
-    missing = [
-        f"{GROUPS}.{index}.{name}"
-        for index, group in enumerate(state.groups)
-        for name in needed
-        if name not in group.options
-    ]
-    row = _by_options({name for group in groups for name in group})
+    options = dict.fromkeys(chain.from_iterable(groups))
+    needed = [name for name in options if name != PARAM_NAMES and name not in _FILLED_IN]
+    missing = []
+    for index, group in enumerate(state.groups):
+        for name in needed:
+            if name not in group.options:
+                missing.append(f"{GROUPS}.{index}.{name}")
+    row = _by_options(groups)
     usual = () if row is None or row.title == class_of(state) else sorted(row.state)
-    return missing + [
-        f"{STATE}.{param}.{name}"
-        for param, own in state.state.items()
-        for name in steps.get(param) or usual
-        if own and name not in own and name not in _ON_REQUEST
-    ]
+    for param, param_state in state.state.items():
+        if not param_state:
+            continue
+        for name in steps.get(param) or usual:
+            if name not in param_state and name not in _ON_REQUEST:
+                missing.append(f"{STATE}.{param}.{name}")
+    return missing
 
 
 def with_new_options(
@@ -417,16 +422,19 @@ WHOLE = frozenset({"old_dirs", "old_stps", "H_diag", "prev_flat_grad", "ro", "d"
 
 ELEMENTWISE = frozenset(
     {
-        *(
-            "exp_avg",
-            "exp_avg_sq",
-            "max_exp_avg_sq",
-            "exp_inf",
-            "momentum_buffer",
-            "square_avg",
-            "grad_avg",
-        ),
-        *("acc_delta", "sum", "ax", "prev", "step_size", "variance"),
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+        "ax",
+        "prev",
+        "step_size",
+        "variance",
     }
 )
 

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import SERIALIZED, Names, RuntimeTensor
 from ckpttool.core.optimizer_state import FQN, ID, OptimizerState, Param, ParamGroup, renamed
 from ckpttool.core.values import dataclass
@@ -55,25 +56,21 @@ class Parameters:
         """Return the canonical names in the groups of the model's optimizer, in its order; empty
         without one.
         """
-        count = max(
-            len(self.names.optimizer_groups), *(p.group + 1 for p in self.names.optimizer), 0
-        )
-        ordered = sorted(self.names.optimizer, key=lambda p: p.id)
-        return tuple(
-            tuple(self.canonical[p.fqn] for p in ordered if p.group == group)
-            for group in range(count)
-        )
+        groups: list[list[str]] = [[] for _ in self.names.optimizer_groups]
+        for param in sorted(self.names.optimizer, key=lambda param: param.id):
+            while len(groups) <= param.group:
+                groups.append([])
+            groups[param.group].append(self.canonical[param.fqn])
+        return tuple(map(tuple, groups))
 
     @property
     def fresh_optimizer(self) -> OptimizerState:
         """Return the state of the model's optimizer before its first step."""
-        options = [
-            *self.names.optimizer_groups,
-            *[{}] * (len(self.groups) - len(self.names.optimizer_groups)),
-        ]
-        return OptimizerState(
-            FQN, tuple(ParamGroup(tuple(own), o) for own, o in zip(self.groups, options)), {}
-        )
+        options = self.names.optimizer_groups
+        groups = []
+        for index, params in enumerate(self.groups):
+            groups.append(ParamGroup(params, options[index] if index < len(options) else {}))
+        return OptimizerState(FQN, tuple(groups), {})
 
     @cached_property
     def first_step(self) -> dict[Param, tuple[str, ...]]:
@@ -97,34 +94,51 @@ def saved_order(
     the order.
     """
     tables, canonical = NameTables(names), Parameters(names).canonical
-    confirmed = False
+    is_confirmed = False
     for section in sections:
         reading = read(tables, section)
-        fqns_of: dict[str, tuple[str, ...]] = {fqn: (fqn,) for fqn in tables.tensors}
-        if reading.form == SERIALIZED:
-            fqns_of = {
-                key: () if source is None else tuple(ex.refs(source))
-                for key, source in tables.saved.items()
-            }
-        in_file = [reading.match.names.get(entry.key, "") for entry in section.tensors]
-        file_order, model_order = (
-            dict.fromkeys(
-                canonical[fqn]
-                for name in order
-                for fqn in fqns_of.get(name, ())
-                if fqn in canonical
-            )
-            for order in (in_file, fqns_of)
-        )
-        file = [name for name in file_order if name in params]
-        model = [name for name in model_order if name in params and name in file_order]
+        sources: Mapping[str, Expression | None] = tables.saved
+        if reading.form != SERIALIZED:
+            sources = {fqn: Ref(fqn) for fqn in tables.tensors}
+        file_keys = [reading.match.names.get(key, "") for key in _tensor_keys(section)]
+        file = [name for name in _order(file_keys, sources, canonical) if name in params]
+        common = set(file)
+        model = [name for name in _order(sources, sources, canonical) if name in common]
         if file != model:
-            pairs = [(name, other) for name, other in zip(model, file) if name != other]
-            return tuple(
-                Problem(f"the file's model has {other} instead", name) for name, other in pairs
-            )
-        confirmed = confirmed or (bool(params) and len(file) == len(params))
-    return () if confirmed else None
+            problems = []
+            for name, other in zip(model, file):
+                if name != other:
+                    problems.append(Problem(f"the file's model has {other} instead", name))
+            return tuple(problems)
+        is_confirmed = is_confirmed or (bool(params) and len(file) == len(params))
+    return () if is_confirmed else None
+
+
+def _order(
+    keys: Iterable[str], sources: Mapping[str, Expression | None], canonical: Mapping[str, str]
+) -> Iterable[str]:
+    """Return the canonical names of the parameters that the keys are computed from, in this
+    order.
+    """
+    order: dict[str, None] = {}
+    for key in keys:
+        source = sources.get(key)
+        if source is None:
+            continue
+        for fqn in ex.refs(source):
+            if fqn in canonical:
+                order[canonical[fqn]] = None
+    return order
+
+
+def _tensor_keys(section: Section) -> list[str]:
+    return [entry.key for entry in section.tensors]
+
+
+def _fqns_of(key: str, tables: NameTables) -> Iterable[str]:
+    """Return the FQNs that a serialized key is computed from."""
+    source = tables.saved.get(key)
+    return () if source is None else ex.refs(source)
 
 
 def in_order_of(
@@ -136,16 +150,17 @@ def in_order_of(
     `called` returns the new name for each of the model's names, if they were renamed.
     """
     tables = NameTables(names)
+    serialized, runtime = list(tables.serialized_names), list(tables.runtime_names)
     if called is None:
         reading = read(tables, section)
         name_of = reading.match.names
-        order: Iterable[str] = (
-            tables.serialized_names if reading.form == SERIALIZED else tables.runtime_names
-        )
+        order = serialized if reading.form == SERIALIZED else runtime
     else:
         name_of = canonical_keys(section.keys)
-        forms = [list(map(called, own)) for own in (tables.serialized_names, tables.runtime_names)]
-        order = max(forms, key=lambda own: len({*own} & {*name_of.values()}))
+        section_names = set(name_of.values())
+        serialized, runtime = list(map(called, serialized)), list(map(called, runtime))
+        count = len(section_names.intersection(serialized))
+        order = serialized if count >= len(section_names.intersection(runtime)) else runtime
     rank = {name: position for position, name in enumerate(order)}
     tensors = sorted(
         section.tensors, key=lambda entry: rank.get(name_of.get(entry.key, ""), len(rank))
@@ -157,18 +172,17 @@ def same_key_order(left: Iterable[Section], right: Iterable[Section]) -> bool | 
     """Return whether two files list the keys of their models in the same order; None without common
     keys.
     """
-    right_keys = [[entry.key for entry in section.tensors] for section in right]
+    right_keys = list(map(_tensor_keys, right))
     same = None
-    for section in left:
-        keys = [entry.key for entry in section.tensors]
+    for left_keys in map(_tensor_keys, left):
         for others in right_keys:
-            common = set(keys) & set(others)
-            if len(common) > 1:
-                same = [key for key in keys if key in common] == [
-                    key for key in others if key in common
-                ]
-                if not same:
-                    return False
+            common = set(left_keys) & set(others)
+            if len(common) < 2:
+                continue
+            left_order = [key for key in left_keys if key in common]
+            if left_order != [key for key in others if key in common]:
+                return False
+            same = True
     return same
 
 
@@ -223,8 +237,7 @@ class ParamMap:
             )
         return (
             f"{where}: the file says neither whose state its ids are nor in which order its model"
-            " was registered; "
-            f"this answer assumes the {self.evidence}"
+            f" was registered; this answer assumes the {self.evidence}"
         )
 
     def settled(self, where: str) -> ParamMap:
@@ -246,29 +259,7 @@ def owners(
     """
     listed, evidence = in_file(state)
     if listed is not None:
-        if names is not None:
-            canonical, problems = in_model(listed.values(), names)
-            if problems:
-                raise Refused(
-                    f"{where} holds {len(problems)} parameters that the model lacks",
-                    hint="is it another model? ckpttool trace MODEL lists its names; "
-                    "--to-model leads to another model's names",
-                    problems=problems,
-                )
-            listed = {param: canonical[name] for param, name in listed.items()}
-        repeated = [name for name, count in Counter(listed.values()).items() if count > 1]
-        if repeated:
-            raise Refused(
-                f"{where}: several parameters have one name",
-                hint=_SETTLE,
-                problems=[
-                    Problem("the name of more than one parameter", name) for name in repeated
-                ],
-            )
-        if names is None:
-            return ParamMap(state, listed, evidence)
-        named = check(ParamMap(state, listed, evidence), names)
-        return named if state.form == ID else named.settled(where)
+        return _by_names(state, listed, evidence, names, where)
     if names is None:
         raise Refused(
             f"{where}: nothing says which parameters the ids are",
@@ -277,7 +268,10 @@ def owners(
         )
     parameters = Parameters(names)
     try:
-        by_position = (_by_optimizer if names.optimizer else _by_order)(state, parameters, where)
+        if names.optimizer:
+            by_position = _by_optimizer(state, parameters, where)
+        else:
+            by_position = _by_order(state, parameters, where)
     except Refused as error:
         moved = saved_order(state_dicts, names, parameters.shapes)
         if not moved:
@@ -297,6 +291,38 @@ def owners(
     return replace(by_position, doubt=_other_order(names, moved))
 
 
+def _by_names(
+    state: OptimizerState,
+    listed: Mapping[Param, str],
+    evidence: str,
+    names: Names | None,
+    where: str,
+) -> ParamMap:
+    """Return the parameters by the file's own names, which must be the model's if it is given."""
+    if names is not None:
+        canonical, problems = in_model(listed.values(), names)
+        if problems:
+            raise Refused(
+                f"{where} holds {len(problems)} parameters that the model lacks",
+                hint="is it another model? ckpttool trace MODEL lists its names; "
+                "--to-model leads to another model's names",
+                problems=problems,
+            )
+        listed = {param: canonical[name] for param, name in listed.items()}
+    repeated = [name for name, count in Counter(listed.values()).items() if count > 1]
+    if repeated:
+        raise Refused(
+            f"{where}: several parameters have one name",
+            hint=_SETTLE,
+            problems=[Problem("the name of more than one parameter", name) for name in repeated],
+        )
+    param_map = ParamMap(state, listed, evidence)
+    if names is None:
+        return param_map
+    param_map = check(param_map, names)
+    return param_map if state.form == ID else param_map.settled(where)
+
+
 def _other_order(names: Names, moved: tuple[Problem, ...]) -> Doubt:
     return Doubt(
         "its ids may not be this model's: the file lists the model's keys in another order than"
@@ -314,27 +340,25 @@ def in_file(state: OptimizerState) -> tuple[dict[Param, str] | None, str]:
     """
     if state.form != ID:
         return {param: str(param) for param in state.params}, "names"
-    listed = {
-        p: name for group in state.groups for p, name in zip(group.params, group.param_names or ())
-    }
-    return (listed if 0 < len(listed) == len(state.params) else None), "param_names"
+    listed: dict[Param, str] = {}
+    for group in state.groups:
+        listed.update(zip(group.params, group.param_names or ()))
+    is_complete = 0 < len(listed) == len(state.params)
+    return listed if is_complete else None, "param_names"
 
 
 def in_model(listed: Iterable[str], names: Names) -> tuple[dict[str, str], list[Problem]]:
     """Return name -> canonical name, for runtime, serialized and wrapped names, and the names that
     match nothing.
     """
-    known = Parameters(names).canonical
-    keys = {
-        key: known[fqn]
-        for key, fqn in NameTables(names).fqn_of.items()
-        if fqn in known and key not in known
-    }
-    found = match(list(dict.fromkeys(listed)), {name: name for name in (*known, *keys)})
-    problems = [
-        Problem(f"not a parameter of {names.model}", name) for name in found.unmatched
-    ] + list(found.problems)
-    return {name: known.get(own) or keys[own] for name, own in found.names.items()}, problems
+    canonical = dict(Parameters(names).canonical)
+    for key, fqn in NameTables(names).fqn_of.items():
+        if fqn in canonical:
+            canonical.setdefault(key, canonical[fqn])
+    matched = match(list(dict.fromkeys(listed)), dict(zip(canonical, canonical)))
+    problems = [Problem(f"not a parameter of {names.model}", name) for name in matched.unmatched]
+    problems += matched.problems
+    return {name: canonical[target] for name, target in matched.names.items()}, problems
 
 
 def own_names(state: OptimizerState, state_dicts: Sequence[Section]) -> ParamMap | None:
@@ -349,15 +373,15 @@ def own_names(state: OptimizerState, state_dicts: Sequence[Section]) -> ParamMap
     for section in state_dicts:
         aliases = section.aliases()
         entries = [entry for entry in section.tensors if entry.key not in aliases]
+        if len(entries) != len(state.params):
+            continue
         shapes = _Shapes(state, [entry.shape for entry in entries])
-        pairs = list(zip(state.params, entries))
-        if len(entries) == len(state.params) and not any(
-            shapes.misfit(param, entry.shape) for param, entry in pairs
-        ):
-            evidence = f"the keys of {section.path or 'the model'} in the same file, in their order"
-            return ParamMap(
-                state, {param: entry.key for param, entry in pairs}, evidence, assumed=True
-            )
+        pairs = dict(zip(state.params, entries))
+        if any(shapes.misfit(param, entry.shape) for param, entry in pairs.items()):
+            continue
+        evidence = f"the keys of {section.path or 'the model'} in the same file, in their order"
+        names = {param: entry.key for param, entry in pairs.items()}
+        return ParamMap(state, names, evidence, assumed=True)
     return None
 
 
@@ -369,48 +393,35 @@ def check(owners: ParamMap, names: Names) -> ParamMap:
     for param, name in owners.names.items():
         reason = state_shapes.misfit(param, shapes[name])
         if reason is not None:
-            problems.append(
-                Problem(f"cannot be {name}: {reason}" if param != name else reason, str(param))
-            )
+            text = reason if param == name else f"cannot be {name}: {reason}"
+            problems.append(Problem(text, str(param)))
     if not problems:
         return owners
     message = f"the shapes in its state contradict its {owners.evidence}"
-    hint = (
-        _SETTLE
-        if owners.evidence.startswith("model")
-        else ("is it another model, or another version of it?")
-    )
-    return replace(
-        owners,
-        doubt=Doubt(message, hint, tuple(problems), by_another=owners.evidence == "optimizer"),
-    )
+    hint = "is it another model, or another version of it?"
+    if owners.evidence.startswith("model"):
+        hint = _SETTLE
+    by_another = owners.evidence == "optimizer"
+    return replace(owners, doubt=Doubt(message, hint, tuple(problems), by_another))
 
 
 def _by_optimizer(state: OptimizerState, parameters: Parameters, where: str) -> ParamMap:
-    actual, expected = (
-        [len(group.params) for group in state.groups],
-        [len(group) for group in parameters.groups],
-    )
+    actual = [len(group.params) for group in state.groups]
+    expected = [len(names) for names in parameters.groups]
+    problems = []
+    for index, (left, right) in enumerate(zip_longest(actual, expected, fillvalue=0)):
+        if left != right:
+            text = f"{left} parameters in the file, {right} in the optimizer"
+            problems.append(Problem(text, f"param_groups.{index}"))
     if actual != expected:
         raise Refused(
             f"{where} was not saved by this optimizer: its groups have other sizes",
             hint="pass the --model and --optimizer that saved it; --to-model and --to-optimizer"
             " name the new ones",
-            problems=[
-                Problem(
-                    f"{left} parameters in the file, {right} in the optimizer",
-                    f"param_groups.{index}",
-                )
-                for index, (left, right) in enumerate(zip_longest(actual, expected, fillvalue=0))
-                if left != right
-            ],
+            problems=problems,
         )
-    names = {
-        p: n
-        for group, own in zip(state.groups, parameters.groups)
-        for p, n in zip(group.params, own)
-    }
-    return ParamMap(state, names, "optimizer")
+    order = chain.from_iterable(parameters.groups)
+    return ParamMap(state, dict(zip(state.params, order)), "optimizer")
 
 
 def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> ParamMap:
@@ -418,34 +429,29 @@ def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Para
     to do that.
     """
     count, total = len(state.params), len(parameters.shapes)
-    orders = [
-        names for names in (tuple(parameters.shapes), parameters.trainable) if len(names) == count
-    ]
-    if not orders:
+    if count == total:
+        order = tuple(parameters.shapes)
+    elif count == len(parameters.trainable):
+        order = parameters.trainable
+    else:
         raise Refused(
             f"{where} has {count} parameters, and the model {total}, {len(parameters.trainable)}"
             " of them trainable",
             hint=_SETTLE,
         )
-    order = orders[0]
     if len(state.nonempty_groups) < 2:
         return ParamMap(state, dict(zip(state.params, order)), "model.parameters() order")
     ways, names = _interleave(state, order, parameters.shapes)
     if ways != 1:
+        reason = "its ids cannot be told apart"
+        if ways == 0:
+            reason = "its shapes fit no order of the model's parameters"
         raise Refused(
-            f"{where} has {len(state.groups)} param groups, and "
-            + (
-                "its shapes fit no order of the model's parameters"
-                if ways == 0
-                else "its ids cannot be told apart"
-            ),
+            f"{where} has {len(state.groups)} param groups, and {reason}",
             hint=_SETTLE,
         )
-    return ParamMap(
-        state,
-        names,
-        "model.parameters() order within each group, the only one that the shapes allow",
-    )
+    evidence = "model.parameters() order within each group, the only one that the shapes allow"
+    return ParamMap(state, names, evidence)
 
 
 def _interleave(
@@ -455,7 +461,10 @@ def _interleave(
     one.
 
     Each group takes its parameters in the order of the model; a step gives the next parameter to
-    one of the groups.
+    one of the groups. Two groups of ids and the order a.weight, a.bias, b.weight, b.bias:
+
+    group 0: ids 0, 1 with state of shape [4, 4]    positions  (0, 0) ─ a.weight ─▶ (1, 0)
+    group 1: ids 2, 3 with state of shape [4]        ─ a.bias ─▶ (1, 1) ─ b.weight ─▶ (2, 1) ...
     """
     groups = [group.params for group in state.groups]
     state_shapes = _Shapes(state, [shapes[name] for name in order])
@@ -467,17 +476,19 @@ def _interleave(
         taken: dict[tuple[int, ...], int] = {}
         for positions, count in ways.items():
             for index, group in enumerate(groups):
-                at = positions[index]
-                if at < len(group) and state_shapes.misfit(group[at], shapes[name]) is None:
-                    moved = (*positions[:index], at + 1, *positions[index + 1 :])
-                    after[moved] += count
-                    taken[moved] = index
+                place = positions[index]
+                if place == len(group) or state_shapes.misfit(group[place], shapes[name]):
+                    continue
+                moved = (*positions[:index], place + 1, *positions[index + 1 :])
+                after[moved] += count
+                taken[moved] = index
         if len(after) > _MOST_STATES:
             return 2, {}
         ways = after
         steps.append(taken)
     if list(ways.values()) != [1]:
         return sum(ways.values()), {}
+    # walk back along the only way
     (positions,) = ways
     names: dict[Param, str] = {}
     for taken, name in zip(reversed(steps), reversed(order)):
@@ -509,7 +520,8 @@ class _Shapes:
         """Return why the state does not fit a parameter of this shape; None if it does."""
         if shape is None:
             return None
-        for name, own in self.state.shapes(param).items():
-            if not fits(name, own, shape) or (name in self.elementwise and own != shape):
-                return f"{name} is {list(own)}, the parameter {list(shape)}"
+        for name, state_shape in self.state.shapes(param).items():
+            is_other = name in self.elementwise and state_shape != shape
+            if is_other or not fits(name, state_shape, shape):
+                return f"{name} is {list(state_shape)}, the parameter {list(shape)}"
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ckpttool.core import expression as ex
@@ -44,20 +45,20 @@ def between(old: Names, new: Names, renamed: Mapping[str, str]) -> dict[str, Exp
     are one parameter; others are matched by the keys that the old model writes and the new one
     loads.
     """
-    by_new_name = {new: old for old, new in renamed.items()}
+    by_new_name = {new_name: old_name for old_name, new_name in renamed.items()}
     old_parameters, new_parameters = Parameters(old), Parameters(new)
-    sources: dict[str, Expression] = {
-        n: Ref(by_new_name[n]) for n in new_parameters.shapes if n in by_new_name
-    }
-    used = {key for source in sources.values() for key in ex.refs(source)}
+    sources: dict[str, Expression] = {}
+    for name in new_parameters.shapes:
+        if name in by_new_name:
+            sources[name] = Ref(by_new_name[name])
+    used = set(chain.from_iterable(map(ex.refs, sources.values())))
     saved = {key: source for key, source in NameTables(old).saved.items() if source is not None}
     for name, source in _of_keys(new_parameters, saved).items():
-        whole = _canonical(ex.substitute(source, lambda key: saved[key]), old_parameters)
-        if (
-            whole is not None
-            and renamed.keys() >= set(ex.refs(whole))
-            and used.isdisjoint(ex.refs(whole))
-        ):
+        whole = _canonical(ex.substitute(source, saved.__getitem__), old_parameters)
+        if whole is None:
+            continue
+        read = set(ex.refs(whole))
+        if read <= renamed.keys() and read.isdisjoint(used):
             sources.setdefault(name, whole)
     return {name: sources[name] for name in new_parameters.shapes if name in sources}
 
@@ -90,12 +91,11 @@ def from_serialized(names: Names, params: Sequence[Param]) -> dict[str, Expressi
 
 def _of_keys(parameters: Parameters, keys: Iterable[str]) -> dict[str, Expression]:
     """Return the parameters that these serialized keys give, as expressions over them."""
-    values = NameTables(parameters.names).runtime_values(keys)
-    return {
-        parameters.canonical[fqn]: source
-        for fqn, source in values.items()
-        if fqn in parameters.canonical
-    }
+    by_name = {}
+    for fqn, source in NameTables(parameters.names).runtime_values(keys).items():
+        if fqn in parameters.canonical:
+            by_name[parameters.canonical[fqn]] = source
+    return by_name
 
 
 def _canonical(source: Expression, parameters: Parameters) -> Expression | None:
@@ -120,20 +120,17 @@ def carry(
     problems: list[Problem] = []
     carried: dict[Param, Mapping[Any, Any]] = {}
     for name, source in sources.items():
-        own = (
-            state.state.get(source.key)
-            if isinstance(source, Ref)
-            else _computed(name, source, state, shapes, problems)
-        )
-        if own is not None:
-            carried[name] = own
-    shared = {str(name) for own in state.state.values() for name in own} & WHOLE
-    if shared and [ref for source in sources.values() for ref in ex.refs(source)] != list(
-        state.params
-    ):
-        problems.append(
-            Problem("belongs to all parameters together, in their order", ", ".join(sorted(shared)))
-        )
+        if isinstance(source, Ref):
+            param_state = state.state.get(source.key)
+        else:
+            param_state = _computed(name, source, state, shapes, problems)
+        if param_state is not None:
+            carried[name] = param_state
+    shared = WHOLE.intersection(map(str, chain.from_iterable(state.state.values())))
+    order = list(chain.from_iterable(map(ex.refs, sources.values())))
+    if shared and order != list(state.params):
+        problem = "belongs to all parameters together, in their order"
+        problems.append(Problem(problem, ", ".join(sorted(shared))))
     if problems:
         raise Refused(
             f"{where}: the state of {len(problems)} parameters cannot follow them",
@@ -150,21 +147,18 @@ def _computed(
     states = [state.state.get(ref, {}) for ref in refs]
     if not any(states):
         return None
-    if any(own.keys() != states[0].keys() for own in states):
+    if any(param_state.keys() != states[0].keys() for param_state in states):
         problems.append(Problem(f"{' and '.join(refs)} have not taken the same steps", name))
         return None
-    other = next((op for op in ex.operators(source) if op not in OPS or not OPS[op].moves), None)
-    if other is not None:
-        name_of_op = ".".join(other.split(".")[:2])  # without its overload: `aten.mul`
-        problems.append(
-            Problem(
-                f"computed by {name_of_op}, which changes values: moments do not follow it", name
-            )
-        )
-        return None
+    for op in ex.operators(source):
+        if op not in OPS or not OPS[op].moves:
+            short = ".".join(op.split(".")[:2])  # without its overload: `aten.mul`
+            problem = f"computed by {short}, which changes values: moments do not follow it"
+            problems.append(Problem(problem, name))
+            return None
     computed = {}
     for entry in states[0]:
-        values = {ref: own[entry] for ref, own in zip(refs, states)}
+        values = {ref: param_state[entry] for ref, param_state in zip(refs, states)}
         try:
             computed[entry] = _value(f"{name}.{entry}", source, values, shapes)
         except Refused as error:
@@ -176,13 +170,8 @@ def _value(key: str, source: Expression, values: Mapping[str, Any], shapes: Shap
     """Compute one entry of a parameter's state: apply the expression to moments; a step must be
     equal everywhere.
     """
-    elementwise = key.rpartition(".")[2] in ELEMENTWISE
-    if all(  # of a scalar parameter only the name tells a moment from a step
-        isinstance(value, TensorEntry)
-        and value.shape == shapes.get(ref)
-        and (value.shape or elementwise)
-        for ref, value in values.items()
-    ):
+    has_moment_name = key.rpartition(".")[2] in ELEMENTWISE
+    if all(_is_moment(value, shapes.get(ref), has_moment_name) for ref, value in values.items()):
         return entry_of(key, source, values)
     first, *others = values.values()
     if isinstance(first, ExtraEntry) or (isinstance(first, TensorEntry) and first.numel != 1):
@@ -193,6 +182,12 @@ def _value(key: str, source: Expression, values: Mapping[str, Any], shapes: Shap
     if isinstance(first, TensorEntry) and first.storage is not None:
         return replace(first, storage=Storage(first.storage.data), payload=None)
     return first
+
+
+def _is_moment(value: Any, shape: tuple[int, ...] | None, has_moment_name: bool) -> bool:
+    if not isinstance(value, TensorEntry) or value.shape != shape:
+        return False
+    return value.shape != () or has_moment_name  # a step is a scalar too
 
 
 # Groups
@@ -209,29 +204,37 @@ def placed(state: OptimizerState, sources: Sources) -> tuple[ParamGroup, ...]:
     """Return the old groups with the new parameters in the old ones' positions. A group that loses
     all is left out.
     """
-    home = {str(param): index for index, group in enumerate(state.groups) for param in group.params}
-    position = {str(param): at for at, param in enumerate(state.params)}
+    home = _homes(state)
+    position = {str(param): index for index, param in enumerate(state.params)}
+
+    def first_position(name: str) -> int:
+        return min(position[ref] for ref in ex.refs(sources[name]))
+
     members: list[list[Param]] = [[] for _ in state.groups]
-    for name in sorted(
-        sources, key=lambda name: min(position[ref] for ref in ex.refs(sources[name]))
-    ):
-        first, *others = sorted({home[ref] for ref in ex.refs(sources[name])})
+    for name in sorted(sources, key=first_position):
+        refs = list(dict.fromkeys(ex.refs(sources[name])))
+        first, *others = sorted({home[ref] for ref in refs})
         options = state.groups[first].hyperparameters
         if not all(same_options(options, state.groups[other].hyperparameters) for other in others):
             raise Refused(
                 f"{name} is made of parameters of different param groups",
                 hint="pass --to-optimizer O, the function that makes the new optimizer",
-                problems=[
-                    Problem(f"param group {home[ref]}", ref)
-                    for ref in dict.fromkeys(ex.refs(sources[name]))
-                ],
+                problems=[Problem(f"param group {home[ref]}", ref) for ref in refs],
             )
         members[first].append(name)
-    return tuple(
-        grouped(params, group.options)
-        for params, group in zip(members, state.groups)
-        if params or not group.params
-    )
+    groups = []
+    for params, group in zip(members, state.groups):
+        if params or not group.params:
+            groups.append(grouped(params, group.options))
+    return tuple(groups)
+
+
+def _homes(state: OptimizerState) -> dict[str, int]:
+    """Return parameter -> the number of its group."""
+    home: dict[str, int] = {}
+    for index, group in enumerate(state.groups):
+        home.update(dict.fromkeys(map(str, group.params), index))
+    return home
 
 
 def arranged(
@@ -251,34 +254,31 @@ def arranged(
     optimizer), so no group is new that has one of these. Raises `Refused` if a group gets
     parameters from groups with different hyperparameters, and nothing says which of them it has.
     """
-    home = {str(param): index for index, group in enumerate(state.groups) for param in group.params}
+    home = _homes(state)
     problems: list[Problem] = []
     groups = []
     for index, params in enumerate(layout):
-        refs = {ref for name in params if name in sources for ref in ex.refs(sources[name])}
-        homes = sorted({home[ref] for ref in refs})
+        where = f"param_groups.{index}"
+        expressions = [sources[name] for name in params if name in sources]
+        read = set(chain.from_iterable(map(ex.refs, expressions)))
+        homes = sorted({home[ref] for ref in read})
+        saved_groups = [state.groups[number] for number in homes]
         default = defaults[index] if index < len(defaults) else {}
         is_saved = (
             len(homes) == 1
-            and refs == set(map(str, state.groups[homes[0]].params))
+            and read == set(map(str, saved_groups[0].params))
             and sources.keys() >= {*params}
         )
+        old_groups = saved_groups or list(state.groups)
         if default and not is_saved and not (by_parameter and homes):
-            saved_groups = [state.groups[number] for number in homes] or list(state.groups)
-            groups.append(grouped(params, _new_options(default, saved_groups, index, problems)))
+            groups.append(grouped(params, _new_options(default, old_groups, where, problems)))
             continue
-        options = state.groups[homes[0] if homes else 0].options if state.groups else default
-        for other in homes[1:]:
-            differing = different(
-                state.groups[homes[0]].hyperparameters, state.groups[other].hyperparameters
-            )
-            problems += [
-                Problem(
-                    f"{name} is {a} in param group {homes[0]} and {b} in {other}",
-                    f"param_groups.{index}",
-                )
-                for name, (a, b) in differing.items()
-            ]
+        options = old_groups[0].options if old_groups else default
+        for number, group in zip(homes[1:], saved_groups[1:]):
+            differing = different(saved_groups[0].hyperparameters, group.hyperparameters)
+            for name, (first, other) in differing.items():
+                problem = f"{name} is {first} in param group {homes[0]} and {other} in {number}"
+                problems.append(Problem(problem, where))
         groups.append(grouped(params, options))
     if problems:
         raise Refused(
@@ -293,7 +293,7 @@ LR, INITIAL_LR = "lr", "initial_lr"
 
 
 def _new_options(
-    default: Mapping[str, Any], saved: Sequence[ParamGroup], index: int, problems: list[Problem]
+    default: Mapping[str, Any], saved: Sequence[ParamGroup], where: str, problems: list[Problem]
 ) -> dict[str, Any]:
     """Return the options of a new group: what the code sets, then what else the saved groups have.
 
@@ -303,13 +303,11 @@ def _new_options(
     for group in saved[1:]:
         for name, (first, other) in different(options, group.options).items():
             if name not in (*default, LR, INITIAL_LR, PARAM_NAMES):
-                problems.append(
-                    Problem(f"{name} is {first} and {other} in its groups", f"param_groups.{index}")
-                )
+                problems.append(Problem(f"{name} is {first} and {other} in its groups", where))
     options.update(default)
     factors = set[float]()
     for group in saved:
-        lr, initial_lr = (_number(group.options.get(name)) for name in (LR, INITIAL_LR))
+        lr, initial_lr = _number(group.options.get(LR)), _number(group.options.get(INITIAL_LR))
         if lr is not None and initial_lr:
             factors.add(lr / initial_lr)
     base = _number(default.get(LR))
@@ -317,11 +315,7 @@ def _new_options(
         return options
     if len(factors) > 1:
         texts = ", ".join(f"{factor:g}" for factor in sorted(factors))
-        problems.append(
-            Problem(
-                f"its learning rates are {texts} of their initial ones", f"param_groups.{index}"
-            )
-        )
+        problems.append(Problem(f"its learning rates are {texts} of their initial ones", where))
         return options
     (factor,) = factors
     options[INITIAL_LR] = base
@@ -347,49 +341,45 @@ def changed_options(
     """Return each hyperparameter that a group has and the saved group of its parameters has not, as
     text.
     """
-    home = {str(param): index for index, group in enumerate(state.groups) for param in group.params}
+    home = _homes(state)
     texts = []
     for index, group in enumerate(groups):
-        names = [str(param) for param in group.params if str(param) in sources]
-        homes = sorted({home[ref] for name in names for ref in ex.refs(sources[name])})
-        if homes:
-            differing = different(state.groups[homes[0]].hyperparameters, group.hyperparameters)
-            texts += [
-                f"param group {index}: {name} {new} ({old} in the file)"
-                for name, (old, new) in differing.items()
-            ]
+        expressions = [sources[str(param)] for param in group.params if str(param) in sources]
+        read = list(chain.from_iterable(map(ex.refs, expressions)))
+        if not read:
+            continue
+        saved = state.groups[min(home[ref] for ref in read)]
+        differing = different(saved.hyperparameters, group.hyperparameters)
+        for name, (old, new) in differing.items():
+            texts.append(f"param group {index}: {name} {new} ({old} in the file)")
     return texts
 
 
 def different(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return each option that differs, with its value on both sides as text."""
+    texts = {}
+    for name in dict.fromkeys((*left, *right)):
+        if name not in left or name not in right or not same_option(left[name], right[name]):
+            texts[name] = _option_text(left, name), _option_text(right, name)
+    return texts
 
-    def text(options: Mapping[str, Any], name: str) -> str:
-        value = options.get(name)
-        if isinstance(value, TensorEntry):
-            return "a tensor"
-        return (
-            "an object"
-            if isinstance(value, ExtraEntry)
-            else str(value)
-            if name in options
-            else "absent"
-        )
 
-    return {
-        name: (text(left, name), text(right, name))
-        for name in dict.fromkeys((*left, *right))
-        if name not in left or name not in right or not same_option(left[name], right[name])
-    }
+def _option_text(options: Mapping[str, Any], name: str) -> str:
+    value = options.get(name)
+    if isinstance(value, TensorEntry):
+        return "a tensor"
+    if isinstance(value, ExtraEntry):
+        return "an object"
+    return str(value) if name in options else "absent"
 
 
 def in_groups(
-    state: OptimizerState, groups: tuple[ParamGroup, ...], own: Mapping[Param, Any]
+    state: OptimizerState, groups: tuple[ParamGroup, ...], param_states: Mapping[Param, Any]
 ) -> OptimizerState:
     """Return `state` with these groups and this state, in the order of the groups."""
-    params = [param for group in groups for param in group.params]
-    return replace(
-        state, groups=groups, state={param: own[param] for param in params if param in own}
-    )
+    params = chain.from_iterable(group.params for group in groups)
+    ordered = {param: param_states[param] for param in params if param in param_states}
+    return replace(state, groups=groups, state=ordered)
 
 
 # As a plan
@@ -408,33 +398,32 @@ def move_of(
 
     `shapes` are the shapes of these parameters.
     """
-    held = {
-        str(param): sources[str(param)]
-        for group in groups
-        for param in group.params
-        if str(param) in sources
-    }
-    parts = dict.fromkeys(
-        ref for source in held.values() if isinstance(source, Op) for ref in ex.refs(source)
-    )
-    known = {ref: shape for ref in parts if (shape := shapes.get(ref)) is not None}
+    names = map(str, chain.from_iterable(group.params for group in groups))
+    held = {name: sources[name] for name in names if name in sources}
+    part_shapes = {}
+    for source in held.values():
+        if isinstance(source, Op):
+            for ref in ex.refs(source):
+                shape = shapes.get(ref)
+                if shape is not None:
+                    part_shapes[ref] = shape
     moves = []
     for group in groups:
-        alike = (
-            index
-            for index, own in enumerate(state.groups)
-            if (PARAM_NAMES in own.options) == (PARAM_NAMES in group.options)
-            and same_options(own.hyperparameters, group.hyperparameters)
-        )
-        like = next(alike, None)
-        moves.append(
-            GroupMove(
-                tuple(map(str, group.params)),
-                like,
-                {} if like is not None else group.hyperparameters,
-            )
-        )
-    return OptimizerMove(section.path, to, tuple(moves), held, known)
+        like = _index_of_same(group, state.groups)
+        options = group.hyperparameters if like is None else {}
+        moves.append(GroupMove(tuple(map(str, group.params)), like, options))
+    return OptimizerMove(section.path, to, tuple(moves), held, part_shapes)
+
+
+def _index_of_same(group: ParamGroup, saved: Sequence[ParamGroup]) -> int | None:
+    """Return the number of the first saved group with the same options, with names or without."""
+    for index, other in enumerate(saved):
+        has_names = PARAM_NAMES in group.options
+        if (PARAM_NAMES in other.options) == has_names and same_options(
+            other.hyperparameters, group.hyperparameters
+        ):
+            return index
+    return None
 
 
 def in_form(state: OptimizerState, form: str) -> OptimizerState:
