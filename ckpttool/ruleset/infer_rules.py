@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import chain
 from typing import NamedTuple
 
 from ckpttool.core.errors import CkptError
@@ -26,13 +26,13 @@ class _Candidate(NamedTuple):
     wrong: frozenset[str]
 
 
-def renames(wanted: Mapping[str, str], kept: Iterable[str]) -> tuple[str, ...]:
-    """Return rules that give the keys of `wanted` their new names, and leave the `kept` keys alone.
+def renames(new_names: Mapping[str, str], kept: Iterable[str]) -> tuple[str, ...]:
+    """Return rules that give the keys of `new_names` these names, and leave the `kept` keys alone.
 
     The first rule that matches renames a key. The last rule is inferred first: it explains most,
     and its errors are left to the rules before it.
     """
-    names = {**{key: key for key in kept}, **wanted}
+    names = {**{key: key for key in kept}, **new_names}
     samples = _samples(names)
     rules = _few(names, samples) if len(samples) <= _TOO_MANY * _SAMPLES else []
     if rules and _are_right(rules, names):
@@ -42,64 +42,70 @@ def renames(wanted: Mapping[str, str], kept: Iterable[str]) -> tuple[str, ...]:
 
 def _few(names: Mapping[str, str], samples: Mapping[str, str]) -> list[str]:
     """Return rules that give the samples their names; too few if rules cannot express these."""
-    todo = {key for key in samples if names[key] != key}
-    done = samples.keys() - todo
-    candidates = _candidates({key: names[key] for key in todo}, samples)
+    unnamed = {key for key in samples if names[key] != key}
+    named = samples.keys() - unnamed
+    candidates = _candidates({key: names[key] for key in unnamed}, samples)
     rules: list[str] = []
-    while todo:
-        fitting = [one for one in candidates if one.right & todo and not one.wrong & done]
+
+    def rank(rule: _Candidate) -> tuple[int, int, str]:
+        gain = len(rule.right & unnamed) - len(rule.wrong & unnamed)
+        return gain, -len(rule.text), rule.text
+
+    while unnamed:
+        fitting = [rule for rule in candidates if rule.right & unnamed and not rule.wrong & named]
         if not fitting:  # a rule cannot express these names
             break
-        best = max(
-            fitting,
-            key=lambda one: (
-                len(one.right & todo) - len(one.wrong & todo),
-                -len(one.text),
-                one.text,
-            ),
-        )
+        best = max(fitting, key=rank)
         rules.insert(0, best.text)
-        done |= best.right & todo
-        todo -= best.right
-    for rule in list(rules):
-        others = [one for one in rules if one != rule]
+        named |= best.right & unnamed
+        unnamed -= best.right
+    for text in list(rules):
+        others = [other for other in rules if other != text]
         if _are_right(others, samples):
             rules = others
     return rules
 
 
-def patterns(wanted: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:
-    """Return patterns that match the keys of `wanted` and none of the others."""
+def patterns(keys: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:
+    """Return patterns that match all of the keys and none of the others."""
     # a pattern has no number: it matches all keys of a kind, or none
     kinds: dict[str, list[str]] = {}
-    for key in wanted:
-        kinds.setdefault(".".join(_with_variables(key.split("."))), []).append(key)
-    spared = dict.fromkeys(".".join(_with_variables(key.split("."))) for key in others)
+    for key in keys:
+        kinds.setdefault(_kind(key), []).append(key)
+    spared = dict.fromkeys(map(_kind, others))
     if len(kinds) * (len(kinds) + len(spared)) > _MOST_KINDS**2:
-        return tuple(wanted)
-    texts: dict[str, None] = {}
-    for kind in kinds:
-        segments = kind.split(".")
-        texts[kind] = None
-        texts |= dict.fromkeys(
-            ".".join([*segments[:end], "{x*}"]) for end in range(len(segments) - 1, 0, -1)
-        )
-        texts |= dict.fromkeys(
-            ".".join(["{y*}", *segments[start:]]) for start in range(1, len(segments))
-        )
+        return tuple(keys)
+    texts = dict.fromkeys(chain.from_iterable(map(_more_general, kinds)))
     hits = {text: _matching(text, kinds) for text in texts if not _matching(text, spared)}
-    rest, found = dict(kinds), list[str]()
+    rest, chosen = dict(kinds), list[str]()
     while rest:
-        counts = {
-            text: sum(len(rest.get(kind, ())) for kind in matched) for text, matched in hits.items()
-        }
+        counts = {}
+        for text, matched in hits.items():
+            counts[text] = sum(len(rest.get(kind, ())) for kind in matched)
         best = max(counts, key=lambda text: (counts[text], "*" not in text, -len(text)), default="")
         if not counts.get(best):
-            return (*found, *(key for keys in rest.values() for key in keys))
-        found.append(best)
+            return (*chosen, *chain.from_iterable(rest.values()))
+        chosen.append(best)
         for kind in hits[best]:
             rest.pop(kind, None)
-    return tuple(found)
+    return tuple(chosen)
+
+
+def _kind(key: str) -> str:
+    """Return the key with variables for its layer numbers."""
+    return ".".join(_with_variables(key.split(".")))
+
+
+def _more_general(kind: str) -> Iterator[str]:
+    """Yield patterns that match keys of the kind, itself first: without segments at the end, and
+    without segments at the start.
+    """
+    yield kind
+    segments = kind.split(".")
+    for end in range(len(segments) - 1, 0, -1):
+        yield ".".join([*segments[:end], "{x*}"])
+    for start in range(1, len(segments)):
+        yield ".".join(["{y*}", *segments[start:]])
 
 
 def drops(dropped: Sequence[str], kept: Collection[str]) -> tuple[str, ...] | None:
@@ -110,27 +116,37 @@ def drops(dropped: Sequence[str], kept: Collection[str]) -> tuple[str, ...] | No
     special = [key for key in dropped if re.search(r"^re:|[\[\]*?{}]", key)]
     plain = [key for key in dropped if key not in special]
     texts = (*patterns(plain, [*kept, *special]), *(f"re:{re.escape(key)}" for key in special))
-    if len(texts) > _MOST_DROPS or any(matches(text, key) for text in texts for key in kept):
+    if len(texts) > _MOST_DROPS:
         return None
+    for text in texts:
+        if any(matches(text, key) for key in kept):
+            return None
     return texts
 
 
 def numbered(names: Sequence[str]) -> tuple[str, ...]:
     """Return the names with variables for the layer numbers that all of them share."""
     split = [name.split(".") for name in names]
-    numbers = zip(*([part for part in segments if part.isdecimal()] for segments in split))
-    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, numbers))
+    numbers = [list(filter(str.isdecimal, segments)) for segments in split]
+    shared = 0
+    for same_place in zip(*numbers):
+        if len(set(same_place)) > 1:
+            break
+        shared += 1
     return tuple([".".join(_with_variables(segments, shared)) for segments in split])
 
 
 def _with_variables(segments: Sequence[str], count: int = len(_VARIABLES)) -> list[str]:
     variables = iter(_VARIABLES[:count])
-    return [next(variables, part) if part.isdecimal() else part for part in segments]
+    result = []
+    for segment in segments:
+        result.append(next(variables, segment) if segment.isdecimal() else segment)
+    return result
 
 
 def _matching(text: str, keys: Iterable[str]) -> list[str]:
     pattern = pattern_of(text.split("."))
-    return [key for key in keys if any(True for _ in pattern.ways(key.split(".")))]
+    return [key for key in keys if next(iter(pattern.ways(key.split("."))), None) is not None]
 
 
 def _samples(names: Mapping[str, str]) -> dict[str, str]:
@@ -139,24 +155,31 @@ def _samples(names: Mapping[str, str]) -> dict[str, str]:
     last: dict[tuple[str, ...], str] = {}
     for key, name in names.items():
         old, new = NUMBER.split(key), NUMBER.split(name)
-        # `numbered` makes one rename of a kind; with the same numbers this is faster
-        kind = numbered((key, name)) if old[1::2] != new[1::2] else (*old[::2], "=>", *new[::2])
+        if old[1::2] == new[1::2]:  # as `numbered` tells kinds apart, but faster
+            kind = (*old[::2], "=>", *new[::2])
+        else:
+            kind = numbered((key, name))
         last[kind] = key
         keys = first.setdefault(kind, [])
         if len(keys) < _SAMPLES - 1:
             keys.append(key)
-    return {key: names[key] for kind, keys in first.items() for key in (*keys, last[kind])}
+    samples = {}
+    for kind, keys in first.items():
+        for key in (*keys, last[kind]):
+            samples[key] = names[key]
+    return samples
 
 
-def _candidates(wanted: Mapping[str, str], samples: Mapping[str, str]) -> list[_Candidate]:
-    """Return the rules that could explain the renames of `wanted`, each tried on every sample."""
+def _candidates(new_names: Mapping[str, str], samples: Mapping[str, str]) -> list[_Candidate]:
+    """Return the rules that could explain these renames, each tried on every sample."""
     texts: dict[str, None] = {}
-    is_small = len(wanted) <= _MOST_KINDS * _SAMPLES
-    for key, name in wanted.items():
+    is_small = len(new_names) <= _MOST_KINDS * _SAMPLES
+    for key, name in new_names.items():
         for old, new in dict.fromkeys((numbered((key, name)), (key, name))):
-            texts |= dict.fromkeys(
-                _generalised(old.split("."), new.split(".")) if is_small else (f"{old} => {new}",)
-            )
+            if is_small:
+                texts |= dict.fromkeys(_generalised(old.split("."), new.split(".")))
+            else:
+                texts[f"{old} => {new}"] = None
     candidates = []
     for text in texts:
         try:
@@ -173,20 +196,26 @@ def _candidates(wanted: Mapping[str, str], samples: Mapping[str, str]) -> list[_
 def _generalised(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
     """Yield the rename, and more general ones: a variable for segments that both names share at an
     end.
+
+    net.a.w => net.b.w,  {y*}.a.w => {y*}.b.w,  net.a.{x*} => net.b.{x*},  {y*}.a.{x*} => ...
     """
-
-    def shared(one: Sequence[str], other: Sequence[str]) -> int:
-        return next(
-            (at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
-        )
-
-    head = min(shared(old, new), len(old) - 1)
-    for after in range(shared(old[::-1], new[::-1]) + 1):
+    head = min(_count_shared(old, new), len(old) - 1)
+    for after in range(_count_shared(old[::-1], new[::-1]) + 1):
         for before in range(min(head, len(old) - after, len(new) - after) + 1):
             start, end = ["{y*}"] if before else [], ["{x*}"] if after else []
-            yield " => ".join(
-                ".".join([*start, *name[before : len(name) - after], *end]) for name in (old, new)
-            )
+            left = ".".join([*start, *old[before : len(old) - after], *end])
+            right = ".".join([*start, *new[before : len(new) - after], *end])
+            yield f"{left} => {right}"
+
+
+def _count_shared(left: Sequence[str], right: Sequence[str]) -> int:
+    """Return how many segments the two have in common at their start."""
+    count = 0
+    for a, b in zip(left, right):
+        if a != b:
+            break
+        count += 1
+    return count
 
 
 def _are_right(rules: Sequence[str], names: Mapping[str, str]) -> bool:

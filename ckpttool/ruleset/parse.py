@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ckpttool.core.checkpoint import Section, in_row_major
+from ckpttool.core.checkpoint import Section, TensorEntry, in_row_major
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.limits import limits
@@ -35,6 +35,7 @@ from ckpttool.ruleset.steps import (
     state_of,
 )
 from ckpttool.ruleset.tensor_ops import (
+    Size,
     Sizes,
     TensorSpec,
     cast,
@@ -76,18 +77,21 @@ SETS = titled("ckpttool.rules/1", row({"sets": list_of(_PRESET)}))
 @expand_options()
 def rules(name: str | None = None) -> tuple[Preset, ...]:
     """Return the preset rules, or the one with this name. Raise `CkptError` if there is none."""
-    presets = []
-    for path in sorted(_FOLDER.glob("*.toml")):
-        toml = path.read_text(encoding="utf-8")
-        head = toml.partition("\n\n")[0]
-        text = " ".join(line.removeprefix("#").strip() for line in head.splitlines())
-        sizes = re.search(r"Sizes: ([\w, ]+)", text)
-        names = tuple(sizes[1].strip().split(", ")) if sizes else ()
-        presets.append(Preset(path.stem, text.partition(" Sizes: ")[0], names, toml))
-    found = tuple(preset for preset in presets if name in (None, preset.name))
-    if not found:
+    paths = sorted(_FOLDER.glob("*.toml"))
+    presets = tuple(_read_preset(path) for path in paths if name in (None, path.stem))
+    if not presets:
         raise CkptError(f"{name}: no preset has that name", hint="`ckpttool rules` lists them")
-    return found
+    return presets
+
+
+def _read_preset(path: Path) -> Preset:
+    toml = path.read_text(encoding="utf-8")
+    head = toml.partition("\n\n")[0]
+    text = " ".join(line.removeprefix("#").strip() for line in head.splitlines())
+    about = text.partition(" Sizes: ")[0]
+    sizes = re.search(r"Sizes: ([\w, ]+)", text)
+    names = tuple(sizes[1].strip().split(", ")) if sizes else ()
+    return Preset(path.stem, about, names, toml)
 
 
 # Fields
@@ -111,6 +115,10 @@ def _are_texts(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) is int  # not a bool
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 1
 
 
 def _are_numbers(value: Any) -> bool:
@@ -185,9 +193,8 @@ def _row_of_parts(name: str, back_name: str) -> _Operation:
 
     def build(where: Where, value: Any, fields: Fields) -> Step:
         whole, names = (value, fields["into"]) if is_split else (fields["into"], value)
-        parts = parts_of(
-            whole, names, fields.get("parts"), fields.get("dim", 0), fields.get("sizes"), stacked
-        )
+        count, dim, sizes = fields.get("parts"), fields.get("dim", 0), fields.get("sizes")
+        parts = parts_of(whole, names, count, dim, sizes, stacked)
         return Split(where, (whole,), parts) if is_split else Join(where, parts.names, parts)
 
     def back(value: Any, fields: Fields) -> Fields:
@@ -196,7 +203,9 @@ def _row_of_parts(name: str, back_name: str) -> _Operation:
         return {**fields, back_name: fields["into"], "into": value}
 
     value, into = (_TEXT, _NAMES) if is_split else (_NAMES, _TEXT)
-    may = {"dim": _INTEGER, "parts": _SIZE, **({} if stacked else {"sizes": _SIZES})}
+    may = {"dim": _INTEGER, "parts": _SIZE}
+    if not stacked:
+        may["sizes"] = _SIZES
     return _Operation(value, build, back, {"into": into}, may)
 
 
@@ -209,22 +218,25 @@ def _permute(where: Where, patterns: Any, fields: Fields) -> Step:
 
 def _permute_back(patterns: Any, fields: Fields) -> Fields:
     dims = fields["dims"]
-    rows = {"rows": [fields["rows"][dim] for dim in dims]} if "rows" in fields else {}
-    return {"permute": patterns, "dims": [dims.index(dim) for dim in range(len(dims))], **rows}
+    inverse = [dims.index(dim) for dim in range(len(dims))]
+    back: dict[str, Any] = {"permute": patterns, "dims": inverse}
+    if "rows" in fields:
+        back["rows"] = [fields["rows"][dim] for dim in dims]
+    return back
 
 
 def _reshape(where: Where, patterns: Any, fields: Fields) -> Step:
     shape, old = fields["shape"], fields.get("from_shape")
-    known = {lone_name(size) for size in old or ()}
-    unknown = [
-        name for size in (*shape, *(old or ())) for name in size_names(size) if name not in known
-    ]
-    if unknown:
-        raise CkptError(
-            f"{{{unknown[0]}}} has no value: name it in from_shape, or as in --rules"
-            f" 'FILE({unknown[0]}=32)'",
-            hint="",
-        )
+    bound = {lone_name(size) for size in old or ()}
+    for size in (*shape, *(old or ())):
+        unbound = size_names(size) - bound
+        if unbound:
+            name = min(unbound)
+            raise CkptError(
+                f"{{{name}}} has no value: name it in from_shape, or as in --rules"
+                f" 'FILE({name}=32)'",
+                hint="",
+            )
     return Convert(where, _patterns(patterns), lambda value: reshape(value, shape, old))
 
 
@@ -313,22 +325,17 @@ def faults(table: Any) -> list[str]:
         return ["not a table"]
     names = [name for name in table if name in _OPERATIONS]
     if len(names) != 1:
-        return [
-            f"has to be one of {', '.join(_OPERATIONS)}"
-            + (f", not {' and '.join(names)}" if names else "")
-        ]
+        others = f", not {' and '.join(names)}" if names else ""
+        return [f"has to be one of {', '.join(_OPERATIONS)}{others}"]
     (name,) = names
     operation = _OPERATIONS[name]
-    known = {name: operation.kind, **operation.needs, **operation.may, **_OF_ALL}
-    return [
-        *(f"{name} takes no {other!r}" for other in table if other not in known),
-        *(f"{name} needs {other!r}" for other in operation.needs if other not in table),
-        *(
-            f"{key!r} is not {known[key].text}"
-            for key in table
-            if key in known and not known[key].test(table[key])
-        ),
-    ]
+    kinds = {name: operation.kind, **operation.needs, **operation.may, **_OF_ALL}
+    texts = [f"{name} takes no {other!r}" for other in table if other not in kinds]
+    texts += [f"{name} needs {other!r}" for other in operation.needs if other not in table]
+    for key, value in table.items():
+        if key in kinds and not kinds[key].test(value):
+            texts.append(f"{key!r} is not {kinds[key].text}")
+    return texts
 
 
 def step_of(table: Fields, place: str, sizes: Sizes, reverse: bool = False) -> Step:
@@ -336,37 +343,49 @@ def step_of(table: Fields, place: str, sizes: Sizes, reverse: bool = False) -> S
 
     Raises `CkptError` if the fields contradict each other, or if nothing undoes the rule.
     """
-    name = next(name for name in table if name in _OPERATIONS)
-    when, unless = (
-        tuple(shown(text) or TensorSpec(text) for text in _list(table.get(key, [])))
-        for key in ("when", "unless")
-    )
+    name = _name_of(table)
+    when, unless = _conditions(table, "when"), _conditions(table, "unless")
     if reverse and (when or unless):
         patterns = ", ".join(_list(table[name]))
         raise CkptError(f"{patterns}: the names of its conditions may be others by then", hint="")
     where = Where(f"{place} ({name})", table.get("optional", False), when, unless)
     if reverse:
-        table = _OPERATIONS[name].back(
-            table[name], {key: table[key] for key in table if key not in (name, "optional")}
-        )
-        name = next(name for name in table if name in _OPERATIONS)
+        others = {key: table[key] for key in table if key not in (name, "optional")}
+        table = _OPERATIONS[name].back(table[name], others)
+        name = _name_of(table)
     fields = dict(table)
     for key in _SIZED:
-        if key not in table:
-            continue
-        values = [resolve_size(size, sizes) for size in _list(table[key])]
-        for text, size in zip(_list(table[key]), values):
+        if key in table:
             # a reshape finds the values in its tensor
-            if isinstance(size, str) and name != "reshape":
-                unknown = min(size_names(size))
-                raise CkptError(
-                    f"{{{unknown}}} has no value: name it as in --rules 'FILE({unknown}=32)'",
-                    hint="",
-                )
-            if isinstance(size, int) and size < 1 and text != size:
-                raise CkptError(f"{text} is {size}: no size", hint="")
-        fields[key] = values if isinstance(table[key], list) else values[0]
+            values = _resolved(_list(table[key]), sizes, may_be_open=name == "reshape")
+            fields[key] = values if isinstance(table[key], list) else values[0]
     return _OPERATIONS[name].build(where, table[name], fields)
+
+
+def _name_of(table: Fields) -> str:
+    return next(name for name in table if name in _OPERATIONS)
+
+
+def _conditions(table: Fields, key: str) -> tuple[TensorSpec, ...]:
+    return tuple(shown(text) or TensorSpec(text) for text in _list(table.get(key, [])))
+
+
+def _resolved(texts: Sequence[Size], sizes: Sizes, may_be_open: bool) -> list[Size]:
+    """Return the values of the sizes. Raises `CkptError` for names without a value, unless they may
+    be open, and for values below 1.
+    """
+    values = []
+    for text in texts:
+        value = resolve_size(text, sizes)
+        if isinstance(value, str) and not may_be_open:
+            name = min(size_names(value))
+            raise CkptError(
+                f"{{{name}}} has no value: name it as in --rules 'FILE({name}=32)'", hint=""
+            )
+        if isinstance(value, int) and value < 1 and text != value:
+            raise CkptError(f"{text} is {value}: no size", hint="")
+        values.append(value)
+    return values
 
 
 # Examples
@@ -375,53 +394,45 @@ def step_of(table: Fields, place: str, sizes: Sizes, reverse: bool = False) -> S
 def _faults_of_example(table: Any) -> list[str]:
     if not isinstance(table, dict):
         return ["not a table"]
-    found = [
-        f"an example takes no {name!r}"
-        for name in table
-        if name not in ("before", "after", "sizes")
-    ]
+    texts = []
+    for name in table:
+        if name not in ("before", "after", "sizes"):
+            texts.append(f"an example takes no {name!r}")
     for side in ("before", "after"):
-        texts = table.get(side)
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            found.append(f"{side!r} is not a list of tensors, as in ['w [4, 2]']")
+        tensors = table.get(side)
+        if not isinstance(tensors, list) or not all(isinstance(text, str) for text in tensors):
+            texts.append(f"{side!r} is not a list of tensors, as in ['w [4, 2]']")
             continue
-        for text in texts:
+        for text in tensors:
             spec = shown(text)
             if spec is None or -1 in (spec.shape or ()):
-                found.append(f"{text!r} in {side!r} is not a tensor, as in 'w [4, 2] bfloat16'")
+                texts.append(f"{text!r} in {side!r} is not a tensor, as in 'w [4, 2] bfloat16'")
     sizes = table.get("sizes", {})
-    if not isinstance(sizes, dict) or not all(
-        _is_number(size) and size >= 1 for size in sizes.values()
-    ):
-        found.append("'sizes' is not a table of positive integers")
-    return found
+    if not isinstance(sizes, dict) or not all(map(_is_count, sizes.values())):
+        texts.append("'sizes' is not a table of positive integers")
+    return texts
 
 
 def _failures(before: Sequence[str], after: Sequence[str], steps: Sequence[Step]) -> list[str]:
     """Return where the steps do not make `after` of `before`. A dtype that is not given may be
     any.
     """
-    sources, specs = (
-        [spec for spec in map(shown, side) if spec is not None] for side in (before, after)
-    )
-    entries = tuple(
-        in_row_major(one.key, one.dtype or "float32", one.shape or (), None) for one in sources
-    )
+    entries = tuple(_entry(spec) for spec in map(shown, before) if spec is not None)
     try:
         state, _ = state_of(steps, Section("", "state_dict", entries), whole=False)
     except Refused as error:
         return [str(problem) for problem in error.problems]
-    wanted = {spec.key: spec for spec in specs}
-    return [
-        *(f"the rules make no {key}" for key in wanted if key not in state),
-        *(f"the rules leave or make {key} too" for key in state if key not in wanted),
-        *(
-            f"{key} is {tensor_text(state[key])}, not "
-            f"{tensor_text(in_row_major(key, spec.dtype or 'float32', spec.shape or (), None))}"
-            for key, spec in wanted.items()
-            if key in state and not spec.is_like(state[key])
-        ),
-    ]
+    expected = {spec.key: spec for spec in map(shown, after) if spec is not None}
+    texts = [f"the rules make no {key}" for key in expected if key not in state]
+    texts += [f"the rules leave or make {key} too" for key in state if key not in expected]
+    for key, spec in expected.items():
+        if key in state and not spec.is_like(state[key]):
+            texts.append(f"{key} is {tensor_text(state[key])}, not {tensor_text(_entry(spec))}")
+    return texts
+
+
+def _entry(spec: TensorSpec) -> TensorEntry:
+    return in_row_major(spec.key, spec.dtype or "float32", spec.shape or (), None)
 
 
 # Files
@@ -440,13 +451,11 @@ def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tup
     rules file, if an example in it fails, or if a rule cannot be reversed.
     """
     if "\n" in path:
-        return _with_own(steps_of(path, "the rules", {}, reverse), rules, reverse)
+        return _with_rules(steps_of(path, "the rules", {}, reverse), rules, reverse)
     sizes: Sizes = {}
     if not Path(path).exists():
         path, sizes = call_of(path)
-        wrong = [
-            f"{name}={size!r}" for name, size in sizes.items() if type(size) is not int or size < 1
-        ]
+        wrong = [f"{name}={size!r}" for name, size in sizes.items() if not _is_count(size)]
         if wrong:
             raise CkptError(f"not a size: {', '.join(wrong)}", hint=f"as in '{path}(heads=32)'")
     located = path
@@ -463,12 +472,14 @@ def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tup
         text = data.decode("utf-8-sig")
     except ValueError as error:
         raise _not_toml(path, error) from None
-    return _with_own(steps_of(text, path, sizes, reverse), rules, reverse)
+    return _with_rules(steps_of(text, path, sizes, reverse), rules, reverse)
 
 
-def _with_own(steps: tuple[Step, ...], rules: Sequence[Rule], reverse: bool) -> tuple[Step, ...]:
-    own = (rename(Where("--rule"), rules),) if rules else ()
-    return (*own, *steps) if reverse else (*steps, *own)
+def _with_rules(steps: tuple[Step, ...], rules: Sequence[Rule], reverse: bool) -> tuple[Step, ...]:
+    if not rules:
+        return steps
+    step = rename(Where("--rule"), rules)
+    return (step, *steps) if reverse else (*steps, step)
 
 
 def steps_of(
@@ -477,19 +488,9 @@ def steps_of(
     """Return the steps of a file's text; errors call it `path`. Raises `CkptError` as `read`
     does.
     """
-    try:
-        for number, line in enumerate(_STRINGS.sub("", text).splitlines(), 1):
-            # the time to read dotted names grows with their cube
-            if line.count(".") > limits().rules_dots:
-                raise ValueError(f"too many dots at line {number}: {limits().named('rules_dots')}")
-        content: dict[str, Any] = import_module(_TOML).loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _not_toml(path, error) from None
-    tables, examples, own = (
-        content.get("rule"),
-        content.get("example", []),
-        content.get("sizes", {}),
-    )
+    content = _load_toml(text, path)
+    tables, examples = content.get("rule"), content.get("example", [])
+    file_sizes = content.get("sizes", {})
     others = [name for name in content if name not in ("rule", "sizes", "example")]
     if others or not isinstance(tables, list) or not tables or not isinstance(examples, list):
         raise CkptError(
@@ -498,39 +499,59 @@ def steps_of(
             " and [[example]]",
         )
     places, example_places = _places(text, "rule", tables), _places(text, "example", examples)
-    wrong = [Problem("not a table", "sizes")] if not isinstance(own, dict) else []
-    if isinstance(own, dict):
-        bad = [name for name, size in own.items() if not _is_number(size) or size < 1]
-        wrong += [Problem("not a positive integer", f"sizes.{name}") for name in bad]
+    wrong = _faults_of_sizes(file_sizes)
     given = given or {}
-    sizes = {**({} if wrong else own), **given}
-    wrong += [
-        Problem(fault, place)
-        for place, one in zip(example_places, examples)
-        for fault in _faults_of_example(one)
-    ]
+    sizes = {**({} if wrong else file_sizes), **given}
+    for place, example in zip(example_places, examples):
+        wrong += [Problem(fault, place) for fault in _faults_of_example(example)]
     steps = _build(tables, places, sizes, path, wrong)
     problems: list[Problem] = []
-    for place, table in zip(example_places, examples):
-        before, after = table["before"], table["after"]
-        tried = _build(tables, places, {**sizes, **table.get("sizes", {})}, path)
-        problems += [Problem(problem, place) for problem in _failures(before, after, tried)]
+    for place, example in zip(example_places, examples):
+        before, after = example["before"], example["after"]
+        example_sizes = {**sizes, **example.get("sizes", {})}
+        there = _build(tables, places, example_sizes, path)
+        problems += [Problem(failure, place) for failure in _failures(before, after, there)]
         if reverse:
-            back = _failures(
-                after, before, _reversed(tables, places, {**sizes, **table.get("sizes", {})}, path)
-            )
-            problems += [Problem(f"in reverse: {problem}", place) for problem in back]
+            back = _reversed(tables, places, example_sizes, path)
+            for failure in _failures(after, before, back):
+                problems.append(Problem(f"in reverse: {failure}", place))
     if problems:
         raise _mistakes(path, problems)
-    used = (
-        size for table in tables for key in _SIZED if key in table for size in _list(table[key])
-    )
-    known = {*own, *(name for size in used for name in size_names(size))}
-    unknown = [name for name in given if name not in known]
+    names = {*file_sizes, *_used_sizes(tables)}
+    unknown = [name for name in given if name not in names]
     if unknown:
-        hint = f"they know {', '.join(sorted(known))}" if known else "they know no named sizes"
+        hint = f"they know {', '.join(sorted(names))}" if names else "they know no named sizes"
         raise CkptError(f"the rules know no size {', '.join(unknown)}", hint=hint)
     return _reversed(tables, places, sizes, path) if reverse else steps
+
+
+def _load_toml(text: str, path: str) -> dict[str, Any]:
+    try:
+        for number, line in enumerate(_STRINGS.sub("", text).splitlines(), 1):
+            # the time to read dotted names grows with their cube
+            if line.count(".") > limits().rules_dots:
+                raise ValueError(f"too many dots at line {number}: {limits().named('rules_dots')}")
+        content: dict[str, Any] = import_module(_TOML).loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _not_toml(path, error) from None
+    return content
+
+
+def _faults_of_sizes(sizes: Any) -> list[Problem]:
+    if not isinstance(sizes, dict):
+        return [Problem("not a table", "sizes")]
+    wrong = [name for name, size in sizes.items() if not _is_count(size)]
+    return [Problem("not a positive integer", f"sizes.{name}") for name in wrong]
+
+
+def _used_sizes(tables: Sequence[Fields]) -> set[str]:
+    """Return the names in all sizes of the rules."""
+    names = set[str]()
+    for table in tables:
+        for key in _SIZED:
+            for size in _list(table.get(key, [])):
+                names |= size_names(size)
+    return names
 
 
 def _not_toml(path: str, error: Exception) -> CkptError:
@@ -562,9 +583,11 @@ def _build(
     problems: list[Problem] = []
     for place, table in zip(places, tables):
         wrong = faults(table)
-        problems += [Problem(fault, place) for fault in wrong]
+        if wrong:
+            problems += [Problem(fault, place) for fault in wrong]
+            continue
         try:
-            steps += [] if wrong else [step_of(table, place, sizes)]
+            steps.append(step_of(table, place, sizes))
         except CkptError as error:
             problems.append(Problem(error.message, place))
     if problems or others:
@@ -593,8 +616,7 @@ def _reversed(
         try:
             steps.append(step_of(table, place, sizes, reverse=True))
         except CkptError as error:
-            name = next(name for name in table if name in _OPERATIONS)
-            problems.append(Problem(error.message, f"{place} ({name})"))
+            problems.append(Problem(error.message, f"{place} ({_name_of(table)})"))
     if problems:
         raise CkptError(
             f"{path} cannot be reversed: {plural(len(problems), 'rule')}",

@@ -39,9 +39,7 @@ class Regex:
         re.compile(text)
         self.text = text
         try:
-            self.pattern = regex.compile(
-                _BRACE.sub(lambda found: r"\{" if found[0] == "{" else found[0], text), regex.V0
-            )
+            self.pattern = regex.compile(_BRACE.sub(_escaped_brace, text), regex.V0)
         except regex.error as error:
             raise re.error(str(error)) from None
 
@@ -72,6 +70,10 @@ def compiled(text: str) -> Regex:
         return Regex(text)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from None
+
+
+def _escaped_brace(match: re.Match[str]) -> str:
+    return r"\{" if match[0] == "{" else match[0]
 
 
 def _regex(expression: str, text: str) -> Regex:
@@ -133,72 +135,74 @@ class Pattern:
 
 
 def _tokens(segments: Iterable[str]) -> tuple[Token, ...]:
-    found = ((segment, VARIABLE.fullmatch(segment)) for segment in segments)
-    return tuple(
-        Token(text) if match is None else Token("", match[1], match[2] == "*")
-        for text, match in found
-    )
+    tokens = []
+    for segment in segments:
+        variable = VARIABLE.fullmatch(segment)
+        if variable is None:
+            tokens.append(Token(segment))
+        else:
+            tokens.append(Token("", variable[1], variable[2] == "*"))
+    return tuple(tokens)
 
 
 def pattern_of(segments: Sequence[str]) -> Pattern:
+    """Compile a pattern. Its places behind the star count from the end of the key:
+
+    tokens   layers  {i}   {rest*}  weight
+    place    0       1     2:-1     -1
+    """
     tokens, count = _tokens(segments), len(segments)
     names = [token.name for token in tokens if token.name]
-    stars = [at for at, token in enumerate(tokens) if token.star]
+    stars = [index for index, token in enumerate(tokens) if token.star]
     if len(stars) > 1 or len(set(names)) < len(names):
         return Pattern(tokens, False, (), {}, True)
     star = stars[0] if stars else count
-    begins = [at if at <= star else at - count for at in range(count)]
-    ends = [at + 1 if at < star else at + 1 - count or None for at in range(count)]
-    literals = tuple((begin, token.text) for begin, token in zip(begins, tokens) if not token.name)
-    bound = {
-        token.name: slice(begin, end)
-        for begin, end, token in zip(begins, ends, tokens)
-        if token.name
-    }
-    return Pattern(tokens, True, literals, bound, bool(stars))
+    literals = []
+    bound: Bound = {}
+    for index, token in enumerate(tokens):
+        begin = index if index <= star else index - count
+        end = index + 1 if index < star else index + 1 - count
+        if token.name:
+            bound[token.name] = slice(begin, end or None)  # 0 would be the start of the key
+        else:
+            literals.append((begin, token.text))
+    return Pattern(tokens, True, tuple(literals), bound, bool(stars))
 
 
 def _search(tokens: Sequence[Token], segments: Sequence[str]) -> Iterator[Bound]:
     """Yield each way to match. Only branches that can be completed are followed, as far as one
     variable tells.
+
+    `stack` has a level for each token so far: what the tokens before it bind, and its places that
+    are still to be tried.
     """
     count = len(segments)
-    # For each token and place, whether this token and those behind it can match from there to the
-    # end.
-    reachable = [bytearray(count + 1) for _ in range(len(tokens) + 1)]
-    reachable[-1][count] = 1
-    for index in range(len(tokens) - 1, -1, -1):
-        token, row, below = tokens[index], reachable[index], reachable[index + 1]
-        if token.star:
-            row[count] = below[count]
-        for at in range(count - 1, -1, -1):
-            if token.star:
-                row[at] = below[at] or row[at + 1]
-            else:
-                row[at] = below[at + 1] and bool(token.name or segments[at] == token.text)
+    reachable = _reachable(tokens, segments)
     if not reachable[0][0]:
         return
 
-    def places(index: int, at: int, bound: Bound) -> Iterator[tuple[int, int]]:
-        """Yield where the token may begin and end, from segment `at` on."""
+    def places(index: int, start: int, bound: Bound) -> Iterator[tuple[int, int]]:
+        """Yield where the token may begin and end, from segment `start` on."""
         token, row = tokens[index], reachable[index + 1]
         if token.name in bound:
             value = segments[bound[token.name]]
-            end = at + len(value)
-            if end <= count and row[end] and segments[at:end] == value:
-                yield at, end
+            end = start + len(value)
+            if end <= count and row[end] and segments[start:end] == value:
+                yield start, end
         elif token.star:
-            yield from ((at, end) for end in range(at, count + 1) if row[end])
+            for end in range(start, count + 1):
+                if row[end]:
+                    yield start, end
         else:
-            yield at, at + 1
+            yield start, start + 1
 
-    todo = [(0, Bound(), places(0, 0, {}))]
+    stack = [(0, Bound(), places(0, 0, {}))]
     for _ in range(_MOST_TRIES + 2 * len(tokens) * count):
-        index, bound, open_places = todo[-1]
+        index, bound, open_places = stack[-1]
         place = next(open_places, None)
         if place is None:
-            todo.pop()
-            if not todo:
+            stack.pop()
+            if not stack:
                 return
             continue
         token = tokens[index]
@@ -206,8 +210,27 @@ def _search(tokens: Sequence[Token], segments: Sequence[str]) -> Iterator[Bound]
         if index + 1 == len(tokens):
             yield more
         else:
-            todo.append((index + 1, more, places(index + 1, place[1], more)))
+            stack.append((index + 1, more, places(index + 1, place[1], more)))
     raise TooManyTries
+
+
+def _reachable(tokens: Sequence[Token], segments: Sequence[str]) -> list[bytearray]:
+    """Return, for each token and place, whether this token and those behind it can match from there
+    to the end.
+    """
+    count = len(segments)
+    reachable = [bytearray(count + 1) for _ in range(len(tokens) + 1)]
+    reachable[-1][count] = 1
+    for index in range(len(tokens) - 1, -1, -1):
+        token, row, below = tokens[index], reachable[index], reachable[index + 1]
+        if token.star:
+            row[count] = below[count]
+        for place in range(count - 1, -1, -1):
+            if token.star:
+                row[place] = below[place] or row[place + 1]
+            elif token.name or segments[place] == token.text:
+                row[place] = below[place + 1]
+    return reachable
 
 
 def _two_ways(pattern: Pattern, segments: Sequence[str], text: str) -> list[Bound]:
@@ -272,10 +295,8 @@ class Naming:
 
     def hits(self, key: str) -> list[str]:
         """Return the patterns that match the key. Raises as `matches` does."""
-        return [
-            *([key] if key in self._literal else []),
-            *(text for text in self._others if matches(text, key)),
-        ]
+        others = [text for text in self._others if matches(text, key)]
+        return [key, *others] if key in self._literal else others
 
 
 # Rules
@@ -314,12 +335,13 @@ class Rule:
 
     def _fill(self, key: str, source: Pattern) -> str | None:
         segments = key.split(".")
-        found = (
-            source.ways(segments) if source.is_simple else _two_ways(source, segments, self.text)
-        )
-        if not found:
+        if source.is_simple:
+            ways = source.ways(segments)
+        else:
+            ways = _two_ways(source, segments, self.text)
+        if not ways:
             return None
-        bound, *others = found
+        bound, *others = ways
         if others:
             raise Refused(
                 f"the rule {self.text!r} matches a key in more than one way",
@@ -359,17 +381,17 @@ def parse(text: str, *, reverse: bool = False) -> Rule:
         return Rule(text, _regex(left[3:].strip(), text), right)
     if reverse:
         left, right = right, left
-    sides = [{name + star for name, star in VARIABLE.findall(side)} for side in (left, right)]
-    both = sorted(name for name in sides[0] | sides[1] if name + "*" in sides[0] | sides[1])
-    if both:
+    given, used = set(VARIABLE.findall(left)), set(VARIABLE.findall(right))
+    for name, star in sorted(given | used):
+        if not star and (name, "*") in given | used:
+            raise CkptError(
+                f"the rule {text!r} uses {{{name}}} and {{{name}*}}: name them differently",
+                hint=_SYNTAX,
+            )
+    if not used <= given:
+        unbound = min(name + star for name, star in used - given)
         raise CkptError(
-            f"the rule {text!r} uses {{{both[0]}}} and {{{both[0]}*}}: name them differently",
-            hint=_SYNTAX,
-        )
-    unbound = sides[1] - sides[0]
-    if unbound:
-        raise CkptError(
-            f"the rule {text!r} uses {{{min(unbound)}}}, which the other side does not bind",
+            f"the rule {text!r} uses {{{unbound}}}, which the other side does not bind",
             hint=_SYNTAX,
         )
     return Rule(text, _pattern(left), _tokens(_segments(right)))
@@ -386,22 +408,23 @@ class InTurn:
         self._count = len(rules)
         self._literal: dict[str, tuple[int, Rule]] = {}
         self._others: list[tuple[int, Rule]] = []
-        for at, rule in enumerate(rules):
-            if isinstance(rule.source, Regex) or any(token.name for token in rule.source.tokens):
-                self._others.append((at, rule))
-            else:
-                self._literal.setdefault(
-                    ".".join(token.text for token in rule.source.tokens), (at, rule)
-                )
-        simple = (pattern for _, rule in self._others if (pattern := _simple(rule)) is not None)
-        self._words = {text for pattern in simple for _, text in pattern.literals}
-        self._found: dict[tuple[str, ...], list[tuple[int, Rule]]] = {}
+        self._words: set[str] = set()  # literal segments of patterns
+        for index, rule in enumerate(rules):
+            source = rule.source
+            if isinstance(source, Pattern) and not any(token.name for token in source.tokens):
+                key = ".".join(token.text for token in source.tokens)
+                self._literal.setdefault(key, (index, rule))
+                continue
+            self._others.append((index, rule))
+            if isinstance(source, Pattern):
+                self._words.update(text for _, text in source.literals)
+        self._by_words: dict[tuple[str, ...], list[tuple[int, Rule]]] = {}
 
     def first(self, key: str) -> tuple[Rule | None, str | None]:
         """Return the rule and the key's new name, or two None. Raises as `Rule.apply` does."""
-        place, literal = self._literal.get(key, (self._count, None))
-        for at, rule in self._others if len(self._others) < 2 else self._may_match(key):
-            if at > place:
+        literal_index, literal = self._literal.get(key, (self._count, None))
+        for index, rule in self._others if len(self._others) < 2 else self._may_match(key):
+            if index > literal_index:
                 break
             name = rule.apply(key)
             if name is not None:
@@ -410,15 +433,18 @@ class InTurn:
 
     def _may_match(self, key: str) -> list[tuple[int, Rule]]:
         """Return the patterns that match the key, and those that only trying tells."""
-        segments = tuple([part if part in self._words else "" for part in key.split(".")])
-        if segments not in self._found:
-            patterns = ((one, _simple(one[1])) for one in self._others)
-            self._found[segments] = [
-                one for one, own in patterns if own is None or own.ways(segments)
-            ]
-        return self._found[segments]
+        segments = key.split(".")
+        words = tuple([segment if segment in self._words else "" for segment in segments])
+        rules = self._by_words.get(words)
+        if rules is None:
+            rules = [(index, rule) for index, rule in self._others if _may_match(rule, words)]
+            self._by_words[words] = rules
+        return rules
 
 
-def _simple(rule: Rule) -> Pattern | None:
-    """Return the pattern of a rule if there is only one way to match it."""
-    return rule.source if isinstance(rule.source, Pattern) and rule.source.is_simple else None
+def _may_match(rule: Rule, segments: Sequence[str]) -> bool:
+    """Return False if the rule matches no key with these literal segments."""
+    source = rule.source
+    if isinstance(source, Regex) or not source.is_simple:
+        return True
+    return bool(source.ways(segments))

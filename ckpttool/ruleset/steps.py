@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import chain, islice
 
 from ckpttool.core.checkpoint import ExtraEntry, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
@@ -48,11 +47,10 @@ class Parts:
 
     def key(self, whole: str, number: int) -> str | None:
         """Return the key of a part; None if `whole` is not a tensor that has parts."""
-        name = (
-            self.names[0].replace(f"{{{self.counter}}}", str(number))
-            if self.counter
-            else self.names[number]
-        )
+        if self.counter:
+            name = self.names[0].replace(f"{{{self.counter}}}", str(number))
+        else:
+            name = self.names[number]
         return _rule(f"{self.whole} => {name}").apply(whole)
 
     def keys(self, whole: str, count: int) -> list[str]:
@@ -64,18 +62,20 @@ class Parts:
         None if it is none.
         """
         if self.counter:
-            number = _rule(f"{self.names[0]} => {{{self.counter}}}").apply(key) or ""
-            whole = (
-                _rule(f"{self.names[0]} => {self.whole}").apply(key)
-                if _NUMBER.fullmatch(number)
-                else None
-            )
-            return None if whole is None else (int(number), whole, self.names[0])
-        for at, name in enumerate(self.names):
+            return self._counted_part(key)
+        for number, name in enumerate(self.names):
             whole = _rule(f"{self.whole} => {name}", reverse=True).apply(key)
             if whole is not None:
-                return at, whole, name
+                return number, whole, name
         return None
+
+    def _counted_part(self, key: str) -> tuple[int, str, str] | None:
+        (name,) = self.names
+        number = _rule(f"{name} => {{{self.counter}}}").apply(key)
+        if number is None or not _NUMBER.fullmatch(number):
+            return None
+        whole = _rule(f"{name} => {self.whole}").apply(key)
+        return None if whole is None else (int(number), whole, name)
 
 
 def parts_of(
@@ -89,42 +89,45 @@ def parts_of(
     """Return the parts with these names, or with one name that counts. Raises `CkptError` if that
     is ambiguous.
     """
-    is_list = not isinstance(names, str)
-    listed = tuple(names) if is_list else (str(names),)
-    for text in (whole, *listed):
+    for text in (whole, names) if isinstance(names, str) else (whole, *names):
         if "=>" in text:
             raise CkptError(f"{text!r} is not a name: => belongs into a rename", hint="")
-    if is_list:
-        if len(set(listed)) < len(listed):
-            raise CkptError("two parts have the same name", hint="")
-        for name in listed:
-            _rule(f"{whole} => {name}")
-            _rule(f"{whole} => {name}", reverse=True)
-        if sizes is not None and len(sizes) != len(listed):
-            raise CkptError(f"{len(sizes)} sizes for {len(listed)} parts", hint="")
-        if count is not None:
-            raise CkptError("parts = counts numbered parts, and these are listed", hint="")
-        return Parts(
-            whole, listed, "", len(listed), dim, None if sizes is None else tuple(sizes), stacked
-        )
-    (name,) = listed
-    own = {
-        variable for variable in VARIABLE.findall(name) if variable not in VARIABLE.findall(whole)
-    }
-    if sizes is not None:
-        raise CkptError("sizes = is for listed parts: numbered parts are of equal size", hint="")
-    if len(own) != 1 or any(star for _, star in own):
-        have = " and ".join(sorted(f"{{{variable}{star}}}" for variable, star in own)) or "none"
-        message = (
-            f"{name!r} needs one variable that {whole!r} lacks, as {{e}}, to count the"
-            f" parts: {have}"
-        )
-        raise CkptError(message, hint="")
-    ((counter, _),) = own
-    parts = Parts(whole, listed, counter, count, dim, None, stacked)
-    parts.key(whole, 0)
-    _rule(f"{name} => {whole}")
-    return parts
+    if isinstance(names, str):
+        if sizes is not None:
+            raise CkptError(
+                "sizes = is for listed parts: numbered parts are of equal size", hint=""
+            )
+        parts = Parts(whole, (names,), _counter(whole, names), count, dim, None, stacked)
+        parts.key(whole, 0)
+        _rule(f"{names} => {whole}")
+        return parts
+    if len(set(names)) < len(names):
+        raise CkptError("two parts have the same name", hint="")
+    for name in names:
+        _rule(f"{whole} => {name}")
+        _rule(f"{whole} => {name}", reverse=True)
+    if sizes is not None and len(sizes) != len(names):
+        raise CkptError(f"{len(sizes)} sizes for {len(names)} parts", hint="")
+    if count is not None:
+        raise CkptError("parts = counts numbered parts, and these are listed", hint="")
+    part_sizes = None if sizes is None else tuple(sizes)
+    return Parts(whole, tuple(names), "", len(names), dim, part_sizes, stacked)
+
+
+def _counter(whole: str, name: str) -> str:
+    """Return the variable that only the name of the parts has. Raises `CkptError` if there is none,
+    or more than one.
+    """
+    counters = set(VARIABLE.findall(name)).difference(VARIABLE.findall(whole))
+    if len(counters) == 1:
+        ((counter, star),) = counters
+        if not star:
+            return str(counter)
+    actual = " and ".join(sorted(f"{{{variable}{star}}}" for variable, star in counters)) or "none"
+    message = (
+        f"{name!r} needs one variable that {whole!r} lacks, as {{e}}, to count the parts: {actual}"
+    )
+    raise CkptError(message, hint="")
 
 
 # Steps
@@ -164,7 +167,7 @@ class Step:
     where: Where
     patterns: tuple[str, ...]
 
-    def one(self, key: str, value: Value, result: Result) -> Named:
+    def apply_to(self, key: str, value: Value, result: Result) -> Named:
         """Return what an entry becomes, and note in `result` which patterns matched."""
         raise NotImplementedError
 
@@ -172,7 +175,7 @@ class Step:
         result = Result()
         for key, value in state.items():
             try:
-                result.values += self.one(key, value, result)
+                result.values += self.apply_to(key, value, result)
             except Refused as error:
                 result.problems.append(Problem(error.message, key))
                 result.values.append((key, replace(value, layout=REFUSED)))
@@ -191,7 +194,7 @@ class Rename(Step):
     def in_turn(self) -> InTurn:
         return InTurn(self.rules)
 
-    def one(self, key: str, value: Value, result: Result) -> Named:
+    def apply_to(self, key: str, value: Value, result: Result) -> Named:
         rule, name = self.in_turn.first(key)
         if rule is not None:
             result.used.add(rule.text)
@@ -216,7 +219,7 @@ class Convert(Step):
     def naming(self) -> Naming:
         return Naming(self.patterns)
 
-    def one(self, key: str, value: Value, result: Result) -> Named:
+    def apply_to(self, key: str, value: Value, result: Result) -> Named:
         hits = self.naming.hits(key)
         if not hits or (self.dtypes is not None and value.dtype not in self.dtypes):
             return [(key, value)]
@@ -239,7 +242,7 @@ class Constant(Step):
     dtype: str | None
     shape: tuple[int, ...] | None
 
-    def one(self, key: str, value: Value, result: Result) -> Named:
+    def apply_to(self, key: str, value: Value, result: Result) -> Named:
         name = None if self.beside is None else self.beside.apply(key)
         if name is None:
             return [(key, value)]
@@ -267,7 +270,7 @@ class Split(Step):
 
     parts: Parts
 
-    def one(self, key: str, value: Value, result: Result) -> Named:
+    def apply_to(self, key: str, value: Value, result: Result) -> Named:
         parts = self.parts
         if parts.key(key, 0) is None:
             return [(key, value)]
@@ -302,24 +305,25 @@ class Join(Step):
                 continue
             number, whole, pattern = part
             result.used.add(pattern)
-            numbers = wholes.setdefault(whole, {})
-            if number in numbers:
-                result.problems.append(
-                    Problem(f"would be the same part of {whole} as {numbers[number]}", key)
-                )
-            numbers[number] = key
+            keys = wholes.setdefault(whole, {})
+            if number in keys:
+                problem = f"would be the same part of {whole} as {keys[number]}"
+                result.problems.append(Problem(problem, key))
+            keys[number] = key
             whole_of[key] = whole
         for key, value in state.items():
             if key not in whole_of:
                 result.values.append((key, value))
-            elif whole_of[key] in wholes:
-                whole = whole_of[key]
-                keys = wholes.pop(whole)
-                try:
-                    result.values.append((whole, self._joined(whole, keys, state)))
-                except Refused as error:
-                    result.problems.append(Problem(error.message, whole))
-                    result.values.append((whole, replace(state[keys[min(keys)]], layout=REFUSED)))
+                continue
+            whole = whole_of[key]
+            if whole not in wholes:  # its first part has brought it
+                continue
+            keys = wholes.pop(whole)
+            try:
+                result.values.append((whole, self._joined(whole, keys, state)))
+            except Refused as error:
+                result.problems.append(Problem(error.message, whole))
+                result.values.append((whole, replace(state[keys[min(keys)]], layout=REFUSED)))
         return result
 
     def _joined(self, whole: str, keys: Mapping[int, str], state: State) -> Value:
@@ -327,11 +331,10 @@ class Join(Step):
         numbers = (number for number in range(parts.count or max(keys) + 1) if number not in keys)
         missing = [str(parts.key(whole, number)) for number in islice(numbers, _MOST_NAMED + 1)]
         if missing:
-            names = [*missing[:_MOST_NAMED], *(["more"] if len(missing) > _MOST_NAMED else [])]
-            raise refusal(
-                f"needs {' and '.join(names)}, which"
-                f" {'is' if len(missing) == 1 else 'are'} not there"
-            )
+            verb = "is" if len(missing) == 1 else "are"
+            if len(missing) > _MOST_NAMED:
+                missing[_MOST_NAMED:] = ["more"]
+            raise refusal(f"needs {' and '.join(missing)}, which {verb} not there")
         if parts.count is not None and len(keys) > parts.count:
             raise refusal(f"has {len(keys)} parts, not {parts.count}")
         values = [state[keys[number]] for number in sorted(keys)]
@@ -373,23 +376,20 @@ def plan_of(steps: Sequence[Step], section: Section) -> Plan:
     section.
     """
     state, dropped = state_of(steps, section)
-    used = (
-        {key for value in state.values() for key in refs(value.source)} if dropped else set[str]()
-    )
+    outputs = [Output(section.path, key, value.source) for key, value in state.items()]
+    used: set[str] = set()
+    if dropped:
+        used.update(chain.from_iterable(refs(output.source) for output in outputs))
+    unused = [
+        Dropped(section.path, key, reason) for key, reason in dropped.items() if key not in used
+    ]
     # few formats keep the modules, and there may be many renames
-    entries = state.items() if section.modules else ()
-    renamed = {
-        value.origin: key
-        for key, value in entries
-        if value.origin is not None and value.origin != key
-    }
-    return Plan(
-        tuple([Output(section.path, key, value.source) for key, value in state.items()]),
-        tuple(
-            Dropped(section.path, key, reason) for key, reason in dropped.items() if key not in used
-        ),
-        module_renames(section.path, section.modules or (), renamed),
-    )
+    renamed = {}
+    for key, value in state.items() if section.modules else ():
+        if value.origin is not None and value.origin != key:
+            renamed[value.origin] = key
+    modules = module_renames(section.path, section.modules or (), renamed)
+    return Plan(tuple(outputs), tuple(unused), modules)
 
 
 def state_of(
@@ -399,18 +399,7 @@ def state_of(
 
     Raises `Refused` as `plan_of` does. With `whole` each pattern must match some key.
     """
-    state: State = {}
-    for key, entry in section.by_key().items():
-        if isinstance(entry, ExtraEntry):
-            state[key] = Value(Ref(key), "", (), key, "not a tensor")
-        else:
-            state[key] = Value(
-                Ref(key),
-                entry.dtype,
-                entry.shape,
-                key,
-                entry.layout if entry.storage is None else DENSE,
-            )
+    state = _first_state(section)
     dropped: dict[str, str] = {}
     problems: list[Problem] = []
     for step in steps:
@@ -422,23 +411,12 @@ def state_of(
             unused = [text for text in step.patterns if text not in result.used]
             result.problems += [Problem("applies to no key", text) for text in unused]
         state = dict(result.values)
-        counts = Counter(key for key, _ in result.values) if len(state) < len(result.values) else {}
-        for key, count in counts.items():
-            if count > 1:
-                sources = dict.fromkeys(
-                    ref
-                    for name, value in result.values
-                    if name == key
-                    for ref in refs(value.source)
-                )
-                origin = f", from {some(list(sources))}" if sources else ""
-                result.problems.append(Problem(f"written {count} times{origin}", key))
-        problems += [
-            Problem(f"{step.where}: {problem.problem}", problem.key) for problem in result.problems
-        ]
-        dropped.update(
-            (key, str(step.where)) for value in result.dropped for key in refs(value.source)
-        )
+        if len(state) < len(result.values):
+            result.problems += _written_twice(result.values)
+        for problem in result.problems:
+            problems.append(Problem(f"{step.where}: {problem.problem}", problem.key))
+        for value in result.dropped:
+            dropped.update(dict.fromkeys(refs(value.source), str(step.where)))
     if problems:
         raise Refused(
             f"the rules do not fit the checkpoint: {plural(len(problems), 'problem')}",
@@ -447,3 +425,26 @@ def state_of(
             problems=problems,
         )
     return state, dropped
+
+
+def _first_state(section: Section) -> State:
+    state: State = {}
+    for key, entry in section.by_key().items():
+        if isinstance(entry, ExtraEntry):
+            state[key] = Value(Ref(key), "", (), key, "not a tensor")
+        else:
+            layout = entry.layout if entry.storage is None else DENSE
+            state[key] = Value(Ref(key), entry.dtype, entry.shape, key, layout)
+    return state
+
+
+def _written_twice(values: Named) -> Iterator[Problem]:
+    """Yield a problem for each key with several values."""
+    by_key: dict[str, list[Value]] = {}
+    for key, value in values:
+        by_key.setdefault(key, []).append(value)
+    for key, several in by_key.items():
+        if len(several) > 1:
+            sources = dict.fromkeys(chain.from_iterable(refs(value.source) for value in several))
+            origin = f", from {some(list(sources))}" if sources else ""
+            yield Problem(f"written {len(several)} times{origin}", key)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from math import prod
 from typing import Union
 
@@ -40,27 +39,29 @@ def size_names(size: Size) -> set[str]:
     return set() if isinstance(size, int) else set(_NAME.findall(size))
 
 
-def resolve_size(size: Size, known: Sizes) -> Size:
+def resolve_size(size: Size, sizes: Sizes) -> Size:
     """Replace the names that have values: a number if none is left. Raises `Refused` as
     `size_value` does.
     """
     if isinstance(size, int):
         return size
-    text = _NAME.sub(lambda name: str(known.get(name[1], name[0])), size)
-    return text if _NAME.search(text) else size_value(text, known)
+    text = _NAME.sub(lambda name: str(sizes.get(name[1], name[0])), size)
+    return text if _NAME.search(text) else size_value(text, sizes)
 
 
-def size_value(size: Size, known: Sizes) -> int:
-    """Return the value of the size, whose names are `known`. Raises `Refused` if a division leaves
-    a remainder.
+def size_value(size: Size, sizes: Sizes) -> int:
+    """Return the value of the size, whose names are in `sizes`. Raises `Refused` if a division
+    leaves a remainder.
     """
     if isinstance(size, int):
         return size
     total, product = 0, 0
     for operation, operand in _OPERATION.findall(size):
-        number = known[operand[1:-1]] if operand.startswith("{") else int(operand)
-        if operation in "+-":  # the first has none
-            total, product = total + product, -number if operation == "-" else number
+        number = sizes[operand[1:-1]] if operand.startswith("{") else int(operand)
+        if operation == "-":
+            total, product = total + product, -number
+        elif operation in ("", "+"):  # the first has none
+            total, product = total + product, number
         elif operation == "*":
             product *= number
         elif not number or product % number:
@@ -95,11 +96,16 @@ class TensorSpec:
     dtype: str | None = None
 
     def is_like(self, tensor: TensorEntry | Value) -> bool:
-        shape = tensor.shape if self.shape is None else self.shape
-        fits = len(shape) == len(tensor.shape) and all(
-            a in (-1, b) for a, b in zip(shape, tensor.shape)
-        )
-        return fits and self.dtype in (None, tensor.dtype)
+        if self.dtype not in (None, tensor.dtype):
+            return False
+        return self.shape is None or _fits_shape(self.shape, tensor.shape)
+
+
+def _fits_shape(expected: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether the shape is the expected one, in which -1 is any size."""
+    if len(expected) != len(shape):
+        return False
+    return all(size in (-1, actual) for size, actual in zip(expected, shape))
 
 
 def shown(text: str) -> TensorSpec | None:
@@ -107,9 +113,9 @@ def shown(text: str) -> TensorSpec | None:
     parts = _TENSOR.fullmatch(text)
     if parts is None or parts[3] not in (None, *PLAIN):
         return None
-    return TensorSpec(
-        parts[1], tuple(int(size) for size in parts[2].split(",") if size.strip()), parts[3]
-    )
+    sizes = parts[2].split(",")
+    shape = tuple(int(size) for size in sizes if size.strip())
+    return TensorSpec(parts[1], shape, parts[3])
 
 
 def holds(
@@ -182,19 +188,15 @@ def reshape(value: Value, shape: Sequence[Size], old: Sequence[Size] | None) -> 
 
     A name without a value is in `old` the size that the tensor has, and in `shape` the same size.
     """
-    known: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     if old is not None:
         for size, length in zip(old, value.shape):
             name = lone_name(size)
             if name is not None:
-                known.setdefault(name, length)
-        fits = (
-            size == -1 or size_value(size, known) == length
-            for size, length in zip(old, value.shape)
-        )
-        if len(old) != len(value.shape) or not all(fits):
+                sizes.setdefault(name, length)
+        if not _is_shape(value.shape, old, sizes):
             raise refusal(f"the shape is {list(value.shape)}, not [{', '.join(map(str, old))}]")
-    filled = _fill_shape([size_value(size, known) for size in shape], prod(value.shape))
+    filled = _fill_shape([size_value(size, sizes) for size in shape], prod(value.shape))
     if filled is None:
         raise refusal(
             f"the elements of shape {list(value.shape)} do not fill [{', '.join(map(str, shape))}]"
@@ -202,15 +204,21 @@ def reshape(value: Value, shape: Sequence[Size], old: Sequence[Size] | None) -> 
     return _reshaped(value, filled)
 
 
+def _is_shape(shape: tuple[int, ...], expected: Sequence[Size], sizes: Sizes) -> bool:
+    if len(expected) != len(shape):
+        return False
+    for size, length in zip(expected, shape):
+        if size != -1 and size_value(size, sizes) != length:
+            return False
+    return True
+
+
 def cast(value: Value, dtype: str) -> Value:
     """Cast the tensor, unless it has the dtype."""
     if value.dtype == dtype:
         return value
-    return replace(
-        value,
-        source=Op("aten._to_copy.default", (value.source,), (("dtype", Special("dtype", dtype)),)),
-        dtype=dtype,
-    )
+    source = Op("aten._to_copy.default", (value.source,), (("dtype", Special("dtype", dtype)),))
+    return replace(value, source=source, dtype=dtype)
 
 
 def dtypes_like(dtype: str) -> tuple[str, ...]:
@@ -223,17 +231,19 @@ def split(value: Value, count: int, dim: int, sizes: Sequence[int] | None) -> li
     a new storage.
     """
     dim = dimension(dim, value.shape)
-    length, shape = value.shape[dim], value.shape
+    length = value.shape[dim]
     sizes = sizes or [length // count] * count
     if sum(sizes) != length:
-        wanted = " + ".join(map(str, sizes)) if len(set(sizes)) > 1 else f"{count} times {sizes[0]}"
-        raise refusal(f"dimension {dim} of {list(shape)} is {length}, not {wanted}")
-    parts = []
-    for end, size in zip(accumulate(sizes), sizes):
-        source = _row_major(Op("aten.narrow.default", (value.source, dim, end - size, size)))
-        parts.append(
-            Value(source, value.dtype, (*shape[:dim], size, *shape[dim + 1 :]), None, DENSE)
-        )
+        text = f"{count} times {sizes[0]}"
+        if len(set(sizes)) > 1:
+            text = " + ".join(map(str, sizes))
+        raise refusal(f"dimension {dim} of {list(value.shape)} is {length}, not {text}")
+    parts, start = [], 0
+    for size in sizes:
+        source = _row_major(Op("aten.narrow.default", (value.source, dim, start, size)))
+        shape = _with_size(value.shape, dim, size)
+        parts.append(Value(source, value.dtype, shape, None, DENSE))
+        start += size
     return parts
 
 
@@ -245,25 +255,32 @@ def unstack(value: Value, count: int, dim: int) -> list[Value]:
     if value.shape[dim] != count:
         raise refusal(f"dimension {dim} of {list(value.shape)} is {value.shape[dim]}, not {count}")
     shape = (*value.shape[:dim], *value.shape[dim + 1 :])
-    slices = (Op("aten.select.int", (value.source, dim, index)) for index in range(count))
-    return [Value(_row_major(one), value.dtype, shape, None, DENSE) for one in slices]
+    slices = []
+    for index in range(count):
+        source = _row_major(Op("aten.select.int", (value.source, dim, index)))
+        slices.append(Value(source, value.dtype, shape, None, DENSE))
+    return slices
 
 
 def join(values: Sequence[Value], dim: int, sizes: Sequence[int] | None) -> Value:
     """Put tensors of these `sizes`, or of equal size, end to end along `dim`. Other parts could not
     be split again.
     """
-    shapes = [value.shape for value in values]
-    dim = dimension(dim, shapes[0])
-    _check_fit(values, {(len(shape), shape[:dim], shape[dim + 1 :]) for shape in shapes})
-    actual = [shape[dim] for shape in shapes]
+    first = values[0]
+    dim = dimension(dim, first.shape)
+    _check_fit(values, {(len(value.shape), _with_size(value.shape, dim, 0)) for value in values})
+    actual = [value.shape[dim] for value in values]
     if sizes is not None and actual != list(sizes):
         raise refusal(f"the parts have sizes {actual} in dimension {dim}, not {list(sizes)}")
     if sizes is None and len(set(actual)) > 1:
         raise refusal(f"the parts are not equal: sizes = {actual} allows this")
-    shape = (*shapes[0][:dim], sum(actual), *shapes[0][dim + 1 :])
     source = Op("aten.cat.default", (tuple(value.source for value in values), dim))
-    return Value(source, values[0].dtype, shape, None, DENSE)
+    return Value(source, first.dtype, _with_size(first.shape, dim, sum(actual)), None, DENSE)
+
+
+def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    """Return the shape with another size in one dimension."""
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def stack(values: Sequence[Value], dim: int) -> Value:
@@ -277,12 +294,13 @@ def stack(values: Sequence[Value], dim: int) -> Value:
 
 def constant(shape: tuple[int, ...], dtype: str, fill: float | bool) -> Value:
     """Return a tensor filled with one number. Raises `Refused` if the dtype cannot hold it."""
-    is_whole = (
-        float(fill).is_integer()
-        and not isinstance(fill, bool)
-        and (fill >= 0 or not dtype.startswith("uint"))
-    )
-    if not {"int": is_whole, "bool": fill in (0, 1)}.get(_kind(dtype), True):
+    kind, can_hold = _kind(dtype), True
+    if kind == "bool":
+        can_hold = fill in (0, 1)
+    elif kind == "int":
+        is_whole = float(fill).is_integer() and not isinstance(fill, bool)
+        can_hold = is_whole and (fill >= 0 or not dtype.startswith("uint"))
+    if not can_hold:
         raise refusal(f"{dtype} cannot hold {fill}")
     source = Op("aten.full.default", (shape, fill), (("dtype", Special("dtype", dtype)),))
     return Value(source, dtype, shape, None, DENSE)
@@ -290,10 +308,9 @@ def constant(shape: tuple[int, ...], dtype: str, fill: float | bool) -> Value:
 
 def _check_fit(values: Sequence[Value], layouts: Collection[object]) -> None:
     """Raise `Refused` for parts of several dtypes or `layouts`."""
-    if len({value.dtype for value in values}) > 1:
-        raise refusal(
-            f"the parts have dtypes {', '.join(dict.fromkeys(value.dtype for value in values))}"
-        )
+    dtypes = dict.fromkeys(value.dtype for value in values)
+    if len(dtypes) > 1:
+        raise refusal(f"the parts have dtypes {', '.join(dtypes)}")
     if len(layouts) > 1:
         shapes = dict.fromkeys(str(list(value.shape)) for value in values)
         raise refusal(f"parts of shapes {', '.join(shapes)} do not fit together")
@@ -328,8 +345,9 @@ def _row_major(source: Expression) -> Expression:
 
 def _fill_shape(shape: Sequence[int], numel: int) -> tuple[int, ...] | None:
     """Return the shape with a size for its -1; None if `numel` elements do not fill it."""
-    known = prod(size for size in shape if size != -1)
-    filled = tuple((numel // known if known else 0) if size == -1 else size for size in shape)
+    others = prod(size for size in shape if size != -1)
+    missing = numel // others if others else 0
+    filled = tuple(missing if size == -1 else size for size in shape)
     return filled if prod(filled) == numel else None
 
 
