@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
@@ -47,22 +48,22 @@ class Digests:
 
     def __init__(self, entries: Entries) -> None:
         self._entries = entries
-        self._known: dict[Expression, bytes | None] = {}
+        self._digests: dict[Expression, bytes | None] = {}
 
     def __call__(self, value: Expression) -> bytes | None:
         """Return the hash of the value's bytes in row-major order; None for a key that is not a
         dense tensor.
         """
-        if value not in self._known:
-            entry = (
-                self._entries[value.key]
-                if isinstance(value, Ref)
-                else entry_of("", value, self._entries)
-            )
-            self._known[value] = None
-            if isinstance(entry, TensorEntry) and entry.storage is not None:
-                self._known[value] = digest(entry)
-        return self._known[value]
+        if value in self._digests:
+            return self._digests[value]
+        if isinstance(value, Ref):
+            entry = self._entries[value.key]
+        else:
+            entry = entry_of("", value, self._entries)
+        self._digests[value] = None
+        if isinstance(entry, TensorEntry) and entry.storage is not None:
+            self._digests[value] = digest(entry)
+        return self._digests[value]
 
 
 def apply(plan: Plan, source: Checkpoint, runners: Mapping[str, Runner] = NO_CODE) -> Checkpoint:
@@ -71,11 +72,7 @@ def apply(plan: Plan, source: Checkpoint, runners: Mapping[str, Runner] = NO_COD
     Raises `Refused`, with all problems, if the plan does not fit, and `CkptError` for operators
     that are not allowed.
     """
-    used = ((name, output.key) for output in plan.computed for name in ex.operators(output.source))
-    refused = dict.fromkeys(
-        (ops.refused(name), key) for name, key in used if name not in (ex.OPAQUE, *ex.BY_CODE)
-    )
-    problems = [Problem(reason, key) for reason, key in refused if reason is not None]
+    problems = _refused_operators(plan)
     if problems:
         raise CkptError(
             f"the plan has {plural(len(problems), 'output')} made by what is not an operator that"
@@ -101,23 +98,43 @@ def apply(plan: Plan, source: Checkpoint, runners: Mapping[str, Runner] = NO_COD
         modules[module.section][module.old] = module.new
     for run in plan.runs:
         runs[run.section].append(run)
+    sections = []
+    for section in source.sections:
+        path = section.path
+        if path in outputs:
+            section = _rewritten(section, outputs[path], modules[path], runs[path], runners)
+        sections.append(section)
+    return replace(source, sections=tuple(sections))
 
-    def rewritten(section: Section) -> Section:
-        own = outputs[section.path]
-        entries: Entries = section.by_key()
-        if runs[section.path]:
-            sources, entries = run_code(
-                section, [output.source for output in own], runs[section.path], runners
-            )
-            own = [replace(output, source=source) for output, source in zip(own, sources)]
-        aliases = (
-            section.aliases() if any(not isinstance(output.source, Ref) for output in own) else {}
-        )
-        return _with_outputs(section, own, entries, aliases, modules[section.path])
 
-    return replace(
-        source, sections=tuple(rewritten(s) if s.path in outputs else s for s in source.sections)
-    )
+def _refused_operators(plan: Plan) -> list[Problem]:
+    """Return a problem for each operator of an output that no plan may hold."""
+    problems: dict[Problem, None] = {}
+    for output in plan.computed:
+        for operator in ex.operators(output.source):
+            if operator in (ex.OPAQUE, *ex.BY_CODE):
+                continue
+            reason = ops.refused(operator)
+            if reason is not None:
+                problems[Problem(reason, output.key)] = None
+    return list(problems)
+
+
+def _rewritten(
+    section: Section,
+    outputs: Sequence[Output],
+    modules: Mapping[str, str],
+    runs: Sequence[ModelRun],
+    runners: Mapping[str, Runner],
+) -> Section:
+    entries: Entries = section.by_key()
+    if runs:
+        sources, entries = run_code(section, [output.source for output in outputs], runs, runners)
+        outputs = [replace(output, source=source) for output, source in zip(outputs, sources)]
+    aliases = {}
+    if any(not isinstance(output.source, Ref) for output in outputs):
+        aliases = section.aliases()
+    return _with_outputs(section, outputs, entries, aliases, modules)
 
 
 def run_code(
@@ -137,34 +154,25 @@ def run_code(
         return ex.with_calls(expression, lambda call: Ref(keys[call.op, str(call.args[0])]))
 
     for number, run in enumerate(runs):
-        later = [source for other in runs[number + 1 :] for source in other.given.values()]
-        calls = (
-            call for source in (*sources, *later) for call in ex.calls(source) if call.op == run.way
-        )
-        names = list(dict.fromkeys(str(call.args[0]) for call in calls))
+        names = _called(run, sources, runs[number + 1 :])
         if not names:
             continue
         if run.way not in runners:
             option = "--to-model" if run.way == ex.SAVED and len(runners) else "--model"
+            problem = "computed by code that is not a tensor operator"
             raise Refused(
                 f"{plural(len(names), 'tensor')} can only be computed by the code of {run.model}",
                 hint=f"name it: {option} {shell(call_text(run.model, run.kwargs))}",
-                problems=[
-                    Problem("computed by code that is not a tensor operator", name, "opaque")
-                    for name in names
-                ],
+                problems=[Problem(problem, name, "opaque") for name in names],
             )
-        given = [
-            Output(section.path, name, without_calls(source)) for name, source in run.given.items()
-        ]
-        renames = {
-            o.source.key: o.key
-            for o in given
-            if isinstance(o.source, Ref) and o.source.key != o.key
-        }
-        modules = {
-            m.old: m.new for m in module_renames(section.path, section.modules or (), renames)
-        }
+        given, renames = [], {}
+        for name, source in run.given.items():
+            source = without_calls(source)
+            given.append(Output(section.path, name, source))
+            if isinstance(source, Ref) and source.key != name:
+                renames[source.key] = name
+        moves = module_renames(section.path, section.modules or (), renames)
+        modules = {move.old: move.new for move in moves}
         values = runners[run.way](run, _with_outputs(section, given, entries, {}, modules), names)
         for name, entry in values.items():
             key = f"{run.way}({name})"
@@ -173,6 +181,13 @@ def run_code(
             keys[run.way, name] = key
             entries[key] = entry
     return [without_calls(source) for source in sources], entries
+
+
+def _called(run: ModelRun, sources: Sequence[Expression], later: Sequence[ModelRun]) -> list[str]:
+    """Return the names of the run's values that the sources and later runs need."""
+    needed = [*sources, *chain.from_iterable(other.given.values() for other in later)]
+    calls = chain.from_iterable(map(ex.calls, needed))
+    return list(dict.fromkeys(str(call.args[0]) for call in calls if call.op == run.way))
 
 
 def _with_outputs(
@@ -205,21 +220,22 @@ def _with_outputs(
     if problems:
         hint = "check dtypes and shapes with `ckpttool diff`"
         raise Refused("some values cannot be computed", hint=hint, problems=problems)
-    return replace(
-        section,
-        tensors=tuple(entry for entry in results if isinstance(entry, TensorEntry)),
-        extras=tuple(entry for entry in results if isinstance(entry, ExtraEntry)),
-        modules=None
-        if section.modules is None
-        else _rename_modules(section.modules, renamed_modules),
-    )
+    tensors = tuple(entry for entry in results if isinstance(entry, TensorEntry))
+    extras = tuple(entry for entry in results if isinstance(entry, ExtraEntry))
+    modules = section.modules
+    if modules is not None:
+        modules = _rename_modules(modules, renamed_modules)
+    return replace(section, tensors=tensors, extras=extras, modules=modules)
 
 
 def _rename_modules(modules: Mapping[str, object], renamed: Mapping[str, str]) -> dict[str, object]:
     """Rename the paths of `_metadata`. If two become one, the renamed one wins: its tensors are
     there.
     """
-    kept = {path: payload for path, payload in modules.items() if path not in renamed}
-    moved = {renamed[path]: payload for path, payload in modules.items() if path in renamed}
-    order = dict.fromkeys(renamed.get(path, path) for path in modules)
-    return {path: moved.get(path, kept.get(path)) for path in order}
+    result: dict[str, object] = {}
+    for path, payload in modules.items():
+        if path in renamed:
+            result[renamed[path]] = payload
+        else:
+            result.setdefault(path, payload)
+    return result

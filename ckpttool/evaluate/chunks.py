@@ -46,13 +46,17 @@ def window(entry: TensorEntry, start: int, count: int) -> Part:
 def across(entries: Iterable[TensorEntry], start: int, count: int) -> list[Part]:
     """Return elements `start` to `start + count` of entries laid end to end, each in row-major
     order.
+
+    entries  |── a ──|──── b ────|── c ──|
+    window        |──────────────|            the end of a, and all of b
     """
-    parts, at = [], 0
+    parts, begin = [], 0
     for entry in map(row_major, entries):
-        low, high = max(start, at), min(start + count, at + entry.numel)
+        end = begin + entry.numel
+        low, high = max(start, begin), min(start + count, end)
         if low < high:
-            parts.append(window(entry, low - at, high - low))
-        at += entry.numel
+            parts.append(window(entry, low - begin, high - low))
+        begin = end
     return parts
 
 
@@ -124,16 +128,18 @@ def _produced(part: Lazy, nbytes: int) -> Iterable[Part]:
     with _lock:
         produced = _kept.get(part)
         if produced is None:
-            if part.length > _KEPT - sum(one.length for one in _kept):
+            if part.length > _KEPT - sum(kept.length for kept in _kept):
                 return part.produce()
             parts = part.produce()
-            kept = (
-                parts
-                if isinstance(parts, list)
-                else [p if isinstance(p, (Span, Lazy)) else bytes(p) for p in parts]
-            )
-            produced = _kept[part] = _Produced(kept, part.length)
+            if not isinstance(parts, list):
+                parts = [_copied(piece) for piece in parts]
+            produced = _kept[part] = _Produced(parts, part.length)
         produced.left -= nbytes
         if produced.left <= 0:
             del _kept[part]
         return produced.parts
+
+
+def _copied(piece: Part) -> Part:
+    """Return a piece that stays valid when the next one is produced."""
+    return piece if isinstance(piece, (Span, Lazy)) else bytes(piece)

@@ -127,7 +127,12 @@ def in_order(entry: TensorEntry) -> Iterator[memoryview]:
 
 
 def gathered(entry: TensorEntry) -> memoryview:
-    """Return the bytes of a dense tensor in row-major order. Reads only the bytes that it spans."""
+    """Return the bytes of a dense tensor in row-major order. Reads only the bytes that it spans:
+    all at once, or, if that is less than half of them, those at each place along its longest
+    stride.
+
+    a tile of a transposed matrix   |██░░░░░░|██░░░░░░|██░░░░░░|   █ is read
+    """
     assert entry.storage is not None
     if not entry.numel:
         return memoryview(b"")
@@ -137,18 +142,18 @@ def gathered(entry: TensorEntry) -> memoryview:
     else:
         start = data.offset + entry.offset * size
         extents = [(length - 1) * step for length, step in zip(entry.shape, stride)]
-        axis = max(
-            range(len(extents)), key=lambda dim: stride[dim] if extents[dim] else -1, default=-1
-        )
-        # elements at each place along the longest stride
-        count = 1 + sum(extents) - (extents[axis] if extents else 0)
-        # as in a tile of a transposed matrix
-        if extents and 2 * count * entry.shape[axis] <= 1 + sum(extents):
-            places = (start + index * stride[axis] * size for index in range(entry.shape[axis]))
-            buffer = read_spans([Span(data.path, place, count * size) for place in places])
-            stride = (*stride[:axis], count, *stride[axis + 1 :])
+        spanned = 1 + sum(extents)
+        dims = [dim for dim, extent in enumerate(extents) if extent]
+        longest = max(dims, key=lambda dim: stride[dim], default=-1)
+        places = entry.shape[longest] if dims else 1
+        count = spanned - extents[longest] if dims else spanned  # elements at each place
+        if 2 * count * places <= spanned:
+            step = stride[longest] * size
+            spans = [Span(data.path, start + i * step, count * size) for i in range(places)]
+            buffer = read_spans(spans)
+            stride = (*stride[:longest], count, *stride[longest + 1 :])
         else:
-            buffer = read_span(Span(data.path, start, (1 + sum(extents)) * size))
+            buffer = read_span(Span(data.path, start, spanned * size))
     strides = [step * size for step in stride]
     # raises ValueError if strides lead outside
     view = np.ndarray(entry.shape, f"V{size}", buffer, offset, strides)

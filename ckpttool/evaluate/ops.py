@@ -5,7 +5,7 @@ of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from math import isfinite, prod
@@ -90,11 +90,9 @@ def _check_parts(given: Arguments) -> str | None:
     if size < 1:
         return "the split size must be positive"
     count = given["chunks"] if "chunks" in given else -(-shape[dim] // size)
-    return (
-        None
-        if count <= limits().made_parts
-        else (f"{count:,} parts; {limits().named('made_parts')}")
-    )
+    if count > limits().made_parts:
+        return f"{count:,} parts; {limits().named('made_parts')}"
+    return None
 
 
 def _check_divisor(given: Arguments) -> str | None:
@@ -104,11 +102,19 @@ def _check_divisor(given: Arguments) -> str | None:
         return None
     if _has(divisor, 0):
         return "integers are divided by zero"
-    least = {f"torch.int{bits}": -(2 ** (bits - 1)) for bits in (64, 32, 16, 8)}
-    is_least = isinstance(value, int) or (
-        str(value.dtype) in least and _has(value, least[str(value.dtype)])
-    )
-    return "the least integer is divided by -1" if is_least and _has(divisor, -1) else None
+    if _may_be_least(value) and _has(divisor, -1):
+        return "the least integer is divided by -1"
+    return None
+
+
+def _may_be_least(value: Any) -> bool:
+    """Return whether a number, or an element of a tensor, may be the least of its dtype."""
+    if isinstance(value, int):
+        return True
+    for bits in (64, 32, 16, 8):
+        if str(value.dtype) == f"torch.int{bits}":
+            return _has(value, -(2 ** (bits - 1)))
+    return False
 
 
 def _is_integral(part: Any) -> bool:
@@ -141,26 +147,30 @@ def _check_indices(given: Arguments) -> str | None:
     masks = [str(index.dtype) == "torch.bool" for index, _ in present]
     if any(masks):
         return None if all(masks) else "masks and numbers as indices of one tensor"
-    return next(
-        filter(None, (_check_range(index, -length, length) for index, length in present)), None
-    )
+    for index, length in present:
+        reason = _check_range(index, -length, length)
+        if reason is not None:
+            return reason
+    return None
 
 
 def _check_range(index: Any, start: int, end: int) -> str | None:
     if str(index.dtype) not in ("torch.int64", "torch.int32"):
         return f"an index of dtype {index.dtype}"
-    if index.is_meta or not index.numel() or (start <= int(index.min()) and int(index.max()) < end):
+    if index.is_meta or not index.numel():
         return None
-    return f"an index is outside of {end:,}"
+    if int(index.min()) < start or int(index.max()) >= end:
+        return f"an index is outside of {end:,}"
+    return None
 
 
 def _check_scales(given: Arguments) -> str | None:
     """Check that the factors of an interpolation lead from the input's size to the output's."""
     size = given.get("output_size")
     before = (given.get("self", given.get("input"))).shape[2:]
-    factors = given.get("scale_factors") or [
-        value for name, value in given.items() if name.startswith("scales")
-    ]
+    factors = given.get("scale_factors")
+    if not factors:
+        factors = [value for name, value in given.items() if name.startswith("scales")]
     if not before or 0 in before or (size is not None and len(size) != len(before)):
         return "the tensor does not have the dimensions to interpolate"
     if size is None and not factors:
@@ -211,18 +221,17 @@ def _slice(entry: TensorEntry, dim: int, start: int, end: int) -> TensorEntry:
 
 def _select(entry: TensorEntry, dim: int, index: int) -> TensorEntry:
     part = _narrow(entry, dim, index, 1)
-    shape, stride = ((*sizes[:dim], *sizes[dim + 1 :]) for sizes in (part.shape, part.stride))
+    shape = (*part.shape[:dim], *part.shape[dim + 1 :])
+    stride = (*part.stride[:dim], *part.stride[dim + 1 :])
     return replace(part, shape=shape, stride=stride)
 
 
 def _split(entry: TensorEntry, size: int, dim: int = 0) -> _Parts:
     if dim >= len(entry.shape) or size < 1 or -(-entry.shape[dim] // size) > limits().made_parts:
         raise NotOnIndex
-    return _Parts(
-        entry,
-        dim,
-        [min(size, entry.shape[dim] - start) for start in range(0, entry.shape[dim], size)],
-    )
+    length = entry.shape[dim]
+    sizes = [min(size, length - start) for start in range(0, length, size)]
+    return _Parts(entry, dim, sizes)
 
 
 def _chunk(entry: TensorEntry, count: int, dim: int = 0) -> _Parts:
@@ -246,7 +255,8 @@ def _item(parts: _Parts, index: int) -> TensorEntry:
 def _permute(entry: TensorEntry, dims: tuple[int, ...]) -> TensorEntry:
     if sorted(dims) != list(range(len(entry.shape))):
         raise NotOnIndex
-    shape, stride = (tuple(sizes[dim] for dim in dims) for sizes in (entry.shape, entry.stride))
+    shape = tuple(entry.shape[dim] for dim in dims)
+    stride = tuple(entry.stride[dim] for dim in dims)
     return replace(entry, shape=shape, stride=stride)
 
 
@@ -283,25 +293,28 @@ def _to_copy(entry: TensorEntry, dtype: Special) -> TensorEntry:
 
 def _cat(parts: tuple[TensorEntry, ...], dim: int = 0) -> TensorEntry:
     """Put contiguous tensors end to end: dimensions before `dim` must be 1."""
-    head, tail = parts[0].shape[:dim], parts[0].shape[dim + 1 :]
-    layouts = {
-        (part.dtype, part.shape[:dim], part.shape[dim + 1 :], len(part.shape)) for part in parts
-    }
-    contiguous = all(part.is_contiguous for part in parts)
-    if len(layouts) > 1 or prod(head) != 1 or not contiguous or dim >= len(parts[0].shape):
+    first = parts[0]
+    head, tail = first.shape[:dim], first.shape[dim + 1 :]
+    if dim >= len(first.shape) or prod(head) != 1:
         raise NotOnIndex
-    shape = (*head, sum(part.shape[dim] for part in parts), *tail)
+    length = 0
+    for part in parts:
+        if part.dtype != first.dtype or len(part.shape) != len(first.shape):
+            raise NotOnIndex
+        if part.shape[:dim] != head or part.shape[dim + 1 :] != tail or not part.is_contiguous:
+            raise NotOnIndex
+        length += part.shape[dim]
+    shape = (*head, length, *tail)
     storage = concatenated([window(part, 0, part.numel) for part in parts])
-    return replace(
-        parts[0], shape=shape, stride=contiguous_stride(shape), offset=0, storage=storage
-    )
+    return replace(first, shape=shape, stride=contiguous_stride(shape), offset=0, storage=storage)
 
 
 def _stack(parts: tuple[TensorEntry, ...], dim: int) -> TensorEntry:
     def unsqueezed(entry: TensorEntry) -> TensorEntry:
         if dim > len(entry.shape):
             raise NotOnIndex
-        shape, stride = ((*sizes[:dim], 1, *sizes[dim:]) for sizes in (entry.shape, entry.stride))
+        shape = (*entry.shape[:dim], 1, *entry.shape[dim:])
+        stride = (*entry.stride[:dim], 1, *entry.stride[dim:])
         return replace(entry, shape=shape, stride=stride)
 
     return _cat(tuple(map(unsqueezed, parts)), dim)
@@ -311,11 +324,13 @@ def _is_size(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, TensorEntry)
+
+
 _KINDS: Mapping[str, Callable[[Any], bool]] = {
-    "t": lambda value: isinstance(value, TensorEntry),
-    "T": lambda value: (
-        type(value) is tuple and bool(value) and all(isinstance(one, TensorEntry) for one in value)
-    ),
+    "t": _is_tensor,
+    "T": lambda value: type(value) is tuple and bool(value) and all(map(_is_tensor, value)),
     "i": _is_size,
     "I": lambda value: type(value) is tuple and all(map(_is_size, value)),
     "p": lambda value: isinstance(value, _Parts),
@@ -332,11 +347,13 @@ def on_index(key: str, source: Expression, entries: Entries) -> TensorEntry | No
         entry = _value(source, entries)
     except NotOnIndex:
         return None
-    sources = (entries[name] for name in set(refs(source)))
-    nbytes = sum(one.nbytes for one in sources if isinstance(one, TensorEntry))
-    if not isinstance(entry, TensorEntry) or entry.nbytes > max(
-        limits().made_bytes, limits().made_times * nbytes
-    ):
+    nbytes = 0
+    for name in set(refs(source)):
+        read = entries[name]
+        if isinstance(read, TensorEntry):
+            nbytes += read.nbytes
+    most = max(limits().made_bytes, limits().made_times * nbytes)
+    if not isinstance(entry, TensorEntry) or entry.nbytes > most:
         return None
     # new tuples: a pickle refers back to a tuple it has written
     shape, stride = (*entry.shape,), (*entry.stride,)
@@ -356,19 +373,24 @@ def _value(node: Argument, entries: Entries) -> Any:
     row = OPS[node.op].on_index if node.op in OPS else None
     if row is None:
         raise NotOnIndex
-    needed, _, optional = row.takes.partition("|")
-    kinds = needed + optional
     args, kwargs = [_value(arg, entries) for arg in node.args], dict(node.kwargs)
-    fits = len(needed) <= len(args) <= len(kinds) and all(
-        _KINDS[kind](arg) for kind, arg in zip(kinds, args)
-    )
-    if not fits or any(
-        name != row.keyword or not isinstance(value, Special) for name, value in kwargs.items()
-    ):
-        raise NotOnIndex
-    if row.run is _to_copy and not kwargs:
+    if not _fits(row, args, kwargs):
         raise NotOnIndex
     return row.run(*args, **kwargs)
+
+
+def _fits(row: OnIndex, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the row takes these arguments."""
+    needed, _, optional = row.takes.partition("|")
+    kinds = needed + optional
+    if not len(needed) <= len(args) <= len(kinds):
+        return False
+    if not all(_KINDS[kind](arg) for kind, arg in zip(kinds, args)):
+        return False
+    for name, value in kwargs.items():
+        if name != row.keyword or not isinstance(value, Special):
+            return False
+    return bool(kwargs) or row.run is not _to_copy
 
 
 # The table
@@ -381,11 +403,11 @@ _COMPUTES, _MOVES = Operator(), Operator(moves=True)
 
 def _rows(names: str, row: Operator = _COMPUTES, overloads: str = "default") -> None:
     for name in names.split():
-        OPS.update(
-            {f"aten.{name}": row}
-            if "." in name
-            else {f"aten.{name}.{one}": row for one in overloads.split()}
-        )
+        if "." in name:
+            OPS[f"aten.{name}"] = row
+            continue
+        for overload in overloads.split():
+            OPS[f"aten.{name}.{overload}"] = row
 
 
 # Other order or shape of the same elements

@@ -38,15 +38,14 @@ class Held:
         self.bytes = self.peak = 0
 
     def check(self, name: str, more: int) -> None:
-        if self.bytes + more > self.most:
-            raise Refused(
-                f"{name} makes {human_bytes(more)} where {human_bytes(self.most)} may be held: "
-                + limits().named(
-                    "made_bytes" if self.most == limits().made_bytes else "made_times",
-                    self.bytes + more,
-                ),
-                hint="a larger --max-memory allows it",
-            )
+        if self.bytes + more <= self.most:
+            return
+        limit = "made_bytes" if self.most == limits().made_bytes else "made_times"
+        raise Refused(
+            f"{name} makes {human_bytes(more)} where {human_bytes(self.most)} may be held:"
+            f" {limits().named(limit, self.bytes + more)}",
+            hint="a larger --max-memory allows it",
+        )
 
 
 def evaluate(expression: Expression, load: Load, held: Held | None = None) -> torch.Tensor:
@@ -59,7 +58,7 @@ def evaluate(expression: Expression, load: Load, held: Held | None = None) -> to
     leaves = {key: load(key) for key in dict.fromkeys(refs(expression))}
     device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
     held = held or Held(leaves.values())
-    known: dict[int, Any] = {}  # a part that occurs twice is computed once, and kept
+    results: dict[int, Any] = {}  # a part that occurs twice is computed once, and kept
     repeated = {node for node, count in Counter(map(id, parts(expression))).items() if count > 1}
 
     def value(node: Argument) -> Any:
@@ -71,16 +70,14 @@ def evaluate(expression: Expression, load: Load, held: Held | None = None) -> to
             return [value(item) for item in node]
         if not isinstance(node, Op):
             return node
-        if id(node) in known:
-            return known[id(node)]
+        if id(node) in results:
+            return results[id(node)]
         before = held.bytes
-        arguments = (
-            [value(arg) for arg in node.args],
-            {name: value(arg) for name, arg in node.kwargs},
-        )
-        result = _apply(node.op, *arguments, device, held)
+        args = [value(arg) for arg in node.args]
+        kwargs = {name: value(arg) for name, arg in node.kwargs}
+        result = _apply(node.op, args, kwargs, device, held)
         if id(node) in repeated:
-            known[id(node)] = result
+            results[id(node)] = result
         else:
             held.bytes = before
         held.bytes += sizes(result)
@@ -92,7 +89,7 @@ def evaluate(expression: Expression, load: Load, held: Held | None = None) -> to
             result = value(expression)
     finally:  # the closure refers to itself, and would keep these until the garbage is collected
         leaves.clear()
-        known.clear()
+        results.clear()
     if not isinstance(result, torch.Tensor):
         raise CkptError(f"an expression gives {a(result)}, not a tensor", hint="check the plan")
     return result
@@ -157,14 +154,11 @@ def _result_bytes(
             return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
         return [without_data(item) for item in arg] if isinstance(arg, list) else arg
 
+    meta_kwargs = {key: without_data(arg) for key, arg in kwargs.items()}
     if "device" in kwargs:
-        kwargs = {**kwargs, "device": "meta"}
+        meta_kwargs["device"] = "meta"
     try:
-        return sizes(
-            call(
-                *map(without_data, args), **{key: without_data(arg) for key, arg in kwargs.items()}
-            )
-        )
+        return sizes(call(*map(without_data, args), **meta_kwargs))
     except Exception as error:
         most_bytes = OPS[name].most_bytes
         if most_bytes is not None and isinstance(error, NotImplementedError):
@@ -178,23 +172,21 @@ def _bind(
     """Return the arguments by name, with defaults. Raises `Refused` for arguments of another
     type.
     """
-    schema = {arg.name: arg for arg in operator._schema.arguments}
-    positions = [arg for arg in schema.values() if not arg.kwarg_only]
-    given = dict(zip((arg.name for arg in positions), args)) | kwargs
-    if (
-        len(args) > len(positions)
-        or len(given) < len(args) + len(kwargs)
-        or not given.keys() <= schema.keys()
-    ):
+    schema = operator._schema.arguments
+    positions = [arg.name for arg in schema if not arg.kwarg_only]
+    given = dict(zip(positions, args)) | kwargs
+    is_unknown = not given.keys() <= {arg.name for arg in schema}
+    if is_unknown or len(args) > len(positions) or len(given) < len(args) + len(kwargs):
         raise _unfit(name, "too many arguments, or unknown ones")
-    for arg in schema.values():
-        if arg.name not in given and not arg.has_default_value():
+    defaults = {}
+    for arg in schema:
+        if arg.has_default_value():
+            defaults[arg.name] = arg.default_value
+        elif arg.name not in given:
             raise _unfit(name, f"it needs {arg.name}")
         if arg.name in given and not _has_type(str(arg.real_type), given[arg.name]):
             raise _unfit(name, f"{arg.name} is not a {arg.real_type}")
-    return {
-        arg.name: arg.default_value for arg in schema.values() if arg.has_default_value()
-    } | given
+    return defaults | given
 
 
 def _has_type(kind: str, value: Any) -> bool:
@@ -280,17 +272,16 @@ def entry_of(
     Dtype and shape are inferred now. Raises `Refused` if an operator does not fit its arguments.
     """
     read: dict[str, TensorEntry] = {}
-    for name in refs(source):
+    leaves: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(refs(source)):
         entry = entries[name]
         if not isinstance(entry, TensorEntry) or entry.storage is None:
             layout = entry.layout if isinstance(entry, TensorEntry) else "not a tensor"
             hint = "only dense tensors can be transformed or converted"
             raise Refused(f"nothing can be computed from {name}: {layout}", hint=hint)
         read[name] = entry
-    leaves = {
-        name: torch.empty_strided(one.shape, one.stride, dtype=_dtype(one.dtype), device="meta")
-        for name, one in read.items()
-    }
+        dtype = _dtype(entry.dtype)
+        leaves[name] = torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
     held = Held(leaves.values())
 
     def compute() -> torch.Tensor:
@@ -300,26 +291,24 @@ def entry_of(
         result = evaluate(source, leaves.__getitem__, held)
     except NeedsValues:
         result = compute()
-    shape, dtype = tuple(result.shape), str(result.dtype).removeprefix("torch.")
+    shape, dtype_name = tuple(result.shape), str(result.dtype).removeprefix("torch.")
+    size = result.element_size()
+    is_plain = result.numel() and not result.is_conj() and not result.is_neg()
     for name, leaf in leaves.items():
         same_storage = result.untyped_storage()._cdata == leaf.untyped_storage()._cdata
-        if same_storage and result.numel() and not (result.is_conj() or result.is_neg()):
-            size = result.element_size()
-            nbytes = read[name].offset * leaf.element_size() + int(result.storage_offset()) * size
-            if nbytes % size == 0:
-                return TensorEntry(
-                    key, dtype, shape, result.stride(), nbytes // size, read[name].storage
-                )
-    reads, nbytes = sum(one.nbytes for one in read.values()), result.numel() * result.element_size()
-    copied = 0 if result.is_contiguous() else nbytes
-    memory = (
-        reads
-        + held.peak
-        + copied
-        + max((one.storage.held for one in read.values() if one.storage), default=0)
+        if same_storage and is_plain:
+            start = read[name].offset * leaf.element_size() + int(result.storage_offset()) * size
+            if start % size == 0:
+                storage = read[name].storage
+                return TensorEntry(key, dtype_name, shape, result.stride(), start // size, storage)
+    reads, nbytes = sum(entry.nbytes for entry in read.values()), result.numel() * size
+    held_by_source = max(
+        (entry.storage.held for entry in read.values() if entry.storage), default=0
     )
+    copied = 0 if result.is_contiguous() else nbytes
+    memory = reads + held.peak + copied + held_by_source
     lazy = Lazy(nbytes, lambda: [to_bytes(compute())], reads=reads, memory=memory)
-    return in_row_major(key, dtype, shape, Storage(lazy))
+    return in_row_major(key, dtype_name, shape, Storage(lazy))
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -338,14 +327,11 @@ def load(entry: TensorEntry) -> torch.Tensor:
     if not entry.numel:
         return torch.empty(entry.shape, dtype=dtype)
     if isinstance(data, Lazy):
-        return torch.frombuffer(read_all(data), dtype=dtype).as_strided(
-            entry.shape, entry.stride, entry.offset
-        )
-    size = dtype.itemsize
-    read = read_span(
-        Span(data.path, data.offset + entry.offset * size, (entry.end - entry.offset) * size)
-    )
-    return torch.frombuffer(read, dtype=dtype).as_strided(entry.shape, entry.stride)
+        whole = torch.frombuffer(read_all(data), dtype=dtype)
+        return whole.as_strided(entry.shape, entry.stride, entry.offset)
+    start, count = data.offset + entry.offset * dtype.itemsize, entry.end - entry.offset
+    part = read_span(Span(data.path, start, count * dtype.itemsize))
+    return torch.frombuffer(part, dtype=dtype).as_strided(entry.shape, entry.stride)
 
 
 def arrange(old: Storage, values: Sequence[tuple[TensorEntry, TensorEntry]]) -> Storage:
@@ -357,16 +343,11 @@ def arrange(old: Storage, values: Sequence[tuple[TensorEntry, TensorEntry]]) -> 
     def produce() -> list[memoryview]:
         assert isinstance(old.data, Span)
         storage = torch.frombuffer(read_span(old.data), dtype=torch.uint8)
-        pairs = [
-            (
-                torch.empty(0, dtype=_dtype(place.dtype)).set_(
-                    storage.untyped_storage(), place.offset, place.shape, place.stride
-                ),
-                load(value),
-                place.key,
-            )
-            for place, value in values
-        ]
+        pairs = []
+        for place, new in values:
+            view = torch.empty(0, dtype=_dtype(place.dtype))
+            view.set_(storage.untyped_storage(), place.offset, place.shape, place.stride)
+            pairs.append((view, load(new), place.key))
         for view, value, _ in pairs:
             view.copy_(value)
         for view, value, key in pairs:
