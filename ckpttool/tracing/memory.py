@@ -42,18 +42,17 @@ class Geometry(NamedTuple):
         """Return the offset behind the last element."""
         if not self.numel:
             return self.offset
-        return (
-            self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride)) + 1
-        )
+        steps = [(size - 1) * step for size, step in zip(self.shape, self.stride)]
+        return self.offset + sum(steps) + 1
 
     @property
     def order(self) -> tuple[int, ...]:
         """The dimensions from the slowest to the fastest in memory."""
-        return tuple(
-            sorted(
-                range(len(self.shape)), key=lambda d: -self.stride[d] if self.shape[d] > 1 else 0
-            )
-        )
+
+        def speed(dim: int) -> int:
+            return -self.stride[dim] if self.shape[dim] > 1 else 0
+
+        return tuple(sorted(range(len(self.shape)), key=speed))
 
     @property
     def is_dense(self) -> bool:
@@ -84,9 +83,8 @@ def geometry(tensor: torch.Tensor) -> Geometry:
     shape, stride = tuple(tensor.shape), tensor.stride()
     if 1 in shape:
         stride = tuple(step if size != 1 else 0 for size, step in zip(shape, stride))
-    return Geometry(
-        int(tensor.storage_offset()), shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg()
-    )
+    offset, conj, neg = int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg()
+    return Geometry(offset, shape, stride, tensor.dtype, conj, neg)
 
 
 @dataclass(slots=True)
@@ -106,7 +104,8 @@ class Memory:
     stale: bool = False
     pieces: dict[Geometry, dict[Geometry, Expression]] = field(default_factory=dict)
 
-    def known(self, geom: Geometry) -> Expression | None:
+    def value_of(self, geom: Geometry) -> Expression | None:
+        """Return the value that was noted for `geom`, or None."""
         for table in (self.roots, self.views, *self.pieces.values()):
             if geom in table:
                 return table[geom]
@@ -116,39 +115,43 @@ class Memory:
         """Return the value seen through `geom`; if it was not noted, derived from a root that holds
         all of it.
         """
-        value = self.known(geom)
+        value = self.value_of(geom)
         if value is None:
-            windows = (_window(root, whole, geom) for root, whole in self.roots.items())
-            value = next((window for window in windows if window is not None), None) or opaque(
-                *self.roots.values()
-            )
+            value = self._derived(geom)
             self.views[geom] = value
         return value
+
+    def _derived(self, geom: Geometry) -> Expression:
+        for root, content in self.roots.items():
+            window = _window(root, content, geom)
+            if window is not None:
+                return window
+        return opaque(*self.roots.values())
 
     def write(self, geom: Geometry, value: Expression) -> None:
         """Replace what is seen through `geom`; every other root that shares an element changes
         too.
+
+        roots  |────────── a ──────────|     a is told by its pieces, if they cover it;
+        pieces |─ written before ─|            else by strides over its old value;
+        geom                      |────|     else by a changed root that holds both
         """
         if geom.overlaps_itself:  # one place is given several values, and keeps the last
             value = opaque(value)
-        self.pieces = {
-            root: {part: content for part, content in parts.items() if not meet(part, geom)}
-            for root, parts in self.pieces.items()
-            if root != geom
-        }
-        reached = {
-            root: old for root, old in self.roots.items() if root != geom and meet(root, geom)
-        }
-        changed = {root: _overwritten(root, old, geom, value) for root, old in reached.items()}
-        for root, new in changed.items():
-            parts = self.pieces.get(root, {})
-            self.pieces[root] = {**(parts if len(parts) < _MOST_PIECES else {}), geom: value}
-            new = _from_pieces(root, self.pieces[root]) or new
-            for whole, content in changed.items() if new is None else ():
-                # A third tensor may hold both this root and what was written.
-                if content is not None and whole.holds(root) and whole.holds(geom):
-                    new = _window(whole, content, root)
-                    break
+        self.pieces.pop(geom, None)
+        for parts in self.pieces.values():
+            for part in [part for part in parts if meet(part, geom)]:
+                del parts[part]
+        changed: dict[Geometry, Expression | None] = {}
+        for root, old in self.roots.items():
+            if root != geom and meet(root, geom):
+                changed[root] = _overwritten(root, old, geom, value)
+        for root, by_strides in changed.items():
+            parts = self.pieces.setdefault(root, {})
+            if len(parts) >= _MOST_PIECES:
+                parts.clear()
+            parts[geom] = value
+            new = _from_pieces(root, parts) or by_strides or _from_larger(root, geom, changed)
             self.roots[root] = new or opaque(self.roots[root], value)
         if geom in self.roots or not any(root.holds(geom) for root in self.roots):
             self.roots[geom] = value
@@ -169,29 +172,40 @@ def opaque(*parts: Argument) -> Op:
         elif isinstance(node, Op) and id(node) not in seen:
             seen.add(id(node))
             todo += reversed((*node.args, *(value for _, value in node.kwargs)))
-    return Op(OPAQUE, tuple(Ref(key) for key in keys))
+    return Op(OPAQUE, tuple(map(Ref, keys)))
 
 
-def meet(one: Geometry, other: Geometry) -> bool:
+def meet(left: Geometry, right: Geometry) -> bool:
     """Return whether the two share an element (very large interleaved tensors count as sharing
     one).
     """
     # bytes: a view may have elements of another size
-    size, others = one.dtype.itemsize, other.dtype.itemsize
-    if one.offset * size >= other.end * others or other.offset * others >= one.end * size:
+    left_size, right_size = left.dtype.itemsize, right.dtype.itemsize
+    if left.offset * left_size >= right.end * right_size:
         return False
-    if one.dtype != other.dtype or max(one.end, other.end) > _SMALL:
+    if right.offset * right_size >= left.end * left_size:
+        return False
+    end = max(left.end, right.end)
+    if left.dtype != right.dtype or end > _SMALL:
         return True
-    touched = torch.zeros(max(one.end, other.end), dtype=torch.bool)
-    touched.as_strided(one.shape, one.stride, one.offset).fill_(True)
-    return bool(touched.as_strided(other.shape, other.stride, other.offset).any())
+    touched = torch.zeros(end, dtype=torch.bool)
+    touched.as_strided(left.shape, left.stride, left.offset).fill_(True)
+    return bool(touched.as_strided(right.shape, right.stride, right.offset).any())
+
+
+def _from_larger(
+    root: Geometry, geom: Geometry, changed: Mapping[Geometry, Expression | None]
+) -> Expression | None:
+    """Return `root` as a window of a changed tensor that holds it and `geom`; None without one."""
+    for whole, content in changed.items():
+        if content is not None and whole.holds(root) and whole.holds(geom):
+            return _window(whole, content, root)
+    return None
 
 
 def _from_pieces(root: Geometry, pieces: Mapping[Geometry, Expression]) -> Expression | None:
     """Return `root` as made of the pieces alone if they cover all of it (they do not overlap)."""
-    if sum(piece.numel for piece in pieces) != root.numel or not all(
-        root.holds(piece) for piece in pieces
-    ):
+    if sum(piece.numel for piece in pieces) != root.numel or not all(map(root.holds, pieces)):
         return None
     ordered = sorted(pieces, key=lambda piece: piece.offset)
     for dim in range(len(root.shape)):

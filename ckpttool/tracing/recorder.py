@@ -115,8 +115,8 @@ class Recorder(TorchDispatchMode):
     def value(self, tensor: torch.Tensor) -> Expression:
         mark = token(tensor)
         if not isinstance(mark[0], int):
-            known = self.objects.get(mark)
-            return known[1] if known else opaque(*(self.value(part) for part in inside(tensor)))
+            noted = self.objects.get(mark)
+            return noted[1] if noted else opaque(*map(self.value, inside(tensor)))
         if mark[0] not in self.memories:
             self.outside = True
             self._memory(tensor).roots[mark[1]] = _literal(tensor)
@@ -126,8 +126,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(mark[0], int):
             memory = self.memories.get(mark[0])
             return memory.author if memory else None
-        known = self.objects.get(mark)
-        return known[2] if known else None
+        noted = self.objects.get(mark)
+        return noted[2] if noted else None
 
     def written_since(self, clock: int) -> set[Any]:
         """Return the storages (or objects) that were written in place after `clock`."""
@@ -150,20 +150,7 @@ class Recorder(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         written = _written(func)
         if written and torch.Tag.inplace_view in func.tags:
-            # `t_`, `squeeze_`, ...: the tensor sees the same memory differently; `set_` gives it
-            # other memory.
-            before = self.value(args[0])
-            out = func(*args, **kwargs)
-            mark = token(args[0])
-            if not func.__name__.startswith(("set_", "resize_")) and not self._is_known(mark):
-                self._note(
-                    args[0],
-                    mark,
-                    _call_expression(
-                        _functional(func), args, kwargs, args[0], lambda tensor: before
-                    ),
-                )
-            return out
+            return self._inplace_view(func, args, kwargs)
         if func is torch.ops.aten.copy_.default and _is_plain_copy(*args):
             value = self.value(args[1])
             func(*args)
@@ -177,15 +164,35 @@ class Recorder(TorchDispatchMode):
             if not self._is_known(mark):
                 self._note(out, mark, _call_expression(func, args, kwargs, out, self.value))
         elif isinstance(out, (list, tuple)):
-            marks = [token(item) if isinstance(item, torch.Tensor) else None for item in out]
-            if not all(mark is None or self._is_known(mark) for mark in marks):
-                whole = _call_expression(func, args, kwargs, out, self.value)
-                for index, (item, item_mark) in enumerate(zip(out, marks)):
-                    if item_mark is not None:
-                        self._note(item, item_mark, Op("getitem", (whole, index)))
+            self._note_several(func, args, kwargs, out)
         elif func.__name__.partition(".")[0] not in _HARMLESS:
             self.read(_tensors(args, kwargs))
         return out
+
+    def _inplace_view(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        """Run ``t_``, ``squeeze_``, ...: the tensor sees the same memory differently; ``set_`` gives
+        it other memory.
+        """
+        tensor = args[0]
+        before = self.value(tensor)
+        out = func(*args, **kwargs)
+        mark = token(tensor)
+        if not func.__name__.startswith(("set_", "resize_")) and not self._is_known(mark):
+            view = _functional(func)
+            expression = _call_expression(view, args, kwargs, tensor, lambda tensor: before)
+            self._note(tensor, mark, expression)
+        return out
+
+    def _note_several(
+        self, func: Any, args: Sequence[Any], kwargs: Any, out: Sequence[Any]
+    ) -> None:
+        marks = [token(item) if isinstance(item, torch.Tensor) else None for item in out]
+        if all(mark is None or self._is_known(mark) for mark in marks):
+            return
+        whole = _call_expression(func, args, kwargs, out, self.value)
+        for index, (item, mark) in enumerate(zip(out, marks)):
+            if mark is not None:
+                self._note(item, mark, Op("getitem", (whole, index)))
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.doubtful = self.doubtful or _is_doubtful(func, _tensors(args, kwargs))
@@ -228,7 +235,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(mark[0], int):
             return mark in self.objects
         memory = self.memories.get(mark[0])
-        return memory is not None and memory.known(mark[1]) is not None
+        return memory is not None and memory.value_of(mark[1]) is not None
 
     def _note(self, tensor: torch.Tensor, mark: Token, expression: Expression) -> None:
         expression = self._bounded(expression)
@@ -252,22 +259,13 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         arguments = dict(zip((arg.name for arg in func._schema.arguments), args)) | dict(kwargs)
         targets = _tensors([arguments.get(name) for name in written], {})
-        for target in targets:
-            lazy = torch.nn.parameter.is_lazy(target)
-            if (
-                lazy
-                or target.device.type != "meta"
-                or target.layout != torch.strided
-                or not target.numel()
-            ):
-                continue
-            if any(size > 1 and step == 0 for size, step in zip(target.shape, target.stride())):
-                # Most operators refuse this for tensors with values, and not on meta.
-                raise RuntimeError(
-                    "unsupported operation: more than one element of the written-to tensor refers"
-                    " to a single memory "
-                    "location. Please clone() the tensor before performing the operation."
-                )
+        if any(map(_is_expanded, targets)):
+            # Most operators refuse this for tensors with values, and not on meta.
+            raise RuntimeError(
+                "unsupported operation: more than one element of the written-to tensor refers"
+                " to a single memory location. Please clone() the tensor before performing the"
+                " operation."
+            )
         values = self._results(func, args, kwargs, targets)
         out = self._run(func, args, kwargs)
         real = set(map(id, _tensors(self._runnable(args, kwargs), kwargs)))
@@ -278,7 +276,9 @@ class Recorder(TorchDispatchMode):
                 if isinstance(token(target)[0], int):
                     self._memory(target).stale = True
             returns = len(func._schema.returns)
-            out = None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
+            out = None
+            if returns:
+                out = targets[0] if returns == 1 else tuple(targets)
         for target, value in zip(targets, values):
             self.write(target, value)
         return out
@@ -298,6 +298,7 @@ class Recorder(TorchDispatchMode):
     def _results(
         self, func: Any, args: Any, kwargs: Any, targets: Sequence[torch.Tensor]
     ) -> list[Expression]:
+        """Return what the operator writes into each of the targets."""
         for target in targets:
             self.value(target)
         if func is torch.ops.aten.copy_.default:
@@ -309,40 +310,24 @@ class Recorder(TorchDispatchMode):
         pure = _functional(func)
         if pure is None or torch.Tag.nondeterministic_seeded in func.tags:
             return unknown
-        marks = [token(tensor) for tensor in inputs]
-        places = Counter(map(place_of, marks))
-        for mark in map(token, targets):
-            # A target that is read as well, as another target or another view: the order of writes
-            # would matter.
-            if len(targets) > 1 and places[place_of(mark)] > 1:
-                return unknown
-            views = (other for other in marks if other[0] == mark[0] and other != mark)
-            if isinstance(mark[0], int) and any(meet(other[1], mark[1]) for other in views):
-                return unknown
-        pure_kwargs = {
-            name: value
-            for name, value in kwargs.items()
-            if not any(arg.name == name and arg.is_out for arg in func._schema.arguments)
-        }
+        if _depends_on_order(inputs, targets):
+            return unknown
+        outputs = {arg.name for arg in func._schema.arguments if arg.is_out}
+        pure_kwargs = {name: value for name, value in kwargs.items() if name not in outputs}
+        meta_kwargs = {name: _on_meta(value) for name, value in pure_kwargs.items()}
         try:
-            out = pure(
-                *_on_meta(args), **{name: _on_meta(value) for name, value in pure_kwargs.items()}
-            )
+            out = pure(*_on_meta(args), **meta_kwargs)
         except (RuntimeError, TypeError, NotImplementedError):
             return unknown
         outs = list(out) if isinstance(out, (list, tuple)) else [out]
         if len(outs) != len(targets):
             return unknown
         whole = _call_expression(pure, args, pure_kwargs, out, self.value)
-        parts = (
-            [whole]
-            if isinstance(out, torch.Tensor)
-            else [Op("getitem", (whole, i)) for i in range(len(outs))]
-        )
-        return [
-            part if o.dtype == t.dtype else _cast(part, t.dtype)
-            for part, o, t in zip(parts, outs, targets)
-        ]
+        values = []
+        for index, (result, target) in enumerate(zip(outs, targets)):
+            part = whole if isinstance(out, torch.Tensor) else Op("getitem", (whole, index))
+            values.append(part if result.dtype == target.dtype else _cast(part, target.dtype))
+        return values
 
     def _copied(self, target: torch.Tensor, source: Any) -> Expression:
         if not isinstance(source, torch.Tensor):  # torch takes a number too
@@ -400,22 +385,41 @@ def _is_plain_copy(target: Any, source: Any, non_blocking: bool = False) -> bool
     """Return whether it is what loading does for nearly every tensor: on meta, a copy to the same
     dtype and shape.
     """
-    if (
-        type(source) not in _CLASSES
-        or type(target) not in _CLASSES
-        or not source.is_meta
-        or not target.is_meta
-    ):
+    if type(source) not in _CLASSES or type(target) not in _CLASSES:
         return False
-    if (
-        target.layout != torch.strided
-        or source.layout != torch.strided
-        or not target.is_contiguous()
-    ):
+    if not source.is_meta or not target.is_meta or not target.is_contiguous():
+        return False
+    if target.layout != torch.strided or source.layout != torch.strided:
         return False
     return bool(
         source.dtype == target.dtype and source.dtype in _COMMON and source.shape == target.shape
     )
+
+
+def _is_expanded(target: torch.Tensor) -> bool:
+    """Return whether several elements of a tensor on meta are one element of its memory."""
+    if torch.nn.parameter.is_lazy(target) or target.device.type != "meta":
+        return False
+    if target.layout != torch.strided or not target.numel():
+        return False
+    return any(size > 1 and step == 0 for size, step in zip(target.shape, target.stride()))
+
+
+def _depends_on_order(inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> bool:
+    """Return whether a target is read as well, as another target or another view: then the order of
+    writes would matter.
+    """
+    marks = [token(tensor) for tensor in inputs]
+    places = Counter(map(place_of, marks))
+    for mark in map(token, targets):
+        if len(targets) > 1 and places[place_of(mark)] > 1:
+            return True
+        if not isinstance(mark[0], int):
+            continue
+        for other in marks:
+            if other[0] == mark[0] and other != mark and meet(other[1], mark[1]):
+                return True
+    return False
 
 
 @cache
@@ -495,15 +499,7 @@ def _call_expression(
     if name in _RESHAPES:
         return Op("aten.reshape.default", (value(args[0]), tuple(out.shape)))
     if name == "slice.Tensor":
-        names = dict(zip(("self", "dim", "start", "end", "step"), args)) | dict(kwargs)
-        source = names["self"]
-        dim = names.get("dim", 0) % max(source.dim(), 1)
-        bounds = slice(names.get("start"), names.get("end"), names.get("step", 1))
-        start, end, step = bounds.indices(source.shape[dim])
-        return Op(
-            "aten.slice.Tensor",
-            (value(source), dim, start, max(start, end), *((step,) if step != 1 else ())),
-        )
+        return _slice_expression(args, kwargs, value)
     if base == "as_strided":
         return opaque(value(args[0]))  # the caller derives it from the memory if it can
     return Op(
@@ -511,6 +507,17 @@ def _call_expression(
         tuple(_argument(arg, value) for arg in args),
         tuple((key, _argument(arg, value)) for key, arg in kwargs.items() if key not in _PLACEMENT),
     )
+
+
+def _slice_expression(args: Sequence[Any], kwargs: Mapping[str, Any], value: _Value) -> Expression:
+    """Return a slice with the dimension counted from the front, and bounds inside of it."""
+    names = dict(zip(("self", "dim", "start", "end", "step"), args)) | dict(kwargs)
+    source = names["self"]
+    dim = names.get("dim", 0) % max(source.dim(), 1)
+    bounds = slice(names.get("start"), names.get("end"), names.get("step", 1))
+    start, end, step = bounds.indices(source.shape[dim])
+    arguments = (value(source), dim, start, max(start, end))
+    return Op("aten.slice.Tensor", arguments if step == 1 else (*arguments, step))
 
 
 def _argument(arg: Any, value: _Value) -> Argument:
@@ -525,9 +532,9 @@ def _argument(arg: Any, value: _Value) -> Argument:
     ):
         if isinstance(arg, cls):
             return Special(kind, str(arg).removeprefix("torch."))
-    return (
-        _number(arg) if isinstance(arg, (type(None), bool, int, float, str, complex)) else opaque()
-    )
+    if isinstance(arg, (type(None), bool, int, float, str, complex)):
+        return _number(arg)
+    return opaque()
 
 
 def _number(value: Any) -> Any:
@@ -548,21 +555,15 @@ def _full(shape: tuple[int, ...], fill: Any, dtype: torch.dtype) -> Expression:
 
 def _literal(tensor: torch.Tensor) -> Expression:
     """Return a constant with its values; opaque if they cannot be read or are too many."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    if (
-        not plain
-        or tensor.device.type == "meta"
-        or tensor.is_quantized
-        or tensor.numel() > _LITERAL_LIMIT
-    ):
+    if type(tensor) not in _CLASSES or tensor.device.type == "meta":
+        return opaque()
+    if tensor.is_quantized or tensor.numel() > _LITERAL_LIMIT:
         return opaque()
     shape, values = tuple(tensor.shape), tensor.detach().cpu().reshape(-1).tolist()
     if len(set(map(repr, values))) < 2:  # by repr: 0.0 and -0.0 are equal, and not the same
         return _full(shape, values[0] if values else 0, tensor.dtype)
-    items = tuple(
-        Op("aten.scalar_tensor.default", (_number(value),), _dtype(tensor.dtype))
-        for value in values
-    )
+    dtype = _dtype(tensor.dtype)
+    items = tuple(Op("aten.scalar_tensor.default", (_number(value),), dtype) for value in values)
     stacked = Op("aten.stack.default", (items,))
     return stacked if len(shape) == 1 else Op("aten.reshape.default", (stacked, shape))
 
@@ -620,9 +621,8 @@ class _Questions(TorchFunctionMode):
             return _PLACE[func](device_for_real(args[0]))
         elif func == torch.Tensor.type and len(args) == 1 and not kwargs:
             place = device_for_real(args[0]).type
-            return func(*args).replace(
-                "torch.meta.", "torch." if place == "cpu" else f"torch.{place}."
-            )
+            prefix = "torch." if place == "cpu" else f"torch.{place}."
+            return func(*args).replace("torch.meta.", prefix)
         return func(*args, **(kwargs or {}))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ckpttool.core.errors import CkptError
-from ckpttool.core.expression import Op, Ref, is_constant, is_opaque, refs
+from ckpttool.core.expression import Expression, Op, Ref, is_constant, is_opaque, refs
 from ckpttool.core.names import Hook, RuntimeTensor, SerializedKey
 from ckpttool.core.text import a
 from ckpttool.core.values import dataclass
@@ -63,10 +63,10 @@ class Saved:
     @cached_property
     def fed(self) -> frozenset[str]:
         """The runtime tensors (first names) that are saved, in any form."""
-        return (
-            frozenset(key for s in (*self.serialized, *self.further) for key in refs(s.source))
-            | self.carried
-        )
+        fqns = set(self.carried)
+        for saved in (*self.serialized, *self.further):
+            fqns.update(refs(saved.source))
+        return frozenset(fqns)
 
     @property
     def is_opaque(self) -> bool:
@@ -83,50 +83,57 @@ def save(model: LoadedModel, real: bool, instance: nn.Module | None = None) -> S
     saved = save_once(model.build(real) if instance is None else instance, real)
     if not saved.reads and not real:
         return saved
-    keys = dict.fromkeys((*(s.key for s in saved.serialized), *saved.extra_state))
-    serialized = list(saved.serialized)
-    reads = saved.reads
+    serialized, reads = list(saved.serialized), saved.reads
+    keys = dict.fromkeys((*(entry.key for entry in serialized), *saved.extra_state))
     seen, always, further = dict(keys), set(keys), dict[str, SerializedKey]()
-    unexplained, proven = set[str](), False
+    unexplained, is_proven = set[str](), False
     for filling in (*FILLINGS, *CONSTANT):
         try:
             other = save_once(filled(model, filling, real), real)
         except CodeFailed:
             continue  # a check on values that these do not pass
         # one value everywhere may pass a check that others do not
-        proven |= isinstance(filling, int)
+        is_proven |= isinstance(filling, int)
         reads += other.reads
-        by_key = {s.key: s for s in other.serialized}
+        by_key = {entry.key: entry for entry in other.serialized}
         written = dict.fromkeys((*by_key, *other.extra_state))
         seen.update(written)
         always &= set(written)
-        further.update((key, s) for key, s in by_key.items() if key not in keys)
-        for index, s in enumerate(serialized):
-            second = by_key.get(s.key)
-            if second is not None and (second.source != s.source or is_opaque(s.source)):
+        further.update((key, entry) for key, entry in by_key.items() if key not in keys)
+        for index, entry in enumerate(serialized):
+            second = by_key.get(entry.key)
+            if second is not None and (second.source != entry.source or is_opaque(entry.source)):
                 # The expression holds for these values only.
-                source = opaque(s.source, second.source, *_read_by(s.hook, reads))
-                serialized[index] = s = replace(s, source=source)
-            if is_opaque(s.source) and is_constant(s.source):
-                value = other.state.get(s.key)
-                if not isinstance(value, torch.Tensor) or not same(saved.state[s.key], value):
-                    unexplained.add(s.key)
+                source = opaque(entry.source, second.source, *_read_by(entry.hook, reads))
+                serialized[index] = entry = replace(entry, source=source)
+            if is_opaque(entry.source) and is_constant(entry.source):
+                value = other.state.get(entry.key)
+                if not isinstance(value, torch.Tensor) or not same(saved.state[entry.key], value):
+                    unexplained.add(entry.key)
     feeding = _feeders(model, saved, unexplained)
-    for index, s in enumerate(serialized):
-        if not proven and isinstance(s.source, Op) and _read_by(s.hook, reads):
-            serialized[index] = s = replace(s, source=opaque(s.source, *_read_by(s.hook, reads)))
-        if s.key in feeding:
-            serialized[index] = replace(s, source=opaque(*map(Ref, feeding[s.key])))
-    varying = tuple(key for key in seen if key not in always)
+    for index, entry in enumerate(serialized):
+        read = _read_by(entry.hook, reads)
+        if not is_proven and isinstance(entry.source, Op) and read:
+            serialized[index] = entry = replace(entry, source=opaque(entry.source, *read))
+        if entry.key in feeding:
+            source = opaque(*map(Ref, feeding[entry.key]))
+            serialized[index] = replace(entry, source=source)
     return replace(
-        saved, serialized=tuple(serialized), varying=varying, further=tuple(further.values())
+        saved,
+        serialized=tuple(serialized),
+        varying=tuple(key for key in seen if key not in always),
+        further=tuple(further.values()),
     )
 
 
 def _read_by(
     hook: Hook | None, reads: tuple[tuple[Hook | None, tuple[str, ...]], ...]
 ) -> list[Ref]:
-    return [Ref(name) for reader, names in reads if reader == hook for name in names]
+    values: list[Ref] = []
+    for reader, names in reads:
+        if reader == hook:
+            values += map(Ref, names)
+    return values
 
 
 def _feeders(model: LoadedModel, saved: Saved, keys: Collection[str]) -> dict[str, list[str]]:
@@ -140,9 +147,8 @@ def _feeders(model: LoadedModel, saved: Saved, keys: Collection[str]) -> dict[st
         except CodeFailed:
             return {}
 
-    return feeders(
-        [r.fqn for r in saved.runtime if r.alias_of is None], keys, saved.state, state_with
-    )
+    firsts = [tensor.fqn for tensor in saved.runtime if tensor.alias_of is None]
+    return feeders(firsts, keys, saved.state, state_with)
 
 
 def save_once(instance: nn.Module, real: bool) -> Saved:
@@ -169,28 +175,38 @@ def save_once(instance: nn.Module, real: bool) -> Saved:
         raise code_failed("state_dict()", watcher, error) from error
     keys: list[SerializedKey] = []
     extra: dict[str, Any] = {}
+    carried = set[str]()
     with quiet():
         for key, value in state.items():
             source = recorder.value(value) if isinstance(value, torch.Tensor) else None
-            # A tensor that is extra state is not a tensor of the model; a buffer may have such a
-            # name too.
-            is_extra = _is_extra_state(key) and not (
-                isinstance(source, Ref) and _is_extra_state(source.key)
-            )
-            if source is None or is_extra:
+            if source is None or _is_extra_state(key, source):
                 extra[key] = value
                 continue
-            has_own_name = isinstance(source, Ref) and first.get(key) == source.key
-            hook = None if has_own_name else watcher.hook_of(key, value)
+            has_its_name = isinstance(source, Ref) and first.get(key) == source.key
+            hook = None if has_its_name else watcher.hook_of(key, value)
             keys.append(SerializedKey(key, dtype_name(value.dtype), shape_of(value), source, hook))
-        carried = frozenset(
-            key for tensor in tensors_in(extra) for key in refs(recorder.value(tensor))
-        )
-    places = {item.fqn: item.token for item in items}
+        for tensor in tensors_in(extra):
+            carried.update(refs(recorder.value(tensor)))
     return Saved(
-        runtime, tuple(keys), tuple(extra), state, places, real, tuple(recorder.reads), carried
+        runtime,
+        tuple(keys),
+        tuple(extra),
+        state,
+        places={item.fqn: item.token for item in items},
+        real=real,
+        reads=tuple(recorder.reads),
+        carried=frozenset(carried),
     )
 
 
-def _is_extra_state(name: str) -> bool:
+def _is_extra_state(key: str, source: Expression) -> bool:
+    """Return whether the tensor of this key is extra state, and not a tensor of the model; a buffer
+    may have such a name too.
+    """
+    if not _is_extra_name(key):
+        return False
+    return not (isinstance(source, Ref) and _is_extra_name(source.key))
+
+
+def _is_extra_name(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"

@@ -7,6 +7,7 @@ Every rule keeps the value exactly, bit for bit; an expression that no rule fits
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 import torch
 
@@ -40,7 +41,7 @@ class Simplifier:
 
     def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
         self.leaves = leaves
-        self.known: dict[Expression, torch.Tensor] = {}
+        self.metas: dict[Expression, torch.Tensor] = {}
 
     def simplify(self, node: Argument) -> Argument:
         if isinstance(node, tuple):
@@ -59,27 +60,26 @@ class Simplifier:
             raise TypeError(f"not a tensor: {node!r}")
         if isinstance(node, Ref):
             return self.leaves[node.key]
-        if node not in self.known:
-            self.known[node] = evaluate(node, self.leaves.__getitem__)
-        return self.known[node]
+        if node not in self.metas:
+            self.metas[node] = evaluate(node, self.leaves.__getitem__)
+        return self.metas[node]
 
     def shape(self, node: Argument) -> Shape:
         return tuple(self.meta(node).shape)
 
     def _apply(self, node: Op) -> Argument:
         source, effect = node.args[0], OPS[node.op].effect
-        if effect == "same" or (
-            node.op == "aten.expand.default" and self.shape(node) == self.shape(source)
-        ):
+        if effect == "same":
             return source
         if effect == "permute":
             return self._permute(source, self._order(node))
         if effect == "reshape":
             return self._reshape(source, self.shape(node))
         if effect == "undo" and isinstance(source, Op):
-            return (
-                source.args[0] if (source.op, source.args[1:]) == (node.op, node.args[1:]) else node
-            )
+            is_undone = (source.op, source.args[1:]) == (node.op, node.args[1:])
+            return source.args[0] if is_undone else node
+        if node.op == "aten.expand.default":
+            return source if self.shape(node) == self.shape(source) else node
         if node.op == "getitem":
             return self._getitem(node)
         if node.op == _SLICE and len(node.args) == 4:
@@ -95,11 +95,13 @@ class Simplifier:
             parts = _tuple(source)
             rank = len(self.shape(parts[0])) + 1
             dim = _int(node.args[1]) % rank if len(node.args) > 1 else 0
-            slabs = [
-                self._reshape(p, (*self.shape(p)[:dim], 1, *self.shape(p)[dim:])) for p in parts
-            ]
-            return self._cat(slabs, dim)
+            return self._cat([self._slab(part, dim) for part in parts], dim)
         return self._copy(node) if node.op == _COPY else node
+
+    def _slab(self, source: Argument, dim: int) -> Argument:
+        """Return the value with a dimension of size 1 at `dim`."""
+        shape = self.shape(source)
+        return self._reshape(source, (*shape[:dim], 1, *shape[dim:]))
 
     def _getitem(self, node: Op) -> Argument:
         whole, index = node.args[0], _int(node.args[1])
@@ -124,34 +126,31 @@ class Simplifier:
             return source
         if start >= end:  # empty
             return Op(_SLICE, (source, dim, start, end))
-        if (
-            isinstance(source, Op)
-            and source.op == _SLICE
-            and len(source.args) == 4
-            and source.args[1] == dim
-        ):
-            offset = _int(source.args[2])
-            return self._slice(source.args[0], dim, offset + start, offset + end)
+        inner, offset, _ = self._extent(source, dim)
+        if inner is not source:
+            return self._slice(inner, dim, offset + start, offset + end)
         parts = self._cat_parts(source, dim)
-        if len(parts) > 1:
-            kept, at = [], 0
-            for part in parts:
-                size = self.shape(part)[dim]
-                low, high = max(start - at, 0), min(end - at, size)
-                if low < high:
-                    kept.append(self._slice(part, dim, low, high))
-                at += size
-            return self._cat(kept, dim)
-        return Op(_SLICE, (source, dim, start, end))
+        if len(parts) == 1:
+            return Op(_SLICE, (source, dim, start, end))
+        kept, begin = [], 0
+        for part in parts:
+            size = self.shape(part)[dim]
+            low, high = max(start - begin, 0), min(end - begin, size)
+            if low < high:
+                kept.append(self._slice(part, dim, low, high))
+            begin += size
+        return self._cat(kept, dim)
 
     def _cat(self, parts: list[Argument], dim: int) -> Argument:
+        """Join the parts; adjacent slices of one value become one slice: ``x[:2], x[2:5]`` is
+        ``x[:5]``.
+        """
         joined: list[Argument] = []
-        for part in (inner for outer in parts for inner in self._cat_parts(outer, dim)):
-            last = joined[-1] if joined else None
+        for part in chain.from_iterable(self._cat_parts(outer, dim) for outer in parts):
             source, start, end = self._extent(part, dim)
-            if last is not None:
-                before, first, middle = self._extent(last, dim)
-                if before == source and middle == start:
+            if joined:
+                last_source, first, last_end = self._extent(joined[-1], dim)
+                if last_source == source and last_end == start:
                     joined[-1] = self._slice(source, dim, first, end)
                     continue
             joined.append(part)
@@ -161,26 +160,24 @@ class Simplifier:
         if not isinstance(node, Op) or node.op != _CAT:
             return (node,)
         parts = _tuple(node.args[0])
-        # else some are cast
-        alike = self._dim(node, 1, parts[0]) == dim and len(set(map(self._dtype, parts))) == 1
-        return parts if alike else (node,)
+        if self._dim(node, 1, parts[0]) != dim or len(set(map(self._dtype, parts))) > 1:
+            return (node,)  # with several dtypes, some parts are cast
+        return parts
 
     def _extent(self, node: Argument, dim: int) -> tuple[Argument, int, int]:
-        if (
-            isinstance(node, Op)
-            and node.op == _SLICE
-            and len(node.args) == 4
-            and node.args[1] == dim
-        ):
+        """Return the value that the node is a slice of along `dim`, perhaps itself, and the slice's
+        start and end.
+        """
+        is_slice = isinstance(node, Op) and node.op == _SLICE and len(node.args) == 4
+        if isinstance(node, Op) and is_slice and node.args[1] == dim:
             return node.args[0], _int(node.args[2]), _int(node.args[3])
         return node, 0, self.shape(node)[dim]
 
     def _select(self, source: Argument, dim: int, index: int) -> Argument:
         shape = self.shape(source)
         index %= shape[dim]
-        return self._reshape(
-            self._slice(source, dim, index, index + 1), shape[:dim] + shape[dim + 1 :]
-        )
+        part = self._slice(source, dim, index, index + 1)
+        return self._reshape(part, shape[:dim] + shape[dim + 1 :])
 
     def _copy(self, node: Op) -> Argument:
         source, target = node.args[0], dict(node.kwargs).get("dtype")
@@ -200,16 +197,21 @@ class Simplifier:
         return source if self.shape(source) == shape else Op(_RESHAPE, (source, shape))
 
     def _permute(self, source: Argument, order: Shape) -> Argument:
-        """Move a permutation inwards, past slices and joins, so that two of them meet."""
+        """Move a permutation inwards, past slices and joins, so that two of them meet.
+
+        permute(cat(a, permute(b)))  ─▶  cat(permute(a), b)
+        """
         if order == tuple(range(len(order))):
             return source
-        if isinstance(source, Op) and source.op == _PERMUTE:
+        if not isinstance(source, Op):
+            return Op(_PERMUTE, (source, order))
+        if source.op == _PERMUTE:
             inner = _tuple(source.args[1])
-            return self._permute(source.args[0], tuple(_int(inner[d]) for d in order))
-        if isinstance(source, Op) and source.op == _SLICE and len(source.args) == 4:
+            return self._permute(source.args[0], tuple(_int(inner[dim]) for dim in order))
+        if source.op == _SLICE and len(source.args) == 4:
             dim, start, end = map(_int, source.args[1:])
             return self._slice(self._permute(source.args[0], order), order.index(dim), start, end)
-        if isinstance(source, Op) and source.op == _CAT:
+        if source.op == _CAT:
             parts = _tuple(source.args[0])
             dim = self._dim(source, 1, parts[0])
             return self._cat([self._permute(part, order) for part in parts], order.index(dim))
@@ -227,10 +229,10 @@ class Simplifier:
         return tuple(reversed(order))
 
     def _dim(self, node: Op, position: int, source: Argument) -> int:
-        given = (
-            node.args[position] if len(node.args) > position else dict(node.kwargs).get("dim", 0)
-        )
-        return _int(given) % max(len(self.shape(source)), 1)
+        dim = dict(node.kwargs).get("dim", 0)
+        if len(node.args) > position:
+            dim = node.args[position]
+        return _int(dim) % max(len(self.shape(source)), 1)
 
     def _dtype(self, node: Argument) -> str:
         return str(self.meta(node).dtype).removeprefix("torch.")

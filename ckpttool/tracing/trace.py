@@ -8,6 +8,7 @@ import io
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain, product
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -70,7 +71,7 @@ _SEEDS: tuple[tuple[Filling, Filling], ...] = ((11, 12), (-11, 14))
 _LARGE: tuple[tuple[Filling, Filling], ...] = ((101, 12), (-101, 14))  # a bound on values shows
 # If the keys depend on values: one value everywhere, and the constructor's, into and out of random
 # ones.
-_EVERY = (*_SEEDS, *((one, 12) for one in (*CONSTANT, "own")), *((11, one) for one in CONSTANT))
+_EVERY = (*_SEEDS, *product((*CONSTANT, "own"), (12,)), *product((11,), CONSTANT))
 
 
 def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:
@@ -91,18 +92,16 @@ def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tu
         return (*problems, Problem(_UNTRIED, _ROOT, "unknown")) if saved.varying else problems
     certain = tuple(problem for problem in problems if problem.kind != "unknown")
     if failed is not None:
-        return certain or (
-            Problem(f"load_state_dict refuses what state_dict wrote: {failed}", _ROOT),
-        )
+        refused = f"load_state_dict refuses what state_dict wrote: {failed}"
+        return certain or (Problem(refused, _ROOT),)
     by_fqn = {problem.key: problem for problem in certain}
     # for other values
     differing |= {fqn for fqn, problem in by_fqn.items() if problem.problem == _INEXACT}
-    fed = saved.fed
-    return tuple(
-        by_fqn.get(r.fqn, Problem(_INEXACT, r.fqn))
-        for r in saved.runtime
-        if r.fqn in differing and (r.alias_of or r.fqn) in fed
-    )
+    settled = []
+    for tensor in saved.runtime:
+        if tensor.fqn in differing and (tensor.alias_of or tensor.fqn) in saved.fed:
+            settled.append(by_fqn.get(tensor.fqn, Problem(_INEXACT, tensor.fqn)))
+    return tuple(settled)
 
 
 # Try it
@@ -128,11 +127,9 @@ def _tried(
         if failed is not None:
             return describe(failed), set()
         actual = values_of(target)
-        differing |= {
-            fqn
-            for fqn, value in expected.items()
-            if fqn not in actual or not same(value, actual[fqn])
-        }
+        for fqn, value in expected.items():
+            if fqn not in actual or not same(value, actual[fqn]):
+                differing.add(fqn)
     return None, differing
 
 
@@ -145,14 +142,13 @@ def brought_back(model: LoadedModel, fqns: Iterable[str]) -> frozenset[str]:
     if _pass_on(source, target) is not None:
         return frozenset()
     actual = values_of(target)
-    return frozenset(
-        fqn
-        for fqn in fqns
-        if fqn in expected
-        and fqn in actual
-        and not same(expected[fqn], before[fqn])
-        and same(expected[fqn], actual[fqn])
-    )
+    came_back = set[str]()
+    for fqn in fqns:
+        if fqn not in expected or fqn not in actual:
+            continue
+        if same(expected[fqn], actual[fqn]) and not same(expected[fqn], before[fqn]):
+            came_back.add(fqn)
+    return frozenset(came_back)
 
 
 def _pass_on(source: nn.Module, target: nn.Module) -> Exception | None:
@@ -169,10 +165,12 @@ def _through_a_file(state: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         torch.save(state, file)
     except RuntimeError:  # views of one tensor in several dtypes
-        items = ((k, v.clone() if isinstance(v, torch.Tensor) else v) for k, v in state.items())
-        copied = type(state)(items)  # type: ignore[call-arg]
+        items = []
+        for key, value in state.items():
+            items.append((key, value.clone() if isinstance(value, torch.Tensor) else value))
+        copied: Any = type(state)(items)  # type: ignore[call-arg]
         if metadata_of(state) is not None:
-            copied._metadata = metadata_of(state)  # type: ignore[attr-defined]
+            copied._metadata = metadata_of(state)
         return copied
     file.seek(0)
     # written by this process just now
@@ -184,44 +182,50 @@ def _through_a_file(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _by_expressions(saved: Saved, verdict: Verdict) -> Iterator[Problem]:
-    tensors = {s.key for s in saved.serialized}
+    yield from _refused_keys(saved, verdict)
+    sources = {entry.key: entry.source for entry in saved.serialized}
+    fed = set(chain.from_iterable(map(refs, sources.values())))
+    simplifier = Simplifier(_leaves(saved))
+    for tensor in saved.runtime:
+        fqn, first = tensor.fqn, tensor.alias_of or tensor.fqn
+        if first not in fed or fqn in verdict.missing:
+            continue
+        if fqn not in verdict.reads:
+            yield Problem("saved, and gone from the model that has loaded it", fqn)
+            continue
+        value = verdict.reads[fqn]
+        if value is None:
+            yield Problem("saved, but not loaded again", fqn)
+        elif not isinstance(value, Ref) or sources.get(value.key) != Ref(first):
+            text = _difference(value, Ref(first), sources, simplifier)
+            if text:
+                yield Problem(text, fqn, "unknown" if text.startswith(_UNKNOWN) else "other")
+
+
+def _refused_keys(saved: Saved, verdict: Verdict) -> Iterator[Problem]:
+    """Yield what strict loading finds wrong with the keys that were saved."""
+    tensors = {entry.key for entry in saved.serialized}
     for key in verdict.missing:
         yield Problem("load_state_dict expects a key that state_dict does not write", key)
     for key in verdict.unexpected:
         is_named_extra_state = key in tensors and key.rpartition(".")[2] == "_extra_state"
         unexpected = "state_dict writes a key that load_state_dict does not expect"
         yield Problem(NAMED_EXTRA_STATE if is_named_extra_state else unexpected, key)
+    refused = "load_state_dict refuses what state_dict wrote"
     for text in verdict.errors:
-        yield Problem(
-            f"load_state_dict refuses what state_dict wrote: {' '.join(text.split())}", _ROOT
-        )
-    if not verdict.ok and not verdict.missing and not verdict.unexpected and not verdict.errors:
-        yield Problem("load_state_dict refuses what state_dict wrote", _ROOT)
-    sources = {s.key: s.source for s in saved.serialized}
-    fed = {key for source in sources.values() for key in refs(source)}
-    simplifier = Simplifier(_leaves(saved))
-    for r in saved.runtime:
-        first = r.alias_of or r.fqn
-        value = verdict.reads.get(r.fqn)
-        if first not in fed or r.fqn in verdict.missing:
-            continue
-        if r.fqn not in verdict.reads:
-            yield Problem("saved, and gone from the model that has loaded it", r.fqn)
-        elif value is None:
-            yield Problem("saved, but not loaded again", r.fqn)
-        elif not isinstance(value, Ref) or sources.get(value.key) != Ref(first):
-            problem = _difference(value, Ref(first), sources, simplifier)
-            if problem:
-                yield Problem(
-                    problem, r.fqn, "unknown" if problem.startswith(_UNKNOWN) else "other"
-                )
+        yield Problem(f"{refused}: {' '.join(text.split())}", _ROOT)
+    if not verdict.ok and not (verdict.missing or verdict.unexpected or verdict.errors):
+        yield Problem(refused, _ROOT)
 
 
 def _difference(
-    value: Expression, own: Ref, sources: Mapping[str, Expression | None], simplifier: Simplifier
+    value: Expression,
+    tensor: Ref,
+    sources: Mapping[str, Expression | None],
+    simplifier: Simplifier,
 ) -> str:
-    """Return what is wrong with loading `value` (over keys) into the tensor `own`; empty if it is
-    the same.
+    """Return what is wrong with loading `value` (over keys) into `tensor`; empty if it is the
+    same.
     """
     constant = next((key for key in refs(value) if sources.get(key) is None), None)
     if constant is not None:
@@ -230,7 +234,7 @@ def _difference(
     if is_opaque(both_ways):
         return f"{_UNKNOWN}: computed by code that is not a tensor operator"
     simple = simplifier.simplify(both_ways)
-    if simple == own:
+    if simple == tensor:
         return ""
     if isinstance(simple, Ref):
         return f"loading gives it the value of {simple.key}"
@@ -238,19 +242,19 @@ def _difference(
     # right by chance.
     assert isinstance(simple, Op)
     leaves = simplifier.leaves
-    names = list(dict.fromkeys([own.key, *refs(simple)]))
+    names = list(dict.fromkeys([tensor.key, *refs(simple)]))
     if any(name not in leaves for name in names):
         return f"{_UNKNOWN}: values of its kind cannot be made up"
     if sum(_base(leaves[name]).numel() for name in names) > _PROBE_LIMIT:
         return f"{_UNKNOWN}: too large to try out"
     generator = torch.Generator().manual_seed(0)
-    for _ in range(_ROUNDS if leaves[own.key].numel() < _FEW else 1):
+    for _ in range(_ROUNDS if leaves[tensor.key].numel() < _FEW else 1):
         values = _random_values({name: leaves[name] for name in names}, generator)
         try:
             back = evaluate(simple, values.__getitem__)
         except CkptError as error:
             return f"{_UNKNOWN}: {error.message}"
-        expected = values[own.key]
+        expected = values[tensor.key]
         if back.shape != expected.shape or back.dtype != expected.dtype:
             return "loading gives it another shape or dtype"
         if not same_bits(back, expected):
@@ -264,22 +268,24 @@ def _leaves(saved: Saved) -> dict[str, torch.Tensor]:
     """
     storages: dict[Any, torch.Tensor] = {}
     leaves = {}
-    for r in saved.runtime:
-        place, dtype = saved.places[r.fqn], getattr(torch, r.dtype, None)
-        if r.shape is None or not isinstance(dtype, torch.dtype) or r.dtype.startswith("q"):
+    for tensor in saved.runtime:
+        place, dtype = saved.places[tensor.fqn], getattr(torch, tensor.dtype, None)
+        if not isinstance(dtype, torch.dtype) or tensor.dtype.startswith("q"):
+            continue
+        if tensor.shape is None:
             continue
         if not isinstance(place[0], int):
-            leaves[r.fqn] = torch.empty(r.shape, dtype=dtype, device="meta")
+            leaves[tensor.fqn] = torch.empty(tensor.shape, dtype=dtype, device="meta")
             continue
         key, end = (place[0], dtype), place[1].end
         if key not in storages or storages[key].numel() < end:
             storages[key] = torch.empty(end, dtype=dtype, device="meta")
-    for r in saved.runtime:
-        place = saved.places[r.fqn]
-        base = storages.get((place[0], getattr(torch, r.dtype, None)))
-        if base is not None and r.shape is not None:
+    for tensor in saved.runtime:
+        place = saved.places[tensor.fqn]
+        base = storages.get((place[0], getattr(torch, tensor.dtype, None)))
+        if base is not None and tensor.shape is not None:
             geom = place[1]
-            leaves[r.fqn] = base.as_strided(geom.shape, geom.stride, geom.offset)
+            leaves[tensor.fqn] = base.as_strided(geom.shape, geom.stride, geom.offset)
     return leaves
 
 
@@ -292,21 +298,21 @@ def _random_values(
     for name, tensor in tensors.items():
         base = _base(tensor)
         if id(base) not in storages:
-            dtype, shape = base.dtype, base.shape
-            if dtype.is_floating_point or dtype.is_complex:
-                kind = torch.complex64 if dtype.is_complex else torch.float32
-                # so that a clamp shows too
-                scale = torch.randint(-10, 11, shape, generator=generator).exp2()
-                filling = torch.randn(shape, dtype=kind, generator=generator) * scale
-            else:
-                filling = torch.randint(
-                    0, 2 if dtype == torch.bool else 100, shape, generator=generator
-                )
-            storages[id(base)] = filling.to(dtype)
-        values[name] = storages[id(base)].as_strided(
-            tensor.shape, tensor.stride(), tensor.storage_offset()
-        )
+            storages[id(base)] = _random_like(base, generator)
+        storage, stride = storages[id(base)], tensor.stride()
+        values[name] = storage.as_strided(tensor.shape, stride, tensor.storage_offset())
     return values
+
+
+def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    dtype, shape = tensor.dtype, tensor.shape
+    if not dtype.is_floating_point and not dtype.is_complex:
+        end = 2 if dtype == torch.bool else 100
+        return torch.randint(0, end, shape, generator=generator).to(dtype)
+    kind = torch.complex64 if dtype.is_complex else torch.float32
+    # so that a clamp shows too
+    scale = torch.randint(-10, 11, shape, generator=generator).exp2()
+    return (torch.randn(shape, dtype=kind, generator=generator) * scale).to(dtype)
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor:
@@ -366,46 +372,41 @@ def trace_with_load(model: LoadedModel) -> Traced:
             recorded = recorded._replace(verdict=replace(recorded.verdict, reads=reads))
         return recorded, versions
 
-    own, versions = on_meta_or_real(model, load)
-    verdict = own.verdict
+    own_load, versions = on_meta_or_real(model, load)
+    verdict = own_load.verdict
     problems = (*_lost(model, saved), *roundtrip_problems(model, saved, verdict))
     certain = tuple(problem for problem in problems if problem.kind != "unknown")
-    sources = {s.key: s.source for s in saved.serialized}
-    reads = dict(verdict.reads)
-    for fqn, value in reads.items():
+    sources = {entry.key: entry.source for entry in saved.serialized}
+    loaded = []
+    for fqn, value in verdict.reads.items():
         # If several keys hold the same tensor (tied weights), read each name from its own key.
         source = sources.get(fqn)
         if isinstance(value, Ref) and source is not None and source == sources.get(value.key):
-            reads[fqn] = Ref(fqn)
+            value = Ref(fqn)
+        loaded.append(LoadedTensor(fqn, value))
+    if saved.varying:
+        notes += (_DEPENDS.format(keys=some(saved.varying)),)
+    if verdict.special:
+        notes += (Note(_SPECIAL.format(names=some(verdict.special)), SPECIAL),)
+    notes += tuple(str(problem) for problem in problems if problem.kind == "unknown")
+    for problem in _nested(model, instance, saved):
+        notes += (Note(f"as a part of another model: {problem}", ON_PLACE),)
     metadata, fed = metadata_of(saved.state), saved.fed
     names = Names(
         model=model.operand,
         torch=torch.__version__,
         runtime=saved.runtime,
         serialized=(*saved.serialized, *saved.further),
-        load=tuple(LoadedTensor(fqn, value) for fqn, value in reads.items()),
-        not_serialized=tuple(r.fqn for r in saved.runtime if (r.alias_of or r.fqn) not in fed),
+        load=tuple(loaded),
+        not_serialized=tuple(t.fqn for t in saved.runtime if (t.alias_of or t.fqn) not in fed),
         extra_state=saved.extra_state,
         roundtrips=not certain,
         roundtrip_problems=certain,
         modules=None if metadata is None else tuple(metadata),
         versions=versions,
-        notes=(
-            *notes,
-            *([_DEPENDS.format(keys=some(saved.varying))] if saved.varying else []),
-            *(
-                [Note(_SPECIAL.format(names=some(verdict.special)), SPECIAL)]
-                if verdict.special
-                else []
-            ),
-            *(str(problem) for problem in problems if problem.kind == "unknown"),
-            *(
-                Note(f"as a part of another model: {problem}", ON_PLACE)
-                for problem in _nested(model, instance, saved)
-            ),
-        ),
+        notes=notes,
     )
-    return Traced(names, own)
+    return Traced(names, own_load)
 
 
 # The tensors that the constructor makes
@@ -473,10 +474,9 @@ class _PlainCopies(TorchFunctionMode):
         tensor, memo = args
         if id(tensor) not in memo:
             copied = tensor.detach().clone()
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            memo[id(tensor)] = (
-                torch.nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
-            )
+            if isinstance(tensor, torch.nn.Parameter):
+                copied = torch.nn.Parameter(copied, tensor.requires_grad)
+            memo[id(tensor)] = copied
         return memo[id(tensor)]
 
 
@@ -524,19 +524,12 @@ def _listing(model: nn.Module) -> list[tuple[object, ...]]:
         hidden = getattr(module, "_non_persistent_buffers_set", ())
         for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in table.items():
+                if tensor is None:
+                    continue
                 fqn = dotted(path, name)
-                if tensor is not None:
-                    alias = first.setdefault(id(tensor), fqn)
-                    rows.append(
-                        (
-                            fqn,
-                            kind,
-                            name in hidden,
-                            alias,
-                            dtype_name(tensor.dtype),
-                            shape_of(tensor),
-                        )
-                    )
+                alias = first.setdefault(id(tensor), fqn)
+                dtype, shape = dtype_name(tensor.dtype), shape_of(tensor)
+                rows.append((fqn, kind, name in hidden, alias, dtype, shape))
     return rows
 
 
@@ -549,18 +542,26 @@ def _saved(model: LoadedModel, instance: nn.Module | None) -> Saved:
     if saved.is_opaque and not saved.real and model.nbytes <= _WORTH_BUILDING:
         with suppress(CkptError):  # it builds on meta only: keep the result of meta
             saved = save(model, True)
-    without_constants = [
-        tuple(replace(key, source=None) if is_constant(key.source) else key for key in keys)
-        for keys in (saved.serialized, saved.further)
-    ]
-    saved = replace(saved, serialized=without_constants[0], further=without_constants[1])
+    saved = replace(
+        saved,
+        serialized=_without_constants(saved.serialized),
+        further=_without_constants(saved.further),
+    )
     # Extra state may carry tensors outside of torch (as pickled bytes): expressions cannot tell
     # that.
-    unfed = [r.fqn for r in saved.runtime if r.alias_of is None and r.fqn not in saved.fed]
+    unfed = [t.fqn for t in saved.runtime if t.alias_of is None and t.fqn not in saved.fed]
     if saved.extra_state and unfed and is_cheap(model):
         with suppress(CannotBuild):
             saved = replace(saved, carried=saved.carried | brought_back(model, unfed))
     return saved
+
+
+def _without_constants(keys: Iterable[SerializedKey]) -> tuple[SerializedKey, ...]:
+    """Return the keys; those whose value depends on no tensor have no source."""
+    result = []
+    for key in keys:
+        result.append(replace(key, source=None) if is_constant(key.source) else key)
+    return tuple(result)
 
 
 def _lost(model: LoadedModel, saved: Saved) -> list[Problem]:
@@ -569,28 +570,27 @@ def _lost(model: LoadedModel, saved: Saved) -> list[Problem]:
 
     To find that key, save without the renamed tensors, then without all that are saved.
     """
-    lost = {
-        r.fqn
-        for r in saved.runtime
-        if r.persistent and r.alias_of is None and r.fqn not in saved.fed
-    }
+    lost, kept, renamed = set[str](), set[str](), set[str]()
+    for tensor in saved.runtime:
+        is_unsaved = tensor.alias_of is None and tensor.fqn not in saved.fed
+        (lost if tensor.persistent and is_unsaved else kept).add(tensor.fqn)
     if not lost:
         return []
-    keys = {s.key: s for s in saved.serialized}
-    renamed = {
-        s.source.key
-        for s in saved.serialized
-        if isinstance(s.source, Ref) and s.source.key != s.key
-    }
+    keys = {entry.key: entry for entry in saved.serialized}
+    for entry in saved.serialized:
+        if isinstance(entry.source, Ref) and entry.source.key != entry.key:
+            renamed.add(entry.source.key)
     problems: dict[str, Problem] = {}
-    for removed in (renamed, {r.fqn for r in saved.runtime} - lost):
-        for s in _saved_without(model, saved, removed):
-            if isinstance(s.source, Ref) and s.source.key in lost and s.key in keys:
-                taken = keys[s.key]
-                kept = ", ".join(dict.fromkeys(refs(taken.source))) or "a constant"
+    for removed in (renamed, kept):
+        for entry in _saved_without(model, saved, removed):
+            if not isinstance(entry.source, Ref):
+                continue
+            fqn, taken = entry.source.key, keys.get(entry.key)
+            if fqn in lost and taken is not None:
+                holds = ", ".join(dict.fromkeys(refs(taken.source))) or "a constant"
                 by = f", by {taken.hook}" if taken.hook else ""
-                text = f"lost in saving: it and {kept} are sent to one key, {taken.key}{by}"
-                problems.setdefault(s.source.key, Problem(text, s.source.key))
+                text = f"lost in saving: it and {holds} are sent to one key, {taken.key}{by}"
+                problems.setdefault(fqn, Problem(text, fqn))
     return list(problems.values())
 
 
@@ -630,15 +630,10 @@ def _as_part(instance: nn.Module, saved: Saved) -> tuple[Problem, ...]:
     try:
         keys = set(map(str, outer.state_dict()))
     except Exception as error:  # a hook may raise anything
-        return (
-            Problem(
-                f"is not saved at all as a part of another: {type(error).__name__}: {error}",
-                "(root)",
-            ),
-        )
-    expected = {
-        f"{_PART}.{key}" for key in (*(key.key for key in saved.serialized), *saved.extra_state)
-    }
+        text = f"is not saved at all as a part of another: {type(error).__name__}: {error}"
+        return (Problem(text, _ROOT),)
+    names = [*(entry.key for entry in saved.serialized), *saved.extra_state]
+    expected = {f"{_PART}.{name}" for name in names}
     lost, other = sorted(expected - keys), sorted(keys - expected)
     instead = f"; {other[0].removeprefix(_PART + '.')} is there instead" if other else ""
     problem = (
