@@ -85,9 +85,11 @@ def prints_once() -> Iterator[None]:
 def logs_as_warnings() -> Iterator[None]:
     """Hand the warnings that torch logs to `warnings.showwarning`, whatever the filters are."""
     loggers = logging.root.manager.loggerDict  # nothing is ever removed from it
-    names = _loggers_of_torch(len(loggers))
-    handlers = [handler for name in names for handler in getattr(loggers[name], "handlers", ())]
-    handlers = [handler for handler in handlers if _log_as_warning not in handler.filters]
+    handlers: list[logging.Handler] = []
+    for name in _loggers_of_torch(len(loggers)):
+        for handler in getattr(loggers[name], "handlers", ()):
+            if _log_as_warning not in handler.filters:
+                handlers.append(handler)
     for handler in handlers:
         handler.addFilter(_log_as_warning)
     try:
@@ -156,10 +158,10 @@ def _exit_raises() -> Iterator[None]:
     """Let `os._exit` raise SystemExit: the process would end with the status of a complete
     comparison.
     """
-    own, end = os.getpid(), os._exit
+    process, end = os.getpid(), os._exit
 
     def ended(status: int) -> NoReturn:
-        if os.getpid() != own:
+        if os.getpid() != process:
             end(status)
         raise SystemExit(status)
 
@@ -402,18 +404,12 @@ class LoadedModel:
 
 
 def _nbytes(model: nn.Module) -> int:
+    sizes: dict[object, int] = {}  # by the place of the bytes
     with torch._C.DisableTorchFunction():  # this is not a question of the constructor
-        tensors = (
-            t
-            for m in model.modules()
-            for t in (*m._parameters.values(), *m._buffers.values())
-            if t is not None
-        )
-        sizes = {
-            place_of(token(tensor)): tensor.numel() * tensor.element_size()
-            for tensor in tensors
-            if not torch.nn.parameter.is_lazy(tensor)
-        }
+        for module in model.modules():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
+                    sizes[place_of(token(tensor))] = tensor.numel() * tensor.element_size()
     return sum(sizes.values())
 
 
@@ -682,50 +678,55 @@ def _factory(
     target: Callable[..., Any], kwargs: dict[str, Any], operand: str, option: str
 ) -> Callable[[bool], nn.Module]:
     on_meta: list[weakref.ref[nn.Module]] = []
+    # A cached function would return the instance on meta again when a real one is needed.
+    is_cached = hasattr(target, "cache_info")
+    constructor = getattr(target, "__wrapped__", target) if is_cached else target
 
     def make(real: bool) -> nn.Module:
-        with contextlib.suppress(ValueError):  # some built-in functions have no signature
-            signature = inspect.signature(target)
-            try:
-                signature.bind(**kwargs)
-            except TypeError as error:
-                parameters = ", ".join(map(str, signature.parameters.values()))
-                raise CkptError(
-                    f"{operand} cannot be called with these arguments: {error}",
-                    hint=f"it takes ({parameters}); pass them as in {option} '{operand}(name=1)',"
-                    " or name a "
-                    "function without required parameters",
-                ) from error
+        _check_arguments(target, kwargs, operand, option)
         with contextlib.nullcontext() if real else torch.device("meta"):
-            # A cached function would return the instance on meta again when a real one is needed.
-            instance = (
-                getattr(target, "__wrapped__", target) if hasattr(target, "cache_info") else target
-            )(**kwargs)
+            instance = constructor(**kwargs)
         if not isinstance(instance, nn.Module):
             raise CkptError(
                 f"{operand} gives {a(instance)}, not an nn.Module",
                 hint="name an nn.Module, a class of one, or a function that returns one",
             )
-        tensors = (*instance.parameters(), *instance.buffers())
-        if (
-            real
-            and any(made() is instance for made in on_meta)
-            and any(tensor.is_meta for tensor in tensors)
-        ):
+        if not real:
+            on_meta.append(weakref.ref(instance))
+        elif any(earlier() is instance for earlier in on_meta) and _has_meta(instance):
             raise CkptError(
                 f"{operand} gives the model that it built on the meta device before, and its"
                 " values are needed",
                 hint="pass --materialize, or build a new model in each call",
             )
-        if not real:
-            on_meta.append(weakref.ref(instance))
         module = sys.modules.get(getattr(target, "__module__", ""))
-        in_module = any(value is instance for value in (vars(module) if module else {}).values())
         # The next call of a factory that keeps the object would return it with the changes of this
         # one.
-        return copied(instance, real) if in_module else instance
+        if module and any(value is instance for value in vars(module).values()):
+            return copied(instance, real)
+        return instance
 
     return make
+
+
+def _has_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _check_arguments(
+    target: Callable[..., Any], kwargs: dict[str, Any], operand: str, option: str
+) -> None:
+    with contextlib.suppress(ValueError):  # some built-in functions have no signature
+        signature = inspect.signature(target)
+        try:
+            signature.bind(**kwargs)
+        except TypeError as error:
+            parameters = ", ".join(map(str, signature.parameters.values()))
+            raise CkptError(
+                f"{operand} cannot be called with these arguments: {error}",
+                hint=f"it takes ({parameters}); pass them as in {option} '{operand}(name=1)',"
+                " or name a function without required parameters",
+            ) from error
 
 
 def copied(module: nn.Module, real: bool) -> nn.Module:

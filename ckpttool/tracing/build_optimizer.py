@@ -96,18 +96,21 @@ def _with_ids(names: Names, model: nn.Module, definition: LoadedOptimizer, on_me
         _step(optimizer)
     params: list[OptimizerParam] = []
     unknown: list[Problem] = []
+    groups = []
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             fqn = fqns.get(id(parameter))
             if fqn is None:
-                unknown.append(
-                    Problem(
-                        f"a parameter of shape {list(parameter.shape)}", f"param_groups.{index}"
-                    )
-                )
+                problem = f"a parameter of shape {list(parameter.shape)}"
+                unknown.append(Problem(problem, f"param_groups.{index}"))
             else:
                 state = tuple(map(str, optimizer.state.get(parameter, ())))
                 params.append(OptimizerParam(len(params), fqn, index, state))
+        options = {}
+        for name, value in group.items():
+            if name != "params" and _is_plain(_number(value)):
+                options[name] = _as_json(value)
+        groups.append(options)
     if unknown:
         raise CkptError(
             f"{definition.operand}: the optimizer has {plural(len(unknown), 'parameter')} that the"
@@ -115,19 +118,11 @@ def _with_ids(names: Names, model: nn.Module, definition: LoadedOptimizer, on_me
             hint="it has to take its parameters from the model that it is called with",
             problems=unknown,
         )
-    groups = tuple(
-        {
-            name: _as_json(value)
-            for name, value in group.items()
-            if name != "params" and _is_plain(_number(value))
-        }
-        for group in optimizer.param_groups
-    )
     return replace(
         names,
         optimizer=tuple(params),
         optimizer_class=type(optimizer).__name__,
-        optimizer_groups=groups,
+        optimizer_groups=tuple(groups),
     )
 
 
@@ -209,28 +204,15 @@ def _verdict(trial: _Trial) -> OptimizerVerdict | None:
     loads = _raised(lambda: second.load(first.save())) is None
     steps = loads and steps and _raised(second.two_steps) is None
 
-    error = (
-        _raised(lambda: _plan_dcp_load(first.save(), state, trial.section.path))
-        if trial.by_dcp and loads
-        else None
-    )
+    error = None
+    if trial.by_dcp and loads:
+        error = _raised(lambda: _plan_dcp_load(first.save(), state, trial.section.path))
     error = error or _raised(lambda: run.load(state))
     if error is not None:
         if not trial.real and (not loads or says_meta(error)):
             return None
         return OptimizerVerdict({}, error, False)
-    landed: dict[str, Param] = {}
-    if trial.form == ID:
-        marked, state = trial.fresh(), trial.state()
-        for param, values in state[STATE].items():
-            # empty state is not marked: torch makes it at the next step
-            if values and isinstance(values, dict):
-                values[_OWNER] = param
-        if _raised(lambda: marked.load(state)) is None:
-            for fqn, parameter in marked.model.named_parameters():
-                values = marked.optimizer.state.get(parameter, {})
-                if _OWNER in values:
-                    landed[fqn] = values[_OWNER]
+    landed = _landed(trial) if trial.form == ID else {}
     converted = () if trial.form == FLAT else tuple(_converted(run, trial.state()[STATE], landed))
     if not steps:
         return OptimizerVerdict(landed, None, False, converted)
@@ -239,6 +221,22 @@ def _verdict(trial: _Trial) -> OptimizerVerdict | None:
     if error is not None and says_meta(error):
         return OptimizerVerdict(landed, None, False, converted)
     return OptimizerVerdict(landed, error, True, converted)
+
+
+def _landed(trial: _Trial) -> dict[str, Param]:
+    """Return FQN -> the parameter of the file whose state it gets, told by a mark in each state."""
+    run, state = trial.fresh(), trial.state()
+    for param, values in state[STATE].items():
+        # empty state is not marked: torch makes it at the next step
+        if values and isinstance(values, dict):
+            values[_OWNER] = param
+    landed: dict[str, Param] = {}
+    if _raised(lambda: run.load(state)) is None:
+        for fqn, parameter in run.model.named_parameters():
+            values = run.optimizer.state.get(parameter, {})
+            if _OWNER in values:
+                landed[fqn] = values[_OWNER]
+    return landed
 
 
 def _plan_dcp_load(expected: Any, saved: Any, path: str) -> None:

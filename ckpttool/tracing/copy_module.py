@@ -22,12 +22,12 @@ def copy_of(module: nn.Module, memo: Memo, real: bool) -> nn.Module:
     """Return a deep copy of the module; `memo` holds copies that exist. Unless `real`, detached
     tensors are on meta.
     """
-    known = dict(memo)
+    given = dict(memo)
     try:
         complete: nn.Module = copy.deepcopy(module, memo)
         return complete
     except Exception:  # whatever the code of an object raises
-        without: nn.Module = _Copier(known, real).module(module)
+        without: nn.Module = _Copier(given, real).module(module)
         return without
 
 
@@ -106,11 +106,9 @@ class _Copier:
 
     def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
         values = self._values(tensor.detach())
-        return (
-            nn.Parameter(values, tensor.requires_grad)
-            if isinstance(tensor, nn.Parameter)
-            else values
-        )
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(values, tensor.requires_grad)
+        return values
 
     def _values(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy, without data unless it is `real`, or of a kind that the meta device does

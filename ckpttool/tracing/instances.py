@@ -57,11 +57,10 @@ def listed(model: nn.Module) -> tuple[Listed, ...]:
     order.
     """
     modules = list(model.named_modules(remove_duplicate=False))
-    hidden = {
-        dotted(path, name)
-        for path, module in modules
-        for name in getattr(module, "_non_persistent_buffers_set", ())
-    }
+    hidden = set()
+    for path, module in modules:
+        for name in getattr(module, "_non_persistent_buffers_set", ()):
+            hidden.add(dotted(path, name))
     first: dict[Token, str] = {}
     items = []
     for kind in ("parameter", "buffer"):
@@ -74,10 +73,9 @@ def listed(model: nn.Module) -> tuple[Listed, ...]:
         same = len(listing) == len(plain) and all(a is b for (_, a), (_, b) in zip(listing, plain))
         for (fqn, tensor), (path, _) in zip(listing, plain if same else listing):
             mark = token(tensor)
+            first_fqn = first.setdefault(mark, fqn)
             persistent = kind == "parameter" or path not in hidden
-            items.append(
-                Listed(fqn, path, first.setdefault(mark, fqn), kind, tensor, mark, persistent)
-            )
+            items.append(Listed(fqn, path, first_fqn, kind, tensor, mark, persistent))
     return tuple(items)
 
 
@@ -166,8 +164,8 @@ def is_special(tensor: torch.Tensor) -> bool:
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     # if nothing has imported it, there are no DTensors
-    known = sys.modules.get("torch.distributed.tensor")
-    return known is not None and isinstance(tensor, known.DTensor)
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def code_failed(what: str, watcher: Watcher, error: BaseException) -> CodeFailed:
@@ -268,17 +266,13 @@ def fill(model: nn.Module, filling: Filling, only: Collection[str] | None = None
             tensor = item.tensor
             if only is not None and item.first not in only:
                 continue
-            if (
-                not is_plain(tensor)
-                or tensor.is_quantized
-                or tensor.device.type != "cpu"
-                or 0 in tensor.stride()
-            ):
+            if not _has_values(tensor):
                 continue
+            is_number = tensor.is_floating_point() or tensor.is_complex()
             if isinstance(filling, str):
-                if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+                if is_number or tensor.dtype == torch.bool:
                     tensor.fill_(filling == "ones")  # integers may be indices
-            elif tensor.is_floating_point() or tensor.is_complex():
+            elif is_number:
                 kind = tensor.dtype if tensor.is_complex() else None
                 values = torch.randn(tensor.shape, generator=generator, dtype=kind)
                 tensor.copy_((-values if seed < 0 else values) * (64 if abs(seed) > 100 else 1))
@@ -286,6 +280,13 @@ def fill(model: nn.Module, filling: Filling, only: Collection[str] | None = None
                 # Of two even or two odd seeds, one negative, each truth value is tried both ways.
                 opposite = tensor.dtype == torch.bool and (seed % 2 == 0) != (seed < 0)
                 tensor.copy_(~others(tensor) if opposite else others(tensor))
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is a plain one on the CPU, none of whose elements is several."""
+    if not is_plain(tensor) or tensor.is_quantized:
+        return False
+    return tensor.device.type == "cpu" and 0 not in tensor.stride()
 
 
 def others(integers: torch.Tensor) -> torch.Tensor:
@@ -308,12 +309,9 @@ def load_strictly(model: nn.Module, state: Mapping[str, object], **options: bool
     """Run ``load_state_dict(state, strict=True)``; without `strict` if the model's own method does
     not take it.
     """
-    parameters = inspect.signature(model.load_state_dict).parameters.values()
-    if any(
-        parameter.name == "strict" or parameter.kind is parameter.VAR_KEYWORD
-        for parameter in parameters
-    ):
-        return model.load_state_dict(state, strict=True, **options)
+    for parameter in inspect.signature(model.load_state_dict).parameters.values():
+        if parameter.name == "strict" or parameter.kind is parameter.VAR_KEYWORD:
+            return model.load_state_dict(state, strict=True, **options)
     return model.load_state_dict(state, **options)
 
 
@@ -335,21 +333,18 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return whether two tensors have one class, dtype and shape, and the same bits."""
-    if (type(one), one.dtype, one.shape, one.layout) != (
-        type(other),
-        other.dtype,
-        other.shape,
-        other.layout,
-    ):
+    if type(left) is not type(right) or left.layout != right.layout:
         return False
-    parts = inside(one), inside(other)
-    if parts[0]:
-        return len(parts[0]) == len(parts[1]) and all(map(same, *parts))
-    if one.is_quantized:
-        return torch.equal(one, other)
-    return same_bits(one, other)
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    left_parts, right_parts = inside(left), inside(right)
+    if left_parts:
+        return len(left_parts) == len(right_parts) and all(map(same, left_parts, right_parts))
+    if left.is_quantized:
+        return torch.equal(left, right)
+    return same_bits(left, right)
 
 
 def feeders(
@@ -363,27 +358,28 @@ def feeders(
     """
     if len(inputs) > MOST_TRIED:
         return {name: [*inputs] for name in outputs}
-    found: dict[str, list[str]] = {name: [] for name in outputs}
-    for one in inputs if found else ():
-        after = run(one)
-        for name, feeding in found.items():
+    feeding: dict[str, list[str]] = {name: [] for name in outputs}
+    if not feeding:
+        return feeding
+    for changed in inputs:
+        after = run(changed)
+        for name, names in feeding.items():
             if name not in after or not same(before[name], after[name]):
-                feeding.append(one)
-    return found
+                names.append(changed)
+    return feeding
 
 
 def copied_state(state: Mapping[str, object]) -> OrderedDict[str, Any]:
     """Return the state dict with its tensors in new memory, and with its ``_metadata``."""
     copied: OrderedDict[str, Any] = OrderedDict()
     for key, value in state.items():
-        copied[key] = value
-        if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value):
-            if value.device.type == "meta" and is_plain(value):
-                copied[key] = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device="meta"
-                )
-            else:
-                copied[key] = _clone(key, value)
+        if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
+            copied[key] = value
+        elif value.device.type == "meta" and is_plain(value):
+            shape, stride = value.shape, value.stride()
+            copied[key] = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+        else:
+            copied[key] = _clone(key, value)
     metadata = metadata_of(state)
     if metadata is not None:
         copied._metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]

@@ -31,6 +31,7 @@ from ckpttool.tracing.build_model import CannotBuild, LoadedModel, as_exception,
 from ckpttool.tracing.hooks import Watcher, quiet
 from ckpttool.tracing.instances import (
     FILLINGS,
+    Listed,
     check_memory,
     code_failed,
     copied_state,
@@ -187,43 +188,43 @@ def load_verdict(
             loads.append(load)
         return load
 
-    def truth(verdict: Verdict) -> Verdict:
-        """`verdict` with what torch decides without a recorder."""
-        instance = model.build(True)
-        lists = _Lists(instance)
-        state = stored(section, True).state
-        failed = failure_of_loading(instance, state)
-        missing, unexpected, errors = lists.read(failed)
-        assigns = bool(errors) and not missing and not unexpected
-        if assigns:
-            assigns = (
-                failure_of_loading(model.build(True), stored(section, True).state, assign=True)
-                is None
-            )
-        ok = failed is None
-        verdict = replace(
-            verdict, ok=ok, missing=missing, unexpected=unexpected, errors=errors, assigns=assigns
-        )
-        if not ok:
-            return replace(verdict, altered=(), replaced=())
-        altered, replaced = (
-            tuple(find(instance, state, verdict.reads)) for find in (_altered, _replaced)
-        )
-        return replace(verdict, altered=altered, replaced=replaced)
-
     need = 2 * sum(entry.nbytes for entry in section.tensors)
     if model.materialize or needs_values(section):
         check_memory(model, need, f"{model.operand} has to load tensors with their values")
-        return truth(recorded(True).verdict)
+        return _unrecorded(model, section, recorded(True).verdict)
     load = _answering(loads, section) or on_meta_or_real(model, recorded, need)
     verdict = load.verdict
     if verdict.doubtful or verdict.special:
         check_memory(model, need, f"whether {model.operand} loads it cannot be told without values")
-        return truth(verdict)
+        return _unrecorded(model, section, verdict)
     if reads_values and (load.real or _depends_on_values(verdict, section)):
         with contextlib.suppress(CannotBuild):
-            return truth(verdict) if is_cheap(model, need) else verdict
+            return _unrecorded(model, section, verdict) if is_cheap(model, need) else verdict
     return verdict
+
+
+def _unrecorded(model: LoadedModel, section: Section, verdict: Verdict) -> Verdict:
+    """Return the verdict with what torch decides about the file's values, without a recorder."""
+    instance = model.build(True)
+    lists = _Lists(instance)
+    state = stored(section, True).state
+    failed = failure_of_loading(instance, state)
+    missing, unexpected, errors = lists.read(failed)
+    assigns = bool(errors) and not missing and not unexpected
+    if assigns:
+        same_state = stored(section, True).state
+        assigns = failure_of_loading(model.build(True), same_state, assign=True) is None
+    is_ok = failed is None
+    return replace(
+        verdict,
+        ok=is_ok,
+        missing=missing,
+        unexpected=unexpected,
+        errors=errors,
+        assigns=assigns,
+        altered=tuple(_altered(instance, state, verdict.reads)) if is_ok else (),
+        replaced=tuple(_replaced(instance, state, verdict.reads)) if is_ok else (),
+    )
 
 
 def _answering(loads: Sequence[Load], section: Section) -> Load | None:
@@ -284,11 +285,8 @@ def _replaced(
     """Yield the keys of tensors that loading sets to another value than `state` has."""
     for item in listed(instance):
         value = state.get(item.fqn)
-        if (
-            item.fqn not in reads
-            or reads[item.fqn] is not None
-            or not isinstance(value, torch.Tensor)
-        ):
+        is_set_by_code = item.fqn in reads and reads[item.fqn] is None
+        if not is_set_by_code or not isinstance(value, torch.Tensor):
             continue
         if attempt(partial(_is_kept, value, item.tensor)) is not True:
             yield item.fqn
@@ -344,39 +342,53 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
             raise code_failed("load_state_dict", watcher, error) from error
     with quiet():
         missing, unexpected, errors = lists.read(failed)
-        reads: dict[str, Expression | None] = {}
-        names: dict[object, list[str]] = {}
         items = listed(instance)
-        for item in items:
-            value = recorder.value(item.tensor)
-            if is_constant(value):
-                reads[item.fqn] = None
-            else:
-                reads[item.fqn] = opaque(value) if _UNWRITTEN in parts(value) else value
-            for place in (item.token, item.token[0]):
-                names.setdefault(place, []).append(item.fqn)
-        changes = []
-        for mark, source, target, value in recorder.conversions:
-            # Under the name that the key has, or the tensor's first; a copy into a part of a tensor
-            # counts for all tensors of that storage: a token begins with its address.
-            loaded_key = value.key if isinstance(value, Ref) else None
-            fqns = names.get(mark) or names.get(mark[0])
-            if fqns:
-                fqn = loaded_key if loaded_key is not None and loaded_key in fqns else fqns[0]
-                changes.append(DtypeChange(fqn, loaded_key, dtype_name(source), dtype_name(target)))
+        special = [
+            item.fqn for item in items if is_special(item.tensor) and not is_dtensor(item.tensor)
+        ]
         return Verdict(
             ok=failed is None,
             missing=missing,
             unexpected=unexpected,
             errors=errors,
-            dtype_changes=tuple(dict.fromkeys(changes)),
-            reads=reads,
+            reads=_reads(recorder, items),
+            dtype_changes=_dtype_changes(recorder, items),
             doubtful=recorder.doubtful,
             by_values=bool(recorder.reads) or (real and recorder.outside),
-            special=tuple(
-                i.fqn for i in items if is_special(i.tensor) and not is_dtensor(i.tensor)
-            ),
+            special=tuple(special),
         )
+
+
+def _reads(recorder: Recorder, items: Sequence[Listed]) -> dict[str, Expression | None]:
+    """Return the value of each runtime tensor after loading, over keys; None for others."""
+    reads: dict[str, Expression | None] = {}
+    for item in items:
+        value = recorder.value(item.tensor)
+        if is_constant(value):
+            reads[item.fqn] = None
+        else:
+            reads[item.fqn] = opaque(value) if _UNWRITTEN in parts(value) else value
+    return reads
+
+
+def _dtype_changes(recorder: Recorder, items: Sequence[Listed]) -> tuple[DtypeChange, ...]:
+    """Return the conversions, under the name that the key has, or the tensor's first.
+
+    A copy into a part of a tensor counts for all tensors of that storage: a token begins with its
+    address.
+    """
+    names: dict[object, list[str]] = {}
+    for item in items:
+        for place in (item.token, item.token[0]):
+            names.setdefault(place, []).append(item.fqn)
+    changes: dict[DtypeChange, None] = {}
+    for mark, source, target, value in recorder.conversions:
+        key = value.key if isinstance(value, Ref) else None
+        fqns = names.get(mark) or names.get(mark[0])
+        if fqns:
+            fqn = key if key is not None and key in fqns else fqns[0]
+            changes[DtypeChange(fqn, key, dtype_name(source), dtype_name(target))] = None
+    return tuple(changes)
 
 
 class _Lists:
@@ -414,20 +426,22 @@ class _Lists:
         text = str(failed) if failed is not None else ""
         if failed is not None and not text.startswith(_TORCH_SAYS):
             return (), (), (describe(failed),)
-        if self.lists is None:
-            lines = [line.strip() for line in text.split("\n\t")]
-            missing, unexpected = (
-                re.findall(r'"(.*?)"', next((line for line in lines if line.startswith(start)), ""))
-                for start in (_MISSING, _UNEXPECTED)
-            )
-            errors = text.split("\n\t")[1:]
-        else:
+        if self.lists is not None:
             missing, unexpected, errors = self.lists
-        return (
-            tuple(missing),
-            tuple(unexpected),
-            tuple(e for e in errors if not e.startswith((_MISSING, _UNEXPECTED))),
-        )
+        else:
+            lines = text.split("\n\t")
+            missing, unexpected = _keys_in(lines, _MISSING), _keys_in(lines, _UNEXPECTED)
+            errors = lines[1:]
+        errors = [line for line in errors if not line.startswith((_MISSING, _UNEXPECTED))]
+        return tuple(missing), tuple(unexpected), tuple(errors)
+
+
+def _keys_in(lines: Iterable[str], start: str) -> list[str]:
+    """Return the quoted keys of the first line that begins so."""
+    for line in lines:
+        if line.strip().startswith(start):
+            return re.findall(r'"(.*?)"', line)
+    return []
 
 
 # Whether the values matter: on real tensors, code outside of torch turns them into constants
@@ -441,7 +455,7 @@ def reads_of_any(
 
     Raises `CkptError` if the model's own code fails.
     """
-    reads, proven = dict(verdict.reads), False
+    reads, is_proven = dict(verdict.reads), False
     before = _after_loading(model, state)
     for seed in FILLINGS:
         other = attempt(lambda: _other_state(model, seed, state))  # noqa: B023  # it is called at once
@@ -450,31 +464,33 @@ def reads_of_any(
         again = loaded(model.build(True), copied_state(other), True)
         if not again.ok:
             continue
-        proven, after = True, _after_loading(model, other)
+        is_proven, after = True, _after_loading(model, other)
         varying = []
         for fqn, value in reads.items():
             second = again.reads.get(fqn)
             # it is not read, and must not depend on what is loaded
             if value is None and second is None:
-                varies = fqn in before and (fqn not in after or not same(before[fqn], after[fqn]))
+                varies = fqn in before and not _is_same(fqn, before, after)
             else:
                 varies = value != second
             if varies:
                 varying.append(fqn)
         for fqn, keys in _feeders(model, state, other, varying).items():
             reads[fqn] = opaque(reads[fqn], again.reads.get(fqn), *map(Ref, keys))
-    if proven:
+    if is_proven:
         return reads
     # No other values could be tried: only a tensor that is a key, or is left alone, is certain.
     every = [Ref(key) for key, value in state.items() if isinstance(value, torch.Tensor)]
     fresh = values_of(model.build(True))
     for fqn, value in reads.items():
-        untouched = (
-            value is None and fqn in fresh and fqn in before and same(fresh[fqn], before[fqn])
-        )
-        if not untouched and not isinstance(value, Ref):
+        is_untouched = value is None and _is_same(fqn, fresh, before)
+        if not is_untouched and not isinstance(value, Ref):
             reads[fqn] = opaque(*every)
     return reads
+
+
+def _is_same(fqn: str, left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    return fqn in left and fqn in right and same(left[fqn], right[fqn])
 
 
 def _other_state(model: LoadedModel, seed: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -494,9 +510,9 @@ def _after_loading(model: LoadedModel, state: Mapping[str, Any]) -> dict[str, to
     fails.
     """
     instance = model.build(True)
-    return (
-        {} if failure_of_loading(instance, copied_state(state)) is not None else values_of(instance)
-    )
+    if failure_of_loading(instance, copied_state(state)) is not None:
+        return {}
+    return values_of(instance)
 
 
 def _feeders(
@@ -591,14 +607,15 @@ def with_custom_loading(instance: nn.Module) -> set[str]:
     """Return the modules whose loading runs other code than `nn.Module`'s, which reads no
     version.
     """
-    return {
-        path
-        for path, module in instance.named_modules(remove_duplicate=False)
-        if module._load_state_dict_pre_hooks
-        or getattr(module._load_from_state_dict, "__func__", None)
-        is not nn.Module._load_from_state_dict
-        or (not path and type(module).load_state_dict is not nn.Module.load_state_dict)
-    }
+    paths = set()
+    for path, module in instance.named_modules(remove_duplicate=False):
+        method = getattr(module._load_from_state_dict, "__func__", None)
+        is_overridden = method is not nn.Module._load_from_state_dict
+        if not path and type(module).load_state_dict is not nn.Module.load_state_dict:
+            is_overridden = True
+        if is_overridden or module._load_state_dict_pre_hooks:
+            paths.add(path)
+    return paths
 
 
 def versions_asked_for(
@@ -612,25 +629,22 @@ def versions_asked_for(
     metadata, verdict = metadata_of(state), load.verdict
     if metadata is None or not verdict.ok or not load.custom:
         return None
-    versions = {
-        path: payload.get("version")
-        for path, payload in metadata.items()
-        if isinstance(payload, Mapping)
-    }
-    asked = {path: version for path, version in versions.items() if path in load.custom} or versions
+    versions = {}
+    for path, payload in metadata.items():
+        if isinstance(payload, Mapping):
+            versions[path] = payload.get("version")
+    of_custom = {path: version for path, version in versions.items() if path in load.custom}
+    may_be_read = of_custom or versions
     for other in _under_other_versions(state, versions):
         try:
             again = loaded(model.build(real), other, real)
         except CkptError:  # a tensor of an old version is missing
-            return asked
+            return may_be_read
         if not again.ok:
-            return asked
+            return may_be_read
         if again.reads != verdict.reads:  # random numbers have this effect too
-            return (
-                asked
-                if loaded(model.build(real), copied_state(state), real).reads == verdict.reads
-                else None
-            )
+            repeated = loaded(model.build(real), copied_state(state), real)
+            return may_be_read if repeated.reads == verdict.reads else None
     return None
 
 

@@ -53,8 +53,8 @@ class ModelCode:
         Raises `Refused` if the model does not accept the values, or computes others the second
         time, and `CkptError` if there is not enough memory.
         """
-        for known, values in self.done:
-            if known == run and values.keys() >= set(names):
+        for earlier, values in self.done:
+            if earlier == run and values.keys() >= set(names):
                 return values
         code = f"{self.model.operand}'s own {BY_CODE[run.way]}()"
         what = f"{plural(len(names), 'tensor')} can only be computed by {code}"
@@ -87,12 +87,9 @@ class ModelCode:
             _set_tensors(instance, given.state)
         with seeded(seed):
             if way == LOADED:
-                failed = failure_of_loading(instance, given.state)
-                result: Any = (
-                    failed
-                    if failed is not None
-                    else {item.fqn: item.tensor for item in listed(instance)}
-                )
+                result: Any = failure_of_loading(instance, given.state)
+                if result is None:
+                    result = {item.fqn: item.tensor for item in listed(instance)}
             else:
                 result = attempt(instance.state_dict)
         if isinstance(result, Exception):
@@ -101,19 +98,18 @@ class ModelCode:
                 f" {describe(result)}",
                 hint="`ckpttool diff --model MODEL CKPT` says more; torch fails the same way",
             )
-        problems = [
-            Problem("the model's own code makes no dense tensor of it", name)
-            for name in names
-            if not isinstance(value := result.get(name), torch.Tensor)
-            or layout_of(value) != "strided"
-        ]
+        values = {}
+        problems = []
+        for name in names:
+            value = result.get(name)
+            if isinstance(value, torch.Tensor) and layout_of(value) == "strided":
+                values[name] = value.detach().clone(memory_format=torch.contiguous_format)
+            else:
+                problems.append(Problem("the model's own code makes no dense tensor of it", name))
         if problems:
             hint = "`ckpttool trace` says what the model's own code makes of them"
             raise Refused("not all of it can be written", hint=hint, problems=problems)
-        return {
-            name: result[name].detach().clone(memory_format=torch.contiguous_format)
-            for name in names
-        }
+        return values
 
 
 def _set_tensors(instance: nn.Module, values: Mapping[str, Any]) -> None:
@@ -134,11 +130,8 @@ def _set_tensors(instance: nn.Module, values: Mapping[str, Any]) -> None:
             elif owners[item.token[0]] == 1:
                 item.tensor.data = value.clone()
             else:
-                problems.append(
-                    Problem(
-                        "another dtype, and it shares memory with other tensors", item.fqn, "dtype"
-                    )
-                )
+                shared = "another dtype, and it shares memory with other tensors"
+                problems.append(Problem(shared, item.fqn, "dtype"))
     if problems:
         raise Refused(
             "the tensors are not this model's",

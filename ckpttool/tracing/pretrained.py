@@ -69,11 +69,11 @@ def by_transformers(names: Names) -> Names:
     revert = _conversions()[1]
     code = revert.__code__
     hook = Hook(revert.__name__, code.co_filename, code.co_firstlineno, "")
-    serialized = tuple(
-        replace(key, hook=None if key.hook is None else hook) for key in names.serialized
-    )
+    serialized = []
+    for key in names.serialized:
+        serialized.append(key if key.hook is None else replace(key, hook=hook))
     notes = tuple(note for note in names.notes if code_of(note) != ON_PLACE)
-    return replace(names, serialized=serialized, notes=notes)
+    return replace(names, serialized=tuple(serialized), notes=notes)
 
 
 def of_folder(operand: str, arguments: Mapping[str, Any], materialize: bool) -> LoadedModel:
@@ -173,7 +173,7 @@ class _Pretrained:
         expected = list(self.state_dict()) if strict else []
         conversions, _, load, load_config, _ = _conversions()
         with _itself(self), _in_this_thread():
-            own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+            tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
             device = next((p.device for p in self.parameters()), torch.device("cpu"))
             config = load_config(
                 weight_mapping=conversions(self),
@@ -183,13 +183,13 @@ class _Pretrained:
             info, _ = load(self, dict(state_dict), config)
             self.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
             self._adjust_missing_and_unexpected_keys(info)
-            _copy_back(self, own)
-        errors = _errors(info, [key for key in expected if key not in state_dict]) if strict else []
+            _copy_back(self, tensors)
+        if not strict:
+            return
+        errors = _errors(info, [key for key in expected if key not in state_dict])
         if errors:
-            raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(self).__name__}:\n\t"
-                + "\n\t".join(errors)
-            )
+            lines = [f"Error(s) in loading state_dict for {type(self).__name__}:", *errors]
+            raise RuntimeError("\n\t".join(lines))
 
 
 @contextmanager
@@ -216,10 +216,12 @@ def _in_this_thread() -> Iterator[None]:
             os.environ[_ASYNC] = before
 
 
-def _copy_back(model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
-    """Copy the new tensors into the model's own, and put these back, as torch's loading does."""
+def _copy_back(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy the new tensors into the model's `tensors`, and put these back, as torch's loading
+    does.
+    """
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in tensors.items():
             path, _, last = name.rpartition(".")
             module = model.get_submodule(path)
             new = getattr(module, last)
@@ -229,28 +231,28 @@ def _copy_back(model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
         for table in (module._parameters, module._buffers):
             for last in table:
                 name = f"{module_path}.{last}" if module_path else last
-                table[last] = own.get(name, table[last])
+                table[last] = tensors.get(name, table[last])
 
 
 def _errors(info: Any, absent: list[str]) -> list[str]:
     """Return the errors of loading, in the words of torch's own strict loading."""
-    wrong = [
-        f"size mismatch for {name}: copying a param with shape {shape} from checkpoint, "
-        f"the shape in current model is {own}."
-        for name, shape, own in sorted(info.mismatched_keys)
-    ]
+    wrong = []
+    for name, file_shape, shape in sorted(info.mismatched_keys):
+        wrong.append(
+            f"size mismatch for {name}: copying a param with shape {file_shape} from checkpoint, "
+            f"the shape in current model is {shape}."
+        )
     wrong += [f"{name}: {text}" for name, text in sorted(info.conversion_errors.items())]
     missing = absent if info.missing_keys or wrong else []
-    lists = (
+    lines = []
+    for word, keys in (
         ("Missing", missing or sorted(info.missing_keys)),
         ("Unexpected", sorted(info.unexpected_keys)),
-    )
-    said = [
-        f"{word} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys)
-        for word, keys in lists
-        if keys
-    ]
-    return [*(f"{line}. " for line in said), *wrong]
+    ):
+        if keys:
+            quoted = ", ".join(f'"{key}"' for key in keys)
+            lines.append(f"{word} key(s) in state_dict: {quoted}. ")
+    return lines + wrong
 
 
 @contextmanager

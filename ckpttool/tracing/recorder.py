@@ -170,8 +170,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _inplace_view(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        """Run ``t_``, ``squeeze_``, ...: the tensor sees the same memory differently; ``set_`` gives
-        it other memory.
+        """Run ``t_``, ``squeeze_``, ...: the tensor sees the same memory differently; ``set_``
+        gives it other memory.
         """
         tensor = args[0]
         before = self.value(tensor)
