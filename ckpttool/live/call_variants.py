@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -58,16 +59,13 @@ def swap_module(
     homes = _homes(module, fqn, shared)
     problems: dict[Problem, None] = {}
     for home in homes:
-        graph = getattr(home.parent, "graph", None)
-        for node in graph.nodes if isinstance(graph, torch.fx.Graph) else ():
-            if node.op == "call_module" and node.target == home.name:
-                try:
-                    inspect.signature(new.forward).bind(*node.args, **node.kwargs)
-                except TypeError as error:
-                    given = ", ".join([*map(str, node.args), *(f"{key}=…" for key in node.kwargs)])
-                    problems[Problem(f"called with ({given}): {error}", home.fqn or home.name)] = (
-                        None
-                    )
+        for node in _calls_of(home):
+            try:
+                inspect.signature(new.forward).bind(*node.args, **node.kwargs)
+            except TypeError as error:
+                given = ", ".join([*map(str, node.args), *(f"{key}=…" for key in node.kwargs)])
+                problem = Problem(f"called with ({given}): {error}", home.fqn or home.name)
+                problems[problem] = None
     if problems:
         raise Refused(
             f"{type(new).__name__} cannot take the calls of {fqn}",
@@ -94,9 +92,8 @@ def swap_attribute(
     path, _, name = fqn.rpartition(".")
     holders: list[tuple[str | None, nn.Module]] = [("", module)]
     if path:
-        holders = [
-            body for home in _homes(module, path, shared) for body in _bodies(home.fqn, home.module)
-        ]
+        homes = _homes(module, path, shared)
+        holders = [*chain.from_iterable(_bodies(home.fqn, home.module) for home in homes)]
     places: list[tuple[str | None, dict[str, Any], type]] = []
     for where, holder in holders:
         if name in holder._modules:
@@ -106,18 +103,20 @@ def swap_attribute(
             (holder._buffers, torch.Tensor),
             (holder.__dict__, object),
         )
-        places += [(where, table, kind) for table, kind in tables if name in table][:1]
+        for table, kind in tables:
+            if name in table:
+                places.append((where, table, kind))
+                break
     if not places:
         raise CkptError(
             f"{path or 'the module'} has no attribute {name!r}", hint="variants() lists submodules"
         )
     first, table, kind = places[0]
     old = table[name]
-    problems = [
-        Problem(f"not the value of {first}.{name}", f"{where}.{name}")
-        for where, other, _ in places
-        if not _same_value(other[name], old)
-    ]
+    problems = []
+    for where, other, _ in places:
+        if not _same_value(other[name], old):
+            problems.append(Problem(f"not the value of {first}.{name}", f"{where}.{name}"))
     if problems:
         raise Refused(
             f"the variants of {fqn} hold different values",
@@ -126,14 +125,24 @@ def swap_attribute(
         )
     is_function = callable(new) and not isinstance(new, (nn.Module, type))
     value = _fitted(old, new(old) if is_function else new, fqn, kind)
-    for _, table, _ in places:
+    fqns: dict[str, None] = {}
+    for where, table, _ in places:
         table[name] = value
-    return tuple(
-        dict.fromkeys(f"{where}.{name}".lstrip(".") for where, _, _ in places if where is not None)
-    )
+        if where is not None:
+            fqns[f"{where}.{name}".lstrip(".")] = None
+    return tuple(fqns)
 
 
 # Which submodules are variants
+
+
+def _calls_of(home: _Home) -> Iterator[torch.fx.Node]:
+    """Yield the calls of the module in the graph around it."""
+    graph = getattr(home.parent, "graph", None)
+    if isinstance(graph, torch.fx.Graph):
+        for node in graph.nodes:
+            if node.op == "call_module" and node.target == home.name:
+                yield node
 
 
 def _fqns(homes: list[_Home]) -> tuple[str, ...]:
@@ -163,16 +172,20 @@ def _path_homes(root: nn.Module, fqn: str) -> list[_Home]:
     parents: list[tuple[str | None, nn.Module]] = [("", root)]
     homes: list[_Home] = []
     for segment in fqn.split("."):
-        children = [
-            _Home(None if path is None else f"{path}.{name}".lstrip("."), body, name, child)
-            for parent_path, parent in parents
-            for path, body in _bodies(parent_path, parent)
-            for name, child in body._modules.items()
-            if child is not None
-        ]
+        children: list[_Home] = []
+        for parent_path, parent in parents:
+            for path, body in _bodies(parent_path, parent):
+                children += _children(path, body)
         homes = _variants_of(segment, children)
         parents = [(home.fqn, home.module) for home in homes]
     return homes
+
+
+def _children(path: str | None, body: nn.Module) -> Iterator[_Home]:
+    for name, child in body._modules.items():
+        if child is not None:
+            fqn = None if path is None else f"{path}.{name}".lstrip(".")
+            yield _Home(fqn, body, name, child)
 
 
 def _bodies(fqn: str | None, module: nn.Module) -> Iterator[tuple[str | None, nn.Module]]:
@@ -201,29 +214,28 @@ def _variants_of(segment: str, children: list[_Home]) -> list[_Home]:
     if not named:
         return []
     root = named[0]
-    family = [
-        home
-        for home in children
-        if (home.name == root.name or split_call(home.name)[0] == root.name)
-        and _is_same(root.module, home.module)
-    ]
+    family = []
+    for home in children:
+        has_name = root.name in (home.name, split_call(home.name)[0])
+        if has_name and _is_same(root.module, home.module):
+            family.append(home)
     return sorted(family, key=lambda home: (home.fqn is None, home.parent is not root.parent))
 
 
-def _is_same(one: nn.Module, other: nn.Module) -> bool:
+def _is_same(left: nn.Module, right: nn.Module) -> bool:
     """Return whether two modules are one submodule of the model: of one class, and with the same
     tensors if any.
     """
-    if one is other:
+    if left is right:
         return True
-    classes = {_class_of(one), _class_of(other)} - {None}
+    classes = {_class_of(left), _class_of(right)} - {None}
     if len(classes) > 1:
         return False
-    left, right = _tensors(one), _tensors(other)
-    common = left.keys() & right.keys()
+    left_tensors, right_tensors = _tensors(left), _tensors(right)
+    common = left_tensors.keys() & right_tensors.keys()
     if not common:
-        return not left and not right and len(classes) == 1
-    return all(left[name] == right[name] for name in common)
+        return not left_tensors and not right_tensors and len(classes) == 1
+    return all(left_tensors[name] == right_tensors[name] for name in common)
 
 
 def _class_of(module: nn.Module) -> str | None:
@@ -247,11 +259,15 @@ def _tensors(module: nn.Module) -> Mapping[str, Token]:
 # Whether the new value fits
 
 
-def _same_value(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        alike = type(one) is type(other) and one.dtype == other.dtype
-        return token(one) == token(other) or (alike and torch.equal(one, other))
-    return one is other or (type(one) is type(other) and bool(one == other))
+def _same_value(left: object, right: object) -> bool:
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        if token(left) == token(right):
+            return True
+        has_one_kind = type(left) is type(right) and left.dtype == right.dtype
+        return has_one_kind and torch.equal(left, right)
+    return type(left) is type(right) and bool(left == right)
 
 
 def _fitted(old: object, new: object, fqn: str, kind: type) -> object:
@@ -271,14 +287,14 @@ def _fitted(old: object, new: object, fqn: str, kind: type) -> object:
         return new
     if not isinstance(new, torch.Tensor):
         raise Refused(f"{fqn} is a tensor, the new value {a(new)}", hint="give it a tensor")
-    for what in ("shape", "dtype", "device"):
-        before, after = getattr(old, what), getattr(new, what)
+    for what, before, after in (
+        ("shape", list(old.shape), list(new.shape)),
+        ("dtype", old.dtype, new.dtype),
+        ("device", old.device, new.device),
+    ):
         if before != after:
-            shapes = (
-                list(value) if isinstance(value, torch.Size) else value for value in (before, after)
-            )
             raise Refused(
-                "{} has the {} {}, the new value {}".format(fqn, what, *shapes),
+                f"{fqn} has the {what} {before}, the new value {after}",
                 hint="the program's graphs were specialised to it: export the changed model again",
             )
     if isinstance(old, nn.Parameter) and not isinstance(new, nn.Parameter):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,11 +156,13 @@ def load(
 
 def _hyperparameters(optimizer: Optimizer | None) -> list[dict[str, Any]]:
     """Return the hyperparameters of each param group."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [
-        {name: value for name, value in group.items() if name not in (PARAMS, PARAM_NAMES)}
-        for group in groups
-    ]
+    groups = []
+    for group in [] if optimizer is None else optimizer.param_groups:
+        options = dict(group)
+        for name in (PARAMS, PARAM_NAMES):
+            options.pop(name, None)
+        groups.append(options)
+    return groups
 
 
 def _changes(
@@ -201,26 +204,26 @@ def _fitting_model(
     options = DiffOptions(model=model, ignore_dtype=cast)
     diff, fix = run(source, None, options, model), None
     if not diff.identical:
-        found = answered(Question(source, None, options, model, diff))
+        answer = answered(Question(source, None, options, model, diff))
         try:
-            fix = applicable(found, command("diff", (source.source,), options))
+            fix = applicable(answer, command("diff", (source.source,), options))
         except Refused as error:
             if not cast and any(entry.status == "dtype" for entry in diff.entries):
                 error.hint = f"cast=True converts the dtypes; {error.hint}"
             raise
         source = open_operand(fix.source) if fix.source else source
-        source = plan_remap(
-            source, fix.options, None if fix.options.model is None else model, None
-        ).result
+        saved_by = None if fix.options.model is None else model
+        source = plan_remap(source, fix.options, saved_by, None).result
         diff = run(source, None, options, model, infers=False)
     computed = [entry for entry in diff.entries if entry.has(Code.LOAD_HOOK_CHANGES)]
     if computed:
+        problems = []
+        for entry in computed:
+            problems += [Problem(entry.why(), key, "opaque") for key in entry.left]
         raise Refused(
             f"only the model's own code loads {plural(len(computed), 'tensor')} of this file",
             hint="let the model load the state dict itself, with load_state_dict",
-            problems=[
-                Problem(entry.why(), key, "opaque") for entry in computed for key in entry.left
-            ],
+            problems=problems,
         )
     return model_section(source), None if fix is None else str(fix)
 
@@ -256,8 +259,8 @@ def _fitting_state(
             f"the optimizer state of {source.source} has other dtypes: {converts[0]}", hint=hint
         )
     saved_by = model.with_optimizer(remap.optimizer)
-    done = plan_remap(source, remap, saved_by, loading_model(remap, saved_by))
-    (section,) = (section for section in done.result.sections if section.kind == "optimizer")
+    result = plan_remap(source, remap, saved_by, loading_model(remap, saved_by)).result
+    (section,) = (section for section in result.sections if section.kind == "optimizer")
     assert section.mapping is not None
     return section.path, section.mapping
 
@@ -315,10 +318,11 @@ def innermost(module: Module) -> Module:
         raise CkptError(
             f"{a(module)} is not a module", hint="ckpttool.swap_weights puts weights into a program"
         )
-    while not isinstance(module, AveragedModel) and (
-        outer := [p for p in wrapper_paths(module) if "." not in p]
-    ):
-        module = module.get_submodule(outer[0])
+    while not isinstance(module, AveragedModel):
+        wrapped = [path for path in wrapper_paths(module) if "." not in path]
+        if not wrapped:
+            break
+        module = module.get_submodule(wrapped[0])
     return module
 
 
@@ -330,12 +334,12 @@ def like(optimizer: Optimizer, model: Module) -> Callable[[Module], Optimizer]:
     optimizer has parameters that the model does not have.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    strangers = [
-        Problem(f"a parameter of shape {list(parameter.shape)}", f"param_groups.{index}")
-        for index, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-        if id(parameter) not in names
-    ]
+    strangers = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                problem = f"a parameter of shape {list(parameter.shape)}"
+                strangers.append(Problem(problem, f"param_groups.{index}"))
     if strangers:
         raise CkptError(
             f"the optimizer has {plural(len(strangers), 'parameter')} that the model does not have",
@@ -347,7 +351,8 @@ def like(optimizer: Optimizer, model: Module) -> Callable[[Module], Optimizer]:
         twin = type(optimizer).__new__(type(optimizer))
         # Schedulers and profilers replace `step` in the instance, and hooks on steps are about the
         # real one.
-        twin.__dict__.update({name: own for name, own in vars(optimizer).items() if name != "step"})
+        twin.__dict__.update(vars(optimizer))
+        twin.__dict__.pop("step", None)
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             if name in twin.__dict__:
                 twin.__dict__[name] = type(twin.__dict__[name])()
@@ -355,14 +360,14 @@ def like(optimizer: Optimizer, model: Module) -> Callable[[Module], Optimizer]:
         twin.state = defaultdict(dict)
         for owner, values in optimizer.state.items():
             parameter = parameters[names[id(owner)]] if id(owner) in names else owner
-            device = (
-                parameter.device if isinstance(parameter, torch.Tensor) else torch.device("cpu")
-            )
+            device = torch.device("cpu")
+            if isinstance(parameter, torch.Tensor):
+                device = parameter.device
             twin.state[parameter] = tree_map(partial(_copied, device=device), values)
-        twin.param_groups = [
-            {**group, "params": [parameters[names[id(parameter)]] for parameter in group["params"]]}
-            for group in optimizer.param_groups
-        ]
+        twin.param_groups = []
+        for group in optimizer.param_groups:
+            params = [parameters[names[id(parameter)]] for parameter in group["params"]]
+            twin.param_groups.append({**group, "params": params})
         return twin
 
     return make
@@ -405,25 +410,24 @@ def put(
     tensors: Any = OrderedDict()
     with comparing_checksums():
         for entry in section.tensors:
-            tensors[entry.key] = (
-                mapped(entry) if entry.storage is not None else _created(entry, maker, problems)
-            )
+            if entry.storage is not None:
+                tensors[entry.key] = mapped(entry)
+            else:
+                tensors[entry.key] = _created(entry, maker, problems)
         objects = {extra.key: _created(extra, maker, problems) for extra in section.extras}
     _check_created(problems)
     if section.modules is not None:
         tensors._metadata = section.modules
-    extra_state = {
-        key: value for key, value in objects.items() if key.rpartition(".")[2] == _EXTRA_STATE
-    }
+    only_extra_state = all(key.rpartition(".")[2] == _EXTRA_STATE for key in objects)
     # Quantized layers keep their weights in objects, which only their code loads; so is the shape
     # of lazy parameters.
-    if len(extra_state) < len(objects) or any(map(is_lazy, innermost(model).parameters())):
+    if not only_extra_state or any(map(is_lazy, innermost(model).parameters())):
         with (
             _own_loading(innermost(model), stored(section, True).state),
             _optimizer_state(model, optimizer, state),
         ):
             return len(section.tensors)
-    with _extra_state(innermost(model), extra_state), _optimizer_state(model, optimizer, state):
+    with _extra_state(innermost(model), objects), _optimizer_state(model, optimizer, state):
         return len(swap_weights(model, tensors, definition, cast=cast, in_place=True).sources)
 
 
@@ -444,8 +448,8 @@ def _check_created(problems: Sequence[Problem]) -> None:
         raise Refused(
             f"only running code loads {plural(len(problems), 'object')} of this file",
             hint="if you trust the file: model.load_state_dict(torch.load(CKPT,"
-            " weights_only=False)); or declare the "
-            "classes as safe: torch.serialization.add_safe_globals([CLASS])",
+            " weights_only=False)); or declare the classes as safe:"
+            " torch.serialization.add_safe_globals([CLASS])",
             problems=problems,
         )
 
@@ -456,11 +460,8 @@ def _own_loading(module: Module, state: Mapping[str, Any]) -> Iterator[None]:
     raises.
     """
     before = copied_state(module.state_dict())
-    lazy = {
-        tensor: type(tensor)
-        for tensor in (*module.parameters(), *module.buffers())
-        if is_lazy(tensor)
-    }
+    every = (*module.parameters(), *module.buffers())
+    lazy = {tensor: type(tensor) for tensor in every if is_lazy(tensor)}
     try:
         load_strictly(module, state)
         yield
@@ -486,9 +487,8 @@ def mapped(entry: TensorEntry) -> torch.Tensor:
     if begin % size:
         return torch_eval.load(entry)
     memory = map_span(Span(data.path, begin, (entry.end - entry.offset) * size))
-    return torch.frombuffer(memory, dtype=getattr(torch, entry.dtype)).as_strided(
-        entry.shape, entry.stride
-    )
+    elements = torch.frombuffer(memory, dtype=getattr(torch, entry.dtype))
+    return elements.as_strided(entry.shape, entry.stride)
 
 
 @contextmanager
@@ -523,7 +523,7 @@ def _optimizer_state(
             hint="load the model with ckpttool, and the optimizer with"
             " FSDP.optim_state_dict_to_load",
         )
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
     maker, problems = Maker(True), list[Problem]()
 
     def value(path: tuple[str, ...], part: Any) -> Any:

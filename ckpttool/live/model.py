@@ -197,29 +197,30 @@ def section_of(state_dict: Mapping[str, object]) -> Section:
                 hint="pass model.state_dict()",
             )
         if isinstance(value, torch.Tensor):
-            one = (
-                token(value),
-                *(map(_description, levels(value.detach())) if is_special(value) else ()),
-            )
-            tensors.append(_entry(key, value, storages, first.setdefault(one, Packed(value))))
+            packed = first.setdefault(_mark(value), Packed(value))
+            tensors.append(_entry(key, value, storages, packed))
         else:  # a file holds plain values as they are
             plain = _is_plain(value)
             extras.append(ExtraEntry(key, None if plain else value, value if plain else None))
-    versions = getattr(state_dict, "_metadata", None)
-    modules = (
-        {path: dict(own) for path, own in versions.items()}
-        if isinstance(versions, Mapping)
-        else None
-    )
+    modules = getattr(state_dict, "_metadata", None)
+    if isinstance(modules, Mapping):
+        modules = {path: dict(payload) for path, payload in modules.items()}
+    else:
+        modules = None
     return Section("", "state_dict", tuple(tensors), tuple(extras), modules)
 
 
+def _mark(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a value that is equal for two names of one tensor."""
+    if not is_special(tensor):
+        return (token(tensor),)
+    return (token(tensor), *map(_description, levels(tensor.detach())))
+
+
 def _is_plain(value: object) -> bool:
-    return (
-        all(map(_is_plain, value))
-        if type(value) is list
-        else type(value) in (bool, int, float, str)
-    )
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    return type(value) in (bool, int, float, str)
 
 
 def _description(tensor: torch.Tensor) -> str:
@@ -295,14 +296,13 @@ def check_replaceable(module: nn.Module) -> None:
     """Raise `Refused`, naming every wrapper, if the module would not use new tensors put into
     it.
     """
-    reasons = {
-        id(part): reason for kind, reason in _HOLDERS.items() for part in instances(module, kind)
-    }
-    problems = [
-        Problem(reasons[id(part)], name or "(root)")
-        for name, part in module.named_modules()
-        if id(part) in reasons
-    ]
+    reasons: dict[int, str] = {}
+    for kind, reason in _HOLDERS.items():
+        reasons.update(dict.fromkeys(map(id, instances(module, kind)), reason))
+    problems = []
+    for name, part in module.named_modules():
+        if id(part) in reasons:
+            problems.append(Problem(reasons[id(part)], name or "(root)"))
     if problems:
         raise Refused(
             "in_place=False cannot replace the parameters of this module",
@@ -341,8 +341,8 @@ def instances(module: nn.Module, kind: tuple[str, str]) -> list[nn.Module]:
     """Return the parts of the module that are of this class, by its module and name; it may not be
     imported yet.
     """
-    known = getattr(sys.modules.get(kind[0]), kind[1], None)
-    return [] if known is None else [part for part in module.modules() if isinstance(part, known)]
+    cls = getattr(sys.modules.get(kind[0]), kind[1], None)
+    return [] if cls is None else [part for part in module.modules() if isinstance(part, cls)]
 
 
 def _reshard(part: Any) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Protocol, Union
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ckpttool.containers.program import CONSTANTS
-from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.checkpoint import Checkpoint, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import LOADED, Expression, Ref
 from ckpttool.core.text import a, first_line, plural
@@ -129,55 +130,69 @@ def swap_weights(
         return _planned(goal, state, model, options)
 
     if isinstance(target, nn.Module):
-        if in_place is False:
-            check_replaceable(target)
-        with at_rest(target):
-            goal = module_target(target)
-            plan = planned(goal)
-            news = stage(plan.new_in(goal), plan.sources, plan.state)
-            if in_place is False:
-                _put(_replacements(news), target)
-            else:
-                check_in_place(news)
-                _write(news)
-    elif isinstance(target, ExportedProgram):
-        goal = program_target(target)
-        plan = planned(goal)
-        news = stage(plan.new_in(goal), plan.sources, plan.state)
+        return _swap_in_module(target, planned, in_place is not False)
+    if isinstance(target, ExportedProgram):
+        return _swap_in_program(target, planned, bool(in_place))
+    if hasattr(target, "load_constants"):
+        return _swap_in_package(target, planned, model)
+    raise CkptError(
+        f"{a(target)} holds no weights that can be swapped",
+        hint="pass an nn.Module, an ExportedProgram or what torch._inductor.aoti_load_package"
+        " gives",
+    )
+
+
+def _swap_in_module(module: nn.Module, planned: Planned, in_place: bool) -> Swapped:
+    if not in_place:
+        check_replaceable(module)
+    with at_rest(module):
+        target = module_target(module)
+        plan = planned(target)
+        news = stage(plan.new_in(target), plan.sources, plan.state)
         if in_place:
             check_in_place(news)
             _write(news)
         else:
-            fresh = _replacements(news)
-            target._state_dict = {
-                fqn: fresh.get(id(tensor), tensor) for fqn, tensor in target.state_dict.items()
-            }
-            target._constants = {
-                name: fresh.get(id(value), value) for name, value in target.constants.items()
-            }
-    elif hasattr(target, "load_constants"):
-        # its `load_constants` frees memory that is not its own, and the process aborts
-        if torch.__version__ < "2.7":
-            raise CkptError(
-                f"torch {torch.__version__} cannot swap weights in a package",
-                hint="pip install 'torch>=2.7'",
-            )
-        goal = package_target(target, model)
-        try:
-            plan = planned(goal)
-        except Refused as error:
-            raise Refused(
-                error.message, hint=f"{error.hint}; {_COMPILED_IN}", problems=error.problems
-            ) from None
-        likes = plan.new_in(goal)
-        values = {fqn: laid_out(plan.sources[fqn], like, plan.state) for fqn, like in likes.items()}
-        target.load_constants(values, check_full_update=False)
-    else:
+            _put(_replacements(news), module)
+    return plan.result
+
+
+def _swap_in_program(program: ExportedProgram, planned: Planned, in_place: bool) -> Swapped:
+    target = program_target(program)
+    plan = planned(target)
+    news = stage(plan.new_in(target), plan.sources, plan.state)
+    if in_place:
+        check_in_place(news)
+        _write(news)
+        return plan.result
+    fresh = _replacements(news)
+    program._state_dict = {
+        fqn: fresh.get(id(tensor), tensor) for fqn, tensor in program.state_dict.items()
+    }
+    program._constants = {
+        name: fresh.get(id(value), value) for name, value in program.constants.items()
+    }
+    return plan.result
+
+
+def _swap_in_package(package: Any, planned: Planned, model: Model | None) -> Swapped:
+    # its `load_constants` frees memory that is not its own, and the process aborts
+    if torch.__version__ < "2.7":
         raise CkptError(
-            f"{a(target)} holds no weights that can be swapped",
-            hint="pass an nn.Module, an ExportedProgram or what torch._inductor.aoti_load_package"
-            " gives",
+            f"torch {torch.__version__} cannot swap weights in a package",
+            hint="pip install 'torch>=2.7'",
         )
+    target = package_target(package, model)
+    try:
+        plan = planned(target)
+    except Refused as error:
+        raise Refused(
+            error.message, hint=f"{error.hint}; {_COMPILED_IN}", problems=error.problems
+        ) from None
+    values = {}
+    for fqn, old in plan.new_in(target).items():
+        values[fqn] = laid_out(plan.sources[fqn], old, plan.state)
+    package.load_constants(values, check_full_update=False)
     return plan.result
 
 
@@ -195,6 +210,9 @@ class _Plan:
         """Return the tensors of the target that get new values."""
         every: dict[str, Any] = {**target.tensors, **target.constants}
         return {fqn: old for fqn, old in every.items() if fqn in self.sources}
+
+
+Planned = Callable[[Target], _Plan]
 
 
 def _planned(
@@ -219,17 +237,21 @@ def _planned(
     except Misfit as error:
         hint = _HINTS.get(error.advice, "compare the keys of the two")
         raise Refused(error.message, hint=hint, problems=error.problems) from None
-    entries = {entry.key: entry for section in result.program.sections for entry in section.tensors}
+    entries: dict[str, TensorEntry] = {}
+    for section in result.program.sections:
+        entries.update((entry.key, entry) for entry in section.tensors)
     from_model = [constant.name for constant in result.compared if constant.verdict == "from_model"]
-    computed = {fqn: Ref(f"{LOADED}({fqn})") for fqn in (*result.by_code, *from_model)}
-    values = {ref.key: torch_eval.load(entries[fqn]) for fqn, ref in computed.items()}
-    kept = tuple(
-        fqn for fqn in target.constants if fqn not in result.sources and fqn not in from_model
-    )
+    sources, values = dict(result.sources), dict(state)
+    for fqn in (*result.by_code, *from_model):
+        key = f"{LOADED}({fqn})"
+        sources[fqn] = Ref(key)
+        values[key] = torch_eval.load(entries[fqn])
+    replaced = {*result.sources, *from_model}
+    kept = tuple(fqn for fqn in target.constants if fqn not in replaced)
     swapped = Swapped(
         result.sources, result.form, result.ignored, kept, result.by_code, result.compared
     )
-    return _Plan(swapped, {**result.sources, **computed}, {**state, **values})
+    return _Plan(swapped, sources, values)
 
 
 # Writing
@@ -243,31 +265,33 @@ def _write(news: Sequence[New]) -> None:
     The memory of all others is written last, in one call, in which nothing is left to go wrong;
     Ctrl-C waits for its end.
     """
-    pairs = []
+    olds, values = [], []
     for new in news:
         if new.memory is not None:
             old, value = new.memory
             # No call that takes many tensors writes through a lazy conjugation or negation.
-            old, value = (old.conj(), value.conj()) if old.is_conj() else (old, value)
-            pairs.append(
-                (torch._neg_view(old), torch._neg_view(value)) if old.is_neg() else (old, value)
-            )
-    done: list[New] = []
+            if old.is_conj():
+                old, value = old.conj(), value.conj()
+            if old.is_neg():
+                old, value = torch._neg_view(old), torch._neg_view(value)
+            olds.append(old)
+            values.append(value)
+    swapped: list[New] = []
     with uninterrupted():
         try:
             for new in news:
                 if new.memory is None:
                     grad, trains = new.old.grad, new.old.requires_grad  # these stay with the name
                     torch.utils.swap_tensors(new.old, new.value)
-                    done.append(new)
+                    swapped.append(new)
                     new.old.requires_grad_(trains)
                     if grad is not None:
                         new.old.grad = grad
-            if pairs:
+            if olds:
                 with torch.no_grad():
-                    torch._foreach_copy_([old for old, _ in pairs], [value for _, value in pairs])
+                    torch._foreach_copy_(olds, values)
         except BaseException as error:
-            for new in reversed(done):
+            for new in reversed(swapped):
                 torch.utils.swap_tensors(new.old, new.value)
             if isinstance(error, RuntimeError):
                 raise Refused(
@@ -339,11 +363,8 @@ def _tables(module: nn.Module, seen: set[int]) -> Iterator[Any]:
     yield module.__dict__
     lists = [value for value in module.__dict__.values() if isinstance(value, list)]
     yield from lists
-    for value in (
-        *module._modules.values(),
-        *module.__dict__.values(),
-        *(item for held in lists for item in held),
-    ):
+    attributes = (*module._modules.values(), *module.__dict__.values())
+    for value in (*attributes, *chain.from_iterable(lists)):
         if isinstance(value, nn.Module):
             yield from _tables(value, seen)
 
@@ -380,15 +401,7 @@ def stage(
     It may be a tensor of `state` itself, unless that is in memory that will be written. Raises
     `Refused`, with all problems at once, if a value cannot be computed, or if one tensor gets two.
     """
-    # The memory that will be written, by address: numpy may give one byte to several storages.
-    # Sorted and disjoint.
-    blocks: list[tuple[int, int]] = []
-    memory = (old if layout_of(old) == "strided" else local_part(old) for old in tensors.values())
-    for begin, end in sorted({_extent(tensor) for tensor in memory if tensor is not None}):
-        if blocks and begin < blocks[-1][1]:
-            blocks[-1] = blocks[-1][0], max(end, blocks[-1][1])
-        else:
-            blocks.append((begin, end))
+    blocks = _blocks(tensors.values())
     problems: list[Problem] = []
     news: dict[int, New] = {}
     for fqn, old in tensors.items():
@@ -406,6 +419,24 @@ def stage(
             problems=problems,
         )
     return list(news.values())
+
+
+def _blocks(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the memory that will be written, by address: numpy may give one byte to several
+    storages. Sorted and disjoint.
+    """
+    extents = set()
+    for tensor in tensors:
+        memory = tensor if layout_of(tensor) == "strided" else local_part(tensor)
+        if memory is not None:
+            extents.add(_extent(memory))
+    blocks: list[tuple[int, int]] = []
+    for begin, end in sorted(extents):
+        if blocks and begin < blocks[-1][1]:
+            blocks[-1] = blocks[-1][0], max(end, blocks[-1][1])
+        else:
+            blocks.append((begin, end))
+    return blocks
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
