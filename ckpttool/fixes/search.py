@@ -12,8 +12,9 @@ from ckpttool.fixes.trial import Question, Trial, model_path, try_remap
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import one_rank
 from ckpttool.operands.checkpoint import open_operand, split
-from ckpttool.remapping import run as remap
 from ckpttool.remapping.options import RemapOptions
+from ckpttool.remapping.planning import plan_remap
+from ckpttool.remapping.resolve import loading_model
 
 
 def best_remap(question: Question) -> Trial | None:
@@ -85,7 +86,7 @@ def _with_rules_after(question: Question, best: Trial, most: int) -> Trial | Non
     try:
         model = None if options.model is None else question.model.with_optimizer(options.optimizer)
         read = replace(options, model=model)
-        unwrapped = remap.plan_remap(left, read, model, remap.loading_model(read, model)).result
+        unwrapped = plan_remap(left, read, model, loading_model(read, model)).result
         rules = replace(question, left=unwrapped, diff=best.after).rules
     except CkptError:
         return None

@@ -32,6 +32,8 @@ from ckpttool.remapping import run as remap
 from ckpttool.remapping.loads import loaded_by, loading
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import Remap
+from ckpttool.remapping.planning import plan_remap
+from ckpttool.remapping.resolve import loading_model
 from ckpttool.remapping.steps import NO_COUNTER
 from ckpttool.swap import swap
 from ckpttool.swap.swap import SwapOptions
@@ -256,8 +258,8 @@ def try_remap(
     read = replace(options, dry_run=True, model=model, like=None if options.like is None else right)
     try:
         model = operand_of(read)
-        to_model = remap.loading_model(read, model)
-        result = remap.plan_remap(source, read, model, to_model)
+        to_model = loading_model(read, model)
+        result = plan_remap(source, read, model, to_model)
     except CkptError:
         return None
     stateless = tuple(name for optimizer in result.optimizers for name in optimizer.dropped)

@@ -48,7 +48,8 @@ from ckpttool.operands.checkpoint import Ckpt, model_section, open_checkpoint, o
 from ckpttool.operands.model import ModelOperand, read_for_model, trace
 from ckpttool.operands.output import command
 from ckpttool.remapping.options import RemapOptions
-from ckpttool.remapping.run import loading_model, plan_remap
+from ckpttool.remapping.planning import plan_remap
+from ckpttool.remapping.resolve import loading_model
 from ckpttool.report.renderers import json
 from ckpttool.tracing.build_model import CannotBuild, attempt, describe
 from ckpttool.tracing.instances import copied_state, is_dtensor, load_strictly, wrapper_paths

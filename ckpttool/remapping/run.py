@@ -6,18 +6,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.containers.pickle_write import dangerous_written
-from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.names import RUNTIME, SERIALIZED
-from ckpttool.core.optimizer_state import ID
-from ckpttool.core.options import ModelOptions, expand_options
+from ckpttool.core.names import SERIALIZED
+from ckpttool.core.options import expand_options
 from ckpttool.core.pickle_imports import dangerous
-from ckpttool.core.text import Info, dotted, plural, shell, some
+from ckpttool.core.text import Info, plural, shell, some
 from ckpttool.distributed.job import only_first
 from ckpttool.evaluate.compare import fingerprints
-from ckpttool.formats.fit import check_in_place, fit, has_place_for_versions, loses_versions, losses
+from ckpttool.formats.fit import check_in_place, fit, loses_versions, losses
 from ckpttool.formats.folders import checkpoint_files
-from ckpttool.formats.opening import note_on
 from ckpttool.formats.registry import format_of
 from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
@@ -26,30 +24,24 @@ from ckpttool.io.paths import join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Link, Piece, nbytes_of
 from ckpttool.io.undo import edit, not_in_place
-from ckpttool.kinds.adapters import adapter_of
 from ckpttool.naming.convert import ModelForm
-from ckpttool.naming.match import match
 from ckpttool.naming.wrappers import infer, is_lightning
 from ckpttool.operands.checkpoint import (
     Ckpt,
-    model_section,
     open_checkpoint,
     open_operand,
-    saved_state_dicts,
     split,
 )
-from ckpttool.operands.model import ModelOperand, as_read, of_one_model, operand_of, read_for_model
+from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import Target, command, outputs, target_for
-from ckpttool.remapping.by_position import notes_on_lists
 from ckpttool.remapping.companions import Companions, companions_of
-from ckpttool.remapping.gather import gather_ranks, merge_replicas, with_gathered_optimizers
 from ckpttool.remapping.loads import Loading, loaded_by, loading
-from ckpttool.remapping.optimizer import OptimizerRequest
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
-from ckpttool.remapping.plan import Remap, with_optimizers
+from ckpttool.remapping.plan import Remap
 from ckpttool.remapping.plan import remap as remap_index
-from ckpttool.remapping.restore import with_lost_versions, with_steps_of_norms
-from ckpttool.remapping.steps import Request, loadable
+from ckpttool.remapping.planning import changes_content, plan_remap
+from ckpttool.remapping.resolve import loading_model
+from ckpttool.remapping.steps import Request
 from ckpttool.remapping.write import (
     Cost,
     Decided,
@@ -60,14 +52,12 @@ from ckpttool.remapping.write import (
     recover_source,
     undo_of,
 )
-from ckpttool.ruleset.patterns import parse
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckpttool.io.progress import Progress
     from ckpttool.keywords import ConvertKeywords, RemapKeywords, WriteKeywords
-    from ckpttool.ruleset.steps import Step as RuleStep
 
 
 @expand_options(RemapOptions)
@@ -222,202 +212,6 @@ def _checked_by_model(
         count = plural(len(answer.missing), "key")
         notes = (*notes, f"missing {count} of the model: {some(answer.missing, 20)}")
     return replace(done, missing=answer.missing, notes=(*notes, *answer.notes))
-
-
-def loading_model(options: RemapOptions, model: ModelOperand | None) -> ModelOperand | None:
-    """Return what will load the output if that is not `model`: another model, or the same with
-    another optimizer.
-    """
-    if options.to_model is not None:
-        return ModelOperand(
-            options.to_model, options.materialize, options.to_optimizer, option="--to-model"
-        )
-    if options.to_optimizer is None or model is None:
-        return None
-    return model.with_optimizer(options.to_optimizer)
-
-
-def plan_remap(
-    source: Checkpoint,
-    options: RemapOptions,
-    model: ModelOperand | None,
-    to_model: ModelOperand | None,
-) -> Remap:
-    """Return the result of `options` for `source` on the index, for any format. Raise as `run`
-    does.
-
-    `model` is the model that saved the source, `to_model` the result of `loading_model`.
-    """
-    source = merge_replicas(read_for_model(source, model))
-    names, to_names = (None if one is None else one.names() for one in (model, to_model))
-    gathered = gather_ranks(source, names, options.source_units)
-    whole = source if gathered is None else gathered.checkpoint
-    compare = ""
-    if model is not None:
-        named = ModelOptions(model=options.model, materialize=options.materialize)
-        compare = command("diff", (source.source,), named)
-    like = None
-    if options.like is not None:
-        other = options.like if isinstance(options.like, Checkpoint) else open_operand(options.like)
-        like = model_section(read_for_model(other, model))
-    request = Request(options, compare, like=like, rule_steps=_rule_steps(options))
-    # Is the model named for its optimizer only, while the keys stay as they are?
-    about_keys = (
-        *(options.to, options.from_, options.like, options.select, options.trainable_only or None),
-        options.to_model if source.state_dicts else None,
-    )
-    about_optimizers = options.optimizer_keys is not None or to_model is not None
-    other_model, saved = None if options.to_model is None else to_model, None
-    if gathered is None and about_optimizers and all(one is None for one in about_keys):
-        by_names = options.optimizer_keys not in (None, ID) and source.state_dicts
-        # as torch.distributed.checkpoint names them
-        request = replace(request, unwrapped=model if by_names else None)
-    elif model is None:
-        request = replace(request, loads=to_model)
-    else:
-        # Rules lead to the names of the other model themselves.
-        saved, loads = _read_and_written_by(
-            whole, model, None if options.has_rules else other_model, options
-        )
-        request = replace(request, saved=saved, loads=loads)
-    done = remap_index(whole, request)
-    if saved is not None and saved.pretrained:
-        done = replace(done, source_form=str(ModelForm.PRETRAINED))
-    if gathered is not None and names is not None:
-        done = with_gathered_optimizers(done, gathered, names)
-    if other_model is not None and saved is not None and request.rule_steps:
-        done = replace(done, missing=_not_reached(done, request, other_model))
-    elif done.missing and saved is not None and gathered is None:
-        done = replace(done, missing=_needed(done, request, other_model or saved))
-    if request.changes and gathered is None:
-        done = with_steps_of_norms(done)
-        out = options.target(source.source)
-        if out is None or has_place_for_versions(target_for(out, source).format):
-            done = with_lost_versions(done, request, other_model or saved)
-    if done.result.other_files != source.other_files:  # some of these files are dropped
-        notes = (note for note in source.notes if note not in note_on(source.other_files))
-        source = replace(source, notes=(*notes, *note_on(done.result.other_files)))
-    done = replace(done, notes=(*source.notes, *done.notes))
-    if done.result.optimizers or options.optimizer_keys is not None:
-        form = None if options.form is ModelForm.PRETRAINED else options.form
-        for_optimizers = OptimizerRequest(
-            options.optimizer_keys,
-            names,
-            to_names,
-            request.renamings,
-            form.names if isinstance(form, ModelForm) else None,
-            state_dicts=saved_state_dicts(source),
-            old_model=_command_with_old_model(source, options),
-            output=options.target(source.source),
-        )
-        done = with_optimizers(done, for_optimizers)
-    lists = notes_on_lists(
-        done, names, None if other_model is None else to_names, request.renamings
-    )
-    done = replace(done, notes=(*done.notes, *lists))
-    return replace(done, changes_content=gathered is not None or changes_content(source, done))
-
-
-def _not_reached(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
-    """Return the keys of the model that will load the output which the rules do not lead to."""
-    names, spare = loadable(loads.tables, request.model_form)
-    sections = of_one_model(done.result, request.options.sections)
-    if any(adapter_of(section.keys) is not None for section in sections):
-        return ()
-    return tuple(
-        dotted(section.path, key)
-        for section in sections
-        for key in match(section.keys, names, spare).missing
-    )
-
-
-def _needed(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
-    """Return the missing keys that the model's own loading needs: some models save keys only
-    sometimes.
-    """
-    options = request.options
-    narrowed = options.select is not None or options.trainable_only
-    renamed = (
-        request.like is not None
-        or request.rule_steps
-        or options.form not in (None, ModelForm.SERIALIZED)
-    )
-    if narrowed or renamed or not loads.is_definition or loads.is_folder:
-        return done.missing
-    from ckpttool.tracing.loading import load_verdict
-
-    needed = []
-    for path in dict.fromkeys(done.plan.sections):
-        missing = [key for key in done.missing if key.startswith(f"{path}." if path else "")]
-        section = done.result.section(path)
-        if (
-            missing
-            and section.kind == "state_dict"
-            and not load_verdict(loads.definition(), section).ok
-        ):
-            needed += missing
-    return tuple(dict.fromkeys(needed))
-
-
-def _read_and_written_by(
-    source: Checkpoint, model: ModelOperand, other: ModelOperand | None, options: RemapOptions
-) -> tuple[ModelOperand, ModelOperand | None]:
-    """Return the model with the names that the keys have, and if they get names of another one,
-    that one.
-
-    Each is a model under its own names or the names of from_pretrained. `other` is another model
-    that will load the output. Raise `CkptError` if names of from_pretrained are requested, and the
-    model has none.
-    """
-    saved, form = model, options.form
-    if options.source_form is ModelForm.PRETRAINED:
-        saved = model.by_pretrained
-    elif options.source_form is None:
-        saved = as_read(
-            model, of_one_model(source, options.sections, model.names())[0], source.source
-        )
-    target = other or model
-    if form is ModelForm.PRETRAINED:
-        target, needs_target = target.by_pretrained, not saved.pretrained
-    else:
-        unchanged = form is None and options.like is None
-        to_runtime = isinstance(form, ModelForm) and form.names == RUNTIME
-        needs_target = saved.pretrained and not unchanged and not to_runtime
-    return saved, target if other is not None or needs_target else None
-
-
-def _command_with_old_model(source: Checkpoint, options: RemapOptions) -> str | None:
-    """Return the same command with the model named that saved the checkpoint; None if the options
-    name another one.
-    """
-    if (
-        not isinstance(options.model, str)
-        or options.to_model is not None
-        or options.to_optimizer is not None
-    ):
-        return None
-    swapped = replace(
-        options,
-        model="OLD",
-        to_model=options.model,
-        to_optimizer=options.optimizer,
-        out=None if options.in_place else options.out or "OUT",
-        dry_run=False,
-    )
-    return command("remap", (source.source,), swapped)
-
-
-def _rule_steps(options: RemapOptions) -> tuple[RuleStep, ...]:
-    rules = tuple(parse(text, reverse=options.reverse) for text in options.rule or ())
-    if options.rules is None:
-        if not rules:
-            return ()
-        from ckpttool.ruleset.steps import Where, rename
-
-        return (rename(Where("--rule"), rules),)
-    from ckpttool.ruleset.parse import read
-
-    return read(options.rules, reverse=options.reverse, rules=rules)
 
 
 # Writing
@@ -586,32 +380,6 @@ def _decided(done: Remap) -> Decided | None:
 # Nothing to change
 
 _WAYS = "--rule, --to FORM, --like CKPT, --drop PATTERN; another ending of OUT converts the format"
-
-
-def changes_content(source: Checkpoint, done: Remap) -> bool:
-    """Return whether the result holds something else than `source`: other names, values, entries or
-    order.
-    """
-    plan, result = done.plan, done.result
-    if plan.dropped or plan.runs or not all(output.is_unchanged for output in plan.outputs):
-        return True
-    if result.sections is source.sections:
-        return False
-    return len(result.sections) != len(source.sections) or not all(
-        map(_same, source.sections, result.sections)
-    )
-
-
-def _same(left: Section, right: Section) -> bool:
-    if left is right:
-        return True
-    modules = [list(own.modules or ()) for own in (left, right)]
-    return (
-        (left.path, left.kind, left.form, left.module_class, left.is_list, modules[0])
-        == (right.path, right.kind, right.form, right.module_class, right.is_list, modules[1])
-        and left.keys == right.keys
-        and left.mapping == right.mapping
-    )
 
 
 def changes_form(source: Checkpoint, target: Target, done: Remap) -> bool:

@@ -1,0 +1,193 @@
+"""From the inputs of a remap to its result on the index, for any format. Nothing is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.text import dotted
+from ckpttool.formats.fit import has_place_for_versions
+from ckpttool.formats.opening import note_on
+from ckpttool.kinds.adapters import adapter_of
+from ckpttool.naming.convert import ModelForm
+from ckpttool.naming.match import match
+from ckpttool.operands.checkpoint import saved_state_dicts
+from ckpttool.operands.model import ModelOperand, of_one_model
+from ckpttool.operands.output import command, target_for
+from ckpttool.remapping.by_position import notes_on_lists
+from ckpttool.remapping.gather import with_gathered_optimizers
+from ckpttool.remapping.optimizer import OptimizerRequest
+from ckpttool.remapping.options import RemapOptions
+from ckpttool.remapping.plan import Remap, with_optimizers
+from ckpttool.remapping.plan import remap as remap_index
+from ckpttool.remapping.resolve import Inputs, resolve
+from ckpttool.remapping.restore import with_lost_versions, with_steps_of_norms
+from ckpttool.remapping.steps import Request, loadable
+
+
+def plan_remap(
+    source: Checkpoint,
+    options: RemapOptions,
+    model: ModelOperand | None,
+    to_model: ModelOperand | None,
+) -> Remap:
+    """Return the result of `options` for `source` on the index. Raise as `run` does.
+
+    `model` is the model that saved the source, `to_model` the result of `loading_model`.
+    """
+    inputs = resolve(source, options, model, to_model)
+    done = remap_index(inputs.whole, inputs.request)
+    if inputs.saved is not None and inputs.saved.pretrained:
+        done = replace(done, source_form=str(ModelForm.PRETRAINED))
+    if inputs.gathered is not None and inputs.names is not None:
+        done = with_gathered_optimizers(done, inputs.gathered, inputs.names)
+    done = replace(done, missing=_missing(done, inputs))
+    done = _with_versions(done, inputs)
+    done = replace(done, notes=(*_notes_of_source(done, inputs.source), *done.notes))
+    if done.result.optimizers or options.optimizer_keys is not None:
+        done = with_optimizers(done, _for_optimizers(inputs))
+    other_names = None if inputs.other_model is None else inputs.to_names
+    lists = notes_on_lists(done, inputs.names, other_names, inputs.request.renamings)
+    changes = inputs.gathered is not None or changes_content(inputs.source, done)
+    return replace(done, notes=(*done.notes, *lists), changes_content=changes)
+
+
+def _missing(done: Remap, inputs: Inputs) -> tuple[str, ...]:
+    """Return the keys of the model that the result lacks, and that loading needs."""
+    saved, other, request = inputs.saved, inputs.other_model, inputs.request
+    if saved is None:
+        return done.missing
+    if other is not None and request.rule_steps:
+        return _not_reached(done, request, other)
+    if done.missing and inputs.gathered is None:
+        return _needed(done, request, other or saved)
+    return done.missing
+
+
+def _with_versions(done: Remap, inputs: Inputs) -> Remap:
+    """Return the result with what older versions of its modules did not save."""
+    if not inputs.request.changes or inputs.gathered is not None:
+        return done
+    done = with_steps_of_norms(done)
+    out = inputs.options.target(inputs.source.source)
+    if out is not None and not has_place_for_versions(target_for(out, inputs.source).format):
+        return done
+    return with_lost_versions(done, inputs.request, inputs.other_model or inputs.saved)
+
+
+def _notes_of_source(done: Remap, source: Checkpoint) -> tuple[str, ...]:
+    """Return the notes of the source; other files of its folder that are dropped are not noted."""
+    if done.result.other_files == source.other_files:
+        return source.notes
+    about_files = note_on(source.other_files)
+    notes = [note for note in source.notes if note not in about_files]
+    return (*notes, *note_on(done.result.other_files))
+
+
+def _for_optimizers(inputs: Inputs) -> OptimizerRequest:
+    """Return what the optimizers get, but for the effect of the remap on the model."""
+    options, source = inputs.options, inputs.source
+    form = None
+    if isinstance(options.form, ModelForm) and options.form is not ModelForm.PRETRAINED:
+        form = options.form.names
+    return OptimizerRequest(
+        options.optimizer_keys,
+        inputs.names,
+        inputs.to_names,
+        inputs.request.renamings,
+        form,
+        state_dicts=saved_state_dicts(source),
+        old_model=_command_with_old_model(source, options),
+        output=options.target(source.source),
+    )
+
+
+def _not_reached(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
+    """Return the keys of the model that will load the output which the rules do not lead to."""
+    names, spare = loadable(loads.tables, request.model_form)
+    sections = of_one_model(done.result, request.options.sections)
+    if any(adapter_of(section.keys) is not None for section in sections):
+        return ()
+    return tuple(
+        dotted(section.path, key)
+        for section in sections
+        for key in match(section.keys, names, spare).missing
+    )
+
+
+def _needed(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
+    """Return the missing keys that the model's own loading needs: some models save keys only
+    sometimes.
+    """
+    options = request.options
+    narrowed = options.select is not None or options.trainable_only
+    renamed = (
+        request.like is not None
+        or request.rule_steps
+        or options.form not in (None, ModelForm.SERIALIZED)
+    )
+    if narrowed or renamed or not loads.is_definition or loads.is_folder:
+        return done.missing
+    from ckpttool.tracing.loading import load_verdict
+
+    needed = []
+    for path in dict.fromkeys(done.plan.sections):
+        missing = [key for key in done.missing if key.startswith(f"{path}." if path else "")]
+        section = done.result.section(path)
+        if (
+            missing
+            and section.kind == "state_dict"
+            and not load_verdict(loads.definition(), section).ok
+        ):
+            needed += missing
+    return tuple(dict.fromkeys(needed))
+
+
+def _command_with_old_model(source: Checkpoint, options: RemapOptions) -> str | None:
+    """Return the same command with the model named that saved the checkpoint; None if the options
+    name another one.
+    """
+    if (
+        not isinstance(options.model, str)
+        or options.to_model is not None
+        or options.to_optimizer is not None
+    ):
+        return None
+    swapped = replace(
+        options,
+        model="OLD",
+        to_model=options.model,
+        to_optimizer=options.optimizer,
+        out=None if options.in_place else options.out or "OUT",
+        dry_run=False,
+    )
+    return command("remap", (source.source,), swapped)
+
+
+# Changes
+
+
+def changes_content(source: Checkpoint, done: Remap) -> bool:
+    """Return whether the result holds something else than `source`: other names, values, entries or
+    order.
+    """
+    plan, result = done.plan, done.result
+    if plan.dropped or plan.runs or not all(output.is_unchanged for output in plan.outputs):
+        return True
+    if result.sections is source.sections:
+        return False
+    return len(result.sections) != len(source.sections) or not all(
+        map(_same, source.sections, result.sections)
+    )
+
+
+def _same(left: Section, right: Section) -> bool:
+    if left is right:
+        return True
+    modules = [list(own.modules or ()) for own in (left, right)]
+    return (
+        (left.path, left.kind, left.form, left.module_class, left.is_list, modules[0])
+        == (right.path, right.kind, right.form, right.module_class, right.is_list, modules[1])
+        and left.keys == right.keys
+        and left.mapping == right.mapping
+    )
