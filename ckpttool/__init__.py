@@ -104,7 +104,7 @@ if not TYPE_CHECKING:  # a type checker would accept any name
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from ckpttool.core import values
 
-        values.to_html = _to_html
+        values.to_html, values.to_text = _to_html, _to_text
         return getattr(import_module(f"ckpttool.{_MODULES[name]}"), name)
 
 
@@ -130,6 +130,13 @@ def _to_html(result: Any) -> str | None:
     from ckpttool.report import html
 
     return html(result)
+
+
+def _to_text(result: Any) -> str | None:
+    """Return what the command line prints for a result."""
+    from ckpttool.report import text
+
+    return text(result)
 
 
 def __dir__() -> list[str]:

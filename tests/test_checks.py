@@ -284,15 +284,16 @@ def test_action_fails_after_a_rename(tmp_path: Path, rename_head: Callable[[], N
     }
     status, outputs, summary, log = job(tmp_path / "1", **inputs)
     assert (status, outputs) == (0, {"identical": "true", "status": "0", "summary": '{"same": 16}'})
-    assert "no differences" in summary
-    assert "::notice title=diff::no differences" in log
+    assert "now.json has the names in names.json" in summary
+    assert "::notice title=diff names.json now.json::now.json has the names in names.json" in log
     rename_head()
     status, outputs, summary, log = job(tmp_path / "2", **inputs)
     assert (status, outputs["identical"], outputs["status"]) == (1, "false", "1")
     assert json.loads(outputs["summary"]) == {"same": 14, "missing": 2, "unexpected": 2}
     assert "head.weight" in summary
     assert re.search(
-        "^::error title=diff::4 of 18 keys differ.*%0A(fix: )?ckpttool remap CKPT --rule",
+        "^::error title=diff names.json now.json::now.json has changed since names.json: 2 likely"
+        " renames.*%0A(fix: )?ckpttool remap CKPT --rule",
         log,
         re.MULTILINE,
     )

@@ -55,24 +55,35 @@ def plural(n: int, word: str) -> str:
 class Note(str):
     """A sentence of a report with its code (`ckpttool.core.codes`): a warning, unless it is
     `Info`.
+
+    If it is `about` the two sides of a diff, `words` has the fields ``{left}`` and ``{right}``.
     """
 
     code: str
+    words: str
+    args: tuple[object, ...]
 
     def __new__(cls, text: str, code: str) -> Self:
         note = super().__new__(cls, text)
-        note.code = code
+        note.code, note.words, note.args = code, "", ()
         return note
+
+    @classmethod
+    def about(cls, words: str, code: str, *args: object) -> Self:
+        """Return a note on the two sides; ``{}`` in `words` are the other arguments."""
+        note = cls(words.format(*args, left="left", right="right"), code)
+        note.words, note.args = words, args
+        return note
+
+    def named(self, left: str, right: str) -> Self:
+        """Return the note with these names for the two sides."""
+        if not self.words:
+            return self
+        return type(self)(self.words.format(*self.args, left=left, right=right), self.code)
 
 
 class Info(Note):
     """A note that informs and needs no action."""
-
-
-def placed(place: str, note: str) -> str:
-    """Return the note, with the place that it is about."""
-    text = f"{place}: {note}"
-    return type(note)(text, note.code) if isinstance(note, Note) else text
 
 
 def code_of(note: str) -> str:
@@ -84,6 +95,13 @@ def some(words: Sequence[str], most: int = 5) -> str:
     """Return the first ones, and how many more there are: ``a, b and 1,000 more``."""
     more = f" and {number(len(words) - most)} more" if len(words) > most else ""
     return ", ".join(words[:most]) + more
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return ``a``, ``a and b``, or ``a, b and c``."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def a(value: object) -> str:

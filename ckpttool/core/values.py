@@ -18,6 +18,8 @@ _TEXT = 40  # characters of one of its fields
 # Turns a public value into HTML for a notebook; set by the package itself, which may import the
 # reports.
 to_html: Callable[[Any], str | None] | None = None
+# Turns it into the text that the command line prints, in the same way.
+to_text: Callable[[Any], str | None] | None = None
 
 
 def _repr(self: Any) -> str:
@@ -45,7 +47,7 @@ def _comparison(cls: type) -> tuple[Callable[[Any, object], bool], Callable[[Any
 
 def public(cls: Class) -> Class:
     """Make a frozen dataclass of results safe to hand out: really frozen, with a repr of one short
-    line.
+    line. `print` shows its report.
 
     A field can be set once, by ``__init__``: the class costs no compilation, and an instance some
     10 µs (a plain one 1 µs). Values that exist once per tensor are not decorated.
@@ -53,6 +55,8 @@ def public(cls: Class) -> Class:
     cls.__repr__ = _short_repr  # type: ignore[assignment,method-assign]
     cls.__setattr__, cls.__delattr__ = _set_once, _delete  # type: ignore[assignment,method-assign]
     cls._repr_html_ = _repr_html  # type: ignore[attr-defined]
+    if "__str__" not in vars(cls):
+        cls.__str__ = _text  # type: ignore[assignment,method-assign]
     return cls
 
 
@@ -94,6 +98,11 @@ def _told(value: Any) -> str:
     if isinstance(value, (tuple, list, dict, frozenset)):
         return f"<{len(value)}>"
     return f"<{type(value).__name__}>"
+
+
+def _text(self: Any) -> str:
+    text = None if to_text is None else to_text(self)
+    return repr(self) if text is None else text
 
 
 def _repr_html(self: Any) -> str | None:

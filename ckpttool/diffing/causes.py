@@ -14,6 +14,7 @@ from ckpttool.naming.wrappers import TABLE
 
 Sides = tuple[str, str]  # what a sentence calls the two sides
 SIDES: Sides = ("left", "right")
+FIELDS: Sides = ("{left}", "{right}")  # in the words of a `Note` that is `about` the two sides
 
 
 class Code(Enum):

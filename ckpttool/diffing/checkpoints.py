@@ -12,7 +12,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import GROUPS
 from ckpttool.core.text import Info, Note, plural, some
-from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
+from ckpttool.diffing.causes import FIELDS, SIDES, Cause, Code, Sides
 from ckpttool.diffing.moved import explain_moved
 from ckpttool.diffing.names import suggestions
 from ckpttool.diffing.one_model import compare_through
@@ -47,7 +47,7 @@ from ckpttool.diffing.sections import (
 from ckpttool.distributed.job import Question, answers, current, only_first
 from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects
 from ckpttool.formats.fit import holds_versions
-from ckpttool.formats.registry import format_of
+from ckpttool.formats.registry import MEMORY, format_of
 from ckpttool.formats.remarks import one_rank
 from ckpttool.naming.versions import Effect, other_versions_of
 from ckpttool.operands.checkpoint import model_section
@@ -63,15 +63,12 @@ def checkpoints(
     values: Values | None,
     options: CompareOptions,
     infers: bool,
-    sides: Sides = SIDES,
 ) -> Diff:
-    """Compare two checkpoints; if it `infers`, also find likely renames. `sides` are the names of
-    the two in notes.
-    """
+    """Compare two checkpoints; if it `infers`, also find likely renames."""
     values = compare_on_ranks(values, partial(read_all_values, left, right, model))
     saved = _saved_optimizers(left, right)
     if saved is not None:
-        return _optimizers(left, right, saved, model, values, sides, options)
+        return _optimizers(left, right, saved, model, values, options)
     mine, theirs, names = _models(left, right, model)
     entries = (
         compare(mine, theirs, values)
@@ -86,24 +83,23 @@ def checkpoints(
     harmless = EITHER_WAY | ({"dtype"} if options.ignore_dtype else set())
     if names is not None and values is not None and is_program(left, right):
         harmless |= OTHER_NAMES
-    hidden = () if names is not None else hidden_segments(entries, sides)
-    adapters = adapter_notes(mine.keys, theirs.keys, sides)
-    other_notes, compared = _compare_others(
-        left, right, (mine, theirs), names, values, sides, options
-    )
+    hidden = () if names is not None else hidden_segments(entries)
+    adapters = adapter_notes(mine.keys, theirs.keys, FIELDS)
+    other_notes, compared = _compare_others(left, right, (mine, theirs), names, values, options)
     other_notes = [
-        *_tie_notes(left, right, entries, sides),
-        *_metadata_notes(left, right, sides),
+        *_tie_notes(left, right, entries),
+        *_metadata_notes(left, right),
         *other_notes,
     ]
-    versions, failure = _compare_versions(left, right, (mine, theirs), names, sides)
+    versions, failure = _compare_versions(left, right, (mine, theirs), names)
+    operands = names_of(left, right)
     return Diff(
         left.source,
         right.source,
         identical=not failure and all(entry.is_one_of(harmless) for entry in entries),
         entries=entries,
         notes=(*one_rank(left), *one_rank(right), *versions, *hidden, *adapters, *other_notes),
-        other_failure=failure,
+        other_failure=failure.format(left=operands[0], right=operands[1]),
         inferred=suggestions(left, right, entries, values is not None)
         if infers and names is None
         else None,
@@ -112,7 +108,16 @@ def checkpoints(
         compared={"keys": True, "shapes": True, "dtypes": not options.ignore_dtype, **compared},
         outlines=(outlines(mine), outlines(theirs)),
         kinds=kinds_by_side(left=left.kinds_of(mine), right=right.kinds_of(theirs)),
+        names=operands,
     )
+
+
+def names_of(left: Checkpoint, right: Checkpoint) -> Sides:
+    """Return the operands as the names of the two sides; ``left`` and ``right`` if neither has a
+    name.
+    """
+    is_nameless = left.source == right.source == MEMORY.title
+    return SIDES if is_nameless else (left.source, right.source)
 
 
 # Statuses of equal weights: what a program has under other names, or with another number of names.
@@ -166,12 +171,11 @@ def _optimizers(
     saved: tuple[SavedOptimizer, SavedOptimizer],
     model: ModelOperand | None,
     values: Values | None,
-    sides: Sides,
     options: CompareOptions,
 ) -> Diff:
     """Compare two saved optimizers."""
     names = None if model is None else model.names()
-    diff = compare_optimizers(*saved, names, values, sides)
+    diff = compare_optimizers(*saved, names, values)
     entries = (*diff.entries, *compare_outside(left, right, values))
     notes: list[str] = []
     if diff.by_id:
@@ -183,13 +187,10 @@ def _optimizers(
         )
     if diff.classes[0] != diff.classes[1]:
         classes = [title or UNKNOWN_CLASS for title in diff.classes]
-        text = (
-            f"{sides[0]} is the state of {classes[0]}, {sides[1]} of {classes[1]}: neither"
-            " loads the other's"
-        )
-        notes.append(Note(text, "optimizer-class"))
+        words = "{left} is the state of {}, {right} of {}: neither loads the other's"
+        notes.append(Note.about(words, "optimizer-class", *classes))
     other_notes, compared = _compare_others(
-        left, right, (saved[0].section, saved[1].section), names, values, sides, options
+        left, right, (saved[0].section, saved[1].section), names, values, options
     )
 
     # What brings the first optimizer into the form, the order and the groups of the second
@@ -214,15 +215,14 @@ def _optimizers(
         has_other_notes=bool(other_notes),
         compared=dict.fromkeys(("keys", "shapes", "dtypes"), True) | compared,
         outlines=diff.outlines,
+        names=names_of(left, right),
     )
 
 
 # Tied tensors
 
 
-def _tie_notes(
-    left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], sides: Sides
-) -> Iterator[str]:
+def _tie_notes(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry]) -> Iterator[str]:
     """Yield a note on keys that are one tensor on one side, and separate tensors on the other.
 
     It is information only if the other side's format cannot hold one tensor under two names, as
@@ -237,8 +237,8 @@ def _tie_notes(
             right_of[entry.left[0]] = entry.right[0]
     left_of = {right_key: left_key for left_key, right_key in right_of.items()}
     for side, first, counterpart, other_first, other in (
-        (sides[0], left_first, right_of, right_first, right),
-        (sides[1], right_first, left_of, left_first, left),
+        (FIELDS[0], left_first, right_of, right_first, right),
+        (FIELDS[1], right_first, left_of, left_first, left),
     ):
         untied = []
         for key, first_key in first.items():
@@ -248,26 +248,30 @@ def _tie_notes(
             if other_first.get(name, name) != other_first.get(first_name, first_name):
                 untied.append(f"{key} = {first_key}")
         if untied:
-            text = f"tied in {side} only: {some(untied)}"
-            yield Note(text, "ties") if format_of(other).holds.aliases else Info(text, "ties")
+            kind = Note if format_of(other).holds.aliases else Info
+            yield kind.about(f"tied in {side} only: {{}}", "ties", some(untied))
 
 
-def _metadata_notes(left: Checkpoint, right: Checkpoint, sides: Sides) -> Iterator[str]:
+def _metadata_notes(left: Checkpoint, right: Checkpoint) -> Iterator[str]:
     """Yield a note on the entries of ``__metadata__`` that differ; information if only one of the
     formats has it.
     """
     if left.metadata == right.metadata:
         return
-    differing = []
+    names, fields = list[str](), list[str]()
     for name in dict.fromkeys((*left.metadata, *right.metadata)):
+        if left.metadata.get(name) == right.metadata.get(name):
+            continue
+        names.append(name)
         if name not in right.metadata:
-            differing.append(f"{name} (in {sides[0]} only)")
+            fields.append("{} (in {left} only)")
         elif name not in left.metadata:
-            differing.append(f"{name} (in {sides[1]} only)")
-        elif left.metadata[name] != right.metadata[name]:
-            differing.append(name)
-    text = f"the metadata of the files (__metadata__) differs: {some(differing)}"
-    yield Note(text, "metadata") if left.format == right.format else Info(text, "metadata")
+            fields.append("{} (in {right} only)")
+        else:
+            fields.append("{}")
+    words = f"the metadata of the files (__metadata__) differs: {some(fields)}"
+    kind = Note if left.format == right.format else Info
+    yield kind.about(words, "metadata", *names)
 
 
 # Everything besides the two models
@@ -334,42 +338,40 @@ def _compare_others(
     models: tuple[Section, Section],
     names: Names | None,
     values: Values | None,
-    sides: Sides,
     options: CompareOptions,
 ) -> tuple[list[str], dict[str, bool]]:
     """Return notes on what differs or was not compared, and which aspects were compared
     completely.
     """
     mine, theirs = _other_sections(left, right, models)
-    notes, skipped = _section_notes(left, right, models, names, values, sides, options)
+    notes, skipped = _section_notes(left, right, models, names, values, options)
     loose = loose_entries(left), loose_entries(right)
     for side, source, own, others, tensors, known in (
-        (sides[0], left.source, mine, theirs, loose[0], loose[1]),
-        (sides[1], right.source, theirs, mine, loose[1], loose[0]),
+        (FIELDS[0], left.source, mine, theirs, loose[0], loose[1]),
+        (FIELDS[1], right.source, theirs, mine, loose[1], loose[0]),
     ):
         alone = [section.title for path, section in own.items() if path not in others]
         if alone:
-            text = f"not compared: {some(alone)} in {side} only (for example {source}::{alone[0]})"
-            notes.append(Note(text, "not-compared"))
+            words = f"not compared: {{}} in {side} only (for example {{}}::{{}})"
+            notes.append(Note.about(words, "not-compared", some(alone), source, alone[0]))
         keys = [key for key in tensors if key not in known]
         if keys:
             count = plural(len(keys), "entry")
-            text = f"not compared: {count} outside of state dicts in {side} only: {some(keys)}"
-            notes.append(Note(text, "not-compared"))
+            words = f"not compared: {count} outside of state dicts in {side} only: {{}}"
+            notes.append(Note.about(words, "not-compared", some(keys)))
         skipped = skipped or bool(alone or keys)
     if values is not None:
         mine_objects, their_objects = (
             {entry.key: entry for entry in side.objects} for side in (left, right)
         )
         for side, objects, other_objects in (
-            (sides[0], mine_objects, their_objects),
-            (sides[1], their_objects, mine_objects),
+            (FIELDS[0], mine_objects, their_objects),
+            (FIELDS[1], their_objects, mine_objects),
         ):
             alone = [path or "(root)" for path in objects if path not in other_objects]
             if alone:
-                notes.append(
-                    Note(f"non-tensor entries in {side} only: {some(alone)}", "other-sections")
-                )
+                words = f"non-tensor entries in {side} only: {{}}"
+                notes.append(Note.about(words, "other-sections", some(alone)))
         both = [path for path in mine_objects if path in their_objects]
         unlike = [
             path or "(root)"
@@ -396,10 +398,9 @@ def _compare_versions(
     right: Checkpoint,
     models: tuple[Section, Section],
     names: Names | None,
-    sides: Sides,
 ) -> tuple[list[str], str]:
     """Return a note on module versions that differ, and why the two are not identical if loading
-    depends on them.
+    depends on them, in words with the fields of the sides.
 
     With the `names` of a model, loading is compared. A format that has no place for versions does
     not count as a difference.
@@ -415,28 +416,27 @@ def _compare_versions(
         for one in others
         if one.effect is Effect.LOADING or (one.effect is Effect.UNKNOWN and has_place)
     ]
-    lost = sides[0] if not models[0].modules else sides[1]
+    lost = FIELDS[0] if not models[0].modules else FIELDS[1]
     cause = (
         f"{lost} lost its module versions" if others[0].is_lost else ("the module versions differ")
     )
     if names is not None:  # the model's own loading was compared
-        return [Info(f"{cause} (_metadata): {some([*map(str, others)])}", "module-versions")], ""
+        modules = some([*map(str, others)])
+        return [Info.about(f"{cause} (_metadata): {{}}", "module-versions", modules)], ""
     if not decisive:
         doubt = "only the model's code tells if loading depends on them"
         known = all(one.effect is Effect.NOTHING for one in others)
-        text = (
-            f"{cause} (_metadata); {'loading these keys is the same' if known else doubt}:"
-            f" {some([*map(str, others)])}"
-        )
-        return [Info(text, "module-versions")], ""
+        effect = "loading these keys is the same" if known else doubt
+        words = f"{cause} (_metadata); {effect}: {{}}"
+        return [Info.about(words, "module-versions", some([*map(str, others)]))], ""
     certain = all(one.effect is Effect.LOADING for one in decisive)
     how = (
         "torch loads these keys differently"
         if certain
         else ("torch may load these keys differently")
     )
-    text = f"{cause} (_metadata), and {how}: {some([*map(str, decisive)])}"
-    return [Note(text, "module-versions")], cause
+    words = f"{cause} (_metadata), and {how}: {{}}"
+    return [Note.about(words, "module-versions", some([*map(str, decisive)]))], cause
 
 
 def _other_sections(
@@ -456,7 +456,6 @@ def _section_notes(
     models: tuple[Section, Section],
     names: Names | None,
     values: Values | None,
-    sides: Sides,
     options: CompareOptions,
 ) -> tuple[list[str], bool]:
     """Compare the sections that both have under one path: a note on each difference, and if one was
@@ -467,8 +466,8 @@ def _section_notes(
     for path in [path for path in mine if path in theirs]:
         one, other = mine[path], theirs[path]
         if one.kind != other.kind:
-            text = f"{one.title}: {one.kind} in {sides[0]}, {other.kind} in {sides[1]}"
-            notes.append(Note(text, "other-sections"))
+            words = "{}: {} in {left}, {} in {right}"
+            notes.append(Note.about(words, "other-sections", one.title, one.kind, other.kind))
             continue
         try:
             harmless = EITHER_WAY
@@ -557,7 +556,7 @@ def read_all_values(
             compare(mine, theirs, values)
         else:
             compare_through(names, mine, theirs, values)
-        _section_notes(left, right, (mine, theirs), names, values, SIDES, CompareOptions())
+        _section_notes(left, right, (mine, theirs), names, values, CompareOptions())
     mine_loose, their_loose = loose_entries(left), loose_entries(right)
     for key in [key for key in mine_loose if key in their_loose]:
         compare_pair(mine_loose[key], their_loose[key], values)

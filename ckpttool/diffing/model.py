@@ -74,6 +74,8 @@ def names_alone(model: ModelOperand) -> Diff:
         entries=entries,
         notes=(*lossy, *names.notes, *([FQN_MODIFIERS] if renamed else [])),
         other_failure="does not load what it saves" if lost else "",
+        asks="names",
+        names=(names.model, names.model),
         compared=dict.fromkeys(("keys", "shapes", "dtypes"), True)
         | {"values": False, "aliases": True},
         outlines=names_outlines(names),
@@ -176,7 +178,8 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
             entry.status in HARMLESS and not (entry.left and entry.right) for entry in entries
         )
         if unreadable or converted or one_sided or not differing or torch_says:
-            failure = "loads, and converts" if fits else "does not load"
+            converts_them = f"loads into {model.called}, which converts its dtypes"
+            failure = converts_them if fits else f"does not load into {model.called}"
     return Diff(
         checkpoint.source,
         f"{model.title} (what {'from_pretrained' if model.pretrained else 'it'} loads)",
@@ -192,6 +195,8 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         refused=frozenset({"shape"}),
         kinds=kinds_by_side(left=checkpoint.kinds_of(section)),
         section=section.path,
+        asks="load",
+        names=(checkpoint.source, model.called),
     )
 
 

@@ -173,6 +173,8 @@ def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
         inferred=inferred,
         harmless=EITHER_WAY,
         other_failure="different optimizer class" if other_class else "",
+        asks="drift",
+        names=(path, model.title),
         compared={
             **dict.fromkeys(("keys", "shapes", "dtypes"), True),
             "values": False,

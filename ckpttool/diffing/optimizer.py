@@ -26,7 +26,7 @@ from ckpttool.core.optimizer_state import (
 )
 from ckpttool.core.text import Info, Note, free, plural, shell, some
 from ckpttool.core.values import dataclass
-from ckpttool.diffing.causes import SIDES, Cause, Code, Sides
+from ckpttool.diffing.causes import SIDES, Cause, Code
 from ckpttool.diffing.model import compared_by_loading, load, unreadable_note
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Outlines, Remedy, only_left, only_right
 from ckpttool.diffing.sections import Values, compare_pair
@@ -326,7 +326,6 @@ def compare_optimizers(
     right: SavedOptimizer,
     names: Names | None = None,
     values: Values | None = None,
-    sides: Sides = SIDES,
 ) -> OptimizerDiff:
     """Compare two saved optimizers.
 
@@ -335,7 +334,7 @@ def compare_optimizers(
     is not the state of an optimizer.
     """
     notes: list[str] = []
-    mine, theirs = (_side(saved, names, side, notes) for saved, side in zip((left, right), sides))
+    mine, theirs = (_side(saved, names, side, notes) for saved, side in zip((left, right), SIDES))
     forms = mine.saved.form, theirs.saved.form
     other_order = same_key_order(left.models, right.models) is False
     # Ids without names, of models that were registered in different orders: no id is known to be
@@ -357,11 +356,11 @@ def compare_optimizers(
             misassigned = unknown_ids and replace(
                 unknown_ids, details=dict.fromkeys(mine.state.params)
             )
-        misassigned = misassigned or _at_other_positions(mine.state, theirs.state, sides)
+        misassigned = misassigned or _at_other_positions(mine.state, theirs.state)
     if mine.is_named != theirs.is_named:
         mine, theirs = (replace(side, state=numbered(side.state)) for side in (mine, theirs))
         notes.append(Info("parameters are compared by position in the param groups", "compared-by"))
-    doubts = [_doubted(one, notes, side) for one, side in zip((mine, theirs), sides)]
+    doubts = [_doubted(one, notes, side) for one, side in zip((mine, theirs), SIDES)]
     # else one model saved both
     if forms != (ID, ID) or not same_key_order(left.models, right.models):
         misassigned = next((doubt for doubt in doubts if doubt is not None), misassigned)
@@ -391,10 +390,10 @@ def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str
         param_map = owners(state, names, side, saved.models)
     except Refused as error:
         if names is not None:  # without names, a note says that ids are compared
-            notes.append(refusal(error))
+            notes.append(refusal(error, side))
         return _Side(state, state, None)
     if param_map.assumed:
-        notes.append(Info(param_map.rests_on(side), "optimizer-names"))
+        notes.append(_rests_on(param_map, side))
     return _Side(param_map.state, state, param_map)
 
 
@@ -403,25 +402,27 @@ def is_named(saved: SavedOptimizer) -> bool:
     return _side(saved, None, "", []).is_named
 
 
-def refusal(error: Refused) -> Note:
-    """Return a refusal as a note."""
-    text = (
-        f"{error.message}: {error.problems[0]}"
-        if error.problems
-        else (f"{error.message} ({error.hint})")
-    )
-    return Note(text, "optimizer-names")
+def refusal(error: Refused, side: str) -> Note:
+    """Return a refusal as a note; its message begins with the name of the `side`."""
+    words = error.message.removeprefix(side)
+    start = f"{{{side}}}" if words != error.message else ""
+    more = f": {error.problems[0]}" if error.problems else f" ({error.hint})"
+    return Note.about(f"{start}{{}}{{}}", "optimizer-names", words, more)
 
 
-def _at_other_positions(
-    left: OptimizerState, right: OptimizerState, sides: Sides
-) -> Misassigned | None:
+def _rests_on(param_map: ParamMap, side: str) -> Info:
+    """Return a note on what the answer rests on, if the file does not name the parameters."""
+    words = param_map.rests_on(side).removeprefix(side)
+    return Info.about(f"{{{side}}}{{}}", "optimizer-names", words)
+
+
+def _at_other_positions(left: OptimizerState, right: OptimizerState) -> Misassigned | None:
     """Return the parameters that have another position on the other side."""
     if left.is_stateless and right.is_stateless:
         return None
     position = {param: at for at, param in enumerate(right.params)}
     details = {
-        param: f"number {at} in {sides[0]}, {position[param]} in {sides[1]}"
+        param: f"number {at} in left, {position[param]} in right"
         for at, param in enumerate(left.params)
         if position.get(param, at) != at
     }
@@ -433,9 +434,8 @@ def _doubted(side: _Side, notes: list[str], name: str) -> Misassigned | None:
     doubt = None if side.owners is None else side.owners.doubt
     if doubt is None:
         return None
-    notes.append(
-        Note(f"{name}: {doubt.message}: {doubt.problems[0]} ({doubt.hint})", "doubtful-ids")
-    )
+    text = f"{doubt.message}: {doubt.problems[0]} ({doubt.hint})"
+    notes.append(Note.about(f"{{{name}}}: {{}}", "doubtful-ids", text))
     return Misassigned(Cause(Code.DOUBT, (doubt.message,)), dict.fromkeys(side.state.params))
 
 
@@ -473,6 +473,7 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
         )
     fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, verdict, by_dcp)
     notes = [*fit.notes]
+    of_model = ""  # what stops the model in the file
     if checkpoint.state_dicts:
         model_loads = False
         command = shell("ckpttool", "diff", *model.words, checkpoint.source)
@@ -480,6 +481,7 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
             loaded = load(replace(model, optimizer=None), checkpoint, ignore_dtype)
             model_loads = loaded.identical
             if not model_loads:
+                of_model = "does not load as it is"
                 failing = [entry for entry in loaded.entries if loaded.is_difference(entry)]
                 dtypes = {entry.why() for entry in failing if entry.status == "dtype"}
                 why = (
@@ -490,6 +492,7 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
                 text = f"the model in this file does not load as it is ({command}){why}"
                 notes.append(Note(text, "other-sections"))
         except CkptError as error:
+            of_model = "was not compared"
             text = f"the model in this file was not compared: {error.message} ({error.hint})"
             notes.append(Note(text, "not-compared"))
     else:
@@ -518,6 +521,9 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
     misplaced = _misplaced(checkpoint, section)
     notes = [*misplaced, *notes]
     identical = fit.fits and model_loads and not misplaced
+    failure = f"does not load into {title}"
+    if fit.fits and of_model and not misplaced:
+        failure = f"loads into {title}, but the model in the file {of_model}"
     return Diff(
         checkpoint.source,
         f"{title} (of {names.model})",
@@ -525,7 +531,9 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
         entries=fit.entries,
         notes=tuple(notes),
         harmless=HARMLESS | {Code.OPTION.code},  # loading takes the file's
-        other_failure="" if identical else "does not load",
+        other_failure="" if identical else failure,
+        asks="optimizer",
+        names=(checkpoint.source, title),
         remedy=fit.remedy,
         compared=compared_by_loading(checkpoint, ignore_dtype) | {"optimizers": True},
     )
@@ -630,7 +638,9 @@ def compare_with_optimizer(
         )
         if own is not None:
             notes.append(
-                Info(f"left: its parameters are named by {own.evidence}", "optimizer-names")
+                Info.about(
+                    "{left}: its parameters are named by {}", "optimizer-names", own.evidence
+                )
             )
         return _with_old_model(
             OptimizerFit(tuple(entries), tuple(notes), False), state, target, saved
@@ -687,14 +697,14 @@ def compare_with_optimizer(
         notes.append(Note(text, "optimizer-class"))
     if not (differing or failed or known.doubt):
         if known.saved.form == FQN and mine.params != target.fresh_optimizer.params:
-            text = (
-                "left: set_optimizer_state_dict loads it by name; Optimizer.load_state_dict loads"
-                " by position, and "
-                "would give state to other parameters (remap --optimizer-keys id puts it in order)"
+            words = (
+                "{left}: set_optimizer_state_dict loads it by name; Optimizer.load_state_dict loads"
+                " by position, and would give state to other parameters (remap --optimizer-keys id"
+                " puts it in order)"
             )
-            notes.append(Note(text, "optimizer-order"))
+            notes.append(Note.about(words, "optimizer-order"))
         elif known.evidence not in ("param_names", "names"):
-            notes.append(Info(known.rests_on("left"), "optimizer-names"))
+            notes.append(_rests_on(known, SIDES[0]))
         return OptimizerFit(tuple(entries), tuple(notes), True)
     is_foreign = bool(needs) or (failed and not differing and state.form == ID)
     remedy = Remedy("drop_state") if is_foreign else _remedy(known, mine, target, notes)
@@ -753,7 +763,7 @@ def _owners(
     try:
         known = owners(state, names, "left", saved.models)
     except Refused as error:
-        notes.append(refusal(error))
+        notes.append(refusal(error, SIDES[0]))
     if state.form == ID and (known is None or known.doubt is not None):
         with suppress(Refused):
             without_optimizer = replace(
@@ -763,9 +773,8 @@ def _owners(
             if known is None or (other.doubt is None and not other.assumed):
                 known, notes = other, []
     if known is not None and known.doubt is not None:
-        notes.append(
-            Note(f"left: {known.doubt.message}: {known.doubt.problems[0]}", "doubtful-ids")
-        )
+        text = f"{known.doubt.message}: {known.doubt.problems[0]}"
+        notes.append(Note.about("{left}: {}", "doubtful-ids", text))
     return known, notes
 
 

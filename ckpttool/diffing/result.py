@@ -51,6 +51,11 @@ ASPECTS = (
     *("optimizers", "other_sections", "objects", "code"),
 )
 Compared = Mapping[str, bool]
+
+# What a diff asks: does a model load a checkpoint (`load`), under which names does a model save its
+# tensors (`names`), what has changed since a names file (`drift`), how do two checkpoints differ
+# (`pair`), or does an optimizer load a saved state (`optimizer`)?
+Asks = Literal["load", "names", "drift", "pair", "optimizer"]
 NO_VALUES = "use `diff LEFT RIGHT --values`"
 
 
@@ -248,7 +253,8 @@ class Diff:
     `refused` are statuses that torch refuses even with ``strict=False``, which `--fail-on` cannot
     leave out. `outlines` are the known tensors of each side by key, in its order. `kinds` say what
     the compared sections of each side are; `section` is the path of the left's if the right is a
-    model.
+    model. `asks` is the question, and `names` are the names of the two sides as the user wrote
+    them.
     """
 
     left: str
@@ -275,6 +281,8 @@ class Diff:
     rules_options: Any = field(default=None, compare=False, repr=False)
     kinds: Mapping[str, tuple[Kind, ...]] = field(default_factory=dict)
     section: str = ""
+    asks: Asks = field(default="pair", compare=False)
+    names: Sides = field(default=SIDES, compare=False)
 
     @property
     def passes(self) -> bool:

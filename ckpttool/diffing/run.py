@@ -6,14 +6,13 @@ from dataclasses import fields, replace
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
-from ckpttool.diffing.causes import SIDES, Sides
 from ckpttool.diffing.options import CompareOptions, DiffOptions
 from ckpttool.diffing.result import NO_VALUES, Diff
 from ckpttool.diffing.sections import Values
 from ckpttool.operands.model import ModelOperand, operand_of
 
-OTHERS_DIFFER = "the models are the same, but other sections or entries differ"
-ALSO_OTHERS_DIFFER = "other sections or entries differ too"
+OTHERS_DIFFER = "other sections or entries, not the models"
+ALSO_OTHERS_DIFFER = "other sections or entries too"
 
 
 def run(
@@ -24,7 +23,6 @@ def run(
     values: Values | None = None,
     *,
     infers: bool = True,
-    sides: Sides = SIDES,
 ) -> Diff:
     """Return what differs, and why; `ckpttool.fixes` adds the commands.
 
@@ -33,8 +31,7 @@ def run(
     `identical` exactly if a strict load succeeds (and converts no dtype, unless that is ignored).
     With an optimizer of the model: the saved state and what it loads. Pass `model` and `values` if
     they were read from the options already; unless it `infers`, likely renames are not searched.
-    `sides` are the names of left and right in notes. Raises `CkptError` if there is nothing to
-    compare.
+    Raises `CkptError` if there is nothing to compare.
     """
     model = operand_of(options) if model is None else model
     values = values or options.comparison
@@ -48,7 +45,7 @@ def run(
         compares = CompareOptions(
             **{field.name: getattr(options, field.name) for field in fields(CompareOptions)}
         )
-        diff = checkpoints(left, right, model, values, compares, infers, sides)
+        diff = checkpoints(left, right, model, values, compares, infers)
         diff = replace(diff, scope=options.scope)
         if options.whole and diff.has_other_notes:
             failure = OTHERS_DIFFER if diff.identical else ALSO_OTHERS_DIFFER

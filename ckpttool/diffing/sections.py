@@ -14,7 +14,7 @@ from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.names import Hook
 from ckpttool.core.text import Note, plural, some
-from ckpttool.diffing.causes import NAMES, SIDES, Cause, Code, Sides, wrapper_cause
+from ckpttool.diffing.causes import FIELDS, NAMES, Cause, Code, Sides, wrapper_cause
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import Difference, same_objects
 from ckpttool.formats.remarks import is_placeholder
@@ -321,7 +321,7 @@ def _only(entries: Iterable[Entry], status: str) -> dict[str, Entry]:
 # Notes on the keys of both sides
 
 
-def hidden_segments(entries: Iterable[Entry], sides: Sides = SIDES) -> tuple[str, ...]:
+def hidden_segments(entries: Iterable[Entry]) -> tuple[str, ...]:
     """Return notes on keys that differ from a key of the other side by one segment: a hook may hide
     it.
 
@@ -331,16 +331,19 @@ def hidden_segments(entries: Iterable[Entry], sides: Sides = SIDES) -> tuple[str
     missing = [entry.right[0] for entry in entries if entry.status == "missing"]
     unexpected = [entry.left[0] for entry in entries if entry.status == "unexpected"]
     counts: Counter[tuple[str, str]] = Counter()
-    for side, longer, shorter in ((sides[0], missing, unexpected), (sides[1], unexpected, missing)):
+    for side, longer, shorter in (
+        (FIELDS[0], missing, unexpected),
+        (FIELDS[1], unexpected, missing),
+    ):
         known, dots = set(shorter), {key.count(".") + 1 for key in shorter}
         found = (without_segment(key, known) for key in longer if key.count(".") in dots)
         counts.update((side, one[1]) for one in found if one is not None)
     return tuple(
-        Note(
-            f"{plural(count, 'key')} in {side} without the segment `{segment}` of the other side:"
-            " a state_dict hook "
-            "may hide it (pass --model to know)",
+        Note.about(
+            f"{plural(count, 'key')} in {side} without the segment `{{}}` of the other side: a"
+            " state_dict hook may hide it (pass --model to know)",
             "hidden-segment",
+            segment,
         )
         for (side, segment), count in counts.items()
     )
@@ -361,7 +364,7 @@ def without_segment(key: str, known: Container[str]) -> tuple[str, str] | None:
 
 
 def adapter_notes(left: Collection[str], right: Collection[str], sides: Sides) -> tuple[str, ...]:
-    """Return notes if only one side has an adapter."""
+    """Return notes if only one side has an adapter; `sides` may be fields of `Note.about`."""
     adapters = adapter_of(left), adapter_of(right)
     if (adapters[0] is None) == (adapters[1] is None):
         return ()
@@ -376,18 +379,17 @@ def adapter_notes(left: Collection[str], right: Collection[str], sides: Sides) -
     touched = f"{len(adapter.modules) - len(lost) if lost else 'all'} of them are in {other}"
     if adapter.alone:
         note = (
-            f"{side} is {adapter.title} for {count}, {touched}; it does not have the weights of"
+            f"{side} is {{}} for {count}, {touched}; it does not have the weights of"
             f" the model: {adapter.naming.loader} adds it to its base"
         )
     else:
         note = (
-            f"{side} has {adapter.title} next to {count}, {touched}; without it the weights are"
+            f"{side} has {{}} next to {count}, {touched}; without it the weights are"
             " not the trained ones: "
             "PEFT's merge_and_unload() merges it"
         )
-    texts = (
-        [note, f"{plural(len(lost), 'adapted module')} not in {other}: {some(lost)}"]
-        if lost
-        else [note]
-    )
-    return tuple(Note(text, "adapter") for text in texts)
+    notes = [Note.about(note, "adapter", adapter.title)]
+    if lost:
+        words = f"{plural(len(lost), 'adapted module')} not in {other}: {{}}"
+        notes.append(Note.about(words, "adapter", some(lost)))
+    return tuple(notes)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from ckpttool.core.codes import CODES
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.options import EditOptions, FixOptions, expand_options
-from ckpttool.core.text import code_of
+from ckpttool.core.text import Note, code_of
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.diff import diff_with_fixes
 from ckpttool.operands.checkpoint import Ckpt
 from ckpttool.operands.model import operand_of
 from ckpttool.operands.output import command
-from ckpttool.remapping.run import remap_by
+from ckpttool.remapping.options import RemapOptions
+from ckpttool.remapping.run import copy_by, remap_by
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,11 +36,10 @@ def fix(
     **options: Unpack[FixKeywords],
 ) -> Remap:
     """Write the checkpoint as `model` loads it, and `optimizer` if it is named: what `diff`
-    suggests.
+    suggests. A checkpoint that already fits is copied.
 
     Only a fix that was tried, after which nothing differs, and that guesses no name is applied.
-    Raise `Refused`, with the reasons, if there is none or if the checkpoint already fits, and
-    otherwise as `remap` does.
+    Raise `Refused`, with the reasons, if there is none, and otherwise as `remap` does.
     """
     chosen = FixOptions(out=out, **options)
     if chosen.model is None:
@@ -50,8 +50,12 @@ def fix(
     model = operand_of(asked)
     assert model is not None
     found = diff_with_fixes(ckpt, None, asked, model=model)
-    done = applicable(found, command("diff", (found.left,), asked))
     written = {field.name: getattr(chosen, field.name) for field in fields(EditOptions)}
+    has_fix = any(fix.options is not None for fix in found.fix)
+    if found.identical and not has_fix:
+        result = copy_by(ckpt, RemapOptions(**written), progress, model)
+        return replace(result, loads_into=model.called)
+    done = applicable(found, command("diff", (found.left,), asked))
     request = replace(done.options, **written)
     try:
         read_already = None if request.model is None else model.with_optimizer(request.optimizer)
@@ -67,7 +71,7 @@ def fix(
     about_fix = (
         note for note in found.notes if code_of(note) and CODES[code_of(note)].kind == "fix"
     )
-    return replace(result, notes=(*result.notes, *about_fix))
+    return replace(result, notes=(*result.notes, *about_fix), loads_into=model.called)
 
 
 def applicable(found: Diff, shows: str) -> Fix:
@@ -80,8 +84,6 @@ def applicable(found: Diff, shows: str) -> Fix:
     done = next((one for one in found.fix if one.options is not None), None)
     if done is not None:
         return done
-    if found.identical:
-        raise Refused(f"nothing to fix: {found.left} already loads", hint=f"{shows} shows it")
     if (
         any(code_of(note) == "inferred-fix" for note in found.notes)
         and found.fix
@@ -91,13 +93,17 @@ def applicable(found: Diff, shows: str) -> Fix:
         raise Refused(message, hint=f"if they are right, run {'; '.join(found.fix)}")
     several = next((note for note in found.notes if code_of(note) == "several-parts"), None)
     if several is not None:
-        raise Refused(f"{found.left} has the names of the model several times", hint=several)
+        hint = several.named(*found.names) if isinstance(several, Note) else several
+        raise Refused(f"{found.left} has the names of the model several times", hint=hint)
     unfixed = {key for one in found.unfixed for key in one.keys}
     differences = list(filter(found.is_difference, found.entries))
     left_over = [
         entry for entry in differences if unfixed.intersection((*entry.left, *entry.right))
     ]
-    problems = [entry.problem((*entry.right, *entry.left)[0]) for entry in left_over or differences]
-    problems = problems or found.problems()
+    problems = [
+        entry.problem((*entry.right, *entry.left)[0], found.names)
+        for entry in left_over or differences
+    ]
+    problems = problems or found.problems(found.names)
     hint = f"{shows} shows what differs, why, and what fixes a part of it"
     raise Refused(f"no command fixes {found.left} completely", hint=hint, problems=problems)

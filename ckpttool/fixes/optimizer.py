@@ -47,11 +47,8 @@ def optimizer_fixes(question: Question, remedy: Remedy) -> Fixes:
         return Fixes(notes=(NO_REMAP,))
     if not trial.stateless:
         return Fixes((trial.fix,))
-    text = (
-        f"the command leaves out the state of {some(trial.stateless)}, which the optimizer"
-        " of right does not have"
-    )
-    return Fixes((trial.fix,), (Note(text, "leaves-state"),))
+    words = "the command leaves out the state of {}, which the optimizer of {right} does not have"
+    return Fixes((trial.fix,), (Note.about(words, "leaves-state", some(trial.stateless)),))
 
 
 def _try_on_file(question: Question, word: str, options: RemapOptions) -> Trial | None:

@@ -62,10 +62,10 @@ def _with_parts(question: Question, fixes: Fixes) -> Diff:
         (left.source,),
         RemapOptions(select=parts[0], out=next(outputs(left.source, word))),
     )
-    what = f"the names and shapes of right below {parts[0]}; to take them"
+    words = "{left} has the names and shapes of {right} below {}; to take them: {}"
     if len(parts) > 1:
-        what = f"names of right below each of {', '.join(parts)}; to take one"
-    note = Note(f"left has {what}: {line}", "several-parts")
+        words = "{left} has names of {right} below each of {}; to take one: {}"
+    note = Note.about(words, "several-parts", ", ".join(parts), line)
     fixes = fixes._replace(notes=(*fixes.notes, note))
     return fixes.added_to(replace(question.diff, inferred=None))
 
@@ -243,11 +243,8 @@ def _notes_on(remap: Trial) -> list[Note]:
     takes_part = isinstance(remap.options, RemapOptions) and remap.options.select
     if takes_part and remap.left_out:
         count = plural(len(remap.left_out), "entry")
-        text = (
-            f"the command leaves out {count} of left that the model does not have:"
-            f" {some(remap.left_out)}"
-        )
-        notes.append(Info(text, "leaves-keys"))
+        words = f"the command leaves out {count} of {{left}} that the model does not have: {{}}"
+        notes.append(Info.about(words, "leaves-keys", some(remap.left_out)))
     return notes
 
 

@@ -14,14 +14,14 @@ from ckpttool.fixes.trial import Question, Trial
 # Code -> what the keys are; its row says what to do.
 _UNFIXED: dict[str, tuple[str, str]] = {
     "quantized": ("key", "of quantized weights"),
-    "missing": ("key", "missing from left"),
+    "missing": ("key", "missing from {left}"),
     "shape": ("tensor", "of a different shape, which no rename fixes"),
     "dtype": ("tensor", "of a different dtype"),
     "value": ("tensor", "with different values, which no rename fixes"),
     "unread-value": ("tensor", "with values that were not compared"),
     "tied-value": ("tensor", "with two values under its names"),
     "lost-value": ("key", "whose values loading does not read"),
-    "unexpected": ("key", "not in right"),
+    "unexpected": ("key", "not in {right}"),
     "renamed": ("key", "under another name"),
     "transformed": ("key", "computed when the model is saved"),
     "alias": ("second name", "on one side only"),
@@ -30,7 +30,7 @@ _UNFIXED: dict[str, tuple[str, str]] = {
     "rotary-order": ("tensor", "with rows in the other rotary-embedding order"),
     "row-order": ("tensor", "with rows in a different order"),
     "transposed": ("tensor", "transposed"),
-    "moved": ("tensor", "with values that right has under other names"),
+    "moved": ("tensor", "with values that {right} has under other names"),
     "placeholder": ("tensor", "without values"),
     "kind": ("tensor", "of a different kind"),
 }
@@ -65,11 +65,9 @@ def _advice(unfixed: Unfixed) -> Note | None:
         return None
     noun, what = _UNFIXED[unfixed.code]
     advice = CODES[unfixed.code].fix.rstrip(".")
-    text = (
-        f"{plural(len(unfixed.keys), noun)} {what} ({some(unfixed.keys, FEW)}):"
-        f" {advice[0].lower()}{advice[1:]}"
-    )
-    return Note(text, unfixed.code)
+    words = f"{plural(len(unfixed.keys), noun)} {what} ({{}}): {{}}"
+    keys, advice = some(unfixed.keys, FEW), f"{advice[0].lower()}{advice[1:]}"
+    return Note.about(words, unfixed.code, keys, advice)
 
 
 def _code(entry: Entry) -> str:

@@ -31,7 +31,7 @@ TABLE = (
     ),
     Format(
         "torch_zip",
-        "torch zip (torch.save)",
+        "torch.save",
         "ckpttool.formats.torch_zip",
         lambda look: _file(look, signatures.is_torch_zip(look)),
         (".pt", ".pth", ".bin", ".ckpt"),
@@ -40,7 +40,7 @@ TABLE = (
     ),
     Format(
         "torch_legacy",
-        "torch.save before 1.6 (no zip)",
+        "torch.save before torch 1.6",
         "ckpttool.formats.torch_legacy",
         lambda look: _file(look, signatures.is_torch_legacy(look)),
         holds=_TORCH,
@@ -54,7 +54,7 @@ TABLE = (
     ),
     Format(
         "pt2",
-        "exported program (.pt2)",
+        "exported program",
         "ckpttool.formats.pt2",
         lambda look: _file(look, signatures.is_program(look)),
         (".pt2",),
@@ -62,7 +62,7 @@ TABLE = (
     ),
     Format(
         "sharded",
-        "sharded safetensors (Hugging Face)",
+        "sharded safetensors",
         "ckpttool.formats.huggingface",
         lambda look: _file(look, signatures.is_index(look)) or folders.shards_home(look),
         holds=_TENSORS,
@@ -71,7 +71,7 @@ TABLE = (
     ),
     Format(
         "sharded_bin",
-        "sharded torch zip (Hugging Face)",
+        "sharded torch.save files",
         "ckpttool.formats.huggingface",
         holds=Holds(aliases=True, code=True),
         index=".bin.index.json",
@@ -80,7 +80,7 @@ TABLE = (
     ),
     Format(
         "rank_files",
-        "files of the ranks of one run (torch.save)",
+        "torch.save files of the ranks of one run",
         "ckpttool.formats.rank_files",
         lambda look: look.path if look.is_pattern else None,
         holds=Holds(aliases=True, rank_parts=True),

@@ -426,6 +426,11 @@ class ModelOperand:
         )
 
     @property
+    def called(self) -> str:
+        """The model in a sentence: its title, or "the model of" a file that is not its code."""
+        return self.title if self.is_definition else f"the model of {self.title}"
+
+    @property
     def words(self) -> tuple[str, ...]:
         """The same operand as words of a command line, for the commands that a report proposes.
 

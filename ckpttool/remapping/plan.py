@@ -83,9 +83,10 @@ class Remap:
     named by --in-place was written, or would be, and `undo` how that is taken back, `verified` how
     the output is known to be right, `cost` what a `dry_run` found it to take. `companions` says
     what became of the other files of a folder. `source` and `output` are the operands CKPT and OUT.
-    `changes_content` is False if the result has the names, values and order of the source: only its
-    format may differ. `missing` are the keys of the model, below the paths of their sections, that
-    the result lacks.
+    `format` is the title of the output's format. `changes_content` is False if the result has the
+    names, values and order of the source: only its format may differ. `loads_into` is the model
+    that `fix` wrote the output for. `missing` are the keys of the model, below the paths of their
+    sections, that the result lacks.
     """
 
     result: Checkpoint
@@ -108,6 +109,8 @@ class Remap:
     dry_run: bool = False
     changes_content: bool = True
     missing: tuple[str, ...] = ()
+    format: str = ""
+    loads_into: str = ""
 
     @property
     def counts(self) -> dict[str, int]:

@@ -93,6 +93,24 @@ def remap_by(
     return _checked_run(ckpt, options, progress, model=model)
 
 
+def copy_by(
+    ckpt: Ckpt, options: RemapOptions, progress: Progress | None, model: ModelOperand
+) -> Remap:
+    """Return what `remap_by` returns for a checkpoint that `model` loads as it is: OUT is a copy.
+
+    Nothing is written in place. Raise `Refused` if the format of OUT cannot hold the checkpoint, or
+    what the model needs of it.
+    """
+    sources.begin_call()
+    options.check(ckpt if isinstance(ckpt, str) else None)
+    source, plain = open_checkpoint(ckpt), replace(options, in_place=False)
+    planned = plan_remap(source, plain, None, None)
+    if options.in_place:
+        return replace(planned, source=source.source, output=source.source)
+    with io_progress.shown(progress):
+        return run(source, plain, may_copy=True, model=model, planned=planned)
+
+
 @expand_options(ConvertOptions)
 def convert(
     ckpt: Ckpt,
@@ -278,7 +296,11 @@ def _write(
     )
     notes = (*notes, *companions.notes)
     done = replace(
-        done, result=output, notes=notes, companions=companions if str(companions) else None
+        done,
+        result=output,
+        notes=notes,
+        companions=companions if str(companions) else None,
+        format=target.format.title,
     )
 
     if options.in_place:

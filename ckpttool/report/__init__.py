@@ -81,8 +81,29 @@ def html(result: Any) -> str | None:
         from ckpttool.inspection.inspect import inspect
 
         result = inspect(result)
+    document = _document_of(result)
+    return None if document is None else fragment(document)
+
+
+def text(result: Any) -> str | None:
+    """Return the lines that the command line prints for a result, the warnings last; None for a
+    class without a report.
+    """
+    from ckpttool.report.document import warnings_apart
+    from ckpttool.report.renderers.text import lines
+
+    document = _document_of(result)
+    if document is None:
+        return None
+    shown, warnings = warnings_apart(document)
+    warned = (line for block in warnings for line in lines(block))
+    return "\n".join([render("text", shown, {}).rstrip("\n"), *warned])
+
+
+def _document_of(result: Any) -> Document | None:
     module, function = _DOCUMENTS.get(type(result).__name__, (None, ""))
     if module is None:
         return None
-    made = getattr(import_module(f"ckpttool.report.documents.{module}"), function)
-    return fragment(made(result))
+    make = getattr(import_module(f"ckpttool.report.documents.{module}"), function)
+    document: Document = make(result)
+    return document

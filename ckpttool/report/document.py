@@ -14,6 +14,7 @@ from typing import Literal, Union
 
 from ckpttool.core.errors import Problem
 from ckpttool.core.text import Info, number, visible
+from ckpttool.core.text import Note as TextNote
 from ckpttool.core.values import dataclass
 from ckpttool.report.collapse import paired
 
@@ -219,13 +220,20 @@ def filled(blocks: Iterable[Block]) -> tuple[Block, ...]:
     )
 
 
-def noted(notes: Iterable[str], *, quiet: bool = False) -> Iterator[Note]:
+def noted(
+    notes: Iterable[str], *, quiet: bool = False, names: tuple[str, str] = ("left", "right")
+) -> Iterator[Note]:
     """Yield a paragraph for each note: a warning, unless it is `Info`, or the document is
-    `quiet`.
+    `quiet`. `names` are the two sides of a diff.
     """
-    return (
-        Note(note, "notice" if quiet or isinstance(note, Info) else "warning") for note in notes
-    )
+    for note in notes:
+        is_notice = quiet or isinstance(note, Info)
+        yield Note(with_names(note, names), "notice" if is_notice else "warning")
+
+
+def with_names(note: str, names: tuple[str, str]) -> str:
+    """Return the note with these names for the two sides of a diff."""
+    return note.named(*names) if isinstance(note, TextNote) else note
 
 
 def warnings_apart(document: Document) -> tuple[Document, tuple[Note | Problems, ...]]:

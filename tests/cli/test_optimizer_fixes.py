@@ -475,7 +475,8 @@ def test_remap_of_a_file_without_a_model_says_that_it_has_optimizer_state_only(
     done = run(
         "remap", tmp_path / "optimizer.pt", "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt"
     )
-    assert (done.status, done.out.splitlines()[1]) == (0, "optimizer state only")
+    answer = "out.pt: optimizer state of 9 parameters by name"
+    assert (done.status, done.out.splitlines()[0].endswith(answer)) == (0, True), done.out
 
 
 @pytest.mark.parametrize("with_model", [False, True])

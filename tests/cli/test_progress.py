@@ -86,7 +86,7 @@ def test_slow_operations_show_rate_and_time_left(folder: Path) -> None:
         assert re.search(rf"\d/{total}\.\d MiB", shown[line]), (line, shown[line][-2000:])
         assert re.search(r"\d [kM]B/s", shown[line]), line
         assert re.search(r"0:00:0\d", shown[line]), line
-    assert (folder / "stdout").read_text().count("inspect a.safetensors") == 1
+    assert (folder / "stdout").read_text().startswith("a.safetensors holds ")
 
 
 def test_fast_operations_have_no_bar(folder: Path) -> None:

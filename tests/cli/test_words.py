@@ -38,12 +38,20 @@ def _working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_warnings_are_printed_to_stderr(run: Run) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "ema": {"w": torch.ones(2)}}, "ema.pt")
+    torch.save({"model": {"w": torch.ones(3)}}, "plain.pt")
+    done = run("diff", "ema.pt", "plain.pt")
+    warning = "warning: not compared: ema in ema.pt only (for example ema.pt::ema)\n"
+    assert (done.status, "warning:" in done.out, done.err) == (1, False, warning)
+
+
+def test_warnings_do_not_repeat_the_report(run: Run) -> None:
     done = run("diff", "a.pt", "b.pt")
-    assert (done.status, "warning:" in done.out, done.err.startswith("warning: ")) == (
-        1,
-        False,
-        True,
+    assert (done.status, done.err) == (1, "")
+    assert done.out.splitlines()[0] == (
+        "a.pt and b.pt differ: 1 key only in b.pt, 1 tensor of another shape"
     )
+    assert "no fix: 1 key missing from a.pt (b.w): copy the values from" in done.out
 
 
 def test_repeated_output_of_model_code_is_printed_once(

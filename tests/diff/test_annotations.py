@@ -48,10 +48,14 @@ def test_an_error_is_an_annotation(
 def test_an_annotation_lists_at_most_ten_keys(run: Run) -> None:
     done = run("diff", "old.pt", "new.pt", "--values", "--format", "github")
     first = done.out.splitlines()[0]
-    assert first.startswith("::error title=diff::30 of 30 keys differ%0Avalue: w0%0Avalue: w1%0A")
+    assert first.startswith(
+        "::error title=diff old.pt new.pt::old.pt and new.pt differ: 30 tensors with other values%0Avalue: w0%0Avalue: w1%0A"
+    )
     assert (first.count("%0Avalue: "), "... 20 more" in first) == (10, True)
     same = run("diff", "old.pt", "old.pt", "--values", "--format", "github")
-    assert same.out.startswith("::notice title=diff::no differences; values are equal\n")
+    assert same.out.startswith(
+        "::notice title=diff old.pt old.pt::old.pt and old.pt have the same keys, shapes, dtypes and values\n"
+    )
 
 
 def test_an_annotation_points_to_the_line_of_the_hook(run: Run) -> None:
@@ -60,7 +64,7 @@ def test_an_annotation_points_to_the_line_of_the_hook(run: Run) -> None:
     line = next(at for at, text in enumerate(HOOKED.splitlines(), 1) if "def rename" in text)
     (annotation,) = (text for text in done.out.splitlines() if text.startswith("::error file="))
     assert (
-        annotation.startswith(f"::error file=net.py,line={line},title=diff::")
+        annotation.startswith(f"::error file=net.py,line={line},title=diff net.py:Net::")
         or f",line={line - 1}," in annotation
     )
     assert "renamed: kernel" in annotation
@@ -69,15 +73,17 @@ def test_an_annotation_points_to_the_line_of_the_hook(run: Run) -> None:
 def test_the_headline_gives_the_reason_for_a_failure(run: Run) -> None:
     ignored = ("--ignore", "value w* # trained", "--ignore", "value other # gone")
     done = run("diff", "old.pt", "new.pt", "--values", *ignored, "--fail-on-unused")
-    assert (done.status, done.out.splitlines()[1].partition(";")[0]) == (
+    differ = "old.pt and new.pt differ: 30 tensors with other values"
+    unused = "1 unused ignore entry (--fail-on-unused)"
+    assert (done.status, done.out.splitlines()[0]) == (
         1,
-        "1 unused ignore entry (--fail-on-unused)",
+        f"{unused}; {differ}; accepted (30 ignored)",
     )
-    assert "30 of 30 keys differ, accepted" in done.out
     assert run("diff", "old.pt", "new.pt", "--values", *ignored).status == 0
     done = run("diff", "old.pt", "new.pt", "--values", *ignored[2:], "--fail-on-unused")
-    assert done.out.splitlines()[1] == "30 of 30 keys differ"
+    assert done.out.splitlines()[0] == differ
     done = run("diff", "old.pt", "old.pt", *ignored, "--fail-on-unused")
-    assert done.out.splitlines()[1].startswith(
-        "2 unused ignore entries (--fail-on-unused); no differences"
+    assert done.out.splitlines()[0] == (
+        "2 unused ignore entries (--fail-on-unused); old.pt and old.pt have the same keys, shapes"
+        " and dtypes"
     )

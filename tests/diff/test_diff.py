@@ -360,7 +360,7 @@ def test_a_conversion_at_load_is_noted_if_no_key_shows_it(
     assert [one["status"] for one in result.data["entries"] if one["status"] != "same"] == [
         "missing"
     ] * len(lost)
-    assert lost or "loads, and converts" in run(*arguments).out
+    assert lost or "casts_to_half, which converts its dtypes\n" in run(*arguments).out
     allowed = run(*arguments, "--ignore-dtype", "--format", "json")
     assert (allowed.status, notes_in(allowed.data)) == (
         int(bool(lost) and not more),

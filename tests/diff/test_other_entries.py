@@ -179,7 +179,8 @@ def test_an_alias_outside_the_models_is_a_difference_with_whole(folder: Path, ru
         both = [str(folder / name) for name in pair]
         assert run("diff", *both).status == 0
         whole = run("diff", *both, "--whole")
-        assert (whole.status, whole.out.splitlines()[1].partition(";")[0]) == (1, OTHERS_DIFFER)
+        answer = whole.out.splitlines()[0]
+        assert (whole.status, answer.partition(" differ: ")[2]) == (1, OTHERS_DIFFER)
         (command,) = re.findall(r"ema: 1 difference \(ckpttool (.*)\)", whole.out + whole.err)
         assert run(*shlex.split(command)).status == 1
 
@@ -197,7 +198,7 @@ def test_options_count_for_other_sections_too(tmp_path: Path, run: Run, change: 
     assert whole.status == (change == 1)
     if change == 1:
         (command,) = re.findall(r"ema: 1 difference \(ckpttool (.*)\)", whole.out)
-        assert "1 value" in run(*shlex.split(command)).out
+        assert "differ: 1 tensor with other values\n" in run(*shlex.split(command)).out
 
 
 def test_the_verdict_covers_only_the_models_and_commands_compare_the_rest(
@@ -210,11 +211,11 @@ def test_the_verdict_covers_only_the_models_and_commands_compare_the_rest(
     for name, result in (("left.pt", left), ("right.pt", right)):
         torch.save(result, tmp_path / name)
     done = run("diff", "--values", tmp_path / "left.pt", tmp_path / "right.pt")
-    assert (done.status, done.out.splitlines()[1].partition(";")[0]) == (
-        0,
-        "no differences between the models",
-    )
-    assert "non-tensor entries in left only: args" in done.out
+    assert done.status == 0
+    pair = f"{tmp_path / 'left.pt'} and {tmp_path / 'right.pt'}"
+    aspects = "have the same keys, shapes, dtypes"
+    assert done.out.splitlines()[0] == f"the models in {pair} {aspects} and values"
+    assert f"non-tensor entries in {tmp_path / 'left.pt'} only: args" in done.out
     assert "non-tensor entries with different values: epoch" in done.out
     commands = re.findall(
         r"^(ema|optimizer): (\d+) differences? \((ckpttool diff .*)\)$", done.out, re.MULTILINE
@@ -223,14 +224,12 @@ def test_the_verdict_covers_only_the_models_and_commands_compare_the_rest(
     for _, count, command in commands:
         section_diff = run(*shlex.split(command)[1:])
         assert section_diff.status == 1
-        assert re.fullmatch(rf"{count} of \d+ keys? differs?", section_diff.out.splitlines()[1])
-    assert (
-        run("diff", tmp_path / "left.pt", tmp_path / "right.pt")
-        .out.splitlines()[1]
-        .startswith("no differences; values not")
-    )
+        answer = section_diff.out.splitlines()[0].partition(" differ: ")[2]
+        assert re.fullmatch(rf"{count} tensors? with other values", answer)
+    answer = run("diff", tmp_path / "left.pt", tmp_path / "right.pt").out.splitlines()[0]
+    assert answer == f"{pair} have the same keys, shapes and dtypes"
     done = run("diff", "--values", "--whole", tmp_path / "left.pt", tmp_path / "right.pt")
-    assert (done.status, done.out.splitlines()[1]) == (1, OTHERS_DIFFER)
+    assert (done.status, done.out.splitlines()[0]) == (1, f"{pair} differ: {OTHERS_DIFFER}")
     assert (
         run("diff", "--values", "--whole", tmp_path / "left.pt", tmp_path / "left.pt").status == 0
     )

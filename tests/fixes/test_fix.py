@@ -104,16 +104,12 @@ def test_guessed_rules_are_refused_with_the_command_that_applies_them(run: Run) 
     model().load_state_dict(torch.load(made), strict=True)
 
 
-def test_matching_and_unfixable_files_are_refused(run: Run) -> None:
+def test_unfixable_files_are_refused(run: Run) -> None:
     net = model()
     torch.save(net.state_dict(), "good.pt")
     torch.save({**net.state_dict(), "head.weight": torch.ones(5, 5)}, "bad.pt")
     torch.save({"model": {"head.bias": torch.ones(2)}}, "less.pt")
-    for path, message in (
-        ("good.pt", "nothing to fix"),
-        ("bad.pt", "head.weight"),
-        ("less.pt", "head.weight"),
-    ):
+    for path, message in (("bad.pt", "head.weight"), ("less.pt", "head.weight")):
         done = run("fix", path, "--model", "fix_net.py:Hidden", "-o", "out.pt", "--report", "r.md")
         assert (done.status, message in done.err) == (1, True), done.said
         assert "ckpttool diff" in done.err
@@ -121,6 +117,52 @@ def test_matching_and_unfixable_files_are_refused(run: Run) -> None:
         assert not Path("r.md").exists()
     assert run("fix", "good.pt", "-o", "out.pt").status == 2
     assert run("fix", "good.pt", "--model", "fix_net.py:Hidden").status == 2
+
+
+FITS = "already loads into fix_net.py:Hidden"
+
+
+@pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "out.dcp"])
+def test_a_file_that_fits_is_copied(out: str, run: Run) -> None:
+    torch.save(model().state_dict(), "good.pt")
+    words = ("fix", "good.pt", "--model", "fix_net.py:Hidden", "-o", out)
+    tried = run(*words, "--dry-run")
+    assert (tried.status, f"{out} would have the same tensors as good.pt" in tried.out) == (0, True)
+    assert not Path(out).exists()
+    done = run(*words, "--verify")
+    assert done.status == 0, done.said
+    assert done.out.startswith(f"{out} has the same tensors as good.pt, in ")
+    assert done.out.splitlines()[0].endswith(f"; good.pt {FITS}")
+    assert run("diff", out, "good.pt", "--values").status == 0
+    assert run("diff", out, "--model", "fix_net.py:Hidden").status == 0
+    assert run(*words).status == 2  # OUT exists
+    assert run(*words, "--force").status == 0
+
+
+def test_a_training_checkpoint_that_fits_is_copied_completely(run: Run) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(state, "good.pt")
+    assert run("fix", "good.pt", "--model", "fix_net.py:Hidden", "-o", "out.pt").status == 0
+    copy = torch.load("out.pt")
+    assert copy["epoch"] == 3
+    assert copy["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    assert run("diff", "good.pt", "out.pt", "--values", "--whole").status == 0
+    # a format that cannot hold all of it
+    done = run("fix", "good.pt", "--model", "fix_net.py:Hidden", "-o", "out.safetensors")
+    assert (done.status, Path("out.safetensors").exists()) == (1, False)
+
+
+def test_nothing_is_changed_in_place_if_the_file_fits(run: Run) -> None:
+    torch.save(model().state_dict(), "good.pt")
+    before = Path("good.pt").read_bytes()
+    done = run("fix", "good.pt", "--model", "fix_net.py:Hidden", "--in-place")
+    assert (done.status, done.out.splitlines()[0]) == (0, f"good.pt {FITS}: nothing was changed")
+    assert Path("good.pt").read_bytes() == before
 
 
 class Tied(nn.Module):
@@ -218,10 +260,13 @@ def test_from_python_with_objects() -> None:
     fixed = ckpttool.fix(WRAPPED["runtime"](net), "out.pt", model=__import__("fix_net").Hidden)
     assert fixed.output == "out.pt"
     model().load_state_dict(torch.load("out.pt"), strict=True)
-    with pytest.raises(ckpttool.Refused, match="nothing to fix") as refused:
-        ckpttool.fix("out.pt", "again.pt", model=__import__("fix_net").Hidden)
-    call = refused.value.hint.removesuffix(" shows it")
-    assert eval(call, {"ckpttool": ckpttool, "model": __import__("fix_net").Hidden}).identical
+    copied = ckpttool.fix("out.pt", "again.pt", model=__import__("fix_net").Hidden)
+    assert (copied.output, copied.loads_into, copied.changes_content) == (
+        "again.pt",
+        "Hidden",
+        False,
+    )
+    model().load_state_dict(torch.load("again.pt"), strict=True)
     with pytest.raises(ckpttool.CkptError, match="for a model"):
         ckpttool.fix("out.pt", "again.pt")
 
@@ -232,11 +277,13 @@ def test_only_remaining_keys_are_listed(run: Run) -> None:
     outer.net, outer.loss = model(), nn.CrossEntropyLoss(torch.ones(2))
     torch.save(outer.state_dict(), "train.pt")
     output = run("diff", "train.pt", "--model", "fix_net.py:Hidden").out
-    assert "left has the prefix `net`" in " ".join(output.split())
-    assert "4 renamed, 1 unexpected" in output
+    assert "train.pt has the prefix `net`" in " ".join(output.split())
+    assert "4 renamed keys, 1 key only in train.pt" in output
     done = run("fix", "train.pt", "--model", "fix_net.py:Hidden", "-o", "out.pt")
     assert done.status == 1
-    assert re.findall("^  .*@.*$", done.err, re.MULTILINE) == ["  not in right @ loss.weight"]
+    assert re.findall("^  .*@.*$", done.err, re.MULTILINE) == [
+        "  not in fix_net.py:Hidden @ loss.weight"
+    ]
     assert (
         run(
             "remap",

@@ -155,7 +155,7 @@ def test_two_submodules_of_the_same_names_are_a_choice(run: Run) -> None:
     assert run("diff", line[line.index("-o") + 1], "--model", "net.py:Net").status == 0
     shown = run("diff", "x.pt", "--model", "net.py:Net").out.splitlines()
     assert any(
-        text.startswith("fix: left has names of right below each of student, teacher")
+        text.startswith("fix: x.pt has names of net.py:Net below each of student, teacher")
         for text in shown
     )
 

@@ -122,8 +122,7 @@ def test_the_json_report_follows_the_contract() -> None:
 
 
 TEXT = """\
-inspect train.pt
-torch_zip, 12 tensors, 4.0 KiB on disk
+train.pt holds a state dict of 11 tensors, an optimizer and 2 non-tensor entries: torch.save, 4.0 KiB
 
 Sections
   section    kind        tensors      size  wrappers
@@ -192,7 +191,7 @@ def test_a_long_text_is_cut_with_the_number_of_hidden_characters() -> None:
 def test_an_empty_checkpoint_has_a_text_report() -> None:
     empty = Checkpoint("a.pt", "torch_zip", 0, ())
     assert render("text", document(inspect(empty)), {}) == (
-        "inspect a.pt\ntorch_zip, 0 tensors, 0 bytes on disk\n"
+        "a.pt holds nothing: torch.save, 0 bytes\n"
     )
 
 

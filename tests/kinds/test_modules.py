@@ -139,5 +139,5 @@ def test_the_hint_names_both_sections_and_what_differs(
 def test_the_verdict_names_the_section(models: Any, run: Run, tmp_path: Path, section: str) -> None:
     torch.save({section: models.Net().state_dict(), "epoch": 1}, tmp_path / "a.pt")
     words = ("diff", "a.pt", "--model", "kind_models.py:Net")
-    assert section in run(*words).out.splitlines()[1]
+    assert section in run(*words).out.splitlines()[0]
     assert run(*words, "--format", "json").data["section"] == section

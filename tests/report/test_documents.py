@@ -14,12 +14,7 @@ from ckpttool.core.names import Hook
 from ckpttool.core.plan import Dropped, ModelRun, Output, Plan
 from ckpttool.core.text import Info
 from ckpttool.diffing.causes import Cause, Code
-from ckpttool.diffing.result import (
-    HARMLESS,
-    Diff,
-    Entry,
-    Fix,
-)
+from ckpttool.diffing.result import HARMLESS, Asks, Diff, Entry, Fix
 from ckpttool.naming.evidence import Ambiguous, Inference, Pair
 from ckpttool.remapping.optimizer import OptimizerRemap
 from ckpttool.remapping.plan import Remap
@@ -79,7 +74,10 @@ PAIRS = (
     Pair(("x.u",), ("z.u",), Info("the same name but for a prefix", "same-name")),
 )
 INFERRED = Inference(PAIRS, (Ambiguous(("m", "n"), ("o", "p"), "of one shape"),))
-DIFF = Diff("a.pt", "b.pt", False, ENTRIES, (Fix("ckpttool remap"),), ("a note",), INFERRED)
+DIFF = Diff(
+    *("a.pt", "b.pt", False, ENTRIES, (Fix("ckpttool remap"),), ("a note",), INFERRED),
+    names=("a.pt", "b.pt"),
+)
 
 
 def text(document: Document) -> str:
@@ -87,11 +85,20 @@ def text(document: Document) -> str:
 
 
 CAUSES = """\
-diff
-15 of 16 keys differ (6 likely renames)
+a.pt and b.pt differ: 6 likely renames, 3 renamed keys, 1 computed value, 8 tensors of another shape, 3 tensors with other values
 reason: different shape of many (4 keys)
 fix (not tried): ckpttool remap
 details: --all lists every key; `ckpttool explain doubtful-ids` says more about the reason
+
+likely renames: 2 pairs, inferred: the only one of its shape
+  a.{0-1}.w -> b.{0-1}.w
+likely renames: 1 pair, inferred: the only one of its shape; stored transposed in b.pt
+  a.2.w -> b.2.w
+likely renames: 1 pair, inferred: end to end
+  q.0 + k.0 -> qk.0
+likely renames: 2 pairs, inferred: the same name but for a prefix
+  x.y -> z.y
+  x.u -> z.u
 
 renamed: 2 keys, state_dict hook: rename (model.py:7) [doubtful-ids]
   layers.{0-1}.a -> layers.{0-1}.b
@@ -118,17 +125,6 @@ Not counted as differences
 alias: 1 key, a second name [doubtful-ids]
   tied: same as w
 
-Likely renames (heuristic; does not affect the result)
-2 pairs, the only one of its shape
-  a.{0-1}.w -> b.{0-1}.w
-1 pair, the only one of its shape; stored transposed in right
-  a.2.w -> b.2.w
-1 pair, end to end
-  q.0 + k.0 -> qk.0
-2 pairs, the same name but for a prefix
-  x.y -> z.y
-  x.u -> z.u
-
 Ambiguous matches
   left         right        why
   m (+1 more)  o (+1 more)  of one shape
@@ -137,13 +133,13 @@ warning: a note
 
 left   a.pt
 right  b.pt
-keys   1 same, 3 renamed, 1 transformed, 8 shape, 3 value
+keys   1 same, 6 likely renames, 3 renamed keys, 1 computed value, 8 tensors of another shape, 3 tensors with other values
 """
 
 
 # What a report shows of several keys, and what it shows of each key with --all
 FULL = {
-    "about the reason\n\n": "about the reason\n\nEvery key\nsame: 1 key\n  w\n",
+    "  x.u -> z.u\n\n": "  x.u -> z.u\n\nEvery key\nsame: 1 key\n  w\n",
     "layers.{0-1}.a -> layers.{0-1}.b": "layers.0.a -> layers.0.b\n  layers.1.a -> layers.1.b",
     "one.{0-1}: [1] instead of [2]": "one.0: [1] instead of [2]\n  one.1: [1] instead of [2]",
     "a.{0-1}.w -> b.{0-1}.w": "a.0.w -> b.0.w\n  a.1.w -> b.1.w",
@@ -164,36 +160,85 @@ def test_the_causes_of_a_diff() -> None:
 HARMLESS_HERE = HARMLESS | {"dtype"}
 HALF = (both("dtype", "h", "float16 instead of float32"),)
 RELEVANT = (both("shape", "s"), both("missing", "m", ignored="new"), *HALF)
+RELEVANT_DIFFERS = (
+    "left and right differ: 1 key only in right, 1 tensor of another shape, 1 tensor of another"
+    " dtype"
+)
+
+
+MISSING_KEY = Entry("missing", (), ("m",), Cause(Code.MISSING))
+MORE_KEYS = (
+    *(Entry("unexpected", (f"u.{at}",), ()) for at in range(2)),
+    *(Entry("missing", (), (f"m.{at}",)) for at in range(4)),
+)
+RENAMED = tuple(Entry("renamed", (f"a.{at}",), (f"b.{at}",)) for at in range(3))
+NAMES = ("a.pt", "m.py:M")
+
+
+def asked(asks: Asks, entries: tuple[Entry, ...], failure: str = "") -> Diff:
+    return Diff("a", "b", False, entries, names=NAMES, asks=asks, other_failure=failure)
 
 
 @pytest.mark.parametrize(
     ("diff", "verdict"),
     [
-        (Diff("a", "b", True, ENTRIES[:2]), "no differences"),
+        (Diff("a", "b", True, ENTRIES[:2]), "left and right have the same keys"),
         (
-            Diff("a", "b", True, HALF, harmless=HARMLESS_HERE),
-            "loads; 1 harmless difference",
+            Diff("a", "b", True, HALF, harmless=HARMLESS_HERE, asks="load", names=NAMES),
+            "a.pt loads into m.py:M; 1 harmless difference",
         ),
-        (Diff("a", "b", False, RELEVANT), "3 of 3 keys differ, 1 of them ignored"),
-        (Diff("a", "b", False, RELEVANT, accepted=False), "3 of 3 keys differ, 1 of them ignored"),
+        (
+            Diff("a", "b", True, (), compared={"keys": True, "shapes": True, "values": True}),
+            "left and right have the same keys, shapes and values",
+        ),
+        (Diff("a", "b", False, RELEVANT), f"{RELEVANT_DIFFERS}; 1 ignored"),
+        (Diff("a", "b", False, RELEVANT, accepted=False), f"{RELEVANT_DIFFERS}; 1 ignored"),
         (
             Diff("a", "b", False, RELEVANT, accepted=True),
-            "3 of 3 keys differ, accepted (1 ignored, 2 not in --fail-on)",
+            f"{RELEVANT_DIFFERS}; accepted (1 ignored, 2 not in --fail-on)",
         ),
         (
             Diff("a", "b", False, RELEVANT[1:2], accepted=True),
-            "1 of 1 key differs, accepted (1 ignored)",
+            "left and right differ: 1 key only in right; accepted (1 ignored)",
         ),
         (
             Diff("a", "b", False, RELEVANT[:1], accepted=True),
-            "1 of 1 key differs, accepted (1 not in --fail-on)",
+            "left and right differ: 1 tensor of another shape; accepted (1 not in --fail-on)",
         ),
         (
-            Diff("a", "b", False, HALF, harmless=HARMLESS_HERE, other_failure="does not load"),
-            "does not load",
+            Diff("a", "b", False, HALF, harmless=HARMLESS_HERE, other_failure="the versions"),
+            "left and right differ: the versions",
         ),
-        (Diff("a", "b", False, (), other_failure="does not load"), "does not load"),
-        (Diff("a", "b", False, ()), "different"),
+        (Diff("a", "b", False, ()), "left and right differ"),
+        (
+            asked("load", MORE_KEYS),
+            "a.pt lacks 4 keys of m.py:M and has 2 keys that it does not know",
+        ),
+        (asked("load", (MISSING_KEY,)), "a.pt lacks 1 key of m.py:M"),
+        (asked("load", MORE_KEYS[:1]), "a.pt has 1 key that m.py:M does not know"),
+        (asked("load", RENAMED), "a.pt has all 3 keys of m.py:M under other names"),
+        (
+            asked("load", (*RENAMED, both("same", "c"), *HALF)),
+            "a.pt has 3 keys of m.py:M under other names and 1 tensor of another dtype",
+        ),
+        (asked("load", HALF), "a.pt has 1 tensor of another dtype than m.py:M"),
+        (asked("load", (), "does not load into m.py:M"), "a.pt does not load into m.py:M"),
+        (
+            asked("names", (*RENAMED[:1], both("same", "c"))),
+            "m.py:M saves 1 of its 2 keys under another name than at runtime",
+        ),
+        (
+            asked("drift", (MISSING_KEY, *RENAMED)),
+            "m.py:M has changed since a.pt: 3 renamed keys, 1 new key",
+        ),
+        (
+            asked("optimizer", (both("order", "p"),)),
+            "the optimizer state of a.pt does not fit m.py:M: 1 parameter at another position",
+        ),
+        (
+            asked("optimizer", (), "does not load into m.py:M"),
+            "the optimizer state of a.pt does not load into m.py:M",
+        ),
     ],
 )
 def test_verdict_counts_relevant_differences(diff: Diff, verdict: str) -> None:
@@ -210,9 +255,7 @@ def test_tensors_that_differ_only_by_name_are_counted() -> None:
 
 
 IGNORED = """\
-diff
-5 of 5 keys differ, 4 of them ignored
-reason: missing from left (1 key)
+left and right differ: 1 key only in left, 4 keys only in right; 4 ignored
 details: --all lists every key; `ckpttool explain missing` says more about the reason
 
 missing: 3 keys, missing from left
@@ -233,7 +276,7 @@ warning: unused ignore entry: shape x # y (f:1)
 
 left   a.pt
 right  b.pt
-keys   4 missing, 1 unexpected
+keys   1 key only in left, 4 keys only in right
 """
 
 
@@ -255,8 +298,7 @@ def test_ignored_differences_are_listed_with_reasons() -> None:
 
 
 CHECK = """\
-check
-2 of 3 files with problems
+2 of 3 files have problems: a.json, b.pt
 
 Files
   file    type        result
@@ -286,12 +328,11 @@ def test_checked_files() -> None:
         Checked("c.toml", "rules", notes=("not compared",)),
     )
     assert text(of_check.check_document(Checks(files))) == CHECK
-    assert of_check.check_document(Checks(files[2:])).verdict == "1 file checked: OK"
+    assert of_check.check_document(Checks(files[2:])).verdict == "no problems found in c.toml"
 
 
 REMAP = """\
-remap
-2 renamed, 2 transformed, 1 unchanged
+would write b.pt: 2 keys renamed, 2 computed, 3 left out, optimizer state of 2 parameters by name
 
 source               a.pt
 output               b.pt

@@ -58,7 +58,6 @@ DIFF = Document(
 )
 
 PLAIN = """\
-diff a.pt b.pt
 1 key is missing
 
 left  a.pt
@@ -163,7 +162,6 @@ JSON = r"""{
 """
 
 TERMINAL = """\
-\x1b[1mdiff a.pt b.pt\x1b[0m
 \x1b[31m1 key is missing\x1b[0m
 
 \x1b[1mDifferences\x1b[0m
@@ -310,11 +308,10 @@ def test_output_with_hostile_keys_has_no_control_characters(name: str, key: str)
 
 @pytest.mark.parametrize("key", HOSTILE, ids=ascii)
 def test_terminal_shows_hostile_keys_escaped(key: str) -> None:
-    document = Document(key, "", True, (Table("keys", (Column("key", "key"),), ((key,),)),))
+    document = Document("", key, True, (Table("keys", (Column("key", "key"),), ((key,),)),))
     shown = render("text", document, {}, Terminal(200))
     assert [line.rstrip() for line in re.sub("\x1b\\[[0-9;]*m", "", shown).splitlines()] == [
         visible(key).rstrip(),
-        "",
         "",
         "keys",
         "  key",
@@ -334,7 +331,7 @@ def test_plain_text_does_not_break_keys(key: str) -> None:
         (Table("keys", (Column("key", "key"), Column("n", "number")), ((long, "1"),)),),
     )
     assert f"  {visible(long)}  " in render("text", document, {})
-    assert len(render("text", document, {}).splitlines()) == 6
+    assert len(render("text", document, {}).splitlines()) == 5
 
 
 @pytest.mark.parametrize("width", [1, 10, 20, 60])
@@ -351,7 +348,7 @@ def test_narrow_terminal_does_not_truncate(width: int) -> None:
     assert "288bytes" in re.sub(r"\s", "", shown)
     assert key in re.sub(r"\s", "", shown) or width == 60
     if width == 60:
-        assert "".join(line[2:].split("  ")[0].strip() for line in shown.splitlines()[5:]) == key
+        assert "".join(line[2:].split("  ")[0].strip() for line in shown.splitlines()[4:]) == key
 
 
 @pytest.mark.parametrize("key", HOSTILE, ids=ascii)

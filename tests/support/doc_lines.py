@@ -10,8 +10,8 @@ README = ROOT / "README.md"
 _IN_BLOCK = re.compile(r"^(?:\$ )?(ckpttool .*)$", re.MULTILINE)  # a line of a fenced block
 _SHOWN = 3  # lines of an output
 _ECHO = re.compile(
-    r"[a-z-]+( [^ ]+\.\w+)?$|(source|output|left|right|program|weights|run|key"
-    r" form|form|compared|not compared) {2,}"
+    r"(source|output|left|right|checkpoint|model|program|weights|run|key form|form|compared"
+    r"|not compared) {2,}"
 )
 _IN_TEXT = re.compile(r"`(ckpttool [^`\n]*)`")
 
@@ -34,14 +34,12 @@ def command_lines(*without: str) -> list[str]:
 
 
 def is_echo(line: str) -> bool:
-    """Return whether an output line is only the name of the command or an operand."""
+    """Return whether an output line only repeats an operand."""
     return _ECHO.match(line) is not None
 
 
 def first_lines(output: str) -> str:
-    """Return the lines that a page shows: the first ones, without the command's name and its
-    operands.
-    """
+    """Return the lines that a page shows: the first ones, without operands."""
     lines = [line for line in output.splitlines() if line.strip() and not is_echo(line)]
     return "".join(
         f"{line}\n" for line in [*lines[:_SHOWN], *(["..."] if len(lines) > _SHOWN else [])]

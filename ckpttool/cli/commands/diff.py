@@ -127,10 +127,10 @@ def _with_rules_written(result: Diff, path: str, of_names: bool) -> Diff:
     from ckpttool.remapping.options import RemapOptions
 
     if result.rules is None:
-        text = (
-            f"no rules are suggested, and {path} was not written: no rules lead from left to right"
+        words = (
+            "no rules are suggested, and {} was not written: no rules lead from {left} to {right}"
         )
-        return replace(result, notes=(*result.notes, Note(text, "no-fix")))
+        return replace(result, notes=(*result.notes, Note.about(words, "no-fix", path)))
     if (
         os.path.exists(path)
         and Path(path).read_text(encoding="utf-8", errors="replace") != result.rules

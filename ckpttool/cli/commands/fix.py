@@ -23,8 +23,8 @@ def command(
     """Write a checkpoint with the fix that `diff` suggests.
 
     `ckpttool diff CKPT --model MODEL` shows the fix; it is applied only if it was tried and nothing
-    differs after it. Status 0 if it is written; 1 if the checkpoint already fits, or if no command
-    fixes all of it.
+    differs after it. A checkpoint that already fits is copied. Status 0 if OUT is written; 1 if no
+    command fixes all of it.
 
     \b
     Examples:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from math import inf
+from typing import NamedTuple
 
 from ckpttool.core.text import Info, code_of, number, plural
-from ckpttool.diffing.result import (
-    ASPECTS,
-    HARMLESS,
-    NO_VALUES,
-    STATUSES,
-    Compared,
-    Diff,
-    Entry,
-    count_of,
-)
+from ckpttool.diffing.result import ASPECTS, HARMLESS, Asks, Compared, Diff, Entry
 from ckpttool.naming.evidence import Pair
 from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import (
@@ -41,12 +31,26 @@ from ckpttool.report.document import (
     filled,
     key_group,
     noted,
+    with_names,
 )
+from ckpttool.report.documents.answer import answer, is_paired, paired_keys, summary
 from ckpttool.report.documents.inspection import outlined
 
 _ROWS = 8  # rows of a cause
 _FEW = 2  # details of a change of a step
 _SAID_BY_FIX = ("partial-fix", "untried")  # codes of notes that the label of the fix says
+# codes of notes on what kind of file it is, which come before everything else
+_OF_KIND = ("adapter", "rank-part", "nothing-matched")
+# codes of differences that no other fact explains: the answer says how many there are
+_UNEXPLAINED = ("missing", "unexpected", "shape", "value")
+# the names of the two sides in the footer
+_SIDES: dict[Asks, tuple[str, str]] = {
+    "load": ("checkpoint", "model"),
+    "names": ("saved", "runtime"),
+    "drift": ("names file", "model"),
+    "optimizer": ("checkpoint", "optimizer"),
+    "pair": ("left", "right"),
+}
 _ROLES: dict[str, Role] = {
     "same": "ok",
     "alias": "dim",
@@ -66,7 +70,7 @@ def coverage(compared: Compared, scope: str) -> tuple[tuple[str, Inline], ...]:
         "objects": "non-tensor entries",
         "code": "the code of the program",
     }
-    if scope and scope != NO_VALUES:
+    if scope:
         long["values"] = f"values ({scope})"
     titles = {aspect: long.get(aspect, aspect) for aspect in titles}
     pairs = (
@@ -76,134 +80,194 @@ def coverage(compared: Compared, scope: str) -> tuple[tuple[str, Inline], ...]:
     return tuple(pair for pair in pairs if pair[1])
 
 
-def _in_section(diff: Diff, verdict: str) -> str:
-    """Return the verdict with the section that it is about, if that is not the complete file."""
-    return f"{verdict} in {diff.section}" if diff.section else verdict
-
-
-def _with_values(verdict: str, compared: Compared, scope: str, identical: bool) -> str:
-    """Return the verdict with what it says about values."""
-    if not compared.get("values", True):
-        return f"{verdict}; values not compared ({scope})"
-    if not identical or "values" not in compared:
-        return verdict
-    return f"{verdict}; values are equal" + (f" {scope}" if scope else "")
-
-
 def document(diff: Diff, *, all: bool = False) -> Document:
     """Return the document; with `all` every key has its own line."""
     uncounted = _uncounted(diff)
     counted = [entry for entry in diff.entries if not entry.is_one_of(uncounted)]
     others = [entry for entry in diff.entries if entry.is_one_of(uncounted)]
-    counts = count_of(STATUSES, Counter(entry.status for entry in counted))
-    notes = [note for note in diff.notes if code_of(note) not in _SAID_BY_FIX]
-    lead, reason = _lead(diff, notes)
+    lead = _lead(diff)
+    paired = paired_keys(diff)
     blocks: list[Block] = [
-        Keys("Every key" if all else "", _groups(counted, all), is_listed=all),
-        Keys("Not counted as differences", _groups(others, all)),
+        _likely_renames(diff, all),
+        Keys(
+            "Every key" if all else "",
+            _groups((entry for entry in counted if not is_paired(entry, paired)), diff, all),
+            is_listed=all,
+        ),
+        Keys("Not counted as differences", _groups(others, diff, all)),
+        _ambiguous(diff, all),
+        *noted(
+            (note for note in diff.notes if note not in lead.said),
+            quiet=diff.identical,
+            names=diff.names,
+        ),
+        _accepted(diff, all),
     ]
-    if diff.inferred is not None and diff.inferred.pairs:
-        by_evidence: dict[tuple[str, str], list[Pair]] = {}
-        for pair in diff.inferred.pairs:
-            by_evidence.setdefault((pair.evidence, pair.transposed), []).append(pair)
-        likely = []
-        for (evidence, transposed), pairs in by_evidence.items():
-            heading = f"{plural(len(pairs), 'pair')}, {evidence}"
-            heading += f"; stored transposed in {transposed}" if transposed else ""
-            likely.append(
-                _group(heading, [(pair.left, pair.right, "") for pair in pairs], all, "pairs")
-            )
-        blocks.append(Keys("Likely renames (heuristic; does not affect the result)", tuple(likely)))
-    if diff.inferred is not None:
-        ambiguous = tuple(
-            (first_pattern(one.left, all), first_pattern(one.right, all), one.reason)
-            for one in diff.inferred.ambiguous
-        )
-        blocks.append(Table("Ambiguous matches", (_LEFT, _RIGHT, _WHY), ambiguous))
-    blocks += noted((note for note in notes if note is not reason), quiet=diff.identical)
-    blocks.append(_accepted(diff, all))
     blocks += [Note(f"unused ignore entry: {line}", "warning") for line in diff.unused_ignores]
-    # A key without a counterpart, or under another name, could be any of those with its shape.
-    unsure = {key for e in counted if e.left != e.right for key in e.right}
-    exchangeable = [group for group in diff.exchangeable if not unsure.isdisjoint(group)]
-    if exchangeable and not diff.identical:
-        example = ", ".join(
-            group.pattern for group in collapse((key, None) for key in exchangeable[0])
-        )
-        count = plural(sum(map(len, exchangeable)), "tensor")
-        same = "has" if count.startswith("1 ") else "have"
-        blocks.append(
-            Note(
-                f"{count} {same} the same shape as a neighbor, so a swap would not be noticed"
-                f" (for example {example})"
-            )
-        )
-    sides = (("left", Cell(diff.left, "key")), ("right", Cell(diff.right, "key")))
-    summary = ", ".join(f"{number(count)} {status}" for status, count in counts.items())
-    blocks.append(
-        Facts(
-            (
-                *sides,
-                *((("keys", summary),) if summary else ()),
-                *coverage(diff.compared, diff.scope),
-            )
-        )
-    )
-    verdict = _in_section(diff, _verdict(diff))
-    verdict = _with_values(verdict, diff.compared, diff.scope, diff.identical)
+    blocks += _exchangeable(diff, counted)
+    blocks.append(_compared(diff, counted))
     roles = {status: _ROLES.get(status, "bad") for status in diff.summary}
     quiet = frozenset({"same"} if len(roles) > 1 else ())
     listing = Listing((diff.left, diff.right), roles, partial(findings, diff), quiet)
-    if diff.kinds:
-        lead = (_kinds(diff), *lead)
-    return Document("diff", verdict, diff.passes, filled(blocks), listing, lead)
+    title = diff.names[:1] if diff.asks == "names" else diff.names
+    return Document(
+        " ".join(("diff", *title)), answer(diff), diff.passes, filled(blocks), listing, lead.blocks
+    )
 
 
-def _lead(diff: Diff, notes: Sequence[str]) -> tuple[tuple[Block, ...], str | None]:
-    """Return the most important reason, the fix and where the details are; and the note that is the
-    reason, if any.
+def _likely_renames(diff: Diff, all: bool) -> Keys:
+    """Return the pairs of likely renames, a group for each evidence."""
+    by_evidence: dict[tuple[str, str], list[Pair]] = {}
+    for pair in () if diff.inferred is None else diff.inferred.pairs:
+        by_evidence.setdefault((pair.evidence, pair.transposed), []).append(pair)
+    groups = []
+    for (evidence, transposed), pairs in by_evidence.items():
+        heading = f"likely renames: {plural(len(pairs), 'pair')}, inferred: {evidence}"
+        if transposed:
+            side = diff.names[0] if transposed == "left" else diff.names[1]
+            heading += f"; stored transposed in {side}"
+        keys = [(pair.left, pair.right, "") for pair in pairs]
+        groups.append(_group(heading, keys, all, "pairs", "warn"))
+    return Keys("", tuple(groups))
+
+
+def _ambiguous(diff: Diff, all: bool) -> Table:
+    ambiguous = () if diff.inferred is None else diff.inferred.ambiguous
+    rows = tuple(
+        (first_pattern(one.left, all), first_pattern(one.right, all), one.reason)
+        for one in ambiguous
+    )
+    return Table("Ambiguous matches", (_LEFT, _RIGHT, _WHY), rows)
+
+
+def _exchangeable(diff: Diff, counted: Iterable[Entry]) -> list[Note]:
+    """Return a note on tensors that could be swapped without an error."""
+    # A key without a counterpart, or under another name, could be any of those with its shape.
+    unsure = {key for e in counted if e.left != e.right for key in e.right}
+    groups = [group for group in diff.exchangeable if not unsure.isdisjoint(group)]
+    if not groups or diff.identical:
+        return []
+    example = ", ".join(group.pattern for group in collapse((key, None) for key in groups[0]))
+    count = plural(sum(map(len, groups)), "tensor")
+    same = "has" if count.startswith("1 ") else "have"
+    text = (
+        f"{count} {same} the same shape as a neighbor, so a swap would not be noticed"
+        f" (for example {example})"
+    )
+    return [Note(text)]
+
+
+def _compared(diff: Diff, counted: Sequence[Entry]) -> Facts:
+    """Return the footer: the two sides, the counts, and what was compared."""
+    sides = zip(_SIDES[diff.asks], (diff.left, diff.right))
+    pairs: list[tuple[str, Inline]] = [(label, Cell(side, "key")) for label, side in sides]
+    counts = summary(diff, counted)
+    pairs += [("keys", counts)] if counts else []
+    return Facts((*pairs, *coverage(diff.compared, diff.scope)))
+
+
+class _Lead(NamedTuple):
+    """The lines after the answer: what kind of file it is, why it differs, the fix, and where the
+    details are. `said` are the notes that these lines say.
     """
+
+    blocks: tuple[Block, ...]
+    said: frozenset[str]
+
+
+def _lead(diff: Diff) -> _Lead:
+    """Return the lead of a diff; if nothing differs it says only what kind of file it is."""
+    kinds = [note for note in diff.notes if code_of(note) in _OF_KIND]
+    blocks: list[Block] = [_kinds(diff)] if diff.kinds else []
+    blocks += noted(kinds, quiet=True, names=diff.names)
+    notes = {*kinds, *(note for note in diff.notes if code_of(note) in _SAID_BY_FIX)}
     if diff.identical:
-        return ((Commands("fix", diff.fix),) if diff.fix else ()), None
-    harmless = _uncounted(diff) | {"same"}
-    failing = [
-        entry for entry in diff.entries if not entry.is_one_of(harmless) and entry.ignored is None
-    ]
-    pairs: list[tuple[str, Inline]] = []
-    details, reason = "", None
-    if failing:
-        largest = max(_by_cause(failing), key=len)
-        code = largest[0].cause.code.code if largest[0].cause else largest[0].status
-        text = f"{largest[0].why() or largest[0].status} ({plural(len(largest), 'key')})"
-        if (
-            diff.inferred is not None
-            and diff.inferred.pairs
-            and largest[0].status in ("missing", "unexpected")
-        ):
-            text = f"likely other names ({plural(len(diff.inferred.pairs), 'pair')})"
-        pairs.append(("reason", text))
-        details = f"--all lists every key; `ckpttool explain {code}` says more about the reason"
-    else:
-        reason = next((note for note in notes if not isinstance(note, Info)), None)
-        pairs += [("reason", reason)] if reason is not None else []
-        if code := code_of(reason or ""):
-            details = f"`ckpttool explain {code}` says more about the reason"
-    lead: list[Block] = [Facts(tuple(pairs), is_short=True)] if pairs else []
+        blocks += [Commands("fix", diff.fix)] if diff.fix else []
+        return _Lead(tuple(blocks), frozenset(notes))
+    reason = _reason(diff)
+    if reason.text:
+        blocks.append(_line("reason", reason.text))
+        notes |= {reason.note, *(note for note in diff.notes if code_of(note) == reason.code)}
     if diff.fix:
-        complete = diff.fix[-1].complete or any(fix.complete for fix in diff.fix)
-        label = "fix" if complete else "partial fix" if diff.fix[-1].tried else "fix (not tried)"
-        lead.append(Commands(label, diff.fix))
-    elif several := next((note for note in diff.notes if code_of(note) == "several-parts"), None):
-        lead.append(Facts((("fix", several),), is_short=True))
-    elif diff.unfixed:
-        keys = sum(len(one.keys) for one in diff.unfixed)
-        codes = ", ".join(one.code for one in diff.unfixed)
-        lead.append(
-            Facts((("fix", f"no command fixes {plural(keys, 'key')} ({codes})"),), is_short=True)
-        )
-    if details:
-        lead.append(Facts((("details", details),), is_short=True))
-    return tuple(lead), reason
+        is_complete = any(fix.complete for fix in diff.fix)
+        is_tried = diff.fix[-1].tried
+        label = "fix" if is_complete else "partial fix" if is_tried else "fix (not tried)"
+        blocks.append(Commands(label, diff.fix))
+    for label, note in _not_fixed(diff):
+        blocks.append(_line(label, with_names(note, diff.names)))
+        notes.add(note)
+    if reason.code:
+        more = "" if reason.note else "--all lists every key; "
+        details = f"{more}`ckpttool explain {reason.code}` says more about the reason"
+        blocks.append(_line("details", details))
+    return _Lead(tuple(blocks), frozenset(notes))
+
+
+def _line(label: str, text: str) -> Facts:
+    return Facts(((label, text),), is_short=True)
+
+
+class _Reason(NamedTuple):
+    """Why the two differ, and the code to look up; `note` is the note that says it. No text: the
+    answer says it.
+    """
+
+    text: str = ""
+    code: str = ""
+    note: str = ""
+
+
+def _reason(diff: Diff) -> _Reason:
+    """Return the cause that explains most keys; a note if no key differs."""
+    harmless = _uncounted(diff) | {"same"}
+    paired = paired_keys(diff)
+    failing = [
+        entry
+        for entry in diff.entries
+        if not entry.is_one_of(harmless) and entry.ignored is None and not is_paired(entry, paired)
+    ]
+    by_code: dict[str, list[list[Entry]]] = {}
+    for group in _by_cause(failing):
+        code = group[0].cause.code.code if group[0].cause else group[0].status
+        by_code.setdefault(code, []).append(group)
+    counts = {code: sum(map(len, groups)) for code, groups in by_code.items()}
+    explained = {code: count for code, count in counts.items() if code not in _UNEXPLAINED}
+    pairs = () if diff.inferred is None else diff.inferred.pairs
+    if pairs and len(pairs) >= max(explained.values(), default=0):
+        return _reason_of_renames(diff, pairs)
+    if explained:
+        code = max(explained, key=explained.__getitem__)
+        largest = max(by_code[code], key=len)
+        why = largest[0].why(diff.names) or largest[0].status
+        return _Reason(f"{why} ({plural(len(largest), 'key')})", code)
+    if counts:
+        return _Reason("", max(counts, key=counts.__getitem__))
+    for note in diff.notes:
+        if not isinstance(note, Info) and code_of(note) not in (*_OF_KIND, *_SAID_BY_FIX):
+            return _Reason(with_names(note, diff.names), code_of(note), note)
+    return _Reason()
+
+
+def _reason_of_renames(diff: Diff, pairs: Sequence[Pair]) -> _Reason:
+    """Return that a hook may be the reason, or the evidence if all likely renames have the same."""
+    hidden = [note for note in diff.notes if code_of(note) == "hidden-segment"]
+    if hidden and not any(fix.tried for fix in diff.fix):
+        return _Reason(with_names(hidden[0], diff.names), "hidden-segment", hidden[0])
+    evidence = {pair.evidence for pair in pairs}
+    why = evidence.pop() if len(evidence) == 1 else "likely other names"
+    return _Reason(f"{why} ({plural(len(pairs), 'pair')})", "renamed")
+
+
+def _not_fixed(diff: Diff) -> Iterator[tuple[str, str]]:
+    """Yield what no command fixes, with a label, and what to do about it."""
+    several = next((note for note in diff.notes if code_of(note) == "several-parts"), None)
+    if several is not None and not diff.fix:
+        yield "fix", several
+        return
+    for unfixed in diff.unfixed:
+        advice = next((note for note in diff.notes if code_of(note) == unfixed.code), None)
+        count = plural(len(unfixed.keys), "key")
+        yield "not fixed" if diff.fix else "no fix", advice or f"{count} ({unfixed.code})"
 
 
 def _kinds(diff: Diff) -> Facts:
@@ -216,48 +280,10 @@ def _kinds(diff: Diff) -> Facts:
 
 
 def _uncounted(diff: Diff) -> frozenset[str]:
-    """Return the statuses and codes, besides `same`, that verdict, summary and table of causes do
+    """Return the statuses and codes, besides `same`, that answer, summary and table of causes do
     not count.
     """
     return (HARMLESS if diff.identical else diff.harmless) - {"same"}
-
-
-def _verdict(diff: Diff) -> str:
-    if diff.failing_ignores:
-        unused = plural(diff.failing_ignores, "unused ignore entry")
-        return (
-            f"{unused} (--fail-on-unused);"
-            f" {_verdict(replace(diff, accepted=True, failing_ignores=0))}"
-        )
-    if diff.identical:
-        harmless = sum(entry.status not in HARMLESS for entry in diff.entries)
-        if harmless and diff.compared.get("values"):
-            return (
-                f"the same weights; {plural(harmless, 'key')} under another name, or computed"
-                " by a hook"
-            )
-        if harmless:
-            return f"loads; {plural(harmless, 'harmless difference')}"
-        return "no differences between the models" if diff.has_other_notes else "no differences"
-    differing = [entry for entry in diff.entries if diff.is_difference(entry)]
-    ignored = sum(entry.ignored is not None for entry in differing)
-    uncounted = _uncounted(diff)
-    total = sum(not entry.is_one_of(uncounted) for entry in diff.entries)
-    count = (
-        f"{number(len(differing))} of {plural(total, 'key')}"
-        f" {'differs' if len(differing) == 1 else 'differ'}"
-    )
-    if diff.accepted:
-        others = len(differing) - ignored
-        parts = [f"{number(ignored)} ignored"] * bool(ignored) + [
-            f"{number(others)} not in --fail-on"
-        ] * bool(others)
-        return f"{count}, accepted ({', '.join(parts)})"
-    if not differing:
-        return diff.other_failure or "different"
-    verdict = count + (f", {number(ignored)} of them ignored" if ignored else "")
-    pairs = 0 if diff.inferred is None else len(diff.inferred.pairs)
-    return f"{verdict} ({plural(pairs, 'likely rename')})" if pairs else verdict
 
 
 def findings(diff: Diff) -> Iterator[Finding]:
@@ -280,7 +306,7 @@ def findings(diff: Diff) -> Iterator[Finding]:
             else (entry.hook.file, entry.hook.line)
         )
         fails = not diff.identical and diff.is_difference(entry) and entry.ignored is None
-        why, detail = entry.why(), entry.detail or ""
+        why, detail = entry.why(diff.names), entry.detail or ""
         yield Finding(entry.status, mine, theirs, why, detail, entry.spread or (), place, fails)
 
 
@@ -300,7 +326,7 @@ def _by_cause(entries: Iterable[Entry]) -> list[list[Entry]]:
     return list(groups.values())
 
 
-def _groups(entries: Iterable[Entry], all: bool) -> tuple[KeyGroup, ...]:
+def _groups(entries: Iterable[Entry], diff: Diff, all: bool) -> tuple[KeyGroup, ...]:
     """Return a group for each cause, repeated layers on one line; with `all` each key has a line,
     equal ones too.
     """
@@ -311,7 +337,7 @@ def _groups(entries: Iterable[Entry], all: bool) -> tuple[KeyGroup, ...]:
             code for code in (first.cause.codes if first.cause else ()) if code != first.status
         ]
         heading = f"{first.status}: {plural(len(group), 'key')}"
-        heading += "".join(f", {text}" for text in [first.why()] if text)
+        heading += "".join(f", {text}" for text in [first.why(diff.names)] if text)
         heading += f" [{', '.join(codes)}]" if codes else ""
         pairs = [(entry.left, entry.right, entry.detail or "") for entry in group]
         groups.append(_group(heading, pairs, all, "keys", _ROLES.get(first.status, "bad")))

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.pickle_imports import DANGEROUS, KNOWN, UNKNOWN
-from ckpttool.core.text import dotted, human_bytes, number, plural, shape_text, some
+from ckpttool.core.text import dotted, human_bytes, listed, number, plural, shape_text, some
 from ckpttool.core.values import dataclass
+from ckpttool.formats.registry import FORMATS
 from ckpttool.inspection.inspect import Inspection, names_in_file
 from ckpttool.naming.flat import flat_params
 from ckpttool.operands.checkpoint import split
@@ -64,11 +65,6 @@ def document(
     )
     checkpoint = replace(inspection.checkpoint, sections=tuple(in_order))
     inspection = replace(inspection, checkpoint=checkpoint)
-    tensors = sum(len(section.all_tensors()) for section in checkpoint.sections)
-    verdict = (
-        f"{checkpoint.format}, {plural(tensors, 'tensor')}, {human_bytes(checkpoint.nbytes)}"
-        " on disk"
-    )
     limit = None if all else _ROWS
     dangerous = any(one.verdict == DANGEROUS for one in checkpoint.imports)
     extras = [
@@ -128,7 +124,33 @@ def document(
     lead = (Facts(kinds, is_short=True),) if kinds else ()
     blocks = (*(table for table in tables if table.rows), *folded, *noted(inspection.notes))
     listing = Listing((checkpoint.source,), {"tensor": "plain"}, partial(_findings, inspection))
-    return Document(f"inspect {checkpoint.source}", verdict, True, blocks, listing, lead)
+    title = f"inspect {checkpoint.source}"
+    return Document(title, _contents(inspection), True, blocks, listing, lead)
+
+
+def _contents(inspection: Inspection) -> str:
+    """Return ``train.pt holds a state dict of 92 tensors and an optimizer: torch.save, 3 MiB``."""
+    checkpoint = inspection.checkpoint
+    parts = []
+    state_dicts = checkpoint.state_dicts
+    if state_dicts:
+        tensors = sum(len(section.all_tensors()) for section in state_dicts)
+        several = plural(len(state_dicts), "state dict")
+        count = "a state dict" if len(state_dicts) == 1 else several
+        parts.append(f"{count} of {plural(tensors, 'tensor')}")
+    optimizers = len(checkpoint.optimizers)
+    if optimizers:
+        parts.append("an optimizer" if optimizers == 1 else plural(optimizers, "optimizer"))
+    others = [section for section in checkpoint.sections if section.kind == "other"]
+    loose = sum(len(section.all_tensors()) for section in others)
+    if loose:
+        parts.append(plural(loose, "other tensor" if parts else "tensor"))
+    objects = len(checkpoint.others) + sum(len(one.extras) for one in checkpoint.sections)
+    if objects:
+        parts.append(plural(objects, "non-tensor entry"))
+    title = FORMATS[checkpoint.format].title
+    size = human_bytes(checkpoint.nbytes)
+    return f"{checkpoint.source} holds {listed(parts) or 'nothing'}: {title}, {size}"
 
 
 def _findings(inspection: Inspection) -> Iterator[Finding]:

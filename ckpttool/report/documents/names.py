@@ -8,9 +8,9 @@ from ckpttool.checks import Checks
 from ckpttool.core.codes import Row
 from ckpttool.core.errors import Problem
 from ckpttool.core.names import Names
-from ckpttool.core.text import number, plural, shape_text
+from ckpttool.core.text import number, plural, shape_text, some
 from ckpttool.diffing.names import compare_names
-from ckpttool.diffing.result import Diff, names_outlines
+from ckpttool.diffing.result import HARMLESS, Diff, names_outlines
 from ckpttool.inspection.explain import Explanation
 from ckpttool.report.document import (
     Block,
@@ -26,6 +26,9 @@ from ckpttool.report.document import (
     noted,
 )
 from ckpttool.report.documents import diff as diff_report
+from ckpttool.report.documents.answer import answer
+
+_FEW = 3  # files that the first line names
 
 
 def document(names: Names, *, all: bool = False, written: str | None = None) -> Document:
@@ -33,7 +36,16 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
     load again.
     """
     entries = compare_names(names)
-    diff = Diff("serialized", "runtime", False, entries, outlines=names_outlines(names))
+    differing = [entry for entry in entries if entry.status not in HARMLESS]
+    diff = Diff(
+        "serialized",
+        "runtime",
+        not differing,
+        entries,
+        outlines=names_outlines(names),
+        asks="names",
+        names=(names.model, names.model),
+    )
     shown = diff_report.document(diff, all=all)
     tables = [block for block in shown.blocks if isinstance(block, (Table, Keys))]
     parameters = [t for t in names.runtime if t.kind == "parameter"]
@@ -58,11 +70,11 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
         )
         blocks.append(Problems(names.roundtrip_problems, "warning"))
     blocks += noted(names.notes)
+    verdict = answer(diff)
     if written is not None:
-        blocks.append(Note(f"names file: {written}"))
-    renamed = sum(entry.status in ("renamed", "transformed") for entry in entries)
-    keys = plural(len(names.serialized), "serialized key")
-    verdict = f"{keys}, {number(renamed)} of them different from the runtime name"
+        verdict = f"wrote {written}: {verdict}"
+    if not names.roundtrips:
+        verdict += "; it does not load all that it saves"
     return Document(f"trace {names.model}", verdict, names.roundtrips, tuple(blocks), shown.listing)
 
 
@@ -88,13 +100,26 @@ def explained(explanation: Explanation) -> Document:
         ("optimizer state", Cell(", ".join(explanation.states), "key")),
         ("renamed by", str(explanation.hook or "")),
     )
-    verdict = plural(len({tensor.fqn, *explanation.serialized, *explanation.aliases}), "name")
-    return Document(f"explain {explanation.name}", verdict, True, (shown,))
+    return Document(f"explain {explanation.name}", _named(explanation), True, (shown,))
+
+
+def _named(explanation: Explanation) -> str:
+    """Return the names of the tensor in the model and in checkpoints, as a sentence."""
+    fqn, serialized = explanation.tensor.fqn, explanation.serialized
+    if not serialized:
+        saved = "not saved"
+    elif serialized == (fqn,):
+        saved = "saved under this name"
+    else:
+        saved = f"saved as {', '.join(serialized)}"
+    if explanation.name == fqn:
+        return f"{fqn} is {saved}"
+    return f"{explanation.name} is {fqn} in the model, which is {saved}"
 
 
 def explained_code(row: Row) -> Document:
     rows = (("kind", row.kind), ("example", row.example), ("what to do", row.fix))
-    return Document(f"explain {row.code}", row.meaning, True, (facts(*rows),))
+    return Document(f"explain {row.code}", f"{row.code}: {row.meaning}", True, (facts(*rows),))
 
 
 def check_document(checks: Checks) -> Document:
@@ -119,7 +144,15 @@ def check_document(checks: Checks) -> Document:
     blocks += [Note(f"hint: {file.path}: {file.hint}") for file in checks.files if file.hint]
     for file in checks.files:
         blocks += (replace(note, text=f"{file.path}: {note.text}") for note in noted(file.notes))
-    wrong = sum(bool(file.problems) for file in checks.files)
-    count = plural(len(rows), "file")
-    verdict = f"{number(wrong)} of {count} with problems" if wrong else f"{count} checked: OK"
-    return Document("check", verdict, checks.ok, tuple(blocks))
+    return Document("check", _checked(checks), checks.ok, tuple(blocks))
+
+
+def _checked(checks: Checks) -> str:
+    """Return which files have problems."""
+    wrong = [file for file in checks.files if file.problems]
+    if not wrong:
+        return f"no problems found in {some([file.path for file in checks.files], _FEW)}"
+    if len(wrong) == 1:
+        return f"{wrong[0].path} has {plural(len(wrong[0].problems), 'problem')}"
+    count = f"{number(len(wrong))} of {plural(len(checks.files), 'file')}"
+    return f"{count} have problems: {some([file.path for file in wrong], _FEW)}"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckpttool.core.expression import BY_CODE, Ref, refs
+from ckpttool.core.optimizer_state import FLAT, FQN, ID
 from ckpttool.core.plan import Plan
 from ckpttool.core.text import dotted, number, plural
 from ckpttool.report.collapse import collapse
@@ -34,6 +35,7 @@ _ROWS = 20
 _FEW = 10  # lines of changed keys once they are written
 # changed keys that are collapsed for these lines: more would take memory, and few are shown
 _COLLAPSED = 2_000
+_BY = {ID: "id", FQN: "name", FLAT: "name, in flat keys"}
 _VERDICTS = {
     "equal": "kept, equal to the model's",
     "different": "kept, the model has another",
@@ -44,9 +46,6 @@ _VERDICTS = {
 
 def document(done: Remap, command: str = "remap") -> Document:
     """Return what a remap did, or would do; `command` is its title."""
-    verdict = ", ".join(f"{number(count)} {what}" for what, count in done.counts.items() if count)
-    if not verdict:
-        verdict = "optimizer state only" if done.result.optimizers else "no tensors"
     computed = (
         ("computed", f"{plural(len(keys), 'tensor')} by running {run.model}.{BY_CODE[run.way]}()")
         for run, keys in done.plan.by_code
@@ -78,7 +77,46 @@ def document(done: Remap, command: str = "remap") -> Document:
         blocks.append(Note("dry run: nothing was written"))
     blocks.append(shortened(_dropped(done.plan), _ROWS, "--format json"))
     blocks += noted(done.notes)
-    return Document(command, verdict, True, filled(blocks))
+    return Document(f"{command} {done.source}", _written(done), True, filled(blocks))
+
+
+def _written(done: Remap) -> str:
+    """Return what was written, or would be: ``wrote OUT: 38 keys renamed, 2 left out``."""
+    source, out, changes = done.source, done.output, _counted(done)
+    if out == source:
+        if not changes:
+            return f"{source} already loads into {done.loads_into}: nothing was changed"
+        return f"{'would change' if done.dry_run else 'changed'} {source} in place: {changes}"
+    if not out:
+        return f"not written: {source} with {changes or 'no changes'}"
+    if not changes and not done.changes_content:
+        has = "would have" if done.dry_run else "has"
+        same = f"{out} {has} the same tensors as {source}, in {done.format}"
+        return f"{same}; {source} already loads into {done.loads_into}" if done.loads_into else same
+    loads = f", which loads into {done.loads_into}" if done.loads_into else ""
+    tensors = plural(len(done.plan.outputs), "tensor")
+    wrote = "would write" if done.dry_run else "wrote"
+    return f"{wrote} {out}{loads}: {changes or f'{tensors} of {source}'}"
+
+
+def _counted(done: Remap) -> str:
+    """Return how many keys were renamed, computed and left out, and what became of optimizers."""
+    counts = done.counts
+    kinds = {
+        "renamed": counts["renamed"],
+        "computed": counts["transformed"],
+        "left out": len(done.plan.dropped),
+        "missing": len(done.missing),
+    }
+    phrases: list[str] = []
+    for what, count in kinds.items():
+        if count:
+            phrases.append(f"{number(count) if phrases else plural(count, 'key')} {what}")
+    params = sum(one.params for one in done.optimizers if one.was != one.to or not phrases)
+    if params:
+        to = done.optimizers[0].to
+        phrases.append(f"optimizer state of {plural(params, 'parameter')} by {_BY.get(to, to)}")
+    return ", ".join(phrases)
 
 
 def planned(plan: Plan) -> Document:
@@ -94,10 +132,11 @@ def planned(plan: Plan) -> Document:
 
 def undone(done: Undone) -> Document:
     verdicts = {
-        "undone": "undid the last edit in place",
-        "rolled back": "rolled back an interrupted edit",
+        "undone": "is as it was before the last edit in place",
+        "rolled back": "is as it was before an edit that was interrupted",
     }
-    return Document("undo", verdicts[done.way], True, (facts(("path", Cell(done.path, "key"))),))
+    verdict = f"{done.path} {verdicts[done.way]}"
+    return Document(f"undo {done.path}", verdict, True)
 
 
 def swapped(done: Swap) -> Document:
@@ -136,9 +175,19 @@ def swapped(done: Swap) -> Document:
     dry_run = done.cost is not None
     if dry_run:
         blocks.append(Note("dry run: nothing was written"))
-    verdict = f"{plural(len(done.sources), 'weight')} {'fit' if dry_run else 'swapped'}"
-    verdict += ", all values unchanged" if done.unchanged else ""
-    return Document("swap-weights", verdict, True, filled(blocks))
+    title = f"swap-weights {done.source} {done.weights}"
+    return Document(title, _swapped(done), True, filled(blocks))
+
+
+def _swapped(done: Swap) -> str:
+    """Return ``wrote OUT: PROGRAM with 92 weights of NEW``."""
+    weights = f"{plural(len(done.sources), 'weight')} of {done.weights}"
+    program = f"{done.source} with {weights}"
+    if done.unchanged:
+        program += ", which it had already"
+    if not done.output:
+        return f"{weights} fit {done.source}"
+    return f"{'wrote' if done.cost is None else 'would write'} {done.output}: {program}"
 
 
 def presets_document(presets: Sequence[Preset]) -> Document:
@@ -152,7 +201,10 @@ def presets_document(presets: Sequence[Preset]) -> Document:
     )
     columns = (Column("name", "key"), Column("from, to"), Column("with its sizes", "key"))
     return Document(
-        "rules", plural(len(presets), "preset"), True, (Table("Presets", columns, rows),)
+        "rules",
+        f"{plural(len(presets), 'preset')}: --rules NAME applies one",
+        True,
+        (Table("Presets", columns, rows),),
     )
 
 

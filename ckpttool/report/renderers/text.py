@@ -59,10 +59,7 @@ _FILE = Terminal(_UNLIMITED, color=False)
 def render(document: Document, terminal: Terminal | None = None) -> str:
     """Return the document for a person; `terminal` is None for a file or a pipe."""
     at = terminal or _FILE
-    head = [
-        *_lines(document.title, "title", at),
-        *_lines(document.verdict, "ok" if document.ok else "bad", at),
-    ]
+    head = _lines(document.verdict, "ok" if document.ok else "bad", at)
     for block in document.lead:
         head += lines(block, at)
     parts = [head, *(lines(block, at) for block in document.blocks)]

@@ -1,0 +1,223 @@
+"""The first line of a diff: the answer in words, with the user's own names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ckpttool.core.text import listed, number, plural
+from ckpttool.diffing.result import HARMLESS, Diff, Entry
+
+_LIKELY = "likely"  # counted like a status: likely renames
+
+# Status -> noun and the words after it, in the order of the sentence. `plural` gets the noun.
+_COUNTED: dict[str, tuple[str, str]] = {
+    _LIKELY: ("likely rename", ""),
+    "renamed": ("renamed key", ""),
+    "transformed": ("computed value", ""),
+    "order": ("parameter", " at another position"),
+    "unexpected": ("key", " only in {left}"),
+    "missing": ("key", " only in {right}"),
+    "shape": ("tensor", " of another shape"),
+    "dtype": ("tensor", " of another dtype"),
+    "value": ("tensor", " with other values"),
+    "alias": ("second name", ""),
+}
+_SINCE_NAMES_FILE = {
+    **_COUNTED,
+    "order": ("optimizer id", " at another position"),
+    "unexpected": ("removed key", ""),
+    "missing": ("new key", ""),
+}
+_OF_OPTIMIZER = {
+    **_COUNTED,
+    "renamed": ("parameter", " in another group"),
+    "unexpected": ("entry", " that it does not take"),
+    "missing": ("entry", " missing"),
+}
+
+
+def answer(diff: Diff) -> str:
+    """Return the answer of a diff as one sentence, with the section that it is about if that is not
+    the complete file.
+    """
+    accepted = True if diff.failing_ignores else diff.accepted
+    sentence = _identical(diff) if diff.identical else _with_accepted(diff, accepted=accepted)
+    if diff.section:
+        sentence += f" (section {diff.section})"
+    if diff.failing_ignores:
+        unused = plural(diff.failing_ignores, "unused ignore entry")
+        sentence = f"{unused} (--fail-on-unused); {sentence}"
+    return sentence
+
+
+# Nothing that counts differs
+
+
+def _identical(diff: Diff) -> str:
+    left, right = diff.names
+    if diff.asks == "names":
+        return f"{right} saves its tensors under their runtime names"
+    if diff.asks == "drift":
+        return f"{right} has the names in {left}"
+    harmless = sum(entry.status not in HARMLESS for entry in diff.entries)
+    if diff.asks != "pair":
+        subject = left if diff.asks == "load" else f"the optimizer state of {left}"
+        loads = f"{subject} loads into {right}"
+        return f"{loads}; {plural(harmless, 'harmless difference')}" if harmless else loads
+    if harmless and diff.compared.get("values"):
+        same = f"{left} and {right} have the same weights"
+        return f"{same}; {plural(harmless, 'key')} under another name, or computed by a hook"
+    subject = f"the models in {left} and {right}" if diff.has_other_notes else f"{left} and {right}"
+    same = f"{subject} have the same {_same_aspects(diff)}"
+    return f"{same}; {plural(harmless, 'harmless difference')}" if harmless else same
+
+
+def _same_aspects(diff: Diff) -> str:
+    """Return what was compared of each tensor: ``keys, shapes and dtypes``."""
+    aspects = ("keys", "shapes", "dtypes", "values")
+    compared = [aspect for aspect in aspects if diff.compared.get(aspect)] or ["keys"]
+    if compared[-1] == "values" and diff.scope:
+        compared[-1] = f"values ({diff.scope})"
+    return listed(compared)
+
+
+# Something differs
+
+
+def _with_accepted(diff: Diff, *, accepted: bool | None) -> str:
+    """Return the differences, and how many of them are accepted."""
+    differing = [entry for entry in diff.entries if diff.is_difference(entry)]
+    ignored = sum(entry.ignored is not None for entry in differing)
+    others = len(differing) - ignored
+    sentence = _differences(diff, differing)
+    if accepted:
+        parts = [f"{number(ignored)} ignored"] if ignored else []
+        parts += [f"{number(others)} not in --fail-on"] if others else []
+        return f"{sentence}; accepted ({', '.join(parts)})"
+    return f"{sentence}; {number(ignored)} ignored" if ignored else sentence
+
+
+def _differences(diff: Diff, differing: Sequence[Entry]) -> str:
+    left, right = diff.names
+    counts = counted(diff, differing)
+    if diff.asks == "load":
+        return _not_loaded(diff, counts) if counts else f"{left} {diff.other_failure}"
+    if diff.asks == "names":
+        return _saved_otherwise(diff, counts) if counts else f"{right} {diff.other_failure}"
+    phrases = _phrases(diff, counts)
+    # the sections and entries next to the models, or why two files differ that have equal entries
+    if diff.asks in ("pair", "drift") and diff.other_failure:
+        phrases.append(diff.other_failure)
+    details = ", ".join(phrases)
+    if diff.asks == "drift":
+        return f"{right} has changed since {left}: {details}"
+    if diff.asks == "optimizer":
+        subject = f"the optimizer state of {left}"
+        if not counts:
+            return f"{subject} {diff.other_failure}"
+        return f"{subject} does not fit {right}: {details}"
+    differ = f"{left} and {right} differ"
+    return f"{differ}: {details}" if details else differ
+
+
+def counted(diff: Diff, entries: Sequence[Entry]) -> dict[str, int]:
+    """Return how many entries have each status; the two keys of a likely rename count as one."""
+    paired = paired_keys(diff)
+    counts = Counter(entry.status for entry in entries if not is_paired(entry, paired))
+    pairs = 0 if diff.inferred is None else len(diff.inferred.pairs)
+    return {_LIKELY: pairs, **counts} if pairs else dict(counts)
+
+
+def paired_keys(diff: Diff) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the keys of each side that a likely rename pairs."""
+    pairs = () if diff.inferred is None else diff.inferred.pairs
+    left = frozenset(key for pair in pairs for key in pair.left)
+    right = frozenset(key for pair in pairs for key in pair.right)
+    return left, right
+
+
+def is_paired(entry: Entry, paired: tuple[frozenset[str], frozenset[str]]) -> bool:
+    """Return True if likely renames pair all keys of the entry: with them it is no difference."""
+    if entry.status not in ("unexpected", "missing", "shape"):
+        return False
+    return paired[0].issuperset(entry.left) and paired[1].issuperset(entry.right)
+
+
+def summary(diff: Diff, entries: Sequence[Entry]) -> str:
+    """Return how many entries are equal, and how many differ in which way."""
+    counts = counted(diff, entries)
+    same = counts.pop("same", 0)
+    return ", ".join([*([f"{number(same)} same"] if same else []), *_phrases(diff, counts)])
+
+
+def _phrases(diff: Diff, counts: dict[str, int]) -> list[str]:
+    left, right = diff.names
+    words = {"drift": _SINCE_NAMES_FILE, "optimizer": _OF_OPTIMIZER}.get(diff.asks, _COUNTED)
+    phrases = []
+    for status in dict.fromkeys((*words, *counts)):
+        if counts.get(status):
+            noun, rest = words.get(status, (status, ""))
+            phrases.append(plural(counts[status], noun) + rest.format(left=left, right=right))
+    return phrases
+
+
+def _not_loaded(diff: Diff, counts: dict[str, int]) -> str:
+    """Return ``LEFT lacks 4 keys of RIGHT and has 2 keys that it does not know``."""
+    left, right = diff.names
+    clauses = []
+    missing = counts.get("missing", 0)
+    if missing:
+        clauses.append(f"lacks {plural(missing, 'key')} of {right}")
+    objects: list[str] = []
+    for status, noun, one, several in (
+        ("renamed", "key", "under another name", "under other names"),
+        ("transformed", "value", "in another form", "in another form"),
+        ("unexpected", "key", "that {it} does not know", "that {it} does not know"),
+        ("shape", "tensor", "of another shape", "of another shape"),
+        ("dtype", "tensor", "of another dtype", "of another dtype"),
+        ("value", "tensor", "whose value loading loses", "whose values loading loses"),
+    ):
+        count = counts.get(status, 0)
+        if not count:
+            continue
+        is_first = not clauses and not objects
+        words = (one if count == 1 else several).format(it=right if is_first else "it")
+        is_named = is_first and status != "unexpected"
+        of = f" of {right}" if is_named and noun == "key" else ""
+        than = f" than {right}" if is_named and status in ("shape", "dtype") else ""
+        total = _all_of(diff, status, count)
+        objects.append(f"{total}{plural(count, noun)}{of} {words}{than}")
+    if objects:
+        clauses.append(f"has {listed(objects)}")
+    if not clauses:
+        return f"{left} {diff.other_failure or f'does not load into {right}'}"
+    return f"{left} {' and '.join(clauses)}"
+
+
+def _all_of(diff: Diff, status: str, count: int) -> str:
+    """Return ``all`` if every key of the model has another name."""
+    expected = sum(bool(entry.right) for entry in diff.entries)
+    return "all " if status == "renamed" and count == expected > 1 else ""
+
+
+def _saved_otherwise(diff: Diff, counts: dict[str, int]) -> str:
+    """Return ``MODEL saves 19 of its 92 keys under other names than at runtime``."""
+    keys = sum(bool(entry.left) for entry in diff.entries)
+    clauses = []
+    renamed, computed = counts.get("renamed", 0), counts.get("transformed", 0)
+    if renamed:
+        names = "another name" if renamed == 1 else "other names"
+        clauses.append(
+            f"saves {number(renamed)} of its {plural(keys, 'key')} under {names} than at runtime"
+        )
+    if computed:
+        clauses.append(f"computes {plural(computed, 'value')} when it saves")
+    added, inside = counts.get("unexpected", 0), counts.get("missing", 0)
+    if added:
+        clauses.append(f"adds {plural(added, 'key')} that no tensor has")
+    if inside:
+        clauses.append(f"saves {plural(inside, 'tensor')} inside other entries")
+    if diff.other_failure:
+        clauses.append(diff.other_failure)
+    return f"{diff.names[1]} {listed(clauses or ['does not save its tensors as they are'])}"
