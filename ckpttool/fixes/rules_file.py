@@ -14,6 +14,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import refs
 from ckpttool.core.text import Note, plural, shell, some, visible
 from ckpttool.core.values import dataclass
+from ckpttool.diffing.causes import FIELDS
 from ckpttool.diffing.moved import Rotary, rotary
 from ckpttool.diffing.names import known
 from ckpttool.diffing.result import Entry
@@ -295,7 +296,7 @@ def suggested(
     rules = suggest(inferred.pairs, same, mine, theirs, orders)
     if rules is None:
         return None
-    undone = []
+    undone = list[Note]()
     left_dtypes, right_dtypes = (
         {entry.key: entry.dtype for entry in side.tensors} for side in (mine, theirs)
     )
@@ -307,17 +308,16 @@ def suggested(
     if any(len(one) > 1 for one in dtypes) or any(
         not e.left or e.left[0] not in orders for e in differing_entries
     ):
-        undone.append("the suggested rules do not change dtypes and values, and some differ")
-    for keys, what, side in (
-        (rules.remaining, "write", "right"),
-        (rules.left_over, "change", "left"),
+        text = "the suggested rules do not change dtypes and values, and some differ"
+        undone.append(Note(text, "incomplete-rules"))
+    for keys, verb, side in (
+        (rules.remaining, "write", FIELDS[1]),
+        (rules.left_over, "change", FIELDS[0]),
     ):
         if keys:
-            undone.append(
-                f"the suggested rules do not {what} {plural(len(keys), 'key')} of the"
-                f" {side}: {some(keys)}"
-            )
-    return replace(rules, undone=tuple(Note(text, "incomplete-rules") for text in undone))
+            words = f"the suggested rules do not {verb} {plural(len(keys), 'key')} of {side}: {{}}"
+            undone.append(Note.about(words, "incomplete-rules", some(keys)))
+    return replace(rules, undone=tuple(undone))
 
 
 def renamed(left: str, options: RemapOptions) -> str:

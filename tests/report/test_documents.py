@@ -229,7 +229,7 @@ def asked(asks: Asks, entries: tuple[Entry, ...], failure: str = "") -> Diff:
         ),
         (
             asked("drift", (MISSING_KEY, *RENAMED)),
-            "m.py:M has changed since a.pt: 3 renamed keys, 1 new key",
+            "m.py:M has changed since a.pt: 3 changed names, 1 new key",
         ),
         (
             asked("optimizer", (both("order", "p"),)),

@@ -545,7 +545,7 @@ def test_commands_that_write_a_rules_file_are_printed(run: Run) -> None:
         ),
         (
             {**build("short").state_dict(), "other": torch.ones(9)},
-            "the suggested rules do not change 1 key of the left: other",
+            "the suggested rules do not change 1 key of left: other",
         ),
         ({"other": torch.ones(9)}, "rules.toml was not written"),
     ],

@@ -25,6 +25,7 @@ _COUNTED: dict[str, tuple[str, str]] = {
 }
 _SINCE_NAMES_FILE = {
     **_COUNTED,
+    "renamed": ("changed name", ""),
     "order": ("optimizer id", " at another position"),
     "unexpected": ("removed key", ""),
     "missing": ("new key", ""),
