@@ -68,6 +68,10 @@ class RemapKeywords(OptimizerKeywords, OutputKeywords, total=False):
 
     in_place: bool
     to: str | None
+    like: Any
+    to_model: Any
+    to_optimizer: Any
+    optimizer_keys: str | None
     from_: str | None
     select: str | None
     trainable_only: bool
@@ -77,10 +81,6 @@ class RemapKeywords(OptimizerKeywords, OutputKeywords, total=False):
     partial: bool
     drop: str | Sequence[str] | None
     sections: str | None
-    like: Any
-    to_model: Any
-    to_optimizer: Any
-    optimizer_keys: str | None
     keep_aliases: bool
 
 

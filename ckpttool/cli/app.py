@@ -119,7 +119,7 @@ def run(args: Sequence[str]) -> int:
     if "_CKPTTOOL_COMPLETE" in os.environ:  # a shell asks for completions
         return parser.complete()
     if not args or args[0] == "help":
-        text = topics.text(*args[1:2]) if len(args) != 1 else None
+        text = topics.text("".join(args[1:2])) if len(args) != 1 else None
         if text is not None:
             sys.stdout.write(text)
             return 0

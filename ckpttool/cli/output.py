@@ -39,7 +39,14 @@ class Report:
     """
 
     format: Annotated[
-        str, Option("--format FORMAT", f"{', '.join(FORMATS)}.", COMMON, check=check_format)
+        str,
+        Option(
+            "--format FORMAT",
+            f"{', '.join(FORMATS)}.",
+            COMMON,
+            check=check_format,
+            choices=FORMATS,
+        ),
     ] = "text"
     report: Annotated[
         Sequence[str] | None,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from inspect import Parameter, Signature
@@ -15,9 +16,9 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from ckpttool.cli.params import COMMANDS, Command, Param, common_options, load
-from ckpttool.cli.topics import EXIT_STATUS, versions
+from ckpttool.cli.topics import EXIT_STATUS, fitted, versions
 from ckpttool.core.errors import CkptError
-from ckpttool.core.options import COMMON, Option
+from ckpttool.core.options import BECOMES, COMMON, IS, Choices, Option
 from ckpttool.core.text import shell
 
 # The headings of the help in their order. `ckpttool help options` describes the common options;
@@ -25,8 +26,10 @@ from ckpttool.core.text import shell
 _GROUPS = (
     "Arguments",
     "Options",
+    IS,
+    BECOMES,
     "Names",
-    "Optimizer",
+    "Keys",
     "What fails",
     "Output",
     "Reports",
@@ -37,7 +40,7 @@ ABOUT = f"""\
 Inspect, diff and convert PyTorch checkpoints, and put new weights into exported programs.
 
 Exit status: {EXIT_STATUS} `ckpttool help COMMAND` has examples,
-`ckpttool help patterns` and `ckpttool help options` describe what all commands have in common.
+`ckpttool help rules`, `patterns`, `forms` and `options` describe what commands have in common.
 """
 _HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -172,6 +175,9 @@ class _Group(_WithoutPydantic, TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
+    def get_help(self, ctx: Any) -> str:
+        return _fitted(super().get_help(ctx))
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return _typed(cmd_name, load(cmd_name)) if cmd_name in COMMANDS else None
 
@@ -200,6 +206,9 @@ class _Command(_WithoutPydantic, TyperCommand):
             *(str(param.mark.metavar) for param in self.described.values() if not param.flags),
         ]
 
+    def get_help(self, ctx: Any) -> str:
+        return _fitted(super().get_help(ctx))
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[Any]] = {title: [] for title in _GROUPS}
         for param in self.described.values():
@@ -219,6 +228,11 @@ class _Command(_WithoutPydantic, TyperCommand):
             formatter.write_text(f"{common}, -h (described in `ckpttool help options`)")
         with formatter.section("Exit status"):
             formatter.write_text(EXIT_STATUS)
+
+
+def _fitted(text: str) -> str:
+    """Return a help whose examples fit the terminal too."""
+    return fitted(text, shutil.get_terminal_size().columns).rstrip("\n")
 
 
 def _typed(name: str, command: Command) -> _Command:
@@ -254,7 +268,12 @@ def _typed(name: str, command: Command) -> _Command:
 def _annotation(param: Param) -> Any:
     mark = param.mark
     if not isinstance(mark, Option):
-        return Annotated[param.kind, typer.Argument(metavar=mark.metavar, help=mark.help)]
+        return Annotated[
+            param.kind,
+            typer.Argument(
+                metavar=mark.metavar, help=mark.help, autocompletion=_completion(mark.choices)
+            ),
+        ]
 
     def checked(value: Any) -> Any:
         if value and mark.check is not None:
@@ -265,9 +284,28 @@ def _annotation(param: Param) -> Any:
     return Annotated[
         param.kind,
         typer.Option(
-            *mark.flags, metavar=mark.metavar, help=mark.help, min=mark.least, callback=callback
+            *mark.flags,
+            metavar=mark.metavar,
+            help=mark.help,
+            min=mark.least,
+            callback=callback,
+            autocompletion=_completion(mark.choices),
         ),
     ]
+
+
+def _completion(choices: Choices | None) -> Callable[[str], list[str]] | None:
+    """Return what typer asks for the values that begin with a text; None leaves it to the shell,
+    which offers files.
+    """
+    if choices is None:
+        return None
+
+    def beginning(incomplete: str) -> list[str]:
+        words = choices() if callable(choices) else choices
+        return [word for word in words if word.startswith(incomplete)]
+
+    return beginning
 
 
 _EXTRA = re.compile(r"extra argument(?:\(s\))? \((.*)\)$", re.DOTALL)

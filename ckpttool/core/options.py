@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import fields
 from functools import wraps
 from inspect import Parameter, Signature
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, Union
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import spent
@@ -19,7 +19,10 @@ from ckpttool.core.values import dataclass
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-COMMON = "Common options"  # the group of the options that nearly all commands have
+Choices = Union[Iterable[str], Callable[[], Iterable[str]]]
+
+# Groups of options: those that nearly all commands have, what CKPT is, and what OUT becomes
+COMMON, IS, BECOMES = "Common options", "What it is", "What it becomes"
 
 
 class Option:
@@ -28,7 +31,7 @@ class Option:
 
     The first text has its `flags` and the `metavar` of its value, as in the help; `group` is its
     heading there. `least` is the smallest number that it takes; `check` is called with a value, and
-    raises `CkptError` for an invalid one.
+    raises `CkptError` for an invalid one. `choices` are values that a shell completes.
     """
 
     def __init__(
@@ -39,25 +42,24 @@ class Option:
         *,
         least: float | None = None,
         check: Callable[[Any], object] | None = None,
+        choices: Choices | None = None,
     ) -> None:
         words = spelled.split(" ")
         self.flags = tuple(word.rstrip(",") for word in words if word.startswith("-"))
         self.metavar = None if words[-1].startswith("-") else words[-1]
-        self.spelled, self.help, self.group, self.least, self.check = (
-            spelled,
-            help,
-            group,
-            least,
-            check,
-        )
+        self.spelled, self.help, self.group = spelled, help, group
+        self.least, self.check, self.choices = least, check, choices
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A positional argument: the metavar of its value, its help."""
+    """A positional argument: the metavar of its value, its help, and values that a shell
+    completes.
+    """
 
     metavar: str
     help: str
+    choices: Choices | None = None
 
 
 def expand_options(
@@ -247,8 +249,8 @@ class ModelOptions:
         Any,
         Option(
             "--model MODEL",
-            "file.py:build, 'file.py:build(layers=4)', a names file or a .pt2 program.",
-            "Names",
+            "The model: 'model.py:build(n=4)', names.json or a program.",
+            IS,
         ),
     ] = None
     materialize: Annotated[
@@ -269,8 +271,8 @@ class OptimizerOptions(ModelOptions):
         Any,
         Option(
             "--optimizer OPTIMIZER",
-            "A function of the model, or a class: 'file.py:make(lr=1)'.",
-            "Optimizer",
+            "Its optimizer: 'model.py:make(lr=1)'.",
+            IS,
         ),
     ] = None
 
@@ -279,7 +281,9 @@ class OptimizerOptions(ModelOptions):
 class OutputOptions:
     """The output: its path, and how to write it."""
 
-    out: Annotated[str | None, Option("-o, --output OUT", "The file to write.", "Output")] = None
+    out: Annotated[
+        str | None, Option("-o, --output OUT", "The file or folder to write.", "Output")
+    ] = None
     force: Annotated[bool, Option("--force", "Overwrite files that exist.", COMMON)] = False
     dry_run: Annotated[
         bool, Option("--dry-run", "Say what would be written, and write nothing.", "Output")

@@ -104,6 +104,7 @@ class DiffOptions(OptimizerOptions, CompareOptions):
             "Status 1 for these differences only. Repeatable.",
             "What fails",
             check=statuses_in,
+            choices=STATUSES[1:],
         ),
     ] = None
     ignore: Annotated[

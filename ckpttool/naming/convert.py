@@ -57,6 +57,11 @@ Form = Union[ModelForm, Chain]
 WORDS = tuple(form.value for form in ModelForm)
 
 
+def words() -> tuple[str, ...]:
+    """Return the names of all forms, and of the wrappers."""
+    return (*WORDS, *wrappers.WORDS)
+
+
 def parse(word: str) -> Form:
     """``exported``, ``ddp(compile)`` -> the form. Raises `CkptError` for other words."""
     return ModelForm(word) if word in WORDS else wrappers.parse(word)

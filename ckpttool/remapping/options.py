@@ -12,6 +12,8 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.names import FSDP_FLAT
 from ckpttool.core.optimizer_state import FORMS as KEYS
 from ckpttool.core.options import (
+    BECOMES,
+    IS,
     EditOptions,
     ModelOptions,
     OptimizerOptions,
@@ -34,57 +36,79 @@ KeepAliases = Annotated[
 ]
 
 
+def presets() -> list[str]:
+    """Return the names of the preset rules."""
+    from ckpttool.ruleset.parse import preset_names
+
+    return list(preset_names())
+
+
 @dataclass(frozen=True, kw_only=True)
 class RemapOptions(OptimizerOptions, EditOptions):
     """All options of a remap. Options that name code (`model`, `optimizer`, …) may be objects."""
 
-    # Which names
-    to: Annotated[str | None, Option("--to FORM", f"{', '.join(convert.WORDS)}.", "Names")] = None
-    from_: Annotated[str | None, Option("--from FORM", "Default: recognised.", "Names")] = None
-    select: Annotated[
-        str | None, Option("--select PREFIX", "One submodule, under its own names.", "Names")
-    ] = None
-    trainable_only: Annotated[
-        bool, Option("--trainable-only", "Leave frozen parameters out.", "Names")
-    ] = False
-    rule: Annotated[
-        Sequence[str] | None, Option("--rule RULE", "'FROM => TO'. Repeatable.", "Names")
-    ] = None
-    rules: Annotated[
+    # What it becomes
+    to: Annotated[
         str | None,
-        Option("--rules FILE", "A rules file or a preset, see `ckpttool rules`.", "Names"),
+        Option("--to FORM", "A naming: `ckpttool help forms`.", BECOMES, choices=convert.words),
     ] = None
-    reverse: Annotated[bool, Option("--reverse", "Apply the rules from TO to FROM.", "Names")] = (
-        False
-    )
-    partial: Annotated[
-        bool,
-        Option(
-            "--partial", "Write OUT even if it lacks keys of the model, and name them.", "Names"
-        ),
-    ] = False
-    drop: Annotated[
-        Sequence[str] | None, Option("--drop PATTERN", "Leave out. Repeatable.", "Names")
+    like: Annotated[
+        Any, Option("--like CKPT", "A checkpoint with the keys to take over.", BECOMES)
     ] = None
-    sections: Annotated[
-        str | None,
-        Option("--sections PATHS", "As in 'model,ema'. Default: all that hold the model.", "Names"),
-    ] = None
-    like: Annotated[Any, Option("--like CKPT", "Take over that checkpoint's form.", "Names")] = None
     to_model: Annotated[
-        Any, Option("--to-model MODEL", "The model that is to load OUT.", "Names")
+        Any, Option("--to-model MODEL", "Another model, which will load OUT.", BECOMES)
     ] = None
-    # Optimizers
     to_optimizer: Annotated[
-        Any, Option("--to-optimizer OPTIMIZER", "The optimizer that is to load OUT.", "Optimizer")
+        Any, Option("--to-optimizer OPTIMIZER", "Another optimizer, which will resume.", BECOMES)
     ] = None
     optimizer_keys: Annotated[
         str | None,
         Option(
             f"--optimizer-keys {'|'.join(KEYS)}",
             "How optimizers call their parameters.",
-            "Optimizer",
+            BECOMES,
+            choices=KEYS,
         ),
+    ] = None
+    # What it is
+    from_: Annotated[
+        str | None,
+        Option("--from FORM", "Its naming; default: recognised.", IS, choices=convert.words),
+    ] = None
+    # Which keys
+    select: Annotated[
+        str | None, Option("--select PREFIX", "One submodule, under its own names.", "Keys")
+    ] = None
+    trainable_only: Annotated[
+        bool, Option("--trainable-only", "Leave frozen parameters out.", "Keys")
+    ] = False
+    rule: Annotated[
+        Sequence[str] | None,
+        Option("--rule RULE", "'FROM => TO': `ckpttool help rules`. Repeatable.", "Keys"),
+    ] = None
+    rules: Annotated[
+        str | None,
+        Option(
+            "--rules FILE",
+            "A rules file or a preset: `ckpttool rules`.",
+            "Keys",
+            choices=presets,
+        ),
+    ] = None
+    reverse: Annotated[bool, Option("--reverse", "Apply the rules from TO to FROM.", "Keys")] = (
+        False
+    )
+    partial: Annotated[
+        bool,
+        Option("--partial", "Write OUT even if it lacks keys of the model, and name them.", "Keys"),
+    ] = False
+    drop: Annotated[
+        Sequence[str] | None,
+        Option("--drop PATTERN", "Leave out: `ckpttool help patterns`. Repeatable.", "Keys"),
+    ] = None
+    sections: Annotated[
+        str | None,
+        Option("--sections PATHS", "As in 'model,ema'. Default: all that hold the model.", "Keys"),
     ] = None
     # The output
     keep_aliases: KeepAliases = False

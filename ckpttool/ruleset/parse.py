@@ -58,6 +58,11 @@ Fields = Mapping[str, Any]
 _FOLDER = Path(__file__).parent / "presets"
 
 
+def preset_names() -> list[str]:
+    """Return the names of the presets."""
+    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
+
+
 @dataclass(frozen=True, slots=True)
 class Preset:
     """A rules file of the package: its name, from what to what it leads, the sizes that it needs,

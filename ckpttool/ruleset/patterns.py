@@ -22,7 +22,7 @@ VARIABLE = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
 _SPECIAL = re.compile(r"^re:|[{}*?\[]")  # in every pattern that may match another key than itself
 _SYNTAX = (
     "a rule is 'FROM => TO', as in 'layers.{i}.layer.{rest*} => layers.{i}.{rest*}' or"
-    " 're:(.*)_old => \\1'"
+    " 're:(.*)_old => \\1' (`ckpttool help rules`)"
 )
 _MOST_TRIES = 100_000  # places tried for variables that occur twice: the first choice may be wrong
 
@@ -366,12 +366,65 @@ class Rule:
             raise CkptError(f"not a replacement: {self.text!r}: {error}", hint=_SYNTAX) from None
 
 
+# The rule that was probably meant
+
+_ARROW = re.compile(r"\s*(?:->|→|=(?!>)|:(?!.*=>))\s*")
+
+
+def _other_arrow(text: str) -> str:
+    """Return a hint with the arrow of a rule for another one: ``a -> b``."""
+    sides = _ARROW.split(text)
+    return f"write '{sides[0]} => {sides[1]}'" if len(sides) == 2 and all(sides) else ""
+
+
+Variables = set[tuple[str, str]]  # the name, and `*` or nothing
+
+
+def _same_name(text: str, given: Variables, used: Variables) -> str:
+    """Return a hint with one name for a variable that has another name on each side."""
+    left, right = given - used, used - given
+    if len(left) != 1 or len(right) != 1:
+        return ""
+    (name, star), (other, other_star) = *left, *right
+    if star != other_star:
+        return ""
+    return f"write '{text.replace(f'{{{other}{star}}}', f'{{{name}{star}}}')}'"
+
+
+def without_wildcards(text: str) -> str:
+    """Return a hint with variables instead of the ``*`` of a shell; empty if a rule has none.
+
+    A rule takes ``*`` literally: without a name, TO could not say where the text goes.
+    """
+    left, arrow, right = text.partition("=>")
+    if not arrow or text.startswith("re:"):
+        return ""
+    names = ("x", "y", "z")
+    sides = [side.strip().split(".") for side in (left, right)]
+    counts = [segments.count("*") for segments in sides]
+    if not any(counts):
+        return ""
+    hint = "write {x*} for any text, on both sides"
+    if counts[0] != counts[1] or counts[0] > len(names):
+        return hint
+    return f"{hint}: '{_stars(sides[0], names)} => {_stars(sides[1], names)}'"
+
+
+def _stars(segments: Sequence[str], names: Sequence[str]) -> str:
+    """Return the key with a variable for each segment that is ``*``."""
+    unused = iter(names)
+    named = [f"{{{next(unused)}*}}" if segment == "*" else segment for segment in segments]
+    return ".".join(named)
+
+
 def parse(text: str, *, reverse: bool = False) -> Rule:
     """Compile ``FROM => TO`` (``TO => FROM`` with `reverse`). Raises `CkptError` on bad syntax."""
     left, arrow, right = text.partition("=>")
     left, right = left.strip(), right.strip()
+    if "=>" in right:
+        raise CkptError(f"a rule has one =>: {text!r}", hint=_SYNTAX)
     if not arrow or not left or not right:
-        raise CkptError(f"not a rule: {text!r}", hint=_SYNTAX)
+        raise CkptError(f"not a rule: {text!r}", hint=_other_arrow(text) or _SYNTAX)
     if left.startswith("re:"):
         if reverse:
             raise CkptError(
@@ -392,7 +445,7 @@ def parse(text: str, *, reverse: bool = False) -> Rule:
         unbound = min(name + star for name, star in used - given)
         raise CkptError(
             f"the rule {text!r} uses {{{unbound}}}, which the other side does not bind",
-            hint=_SYNTAX,
+            hint=without_wildcards(text) or _same_name(text, given, used) or _SYNTAX,
         )
     return Rule(text, _pattern(left), _tokens(_segments(right)))
 

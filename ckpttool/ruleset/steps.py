@@ -16,7 +16,7 @@ from ckpttool.core.plan import Dropped, Output, Plan, module_renames
 from ckpttool.core.text import plural, some
 from ckpttool.core.values import dataclass
 from ckpttool.ruleset import tensor_ops
-from ckpttool.ruleset.patterns import VARIABLE, InTurn, Naming, Rule, parse
+from ckpttool.ruleset.patterns import VARIABLE, InTurn, Naming, Rule, parse, without_wildcards
 from ckpttool.ruleset.tensor_ops import DENSE, REFUSED, TensorSpec, Value, holds, refusal
 
 State = dict[str, Value]
@@ -418,9 +418,11 @@ def state_of(
         for value in result.dropped:
             dropped.update(dict.fromkeys(refs(value.source), str(step.where)))
     if problems:
+        meant = (without_wildcards(problem.key) for problem in problems)
         raise Refused(
             f"the rules do not fit the checkpoint: {plural(len(problems), 'problem')}",
-            hint="`ckpttool inspect CKPT` lists keys and shapes; a rule sees what the rules before"
+            hint=next(filter(None, meant), "")
+            or "`ckpttool inspect CKPT` lists keys and shapes; a rule sees what the rules before"
             " it have made",
             problems=problems,
         )

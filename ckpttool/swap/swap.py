@@ -15,7 +15,7 @@ from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import RUNTIME, Names
-from ckpttool.core.options import ModelOptions, Option, OutputOptions
+from ckpttool.core.options import IS, ModelOptions, Option, OutputOptions
 from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.plan import Plan
 from ckpttool.core.schema import (
@@ -72,7 +72,8 @@ class SwapOptions(ModelOptions, OutputOptions):
         str | None, Option("--program NAME", "Which one, where PROGRAM holds several.")
     ] = None
     from_: Annotated[
-        str | None, Option("--from FORM", "NEW's form; default: recognised.", "Names")
+        str | None,
+        Option("--from FORM", "NEW's naming; default: recognised.", IS, choices=convert.words),
     ] = None
     cast: Annotated[
         bool, Option("--cast", "Convert weights of another dtype to the program's.")

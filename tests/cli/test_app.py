@@ -75,7 +75,8 @@ def test_command_table_has_the_summaries_of_the_docstrings(name: str) -> None:
 def test_remap_help_groups_its_options() -> None:
     text = ckpttool("remap", "--help").stdout
     headings = re.findall(r"^([A-Z][\w ]+):$", text, re.MULTILINE)
-    names = ["Names", "Optimizer", "Output", "Advanced", "Common options", "Exit status"]
+    names = ["What it is", "What it becomes", "Keys", "Output", "Advanced", "Common options"]
+    names.append("Exit status")
     assert [one for one in headings if one not in ("Examples", "Arguments")] == names
 
 

@@ -45,6 +45,16 @@ def completions(shell: str, line: str) -> list[str]:
         ("ckpttool diff --fail", {"--fail-on", "--fail-on-unused"}),
         ("ckpttool remap t.pt --optimizer", {"--optimizer", "--optimizer-keys"}),
         ("ckpttool nonsense --fo", set()),
+        ("ckpttool remap t.pt --to ser", {"serialized"}),
+        ("ckpttool remap t.pt --from com", {"compile"}),
+        ("ckpttool diff t.pt --format ju", {"junit"}),
+        ("ckpttool remap t.pt --rules llama-t", {"llama-torchtune-to-hf"}),
+        ("ckpttool rules vit-timm-to-h", {"vit-timm-to-hf"}),
+        ("ckpttool schema ins", {"inspect"}),
+        ("ckpttool explain wrapper-p", {"wrapper-prefix"}),
+        ("ckpttool diff a.pt b.pt --fail-on unex", {"unexpected"}),
+        ("ckpttool inspect t.pt --sort b", {"bytes"}),
+        ("ckpttool remap t.pt --optimizer-keys f", {"fqn", "flat"}),
     ],
 )
 def test_commands_and_options_are_completed(line: str, words: set[str]) -> None:
@@ -54,6 +64,8 @@ def test_commands_and_options_are_completed(line: str, words: set[str]) -> None:
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_zsh_and_fish_get_completions(shell: str) -> None:
     assert any("--format" in word for word in completions(shell, "ckpttool inspect --form"))
+    assert any("serialized" in word for word in completions(shell, "ckpttool remap t.pt --to ser"))
+    assert any("inspect" in word for word in completions(shell, "ckpttool schema ins"))
 
 
 # Real shells
@@ -138,6 +150,23 @@ def test_installed_completion_works_in_the_shell(shell: str, tmp_path: Path) -> 
         "usage: ckpttool inspect"
         in typed(shell, b"ckpttool insp\t\t--help\r", "Examples", env).lower()
     )
+
+
+def test_values_are_completed_in_the_shell(shell: str, tmp_path: Path) -> None:
+    rc_file = tmp_path / RC_FILES[shell]
+    rc_file.parent.mkdir(parents=True, exist_ok=True)
+    rc_file.write_text(PROMPTS[shell])
+    env = environment(tmp_path)
+    subprocess.run(
+        ["ckpttool", "--install-completion", shell], env=env, capture_output=True, check=True
+    )
+    if shell == "zsh":  # after `compinit`
+        with rc_file.open("a") as file:
+            file.write(PROMPTS[shell])
+    schema = typed(shell, b"ckpttool schema insp\t\t\r", "ckpttool.inspect/1", env)
+    assert "ckpttool.inspect/1" in schema
+    preset = typed(shell, b"ckpttool rules vit-timm-to-h\t\t\r", "[[rule]]", env)
+    assert "[[rule]]" in preset
 
 
 def test_shown_script_is_the_installed_one(shell: str, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def optimizer(model, lr=0.01):
 HEADS, KV_HEADS, WIDTH = 32, 8, 64
 TEXTS = {
     **{name: load(name).function.__doc__ or "" for name in COMMANDS},
-    **{f"help {topic}".strip(): topics.text(topic) or "" for topic in ("", "patterns", "options")},
+    **{f"help {topic}".strip(): topics.text(topic, 200) or "" for topic in topics.TOPICS},
 }
 EXAMPLES = {
     line: place
@@ -157,3 +157,27 @@ def test_example_runs(
         assert [
             name for name in written if not list(Path().glob(name.replace("{rank}", "*")))
         ] == []
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+@pytest.mark.parametrize(
+    "words", [*(("help", topic) for topic in topics.TOPICS), ("--help",), *((name, "--help") for name in COMMANDS)]
+)  # fmt: skip
+def test_no_help_is_wider_than_the_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = run(*filter(None, words)).out if words != ("help", "") else run().out
+    assert text
+    assert [line for line in text.splitlines() if len(line) > width] == []
+    if width >= 80:
+        assert len(topics.text("rules", 80).splitlines()) <= 24
+
+
+def test_commands_that_continue_can_be_pasted() -> None:
+    line = "ckpttool remap a.pt -o b.pt --rule 'encoder.{x*} => backbone.{x*}' --model 'm.py:build(n=1)'"
+    for width in (30, 50, 80):
+        lines = list(topics.continued(line, width, 2))
+        assert all(part.endswith(" \\") for part in lines[:-1])
+        joined = "\n".join(lines).replace("\\\n", "")  # as a shell does
+        assert shlex.split(joined) == shlex.split(line)

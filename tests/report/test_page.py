@@ -154,10 +154,23 @@ def test_tree_can_show_the_names_of_either_side(browser: Browser, report: Path) 
     assert not any("_orig_mod" in row for row in browser.ask(ROWS))
 
 
+# Commands with a line that lies under their Copy button
+COVERED = """[...document.querySelectorAll('.code')].filter(code => {
+    const text = document.createRange();
+    text.selectNodeContents(code.querySelector('pre'));
+    const button = code.querySelector('button').getBoundingClientRect();
+    return [...text.getClientRects()].some(line =>
+        line.right > button.left && line.left < button.right
+        && line.bottom > button.top && line.top < button.bottom);
+}).length"""
+
+
 @pytest.mark.parametrize("width", [320, 400, 500, 800, 1280])
 def test_page_fits_the_screen_width(browser: Browser, report: Path, width: int) -> None:
     browser.open(report, width=width)
     assert browser.ask("document.documentElement.scrollWidth") == width
+    if width <= 500:
+        assert browser.ask(COVERED) == 0
     wide = (
         "[...document.querySelectorAll('table, .row, #details')].filter(one => one.scrollWidth >"
         " one.clientWidth + 1)"

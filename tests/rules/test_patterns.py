@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 import ckpttool
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.ruleset.patterns import InTurn, Rule, matches, parse
+from command import Run
 
 RENAMES = [
     # rule, key, new name (None: no match)
@@ -158,3 +163,28 @@ def test_patterns(pattern: str, key: str, expected: bool) -> None:
 def test_a_pattern_that_is_not_a_regular_expression() -> None:
     with pytest.raises(CkptError):
         matches("re:(", "a")
+
+
+@pytest.mark.parametrize(
+    ("rule", "hint"),
+    [
+        ("model.* => backbone.*", "write {x*} for any text, on both sides: 'model.{x*} => backbone.{x*}'"),
+        ("a.*.b.* => c.*.*", "'a.{x*}.b.{y*} => c.{x*}.{y*}'"),
+        ("model.* => backbone", "write {x*} for any text, on both sides"),
+        ("model.* => backbone.{y*}", "write {x*} for any text, on both sides"),
+        ("encoder.{x*} -> vit.{x*}", "write 'encoder.{x*} => vit.{x*}'"),
+        ("encoder.{x*}->vit.{x*}", "write 'encoder.{x*} => vit.{x*}'"),
+        ("old = new", "write 'old => new'"),
+        ("layers.{i} => blocks.{j}", "write 'layers.{i} => blocks.{i}'"),
+        ("a => b => c", "ckpttool help rules"),
+        ("model", "ckpttool help rules"),
+    ],
+)  # fmt: skip
+def test_a_wrong_rule_shows_the_right_one(run: Run, tmp_path: Path, rule: str, hint: str) -> None:
+    save_file({"model.weight": np.zeros(1, np.float32)}, tmp_path / "in.safetensors")
+    done = run("remap", tmp_path / "in.safetensors", "--dry-run", "--rule", rule)
+    assert done.status in (1, 2)
+    assert hint in done.err.partition("hint: ")[2], done.err
+    shown = re.findall(r"write (?:.*: )?'(.*=>.*)'", done.err)
+    for right in shown:
+        parse(right)

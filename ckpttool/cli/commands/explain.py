@@ -12,7 +12,10 @@ from ckpttool.core.options import Argument, OptimizerOptions, keywords_of
 
 
 def command(
-    name: Annotated[str, Argument("NAME", "The tensor's name in any form, or a code of a report.")],
+    name: Annotated[
+        str,
+        Argument("NAME", "The tensor's name in any form, or a code of a report.", CODES),
+    ],
     options: OptimizerOptions,
     report: Report,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import ckpttool
 from ckpttool.cli.output import Report
 from ckpttool.core.errors import CkptError
-from ckpttool.core.options import Argument, FixOptions, Option, keywords_of
+from ckpttool.core.options import BECOMES, Argument, FixOptions, Option, keywords_of
 
 
 def command(
@@ -16,7 +16,7 @@ def command(
         str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")
     ],
     # One of the options, which is required here.
-    model: Annotated[str, Option("--model MODEL", "The model that is to load OUT.", "Names")],
+    model: Annotated[str, Option("--model MODEL", "The model that will load OUT.", BECOMES)],
     options: FixOptions,
     report: Report,
 ) -> None:

@@ -11,9 +11,11 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, Option
 from ckpttool.distributed.job import only_first
 
+ORDERS = ("name", "bytes")
+
 
 def _check_sort(word: str) -> None:
-    if word not in ("name", "bytes"):
+    if word not in ORDERS:
         raise CkptError(f"--sort {word}: no such order", hint="name, as in the file, or bytes")
 
 
@@ -34,7 +36,13 @@ def command(
     ] = None,
     sort: Annotated[
         str | None,
-        Option("--sort name|bytes", "bytes: the largest first.", "Reports", check=_check_sort),
+        Option(
+            "--sort name|bytes",
+            "bytes: the largest first.",
+            "Reports",
+            check=_check_sort,
+            choices=ORDERS,
+        ),
     ] = None,
     filter: Annotated[
         str | None,

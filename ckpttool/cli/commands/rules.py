@@ -8,12 +8,13 @@ from typing import Annotated
 import ckpttool
 from ckpttool.cli.output import Report
 from ckpttool.core.options import Argument
+from ckpttool.remapping.options import presets
 
 
 def command(
     report: Report,
     name: Annotated[
-        str | None, Argument("[NAME]", "A preset; without it all of them are listed.")
+        str | None, Argument("[NAME]", "A preset; without it all of them are listed.", presets)
     ] = None,
 ) -> None:
     """List the preset rules; with NAME print one as TOML.
@@ -30,6 +31,6 @@ def command(
     from ckpttool.ruleset.parse import SETS
 
     report.check(())
-    presets = ckpttool.rules(name)
-    text = None if name is None else presets[0].toml
-    report.emit(partial(presets_document, presets), lambda: SETS.write([presets]), text)
+    found = ckpttool.rules(name)
+    text = None if name is None else found[0].toml
+    report.emit(partial(presets_document, found), lambda: SETS.write([found]), text)

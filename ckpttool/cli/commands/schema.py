@@ -8,9 +8,15 @@ from typing import Annotated
 from ckpttool.core.options import Argument
 
 
+def _names() -> list[str]:
+    from ckpttool.schemas import OBJECTS
+
+    return [*OBJECTS]
+
+
 def command(
     name: Annotated[
-        str | None, Argument("[NAME]", "The object; without it their names are listed.")
+        str | None, Argument("[NAME]", "The object; without it their names are listed.", _names)
     ] = None,
 ) -> None:
     """The JSON Schema of an object that the commands write.
