@@ -111,11 +111,13 @@ clean: ## remove all files that these targets create
 # Packages of a target: `demo` has those of a user, `test` adds those of the tests, `dev` adds the tools. They are installed
 # again only if pyproject.toml or the pins change.
 $(VENV)/for-%: pyproject.toml $(PINS) | $(BIN)/python
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS) -e '.$(patsubst %,[%],$(filter-out demo,$*))'
+	@echo "Installing ckpttool and what \`make $*\` needs into $(VENV). torch is large: this may take minutes, once."
+	@$(BIN)/python -m pip install --disable-pip-version-check -c $(PINS) -e '.$(patsubst %,[%],$(filter-out demo,$*))'
 	@touch $(addprefix $(VENV)/for-,demo $(if $(filter test dev,$*),test) $(if $(filter dev,$*),dev))
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)."
+	@$(PYTHON) -m venv $(VENV)
 
 # Another torch pins other releases of its own dependencies.
 $(VENV)/constraints.txt: constraints.txt | $(BIN)/python

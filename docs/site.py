@@ -145,12 +145,15 @@ REFERENCES = {
 }
 
 
+BADGES = re.compile(r"^\[!\[.*\n", re.MULTILINE)  # lines that only the repository's host shows
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are not files of docs/."""
     from mkdocs.structure.files import File
 
     added = {
-        page: relinked((ROOT / file).read_text(encoding="utf-8"), file)
+        page: relinked(BADGES.sub("", (ROOT / file).read_text(encoding="utf-8")), file)
         for page, file in PAGES.items()
     }
     added |= {page: text() for page, text in REFERENCES.items()}

@@ -94,7 +94,7 @@ def test_pytorch_101107_113422_a_checkpoint_of_a_compiled_model_is_explained(
         if form == "dp"
         else ("torch.compile (`_orig_mod`)")
     )
-    assert f"left is wrapped in {title}" in output
+    assert f"{ckpt} is wrapped in {title}" in output
     assert main(["remap", ckpt, "--to", "serialized", "-o", str(out)]) == 0
     Net().load_state_dict(torch.load(out))
 

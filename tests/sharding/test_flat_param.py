@@ -163,7 +163,8 @@ def test_diff_of_one_rank_asks_for_all_ranks(
         done = run("diff", *words)
         assert done.status in (1, 2), words
         assert (
-            f"name the files of all ranks at once, as in '{runs[2]}/{kind}_rank_*.pt'" in done.err
+            f"name the files of all ranks at once, as in '{runs[2]}/{kind}_rank_*.pt'"
+            in done.out + done.err
         ), words
         assert not ("\nfix: " in done.out and words in operands)
 

@@ -243,4 +243,4 @@ def test_positions_matter_if_there_is_state(
     assert main(
         ["diff", "--model", operand, "--optimizer", f"optimizer_models:{kind}", str(path)]
     ) == bool(error)
-    assert (", 2 order\n" in capsys.readouterr().out) == bool(error)
+    assert (", 2 parameters at another position\n" in capsys.readouterr().out) == bool(error)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ckpttool.core.text import listed, number, plural
 from ckpttool.diffing.result import HARMLESS, Diff, Entry
+from ckpttool.naming.evidence import Pair
 
 _LIKELY = "likely"  # counted like a status: likely renames
 
@@ -126,13 +127,19 @@ def counted(diff: Diff, entries: Sequence[Entry]) -> dict[str, int]:
     """Return how many entries have each status; the two keys of a likely rename count as one."""
     paired = paired_keys(diff)
     counts = Counter(entry.status for entry in entries if not is_paired(entry, paired))
-    pairs = 0 if diff.inferred is None else len(diff.inferred.pairs)
-    return {_LIKELY: pairs, **counts} if pairs else dict(counts)
+    renames = len(likely_renames(diff))
+    return {_LIKELY: renames, **counts} if renames else dict(counts)
+
+
+def likely_renames(diff: Diff) -> tuple[Pair, ...]:
+    """Return the inferred pairs of two names."""
+    pairs = () if diff.inferred is None else diff.inferred.pairs
+    return tuple(pair for pair in pairs if pair.left != pair.right)
 
 
 def paired_keys(diff: Diff) -> tuple[frozenset[str], frozenset[str]]:
     """Return the keys of each side that a likely rename pairs."""
-    pairs = () if diff.inferred is None else diff.inferred.pairs
+    pairs = likely_renames(diff)
     left = frozenset(key for pair in pairs for key in pair.left)
     right = frozenset(key for pair in pairs for key in pair.right)
     return left, right

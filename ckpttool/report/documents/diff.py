@@ -33,7 +33,13 @@ from ckpttool.report.document import (
     noted,
     with_names,
 )
-from ckpttool.report.documents.answer import answer, is_paired, paired_keys, summary
+from ckpttool.report.documents.answer import (
+    answer,
+    is_paired,
+    likely_renames,
+    paired_keys,
+    summary,
+)
 from ckpttool.report.documents.inspection import outlined
 
 _ROWS = 8  # rows of a cause
@@ -118,7 +124,7 @@ def document(diff: Diff, *, all: bool = False) -> Document:
 def _likely_renames(diff: Diff, all: bool) -> Keys:
     """Return the pairs of likely renames, a group for each evidence."""
     by_evidence: dict[tuple[str, str], list[Pair]] = {}
-    for pair in () if diff.inferred is None else diff.inferred.pairs:
+    for pair in likely_renames(diff):
         by_evidence.setdefault((pair.evidence, pair.transposed), []).append(pair)
     groups = []
     for (evidence, transposed), pairs in by_evidence.items():
@@ -232,7 +238,7 @@ def _reason(diff: Diff) -> _Reason:
         by_code.setdefault(code, []).append(group)
     counts = {code: sum(map(len, groups)) for code, groups in by_code.items()}
     explained = {code: count for code, count in counts.items() if code not in _UNEXPLAINED}
-    pairs = () if diff.inferred is None else diff.inferred.pairs
+    pairs = likely_renames(diff)
     if pairs and len(pairs) >= max(explained.values(), default=0):
         return _reason_of_renames(diff, pairs)
     if explained:

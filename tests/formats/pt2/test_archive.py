@@ -390,7 +390,7 @@ def test_constants_that_are_not_tensors_are_compared(linear, tmp_path, run):
     status, out, err = run("diff", old, linear)
     assert (
         status,
-        "not compared: 2 entries outside of state dicts in left only: o, c" in out + err,
+        f"not compared: 2 entries outside of state dicts in {old} only: o, c" in out + err,
     ) == (0, True)
     assert run("diff", old, linear, "--whole")[0] == 1
 
