@@ -137,6 +137,8 @@ def fitted(text: str, width: int) -> str:
             lines.append(line)
         elif command.startswith("ckpttool "):
             lines += continued(command, width, len(line) - len(command))
+        elif row and len(row[1]) > width // 2:
+            lines += [row[1].rstrip(), *wrapped("    " + line[len(row[1]) :], width, 4)]
         else:
             lines += wrapped(line, width, len(row[1]) if row else 0)
     return "\n".join(lines) + "\n"

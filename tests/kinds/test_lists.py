@@ -138,7 +138,7 @@ def test_buffers_are_not_in_a_list(folder: Path, run: Run) -> None:
     assert (missing, result.unexpected_keys) == ({*buffers}, [])
     # the model of the file is compared, unless the list is named
     assert run("diff", "train.pt", *words[1:]).status == 0
-    assert "in model" in run("diff", "train.pt", *words[1:]).out.splitlines()[1]
+    assert "(section model)" in run("diff", "train.pt", *words[1:]).out.splitlines()[0]
 
 
 def test_the_order_is_that_of_the_model_in_the_file(folder: Path, run: Run) -> None:

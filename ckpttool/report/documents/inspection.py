@@ -14,7 +14,7 @@ from ckpttool.core.dtypes import itemsize
 from ckpttool.core.pickle_imports import DANGEROUS, KNOWN, UNKNOWN
 from ckpttool.core.text import dotted, human_bytes, listed, number, plural, shape_text, some
 from ckpttool.core.values import dataclass
-from ckpttool.formats.registry import FORMATS
+from ckpttool.formats.registry import format_of
 from ckpttool.inspection.inspect import Inspection, names_in_file
 from ckpttool.naming.flat import flat_params
 from ckpttool.operands.checkpoint import split
@@ -148,7 +148,7 @@ def _contents(inspection: Inspection) -> str:
     objects = len(checkpoint.others) + sum(len(one.extras) for one in checkpoint.sections)
     if objects:
         parts.append(plural(objects, "non-tensor entry"))
-    title = FORMATS[checkpoint.format].title
+    title = format_of(checkpoint).title
     size = human_bytes(checkpoint.nbytes)
     return f"{checkpoint.source} holds {listed(parts) or 'nothing'}: {title}, {size}"
 
