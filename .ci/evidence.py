@@ -171,17 +171,17 @@ def run(name: str) -> bool:
         "run": name,
         "command": f"`{RUNS[name]}`",
         "cases": total["cases"],
-        "failures": total["failures"],
+        "failures": total["failures"].partition(":")[0],
         "skipped": total["skipped"].partition(":")[0],
         "date": day,
         "commit": commit,
         "time": f"{minutes:.0f} min",
         "processor": f"{spent:.0f} min",
     }
-    write(
-        "",
-        table(COLUMNS, sorted([*other_rows(name), row], key=lambda row: [*RUNS].index(row["run"]))),
-    )
+    rows = sorted([*other_rows(name), row], key=lambda row: [*RUNS].index(row["run"]))
+    failures = [failure for outcome in outcomes for failure in outcome.failures]
+    below = sorted([*other_failures(name), *lines_of(name, failures)])
+    write("", "\n".join([table(COLUMNS, rows), *below, ""] if below else [table(COLUMNS, rows)]))
     if block(name).search(PAGE.read_text(encoding="utf-8")):
         write(name, by_part(outcomes))
     return not failed and not status
@@ -217,7 +217,8 @@ def other_rows(name: str) -> list[dict[str, str]]:
     """The rows of the page for other runs; a run that was never run has a row without figures."""
     found = block("").search(PAGE.read_text(encoding="utf-8"))
     assert found is not None, f"{PAGE} has no marks"
-    rows = [dict(zip(COLUMNS, line.strip("| ").split(" | "))) for line in found[0].splitlines()[2:]]
+    lines = [line for line in found[0].splitlines() if line.startswith("|")]
+    rows = [dict(zip(COLUMNS, line.strip("| ").split(" | "))) for line in lines[2:]]
     never = {column: "never" if column == "date" else "-" for column in COLUMNS}
     known = {row["run"]: row for row in rows}
     return [
@@ -225,6 +226,21 @@ def other_rows(name: str) -> list[dict[str, str]]:
         for run in RUNS
         if run != name
     ]
+
+
+def lines_of(name: str, failures: list[str]) -> list[str]:
+    """Return a line for each failure of a run, for the list below the table."""
+    shown = [f"- {name}: `{' '.join(failure.split())}`" for failure in failures[:SHOWN]]
+    more = len(failures) - SHOWN
+    return [*shown, f"- {name}: and {more} more"] if more > 0 else shown
+
+
+def other_failures(name: str) -> list[str]:
+    """Return the lines of the list below the table that are about other runs."""
+    found = block("").search(PAGE.read_text(encoding="utf-8"))
+    assert found is not None, f"{PAGE} has no marks"
+    lines = [line for line in found[0].splitlines() if line.startswith("- ")]
+    return [line for line in lines if not line.startswith(f"- {name}: ")]
 
 
 def write(name: str, text: str) -> None:

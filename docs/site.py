@@ -6,7 +6,6 @@ Links of pages outside docs/ lead to the page of the site, or to the file.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -88,17 +87,16 @@ def codes() -> str:
 
 
 def schemas() -> str:
-    """Return the JSON Schema of every object that the commands write."""
-    from ckpttool.schemas import OBJECTS, schema
+    """Return the objects that the commands write; `ckpttool schema` prints their schemas."""
+    from ckpttool.schemas import OBJECTS
 
-    parts = [
-        "# JSON Schemas",
-        "The output of `ckpttool schema NAME`. [JSON output](../json.md) explains the fields.",
-    ]
-    parts += [
-        f"## {name}\n\n```json\n{json.dumps(schema(name), indent=2)}\n```" for name in OBJECTS
-    ]
-    return "\n\n".join(parts)
+    about = (
+        "`ckpttool schema NAME` prints the JSON Schema of an object. [JSON output](../json.md)"
+        " explains the fields."
+    )
+    rows = [f"| `{name}` | `{kind.title}` |" for name, kind in OBJECTS.items()]
+    table = ["| NAME | `schema` in the object |", "| --- | --- |", *rows]
+    return "\n".join(["# JSON Schemas", "", about, "", *table, ""])
 
 
 def operators() -> str:
