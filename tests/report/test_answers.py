@@ -60,8 +60,8 @@ ANSWERS = {
     f"diff wrapped.pt {M}": "wrapped.pt has all 4 keys of model.py:build under other names",
     "diff train.pt --model model.py:wide": "train.pt lacks 2 keys of model.py:wide",
     f"diff odd.pt {M}": (
-        "odd.pt lacks 1 key of model.py:build and has 2 keys that it does not know and 1 tensor of"
-        " another shape"
+        "odd.pt lacks 1 key of model.py:build and has 2 that it does not know and 1 tensor of another"
+        " shape"
     ),
     f"diff {M}": "model.py:build saves 2 of its 4 keys under other names than at runtime",
     "diff train.pt odd.pt": (

@@ -212,7 +212,7 @@ def asked(asks: Asks, entries: tuple[Entry, ...], failure: str = "") -> Diff:
         (Diff("a", "b", False, ()), "left and right differ"),
         (
             asked("load", MORE_KEYS),
-            "a.pt lacks 4 keys of m.py:M and has 2 keys that it does not know",
+            "a.pt lacks 4 keys of m.py:M and has 2 that it does not know",
         ),
         (asked("load", (MISSING_KEY,)), "a.pt lacks 1 key of m.py:M"),
         (asked("load", MORE_KEYS[:1]), "a.pt has 1 key that m.py:M does not know"),

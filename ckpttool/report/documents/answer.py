@@ -171,7 +171,7 @@ def _phrases(diff: Diff, counts: dict[str, int]) -> list[str]:
 
 
 def _not_loaded(diff: Diff, counts: dict[str, int]) -> str:
-    """Return ``LEFT lacks 4 keys of RIGHT and has 2 keys that it does not know``."""
+    """Return ``LEFT lacks 4 keys of RIGHT and has 2 that it does not know``."""
     left, right = diff.names
     clauses = []
     missing = counts.get("missing", 0)
@@ -195,7 +195,10 @@ def _not_loaded(diff: Diff, counts: dict[str, int]) -> str:
         of = f" of {right}" if is_named and noun == "key" else ""
         than = f" than {right}" if is_named and status in ("shape", "dtype") else ""
         total = _all_of(diff, status, count)
-        objects.append(f"{total}{plural(count, noun)}{of} {words}{than}")
+        # the noun of the clause before it
+        follows = bool(clauses) and not objects and status == "unexpected"
+        counted_nouns = number(count) if follows else plural(count, noun)
+        objects.append(f"{total}{counted_nouns}{of} {words}{than}")
     if objects:
         clauses.append(f"has {listed(objects)}")
     if not clauses:
