@@ -343,13 +343,15 @@ class Kind:
 
     `name` is the row of `kinds.table` that recognized it, `section` its path. `text` is a sentence
     without its subject, the section: "is a LoRA adapter ...". `facts` are what the row read in the
-    section (the adapter, the quantized weights).
+    section (the adapter, the quantized weights). `together` are keys that mean nothing without each
+    other.
     """
 
     name: str
     section: str
     text: str
     facts: object = field(default=None, compare=False, repr=False)
+    together: tuple[tuple[str, ...], ...] = field(default=(), compare=False, repr=False)
 
     def sentence(self, source: str) -> str:
         """Return the sentence for the section of `source`, a file or folder."""

@@ -273,9 +273,12 @@ def explain_quantized(
         return tuple(entries)
     explained = []
     for entry in entries:
-        schemes = [left_schemes.get(key) for key in entry.left] + [
-            right_schemes.get(key) for key in entry.right
-        ]
+        schemes = [left_schemes.get(key) for key in entry.left]
+        schemes += [right_schemes.get(key) for key in entry.right]
+        if entry.status == "missing":  # the weight under the name that it has if not quantized
+            schemes += [left_schemes.get(key) for key in entry.right]
+        elif entry.status == "unexpected":
+            schemes += [right_schemes.get(key) for key in entry.left]
         scheme = next((title for title in schemes if title is not None), None)
         if (
             scheme is None
@@ -295,7 +298,11 @@ def explain_quantized(
 
 def _schemes(section: Section) -> dict[str, str]:
     """Map each key of a quantized weight to the title of its scheme."""
-    return {key: weight.scheme for weight in quantized_weights(section) for key in weight.keys}
+    schemes: dict[str, str] = {}
+    for weight in quantized_weights(section):
+        for key in (*weight.keys, weight.plain):
+            schemes.setdefault(key, weight.scheme)
+    return schemes
 
 
 def unpairable(entries: Sequence[Entry]) -> tuple[set[str], set[str]]:

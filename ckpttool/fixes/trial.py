@@ -21,7 +21,6 @@ from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare, explain_computed
 from ckpttool.fixes.rules_file import Rules, suggested
 from ckpttool.kinds.packed import ATTRIBUTE
-from ckpttool.kinds.table import with_kinds
 from ckpttool.naming.convert import MADE_AGAIN
 from ckpttool.naming.match import aliases, prefixes
 from ckpttool.naming.wrappers import canonical_keys
@@ -274,7 +273,7 @@ def try_remap(
         try:
             target = target_for(out, source)
             fitted = remap.fitted(result, target, read, to_model or model)
-            fitted = with_kinds(replace(fitted, source=out, format=target.format.name))
+            fitted = replace(fitted, source=out, format=target.format.name)
             after = question.ask_again(fitted, question.right)
             if not after.identical and most is not None:
                 # A key that is missing may be one of those left out.

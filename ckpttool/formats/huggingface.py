@@ -391,9 +391,7 @@ def _sharded_again(
     checkpoint: Checkpoint, stem: str, ending: str, limit: int, indexed: bool
 ) -> dict[str, Checkpoint]:
     by_key = {entry.key: entry for entry in checkpoint.sections[0].tensors}
-    plan = plan_shards(
-        [Item(key, entry.nbytes, _origin(entry)) for key, entry in by_key.items()], limit
-    )
+    plan = plan_shards(_items(checkpoint, by_key), limit)
     names = shard_names(stem, ending, len(plan)) if len(plan) > 1 or indexed else [stem + ending]
     # transformers assumes another framework if __metadata__ has no format
     metadata = (
@@ -405,6 +403,24 @@ def _sharded_again(
         name: _shard(whole, (by_key[key] for key in keys), modules)
         for name, keys in zip(names, plan)
     }
+
+
+def _items(checkpoint: Checkpoint, by_key: Mapping[str, TensorEntry]) -> list[Item]:
+    """Return the tensors to place; the parts of a quantized weight go with the weight."""
+    groups: dict[str, list[str]] = {}
+    for kind in checkpoint.kinds:
+        for keys in kind.together:
+            there = [key for key in keys if key in by_key]
+            groups.update(dict.fromkeys(there, there))
+    items: list[Item] = []
+    for key, entry in by_key.items():
+        parts = groups.get(key, [key])
+        if key == parts[0]:
+            # the first one has the size of all of them, the others are placed next to it
+            nbytes = sum(by_key[part].nbytes for part in parts)
+            items.append(Item(key, nbytes, _origin(entry)))
+            items += [Item(part, 0, _origin(entry)) for part in parts[1:]]
+    return items
 
 
 def _index(

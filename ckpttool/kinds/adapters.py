@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.checkpoint import Kind, Section
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.naming.wrappers import ADAPTERS, PEFT_ROOT, canonical_keys
@@ -72,14 +72,14 @@ def naming_of(keys: Collection[str]) -> Naming:
     return NAMINGS[-1]
 
 
-def recognize(checkpoint: Checkpoint, section: Section) -> tuple[str, object] | None:
+def recognize(section: Section) -> Kind | None:
     adapter = adapter_of(section.keys)
     if adapter is None:
         return None
     count = plural(len(adapter.modules), "module")
     if not adapter.alone:
         text = f"is a model with {adapter.title} next to {count}: merge_and_unload() merges it"
-        return text, adapter
+        return Kind(NAME, section.path, text, adapter)
     naming = adapter.naming
     text = (
         f"is {adapter.title} for {count}, without its base model, in {naming.title} naming:"
@@ -87,7 +87,7 @@ def recognize(checkpoint: Checkpoint, section: Section) -> tuple[str, object] | 
     )
     if not naming.by_peft:
         text += ", PEFT does not"
-    return text, adapter
+    return Kind(NAME, section.path, text, adapter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, Kind, Section, TensorEntry
 from ckpttool.core.names import RUNTIME, Names
 from ckpttool.core.text import plural
 from ckpttool.naming.convert import read
@@ -18,7 +18,7 @@ from ckpttool.optimizers.identify import Parameters
 NAME = "list"
 
 
-def recognize(checkpoint: Checkpoint, section: Section) -> tuple[str, object] | None:
+def recognize(section: Section) -> Kind | None:
     if not section.is_list:
         return None
     text = (
@@ -26,7 +26,7 @@ def recognize(checkpoint: Checkpoint, section: Section) -> tuple[str, object] | 
         " parameters as torch_ema and EMAModel of diffusers save it: copy_to(model.parameters())"
         " loads it"
     )
-    return text, None
+    return Kind(NAME, section.path, text)
 
 
 def with_names_of_lists(

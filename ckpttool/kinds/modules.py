@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.checkpoint import Kind, Section
 
 NAME = "pickled-module"
 
 
-def recognize(checkpoint: Checkpoint, section: Section) -> tuple[str, object] | None:
+def recognize(section: Section) -> Kind | None:
     if not section.module_class:
         return None
     text = (
         f"is a pickled module ({section.module_class}), which load_state_dict() does not accept:"
         " its state dict is read, the module never runs"
     )
-    return text, section.module_class
+    return Kind(NAME, section.path, text)

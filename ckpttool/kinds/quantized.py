@@ -5,10 +5,11 @@ computed with.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.core.checkpoint import Kind, Section, TensorEntry
 from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Ref
 from ckpttool.core.plan import Output
@@ -47,7 +48,8 @@ SCHEMES = (
         ("input_scale",),
     ),
     Scheme("bitsandbytes, 8 bit", "weight", ("int8",), (), ("SCB", "weight_format")),
-    Scheme("GPTQ or AWQ", "qweight", (), (), ("qzeros", "scales", "g_idx")),
+    Scheme("GPTQ", "qweight", (), (), ("g_idx",)),
+    Scheme("AWQ", "qweight", (), (), ("qzeros", "scales")),
     Scheme(
         "compressed-tensors",
         "weight_packed",
@@ -63,13 +65,15 @@ SCHEMES = (
     ),
     Scheme("MLX", "weight", ("uint32",), (), ("scales", "biases")),
 )
+# leaf of a quantized weight -> leaf of the same weight in a model that is not quantized
+_PLAIN = {"qweight": "weight", "weight_packed": "weight"}
 _BLOCKS, _SCALES = "_blocks", "_scales"  # of MXFP4: ``down_proj_blocks`` and ``down_proj_scales``
 
 
 NAME = "quantized"
 
 
-def recognize(checkpoint: Checkpoint, section: Section) -> tuple[str, object] | None:
+def recognize(section: Section) -> Kind | None:
     weights = quantized_weights(section)
     if not weights:
         return None
@@ -77,7 +81,9 @@ def recognize(checkpoint: Checkpoint, section: Section) -> tuple[str, object] | 
     for weight in weights:
         by_scheme.setdefault(weight.scheme, []).append(weight)
     counts = [_described(scheme, group) for scheme, group in by_scheme.items()]
-    return f"is quantized: {'; '.join(counts)}", tuple(weights)
+    text = f"is quantized: {'; '.join(counts)}"
+    together = tuple(weight.keys for weight in weights)
+    return Kind(NAME, section.path, text, tuple(weights), together)
 
 
 def _described(scheme: str, weights: Sequence[QuantizedWeight]) -> str:
@@ -102,9 +108,19 @@ class QuantizedWeight:
         return (self.weight, *self.others)
 
     @property
+    def plain(self) -> str:
+        """The key of the weight in a model that is not quantized."""
+        module, dot, leaf = self.weight.rpartition(".")
+        return module + dot + _PLAIN.get(leaf, leaf.removesuffix(_BLOCKS))
+
+    @property
     def part_names(self) -> tuple[str, ...]:
-        """The last segments of the other entries."""
-        return tuple(dict.fromkeys(key.rpartition(".")[2] for key in self.others))
+        """What the other entries are called next to the weight, or inside of it."""
+        names: dict[str, None] = {}
+        for key in self.others:
+            is_inside = key.startswith(f"{self.weight}.")
+            names[key[len(self.weight) + 1 :] if is_inside else key.rpartition(".")[2]] = None
+        return tuple(names)
 
     def other_after_rename(self, other: str, new_weight: str) -> str | None:
         """Return the name of one of the `others` if the weight is called `new_weight`; None if
@@ -159,7 +175,28 @@ def quantized_weights(section: Section) -> list[QuantizedWeight]:
         for title, name in parts_by_kind[kind]:
             if prefix + name in keys:
                 add(title, entry.key, [prefix + name])
-    return list(weights.values())
+    entries = {entry.key: entry for entry in section.tensors}
+    return [_with_granularity(weight, entries) for weight in weights.values()]
+
+
+def _with_granularity(
+    weight: QuantizedWeight, entries: Mapping[str, TensorEntry]
+) -> QuantizedWeight:
+    """Return the weight; the scheme of FP8 says how many values share a scale."""
+    if weight.scheme != "FP8":
+        return weight
+    scales = [entries[key] for key in weight.others if "scale" in key and key in entries]
+    scales = [scale for scale in scales if ".input_" not in f".{scale.key}"]
+    if not scales:
+        return weight
+    shape, rows = scales[0].shape, entries[weight.weight].shape[0]
+    if scales[0].key.endswith("_scale_inv") and len(shape) > 1:
+        return replace(weight, scheme="block FP8")
+    if scales[0].numel == 1:
+        return replace(weight, scheme="FP8, a scale for each tensor")
+    if scales[0].numel == rows:
+        return replace(weight, scheme="FP8, a scale for each channel")
+    return replace(weight, scheme="block FP8")
 
 
 def _possible_parts(leaf: str, dtype: str) -> Iterator[tuple[str, str]]:

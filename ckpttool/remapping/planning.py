@@ -9,6 +9,7 @@ from ckpttool.core.text import dotted
 from ckpttool.formats.fit import has_place_for_versions
 from ckpttool.formats.opening import note_on
 from ckpttool.kinds.adapters import adapter_of
+from ckpttool.kinds.table import with_kinds
 from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.match import match
 from ckpttool.operands.checkpoint import saved_state_dicts
@@ -49,7 +50,8 @@ def plan_remap(
     other_names = None if inputs.other_model is None else inputs.to_names
     lists = notes_on_lists(done, inputs.names, other_names, inputs.request.renamings)
     changes = inputs.gathered is not None or changes_content(inputs.source, done)
-    return replace(done, notes=(*done.notes, *lists), changes_content=changes)
+    result = with_kinds(done.result)
+    return replace(done, result=result, notes=(*done.notes, *lists), changes_content=changes)
 
 
 def _missing(done: Remap, inputs: Inputs) -> tuple[str, ...]:
