@@ -26,6 +26,7 @@ help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/for-demo ## run the main job from end to end, in build/demo
+	@echo "Running examples/demo.py in build/demo: less than a minute."
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/for-test ## run the tests (ARGS='-k NAME': some of them; JOBS=0: in one process; TORCH=2.15.0: under that torch; PYTHON=python3.12)
