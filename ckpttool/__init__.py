@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckpttool.live.swap import Swapped
     from ckpttool.operands.checkpoint import open_checkpoint
     from ckpttool.operands.model import trace
-    from ckpttool.remapping.plan import Remap
+    from ckpttool.remapping.result import Remap
     from ckpttool.remapping.run import convert, remap, write
     from ckpttool.remapping.write import Undone, undo
     from ckpttool.ruleset.parse import rules
@@ -86,7 +86,7 @@ _MODULES = {
     "Swapped": "live.swap",
     "open_checkpoint": "operands.checkpoint",
     "trace": "operands.model",
-    "Remap": "remapping.plan",
+    "Remap": "remapping.result",
     **dict.fromkeys(("convert", "remap", "write"), "remapping.run"),
     **dict.fromkeys(("Undone", "undo"), "remapping.write"),
     "rules": "ruleset.parse",

@@ -18,7 +18,7 @@ from ckpttool.core.schema import ERROR, Kind
 from ckpttool.diffing.result import DIFF
 from ckpttool.inspection.explain import EXPLAIN
 from ckpttool.inspection.inspect import INSPECT
-from ckpttool.remapping.plan import REMAP
+from ckpttool.remapping.result import REMAP
 from ckpttool.remapping.write import UNDONE
 from ckpttool.ruleset.parse import SETS
 from ckpttool.swap.swap import SWAP

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckpttool.diffing.result import Diff, Fix
     from ckpttool.io.progress import Progress
     from ckpttool.keywords import FixKeywords
-    from ckpttool.remapping.plan import Remap
+    from ckpttool.remapping.result import Remap
 
 
 @expand_options(FixOptions)

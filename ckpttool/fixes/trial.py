@@ -30,9 +30,9 @@ from ckpttool.operands.output import command, outputs, target_for
 from ckpttool.remapping import run as remap
 from ckpttool.remapping.loads import loaded_by, loading
 from ckpttool.remapping.options import RemapOptions
-from ckpttool.remapping.plan import Remap
 from ckpttool.remapping.planning import plan_remap
 from ckpttool.remapping.resolve import loading_model
+from ckpttool.remapping.result import Remap
 from ckpttool.remapping.steps import NO_COUNTER
 from ckpttool.swap import swap
 from ckpttool.swap.swap import SwapOptions

@@ -14,7 +14,7 @@ from ckpttool.core.text import Note, plural
 from ckpttool.optimizers.identify import Parameters
 from ckpttool.optimizers.transform import between
 from ckpttool.remapping.optimizer import by_rules
-from ckpttool.remapping.plan import Remap
+from ckpttool.remapping.result import Remap
 from ckpttool.ruleset.patterns import Renaming
 
 Shape = tuple[int, ...]

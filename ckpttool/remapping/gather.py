@@ -33,7 +33,7 @@ from ckpttool.optimizers import forms
 from ckpttool.optimizers.identify import Parameters, ParamMap, owners
 from ckpttool.optimizers.transform import grouped
 from ckpttool.remapping.optimizer import OptimizerRequest, remap_optimizers
-from ckpttool.remapping.plan import Remap
+from ckpttool.remapping.result import Remap
 
 DIFFERS = "differs between the ranks"  # a problem of a tensor that every rank holds completely
 

@@ -18,7 +18,7 @@ from ckpttool.naming.convert import ModelForm, Reading, read
 from ckpttool.naming.match import match
 from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.remapping.options import RemapOptions
-from ckpttool.remapping.plan import Remap
+from ckpttool.remapping.result import Remap
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict

@@ -19,10 +19,11 @@ from ckpttool.remapping.by_position import notes_on_lists
 from ckpttool.remapping.gather import with_gathered_optimizers
 from ckpttool.remapping.optimizer import OptimizerRequest
 from ckpttool.remapping.options import RemapOptions
-from ckpttool.remapping.plan import Remap, with_optimizers
 from ckpttool.remapping.plan import remap as remap_index
+from ckpttool.remapping.plan import with_optimizers
 from ckpttool.remapping.resolve import Inputs, resolve
 from ckpttool.remapping.restore import with_lost_versions, with_steps_of_norms
+from ckpttool.remapping.result import Remap
 from ckpttool.remapping.steps import Request, loadable
 
 

@@ -14,7 +14,7 @@ from ckpttool.core.text import Info, dotted, plural, some
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.naming.versions import with_versions
 from ckpttool.operands.model import ModelOperand
-from ckpttool.remapping.plan import Remap
+from ckpttool.remapping.result import Remap
 from ckpttool.remapping.steps import Request
 
 _STEPS = "num_batches_tracked"

@@ -37,10 +37,10 @@ from ckpttool.operands.output import Target, command, outputs, target_for
 from ckpttool.remapping.companions import Companions, companions_of
 from ckpttool.remapping.loads import Loading, loaded_by, loading
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
-from ckpttool.remapping.plan import Remap
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.planning import changes_content, plan_remap
 from ckpttool.remapping.resolve import loading_model
+from ckpttool.remapping.result import Remap
 from ckpttool.remapping.steps import Request
 from ckpttool.remapping.write import (
     Cost,

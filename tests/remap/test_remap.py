@@ -23,7 +23,7 @@ from ckpttool.formats.registry import format_for
 from ckpttool.formats.remarks import MARK
 from ckpttool.io.write import WriteOptions, write_file
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.remapping.plan import Remap
+from ckpttool.remapping.result import Remap
 from command import Run
 from hook_zoo import ZOO
 from zoo import FLAT, State, randomized, runtime_values, state_of, traced, zoo_model

@@ -17,7 +17,7 @@ from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.result import HARMLESS, Asks, Diff, Entry, Fix
 from ckpttool.naming.evidence import Ambiguous, Inference, Pair
 from ckpttool.remapping.optimizer import OptimizerRemap
-from ckpttool.remapping.plan import Remap
+from ckpttool.remapping.result import Remap
 from ckpttool.remapping.write import Cost
 from ckpttool.report import render
 from ckpttool.report.document import Document

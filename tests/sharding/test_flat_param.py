@@ -30,7 +30,7 @@ from ckpttool.evaluate.torch_eval import evaluate
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.naming.flat import misfit, slots, unit_paths
 from ckpttool.remapping.gather import gather
-from ckpttool.remapping.plan import Remap
+from ckpttool.remapping.result import Remap
 from ckpttool.tracing.build_model import load
 from ckpttool.tracing.trace import trace
 from command import Run, fixes_in, notes_in

@@ -26,7 +26,7 @@ from ckpttool.report.document import (
 )
 
 if TYPE_CHECKING:
-    from ckpttool.remapping.plan import Remap
+    from ckpttool.remapping.result import Remap
     from ckpttool.remapping.write import Undone
     from ckpttool.ruleset.parse import Preset
     from ckpttool.swap.swap import Swap

@@ -1,0 +1,204 @@
+"""The plan of each section: a draft that goes through the steps of the request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.errors import Refused
+from ckpttool.core.names import RUNTIME, SERIALIZED
+from ckpttool.core.plan import Plan, compose
+from ckpttool.core.values import dataclass
+from ckpttool.evaluate.apply import apply
+from ckpttool.kinds.adapters import Adapter, adapter_of
+from ckpttool.naming import wrappers
+from ckpttool.naming.convert import Form, check_versions, read
+from ckpttool.naming.wrappers import Chain
+from ckpttool.operands.model import LOAD_HOOK, ModelOperand
+from ckpttool.remapping.adapter import apply_rules_of_base, to_other_base
+from ckpttool.remapping.steps import (
+    Draft,
+    Request,
+    apply_rules,
+    apply_rules_like_first,
+    new_draft,
+    notes_on_like,
+    rewrap,
+    select,
+    take_names,
+    to_model_form,
+    to_other_model,
+    unwrap,
+    with_counters,
+    without_peft,
+    without_pruning,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the steps of one section are asked for.
+
+    `adapter` is what its keys show of one, `start` the draft before the first step, `first` the
+    finished draft of the first section, if this is another one.
+    """
+
+    request: Request
+    section: Section
+    adapter: Adapter | None
+    start: Draft
+    first: Draft | None
+
+    @property
+    def form(self) -> Form | None:
+        """The form that the keys get."""
+        return self.request.options.form
+
+
+def drafts_of(
+    source: Checkpoint, sections: Sequence[Section], request: Request, lightning: bool
+) -> list[Draft]:
+    """Return the draft of each section. A problem of a further section is reported under its
+    path.
+    """
+    drafts: list[Draft] = []
+    for section in sections:
+        first = drafts[0] if drafts else None
+        try:
+            drafts.append(_draft(section, request, lightning, first))
+        except Refused as error:
+            if not source.in_memory and len(sections) == 1:
+                raise
+            message, hint = error.message, error.hint
+            if source.in_memory:
+                hint = hint.replace("ckpttool inspect CKPT", source.inspect_call)
+            if len(sections) > 1:
+                message = f"{section.title}: {message}"
+                hint = f"{hint}; --sections '{sections[0].path}' changes that one alone"
+            raise Refused(message, hint=hint, problems=error.problems) from None
+    return drafts
+
+
+def _draft(section: Section, request: Request, lightning: bool, first: Draft | None) -> Draft:
+    """Go through the steps; `first` is another section's draft."""
+    start = new_draft(section, request.options.source_form, lightning)
+    adapter = adapter_of(section.keys)
+    if adapter is not None and adapter.alone and not _is_for_peft(request.options.form):
+        start = without_peft(start)
+    asked = Asked(request, section, adapter, start, first)
+    draft = start
+    for step in _STEPS:
+        draft = step(draft, asked)
+    return draft
+
+
+def _is_for_peft(form: Form | None) -> bool:
+    return isinstance(form, Chain) and "peft" in form.words
+
+
+# Steps
+
+
+def _through_models(draft: Draft, asked: Asked) -> Draft:
+    """Bring the keys to the form of a model's names that is asked for, or to the names of another
+    model.
+    """
+    request = asked.request
+    saved, loads = request.saved, request.loads
+    if saved is None:
+        return draft
+    if asked.adapter is not None and loads is not None:
+        return to_other_base(draft, saved.tables, loads.tables, loads.code)
+    draft = _to_form(draft, asked, saved)
+    if loads is not None:
+        draft = to_other_model(draft, request, loads)
+    return with_counters(draft, keep=request.like is not None or isinstance(asked.form, Chain))
+
+
+def _to_form(draft: Draft, asked: Asked, saved: ModelOperand) -> Draft:
+    """Bring the keys to the form, after what the model computes when it loads them: pruned weights
+    from their masks, and keys that only its load hooks know.
+    """
+    request, section = asked.request, asked.section
+    counters = tuple(wrappers.counters(section.keys))
+    tensors = tuple(entry for entry in section.tensors if entry.key not in counters)
+    rest = replace(section, tensors=tensors)
+    pruned = without_pruning(rest, saved.tables)
+    if pruned is not None:
+        whole = _loaded(pruned, rest)
+        after = to_model_form(replace(draft, section=whole), request, saved)
+        plan = compose(pruned, after.plan)
+        return replace(after, section=section, plan=plan, counters=counters)
+    by_loading = None if request.options.source_form is not None else saved.by_loading(rest)
+    if by_loading is None:
+        return to_model_form(draft, request, saved)
+    loaded = _loaded(by_loading, rest)
+    if request.form_by_model.names == SERIALIZED:
+        reading = replace(read(saved.tables, loaded, RUNTIME), form=SERIALIZED)
+        # the versions of the file would be in the output
+        check_versions(saved.names(), loaded, reading)
+    after = to_model_form(replace(draft, section=replace(loaded, form=RUNTIME)), request, saved)
+    plan = compose(by_loading, after.plan)
+    return replace(after, section=section, plan=plan, form=LOAD_HOOK, counters=counters)
+
+
+def _loaded(plan: Plan, section: Section) -> Section:
+    """Return the section as the plan leaves it."""
+    return apply(plan, Checkpoint.of(section)).section(section.path)
+
+
+def _submodule(draft: Draft, asked: Asked) -> Draft:
+    prefix = asked.request.options.select
+    if prefix is None:
+        return draft
+    return select(draft, prefix, by_model=asked.request.saved is not None)
+
+
+def _names_or_wrappers(draft: Draft, asked: Asked) -> Draft:
+    """Take over the names of another checkpoint, or add and remove wrappers."""
+    request, form = asked.request, asked.form
+    if request.like is not None:
+        return take_names(draft, request.like)
+    if isinstance(form, Chain):
+        return rewrap(draft, form)
+    if form is not None and request.saved is None:
+        return rewrap(draft, Chain(()))
+    return draft
+
+
+def _rules(draft: Draft, asked: Asked) -> Draft:
+    """Apply the rules; those of an adapter are about its base, those of a further section give the
+    names that the first section has got.
+    """
+    request = asked.request
+    if not request.rule_steps:
+        return draft
+    if asked.adapter is not None and (request.saved is None or request.loads is None):
+        return apply_rules_of_base(draft, request.rule_steps)
+    if asked.first is not None and request.saved is None:
+        return apply_rules_like_first(draft, request.rule_steps, asked.first, asked.start)
+    return apply_rules(draft, request.rule_steps, is_new=draft is asked.start)
+
+
+def _notes_on_names(draft: Draft, asked: Asked) -> Draft:
+    like = asked.request.like
+    if like is None:
+        return draft
+    return replace(draft, notes=(*draft.notes, *notes_on_like(draft, like)))
+
+
+def _unwrapped(draft: Draft, asked: Asked) -> Draft:
+    model = asked.request.unwrapped
+    return draft if model is None else unwrap(draft, model.tables)
+
+
+# in their order: rules are about the names that all others lead to
+_STEPS: tuple[Callable[[Draft, Asked], Draft], ...] = (
+    _through_models,
+    _submodule,
+    _names_or_wrappers,
+    _rules,
+    _notes_on_names,
+    _unwrapped,
+)

@@ -1,0 +1,149 @@
+"""The result of a remap, and the JSON object that describes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.expression import BY_CODE, Ref
+from ckpttool.core.optimizer_state import FORMS
+from ckpttool.core.plan import PLAN, Plan
+from ckpttool.core.schema import (
+    COUNT,
+    TEXT,
+    TEXTS,
+    list_of,
+    notes_as,
+    nullable,
+    one_of,
+    record,
+    row,
+)
+from ckpttool.core.text import dotted
+from ckpttool.core.values import dataclass, public
+from ckpttool.io.undo import Written
+from ckpttool.remapping.companions import COMPANIONS, Companions
+from ckpttool.remapping.optimizer import OptimizerRemap, RuleEffect
+from ckpttool.remapping.write import COST, UNDO, VERIFIED, Cost, Undo, Verified
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Remap:
+    """The result of a remap. `result` is the checkpoint to write.
+
+    `source_form` and `form` are the forms that the keys were in and are in, as words, or None.
+    `ruled` is what the rules did to the model, `model` what the whole remap did to it, unless
+    `--select` narrows it. `narrowed` is the same if tensors of the model are left out. `sections`
+    are the state dicts that were changed together, if there are several. `written` says how a file
+    named by --in-place was written, or would be, and `undo` how that is taken back, `verified` how
+    the output is known to be right, `cost` what a `dry_run` found it to take. `companions` says
+    what became of the other files of a folder. `source` and `output` are the operands CKPT and OUT.
+    `format` is the title of the output's format. `changes_content` is False if the result has the
+    names, values and order of the source: only its format may differ. `loads_into` is the model
+    that `fix` wrote the output for. `missing` are the keys of the model, below the paths of their
+    sections, that the result lacks.
+    """
+
+    result: Checkpoint
+    plan: Plan
+    source_form: str | None = None
+    form: str | None = None
+    notes: tuple[str, ...] = ()
+    optimizers: tuple[OptimizerRemap, ...] = ()
+    ruled: RuleEffect | None = None
+    model: RuleEffect | None = None
+    narrowed: RuleEffect | None = None
+    sections: tuple[str, ...] = ()
+    written: Written | None = None
+    undo: Undo | None = None
+    verified: Verified | None = None
+    cost: Cost | None = None
+    companions: Companions | None = None
+    source: str = ""
+    output: str = ""
+    dry_run: bool = False
+    changes_content: bool = True
+    missing: tuple[str, ...] = ()
+    format: str = ""
+    loads_into: str = ""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many outputs are renamed, transformed and unchanged."""
+        renamed = sum(
+            isinstance(o.source, Ref) and o.source.key != o.key for o in self.plan.outputs
+        )
+        transformed = len(self.plan.computed)
+        return dict(
+            zip(_COUNTED, (renamed, transformed, len(self.plan.outputs) - renamed - transformed))
+        )
+
+    @property
+    def dropped(self) -> list[str]:
+        """The keys that are left out, below the paths of their sections."""
+        return [dotted(gone.section, gone.key) for gone in self.plan.dropped]
+
+    def to_json(self) -> dict[str, Any]:
+        """The `remap` object of the contract."""
+        return dict(REMAP.write(self))
+
+
+def _together(done: Remap) -> tuple[object, ...] | None:
+    if not done.optimizers:
+        return None
+    first = done.optimizers[0]
+    return first.was, first.to, sum(one.params for one in done.optimizers), done.optimizers
+
+
+_COUNTED = ("renamed", "transformed", "unchanged")
+_FORM = one_of(*FORMS)
+_OPTIMIZERS = list_of(
+    record(
+        OptimizerRemap,
+        {
+            "section": TEXT,
+            "from": _FORM,
+            "to": _FORM,
+            "params": COUNT,
+            "evidence": nullable(TEXT),
+            "new": TEXTS,
+            "dropped": TEXTS,
+        },
+        called={"from": "was"},
+    )
+)
+_WRITTEN = record(Written, {"bytes": COUNT}, called={"bytes": "nbytes"})
+REMAP = record(
+    Remap,
+    {
+        **dict.fromkeys(("source", "output"), TEXT),
+        **dict.fromkeys(("from", "to"), nullable(TEXT)),
+        **dict.fromkeys(_COUNTED, COUNT),
+        **dict.fromkeys(("dropped", "missing", "sections"), TEXTS),
+        "by_code": list_of(row({"way": one_of(*BY_CODE), "model": TEXT, "keys": TEXTS})),
+        "optimizer": nullable(
+            row({"from": _FORM, "to": _FORM, "params": COUNT, "sections": _OPTIMIZERS})
+        ),
+        "notes": notes_as("remap"),
+    },
+    {
+        "written": _WRITTEN,
+        "undo": UNDO,
+        "verified": VERIFIED,
+        "cost": COST,
+        "companions": COMPANIONS,
+        "plan": PLAN,
+    },
+    called={
+        "from": "source_form",
+        "to": "form",
+        "renamed": lambda done: done.counts["renamed"],
+        "transformed": lambda done: done.counts["transformed"],
+        "unchanged": lambda done: done.counts["unchanged"],
+        "by_code": lambda done: [(run.way, run.model, keys) for run, keys in done.plan.by_code],
+        "optimizer": _together,
+        "plan": lambda done: done.plan if done.dry_run else None,
+    },
+    title="ckpttool.remap/1",
+)
