@@ -35,9 +35,10 @@ def with_names_of_lists(
     """Return the checkpoint with the runtime names of the model's parameters for its lists.
 
     `in_file` are the state dicts of the file, whose order is that of the model that saved it. A
-    list whose number of tensors or shapes differ from the parameters keeps its numbers.
+    list whose number of tensors or shapes differ from the parameters keeps its numbers, as does one
+    next to a state dict, which is the model that is asked about.
     """
-    if not any(section.is_list for section in checkpoint.state_dicts):
+    if not checkpoint.state_dicts or not all(s.is_list for s in checkpoint.state_dicts):
         return checkpoint
     params = parameters_of(names)
     saved = _in_saved_order(in_file, names, params)

@@ -60,7 +60,8 @@ def _check_names(packed: list[Section]) -> None:
     if problems:
         raise Refused(
             "the names of a list's tensors are the names of a model's parameters, in order",
-            hint="pass the model that was averaged: --model package.module:attr, or file.py:attr",
+            hint="name the list as CKPT::SECTION, and pass the model that was averaged: --model"
+            " package.module:attr, or file.py:attr",
             problems=problems,
         )
 

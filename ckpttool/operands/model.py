@@ -611,9 +611,13 @@ def same_model(
     """Return the other state dicts with the same names and shapes, with any wrappers around them.
 
     If the model's `names` are known, also return state dicts that hold the complete model in
-    another form.
+    another form. A list of tensors has no names of its own: it changes only if it is named.
     """
-    others = [other for other in checkpoint.state_dicts if other.path != section.path]
+    others = [
+        other
+        for other in checkpoint.state_dicts
+        if other.path != section.path and not other.is_list
+    ]
     if not others:
         return ()
     lightning, tables = (

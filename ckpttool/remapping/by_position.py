@@ -76,13 +76,27 @@ def _shapes_of(section: Section) -> list[Shape | None]:
 
 
 def _lists(checkpoint: Checkpoint) -> dict[str, list[Shape | None]]:
-    """Return the shapes of the tensors in each list outside of state dicts, by the list's path."""
+    """Return the shapes of the tensors in each list, by the list's path."""
+    shapes: dict[str, list[Shape | None]] = {}
     items: dict[str, dict[tuple[int, ...], TensorEntry]] = defaultdict(dict)
     for section in checkpoint.sections:
-        for entry in section.tensors if section.kind == "other" else ():
-            path, index = entry.key.split("."), list[int]()
-            while len(path) > 1 and path[-1].isdecimal():
-                index.insert(0, int(path.pop()))
+        if section.is_list:
+            shapes[section.path] = [entry.shape for entry in section.tensors]
+        if section.kind != "other":
+            continue
+        for entry in section.tensors:
+            path, index = _place_in_list(entry.key)
             if index:
-                items[".".join(path)][tuple(index)] = entry
-    return {path: [found[index].shape for index in sorted(found)] for path, found in items.items()}
+                items[path][index] = entry
+    for path, entries in items.items():
+        shapes[path] = [entries[index].shape for index in sorted(entries)]
+    return shapes
+
+
+def _place_in_list(key: str) -> tuple[str, tuple[int, ...]]:
+    """Return the path of the list and the place in it: ``ema.0.3`` is at (0, 3) of ``ema``."""
+    path = key.split(".")
+    index: list[int] = []
+    while len(path) > 1 and path[-1].isdecimal():
+        index.insert(0, int(path.pop()))
+    return ".".join(path), tuple(index)
