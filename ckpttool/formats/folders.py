@@ -45,6 +45,9 @@ _FSDP_RANK = re.compile(r"((pytorch_model_fsdp|optimizer)(_\d+)?_rank)\d+\.bin")
 _OPTIMIZER = re.compile(r"optimizer\.(bin|pt|pth)")
 _DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)_states\.pt")
 
+# as Meta writes Llama: consolidated.00.pth
+_TENSOR_PARALLEL = re.compile(r"(?P<stem>.+)\.\d\d\.pth")
+
 # DeepSpeed's folder of a step, whose tag one of these files names
 _STEP = re.compile(r"global_step\d+(_universal)?")
 _LATEST = ("latest", "latest_universal")
@@ -193,6 +196,13 @@ def file_inside(look: Look, endings: tuple[str, ...] = _ENDINGS) -> str | None:
     preferred = read_by_transformers(look, names) if len(names) > 1 else None
     if preferred is not None:
         return join(folder, preferred)
+    if len(names) > 1 and all(map(_TENSOR_PARALLEL.fullmatch, names)):
+        pattern = join(folder, re.sub(r"\d\d\.pth$", "*.pth", names[0]))
+        raise CkptError(
+            f"{folder} holds tensor-parallel parts: each file has a part of the tensors",
+            hint=f"name the files of all ranks together: {quote(pattern)}",
+            problems=[Problem("a part", name) for name in names],
+        )
     if len(names) > 1:
         raise CkptError(
             f"{folder} holds several checkpoints",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckpttool.core.checkpoint import Checkpoint, Kind, Section
 from ckpttool.core.schema import TEXT, Members, record
-from ckpttool.kinds import adapters, lists, modules, quantized
+from ckpttool.kinds import adapters, lists, modules, parts, quantized
 
 # A row of the table: returns what a state dict is, or None if it is not of this kind.
 Row = Callable[[Section], "Kind | None"]
@@ -17,6 +17,7 @@ TABLE: tuple[Row, ...] = (
     lists.recognize,
     adapters.recognize,
     quantized.recognize,
+    parts.recognize,
 )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
+from ckpttool.containers.chunks import Chunk, assemble, row_major_data
 from ckpttool.containers.rank_shards import (
     ONE_STEP,
     RankParts,
@@ -15,7 +16,16 @@ from ckpttool.containers.rank_shards import (
     parts_of,
     ranks_agree,
 )
-from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry, in_row_major
+from ckpttool.core.checkpoint import (
+    Checkpoint,
+    Lazy,
+    Part,
+    Section,
+    Storage,
+    TensorEntry,
+    in_row_major,
+)
+from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Expression, Op, Ref, refs, substitute
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names, OptimizerParam, RuntimeTensor
@@ -24,6 +34,7 @@ from ckpttool.core.plan import Dropped
 from ckpttool.core.text import dotted, is_flat, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.chunks import across, concatenated, in_own_storage
+from ckpttool.kinds.parts import is_fused, joined_dimension
 from ckpttool.naming.convert import Reading, read
 from ckpttool.naming.flat import Slot, flat_params, misfit, named_units, slots, unit_paths
 from ckpttool.naming.match import NameTables
@@ -296,8 +307,14 @@ def _gather_section(
     if patterns:
         problems += _unit_differences(names, patterns, set(paths.values()))
     notes: list[str] = []
+    # FSDP cuts tensors into slices of one dimension
+    is_tensor_parallel = any(
+        len(entry.shape) > 1 and is_of_ranks(entry) and not is_whole(entry)
+        for entry in rest.tensors
+    )
     tensors = {
-        entry.key: _from_ranks(entry, tables, reading, problems, notes) for entry in rest.tensors
+        entry.key: _from_ranks(entry, tables, reading, is_tensor_parallel, problems, notes)
+        for entry in rest.tensors
     }
     present = {runtime_key(entry.key) for entry in rest.tensors}
     units = _units(flat, paths, slots(names, set(paths.values()), present), problems)
@@ -309,9 +326,7 @@ def _gather_section(
     sources: dict[str, Expression] = {}
     for entry in rest.tensors:
         shape, ref = tensors[entry.key].shape, Ref(entry.key)
-        sources[new_key[entry.key]] = (
-            ref if shape == entry.shape else Op("aten.view.default", (ref, shape))
-        )
+        sources[new_key[entry.key]] = _assembling(ref, entry.shape, shape)
     sources.update((entry.key, Ref(entry.key)) for entry in rest.extras)
     for unit in units.values():
         for slot in unit.slots:
@@ -338,10 +353,21 @@ def _gather_section(
     return _Gathered(whole, sources, units, dropped, tuple(notes))
 
 
+def _assembling(ref: Ref, part: tuple[int, ...], whole: tuple[int, ...]) -> Expression:
+    """Return the whole tensor as an expression over what the ranks hold."""
+    if part == whole:
+        return ref
+    if len(part) == len(whole) > 1:
+        (dimension,) = (dim for dim in range(len(whole)) if part[dim] != whole[dim])
+        return Op("aten.cat.default", ((ref,), dimension))
+    return Op("aten.view.default", (ref, whole))
+
+
 def _from_ranks(
     entry: TensorEntry,
     tables: NameTables,
     reading: Reading,
+    is_tensor_parallel: bool,
     problems: list[Problem],
     notes: list[str],
 ) -> TensorEntry:
@@ -352,7 +378,8 @@ def _from_ranks(
     shape = likeness.get(name, ("", None))[1]
     if shape is None and not ranks_agree(entry):
         return entry  # a copy or a part: the model does not say
-    whole, differs = assembled(entry, shape, "{} elements of it, and the model's is {}", problems)
+    text = "{} elements of it, and the model's is {}"
+    whole, differs = assembled(entry, shape, text, problems, is_tensor_parallel)
     if differs:
         source = tables.saved.get(name) if serialized else Ref(name)
         read_by_it = [tables.tensors.get(fqn) for fqn in refs(source or ())]
@@ -364,7 +391,11 @@ def _from_ranks(
 
 
 def assembled(
-    entry: TensorEntry, shape: tuple[int, ...] | None, text: str, problems: list[Problem]
+    entry: TensorEntry,
+    shape: tuple[int, ...] | None,
+    text: str,
+    problems: list[Problem],
+    is_tensor_parallel: bool = False,
 ) -> tuple[TensorEntry, bool]:
     """Return what the ranks hold as one tensor of `shape`, copies or slices of it, and whether
     copies differ.
@@ -379,6 +410,14 @@ def assembled(
     parts = [part for part in parts_of(entry) if part is not None]
     if shape is None or all(part.shape == shape for part in parts):
         return parts[0], not ranks_agree(entry)
+    dimension = joined_dimension([part.shape for part in parts], shape)
+    if dimension is not None and len({part.dtype for part in parts}) == 1:
+        if is_tensor_parallel and is_fused(entry.key):
+            text = f"several weights in one: joining along dimension {dimension} would mix them"
+            problems.append(Problem(text, entry.key))
+            return entry, False
+        if len(shape) > 1:
+            return _along(entry.key, parts, shape, dimension), False
     slices = all(len(part.shape) == 1 and part.dtype == parts[0].dtype for part in parts)
     if slices and sum(part.numel for part in parts) == prod(shape):
         storage = concatenated(across(parts, 0, prod(shape)))
@@ -387,6 +426,25 @@ def assembled(
         Problem("the ranks hold " + text.format(f"{_held(entry):,}", list(shape)), entry.key)
     )
     return entry, False
+
+
+def _along(
+    key: str, parts: Sequence[TensorEntry], shape: tuple[int, ...], dimension: int
+) -> TensorEntry:
+    """Return the parts, joined along one dimension."""
+    chunks: list[tuple[Chunk, TensorEntry]] = []
+    start = 0
+    for part in parts:
+        offsets = tuple(start if dim == dimension else 0 for dim in range(len(shape)))
+        chunks.append((Chunk(offsets, part.shape), part))
+        start += part.shape[dimension]
+    size = itemsize(parts[0].dtype)
+
+    def produce() -> Iterator[Part]:
+        return assemble(shape, size, [(chunk, row_major_data(part)) for chunk, part in chunks])
+
+    storage = Storage(Lazy(prod(shape) * size, produce))
+    return in_row_major(key, parts[0].dtype, shape, storage)
 
 
 def _held(entry: TensorEntry) -> int:

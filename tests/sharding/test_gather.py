@@ -112,8 +112,9 @@ def test_full_parameter_that_differs_between_ranks_is_refused(
 @pytest.mark.parametrize(
     ("parts", "held"),
     [
-        # rows, or columns of another shape: the ranks do not tell
-        ([torch.zeros(1, 3), torch.zeros(1, 3)], 6),
+        # rows that do not join along one dimension
+        ([torch.zeros(1, 3), torch.zeros(2, 3)], 9),
+        ([torch.zeros(1, 2), torch.zeros(1, 2)], 4),
         ([torch.zeros(3), torch.zeros(4)], 7),
         ([torch.zeros(3), torch.zeros(2)], 5),
         ([torch.zeros(3), torch.zeros(3).half()], 6),

@@ -1,0 +1,51 @@
+"""Tensor-parallel parts: each rank's file has a part of every large tensor."""
+
+from __future__ import annotations
+
+import re
+
+from ckpttool.containers.rank_shards import is_of_ranks, is_whole, parts_of
+from ckpttool.core.checkpoint import Kind, Section
+from ckpttool.core.text import plural
+
+NAME = "tensor-parallel"
+# weights that are several weights, one after the other: each rank has a part of each of them
+_FUSED = re.compile(
+    r"(.*[._])?(qkv|Wqkv|w?qkv_proj|query_key_value|linear_qkv|in_proj|c_attn|gate_up(_proj)?"
+    r"|gate_and_up|fc1_gate|w13|wi_fused|kv|kv_proj|qk|qk_proj)([._].*)?"
+)
+
+
+def recognize(section: Section) -> Kind | None:
+    ranks = 0
+    for entry in section.tensors:
+        if is_of_ranks(entry) and not is_whole(entry) and len(entry.shape) > 1:
+            ranks = max(ranks, len(parts_of(entry)))
+    if not ranks:
+        return None
+    text = (
+        f"is {plural(ranks, 'rank file')} of a model whose tensors are split or copied between the"
+        " ranks (tensor-parallel parts): --model joins them, because only the model's shapes show"
+        " the dimension"
+    )
+    return Kind(NAME, section.path, text)
+
+
+def is_fused(key: str) -> bool:
+    """Return whether a weight of this name is usually several weights in one."""
+    return _FUSED.fullmatch(key) is not None
+
+
+def joined_dimension(shapes: list[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
+    """Return the one dimension along which parts of these shapes have the `whole` shape; None if
+    there is none, or more than one.
+    """
+    if any(len(shape) != len(whole) for shape in shapes):
+        return None
+    dimensions = []
+    for dim, size in enumerate(whole):
+        rest = whole[:dim] + whole[dim + 1 :]
+        others_fit = all(shape[:dim] + shape[dim + 1 :] == rest for shape in shapes)
+        if others_fit and sum(shape[dim] for shape in shapes) == size:
+            dimensions.append(dim)
+    return dimensions[0] if len(dimensions) == 1 else None

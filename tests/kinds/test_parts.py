@@ -1,0 +1,114 @@
+"""Tensor-parallel parts. Oracle: the tensors that were split, and torch's strict load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from command import Run, fixes_in
+
+MODELS = """
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, qkv=False):
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(8)
+        if qkv:
+            self.qkv = nn.Linear(8, 24)
+"""
+# the dimension that is split; the others are copies
+SPLIT = {
+    "embed.weight": 1, "up.weight": 0, "up.bias": 0, "down.weight": 1, "qkv.weight": 0, "qkv.bias": 0
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "whole.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def net(**arguments: Any) -> Any:
+    names: dict[str, Any] = {}
+    exec(MODELS, names)
+    return names["Net"](**arguments)
+
+
+def split(model: Any, ranks: int, folder: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = model.state_dict()
+    for rank in range(ranks):
+        part = {
+            key: value.chunk(ranks, SPLIT[key])[rank].clone() if key in SPLIT else value
+            for key, value in state.items()
+        }
+        torch.save(part, folder / f"consolidated.{rank:02d}.pth")
+    return state
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("out", ["whole.pt", "whole.safetensors"])
+def test_parts_are_joined_as_the_shapes_of_the_model_show(
+    folder: Path, run: Run, ranks: int, out: str
+) -> None:
+    state = split(net(), ranks, folder)
+    sentence = f"is {ranks} rank files of a model whose tensors are split or copied"
+    assert sentence in run("inspect", "consolidated.*.pth").out
+    done = run("diff", "consolidated.*.pth", "--model", "whole.py:Net", "--format", "json")
+    assert done.status == 1
+    assert [kind["name"] for kind in done.data["kinds"]] == ["tensor-parallel"]
+    assert len(fixes_in(done.data)) == 1
+    words = ("--model", "whole.py:Net", "-o", out, "--verify")
+    assert run("convert", "consolidated.*.pth", *words).status == 0
+    assert run("diff", out, "--model", "whole.py:Net").status == 0
+    assert run("convert", out, "-o", "check.pt").status == (0 if out.endswith("s") else 1)
+    read = torch.load("check.pt" if out.endswith("s") else out)
+    assert sorted(read) == sorted(state)
+    assert all(torch.equal(value, read[key]) for key, value in state.items())
+
+
+def test_parts_are_renamed_as_they_are_joined(folder: Path, run: Run) -> None:
+    state = split(net(), 2, folder)
+    rule = ("--rule", "up.{x*} => mlp.up.{x*}", "--model", "whole.py:Net")
+    assert run("remap", "consolidated.*.pth", *rule, "-o", "o.pt", "--verify").status == 0
+    read = torch.load("o.pt")
+    for key, value in state.items():
+        assert torch.equal(value, read[key.replace("up.", "mlp.up.")])
+
+
+def test_several_weights_in_one_are_not_joined(folder: Path, run: Run) -> None:
+    """Each rank has a part of q, of k and of v: joined, they would be q, k, v, q, k, v."""
+    split(net(qkv=True), 2, folder)
+    words = ("--model", "whole.py:Net(qkv=True)", "-o", "o.pt")
+    done = run("convert", "consolidated.*.pth", *words)
+    assert done.status == 1
+    assert "qkv.weight" in done.err
+    assert "qkv.bias" in done.err
+    assert "up.weight" not in done.err
+    assert not (folder / "o.pt").exists()
+
+
+def test_without_a_model_nothing_is_joined(folder: Path, run: Run) -> None:
+    split(net(), 2, folder)
+    for out in ("o.pt", "o.safetensors", "o.dcp"):
+        assert run("convert", "consolidated.*.pth", "-o", out).status == 1
+    done = run("inspect", folder)
+    assert done.status == 2
+    assert "tensor-parallel parts" in done.err
+    assert "consolidated.*.pth" in done.err
+
+
+def test_parts_that_fit_along_no_dimension_are_refused(folder: Path, run: Run) -> None:
+    split(net(), 2, folder)
+    state = torch.load("consolidated.01.pth")
+    state["up.weight"] = state["up.weight"][:3, :5].clone()
+    torch.save(state, "consolidated.01.pth")
+    done = run("convert", "consolidated.*.pth", "--model", "whole.py:Net", "-o", "o.pt")
+    assert done.status in (1, 2)
+    assert "up.weight" in done.err
