@@ -208,8 +208,8 @@ def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
     """Return sentences about other contents that the output will not hold."""
     notes: list[str] = []
     own = format_of(checkpoint)
-    if own.name == "torch_legacy" and target.name == "torch_zip":
-        notes.append(Info("written in the format of torch 1.6 and later", "written"))
+    if own.succeeded_by == target.name:
+        notes.append(Info(f"written as {target.title}, which succeeds {own.title}", "written"))
     if own.holds.code_storages:
         notes.append("the state dict alone: the code of the TorchScript archive is left out")
     if loses_versions(checkpoint, target):

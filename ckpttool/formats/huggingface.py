@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
@@ -345,19 +346,22 @@ def _with_new_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Shards | None]:
 
 
 def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
-    """Return the shards with their entries. A computed entry is in the shard of the entry before
-    it.
+    """Return the shards with their entries in the order of each shard, which may not be that of the
+    index. A computed entry follows the entry before it.
     """
-    home = {
-        _origin(entry): name
-        for name, shard in source.shards.items()
-        for entry in shard.sections[0].tensors
-    }
-    content: dict[str, list[TensorEntry]] = {name: [] for name in source.shards}
-    name = next(iter(content))
+    places: dict[int, tuple[str, int]] = {}
+    for name, shard in source.shards.items():
+        for number, entry in enumerate(shard.sections[0].tensors):
+            places.setdefault(_origin(entry), (name, number))
+    placed: dict[str, list[tuple[int, TensorEntry]]] = {name: [] for name in source.shards}
+    name, number = next(iter(placed)), 0
     for entry in checkpoint.sections[0].tensors:
-        name = home.get(_origin(entry), name)
-        content[name].append(entry)
+        name, number = places.get(_origin(entry), (name, number))
+        placed[name].append((number, entry))
+    content = {}
+    for name, rows in placed.items():
+        rows.sort(key=itemgetter(0))
+        content[name] = [entry for _, entry in rows]
     common = _common([shard.metadata for shard in source.shards.values()])
     new = {key: value for key, value in checkpoint.metadata.items() if key not in common}
     removed, modules = common.keys() - checkpoint.metadata.keys(), checkpoint.sections[0].modules

@@ -62,6 +62,8 @@ class Format:
     with at most so many bytes each. An output in a folder has the format `shards` if the source is
     a file of this format.
 
+    `succeeded_by`: the format that its library writes today instead.
+
     `package` is the distribution that the format comes from; empty for those of ckpttool.
     """
 
@@ -74,6 +76,7 @@ class Format:
     index: str = ""
     sharded: bool = False
     shards: str = "sharded"
+    succeeded_by: str = ""
     package: str = ""
 
     @property

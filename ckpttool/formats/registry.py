@@ -44,6 +44,7 @@ TABLE = (
         "ckpttool.formats.torch_legacy",
         lambda look: _file(look, signatures.is_torch_legacy(look)),
         holds=_TORCH,
+        succeeded_by="torch_zip",
     ),
     Format(
         "torchscript",

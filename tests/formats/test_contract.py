@@ -62,27 +62,49 @@ class TestTorchLegacy(FormatContract):
 
 class TestSharded(FormatContract):
     name = "sharded"
+    index = INDEX
     out = f"out/{INDEX}"
+    single = "model.safetensors"
     edits = True
+
+    def save_shard(self, shard: State, path: Path) -> None:
+        save_file(shard, path, {"format": "pt"})
+
+    def load_shard(self, path: Path) -> State:
+        return load_file(path)
 
     def save(self, state: State, path: Path) -> None:
         path.mkdir()
+        stem, ending = self.single.split(".")
         shards = [shard for first in (0, 1) if (shard := dict(list(state.items())[first::2]))]
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
-            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-            save_file(shard, path / name, {"format": "pt"})
+            name = f"{stem}-{number:05}-of-{len(shards):05}.{ending}"
+            self.save_shard(shard, path / name)
             weight_map |= dict.fromkeys(shard, name)
         size = sum(tensor.nbytes for tensor in state.values())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (path / self.index).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def load(self, path: Path) -> State:
-        if not (path / INDEX).exists():  # one file has no index, as with save_pretrained
-            return load_file(path / "model.safetensors")
-        weight_map = json.loads((path / INDEX).read_text())["weight_map"]
-        shards = {name: load_file(path / name) for name in set(weight_map.values())}
+        if not (path / self.index).exists():  # one file has no index, as with save_pretrained
+            return self.load_shard(path / self.single)
+        weight_map = json.loads((path / self.index).read_text())["weight_map"]
+        shards = {name: self.load_shard(path / name) for name in set(weight_map.values())}
         return {key: shards[name][key] for key, name in weight_map.items()}
+
+
+class TestShardedBin(TestSharded):
+    name = "sharded_bin"
+    index = "pytorch_model.bin.index.json"
+    out = f"out/{index}"
+    single = "pytorch_model.bin"
+
+    def save_shard(self, shard: State, path: Path) -> None:
+        torch.save(shard, path)
+
+    def load_shard(self, path: Path) -> State:
+        return dict(torch.load(path, weights_only=True))
 
 
 class TestDcp(FormatContract):
