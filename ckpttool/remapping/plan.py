@@ -80,7 +80,8 @@ def remap(source: Checkpoint, request: Request) -> Remap:
     if options.form is not None or request.loads is not None:  # forms are of state dicts
         source, attributes, of_packed = unpacked(source, paths)
         dropped += attributes
-    sections = [source.section(path) for path in paths]
+    by_path = {section.path: section for section in source.sections}
+    sections = [by_path[path] for path in paths]
     if request.saved is not None and source.optimizers:
         _check_pruned_state(source, sections, request.saved)
     drafts = drafts_of(source, sections, request, lightning)

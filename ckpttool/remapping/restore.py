@@ -29,12 +29,15 @@ def with_steps_of_norms(done: Remap) -> Remap:
     They are 0, as torch sets them for state dicts of the first version of BatchNorm, which had
     none.
     """
+    missing = [key for key in done.missing if key.rpartition(".")[2] == _STEPS]
+    if not missing:
+        return done
+    written = {(output.section, output.key) for output in done.plan.outputs}
     added = []
-    for path in dict.fromkeys(done.plan.sections):
-        statistics = {output.key for output in done.plan.outputs if output.section == path}
-        for key in done.missing:
-            module, _, name = key.removeprefix(f"{path}." if path else "").rpartition(".")
-            if name == _STEPS and dotted(module, _LAST_STATISTIC) in statistics:
+    for path in done.plan.sections:
+        for key in missing:
+            module = key.removeprefix(f"{path}." if path else "").rpartition(".")[0]
+            if (path, dotted(module, _LAST_STATISTIC)) in written:
                 added.append(Output(path, dotted(module, _STEPS), _ZERO))
     if not added:
         return done
@@ -48,14 +51,14 @@ def with_steps_of_norms(done: Remap) -> Remap:
         if (output.section, output.key) in after:
             outputs.append(after[output.section, output.key])
     sections = tuple(_with_steps(section, after) for section in done.result.sections)
-    written = {dotted(output.section, output.key) for output in added}
+    restored = {dotted(output.section, output.key) for output in added}
     keys = some([dotted(output.section, output.key) for output in added])
     note = f"{plural(len(added), 'missing key')} set to 0, as torch does for older files: {keys}"
     return replace(
         done,
         result=replace(done.result, sections=sections),
         plan=replace(done.plan, outputs=tuple(outputs)),
-        missing=tuple(key for key in done.missing if key not in written),
+        missing=tuple(key for key in done.missing if key not in restored),
         notes=(*done.notes, note),
     )
 
@@ -77,13 +80,12 @@ def with_lost_versions(done: Remap, request: Request, loads: ModelOperand | None
     Those of the model are added only if it does not load the file without them: they may change
     what it loads.
     """
+    if request.like is None and loads is None:
+        return done
     restored = {}
+    planned = set(done.plan.sections)
     for section in done.result.sections:
-        if (
-            section.kind != "state_dict"
-            or section.path not in done.plan.sections
-            or section.modules
-        ):
+        if section.kind != "state_dict" or section.path not in planned or section.modules:
             continue
         changed = section
         if request.like is not None:
