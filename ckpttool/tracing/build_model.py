@@ -234,31 +234,36 @@ def user_code(
     except CkptError:
         raise
     except (Exception, SystemExit) as raised:
-        if on_meta and failed_on_meta(raised):
-            hint = (
-                "this constructor needs real tensors, and it ran on the meta device: "
-                "add --materialize to build it for real"
-            )
-        elif isinstance(root := _root_cause(raised), ModuleNotFoundError) and root.name:
-            hint = (
-                f"the model's code needs {root.name}: run ckpttool in the environment that the"
-                " model runs in"
-            )
-        elif isinstance(raised, SystemExit):
-            hint = (
-                "the module exits when it is imported: put the script's part under `if __name__ =="
-                " '__main__':`"
-                if imports
-                else "name a function that only builds, and does not parse a command line or exit"
-            )
-        elif on_meta:
-            hint = (
-                "fix it there; if it only fails on the meta device, add --materialize to build"
-                " it for real"
-            )
-        else:
-            hint = "fix it there: the same happens in plain Python"
+        hint = _fix_of(raised, on_meta, imports)
         raise error(f"{what}: {describe(raised)}", hint=hint) from raised
+
+
+def _fix_of(raised: Exception | SystemExit, on_meta: bool, imports: bool) -> str:
+    """Return the hint for an error of the user's code."""
+    if on_meta and failed_on_meta(raised):
+        return (
+            "this constructor needs real tensors, and it ran on the meta device: "
+            "add --materialize to build it for real"
+        )
+    root = _root_cause(raised)
+    if isinstance(root, ModuleNotFoundError) and root.name:
+        return (
+            f"the model's code needs {root.name}: run ckpttool in the environment that the"
+            " model runs in"
+        )
+    if isinstance(raised, SystemExit) and imports:
+        return (
+            "the module exits when it is imported: put the script's part under `if __name__ =="
+            " '__main__':`"
+        )
+    if isinstance(raised, SystemExit):
+        return "name a function that only builds, and does not parse a command line or exit"
+    if on_meta:
+        return (
+            "fix it there; if it only fails on the meta device, add --materialize to build"
+            " it for real"
+        )
+    return "fix it there: the same happens in plain Python"
 
 
 def attempt(run: Callable[[], T]) -> T | Exception:
@@ -299,12 +304,11 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _summary(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (
-        f"{type(error).__name__}: {textwrap.shorten(lines[0], 240)}"
-        if lines
-        else type(error).__name__
-    )
+    name = type(error).__name__
+    for line in str(error).splitlines():
+        if line.strip():
+            return f"{name}: {textwrap.shorten(line.strip(), 240)}"
+    return name
 
 
 def raised_at(trace: TracebackType | None) -> str | None:
@@ -313,18 +317,16 @@ def raised_at(trace: TracebackType | None) -> str | None:
     """
     ckpttool, installed_torch = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
     standard = str(Path(os.__file__).parent)
-    frames = [
-        f
-        for f in traceback.extract_tb(trace)
-        if not f.filename.startswith(("<", ckpttool, installed_torch))
-    ]
-    users = [
-        f
-        for f in frames
-        if not f.filename.startswith(standard) and "site-packages" not in f.filename
-    ]
-    last = (users or frames)[-1:]
-    return f"{short_path(last[0].filename)}:{last[0].lineno}" if last else None
+    last = last_of_user = None
+    for frame in traceback.extract_tb(trace):
+        name = frame.filename
+        if name.startswith(("<", ckpttool, installed_torch)):
+            continue
+        last = frame
+        if not name.startswith(standard) and "site-packages" not in name:
+            last_of_user = frame
+    last = last_of_user or last
+    return None if last is None else f"{short_path(last.filename)}:{last.lineno}"
 
 
 def short_path(filename: str) -> str:
@@ -336,11 +338,10 @@ def short_path(filename: str) -> str:
 
 def failed_on_meta(error: BaseException) -> bool:
     """Return whether the error, or one of its causes, says that a tensor has no values."""
+    kinds = (RuntimeError, NotImplementedError, TypeError, ValueError)
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(
-            cause, (RuntimeError, NotImplementedError, TypeError, ValueError)
-        ) and says_meta(str(cause)):
+        if isinstance(cause, kinds) and says_meta(str(cause)):
             return True
         cause = cause.__cause__ or cause.__context__
     return False
@@ -423,12 +424,10 @@ class _WithoutValues(TorchDispatchMode):
         return False  # as in `Recorder`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func is torch.ops.aten.normal_.default
-            and args[0].is_meta
-            and min(args[2:3], default=1.0) >= 0
-        ):
-            return args[0]
+        if func is torch.ops.aten.normal_.default and args[0].is_meta:
+            deviation = min(args[2:3], default=1.0)
+            if deviation >= 0:
+                return args[0]
         out = func(*args, **(kwargs or {}))
         if _DEVICES and args and _is_on_meta(args[0]) and _is_on_meta(out):
             _DEVICES[out.untyped_storage()] = device_for_real(args[0])
@@ -458,13 +457,10 @@ def _is_usual(tensor: Any = None, mode: str = "", nonlinearity: str = "", **othe
     """Return whether a call of `kaiming_uniform_`, with which most layers begin, only fills a
     tensor without values.
     """
+    if mode != "fan_in" or nonlinearity != "leaky_relu":
+        return False
     with torch._C.DisableTorchFunction():  # this is not a question of the constructor
-        return (
-            _is_on_meta(tensor)
-            and tensor.dim() >= 2
-            and mode == "fan_in"
-            and nonlinearity == "leaky_relu"
-        )
+        return _is_on_meta(tensor) and tensor.dim() >= 2
 
 
 _MOVES = frozenset({torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu})
@@ -585,11 +581,8 @@ def find(operand: str, hint: str) -> Any:
                 child = getattr(value, part, _ABSENT)
             if child is _ABSENT:
                 close = difflib.get_close_matches(part, names, n=3) or _models(value)
-                guess = (
-                    f"; did you mean {' or '.join(f'{place}:{name}' for name in close)}?"
-                    if close
-                    else ""
-                )
+                calls = " or ".join(f"{place}:{name}" for name in close)
+                guess = f"; did you mean {calls}?" if close else ""
                 raise CkptError(f"{place} has no attribute {attr!r}", hint=f"{_FORM}{guess}")
             value = child
         return value
@@ -608,10 +601,9 @@ def find(operand: str, hint: str) -> Any:
 def _models(module: Any) -> list[str]:
     """Return up to three names of models, model classes and functions that the module defines."""
     names = []
+    place = getattr(module, "__name__", None)
     for name, value in vars(module).items() if hasattr(module, "__dict__") else ():
-        is_defined_here = callable(value) and getattr(value, "__module__", None) == getattr(
-            module, "__name__", None
-        )
+        is_defined_here = callable(value) and getattr(value, "__module__", None) == place
         if not name.startswith("_") and (is_defined_here or isinstance(value, nn.Module)):
             names.append(name)
     return names[:3]
@@ -644,11 +636,9 @@ def _from_file(path: Path) -> ModuleType:
     stamp = (str(path.resolve()), state.st_mtime_ns, state.st_size)
     if stamp in _LOADED:
         return _LOADED[stamp]
-    name = (
-        path.stem
-        if path.stem.isidentifier() and path.stem not in sys.modules
-        else f"_ckpttool_{path.stem}"
-    )
+    name = path.stem
+    if not name.isidentifier() or name in sys.modules:
+        name = f"_ckpttool_{name}"
     sources.note_read(str(path))
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None  # the name ends with .py
@@ -736,25 +726,21 @@ def copied(module: nn.Module, real: bool) -> nn.Module:
     memo: dict[int, Any] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
-        if (
-            not plain
-            or tensor.is_quantized
-            or tensor.is_nested
-            or (real and 0 not in tensor.stride())
-        ):
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if not is_plain or tensor.is_quantized or tensor.is_nested:
             continue  # copied as it is
-        storage = tensor.untyped_storage()
-        if storage._cdata not in storages and real:
-            # `deepcopy` would not keep that it is expanded
-            storages[storage._cdata] = storage.clone()
-        elif storage._cdata not in storages:
-            storages[storage._cdata] = torch.empty(
-                storage.nbytes(), dtype=torch.uint8, device="meta"
-            ).untyped_storage()
-            _DEVICES[storages[storage._cdata]] = device_for_real(tensor)
-        twin = torch.empty(0, dtype=tensor.dtype, device=storages[storage._cdata].device)
-        twin.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+        if real and 0 not in tensor.stride():
+            continue  # but for expanded tensors, `deepcopy` does the same
+        old = tensor.untyped_storage()
+        if old._cdata not in storages and real:
+            storages[old._cdata] = old.clone()
+        elif old._cdata not in storages:
+            data = torch.empty(old.nbytes(), dtype=torch.uint8, device="meta")
+            storages[old._cdata] = data.untyped_storage()
+            _DEVICES[storages[old._cdata]] = device_for_real(tensor)
+        storage = storages[old._cdata]
+        twin = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        twin.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
     return copy_of(module, memo, real)

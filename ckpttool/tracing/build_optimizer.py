@@ -262,11 +262,9 @@ def _converted(run: _Run, saved: Mapping[Param, Any], landed: Mapping[str, Param
             continue
         for name, value in after.items():
             old = before.get(name)
-            if (
-                isinstance(value, torch.Tensor)
-                and isinstance(old, torch.Tensor)
-                and value.dtype != old.dtype
-            ):
+            if not isinstance(value, torch.Tensor) or not isinstance(old, torch.Tensor):
+                continue
+            if value.dtype != old.dtype:
                 yield f"{fqn}.{name} ({dtype_name(old.dtype)} to {dtype_name(value.dtype)})"
 
 

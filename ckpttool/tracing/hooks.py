@@ -128,10 +128,8 @@ class Watcher:
     def _save(self, method: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
         destination = kwargs.get("destination", args[0] if args else None)
         hook = described(method, path)
-        before, clock = (
-            dict(destination) if isinstance(destination, Mapping) else {},
-            self.recorder.clock,
-        )
+        before = dict(destination) if isinstance(destination, Mapping) else {}
+        clock = self.recorder.clock
         with self._running(hook):
             result = method(*args, **kwargs)
         after = result if isinstance(result, Mapping) else destination
@@ -168,12 +166,8 @@ class Watcher:
                 if old is value and not written:
                     continue
                 mark = _mark(value)
-                if (
-                    old is not before
-                    and mark == _mark(old)
-                    and mark[0] not in written
-                    and mark not in written
-                ):
+                is_written = mark in written or mark[0] in written
+                if not is_written and old is not before and mark == _mark(old):
                     continue
                 change = self.changes.get(key)
                 if change is None or change.token != mark or change.clock <= clock:

@@ -224,13 +224,17 @@ def _from_pieces(root: Geometry, pieces: Mapping[Geometry, Expression]) -> Expre
 
 
 def _is_slice(root: Geometry, piece: Geometry, dim: int, start: int) -> bool:
-    return (
-        len(piece.shape) == len(root.shape)
-        and piece.shape[:dim] + piece.shape[dim + 1 :] == root.shape[:dim] + root.shape[dim + 1 :]
-        and all(size == 1 or a == b for size, a, b in zip(piece.shape, piece.stride, root.stride))
-        and (piece.dtype, piece.conj, piece.neg) == (root.dtype, root.conj, root.neg)
-        and piece.offset == root.offset + start * root.stride[dim]
-    )
+    """Return whether the piece is the root from place `start` of dimension `dim` on."""
+    if (piece.dtype, piece.conj, piece.neg) != (root.dtype, root.conj, root.neg):
+        return False
+    if piece.offset != root.offset + start * root.stride[dim]:
+        return False
+    if len(piece.shape) != len(root.shape):
+        return False
+    if piece.shape[:dim] != root.shape[:dim] or piece.shape[dim + 1 :] != root.shape[dim + 1 :]:
+        return False
+    strides = zip(piece.shape, piece.stride, root.stride)
+    return all(size == 1 or stride == whole for size, stride, whole in strides)
 
 
 def _flat(root: Geometry, value: Expression, geom: Geometry) -> Expression | None:

@@ -78,11 +78,11 @@ def stored(section: Section, real: bool) -> Stored:
     entries: tuple[TensorEntry | ExtraEntry, ...] = (*section.tensors, *section.extras)
     with logs_as_warnings():
         for entry in entries:
-            is_weight = (
-                isinstance(entry, TensorEntry) and entry.key.rpartition(".")[2] != "_extra_state"
-            )
+            is_extra_state = entry.key.rpartition(".")[2] == "_extra_state"
+            is_weight = isinstance(entry, TensorEntry) and not is_extra_state
+            maker = weights if is_weight else others
             try:
-                state[entry.key] = (weights if is_weight else others).value(entry)
+                state[entry.key] = maker.value(entry)
             except NotMade as reason:
                 state[entry.key] = Unknown(str(reason))
                 unknown.append(Problem(str(reason), entry.key))
@@ -119,33 +119,33 @@ class Maker:
 
     def value(self, entry: TensorEntry | ExtraEntry) -> Any:
         payload = entry.payload
-        if isinstance(payload, Carried) and (
-            isinstance(entry, ExtraEntry) or payload.describes(entry)
-        ):
-            return self.create(payload.node, payload.storages)
         if isinstance(entry, ExtraEntry):
+            if isinstance(payload, Carried):
+                return self.create(payload.node, payload.storages)
             if isinstance(payload, str):
                 raise NotMade("an object in a separate record")
             return entry.value if payload is None else payload
+        if isinstance(payload, Carried) and payload.describes(entry):
+            return self.create(payload.node, payload.storages)
         # `live.model` keeps tensors that are not dense
         in_memory = getattr(payload, "tensor", None)
         if isinstance(in_memory, torch.Tensor):
             return in_memory.detach()
         if entry.identity not in self.tensors:
-            dtype = getattr(torch, entry.dtype, None)
-            if not isinstance(dtype, torch.dtype):
-                raise CkptError(
-                    f"this torch has no dtype {entry.dtype!r}: {entry.key}",
-                    hint="use a newer torch",
-                )
-            if entry.storage is None:
-                raise NotMade(f"a tensor of another kind ({entry.layout})")
-            storage = self.storage(entry.storage)
-            tensor = torch.empty(0, dtype=dtype, device=storage.device)
-            self.tensors[entry.identity] = tensor.set_(
-                storage, entry.offset, entry.shape, entry.stride
-            )
+            self.tensors[entry.identity] = self._tensor(entry)
         return self.tensors[entry.identity].detach()
+
+    def _tensor(self, entry: TensorEntry) -> torch.Tensor:
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CkptError(
+                f"this torch has no dtype {entry.dtype!r}: {entry.key}", hint="use a newer torch"
+            )
+        if entry.storage is None:
+            raise NotMade(f"a tensor of another kind ({entry.layout})")
+        storage = self.storage(entry.storage)
+        tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        return tensor.set_(storage, entry.offset, entry.shape, entry.stride)
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
         if id(storage) not in self.memory:
@@ -153,9 +153,8 @@ class Maker:
             if self.real and storage.nbytes:
                 data = torch.frombuffer(read_all(storage.data), dtype=torch.uint8)
             else:
-                data = torch.empty(
-                    storage.nbytes, dtype=torch.uint8, device="cpu" if self.real else "meta"
-                )
+                device = "cpu" if self.real else "meta"
+                data = torch.empty(storage.nbytes, dtype=torch.uint8, device=device)
             self.memory[id(storage)] = data.untyped_storage()
         return self.memory[id(storage)]
 
@@ -209,19 +208,20 @@ class Maker:
         """Create the object of a call, and change it as the pickle does, in the way of the safe
         loader.
         """
-        function = _safe(node.func) if type(node.func) is Global else None
+        if type(node.func) is not Global:
+            raise NotMade("a pickled object")
+        function = _safe(node.func)
         if function is None or node.kwargs or node.setter is not None or node.items is not None:
-            raise NotMade(
-                f"an object of {node.func}" if type(node.func) is Global else "a pickled object"
-            )
+            raise NotMade(f"an object of {node.func}")
         args = part(tuple(node.args))
         if function is io.BytesIO:  # it is created empty, and its state is its content
             self.objects[id(node)] = io.BytesIO(part(node.state)[0])
             return
-        is_new = node.how in ("NEWOBJ", "NEWOBJ_EX")
-        result = self.objects[id(node)] = (
-            function.__new__(function, *args) if is_new else function(*args)
-        )
+        if node.how in ("NEWOBJ", "NEWOBJ_EX"):
+            result = function.__new__(function, *args)
+        else:
+            result = function(*args)
+        self.objects[id(node)] = result
         for key, value in (node.pairs or {}).items():
             result[part(key)] = part(value)
         if node.state is ABSENT:
