@@ -103,16 +103,7 @@ def _apply(
     if reason is not None:
         raise CkptError(reason, hint="docs/safety.md lists the operators that a plan may hold")
     if name == GETITEM:
-        if (
-            kwargs
-            or len(args) != 2
-            or not isinstance(args[0], (list, tuple))
-            or type(args[1]) is not int
-        ):
-            raise _unfit(name, "it takes one of several tensors, by its number")
-        if not 0 <= args[1] < len(args[0]):
-            raise _unfit(name, f"tensor {args[1]} of {len(args[0])} does not exist")
-        return args[0][args[1]]
+        return _item(args, kwargs)
     _, packet, overload = name.split(".")
     operator = getattr(getattr(torch.ops.aten, packet, None), overload, None)
     if not isinstance(operator, torch._ops.OpOverload):
@@ -133,6 +124,15 @@ def _apply(
     except Exception as error:  # any error of an operator means that its arguments do not fit
         needs_values = isinstance(error, NotImplementedError) and device.type == "meta"
         raise _unfit(name, first_line(error), NeedsValues if needs_values else Refused) from error
+
+
+def _item(args: list[Any], kwargs: dict[str, Any]) -> Any:
+    several, index = args if len(args) == 2 and not kwargs else (None, None)
+    if not isinstance(several, (list, tuple)) or type(index) is not int:
+        raise _unfit(GETITEM, "it takes one of several tensors, by its number")
+    if not 0 <= index < len(several):
+        raise _unfit(GETITEM, f"tensor {index} of {len(several)} does not exist")
+    return several[index]
 
 
 def _unfit(name: str, reason: str, kind: type[Refused] = Refused) -> Refused:
@@ -375,11 +375,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def to_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the tensor's elements in row-major order, without a copy if it is contiguous."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    nbytes = tensor.numel() * tensor.element_size()
-    buffer = (
-        (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
-        if nbytes
-        else (ctypes.c_char * 0)()
-    )
+    array = ctypes.c_char * (tensor.numel() * tensor.element_size())
+    buffer = array.from_address(tensor.data_ptr()) if tensor.numel() else array()
     buffer._keep_alive = tensor  # type: ignore[attr-defined]  # the memory belongs to the tensor
     return memoryview(buffer).cast("B")

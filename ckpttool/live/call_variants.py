@@ -249,11 +249,8 @@ def _tensors(module: nn.Module) -> Mapping[str, Token]:
     for each path.
     """
     body = next(iter(_call_modules(module)), module)
-    return {
-        name: token(tensor)
-        for name, tensor in body.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor)
-    }
+    state = body.state_dict(keep_vars=True).items()
+    return {name: token(tensor) for name, tensor in state if isinstance(tensor, torch.Tensor)}
 
 
 # Whether the new value fits

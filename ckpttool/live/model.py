@@ -115,24 +115,19 @@ def package_target(package: Any, model: Model | None) -> Target:
                 "a loaded AOTInductor package does not say what shapes, dtypes and strides its"
                 " weights have",
                 hint="pass model=: the program or the module that it was compiled from, or a"
-                " file.py:build operand; "
-                "names have no strides",
+                " file.py:build operand; names have no strides",
             )
         target = module_target(operand.definition().build())
-    like, unsaved = target.tensors, target.constants
-    have = package.get_constant_fqns()
-    if not any(fqn in like for fqn in have):
+    fqns = package.get_constant_fqns()
+    tensors = {fqn: target.tensors[fqn] for fqn in fqns if fqn in target.tensors}
+    if not tensors:
         raise Refused(
             "no constant of the package is a weight of the model",
             hint="pass the model that the package was compiled from",
-            problems=[Problem("no such weight in the model", fqn) for fqn in have],
+            problems=[Problem("no such weight in the model", fqn) for fqn in fqns],
         )
-    tensors = {fqn: like[fqn] for fqn in have if fqn in like}
-    return Target(
-        type(package).__name__,
-        tensors,
-        {fqn: unsaved.get(fqn) for fqn in have if fqn not in tensors},
-    )
+    constants = {fqn: target.constants.get(fqn) for fqn in fqns if fqn not in tensors}
+    return Target(type(package).__name__, tensors, constants)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,9 +155,8 @@ def model_in(state: Mapping[str, object]) -> Mapping[str, object]:
 
     Raises `CkptError` if there are several such dicts, or none.
     """
-    if any(isinstance(value, torch.Tensor) for value in state.values()) or not any(
-        map(is_container, state.values())
-    ):
+    holds_tensors = any(isinstance(value, torch.Tensor) for value in state.values())
+    if holds_tensors or not any(map(is_container, state.values())):
         return state
     checkpoint = checkpoint_of(state)
     path = model_section(checkpoint).path

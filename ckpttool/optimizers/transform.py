@@ -264,11 +264,9 @@ def arranged(
         homes = sorted({home[ref] for ref in read})
         saved_groups = [state.groups[number] for number in homes]
         default = defaults[index] if index < len(defaults) else {}
-        is_saved = (
-            len(homes) == 1
-            and read == set(map(str, saved_groups[0].params))
-            and sources.keys() >= {*params}
-        )
+        is_saved = len(homes) == 1 and sources.keys() >= {*params}
+        if is_saved:
+            is_saved = read == set(map(str, saved_groups[0].params))
         old_groups = saved_groups or list(state.groups)
         if default and not is_saved and not (by_parameter and homes):
             groups.append(grouped(params, _new_options(default, old_groups, where, problems)))
@@ -417,11 +415,11 @@ def move_of(
 
 def _index_of_same(group: ParamGroup, saved: Sequence[ParamGroup]) -> int | None:
     """Return the number of the first saved group with the same options, with names or without."""
+    has_names, options = PARAM_NAMES in group.options, group.hyperparameters
     for index, other in enumerate(saved):
-        has_names = PARAM_NAMES in group.options
-        if (PARAM_NAMES in other.options) == has_names and same_options(
-            other.hyperparameters, group.hyperparameters
-        ):
+        if (PARAM_NAMES in other.options) != has_names:
+            continue
+        if same_options(other.hyperparameters, options):
             return index
     return None
 
