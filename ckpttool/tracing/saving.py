@@ -100,12 +100,8 @@ def save(model: LoadedModel, real: bool, instance: nn.Module | None = None) -> S
         seen.update(written)
         always &= set(written)
         further.update((key, entry) for key, entry in by_key.items() if key not in keys)
-        for index, entry in enumerate(serialized):
-            second = by_key.get(entry.key)
-            if second is not None and (second.source != entry.source or is_opaque(entry.source)):
-                # The expression holds for these values only.
-                source = opaque(entry.source, second.source, *_read_by(entry.hook, reads))
-                serialized[index] = entry = replace(entry, source=source)
+        serialized = [_of_both(entry, by_key.get(entry.key), reads) for entry in serialized]
+        for entry in serialized:
             if is_opaque(entry.source) and is_constant(entry.source):
                 value = other.state.get(entry.key)
                 if not isinstance(value, torch.Tensor) or not same(saved.state[entry.key], value):
@@ -113,17 +109,33 @@ def save(model: LoadedModel, real: bool, instance: nn.Module | None = None) -> S
     feeding = _feeders(model, saved, unexplained)
     for index, entry in enumerate(serialized):
         read = _read_by(entry.hook, reads)
-        if not is_proven and isinstance(entry.source, Op) and read:
-            serialized[index] = entry = replace(entry, source=opaque(entry.source, *read))
         if entry.key in feeding:
             source = opaque(*map(Ref, feeding[entry.key]))
-            serialized[index] = replace(entry, source=source)
+        elif read and not is_proven and isinstance(entry.source, Op):
+            source = opaque(entry.source, *read)
+        else:
+            continue
+        serialized[index] = replace(entry, source=source)
     return replace(
         saved,
         serialized=tuple(serialized),
         varying=tuple(key for key in seen if key not in always),
         further=tuple(further.values()),
     )
+
+
+def _of_both(
+    entry: SerializedKey,
+    other: SerializedKey | None,
+    reads: tuple[tuple[Hook | None, tuple[str, ...]], ...],
+) -> SerializedKey:
+    """Return the key as two runs with other values write it: opaque if its expression holds for
+    some values only.
+    """
+    if other is None or (other.source == entry.source and not is_opaque(entry.source)):
+        return entry
+    source = opaque(entry.source, other.source, *_read_by(entry.hook, reads))
+    return replace(entry, source=source)
 
 
 def _read_by(
