@@ -222,16 +222,7 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
         check_versions(names, section, reading)
     moved = move(tables, section, reading, to.names, request.like is None)
     plan = _with_code(moved.plan, model, section, reading)
-
-    # Call variants: an unflattened program has all of them, an exported one has none.
-    dropped, variant_problems = drop_variants(reading.match.variants, reading.match.names, section)
-    outputs = list(plan.outputs)
-    if to is ModelForm.EXPORTED:
-        outputs, more, others = without_variants(outputs, tables.first, section)
-        dropped, variant_problems = dropped + more, variant_problems + others
-    elif to is ModelForm.UNFLATTENED:
-        outputs = with_variants(outputs, tables.first)
-    plan = replace(plan, outputs=tuple(outputs), dropped=(*plan.dropped, *dropped))
+    plan, variant_problems = _adapt_variants(plan, tables, section, reading, to)
     lost = _lost(section, moved.copies)
     problems = [*moved.problems, *variant_problems, *lost]
     if problems:
@@ -264,6 +255,23 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
         notes=tuple(notes),
         runners=_with_runner(draft.runners, plan, model.code),
     )
+
+
+def _adapt_variants(
+    plan: Plan, tables: NameTables, section: Section, reading: Reading, to: ModelForm
+) -> tuple[Plan, list[Problem]]:
+    """Return the plan with the call variants of the form: an unflattened program has all of them,
+    an exported one has none.
+    """
+    dropped, problems = drop_variants(reading.match.variants, reading.match.names, section)
+    outputs = list(plan.outputs)
+    if to is ModelForm.EXPORTED:
+        outputs, more, others = without_variants(outputs, tables.first, section)
+        dropped, problems = dropped + more, problems + others
+    elif to is ModelForm.UNFLATTENED:
+        outputs = with_variants(outputs, tables.first)
+    plan = replace(plan, outputs=tuple(outputs), dropped=(*plan.dropped, *dropped))
+    return plan, problems
 
 
 def _not_its_keys(section: Section, request: Request, names: Names) -> Refused:
