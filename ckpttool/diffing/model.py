@@ -99,7 +99,9 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         model = as_read(model, section, checkpoint.source)
     names = model.names()
     verdict = _verdict(model, checkpoint, section) if model.is_definition else None
-    entries = explain_quantized(explain_computed(compare_load(names, section, verdict)), section)
+    entries = explain_quantized(
+        explain_computed(compare_load(names, section, verdict, model.pretrained)), section
+    )
     entries = without_dtypes(entries) if ignore_dtype else entries
     if verdict is None and loads(entries):
         _check_names_suffice(model, names, checkpoint, section)

@@ -330,11 +330,13 @@ def _computed(source: Expression) -> Cause:
 # A checkpoint and the model that loads it
 
 
-def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tuple[Entry, ...]:
+def compare_load(
+    names: Names, section: Section, verdict: Verdict | None, by_pretrained: bool = False
+) -> tuple[Entry, ...]:
     """Compare a checkpoint (left) with the serialized keys that the model loads (right).
 
     `verdict` is what torch says about loading it; without one (a names file) keys and shapes
-    decide.
+    decide. `by_pretrained`: it is the answer of from_pretrained, which ignores some keys.
     """
     have = section.by_key()
     want: dict[str, SerializedKey | None] = dict.fromkeys(
@@ -353,7 +355,8 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
     entries += _call_variants(names, section, mine, theirs)
     if verdict is not None:
         entries += _by_load_hook(names, verdict, mine, theirs)
-    entries += _only_in_file(mine, {t.fqn for t in names.runtime if not t.persistent}, verdict)
+    unsaved = {tensor.fqn for tensor in names.runtime if not tensor.persistent}
+    entries += _only_in_file(mine, unsaved, verdict, by_pretrained)
 
     # Keys that the file does not have; a tied one may be there under another name.
     optional = Cause(Code.OPTIONAL) if verdict is not None and verdict.ok else None
@@ -645,10 +648,12 @@ def _by_load_hook(
 
 
 def _only_in_file(
-    keys: Iterable[str], unsaved: Collection[str], verdict: Verdict | None
+    keys: Iterable[str], unsaved: Collection[str], verdict: Verdict | None, lists_all: bool
 ) -> list[Entry]:
     """Return entries of keys that the model does not write: unexpected, unless its load hooks
     accept them.
+
+    If the verdict `lists_all` unexpected keys, the others are ignored also if the load fails.
     """
     unexpected = set(keys if verdict is None else verdict.unexpected)
     # checkpoint key -> the runtime tensors that loading makes from it
@@ -662,6 +667,8 @@ def _only_in_file(
         if key in readers:
             target = f"goes to {', '.join(readers[key])}"
             entries.append(Entry("renamed", (key,), (), Cause(Code.LOAD_HOOK), None, target))
+        elif key not in unexpected and lists_all:  # not a difference: others stop the load
+            entries.append(only_left(key, Cause(Code.LOAD_HOOK_DROPS)))
         elif key not in unexpected and verdict is not None and verdict.ok:
             entries.append(only_left(key, cause.and_also(Cause(Code.LOAD_HOOK_DROPS))))
         elif is_flat(key):

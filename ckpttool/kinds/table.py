@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckpttool.core.checkpoint import Checkpoint, Kind, Section
 from ckpttool.core.schema import TEXT, Members, record
-from ckpttool.kinds import adapters, lists, modules, parts, quantized
+from ckpttool.kinds import adapters, embeddings, lists, modules, parts, quantized
 
 # A row of the table: returns what a state dict is, or None if it is not of this kind.
 Row = Callable[[Section], "Kind | None"]
@@ -18,6 +18,7 @@ TABLE: tuple[Row, ...] = (
     adapters.recognize,
     quantized.recognize,
     parts.recognize,
+    embeddings.recognize,
 )
 
 

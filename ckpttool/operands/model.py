@@ -510,7 +510,9 @@ def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
     if not is_pretrained(model.definition()):
         return model
     other = model.by_pretrained.tables
-    theirs, ours = read(other, section), read(own, section).match.score
+    # runtime names are no reason for a folder: from_pretrained ignores buffers that are not saved
+    form = SERIALIZED if model.is_folder else None
+    theirs, ours = read(other, section, form), read(own, section, form).match.score
     differ = any(own.saved.get(key, source) != source for key, source in other.saved.items())
     preferred = (
         theirs.form == SERIALIZED
