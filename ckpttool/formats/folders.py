@@ -48,6 +48,9 @@ _DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)
 # as Meta writes Llama: consolidated.00.pth
 _TENSOR_PARALLEL = re.compile(r"(?P<stem>.+)\.\d\d\.pth")
 
+# as verl saves an actor: the model, its optimizer and other state, a file for each rank
+_VERL = re.compile(r"(?P<kind>model|optim|extra_state)_(?P<size>world_size_\d+)_rank_\d+\.pt")
+
 # DeepSpeed's folder of a step, whose tag one of these files names
 _STEP = re.compile(r"global_step\d+(_universal)?")
 _LATEST = ("latest", "latest_universal")
@@ -196,6 +199,16 @@ def file_inside(look: Look, endings: tuple[str, ...] = _ENDINGS) -> str | None:
     preferred = read_by_transformers(look, names) if len(names) > 1 else None
     if preferred is not None:
         return join(folder, preferred)
+    of_verl = list(filter(None, map(_VERL.fullmatch, names)))
+    if len(names) > 1 and len(of_verl) == len(names):
+        kinds = dict.fromkeys(f"{match['kind']}_{match['size']}" for match in of_verl)
+        patterns = [join(folder, f"{kind}_rank_*.pt") for kind in kinds]
+        model = next((text for text in patterns if "model_world_size" in text), patterns[0])
+        raise CkptError(
+            f"{folder} holds files of ranks, as verl saves them under FSDP",
+            hint=f"name the files of all ranks together: {quote(model)}",
+            problems=[Problem("the files of all ranks", text) for text in patterns],
+        )
     if len(names) > 1 and all(map(_TENSOR_PARALLEL.fullmatch, names)):
         pattern = join(folder, re.sub(r"\d\d\.pth$", "*.pth", names[0]))
         raise CkptError(
