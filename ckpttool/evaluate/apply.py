@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
@@ -185,8 +184,10 @@ def run_code(
 
 def _called(run: ModelRun, sources: Sequence[Expression], later: Sequence[ModelRun]) -> list[str]:
     """Return the names of the run's values that the sources and later runs need."""
-    needed = [*sources, *chain.from_iterable(other.given.values() for other in later)]
-    calls = chain.from_iterable(map(ex.calls, needed))
+    needed = list(sources)
+    for other in later:
+        needed += other.given.values()
+    calls = ex.calls(tuple(needed))
     return list(dict.fromkeys(str(call.args[0]) for call in calls if call.op == run.way))
 
 

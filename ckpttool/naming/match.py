@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
-from itertools import chain, combinations
+from itertools import combinations
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section
@@ -126,7 +126,10 @@ def with_variants(outputs: Sequence[Output], first: Mapping[str, str]) -> list[O
         base = _confirmed_base(name, by_key, first) if name not in by_key else None
         if base is not None:
             added[base].append(replace(by_key[base], key=name))
-    return [*chain.from_iterable((output, *added[output.key]) for output in outputs)]
+    result = []
+    for output in outputs:
+        result += [output, *added[output.key]]
+    return result
 
 
 def _confirmed_base(name: str, names: Collection[str], first: Mapping[str, str]) -> str | None:

@@ -135,12 +135,6 @@ def _tensor_keys(section: Section) -> list[str]:
     return [entry.key for entry in section.tensors]
 
 
-def _fqns_of(key: str, tables: NameTables) -> Iterable[str]:
-    """Return the FQNs that a serialized key is computed from."""
-    source = tables.saved.get(key)
-    return () if source is None else ex.refs(source)
-
-
 def in_order_of(
     section: Section, names: Names, called: Callable[[str], str] | None = None
 ) -> Section:

@@ -51,7 +51,7 @@ def between(old: Names, new: Names, renamed: Mapping[str, str]) -> dict[str, Exp
     for name in new_parameters.shapes:
         if name in by_new_name:
             sources[name] = Ref(by_new_name[name])
-    used = set(chain.from_iterable(map(ex.refs, sources.values())))
+    used = set(ex.refs(tuple(sources.values())))
     saved = {key: source for key, source in NameTables(old).saved.items() if source is not None}
     for name, source in _of_keys(new_parameters, saved).items():
         whole = _canonical(ex.substitute(source, saved.__getitem__), old_parameters)
@@ -127,7 +127,7 @@ def carry(
         if param_state is not None:
             carried[name] = param_state
     shared = WHOLE.intersection(map(str, chain.from_iterable(state.state.values())))
-    order = list(chain.from_iterable(map(ex.refs, sources.values())))
+    order = list(ex.refs(tuple(sources.values())))
     if shared and order != list(state.params):
         problem = "belongs to all parameters together, in their order"
         problems.append(Problem(problem, ", ".join(sorted(shared))))
@@ -260,7 +260,7 @@ def arranged(
     for index, params in enumerate(layout):
         where = f"param_groups.{index}"
         expressions = [sources[name] for name in params if name in sources]
-        read = set(chain.from_iterable(map(ex.refs, expressions)))
+        read = set(ex.refs(tuple(expressions)))
         homes = sorted({home[ref] for ref in read})
         saved_groups = [state.groups[number] for number in homes]
         default = defaults[index] if index < len(defaults) else {}
@@ -343,7 +343,7 @@ def changed_options(
     texts = []
     for index, group in enumerate(groups):
         expressions = [sources[str(param)] for param in group.params if str(param) in sources]
-        read = list(chain.from_iterable(map(ex.refs, expressions)))
+        read = list(ex.refs(tuple(expressions)))
         if not read:
             continue
         saved = state.groups[min(home[ref] for ref in read)]

@@ -303,7 +303,7 @@ def _moved(
         over[spelled[name]] = ex.substitute(source, file_sources.__getitem__)
     file_shapes = _file_shapes(file_sources, shapes, request.names)
     move = move_of(section, state, to, moved.groups, over, file_shapes)
-    read = set(chain.from_iterable(map(ex.refs, held.values())))
+    read = set(ex.refs(tuple(held.values())))
     dropped = tuple(str(param) for param in named.state if param not in read)
     notes = _notes(where, state, moved, to, new, dropped)
     changed = changed_options(named, sources, groups)
@@ -696,7 +696,7 @@ def _check_places(
     named: OptimizerState, after: Mapping[str, Expression], is_narrowed: bool, where: str
 ) -> None:
     """Raise `Refused` unless each parameter stays one, so that ids can stay what they are."""
-    kept = set(chain.from_iterable(map(ex.refs, after.values())))
+    kept = set(ex.refs(tuple(after.values())))
     if len(after) == len(kept) == len(named.params) and all(map(is_whole, after.values())):
         return
     if is_narrowed:

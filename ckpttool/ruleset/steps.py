@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
-from itertools import chain, islice
+from itertools import islice
 
 from ckpttool.core.checkpoint import ExtraEntry, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
@@ -379,7 +379,7 @@ def plan_of(steps: Sequence[Step], section: Section) -> Plan:
     outputs = [Output(section.path, key, value.source) for key, value in state.items()]
     used: set[str] = set()
     if dropped:
-        used.update(chain.from_iterable(refs(output.source) for output in outputs))
+        used.update(refs(tuple(output.source for output in outputs)))
     unused = [
         Dropped(section.path, key, reason) for key, reason in dropped.items() if key not in used
     ]
@@ -447,6 +447,6 @@ def _written_twice(values: Named) -> Iterator[Problem]:
         by_key.setdefault(key, []).append(value)
     for key, several in by_key.items():
         if len(several) > 1:
-            sources = dict.fromkeys(chain.from_iterable(refs(value.source) for value in several))
+            sources = dict.fromkeys(refs(tuple(value.source for value in several)))
             origin = f", from {some(list(sources))}" if sources else ""
             yield Problem(f"written {len(several)} times{origin}", key)

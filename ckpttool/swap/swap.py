@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
 from ckpttool.containers.pickle_read import collected
@@ -335,7 +334,7 @@ def _map(
     into the model, this load as a plan.
     """
     form, canonical = options.source_form, canonical_names(program)
-    used = set(chain.from_iterable(map(ex.refs, chosen.values())))
+    used = set(ex.refs(tuple(chosen.values())))
     rest = tuple(entry for entry in weights.tensors if entry.key not in used)
     for_constants = tuple(entry for entry in weights.tensors if entry.key in used)
     section = replace(weights, tensors=rest)
@@ -572,7 +571,9 @@ def _drop_left_over(error: Misfit, weights: Checkpoint, new: Section) -> str:
 
     left_over = [problem.key for problem in error.problems]
     patterns = drops(left_over, new.by_key().keys() - left_over) or ("PATTERN",)
-    words = list(chain.from_iterable(("--drop", pattern) for pattern in patterns))
+    words = []
+    for pattern in patterns:
+        words += ["--drop", pattern]
     part = next(outputs(weights.source, "part"))
     command = shell("ckpttool", "remap", weights.source, *words, "-o", part)
     return f"all weights of the program are there; without the other keys: {command}"

@@ -176,7 +176,7 @@ def _add_unused(
 
     `keys` and `meaning` are by name.
     """
-    used = set(chain.from_iterable(map(ex.refs, weight_map.sources.values())))
+    used = set(ex.refs(tuple(weight_map.sources.values())))
     used_by_meaning = {}
     for name, key in reversed(keys.items()):
         if key in used:

@@ -8,7 +8,7 @@ import io
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import chain, product
+from itertools import product
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -184,7 +184,7 @@ def _through_a_file(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _by_expressions(saved: Saved, verdict: Verdict) -> Iterator[Problem]:
     yield from _refused_keys(saved, verdict)
     sources = {entry.key: entry.source for entry in saved.serialized}
-    fed = set(chain.from_iterable(map(refs, sources.values())))
+    fed = set(refs(tuple(sources.values())))
     simplifier = Simplifier(_leaves(saved))
     for tensor in saved.runtime:
         fqn, first = tensor.fqn, tensor.alias_of or tensor.fqn
