@@ -168,7 +168,10 @@ def _homes(root: nn.Module, fqn: str, shared: bool) -> list[_Home]:
 
 
 def _path_homes(root: nn.Module, fqn: str) -> list[_Home]:
-    """Return the homes of every variant of the path, level by level; those with an FQN first."""
+    """Return the homes of every variant of the path, level by level; those with an FQN first.
+
+    If the program has `layers` and `layers@1`, each with `0` and `0@1`, ``layers.0`` has four.
+    """
     parents: list[tuple[str | None, nn.Module]] = [("", root)]
     homes: list[_Home] = []
     for segment in fqn.split("."):
