@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -299,17 +299,16 @@ def swap(
     have = {**computed, **{entry.key: entry for entry in counters}, **values}
     fitted, misfits = fit_all(changing, sources, have, options.cast, program.in_memory)
     problems += misfits
-    for section in program.sections:
-        problems += _untied(section, fitted, weights, weight_map.twins if section is main else ())
+    problems += _untied(main.aliases().items(), fitted)
+    problems += _untied(weight_map.twins, {entry.key: entry for entry in weights.tensors})
+    for section in program.sections[1:]:
+        problems += _untied(section.aliases().items(), fitted)
     if problems:
         advice = _advice(program, names, problems, options.constants)
         raise Misfit(advice, [_for_compiled_code(program, problem, have) for problem in problems])
-    sections = []
-    for section in program.sections:
-        sections.append(replace(section, tensors=replaced(section.tensors, fitted)))
     extra_counters = [entry.key for entry in counters[len(old_counters) :]]
     swapped = Swap(
-        replace(program, sections=tuple(sections)),
+        _with_values(program, fitted),
         weight_map.sources,
         weight_map.form,
         ignored=(*weight_map.ignored, *extra_counters),
@@ -460,24 +459,20 @@ def _unwrapped(section: Section, form: Chain) -> Section:
 
 
 def _untied(
-    target: Section,
-    fitted: Mapping[str, TensorEntry],
-    weights: Section,
-    twins: Sequence[tuple[str, str]],
-) -> list[Problem]:
-    """Return names of one tensor that would get different values, by the ties of the program and
-    the model.
-    """
-    given = {entry.key: entry for entry in weights.tensors}
-    pairs: list[tuple[str, str, Mapping[str, TensorEntry]]] = []
-    pairs += [(name, first, fitted) for name, first in target.aliases().items()]
-    pairs += [(key, twin, given) for key, twin in twins]
-    problems = []
-    for name, first, values in pairs:
+    ties: Iterable[tuple[str, str]], values: Mapping[str, TensorEntry]
+) -> Iterator[Problem]:
+    """Yield the names that are tied to another one and would get another value."""
+    for name, first in ties:
         left, right = values.get(name), values.get(first)
         if left is not None and right is not None and not same_values(left, right):
-            problems.append(Problem(f"tied to {first}, and its new value is another one", name))
-    return problems
+            yield Problem(f"tied to {first}, and its new value is another one", name)
+
+
+def _with_values(program: Checkpoint, fitted: Mapping[str, TensorEntry]) -> Checkpoint:
+    sections = []
+    for section in program.sections:
+        sections.append(replace(section, tensors=replaced(section.tensors, fitted)))
+    return replace(program, sections=tuple(sections))
 
 
 def _advice(
