@@ -34,6 +34,7 @@ test: $(VENV)/for-test ## run the tests (ARGS='-k NAME': some of them; JOBS=0: i
 
 check: $(VENV)/for-dev ## check format, lint, types and words; changes nothing
 	$(BIN)/python .ci/words.py
+	$(BIN)/python .ci/lines.py
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

@@ -442,7 +442,7 @@ def check_size(nbytes: int, origin: Origin) -> Memory:
     return memory
 
 
-def loads(
+def loads(  # noqa: C901, PLR0912 - a branch for each opcode
     data: bytes,
     start: int = 0,
     persistent: Callable[[Any], Any] = Persistent,

@@ -118,7 +118,7 @@ class _Writer:
                 self.memoize(node)
                 return
 
-    def save(self, node: Any) -> None:
+    def save(self, node: Any) -> None:  # noqa: C901, PLR0912 - a branch for each kind of node
         kind, out = type(node), self.out
         if kind is str:
             short = b"\x8c" if self.protocol >= 4 else b""

@@ -88,21 +88,10 @@ def group_entries(
         if other is None:
             entries.append(only_left(f"{GROUPS}.{index}", Cause(Code.GROUP_UNEXPECTED)))
             continue
-        mine, theirs = group.hyperparameters, right.groups[other].hyperparameters
-        differing = different(mine, theirs)
-        for name in dict.fromkeys((*mine, *theirs)):
-            key, other_key = f"{GROUPS}.{index}.{name}", f"{GROUPS}.{other}.{name}"
-            if name not in differing:
-                entries.append(Entry("same", (key,), (other_key,)))
-            elif name not in theirs:
-                entries.append(only_left(key, Cause(Code.OPTION_UNEXPECTED, (name,))))
-            elif name not in mine:
-                entries.append(only_right(other_key, Cause(Code.OPTION_MISSING, (name,))))
-            else:
-                detail = "{} instead of {}".format(*differing[name])
-                entries.append(
-                    Entry("value", (key,), (other_key,), Cause(Code.OPTION, (name,)), None, detail)
-                )
+        entries += _option_entries(
+            (f"{GROUPS}.{index}", group.hyperparameters),
+            (f"{GROUPS}.{other}", right.groups[other].hyperparameters),
+        )
     paired = set(pairs.values())
     for index in range(len(right.groups)):
         if index not in paired:
@@ -131,6 +120,26 @@ def group_entries(
                 )
             )
     return entries
+
+
+def _option_entries(
+    left: tuple[str, Mapping[str, Any]], right: tuple[str, Mapping[str, Any]]
+) -> Iterator[Entry]:
+    """Compare the hyperparameters of two groups, each with the path of its group."""
+    (left_path, left_options), (right_path, right_options) = left, right
+    differing = different(left_options, right_options)
+    for name in dict.fromkeys((*left_options, *right_options)):
+        key, other_key = f"{left_path}.{name}", f"{right_path}.{name}"
+        if name not in differing:
+            yield Entry("same", (key,), (other_key,))
+        elif name not in right_options:
+            yield only_left(key, Cause(Code.OPTION_UNEXPECTED, (name,)))
+        elif name not in left_options:
+            yield only_right(other_key, Cause(Code.OPTION_MISSING, (name,)))
+        else:
+            detail = "{} instead of {}".format(*differing[name])
+            cause = Cause(Code.OPTION, (name,))
+            yield Entry("value", (key,), (other_key,), cause, None, detail)
 
 
 def _paired_groups(
