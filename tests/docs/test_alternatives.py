@@ -1,6 +1,4 @@
-"""The table of alternatives in docs/troubleshooting.md: what each of them loses, and the result of
-ckpttool.
-"""
+"""What the alternatives to ckpttool lose, and the result of ckpttool."""
 
 from __future__ import annotations
 

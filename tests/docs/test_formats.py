@@ -105,7 +105,7 @@ SAMPLES: dict[str, Callable[[Run, Path], Path]] = {
     "dcp": _dcp,
 }
 RENAMED = ("--rule", r"re:(.*) => m.\1")  # a remap without changes is refused
-HEADS = ("format", "in JSON", "on disk", "remap from", "written", "in place", "by torchrun")
+HEADS = ("format", "in JSON", "remap from", "written", "in place", "by torchrun")
 
 
 def write_output(
@@ -189,13 +189,12 @@ def cells(row: Format, run: Run, folder: Path) -> list[str]:
     sample = SAMPLES[row.name](run, folder / "in")
     listed = run("inspect", sample, "--format", "json")
     assert listed.data["format"] == row.name
-    on_disk = "folder" if sample.is_dir() else "files" if "*" in sample.name else "file"
     read = (listed, run("diff", sample, sample, "--values"), by_url(sample, run))
     assert [done.status for done in read] == [0, 0, 0]
     converted, (out, together) = conversion(sample, run, folder), written(row, sample, run, folder)
     edited = run("remap", sample, "--rule", r"re:(.*)\.(.*) => \1.w", "--in-place")
     way = "yes" if edited.status == 0 else "no"
-    return [row.title, f"`{row.name}`", on_disk, converted, out, way, together]
+    return [row.title, f"`{row.name}`", converted, out, way, together]
 
 
 def conversion(sample: Path, run: Run, folder: Path) -> str:

@@ -22,7 +22,6 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.options import call_text
 from ckpttool.ruleset.parse import SETS, read, rules
 from command import Run
-from places import DOCS
 
 torch.set_num_threads(1)
 State = dict[str, torch.Tensor]
@@ -87,11 +86,6 @@ def test_preset_rules_are_printed_as_a_rules_file(name: str, run: Run) -> None:
         done.out
     ]
     assert run("rules", f"{name}x").status == 2
-
-
-def test_page_lists_every_preset() -> None:
-    page = (DOCS / "rules.md").read_text()
-    assert [name for name in NAMES if f"`{name}`" not in page] == []
 
 
 def convert_with(folder: Path, state: State, name: str, *more: str) -> State:

@@ -14,8 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 MODULES = {
     "model.py": """
@@ -60,24 +59,6 @@ MODULES = {
 
         def build():
             return nn.Sequential(Tokens(), nn.Linear(4, 2))
-    """,
-    "absolute.py": """
-        from torch import nn
-
-        def rename(module, state, prefix, metadata):
-            if "inner.weight" in state:
-                state["weight"] = state.pop("inner.weight")
-
-        def restore(module, state, prefix, *rest):
-            if "weight" in state:
-                state["inner.weight"] = state.pop("weight")
-
-        def build():
-            model = nn.Sequential()
-            model.add_module("inner", nn.Linear(2, 2, bias=False))
-            model.register_state_dict_post_hook(rename)
-            model.register_load_state_dict_pre_hook(restore)
-            return model
     """,
     "lifted.py": """
         import torch
@@ -140,33 +121,11 @@ def compiled() -> None:
     _loads("compiled.pt")
 
 
-def ddp() -> None:
-    torch.save(nn.DataParallel(_build()).state_dict(), "ddp.pt")
-    _loads("ddp.pt")
-
-
-def blocks() -> None:
-    model = _build()
-    model[0] = checkpoint_wrapper(model[0])
-    torch.save(dict(model.named_parameters()), "blocks.pt")
-    _loads("blocks.pt")
-
-
 def hooked() -> None:
     model = _module("hooked").build()
     torch.export.save(torch.export.export(model, (torch.tensor([1, 2]),)), "deployed.pt2")
     torch.save(model.state_dict(), "hooked.pt")
     torch.export.load("deployed.pt2").module().load_state_dict(torch.load("hooked.pt"))
-
-
-def helpers() -> None:
-    get_model_state_dict(_module("hooked").build())
-
-
-def absolute() -> None:
-    model = _module("absolute").build()
-    torch.save(nn.DataParallel(model).state_dict(), "under-ddp.pt")
-    model.load_state_dict(torch.load("under-ddp.pt"))
 
 
 def flat() -> None:
@@ -285,19 +244,6 @@ def subclass() -> None:
     save_file({"module.w": two}, "subclass.safetensors")
 
 
-def silent() -> None:
-    torch.save(
-        {f"generator.{key}": value for key, value in _build().state_dict().items()}, "generator.pt"
-    )
-    found = _build().load_state_dict(torch.load("generator.pt"), strict=False)
-    assert len(found.missing_keys) == len(_build().state_dict())
-
-
-def collision() -> None:
-    torch.save({"encoder.w": torch.ones(1), "decoder.w": torch.zeros(1)}, "both.pt")
-    assert len({key.split(".", 1)[1]: value for key, value in torch.load("both.pt").items()}) == 1
-
-
 def norms() -> None:
     other = {"attn_norm": "mlp_norm", "mlp_norm": "attn_norm"}
     right = {
@@ -312,15 +258,6 @@ def norms() -> None:
         for norm in other
     }
     torch.save(wrong, "wrong.pt")
-
-
-def run() -> None:
-    Path("run").mkdir()
-    model = _build()
-    for step in range(8, 14):
-        if step == 11:
-            model = model.bfloat16()
-        torch.save({"model": model.state_dict(), "step": step}, f"run/step-{step}.pt")
 
 
 def engine() -> None:
