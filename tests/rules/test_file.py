@@ -1005,8 +1005,7 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, wo
     assert not (tmp_path / "out.safetensors").exists()
 
 
-# The examples of docs/rules.md: each block of rules has a table of tensors before and after, or an
-# example of its own.
+# The examples of docs/rules.md: each block of rules, with its table of tensors before and after.
 
 BLOCKS = 7
 PAGE = DOCS / "rules.md"
@@ -1028,13 +1027,8 @@ def examples() -> list[tuple[str, str]]:
     return EXAMPLE.findall(PAGE.read_text())
 
 
-def test_every_block_of_the_page_is_an_example(tmp_path: Path, run: Run) -> None:
-    blocks = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (with_example,) = [block for block in blocks if "[[example]]" in block]
-    assert len(examples()) == len(blocks) - 1 == BLOCKS
-    assert run("check", rules_in(tmp_path, with_example)).status == 0
-    wrong = with_example.replace("[12, 4]", "[4, 12]")
-    assert run("check", rules_in(tmp_path, wrong)).status == 1
+def test_every_block_of_the_page_is_an_example() -> None:
+    assert len(examples()) == PAGE.read_text().count("```toml") == BLOCKS
 
 
 @pytest.mark.parametrize("number", range(BLOCKS))
