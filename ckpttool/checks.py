@@ -140,35 +140,42 @@ def _checked(
         else:
             return _pickles(path, open_operand(path), allow)
     except CkptError as error:
-        own = Problem(error.message.removeprefix(path).lstrip(": "), path, "invalid-file")
-        return Checked(path, kind, error.problems or (own,), error.hint)
+        of_file = Problem(error.message.removeprefix(path).lstrip(": "), path, "invalid-file")
+        return Checked(path, kind, error.problems or (of_file,), error.hint)
     return _names(path, model, options) if kind == "names" else Checked(path, kind)
 
 
 def _pickles(path: str, checkpoint: Checkpoint, allow: Sequence[str]) -> Checked:
-    imports = (*checkpoint.imports, *unsafe_in_folder(path))
-    found = [
-        one
-        for one in imports
-        if one.verdict in _SAYS and not any(fnmatchcase(one.name, pattern) for pattern in allow)
+    """Check the imports of a checkpoint's pickles, and of files that a trainer saves next to it."""
+    imports = [
+        imported
+        for imported in (*checkpoint.imports, *unsafe_in_folder(path))
+        if imported.verdict in _SAYS and not _is_allowed(imported, allow)
     ]
-    several = len({one.file for one in found}) > 1 or any(one.file != path for one in found)
-    problems = tuple(
-        Problem(
-            f"{_SAYS[UNREADABLE if one.name == UNREADABLE else one.verdict]} "
-            f"({f'{one.file}: ' if several and one.member else ''}{one.place}{_detail(one)})",
-            one.name,
-            "dangerous-import" if one.verdict == DANGEROUS else "unknown-import",
-        )
-        for one in found
-    )
-    names = dict.fromkeys(one.name for one in found)
-    given = [word for name in (*allow, *names) for word in ("--allow", name)]
-    hint = f"if you trust all of them: {shell('ckpttool', 'check', path, *given)}" if found else ""
-    if any(one.verdict == DANGEROUS for one in found):
+    names_files = {imported.file for imported in imports} - {path} != set()
+    problems = tuple(_of_import(imported, names_files) for imported in imports)
+    hint = ""
+    if imports:
+        names = dict.fromkeys(imported.name for imported in imports)
+        words = [word for name in (*allow, *names) for word in ("--allow", name)]
+        hint = f"if you trust all of them: {shell('ckpttool', 'check', path, *words)}"
+    if any(imported.verdict == DANGEROUS for imported in imports):
         line = _weights_alone(checkpoint)
         hint = f"do not load it; to take the weights only, run {line}" if line else "do not load it"
     return Checked(path, "checkpoint", problems, hint, (_NOT_READ,))
+
+
+def _is_allowed(imported: Import, allow: Sequence[str]) -> bool:
+    return any(fnmatchcase(imported.name, pattern) for pattern in allow)
+
+
+def _of_import(imported: Import, names_file: bool) -> Problem:
+    """Return the import as a problem, with its place in the file; `names_file`: and the file."""
+    says = _SAYS[UNREADABLE if imported.name == UNREADABLE else imported.verdict]
+    file = f"{imported.file}: " if names_file and imported.member else ""
+    kind = "dangerous-import" if imported.verdict == DANGEROUS else "unknown-import"
+    text = f"{says} ({file}{imported.place}{_detail(imported)})"
+    return Problem(text, imported.name, kind)
 
 
 def _weights_alone(checkpoint: Checkpoint) -> str | None:
@@ -203,9 +210,9 @@ def _weights_alone(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def _detail(one: Import) -> str:
+def _detail(imported: Import) -> str:
     """Return the first call of the import, or why the pickle was not read."""
-    detail = one.calls[0] if one.calls else one.reason
+    detail = imported.calls[0] if imported.calls else imported.reason
     return f": {visible(detail)}" if detail else ""
 
 
@@ -215,20 +222,14 @@ def _names(path: str, model: ModelOperand | None, options: DiffOptions) -> Check
     diff = diff_names_file(path, model, options)
     if diff.identical:
         return Checked(path, "names")
-    found = (entry for entry in diff.entries if diff.is_difference(entry))
-    problems = [
-        Problem(
-            f"{entry.status}: {entry.reason}", ", ".join(entry.left or entry.right), entry.status
-        )
-        for entry in found
-    ]
-    problems += [Problem(diff.other_failure, path)] if diff.other_failure else []
+    problems = []
+    for entry in diff.entries:
+        if diff.is_difference(entry):
+            keys = ", ".join(entry.left or entry.right)
+            problems.append(Problem(f"{entry.status}: {entry.reason}", keys, entry.status))
+    if diff.other_failure:
+        problems.append(Problem(diff.other_failure, path))
     optimizer = ("--optimizer", options.optimizer) if isinstance(options.optimizer, str) else ()
-    asked = shell("ckpttool", "diff", path, *model.words, *optimizer)
-    return Checked(
-        path,
-        "names",
-        tuple(problems),
-        f"{asked} (with --update it takes the model's names over)",
-        diff.notes,
-    )
+    line = shell("ckpttool", "diff", path, *model.words, *optimizer)
+    hint = f"{line} (with --update it takes the model's names over)"
+    return Checked(path, "names", tuple(problems), hint, diff.notes)

@@ -49,5 +49,7 @@ def schema(name: str, closed: bool = False) -> dict[str, Any]:
     if name not in OBJECTS:
         raise CkptError(f"no such object: {name}", hint=f"the objects are {', '.join(OBJECTS)}")
     kind = OBJECTS[name]
-    made = {"$schema": DIALECT, "title": kind.title, **kind.schema(closed)}
-    return {**made, "$defs": DEFINITIONS} if "#/$defs/" in repr(made) else made
+    schema = {"$schema": DIALECT, "title": kind.title, **kind.schema(closed)}
+    if "#/$defs/" in repr(schema):
+        schema["$defs"] = DEFINITIONS
+    return schema

@@ -60,10 +60,12 @@ def digest(files: Mapping[str, Pieces], *more: object) -> str:
     if urls:
         from ckpttool.io.remote import there
 
-        versions = {url: [found.size, *found.version] for url, found in zip(urls, map(there, urls))}
-    found = hashlib.sha256(json.dumps([more, versions]).encode())
+        for url in urls:
+            stat = there(url)
+            versions[url] = [stat.size, *stat.version]
+    decided = hashlib.sha256(json.dumps([more, versions]).encode())
     for name, pieces in files.items():
-        found.update(json.dumps(["file", name]).encode())
+        decided.update(json.dumps(["file", name]).encode())
         for piece in pieces:
             data = piece.data
             if isinstance(data, bytes):
@@ -72,8 +74,8 @@ def digest(files: Mapping[str, Pieces], *more: object) -> str:
                 text = ["span", data.path, str(data.offset), str(data.length)]
             else:
                 text = ["computed", str(data.length)]
-            found.update(json.dumps(text).encode())
-    return found.hexdigest()
+            decided.update(json.dumps(text).encode())
+    return decided.hexdigest()
 
 
 def _share(job: Job, files: Mapping[str, Pieces], plan: object) -> list[str]:
@@ -159,10 +161,10 @@ def _short(name: str) -> str:
     return name.encode(errors="surrogateescape")[:100].decode(errors="ignore")
 
 
-def is_staging(found: str, name: str) -> bool:
+def is_staging(folder: str, name: str) -> bool:
     """Return True if it is the name of a folder in which ranks make the output `name`."""
     return (
-        re.fullmatch(rf"\.{re.escape(_short(name))}\.[0-9a-f]{{16}}{re.escape(_ENDING)}", found)
+        re.fullmatch(rf"\.{re.escape(_short(name))}\.[0-9a-f]{{16}}{re.escape(_ENDING)}", folder)
         is not None
     )
 

@@ -187,10 +187,10 @@ def answers(title: str, questions: Mapping[Key, Question]) -> dict[Key, Any]:
 
         asked = list(questions.values())
         # later, each rank has opened files that others have not
-        known = {} if job.rounds else sources.states()
+        states = {} if job.rounds else sources.states()
         what = [[question.what, question.nbytes] for question in asked]
         digest = hashlib.sha256(
-            json.dumps([job.rounds, list(job.command), known, what]).encode()
+            json.dumps([job.rounds, list(job.command), states, what]).encode()
         ).hexdigest()
         job.agree(digest)
         name = f"answers/{digest}"
@@ -198,11 +198,11 @@ def answers(title: str, questions: Mapping[Key, Question]) -> dict[Key, Any]:
         share = assigned(sizes, job.size)[job.rank]
         # other ranks answer these
         progress.advance(sum(sizes.values()) - sum(sizes[number] for number in share))
-        own = []
+        answered = []
         for number in share:
             job.check()
-            own.append([number, asked[number].answer()])
-        job.tell(f"{name}/{job.rank}", own)
+            answered.append([number, asked[number].answer()])
+        job.tell(f"{name}/{job.rank}", answered)
         if job.is_first:
             told = {number: answer for some in job.heard_of_all(name) for number, answer in some}
             job.tell(name, [told[number] for number in range(len(asked))])

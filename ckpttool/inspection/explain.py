@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +49,10 @@ class Explanation:
     @property
     def states(self) -> tuple[str, ...]:
         """Its keys in ``optimizer.state_dict()``."""
-        own = self.optimizer
-        return () if own is None else tuple(f"state.{own.id}.{name}" for name in own.state)
+        param = self.optimizer
+        if param is None:
+            return ()
+        return tuple(f"state.{param.id}.{name}" for name in param.state)
 
     def to_json(self) -> dict[str, Any]:
         """Return the `explain` object of the contract."""
@@ -77,11 +79,13 @@ EXPLAIN = record(
     called={
         "canonical": "tensor.canonical",
         "runtime": "tensor.fqn",
-        "serialized": lambda found: (
-            found.serialized[0] if len(found.serialized) == 1 else found.serialized or None
+        "serialized": lambda explained: (
+            explained.serialized[0]
+            if len(explained.serialized) == 1
+            else explained.serialized or None
         ),
-        "optimizer_id": lambda found: found.optimizer and found.optimizer.id,
-        "optimizer_group": lambda found: found.optimizer and found.optimizer.group,
+        "optimizer_id": lambda explained: explained.optimizer and explained.optimizer.id,
+        "optimizer_group": lambda explained: explained.optimizer and explained.optimizer.group,
         "optimizer_state": "states",
         "dtype": "tensor.dtype",
         "shape": "tensor.shape",
@@ -129,32 +133,40 @@ def _named(names: Names, tables: NameTables, name: str) -> list[RuntimeTensor]:
     """Return the tensors with this name: as it is, or without the fewest segments of wrappers and
     optimizers.
     """
-    canonical: dict[str, list[str]] = {}
-    for key, fqn in (
-        *tables.serialized_names.items(),
-        *((t.fqn, t.canonical) for t in names.runtime),
-    ):
-        canonical.setdefault(fqn, []).append(key)
+    by_canonical: dict[str, list[str]] = {}
+    for key, canonical in tables.serialized_names.items():
+        by_canonical.setdefault(canonical, []).append(key)
+    for tensor in names.runtime:
+        by_canonical.setdefault(tensor.canonical, []).append(tensor.fqn)
     for candidates in _readings(names, name):
         tensors: dict[str, RuntimeTensor] = {}
         for candidate in candidates:
-            for one in (candidate, *canonical.get(candidate, ())):
-                # The FQN, the key, and what the key is computed from
-                source = tables.saved.get(one)
-                parts = () if source is None else ex.refs(source)
-                for fqn in dict.fromkeys((one, tables.fqn_of.get(one, one), *parts)):
+            for spelled in (candidate, *by_canonical.get(candidate, ())):
+                for fqn in _fqns_of(tables, spelled):
                     if fqn in tables.tensors:
                         tensors[fqn] = tables.tensors[fqn]
         if tensors:
             return list(tensors.values())
-    known = {*tables.tensors, *tables.fqn_of, *(t.canonical for t in names.runtime)}
-    similar = difflib.get_close_matches(name, known, 3)
-    hint = (
-        f"similar names: {', '.join(similar)}"
-        if similar
-        else (f"list them: ckpttool trace {names.model} --all")
-    )
+    all_names = {*tables.tensors, *tables.fqn_of, *(t.canonical for t in names.runtime)}
+    similar = difflib.get_close_matches(name, all_names, 3)
+    hint = f"list them: ckpttool trace {names.model} --all"
+    if similar:
+        hint = f"similar names: {', '.join(similar)}"
     raise CkptError(f"{names.model} has no tensor {name!r}", hint=hint)
+
+
+def _fqns_of(tables: NameTables, name: str) -> list[str]:
+    """Return the names that it may stand for: itself, the FQN of the key, and what the key is
+    computed from.
+    """
+    source = tables.saved.get(name)
+    parts = () if source is None else ex.refs(source)
+    return list(dict.fromkeys((name, tables.fqn_of.get(name, name), *parts)))
+
+
+def _without(parts: Sequence[str], places: Collection[int]) -> str:
+    """Return the name without the segments at these places."""
+    return ".".join(part for place, part in enumerate(parts) if place not in places)
 
 
 def _readings(names: Names, name: str) -> Iterator[list[str]]:
@@ -164,10 +176,7 @@ def _readings(names: Names, name: str) -> Iterator[list[str]]:
         parts = inner.split(".")
         places = [at for at, part in enumerate(parts[:-1]) if part in _SEGMENTS][:_MOST_SEGMENTS]
         for count in range(1, len(places) + 1):
-            yield [
-                ".".join(part for at, part in enumerate(parts) if at not in removed)
-                for removed in combinations(places, count)
-            ]
+            yield [_without(parts, removed) for removed in combinations(places, count)]
     of_state = _STATE.fullmatch(name)
     if of_state is not None:  # the key of an optimizer's state, by FQN or by id
         inner = of_state[1]

@@ -85,35 +85,48 @@ class Inspection:
         """Remarks of the reader, and what the values show."""
         checkpoint = self.checkpoint
         notes: list[str] = []
-        imports = list(dict.fromkeys(one.name for one in dangerous(checkpoint.imports)))
+        imports = list(dict.fromkeys(imported.name for imported in dangerous(checkpoint.imports)))
         if imports:
             count = plural(len(imports), "dangerous import")
             text = f"{count}, executed if it is loaded with weights_only=False: {some(imports)}"
             notes.append(Note(text, "dangerous-import"))
         notes += checkpoint.notes
         refusal = format_of(checkpoint).refusal(checkpoint)
-        notes += [Note(refusal, "unreadable")] if refusal else []
-        entries = [entry for section in checkpoint.sections for entry in section.entries]
-        if any(
-            is_flat(e.key) or isinstance(e, ExtraEntry) or e.layout != "strided" for e in entries
-        ):
+        if refusal:
+            notes.append(Note(refusal, "unreadable"))
+        if self._may_be_of_one_rank():
             notes += one_rank(checkpoint)
-        return (*notes, *(self._odd_values() if self.statistics else ()))
+        if self.statistics:
+            notes += self._odd_values()
+        return tuple(notes)
+
+    def _may_be_of_one_rank(self) -> bool:
+        """Return whether an entry is flat, or no plain tensor: only such entries are parts of
+        ranks.
+        """
+        for section in self.checkpoint.sections:
+            for entry in section.entries:
+                if is_flat(entry.key) or isinstance(entry, ExtraEntry) or entry.layout != "strided":
+                    return True
+        return False
 
     def _odd_values(self) -> Iterator[str]:
-        with_stats = [(one.name, one.stats) for one in self.tensors() if one.stats]
-        zeros = [
-            # A single 0 is not odd: it may be a counter.
-            (name, s.minimum == s.maximum == 0 and not s.nan and not s.inf and s.zeros != 1)
-            for name, s in with_stats
-        ]
-        for what, hits in (
-            ("NaN", [name for name, stats in with_stats if stats.nan]),
-            ("infinite values", [name for name, stats in with_stats if stats.inf]),
-            ("only zeros", [name for name, is_zero in zeros if is_zero]),
-        ):
-            if hits:
-                yield Note(f"{plural(len(hits), 'tensor')} with {what}: {some(hits)}", "odd-values")
+        """Yield a note on the tensors with NaN, with infinite values, and with only zeros."""
+        odd: dict[str, list[str]] = {"NaN": [], "infinite values": [], "only zeros": []}
+        for tensor in self.tensors():
+            stats = tensor.stats
+            if stats is None:
+                continue
+            if stats.nan:
+                odd["NaN"].append(tensor.name)
+            if stats.inf:
+                odd["infinite values"].append(tensor.name)
+            if _is_zero(stats):
+                odd["only zeros"].append(tensor.name)
+        for what, names in odd.items():
+            if names:
+                count = plural(len(names), "tensor")
+                yield Note(f"{count} with {what}: {some(names)}", "odd-values")
 
     def tensors(self) -> Iterator[InspectedTensor]:
         """Yield every tensor, section by section, those inside of other entries last.
@@ -121,16 +134,16 @@ class Inspection:
         Keys may repeat: a list `a` has a tensor ``a.0`` inside it, and there may also be a tensor
         of that name.
         """
-        known = self.statistics or {}
+        statistics = self.statistics or {}
         for section in self.checkpoint.sections:
             path, aliases = section.path, self.aliases[section.path]
             for entry in section.tensors:
-                yield InspectedTensor(
-                    path, entry, aliases.get(entry.key), None, known.get(entry.identity)
-                )
+                stats = statistics.get(entry.identity)
+                yield InspectedTensor(path, entry, aliases.get(entry.key), None, stats)
             for extra in section.extras:
                 for entry in extra.inside():
-                    yield InspectedTensor(path, entry, None, extra.key, known.get(entry.identity))
+                    stats = statistics.get(entry.identity)
+                    yield InspectedTensor(path, entry, None, extra.key, stats)
 
     def to_json(self) -> dict[str, Any]:
         """Return the `inspect` object of the contract."""
@@ -139,10 +152,12 @@ class Inspection:
     @property
     def adapters(self) -> dict[str, Adapter]:
         """The adapters among the keys of state dicts, by section path."""
-        adapters = (
-            (section.path, adapter_of(section.keys)) for section in self.checkpoint.state_dicts
-        )
-        return {path: adapter for path, adapter in adapters if adapter is not None}
+        adapters = {}
+        for section in self.checkpoint.state_dicts:
+            adapter = adapter_of(section.keys)
+            if adapter is not None:
+                adapters[section.path] = adapter
+        return adapters
 
     @property
     def optimizers(self) -> dict[str, OptimizerState]:
@@ -156,24 +171,60 @@ class Inspection:
         return states
 
 
+def _is_zero(stats: Statistics) -> bool:
+    """Return whether all values are 0. A single 0 is not odd: it may be a counter."""
+    is_zero = stats.minimum == stats.maximum == 0 and not stats.nan and not stats.inf
+    return is_zero and stats.zeros != 1
+
+
 # The lists of the JSON, one tuple for each item
 
-
-def _tensors(inspection: Inspection) -> Iterator[tuple[object, ...]]:
-    for one in inspection.tensors():
-        e, inside = one.entry, LEFT_OUT if one.inside is None else one.inside
-        stats = LEFT_OUT if inspection.statistics is None else one.stats
-        yield one.section, e.key, e.dtype, e.shape, e.nbytes, one.alias_of, inside, stats
+Rows = Iterator[tuple[object, ...]]
 
 
-def _optimizers(inspection: Inspection) -> Iterator[tuple[object, ...]]:
+def _sections(inspection: Inspection) -> Rows:
+    for section in inspection.checkpoint.sections:
+        path, count = section.path, len(section.all_tensors())
+        yield path, section.kind, count, section.nbytes, inspection.wrappers[path]
+
+
+def _tensors(inspection: Inspection) -> Rows:
+    for tensor in inspection.tensors():
+        entry = tensor.entry
+        inside = LEFT_OUT if tensor.inside is None else tensor.inside
+        stats = LEFT_OUT if inspection.statistics is None else tensor.stats
+        outline = entry.key, entry.dtype, entry.shape, entry.nbytes
+        yield tensor.section, *outline, tensor.alias_of, inside, stats
+
+
+def _extras(inspection: Inspection) -> Rows:
+    for section in inspection.checkpoint.sections:
+        for extra in section.extras:
+            yield section.path, extra.key
+
+
+def _flat_parameters(inspection: Inspection) -> Rows:
+    for section in inspection.checkpoint.sections:
+        for flat in flat_params(section):
+            yield section.path, flat.key, flat.unit, flat.numel
+
+
+def _adapters(inspection: Inspection) -> Rows:
+    for path, adapter in inspection.adapters.items():
+        count = sum(map(len, adapter.modules.values()))
+        yield path, adapter.kinds, adapter.modules, count, adapter.alone
+
+
+def _optimizers(inspection: Inspection) -> Rows:
     for path, state in inspection.optimizers.items():
         names = names_in_file(state)
-        yield (
-            path,
-            state.form,
-            [(group.params, [*map(names.get, group.params)]) for group in state.groups],
-        )
+        groups = [(group.params, [*map(names.get, group.params)]) for group in state.groups]
+        yield path, state.form, groups
+
+
+def _unreached(inspection: Inspection) -> Rows:
+    for storage in inspection.checkpoint.unreached:
+        yield storage.path, storage.storage.nbytes, storage.is_referred
 
 
 _NUMBER = plain("a number", lambda value: isinstance(value, (int, float)), {"type": "number"})
@@ -236,27 +287,13 @@ INSPECT = record(
             for name in ("source", "format", "globals", "imports", "others", "metadata", "kinds")
         },
         "bytes": "checkpoint.nbytes",
-        "sections": lambda all: (
-            (one.path, one.kind, len(one.all_tensors()), one.nbytes, all.wrappers[one.path])
-            for one in all.checkpoint.sections
-        ),
+        "sections": _sections,
         "tensors": _tensors,
-        "extras": lambda all: (
-            (one.path, extra.key) for one in all.checkpoint.sections for extra in one.extras
-        ),
-        "flat_parameters": lambda all: (
-            (one.path, flat.key, flat.unit, flat.numel)
-            for one in all.checkpoint.sections
-            for flat in flat_params(one)
-        ),
-        "adapters": lambda all: (
-            (path, one.kinds, one.modules, sum(map(len, one.modules.values())), one.alone)
-            for path, one in all.adapters.items()
-        ),
+        "extras": _extras,
+        "flat_parameters": _flat_parameters,
+        "adapters": _adapters,
         "optimizers": _optimizers,
-        "unreached": lambda all: (
-            (one.path, one.storage.nbytes, one.is_referred) for one in all.checkpoint.unreached
-        ),
+        "unreached": _unreached,
     },
     title="ckpttool.inspect/1",
 )
@@ -266,12 +303,12 @@ def names_in_file(state: OptimizerState) -> dict[Param, str]:
     """Return the names of an optimizer's parameters in the file: in its keys, or in ``param_names``
     of its groups.
     """
-    return {
-        param: name
-        for group in state.groups
-        for param, name in zip(group.params, group.param_names or group.params)
-        if isinstance(name, str)
-    }
+    names = {}
+    for group in state.groups:
+        for param, name in zip(group.params, group.param_names or group.params):
+            if isinstance(name, str):
+                names[param] = name
+    return names
 
 
 @expand_options()
@@ -290,13 +327,14 @@ def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> In
     if filter is not None:
         checkpoint = _filtered(checkpoint, filter)
     lightning = is_lightning(checkpoint)
-    wrappers = {
-        section.path: tuple(segments(infer(section.keys, lightning=lightning).paths))
-        if section.kind == "state_dict"
-        else ()
-        for section in checkpoint.sections
-    }
-    second_names = {section.path: aliases(section) for section in checkpoint.sections}
+    wrappers: dict[str, tuple[str, ...]] = {}
+    second_names = {}
+    for section in checkpoint.sections:
+        wrappers[section.path] = ()
+        if section.kind == "state_dict":
+            paths = infer(section.keys, lightning=lightning).paths
+            wrappers[section.path] = tuple(segments(paths))
+        second_names[section.path] = aliases(section)
     if not stats:
         return Inspection(checkpoint, wrappers, second_names)
 
@@ -304,47 +342,45 @@ def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> In
         return asdict(statistics(entry))
 
     # By identity: a tensor with several names is read once.
-    dense = (
-        entry for section in checkpoint.sections for entry in section.all_tensors() if entry.storage
-    )
-    questions = {
-        entry.identity: Question(entry.key, entry.nbytes, partial(read, entry)) for entry in dense
-    }
+    questions = {}
+    for section in checkpoint.sections:
+        for entry in section.all_tensors():
+            if entry.storage:
+                question = Question(entry.key, entry.nbytes, partial(read, entry))
+                questions[entry.identity] = question
     values = answers(f"reading the values of {checkpoint.source}", questions)
-    return Inspection(
-        checkpoint, wrappers, second_names, {at: Statistics(**one) for at, one in values.items()}
-    )
+    by_identity = {identity: Statistics(**value) for identity, value in values.items()}
+    return Inspection(checkpoint, wrappers, second_names, by_identity)
 
 
 def _filtered(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
     """Return the checkpoint with the entries that match the pattern, and with matching tensors
     inside other entries.
     """
-
-    def kept(section: Section) -> Section:
-        extras = []
-        for extra in section.extras:
-            inside = zip(extra.tensors, extra.inside())
-            tensors = tuple(
-                tensor for tensor, entry in inside if names_entry(pattern, section.path, entry.key)
-            )
-            if names_entry(pattern, section.path, extra.key):
-                extras.append(extra)
-            elif tensors:
-                extras.append(replace(extra, tensors=tensors))
-        named = tuple(
-            entry for entry in section.tensors if names_entry(pattern, section.path, entry.key)
-        )
-        return replace(section, tensors=named, extras=tuple(extras))
-
-    sections = tuple(kept(section) for section in checkpoint.sections)
-    total, count = (
-        sum(len(one.all_tensors()) for one in each) for each in (checkpoint.sections, sections)
-    )
+    sections = tuple(_named_entries(section, pattern) for section in checkpoint.sections)
+    count = sum(len(section.all_tensors()) for section in sections)
+    of_all = plural(sum(len(section.all_tensors()) for section in checkpoint.sections), "tensor")
     if not count:
         hint = f"`{checkpoint.inspect_call}` lists what is there"
-        raise CkptError(f"{pattern!r} names none of {plural(total, 'tensor')}", hint=hint)
-    note = Info(
-        f"only what {pattern!r} names: {number(count)} of {plural(total, 'tensor')}", "filter"
-    )
+        raise CkptError(f"{pattern!r} names none of {of_all}", hint=hint)
+    note = Info(f"only what {pattern!r} names: {number(count)} of {of_all}", "filter")
     return replace(checkpoint, sections=sections, notes=(*checkpoint.notes, note))
+
+
+def _named_entries(section: Section, pattern: str) -> Section:
+    """Return the section with the entries that match; of another entry, the tensors inside of
+    it.
+    """
+    extras = []
+    for extra in section.extras:
+        if names_entry(pattern, section.path, extra.key):
+            extras.append(extra)
+            continue
+        tensors = []
+        for tensor, entry in zip(extra.tensors, extra.inside()):
+            if names_entry(pattern, section.path, entry.key):
+                tensors.append(tensor)
+        if tensors:
+            extras.append(replace(extra, tensors=tuple(tensors)))
+    named = [entry for entry in section.tensors if names_entry(pattern, section.path, entry.key)]
+    return replace(section, tensors=tuple(named), extras=tuple(extras))

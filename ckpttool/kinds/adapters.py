@@ -41,6 +41,9 @@ class Naming(NamedTuple):
     parts: tuple[str, ...] = ()
     by_peft: bool = False
 
+    def has_part(self, key: str) -> bool:
+        return any(part in key for part in self.parts)
+
 
 _PEFT_LOADER = "PeftModel.from_pretrained(BASE, FOLDER)"
 _DIFFUSERS_LOADER = "load_lora_weights(FILE) of a pipeline of diffusers"
@@ -66,7 +69,7 @@ def naming_of(keys: Collection[str]) -> Naming:
     for naming in NAMINGS:
         if naming.starts and not all(key.startswith(naming.starts) for key in keys):
             continue
-        if naming.parts and not all(any(part in key for part in naming.parts) for key in keys):
+        if naming.parts and not all(naming.has_part(key) for key in keys):
             continue
         return naming
     return NAMINGS[-1]

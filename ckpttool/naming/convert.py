@@ -201,11 +201,11 @@ def move(
 
 def _to_runtime(tables: NameTables, draft: _Draft, tie: bool) -> None:
     values = tables.runtime_values(draft.keys)
-    known = {tables.first[fqn]: source for fqn, source in reversed(values.items())}
+    by_first = {tables.first[fqn]: source for fqn, source in reversed(values.items())}
     # a program loads its second names strictly, too
     for tensor in tables.names.runtime if tie else ():
-        if tensor.persistent and tensor.alias_of in known:
-            values.setdefault(tensor.fqn, known[tensor.alias_of])
+        if tensor.persistent and tensor.alias_of in by_first:
+            values.setdefault(tensor.fqn, by_first[tensor.alias_of])
     draft.outputs.extend(
         Output(draft.section, fqn, with_keys(source, draft.keys)) for fqn, source in values.items()
     )
@@ -229,14 +229,14 @@ def _to_serialized(tables: NameTables, draft: _Draft) -> None:
     held = {tables.first[name]: name for name in reversed(list(draft.keys)) if name in tables.first}
     used: set[str] = set()
     for key, source in tables.saved.items():
-        own = tables.fqn_of.get(key)
+        name = tables.fqn_of.get(key)
         if source is None:
             draft.keep([key])
-        elif own is not None and own in draft.keys:
-            draft.outputs.append(Output(draft.section, key, Ref(draft.keys[own])))
-            used.add(own)
-        elif own is None or not any(
-            tables.fqn_of.get(other) in draft.keys for other in tables.keys_of[tables.first[own]]
+        elif name is not None and name in draft.keys:
+            draft.outputs.append(Output(draft.section, key, Ref(draft.keys[name])))
+            used.add(name)
+        elif name is None or not any(
+            tables.fqn_of.get(other) in draft.keys for other in tables.keys_of[tables.first[name]]
         ):  # else the tensor has another name with its own key
             wanted = list(dict.fromkeys(ex.refs(source)))
             missing = [fqn for fqn in wanted if fqn not in held]
@@ -266,11 +266,11 @@ def _second_keys(tables: NameTables, values: Mapping[str, T]) -> dict[str, T]:
     of them.
     """
     sources = {key: source for key, source in tables.saved.items() if isinstance(source, Ref)}
-    known = {source: values[key] for key, source in sources.items() if key in values}
+    by_source = {source: values[key] for key, source in sources.items() if key in values}
     return {
-        key: known[source]
+        key: by_source[source]
         for key, source in sources.items()
-        if key not in values and source in known
+        if key not in values and source in by_source
     }
 
 

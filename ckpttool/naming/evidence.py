@@ -288,11 +288,12 @@ _CROSS = frozenset(
 )
 # Parts that layers keep in one tensor, in their usual order.
 _ATTENTION = (("query", "key", "value"), ("key", "value"))
-FUSED = (
-    *_ATTENTION,
-    ("gate", "up"),
-    *(tuple(f"cross-attention's {name}" for name in names) for names in _ATTENTION),
+_OF_CROSS = "cross-attention's "
+_CROSS_ATTENTION = (
+    (f"{_OF_CROSS}query", f"{_OF_CROSS}key", f"{_OF_CROSS}value"),
+    (f"{_OF_CROSS}key", f"{_OF_CROSS}value"),
 )
+FUSED = (*_ATTENTION, ("gate", "up"), *_CROSS_ATTENTION)
 _FUSED_WORDS = ("qkv", "in_proj", "c_attn", "query_key_value", "kv_proj", "to_kv", "gate_up")
 # Last word of a tensor's name -> its kind. A scale is not taken for a bias, whatever their shapes.
 _KINDS = {

@@ -287,9 +287,9 @@ def is_lightning(checkpoint: Checkpoint) -> bool:
 
 def counters(keys: Collection[str]) -> list[str]:
     """Return the keys that are the counter of an AveragedModel."""
-    found = [key for key in keys if key.rpartition(".")[2] == COUNTER]
-    children = _children(keys) if found else {}
-    return [key for key in found if "module" in children[key.rpartition(".")[0]]]
+    candidates = [key for key in keys if key.rpartition(".")[2] == COUNTER]
+    children = _children(keys) if candidates else {}
+    return [key for key in candidates if "module" in children[key.rpartition(".")[0]]]
 
 
 # Forms given by the user
@@ -384,12 +384,12 @@ def _adapted(names: Iterable[str]) -> dict[str, str]:
             hint="--like CKPT takes over the names of a checkpoint of the PEFT model",
             problems=[Problem("an adapted layer's, or not?", name) for name in parts],
         )
-    found = {}
+    below_base = {}
     for name, path in parts.items():
         module = ".".join(path[:-1])
         if module in modules and not path[-1].startswith(ADAPTERS):
-            found[name] = f"{module}.base_layer.{path[-1]}"
-    return found
+            below_base[name] = f"{module}.base_layer.{path[-1]}"
+    return below_base
 
 
 def new_counter(wanted: Chain, counted: Collection[str]) -> dict[str, Op]:
