@@ -46,7 +46,6 @@ from ckpttool.diffing.sections import (
 )
 from ckpttool.distributed.job import Question, answers, current, only_first
 from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects
-from ckpttool.formats.fit import holds_versions
 from ckpttool.formats.registry import MEMORY, format_of
 from ckpttool.formats.remarks import one_rank
 from ckpttool.naming.versions import Effect, other_versions_of
@@ -409,7 +408,8 @@ def _compare_versions(
     if not others:
         return [], ""
     has_place = all(
-        model.modules or holds_versions(side) for model, side in zip(models, (left, right))
+        model.modules or format_of(side).holds.versions
+        for model, side in zip(models, (left, right))
     )
     decisive = [
         one

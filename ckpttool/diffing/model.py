@@ -4,7 +4,7 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckpttool.containers.tensors import is_dense, kind
@@ -120,17 +120,8 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     identical = fits and not loses and (ignore_dtype or not converts)
     converted = [] if verdict is None or ignore_dtype else _conversions(verdict, entries)
 
-    # What torch says in addition to the two lists of keys and the shapes that are listed
-    shown = {
-        f"size mismatch for {key}:"
-        for entry in entries
-        if entry.status == "shape"
-        for key in entry.right
-    }
-    errors = () if verdict is None else verdict.errors
-    others = [text for text in errors if text.partition(": ")[0] + ":" not in shown]
     lost_versions = _lost_versions(model, section) if verdict is not None and not verdict.ok else []
-    torch_says = [Note(f"torch: {text}", "torch-error") for text in _grouped(others)]
+    torch_says = [] if verdict is None else _torch_says(verdict, entries)
     rank = one_rank(checkpoint)
     notes = [*unreadable, *of_shards, *rank, *lost_versions, *torch_says]
     if fits and untied and model.pretrained:
@@ -155,33 +146,15 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         )
         notes.insert(0, Note(text, "nothing-matched"))
     if not identical:
-        notes += adapter_notes(
-            section.by_key(), [key.key for key in names.serialized], ("the checkpoint", "the model")
-        )
-        notes += [note for note in names.notes if code_of(note) == ON_PLACE]
-        if not model.pretrained and _has_pretrained_keys(model, checkpoint, section):
-            notes.append(FROM_PRETRAINED)
+        notes += _notes_on_names(model, checkpoint, section, names)
     notes += _order_notes(names, checkpoint)
-    for other in same_model(checkpoint, section, names):
-        part = checkpoint.part(other.path)
-        command = shell("ckpttool", "diff", *model.words, part)
-        if checkpoint.in_memory:
-            command = f"ckpttool.diff({part}, model=...)"
-        text = (
-            f"{other.path} holds the same model as {section.title}, and was not compared: {command}"
-        )
-        notes.append(Note(text, "not-compared"))
-
-    # What stops the load if no entry shows it as a difference
+    notes += _not_compared(model, checkpoint, section, names)
     failure = ""
-    if not identical:
-        differing = any(entry.status not in HARMLESS for entry in entries)
-        one_sided = any(
-            entry.status in HARMLESS and not (entry.left and entry.right) for entry in entries
-        )
-        if unreadable or converted or one_sided or not differing or torch_says:
-            converts_them = f"loads into {model.called}, which converts its dtypes"
-            failure = converts_them if fits else f"does not load into {model.called}"
+    says_more = bool(unreadable or converted or torch_says)
+    if not identical and (says_more or not _show_failure(entries)):
+        failure = f"does not load into {model.called}"
+        if fits:
+            failure = f"loads into {model.called}, which converts its dtypes"
     return Diff(
         checkpoint.source,
         f"{model.title} (what {'from_pretrained' if model.pretrained else 'it'} loads)",
@@ -200,6 +173,56 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         asks="load",
         names=(checkpoint.source, model.called),
     )
+
+
+def _torch_says(verdict: Verdict, entries: Sequence[Entry]) -> list[Note]:
+    """Return what torch says in addition to the lists of keys and the shapes that differ."""
+    shown = set[str]()
+    for entry in entries:
+        if entry.status == "shape":
+            shown.update(f"size mismatch for {key}:" for key in entry.right)
+    others = [text for text in verdict.errors if text.partition(": ")[0] + ":" not in shown]
+    return [Note(f"torch: {text}", "torch-error") for text in _grouped(others)]
+
+
+def _notes_on_names(
+    model: ModelOperand, checkpoint: Checkpoint, section: Section, names: Names
+) -> list[str]:
+    """Return notes that explain keys which do not fit."""
+    keys = [key.key for key in names.serialized]
+    notes = [*adapter_notes(section.by_key(), keys, ("the checkpoint", "the model"))]
+    notes += [note for note in names.notes if code_of(note) == ON_PLACE]
+    if not model.pretrained and _has_pretrained_keys(model, checkpoint, section):
+        notes.append(FROM_PRETRAINED)
+    return notes
+
+
+def _not_compared(
+    model: ModelOperand, checkpoint: Checkpoint, section: Section, names: Names
+) -> Iterator[Note]:
+    """Yield a note on each other section that holds the same model."""
+    for other in same_model(checkpoint, section, names):
+        part = checkpoint.part(other.path)
+        command = shell("ckpttool", "diff", *model.words, part)
+        if checkpoint.in_memory:
+            command = f"ckpttool.diff({part}, model=...)"
+        text = (
+            f"{other.path} holds the same model as {section.title}, and was not compared: {command}"
+        )
+        yield Note(text, "not-compared")
+
+
+def _show_failure(entries: Sequence[Entry]) -> bool:
+    """Return whether the entries show why the load fails: some differ, and every harmless one is on
+    both sides.
+    """
+    differs = False
+    for entry in entries:
+        if entry.status not in HARMLESS:
+            differs = True
+        elif not (entry.left and entry.right):
+            return False
+    return differs
 
 
 def load_list(

@@ -100,7 +100,7 @@ def _with_rules_between(question: Question, fixes: Fixes, suggests: bool) -> Dif
 
 def _with_rules_to_model(question: Question, fixes: Fixes, suggests: bool) -> Diff:
     """Return the diff of a checkpoint and a model with the commands; or with a file of inferred
-    rules, if that leaves fewer differences or is asked for.
+    rules, if that leaves fewer differences or is requested.
     """
     left, diff = question.left, question.diff
     assert left is not None

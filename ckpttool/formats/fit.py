@@ -184,24 +184,12 @@ def _dropped(keys: Sequence[str]) -> list[str]:
     return [word for key in keys for word in ("--drop", key)]
 
 
-def holds_versions(checkpoint: Checkpoint) -> bool:
-    """Return whether the format of the checkpoint has a place for module versions
-    (``_metadata``).
-    """
-    return format_of(checkpoint).holds.versions
-
-
 def loses_versions(checkpoint: Checkpoint, target: Format) -> bool:
     """Return whether there are module versions (``_metadata``), and the format has no place for
     them.
     """
     versions = any(section.modules is not None for section in checkpoint.sections)
-    return versions and not has_place_for_versions(target)
-
-
-def has_place_for_versions(target: Format) -> bool:
-    """Return whether the format, to be written, has a place for module versions."""
-    return target.holds.versions
+    return versions and not target.holds.versions
 
 
 def losses(checkpoint: Checkpoint, target: Format) -> list[str]:

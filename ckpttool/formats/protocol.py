@@ -19,7 +19,7 @@ from ckpttool.io.pieces import Edited, Files, Pieces
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """What a format can hold besides the dense tensors of one state dict.
+    """The contents that a format can hold besides the dense tensors of one state dict.
 
     `objects`: whatever torch.save pickles: several sections, optimizers, other objects; the writer
     of one such format takes the container of any other. `aliases`: one tensor under two names.
@@ -27,8 +27,7 @@ class Holds:
     `metadata`: pairs of texts (``__metadata__``). `subclass_parts`: the list of the parts of
     torchao's tensors. `order`: its keys are in the order of definition. `rank_parts`: parts of
     tensors, which a remap gathers. `programs`: programs, which keep their own names.
-    `code_storages`: storages that only its code uses, and that other formats leave out. `code`:
-    pickles, which may import what runs code.
+    `code_storages`: storages that only its code uses, and that other formats leave out.
     """
 
     objects: bool = False
@@ -41,7 +40,6 @@ class Holds:
     rank_parts: bool = False
     programs: bool = False
     code_storages: bool = False
-    code: bool = False
 
 
 def _never(look: Look) -> str | None:

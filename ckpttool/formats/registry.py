@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -17,7 +17,15 @@ from ckpttool.formats.protocol import Format, Holds
 GROUP = "ckpttool.formats"  # of the entry points of packages that add formats
 
 _TENSORS = Holds(metadata=True, subclass_parts=True)
-_TORCH = Holds(objects=True, aliases=True, versions=True, order=True, code=True)
+_TORCH = Holds(objects=True, aliases=True, versions=True, order=True)
+
+
+def _of_file(has_signature: Callable[[Look], bool]) -> Callable[[Look], str | None]:
+    """Return the `matches` of a format whose files are read by their own path."""
+    return lambda look: look.path if has_signature(look) else None
+
+
+_index = _of_file(signatures.is_index)
 
 # in the order in which they are asked: the most certain first
 TABLE = (
@@ -25,7 +33,7 @@ TABLE = (
         "safetensors",
         "safetensors",
         "ckpttool.formats.safetensors",
-        lambda look: _file(look, signatures.is_safetensors(look)),
+        _of_file(signatures.is_safetensors),
         (".safetensors",),
         _TENSORS,
     ),
@@ -33,7 +41,7 @@ TABLE = (
         "torch_zip",
         "torch.save",
         "ckpttool.formats.torch_zip",
-        lambda look: _file(look, signatures.is_torch_zip(look)),
+        _of_file(signatures.is_torch_zip),
         (".pt", ".pth", ".bin", ".ckpt"),
         _TORCH,
         shards="sharded_bin",
@@ -42,7 +50,7 @@ TABLE = (
         "torch_legacy",
         "torch.save before torch 1.6",
         "ckpttool.formats.torch_legacy",
-        lambda look: _file(look, signatures.is_torch_legacy(look)),
+        _of_file(signatures.is_torch_legacy),
         holds=_TORCH,
         succeeded_by="torch_zip",
     ),
@@ -50,22 +58,22 @@ TABLE = (
         "torchscript",
         "TorchScript archive",
         "ckpttool.formats.torchscript",
-        lambda look: _file(look, signatures.is_torchscript(look)),
+        _of_file(signatures.is_torchscript),
         holds=Holds(aliases=True, order=True, programs=True, code_storages=True),
     ),
     Format(
         "pt2",
         "exported program",
         "ckpttool.formats.pt2",
-        lambda look: _file(look, signatures.is_program(look)),
+        _of_file(signatures.is_program),
         (".pt2",),
-        Holds(aliases=True, order=True, programs=True, code=True),
+        Holds(aliases=True, order=True, programs=True),
     ),
     Format(
         "sharded",
         "sharded safetensors",
         "ckpttool.formats.huggingface",
-        lambda look: _file(look, signatures.is_index(look)) or folders.shards_home(look),
+        lambda look: _index(look) or folders.shards_home(look),
         holds=_TENSORS,
         index=".safetensors.index.json",
         sharded=True,
@@ -74,7 +82,7 @@ TABLE = (
         "sharded_bin",
         "sharded torch.save files",
         "ckpttool.formats.huggingface",
-        holds=Holds(aliases=True, code=True),
+        holds=Holds(aliases=True),
         index=".bin.index.json",
         sharded=True,
         shards="sharded_bin",
@@ -92,7 +100,7 @@ TABLE = (
         "ckpttool.formats.dcp",
         folders.dcp_home,
         (".dcp",),
-        Holds(objects=True, aliases=True, form=False, code=True),
+        Holds(objects=True, aliases=True, form=False),
         index=".metadata",
     ),
     Format(
@@ -113,10 +121,6 @@ TABLE = (
 # not a file: nothing reads or writes it
 MEMORY = Format(IN_MEMORY, "a checkpoint in memory", "", holds=_TORCH)
 FORMATS = {row.name: row for row in (*TABLE, MEMORY)}
-
-
-def _file(look: Look, matches: bool) -> str | None:
-    return look.path if matches else None
 
 
 class Match(NamedTuple):

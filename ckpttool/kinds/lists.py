@@ -36,7 +36,7 @@ def with_names_of_lists(
 
     `in_file` are the state dicts of the file, whose order is that of the model that saved it. A
     list whose number of tensors or shapes differ from the parameters keeps its numbers, as does one
-    next to a state dict, which is the model that is asked about.
+    next to a state dict: that is the model in question.
     """
     if not checkpoint.state_dicts or not all(s.is_list for s in checkpoint.state_dicts):
         return checkpoint

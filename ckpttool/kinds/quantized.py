@@ -175,6 +175,8 @@ def quantized_weights(section: Section) -> list[QuantizedWeight]:
         for title, name in parts_by_kind[kind]:
             if prefix + name in keys:
                 add(title, entry.key, [prefix + name])
+    if not weights:
+        return []
     entries = {entry.key: entry for entry in section.tensors}
     return [_with_granularity(weight, entries) for weight in weights.values()]
 

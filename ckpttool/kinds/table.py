@@ -32,6 +32,7 @@ def with_kinds(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def recognized(checkpoint: Checkpoint) -> tuple[Kind, ...]:
+    """Return the kinds of the state dicts, in the order of the sections and of the table."""
     kinds = []
     for section in checkpoint.state_dicts:
         for recognize in TABLE:

@@ -101,9 +101,7 @@ def _is_for_peft(form: Form | None) -> bool:
 
 
 def _through_models(draft: Draft, asked: Asked) -> Draft:
-    """Bring the keys to the form of a model's names that is asked for, or to the names of another
-    model.
-    """
+    """Bring the keys to the requested form of a model's names, or to the names of another model."""
     request = asked.request
     saved, loads = request.saved, request.loads
     if saved is None:

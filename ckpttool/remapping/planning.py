@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.text import dotted
-from ckpttool.formats.fit import has_place_for_versions
 from ckpttool.formats.opening import note_on
 from ckpttool.kinds.adapters import adapter_of
 from ckpttool.kinds.table import with_kinds
@@ -73,7 +72,7 @@ def _with_versions(done: Remap, inputs: Inputs) -> Remap:
         return done
     done = with_steps_of_norms(done)
     out = inputs.options.target(inputs.source.source)
-    if out is not None and not has_place_for_versions(target_for(out, inputs.source).format):
+    if out is not None and not target_for(out, inputs.source).format.holds.versions:
         return done
     return with_lost_versions(done, inputs.request, inputs.other_model or inputs.saved)
 
