@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from shlex import quote
+from typing import NamedTuple
 
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.text import Note
@@ -48,8 +49,14 @@ _DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)
 # as Meta writes Llama: consolidated.00.pth
 _TENSOR_PARALLEL = re.compile(r"(?P<stem>.+)\.\d\d\.pth")
 
-# as verl saves an actor: the model, its optimizer and other state, a file for each rank
-_VERL = re.compile(r"(?P<kind>model|optim|extra_state)_(?P<size>world_size_\d+)_rank_\d+\.pt")
+# of one rank: as verl saves an actor's model and optimizer, and as torch_checkpointing saves items
+_RANK_FILES = (
+    re.compile(
+        r"(?P<item>model|optim|extra_state)_world_size_(?P<ranks>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt"
+    ),
+    re.compile(r"(?P<item>[A-Za-z0-9_-]+)_(?P<rank>\d{1,6})\.pt"),
+)
+RANKS_METADATA = "metadata.pkl"  # of torch_checkpointing
 
 # DeepSpeed's folder of a step, whose tag one of these files names
 _STEP = re.compile(r"global_step\d+(_universal)?")
@@ -106,6 +113,57 @@ def fsdp_home(look: Look) -> str | None:
             problems=[Problem("the files of all ranks", glob) for glob in globs],
         )
     return folder if look.is_folder and is_fsdp(folder) else None
+
+
+class RankItem(NamedTuple):
+    """What each rank saved to a file of its own: ``model``. `pattern` is the name of these files,
+    `files` the file of each rank. `ranks` is the number of ranks in their names, or None.
+    """
+
+    name: str
+    pattern: str
+    files: dict[int, str]
+    ranks: int | None
+
+
+def rank_items(look: Look) -> list[RankItem]:
+    """Return the items of a folder in which each file has one item of one rank, by its name; none
+    for another folder.
+    """
+    names = [name for name in look.files if name.endswith(_ENDINGS)]
+    for pattern in _RANK_FILES:
+        matches = [match for match in map(pattern.fullmatch, names) if match]
+        if matches and len(matches) == len(names):
+            return _items_of(matches)
+    return []
+
+
+def _items_of(matches: Iterable[re.Match[str]]) -> list[RankItem]:
+    items: dict[str, RankItem] = {}
+    for match in matches:
+        start, end = match.span("rank")
+        pattern = f"{match.string[:start]}*{match.string[end:]}"
+        if pattern not in items:
+            ranks = match.groupdict().get("ranks")
+            items[pattern] = RankItem(match["item"], pattern, {}, int(ranks) if ranks else None)
+        items[pattern].files[int(match["rank"])] = match.string
+    return list(items.values())
+
+
+def rank_folder(look: Look) -> str | None:
+    """Return the folder if it holds items of ranks.
+
+    Numbers in names may also count steps: without other evidence there are several items, and each
+    has the files 0, 1, ... of the same ranks.
+    """
+    items = rank_items(look)
+    if not items:
+        return None
+    if RANKS_METADATA in look.files or items[0].ranks is not None:
+        return look.path
+    ranks = set(range(len(items[0].files)))
+    is_alike = all(item.files.keys() == ranks for item in items)
+    return look.path if len(items) > 1 and is_alike else None
 
 
 def shards_home(look: Look) -> str | None:
@@ -199,16 +257,6 @@ def file_inside(look: Look, endings: tuple[str, ...] = _ENDINGS) -> str | None:
     preferred = read_by_transformers(look, names) if len(names) > 1 else None
     if preferred is not None:
         return join(folder, preferred)
-    of_verl = list(filter(None, map(_VERL.fullmatch, names)))
-    if len(names) > 1 and len(of_verl) == len(names):
-        kinds = dict.fromkeys(f"{match['kind']}_{match['size']}" for match in of_verl)
-        patterns = [join(folder, f"{kind}_rank_*.pt") for kind in kinds]
-        model = next((text for text in patterns if "model_world_size" in text), patterns[0])
-        raise CkptError(
-            f"{folder} holds files of ranks, as verl saves them under FSDP",
-            hint=f"name the files of all ranks together: {quote(model)}",
-            problems=[Problem("the files of all ranks", text) for text in patterns],
-        )
     if len(names) > 1 and all(map(_TENSOR_PARALLEL.fullmatch, names)):
         pattern = join(folder, re.sub(r"\d\d\.pth$", "*.pth", names[0]))
         raise CkptError(

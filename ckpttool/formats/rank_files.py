@@ -46,7 +46,7 @@ from ckpttool.io.files import glob
 from ckpttool.io.paths import join, name, parent
 
 NAME = "rank_files"  # in the table of formats
-_MOST_MISSING = 20  # ranks that are listed: a hostile file may claim millions
+MOST_MISSING = 20  # ranks that are listed: a hostile file may claim millions
 
 # Words in the name of a number that must be equal on all ranks.
 _COUNTERS = frozenset(
@@ -69,28 +69,32 @@ def read(pattern: str) -> Checkpoint:
             f"no file matches {pattern}",
             hint="check the path; quote the pattern, so that the shell keeps it",
         )
-    files: dict[str, Checkpoint] = {}
-    for path in paths:
-        kind = recognise(path).format.name
-        if kind == "torch_legacy":
-            new = shell("ckpttool", "remap", path, "-o", join(parent(path), f"zip.{name(path)}"))
-            raise CkptError(
-                f"{path} is in the format before torch 1.6, which files of ranks cannot have",
-                hint=f"write each file again: {new}",
-            )
-        if kind != "torch_zip":
-            raise CkptError(
-                f"{path} was not written by torch.save, but a glob names the files that the ranks"
-                " of one run saved",
-                hint="name the one checkpoint that you want to read",
-            )
-        files[path] = torch_zip.read(path)
+    return assembled(pattern, {path: rank_file(path) for path in paths})
+
+
+def rank_file(path: str) -> Checkpoint:
+    """Read the file of one rank. Raises `CkptError` if torch.save did not write it."""
+    kind = recognise(path).format.name
+    if kind == "torch_legacy":
+        new = shell("ckpttool", "remap", path, "-o", join(parent(path), f"zip.{name(path)}"))
+        raise CkptError(
+            f"{path} is in the format before torch 1.6, which files of ranks cannot have",
+            hint=f"write each file again: {new}",
+        )
+    if kind != "torch_zip":
+        raise CkptError(
+            f"{path} was not written by torch.save, but a glob names the files that the ranks"
+            " of one run saved",
+            hint="name the one checkpoint that you want to read",
+        )
+    return torch_zip.read(path)
+
+
+def assembled(pattern: str, files: Mapping[str, Checkpoint]) -> Checkpoint:
+    """Return the files of all ranks, by their paths, as one checkpoint, which `pattern` names."""
+    paths = list(files)
     # rank and number of ranks, if a tensor of the file is sharded
-    saved_by: dict[str, tuple[int, int] | None] = {}
-    for path, file in files.items():
-        entries = (entry for section in file.sections for entry in section.by_key().values())
-        sharded = next(filter(shard_kind, entries), None)
-        saved_by[path] = None if sharded is None else rank_and_world_size(sharded)
+    saved_by = {path: saved_by_rank(file) for path, file in files.items()}
     if len(paths) == 1 and saved_by[paths[0]] is None:
         return replace(files[paths[0]], source=pattern)
     ordered, notes = _in_rank_order(pattern, saved_by)
@@ -128,6 +132,17 @@ def read(pattern: str) -> Checkpoint:
 # Ranks
 
 
+def saved_by_rank(file: Checkpoint) -> tuple[int, int] | None:
+    """Return the rank that saved the file, and the number of ranks; None if no tensor of it is
+    sharded.
+    """
+    for section in file.sections:
+        for entry in section.by_key().values():
+            if shard_kind(entry):
+                return rank_and_world_size(entry)
+    return None
+
+
 def _in_rank_order(
     pattern: str, saved_by: Mapping[str, tuple[int, int] | None]
 ) -> tuple[list[str], list[str]]:
@@ -150,7 +165,7 @@ def _in_rank_order(
             for p, rank in ranks.items()
             if count[rank] > 1
         ]
-        missing = islice((rank for rank in range(sizes.pop()) if rank not in count), _MOST_MISSING)
+        missing = islice((rank for rank in range(sizes.pop()) if rank not in count), MOST_MISSING)
         problems += [Problem("no file is of this rank", f"rank {rank}") for rank in missing]
     if problems:
         raise CkptError(

@@ -117,6 +117,13 @@ TABLE = (
         folders.fsdp_home,
         holds=Holds(aliases=True),
     ),
+    Format(
+        "rank_folder",
+        "folder of the ranks' files (verl, torch_checkpointing)",
+        "ckpttool.formats.rank_folder",
+        folders.rank_folder,
+        holds=Holds(aliases=True, rank_parts=True),
+    ),
 )
 # not a file: nothing reads or writes it
 MEMORY = Format(IN_MEMORY, "a checkpoint in memory", "", holds=_TORCH)

@@ -86,6 +86,13 @@ def _ranks(run: Run, folder: Path) -> Path:
     return folder / "rank_*.pt"
 
 
+def _rank_folder(run: Run, folder: Path) -> Path:
+    """Write a folder like verl's; tests/formats/ranks/test_rank_folder.py has sharded tensors."""
+    for rank in range(2):
+        torch.save(STATE, folder / f"model_world_size_2_rank_{rank}.pt")
+    return folder
+
+
 def _copied(name: str, run: Run, folder: Path) -> Path:
     copy = shutil.copytree if (DATA / name).is_dir() else shutil.copy
     return Path(copy(DATA / name, folder / Path(name).name))
@@ -102,6 +109,7 @@ SAMPLES: dict[str, Callable[[Run, Path], Path]] = {
     "rank_files": _ranks,
     "deepspeed": partial(_copied, "deepspeed-0.19.8/zero-3"),
     "accelerate": _accelerate,
+    "rank_folder": _rank_folder,
     "dcp": _dcp,
 }
 RENAMED = ("--rule", r"re:(.*) => m.\1")  # a remap without changes is refused

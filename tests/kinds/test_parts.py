@@ -112,19 +112,3 @@ def test_parts_that_fit_along_no_dimension_are_refused(folder: Path, run: Run) -
     done = run("convert", "consolidated.*.pth", "--model", "whole.py:Net", "-o", "o.pt")
     assert done.status in (1, 2)
     assert "up.weight" in done.err
-
-
-def test_the_hint_for_a_folder_of_verl_names_the_files_of_the_model(folder: Path, run: Run) -> None:
-    """``model_world_size_2_rank_0.pt``, and the same for the optimizer and other state."""
-    (folder / "actor").mkdir()
-    for rank in range(2):
-        name = f"world_size_2_rank_{rank}.pt"
-        torch.save(net().state_dict(), folder / f"actor/model_{name}")
-        torch.save({"state": {}, "param_groups": []}, folder / f"actor/optim_{name}")
-        torch.save({"lr_scheduler": {"step": 1}}, folder / f"actor/extra_state_{name}")
-    done = run("inspect", "actor")
-    assert done.status == 2
-    assert "files of ranks, as verl saves them" in done.err
-    pattern = "actor/model_world_size_2_rank_*.pt"
-    assert f"hint: name the files of all ranks together: '{pattern}'" in done.err
-    assert run("inspect", pattern).status == 0
