@@ -24,6 +24,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.io.files import opened
 from ckpttool.ruleset.patterns import Rule, matches, parse
 from ckpttool.ruleset.steps import (
+    Check,
     Constant,
     Convert,
     Join,
@@ -42,6 +43,7 @@ from ckpttool.ruleset.tensor_ops import (
     dtypes_like,
     is_expression,
     lone_name,
+    named_shape,
     permute,
     reshape,
     resolve_size,
@@ -170,6 +172,10 @@ _DTYPE = Kind(
 _DTYPES = Kind(
     "a dtype of torch, or a list of them", lambda value: all(map(_DTYPE.test, _list(value)))
 )
+_SHAPES = Kind(
+    "a list of tensors with sizes, as in ['layers.{i}.weight [{width}, -1]']",
+    lambda value: _are_texts(value) and all(map(named_shape, value)),
+)
 _SIZED = ("sizes", "parts", "shape", "from_shape", "rows")  # the fields with named sizes
 
 
@@ -273,6 +279,11 @@ def _constant(where: Where, name: str, fields: Fields) -> Step:
     return Constant(where, patterns, name, rule, fields["value"], fields.get("dtype"), shape)
 
 
+def _check(where: Where, texts: Any, _: Fields) -> Step:
+    shapes = tuple(filter(None, map(named_shape, texts)))
+    return Check(where, _patterns([shape.pattern for shape in shapes]), shapes)
+
+
 def _no_way_back(
     patterns: Any, _: Fields, reason: str = "what is lost does not come back"
 ) -> Fields:
@@ -318,6 +329,7 @@ _OPERATIONS: Mapping[str, _Operation] = {
         {"value": _FILL},
         {"dtype": _DTYPE, "shape": _FULL_SHAPE, "beside": _TEXT},
     ),
+    "check": _Operation(_SHAPES, _check, lambda texts, fields: {"check": texts, **fields}),
     "drop": _Operation(
         _TEXTS, lambda where, patterns, _: Convert(where, _patterns(patterns)), _no_way_back
     ),

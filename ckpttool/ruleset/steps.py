@@ -13,11 +13,19 @@ from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Ref, refs
 from ckpttool.core.limits import limits
 from ckpttool.core.plan import Dropped, Output, Plan, module_renames
-from ckpttool.core.text import plural, some
+from ckpttool.core.text import plural, shape_text, some
 from ckpttool.core.values import dataclass
 from ckpttool.ruleset import tensor_ops
 from ckpttool.ruleset.patterns import VARIABLE, InTurn, Naming, Rule, parse, without_wildcards
-from ckpttool.ruleset.tensor_ops import DENSE, REFUSED, TensorSpec, Value, holds, refusal
+from ckpttool.ruleset.tensor_ops import (
+    DENSE,
+    REFUSED,
+    NamedShape,
+    TensorSpec,
+    Value,
+    holds,
+    refusal,
+)
 
 State = dict[str, Value]
 Named = list[tuple[str, Value]]
@@ -228,6 +236,52 @@ class Convert(Step):
             result.dropped.append(value)
             return []
         return [(key, value if value.layout == REFUSED else self.change(_dense(value)))]
+
+
+@dataclass(frozen=True)
+class Check(Step):
+    """Change nothing. A tensor without the shape that is expected of it is a problem.
+
+    A size with a name is the same in all tensors; the first shape that has the name tells it.
+    """
+
+    shapes: tuple[NamedShape, ...]
+
+    def apply(self, state: State) -> Result:
+        result = Result(list(state.items()))
+        # name of a size -> its value, and the tensor that has it
+        sizes: dict[str, tuple[int, str]] = {}
+        for expected in self.shapes:
+            naming = Naming((expected.pattern,))
+            for key, value in state.items():
+                if naming.hits(key):
+                    result.used.add(expected.pattern)
+                    text = _shape_problem(expected, key, value, sizes)
+                    result.problems += [Problem(text, key)] if text else []
+        return result
+
+
+def _shape_problem(
+    expected: NamedShape, key: str, value: Value, sizes: dict[str, tuple[int, str]]
+) -> str:
+    """Return why the tensor does not have the shape, or an empty text. Adds the names of its sizes
+    to `sizes`.
+    """
+    if len(value.shape) != len(expected.sizes):
+        dimensions = plural(len(expected.sizes), "dimension")
+        return f"{shape_text(value.shape)} instead of {dimensions}"
+    for dim, (size, actual) in enumerate(zip(expected.sizes, value.shape)):
+        if isinstance(size, int):
+            if size not in (-1, actual):
+                return f"{shape_text(value.shape)}: dimension {dim} is {actual} instead of {size}"
+            continue
+        number, origin = sizes.setdefault(size, (actual, key))
+        if number != actual:
+            return (
+                f"{shape_text(value.shape)}: dimension {dim} is {actual}, and {number} in {origin}"
+                " (is it a part of a tensor?)"
+            )
+    return ""
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,34 @@ def shown(text: str) -> TensorSpec | None:
     return TensorSpec(parts[1], shape, parts[3])
 
 
+_SHAPE = re.compile(r"(\S(?:.*\S)?)\s+\[([^\[\]]*)\]\s*")
+_PLAIN_SIZE = re.compile(r"-1|\d{1,15}|\{[A-Za-z_]\w*\}")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedShape:
+    """A pattern of keys and the shape of their tensors: sizes are numbers, -1 for any, or
+    ``{names}``.
+    """
+
+    pattern: str
+    sizes: tuple[Size, ...]
+
+
+def named_shape(text: str) -> NamedShape | None:
+    """Parse ``PATTERN [8, {width}, -1]``; None for another text."""
+    parts = _SHAPE.fullmatch(text)
+    if parts is None:
+        return None
+    sizes: list[Size] = []
+    for word in parts[2].split(","):
+        size = word.strip()
+        if not _PLAIN_SIZE.fullmatch(size):
+            return None
+        sizes.append(size if size.startswith("{") else int(size))
+    return NamedShape(parts[1], tuple(sizes))
+
+
 def holds(
     when: Sequence[TensorSpec], unless: Sequence[TensorSpec], state: Mapping[str, Value]
 ) -> bool:

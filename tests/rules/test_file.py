@@ -808,7 +808,9 @@ def test_a_dropped_part_of_a_tensor_in_use_is_not_reported(tmp_path: Path) -> No
     assert ckpttool.remap(str(source), rules=rules).dropped == ["b"]
 
 
-KINDS = "rename, split, join, unstack, stack, transpose, permute, reshape, cast, constant, drop"
+KINDS = (
+    "rename, split, join, unstack, stack, transpose, permute, reshape, cast, constant, check, drop"
+)
 MISTAKES: dict[str, tuple[str, list[str]]] = {
     # name -> file, and the problems
     "no TOML": ("[[rule", []),
@@ -1007,7 +1009,7 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, wo
 
 # The examples of docs/rules.md: each block of rules, with its table of tensors before and after.
 
-BLOCKS = 7
+BLOCKS = 8
 PAGE = DOCS / "rules.md"
 EXAMPLE = re.compile(
     r"```toml\n(.*?)```\n\n\| before \| after \|\n\| --- \| --- \|\n((?:\|[^\n]*\n)+)", re.DOTALL
@@ -1083,3 +1085,39 @@ def test_conditional_renames_do_not_apply_to_names_without_tensors(tmp_path: Pat
     (tmp_path / "r.toml").write_text(text)
     names = Renames(read(str(tmp_path / "r.toml")))
     assert (names.apply("a.w"), names.apply("b.w")) == (None, "c.w")
+
+
+@pytest.mark.parametrize(
+    ("check", "problem"),
+    [
+        ("['a [{n}]', 'b.{i} [{n}, -1]']", ""),
+        ("['a [4]', 'b.{i} [-1, 2]']", ""),
+        ("['a [{n}]', 'b.{i} [-1, {n}]']", "dimension 1 is 2, and 4 in a"),
+        ("['b.{i} [{n}, {n}]']", "dimension 1 is 2, and 4 in b.0"),
+        ("['b.{i} [3, -1]']", "dimension 0 is 4 instead of 3"),
+        ("['b.{i} [4]']", "[4, 2] instead of 1 dimension"),
+        ("['c [4]']", "applies to no key"),
+    ],
+)
+def test_a_check_compares_the_sizes_of_tensors(
+    run: Run, tmp_path: Path, check: str, problem: str
+) -> None:
+    source, rules, out = tmp_path / "in.pt", tmp_path / "rules.toml", tmp_path / "out.pt"
+    torch.save({"a": torch.ones(4), "b.0": torch.ones(4, 2), "b.1": torch.ones(4, 2)}, source)
+    rules.write_text(f"[[rule]]\ncheck = {check}\n[[rule]]\nrename = 'a => c'\n")
+    done = run("remap", source, "--rules", rules, "-o", out)
+    assert done.status == (1 if problem else 0), done.err
+    assert problem in done.err
+    assert out.exists() != bool(problem)
+    if not problem:
+        back = tmp_path / "back.pt"
+        assert run("remap", out, "--rules", rules, "--reverse", "-o", back).status == 0
+        assert list(torch.load(back)) == ["a", "b.0", "b.1"]
+
+
+@pytest.mark.parametrize("check", ["['a']", "['a [x]']", "['a [{n} + 1]']", "'a [4]'", "[]"])
+def test_a_check_of_anything_else_is_a_mistake(tmp_path: Path, check: str) -> None:
+    with pytest.raises(CkptError) as caught:
+        read(rules_in(tmp_path, f"[[rule]]\ncheck = {check}\n"))
+    (problem,) = caught.value.problems
+    assert problem.problem.startswith("'check' is not a list of tensors with sizes")

@@ -60,6 +60,36 @@ def test_examples_are_correct_and_reversible_presets_roundtrip(tmp_path: Path, n
         assert back.read_bytes() == source.read_bytes()
 
 
+LLAMA = {
+    "llama-original-to-hf": ("norm.weight", "layers.0.attention.wq.weight"),
+    "llama-torchtune-to-hf": ("norm.scale", "layers.0.attn.q_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", LLAMA)
+def test_a_part_of_a_tensor_parallel_model_is_refused(
+    tmp_path: Path, run: Run, name: str, dim: int
+) -> None:
+    """Rank 0 of 2 has half of each projection; the norms are complete."""
+    norm, query = LLAMA[name]
+    before = (FOLDER / f"{name}.toml").read_text().partition("before = [")[2]
+    state = {
+        key: torch.randn(json.loads(shape))
+        for key, shape in TENSOR.findall(before.partition("]\nafter")[0])
+    }
+    state[query] = state[query].chunk(2, dim)[0].clone()
+    save_file(state, tmp_path / "consolidated.00.safetensors")
+    out = tmp_path / "out.safetensors"
+    done = run(
+        "remap", tmp_path / "consolidated.00.safetensors", "--rules", call_of(name), "-o", out
+    )
+    assert done.status == 1
+    assert f"dimension {dim} is 8, and 16 in {norm}" in done.err
+    assert query in done.err
+    assert not out.exists()
+
+
 def test_unknown_preset_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["remap", "x.pt", "--rules", "none", "-o", str(tmp_path / "out.pt")]) == 2
     with pytest.raises(CkptError, match="no preset with that name"):

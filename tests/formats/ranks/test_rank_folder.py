@@ -54,7 +54,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def sharded(value: Any, rank: int) -> Any:
     """Return the state with a DTensor for each tensor, cut along dimension 0 as FSDP2 does."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return type(value)((key, sharded(inner, rank)) for key, inner in value.items())
     if not isinstance(value, torch.Tensor) or not value.dim():
         return value
