@@ -196,7 +196,8 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.doubtful = self.doubtful or _is_doubtful(func, _tensors(args, kwargs))
-        runnable = self._runnable(args, kwargs)
+        # a view needs no values, and later writes through it must reach the same memory
+        runnable = args if func.is_view else self._runnable(args, kwargs)
         if "device" in kwargs and any(t.device.type == "meta" for t in _tensors(args, {})):
             # a tensor without values cannot leave
             kwargs = {**kwargs, "device": torch.device("meta")}

@@ -251,6 +251,26 @@ def test_a_tensor_filled_in_pieces_is_expressed_by_the_pieces() -> None:
             )
 
 
+def test_new_memory_is_followed_through_views_made_after_a_write() -> None:
+    """The memory is real, and the values that are written into it are not."""
+
+    def filled(x: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros(6, 4)
+        result[:2] = x[4:]
+        result[2:4] = x[:2]
+        result.t()[0].add_(1)
+        return result
+
+    values = torch.arange(24.0).view(6, 4)
+    without_data = values.to("meta")
+    recorder = Recorder()
+    recorder.name(without_data, Ref("x"))
+    with recorder:
+        result = filled(without_data)
+    evaluated = evaluate(recorder.value(result), {"x": values}.__getitem__)
+    assert same_bits(evaluated, filled(values))
+
+
 def test_memory_with_a_meta_value_cannot_be_read() -> None:
     """The written value is known, but its bytes are not until a real value is written."""
     weight = torch.empty(2, 3, device="meta")
