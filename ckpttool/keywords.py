@@ -89,6 +89,8 @@ class ConvertKeywords(ModelKeywords, OutputKeywords, total=False):
 
     keep_aliases: bool
     max_shard_size: str | None
+    dtype: str | None
+    metadata: str | Sequence[str] | None
 
 
 class SwapKeywords(ModelKeywords, OutputKeywords, total=False):

@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "convert": (
         "ckpttool.cli.commands.convert",
-        "Write a checkpoint in another format or with other shards.",
+        "Write a checkpoint in another format, dtype or shards.",
     ),
     "swap-weights": (
         "ckpttool.cli.commands.swap_weights",

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.core.codes import CODES
 from ckpttool.core.errors import CkptError, Refused
-from ckpttool.core.options import EditOptions, FixOptions, expand_options
+from ckpttool.core.options import (
+    EditOptions,
+    FixOptions,
+    OutputOptions,
+    expand_options,
+    keywords_of,
+)
 from ckpttool.core.text import Note, code_of
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.diff import diff_with_fixes
 from ckpttool.operands.checkpoint import Ckpt
 from ckpttool.operands.model import operand_of
 from ckpttool.operands.output import command
-from ckpttool.remapping.options import RemapOptions
-from ckpttool.remapping.run import copy_by, remap_by
+from ckpttool.remapping.options import ConvertOptions, RemapOptions
+from ckpttool.remapping.run import convert, copy_by, remap_by
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -50,12 +56,15 @@ def fix(
     model = operand_of(asked)
     assert model is not None
     found = diff_with_fixes(ckpt, None, asked, model=model)
-    written = {field.name: getattr(chosen, field.name) for field in fields(EditOptions)}
+    written = _fields_of(EditOptions, chosen)
     has_fix = any(fix.options is not None for fix in found.fix)
     if found.identical and not has_fix:
         result = copy_by(ckpt, RemapOptions(**written), progress, model)
         return replace(result, loads_into=model.called)
     done = applicable(found, command("diff", (found.left,), asked))
+    if isinstance(done.options, ConvertOptions):
+        result = _converted(ckpt, done.options, chosen, progress)
+        return replace(result, loads_into=model.called)
     request = replace(done.options, **written)
     try:
         read_already = None if request.model is None else model.with_optimizer(request.optimizer)
@@ -74,16 +83,33 @@ def fix(
     return replace(result, notes=(*result.notes, *about_fix), loads_into=model.called)
 
 
-def applicable(found: Diff, shows: str) -> Fix:
+def _converted(
+    ckpt: Ckpt, options: ConvertOptions, chosen: FixOptions, progress: Progress | None
+) -> Remap:
+    """Write the checkpoint with another dtype. Raise `Refused` if it must be done in place."""
+    if chosen.in_place:
+        raise Refused(
+            f"{options.dtype} values do not fit where the tensors are", hint="write a file: -o OUT"
+        )
+    request = replace(options, **_fields_of(OutputOptions, chosen))
+    return convert(ckpt, progress=progress, **keywords_of(request))
+
+
+def _fields_of(options: type, chosen: FixOptions) -> dict[str, Any]:
+    """Return the values that are chosen for these options."""
+    return {field.name: getattr(chosen, field.name) for field in fields(options)}
+
+
+def applicable(found: Diff, shows: str, *, casts: bool = True) -> Fix:
     """Return the fix that needs nobody to look at it: it was tried, nothing differs after it, and
     it guesses nothing.
 
     Raise `Refused`, with the reasons, if there is none. `shows` is the command that prints the
-    diff.
+    diff. `casts`: it may convert dtypes.
     """
-    done = next((one for one in found.fix if one.options is not None), None)
-    if done is not None:
-        return done
+    for fix in found.fix:
+        if fix.options is not None and (casts or isinstance(fix.options, RemapOptions)):
+            return fix
     if (
         any(code_of(note) == "inferred-fix" for note in found.notes)
         and found.fix

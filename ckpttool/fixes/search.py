@@ -8,11 +8,11 @@ from dataclasses import replace
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import FQN as FQN_KEYS
 from ckpttool.fixes.candidates import to_compare, to_load, to_load_model
-from ckpttool.fixes.trial import Question, Trial, model_path, try_remap
+from ckpttool.fixes.trial import Question, Trial, model_path, try_cast, try_remap
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import one_rank
 from ckpttool.operands.checkpoint import open_operand, split
-from ckpttool.remapping.options import RemapOptions
+from ckpttool.remapping.options import FLOATS, RemapOptions
 from ckpttool.remapping.planning import plan_remap
 from ckpttool.remapping.resolve import loading_model
 
@@ -38,6 +38,21 @@ def best_remap(question: Question) -> Trial | None:
     if best is None:
         return None
     return _with_rules_after(question, best, fewest) or best
+
+
+def best_cast(question: Question) -> Trial | None:
+    """Return the conversion that fixes everything, if only dtypes differ and right has one."""
+    differing = [entry for entry in question.diff.entries if question.diff.is_difference(entry)]
+    dtypes = set[str]()
+    for entry in differing:
+        if entry.statuses != {"dtype"}:
+            return None
+        (key,) = entry.right
+        dtypes.update(side[key].dtype for side in question.outlines if key in side)
+    if len(dtypes) != 1:
+        return None
+    (dtype,) = dtypes
+    return try_cast(question, dtype) if dtype in FLOATS else None
 
 
 def _may_help(question: Question) -> bool:

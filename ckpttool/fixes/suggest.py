@@ -15,7 +15,7 @@ from ckpttool.fixes.commands import FEW, Fixes
 from ckpttool.fixes.names import model_fixes
 from ckpttool.fixes.optimizer import optimizer_fixes
 from ckpttool.fixes.rules_file import Rules, suggested, with_file
-from ckpttool.fixes.search import best_remap, by_rules, complete_for_model, selected
+from ckpttool.fixes.search import best_cast, best_remap, by_rules, complete_for_model, selected
 from ckpttool.fixes.trial import Question, Trial, try_remap, try_swap
 from ckpttool.fixes.unfixed import advice_on, unfixed_by
 from ckpttool.fixes.unknown_model import commands_with_a_model
@@ -223,9 +223,12 @@ def _fixes_of_names(question: Question) -> Fixes:
 
 
 def _remap_fix(question: Question) -> Trial | None:
-    """Return the best remap; one that takes a part of left, if the others leave or guess
-    something.
+    """Return the best remap, or the conversion if only dtypes differ; one that takes a part of
+    left, if the others leave or guess something.
     """
+    cast = best_cast(question)
+    if cast is not None:
+        return cast
     best = best_remap(question)
     if best is not None and best.after.identical and not best.infers:
         return best

@@ -29,7 +29,7 @@ from ckpttool.operands.model import ModelOperand, operand_of, saved_by
 from ckpttool.operands.output import command, outputs, target_for
 from ckpttool.remapping import run as remap
 from ckpttool.remapping.loads import loaded_by, loading
-from ckpttool.remapping.options import RemapOptions
+from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.planning import plan_remap
 from ckpttool.remapping.resolve import loading_model
 from ckpttool.remapping.result import Remap
@@ -196,7 +196,7 @@ class Trial:
 
     verb: str
     operands: tuple[str, ...]
-    options: RemapOptions | SwapOptions
+    options: RemapOptions | ConvertOptions | SwapOptions
     after: Diff
     stateless: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -207,13 +207,10 @@ class Trial:
     def fix(self) -> Fix:
         """The command line."""
         line = command(self.verb, self.operands, self.options)
-        remap = (
-            self.options
-            if self.after.identical and self.verb == "remap" and not self.stateless
-            else None
-        )
+        is_applied = self.after.identical and self.verb != "swap-weights" and not self.stateless
+        options = self.options if is_applied else None
         source = self.operands[0] if self.part else ""
-        return Fix(line, complete=self.after.identical, tried=True, options=remap, source=source)
+        return Fix(line, complete=self.after.identical, tried=True, options=options, source=source)
 
     @property
     def drops(self) -> bool:
@@ -312,6 +309,26 @@ def try_remap(
                 )
             continue
         return Trial("remap", (source.source,), printed, after, stateless, left_out, code=code)
+    return None
+
+
+def try_cast(question: Question, dtype: str) -> Trial | None:
+    """Return the conversion of the left checkpoint to one dtype; None if it is refused, or if
+    anything differs after it.
+    """
+    source = question.left if question.opened is None else question.opened[0]
+    assert source is not None
+    reads_values = question.options.comparison is not None
+    for out in outputs(source.source, dtype):
+        options = ConvertOptions(dtype=dtype, out=out)
+        dry = replace(options, dry_run=True)
+        try:
+            result = remap.run(source, dry.as_remap, conversion=dry).result
+            after = question.ask_again(result, question.right, reads_values=reads_values)
+        except CkptError:
+            continue
+        if after.identical:
+            return Trial("convert", (source.source,), options, after)
     return None
 
 

@@ -207,7 +207,7 @@ def _fitting_model(
     if not diff.identical:
         answer = answered(Question(source, None, options, model, diff))
         try:
-            fix = applicable(answer, command("diff", (source.source,), options))
+            fix = applicable(answer, command("diff", (source.source,), options), casts=False)
         except Refused as error:
             if not cast and any(entry.status == "dtype" for entry in diff.entries):
                 error.hint = f"cast=True converts the dtypes; {error.hint}"

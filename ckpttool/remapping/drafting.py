@@ -22,6 +22,7 @@ from ckpttool.remapping.steps import (
     Request,
     apply_rules,
     apply_rules_like_first,
+    cast_floats,
     new_draft,
     notes_on_like,
     rewrap,
@@ -179,6 +180,11 @@ def _rules(draft: Draft, asked: Asked) -> Draft:
     return apply_rules(draft, request.rule_steps, is_new=draft is asked.start)
 
 
+def _cast(draft: Draft, asked: Asked) -> Draft:
+    dtype = asked.request.dtype
+    return draft if dtype is None else cast_floats(draft, dtype, is_new=draft is asked.start)
+
+
 def _notes_on_names(draft: Draft, asked: Asked) -> Draft:
     like = asked.request.like
     if like is None:
@@ -191,7 +197,7 @@ def _unwrapped(draft: Draft, asked: Asked) -> Draft:
     return draft if model is None else unwrap(draft, model.tables)
 
 
-# in their order: rules are about the names that all others lead to
+# in their order: rules are about the names that the steps before them lead to
 _STEPS: tuple[Callable[[Draft, Asked], Draft], ...] = (
     _through_models,
     _submodule,
@@ -199,4 +205,5 @@ _STEPS: tuple[Callable[[Draft, Asked], Draft], ...] = (
     _rules,
     _notes_on_names,
     _unwrapped,
+    _cast,
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Annotated, Any
 
 from ckpttool.core.errors import CkptError
@@ -20,13 +21,14 @@ from ckpttool.core.options import (
     Option,
     OutputOptions,
     call_of,
-    keywords_of,
     several,
 )
 from ckpttool.core.values import dataclass
 from ckpttool.naming import convert
 from ckpttool.naming.convert import Form, ModelForm
 from ckpttool.operands.checkpoint import split
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 KeepAliases = Annotated[
     bool,
@@ -213,13 +215,47 @@ class ConvertOptions(ModelOptions, OutputOptions):
         str | None,
         Option("--max-shard-size SIZE", "Maximum size of a shard, for example 5GB.", "Output"),
     ] = None
+    dtype: Annotated[
+        str | None,
+        Option(
+            f"--dtype {'|'.join(FLOATS)}",
+            "Cast all floating-point tensors of state dicts.",
+            BECOMES,
+            choices=FLOATS,
+        ),
+    ] = None
+    metadata: Annotated[
+        Sequence[str] | None,
+        Option("--metadata KEY=VALUE", "Add to __metadata__ of safetensors. Repeatable.", BECOMES),
+    ] = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metadata", several(self.metadata))
 
     @property
     def as_remap(self) -> RemapOptions:
         """The remap that renames nothing."""
-        return RemapOptions(
-            **{name: value for name, value in keywords_of(self).items() if name != "max_shard_size"}
-        )
+        names = [field.name for field in fields(RemapOptions) if hasattr(self, field.name)]
+        return RemapOptions(**{name: getattr(self, name) for name in names})
+
+    @property
+    def pairs(self) -> dict[str, str]:
+        """The pairs of `metadata`. Raise `CkptError` for a text without a key."""
+        pairs = {}
+        for text in self.metadata or ():
+            key, sign, value = text.partition("=")
+            if not key or not sign:
+                raise CkptError(f"{text!r} is not KEY=VALUE", hint="as in --metadata license=mit")
+            pairs[key] = value
+        return pairs
+
+    def check(self) -> None:
+        """Raise `CkptError` for a dtype that is not a floating-point one."""
+        if self.dtype not in (None, *FLOATS):
+            raise CkptError(
+                f"{self.dtype} is not one of {', '.join(FLOATS)}",
+                hint="a rule casts to any dtype: `ckpttool help rules`",
+            )
 
     @property
     def shard_size(self) -> int | None:

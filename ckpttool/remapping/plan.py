@@ -74,8 +74,7 @@ def remap(source: Checkpoint, request: Request) -> Remap:
         source, dropped = drop(source, options.drop)
     if not request.changes:
         return _unchanged(before, source, dropped, options.sections)
-    names = None if request.saved is None else request.saved.names()
-    paths = [section.path for section in of_one_model(source, options.sections, names)]
+    paths = [section.path for section in _changed_sections(source, request)]
     of_packed: list[Info] = []
     if options.form is not None or request.loads is not None:  # forms are of state dicts
         source, attributes, of_packed = unpacked(source, paths)
@@ -104,6 +103,14 @@ def remap(source: Checkpoint, request: Request) -> Remap:
         sections=tuple(paths) if len(paths) > 1 else (),
         missing=_missing(drafts, request, dropped),
     )
+
+
+def _changed_sections(source: Checkpoint, request: Request) -> tuple[Section, ...]:
+    """Return the sections that change: those of the model, or all state dicts if they are cast."""
+    if request.dtype is not None and request.saved is None:
+        return source.state_dicts
+    names = None if request.saved is None else request.saved.names()
+    return of_one_model(source, request.options.sections, names)
 
 
 def _unchanged(

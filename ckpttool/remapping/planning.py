@@ -31,12 +31,14 @@ def plan_remap(
     options: RemapOptions,
     model: ModelOperand | None,
     to_model: ModelOperand | None,
+    dtype: str | None = None,
 ) -> Remap:
     """Return the result of `options` for `source` on the index. Raise as `run` does.
 
-    `model` is the model that saved the source, `to_model` the result of `loading_model`.
+    `model` is the model that saved the source, `to_model` the result of `loading_model`, `dtype`
+    what floating-point tensors are cast to.
     """
-    inputs = resolve(source, options, model, to_model)
+    inputs = resolve(source, options, model, to_model, dtype)
     done = remap_index(inputs.whole, inputs.request)
     if inputs.saved is not None and inputs.saved.pretrained:
         done = replace(done, source_form=str(ModelForm.PRETRAINED))

@@ -71,18 +71,19 @@ def resolve(
     options: RemapOptions,
     model: ModelOperand | None,
     to_model: ModelOperand | None,
+    dtype: str | None = None,
 ) -> Inputs:
     """Return the inputs of the remap of `source`.
 
-    `model` is the model that saved the source, `to_model` the result of `loading_model`. Raise
+    `model` is the model that saved the source, `to_model` the result of `loading_model`, `dtype`
+    what floating-point tensors are cast to. Raise
     `CkptError` if an operand cannot be read, `Refused` if parts of ranks do not fit together.
     """
     source = merge_replicas(read_for_model(source, model))
     names = None if model is None else model.names()
     gathered = gather_ranks(source, names, options.source_units)
-    inputs = Inputs(
-        options, source, gathered, model, to_model, _plain_request(source, options, model)
-    )
+    request = replace(_plain_request(source, options, model), dtype=dtype)
+    inputs = Inputs(options, source, gathered, model, to_model, request)
     return replace(inputs, request=_with_models(inputs))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -119,13 +120,15 @@ def convert(
     progress: Progress | None = None,
     **options: Unpack[ConvertKeywords],
 ) -> Remap:
-    """Write a checkpoint in another format or with other shards; its keys and values stay.
+    """Write a checkpoint in another format, dtype or with other shards; its keys stay.
 
-    `model` is needed for files of FSDP1 ranks. Raise as `remap` does, and `Refused` if nothing
-    would change.
+    `dtype` casts the floating-point tensors of all state dicts. `metadata` are texts ``KEY=VALUE``
+    for the header of safetensors. `model` is needed for files of FSDP1 ranks. Raise as `remap`
+    does, and `Refused` if nothing would change.
     """
     sources.begin_call()
     chosen = ConvertOptions(out=out, **options)
+    chosen.check()
     return _checked_run(ckpt, chosen.as_remap, progress, chosen)
 
 
@@ -172,9 +175,9 @@ def run(
     """Return the result of `options` for `source`, written if they name an output and request no
     dry run.
 
-    A `conversion` changes the format or the shards only. `model` is the model of the options, if
-    its names may be read already; `planned` is the result of `plan_remap` for these options, if it
-    is known. Raise `Refused`, all problems at once, if the remap would lose,
+    A `conversion` changes the format, the shards, dtypes and metadata only. `model` is the model of
+    the options, if its names may be read already; `planned` is the result of `plan_remap` for these
+    options, if it is known. Raise `Refused`, all problems at once, if the remap would lose,
     collide, guess, or change nothing (unless it `may_copy`), and `CkptError` if an operand cannot
     be read or OUT cannot be written. Then nothing is written.
     """
@@ -189,20 +192,23 @@ def run(
             writer.check(target, *([split(like)[0]] if isinstance(like, str) else []))
     model = model or operand_of(options)
     to_model = loading_model(options, model)
-    done = planned or plan_remap(source, options, model, to_model)
+    dtype = None if conversion is None else conversion.dtype
+    done = planned or plan_remap(source, options, model, to_model, dtype)
+    if conversion is not None and target is not None:
+        done = _with_metadata(done, conversion.pairs, target)
     done = replace(done, source=source.source, output=out or "", dry_run=options.dry_run)
     done = _checked_by_model(done, options, model, to_model)
     if not (may_copy or done.changes_content):
         is_new = target is not None and changes_form(source, target, done)
         is_new = is_new or (conversion is not None and format_of(source).holds_unused_bytes(source))
+        is_new = is_new or done.result.metadata != source.metadata
         if not is_new and is_as_saved(source):
             if conversion is not None:
                 raise Refused(
                     f"nothing to convert: {out} would have the format and the shards of"
                     f" {source.source}",
-                    hint="another ending of OUT changes the format, --max-shard-size the shards;"
-                    " `ckpttool remap` "
-                    "changes the keys; `cp` copies a file",
+                    hint="another ending of OUT changes the format, --max-shard-size the shards,"
+                    " --dtype the dtypes; `ckpttool remap` changes the keys; `cp` copies a file",
                 )
             already = already_there(options)
             if already is None or options.in_place:
@@ -211,6 +217,28 @@ def run(
     return (
         done if target is None else _write(source, options, writer, target, done, model, to_model)
     )
+
+
+def _with_metadata(done: Remap, pairs: Mapping[str, str], target: Target) -> Remap:
+    """Return the result with more metadata. Raise `Refused` if the output has no place for it, or
+    if a pair would be read as a second name of a tensor.
+    """
+    if not pairs:
+        return done
+    if not target.format.holds.metadata:
+        raise Refused(
+            f"{target.format.title} has no place for --metadata",
+            hint="choose an output that ends in .safetensors",
+        )
+    keys = {key for section in done.result.state_dicts for key in section.keys}
+    problems = []
+    for key, value in pairs.items():
+        if value in keys:
+            problems.append(Problem(f"{value} is a tensor: {key} would be its second name", key))
+    if problems:
+        raise Refused("metadata would name tensors", hint="choose another VALUE", problems=problems)
+    result = replace(done.result, metadata={**done.result.metadata, **pairs})
+    return replace(done, result=result)
 
 
 def _checked_by_model(

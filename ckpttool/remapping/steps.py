@@ -58,7 +58,7 @@ class Request:
     them, `unwrapped` a model whose keys lose their wrappers in the end, if nothing else is
     requested of them. `like` is a state dict whose naming is used. `compare` is the command that
     compares the checkpoint with the model. `rule_steps`, from the command line or a file, come
-    last.
+    last. `dtype` is what floating-point tensors are cast to.
     """
 
     options: RemapOptions
@@ -68,6 +68,7 @@ class Request:
     unwrapped: ModelOperand | None = None
     like: Section | None = None
     rule_steps: Sequence[RuleStep] = ()
+    dtype: str | None = None
 
     @property
     def changes(self) -> bool:
@@ -75,7 +76,7 @@ class Request:
         if self.rule_steps or options.trainable_only:
             return True
         models = (self.saved, self.loads, self.unwrapped, self.like)
-        given = (*models, options.to, options.from_, options.select)
+        given = (*models, options.to, options.from_, options.select, self.dtype)
         return any(value is not None for value in given)
 
     @property
@@ -598,6 +599,20 @@ def apply_rules(draft: Draft, steps: Sequence[RuleStep], *, is_new: bool = False
     plan = plan_of(steps, section)
     ruled = RuleEffect(section, plan)
     return replace(draft, plan=plan if is_new else compose(draft.plan, plan), ruled=ruled)
+
+
+def cast_floats(draft: Draft, dtype: str, *, is_new: bool) -> Draft:
+    """Cast all floating-point tensors. Raise `Refused` if some are not dense."""
+    from ckpttool.ruleset import steps
+
+    try:
+        return apply_rules(draft, (steps.cast_floats(dtype),), is_new=is_new)
+    except Refused as error:
+        raise Refused(
+            f"{plural(len(error.problems), 'tensor')} cannot be cast to {dtype}",
+            hint="only dense tensors can be cast: --drop them with `ckpttool remap` first",
+            problems=error.problems,
+        ) from None
 
 
 def apply_rules_like_first(

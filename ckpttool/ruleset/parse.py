@@ -39,11 +39,16 @@ from ckpttool.ruleset.tensor_ops import (
     Size,
     Sizes,
     TensorSpec,
+    Value,
     cast,
+    check_size,
     dtypes_like,
     is_expression,
     lone_name,
+    multiple_of,
     named_shape,
+    narrow,
+    pad,
     permute,
     reshape,
     resolve_size,
@@ -154,6 +159,7 @@ _NAMES = Kind(
     "a list of two strings or more, or one name with a variable that counts",
     lambda value: _is_text(value) or (_are_texts(value) and len(value) > 1),
 )
+_START = Kind("an integer of 0 or more", lambda value: _is_number(value) and value >= 0)
 _SIZE = Kind("a positive integer, or a named size", _is_size)
 _SIZES = Kind("a list of positive integers", _are_sizes)
 _TWO_DIMS = Kind("a list of two dimensions", lambda value: _are_numbers(value) and len(value) == 2)
@@ -176,7 +182,8 @@ _SHAPES = Kind(
     "a list of tensors with sizes, as in ['layers.{i}.weight [{width}, -1]']",
     lambda value: _are_texts(value) and all(map(named_shape, value)),
 )
-_SIZED = ("sizes", "parts", "shape", "from_shape", "rows")  # the fields with named sizes
+# the fields with named sizes
+_SIZED = ("sizes", "parts", "shape", "from_shape", "rows", "size", "multiple", "from_size")
 
 
 def _list(value: Any) -> tuple[Any, ...]:
@@ -265,6 +272,34 @@ def _cast(where: Where, patterns: Any, fields: Fields) -> Step:
     return Convert(where, _patterns(patterns), lambda value: cast(value, dtype), dtypes)
 
 
+def _pad(where: Where, patterns: Any, fields: Fields) -> Step:
+    dim, fill = fields.get("dim", 0), fields.get("value", 0)
+    factor, old = fields.get("multiple"), fields.get("from_size")
+    if ("size" in fields) == ("multiple" in fields):
+        raise CkptError("pad needs either 'size' or 'multiple'", hint="")
+
+    def change(value: Value) -> Value:
+        if old is not None:
+            check_size(value, dim, old)
+        size = fields["size"] if factor is None else multiple_of(factor, value, dim)
+        return pad(value, dim, size, fill)
+
+    return Convert(where, _patterns(patterns), change)
+
+
+def _pad_back(patterns: Any, fields: Fields) -> Fields:
+    if "from_size" not in fields:
+        raise CkptError(
+            f"{', '.join(_list(patterns))}: from_size = N says what size it had", hint=""
+        )
+    return {"slice": patterns, "size": fields["from_size"], "dim": fields.get("dim", 0)}
+
+
+def _slice(where: Where, patterns: Any, fields: Fields) -> Step:
+    dim, start, size = fields.get("dim", 0), fields.get("start", 0), fields["size"]
+    return Convert(where, _patterns(patterns), lambda value: narrow(value, dim, start, size))
+
+
 def _constant(where: Where, name: str, fields: Fields) -> Step:
     beside, shape = fields.get("beside"), fields.get("shape")
     rule = None if beside is None else parse(f"{beside} => {name}")
@@ -320,6 +355,15 @@ _OPERATIONS: Mapping[str, _Operation] = {
     "permute": _Operation(_TEXTS, _permute, _permute_back, {"dims": _ORDER}, {"rows": _SHAPE}),
     "reshape": _Operation(
         _TEXTS, _reshape, _reshape_back, {"shape": _SHAPE}, {"from_shape": _SHAPE}
+    ),
+    "pad": _Operation(
+        _TEXTS,
+        _pad,
+        _pad_back,
+        may={"size": _SIZE, "multiple": _SIZE, "from_size": _SIZE, "dim": _INTEGER, "value": _FILL},
+    ),
+    "slice": _Operation(
+        _TEXTS, _slice, _no_way_back, {"size": _SIZE}, {"start": _START, "dim": _INTEGER}
     ),
     "cast": _Operation(_TEXTS, _cast, _no_way_back, {"dtype": _DTYPE}, {"from": _DTYPES}),
     "constant": _Operation(

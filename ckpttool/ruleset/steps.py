@@ -238,6 +238,13 @@ class Convert(Step):
         return [(key, value if value.layout == REFUSED else self.change(_dense(value)))]
 
 
+def cast_floats(dtype: str) -> Convert:
+    """Return the step that casts every floating-point tensor, as `Module.to` does."""
+    where = Where(f"--dtype {dtype}", optional=True)
+    dtypes = tensor_ops.dtypes_like(dtype)
+    return Convert(where, ("*",), lambda value: tensor_ops.cast(value, dtype), dtypes)
+
+
 @dataclass(frozen=True)
 class Check(Step):
     """Change nothing. A tensor without the shape that is expected of it is a problem.

@@ -249,6 +249,44 @@ def cast(value: Value, dtype: str) -> Value:
     return replace(value, source=source, dtype=dtype)
 
 
+def pad(value: Value, dim: int, size: int, fill: float | bool) -> Value:
+    """Append elements filled with one number, up to `size` in dimension `dim`."""
+    dim = dimension(dim, value.shape)
+    missing = size - value.shape[dim]
+    if missing < 0:
+        raise refusal(f"dimension {dim} of {list(value.shape)} is larger than {size}")
+    if not missing:
+        return value
+    filling = constant(_with_size(value.shape, dim, missing), value.dtype, fill)
+    padded = join([value, filling], dim, [value.shape[dim], missing])
+    return replace(value, source=padded.source, shape=padded.shape)
+
+
+def multiple_of(factor: int, value: Value, dim: int) -> int:
+    """Return the size of the dimension, rounded up to a multiple of `factor`."""
+    size = value.shape[dimension(dim, value.shape)]
+    return -(-size // factor) * factor
+
+
+def narrow(value: Value, dim: int, start: int, size: int) -> Value:
+    """Keep `size` elements of dimension `dim`, from element `start` on."""
+    dim = dimension(dim, value.shape)
+    length = value.shape[dim]
+    if start + size > length:
+        raise refusal(f"dimension {dim} of {list(value.shape)} ends before {start + size}")
+    if size == length:
+        return value
+    source = _row_major(Op("aten.narrow.default", (value.source, dim, start, size)))
+    return replace(value, source=source, shape=_with_size(value.shape, dim, size))
+
+
+def check_size(value: Value, dim: int, size: int) -> None:
+    """Raise `Refused` if the dimension has another size."""
+    dim = dimension(dim, value.shape)
+    if value.shape[dim] != size:
+        raise refusal(f"dimension {dim} of {list(value.shape)} is {value.shape[dim]}, not {size}")
+
+
 def dtypes_like(dtype: str) -> tuple[str, ...]:
     """Return the dtypes of the same kind, which ``Module.to`` casts too."""
     return tuple(name for name in PLAIN if _kind(name) == _kind(dtype))

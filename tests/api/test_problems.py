@@ -26,7 +26,7 @@ SAVED: State = dict(build().state_dict())
 FILES: dict[str, tuple[State, Mapping[str, str]]] = {
     "shape": ({**SAVED, "1.bias": torch.ones(9)}, {"1.bias": "shape"}),
     "unexpected": ({**SAVED, "more": torch.ones(1)}, {"more": "unexpected"}),
-    "dtype": ({**SAVED, "0.bias": torch.ones(2).half()}, {"0.bias": "dtype"}),
+    "dtype": ({**SAVED, "0.bias": torch.ones(2).int()}, {"0.bias": "dtype"}),
     "missing": (
         {key: value for key, value in SAVED.items() if key != "1.bias"},
         {"1.bias": "missing"},

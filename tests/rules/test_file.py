@@ -114,6 +114,22 @@ ORACLE: dict[str, tuple[str, State, Callable[[torch.Tensor], State]]] = {
         '[sizes]\nheads = 3\nkv = 1\n' + QKV + 'sizes = ["{heads} * 2", "{kv} * 2", "{heads} * 2 -'
         ' 2 * 2 * {kv}"]',
         {"0.qkv.w": numbers(10, 2)}, lambda w: dict(zip(("0.q.w", "0.k.w", "0.v.w"), w.split([6, 2, 2])))),
+    "padded rows": ('[[rule]]\npad = "w"\nsize = 7', {"w": numbers(5, 3)},
+        lambda w: {"w": torch.cat([w, torch.zeros(2, 3)])}),
+    "padded to a multiple": (
+        '[[rule]]\npad = "w"\nmultiple = "{ranks} * 4"\ndim = -1\nvalue = 1\n[sizes]\nranks = 2',
+        {"w": numbers(2, 9, dtype=torch.int64)},
+        lambda w: {"w": torch.cat([w, torch.ones(2, 7, dtype=torch.int64)], -1)}),
+    "padded rows of a transposed weight": (
+        '[[rule]]\ntranspose = "w"\n[[rule]]\npad = "w"\nsize = 4', {"w": numbers(2, 3)},
+        lambda w: {"w": torch.cat([w.t(), torch.zeros(1, 2)])}),
+    "nothing to pad": (
+        '[[rule]]\npad = "w"\nmultiple = 5\n[[rule]]\nrename = "w => x"', {"w": numbers(5, 3)}, lambda w: {"x": w}),
+    "first rows": ('[[rule]]\nslice = "w"\nsize = 3', {"w": numbers(5, 2)}, lambda w: {"w": w[:3]}),
+    "rows of the middle": (
+        '[[rule]]\nslice = "w"\nsize = 2\nstart = 1\ndim = 1', {"w": numbers(2, 5)}, lambda w: {"w": w[:, 1:3]}),
+    "all rows": (
+        '[[rule]]\nslice = "w"\nsize = 5\n[[rule]]\nrename = "w => x"', {"w": numbers(5, 2)}, lambda w: {"x": w}),
     "a constant": (
         '[[rule]]\nconstant = "s"\nvalue = 1.5\nshape = [2, 3]\ndtype = "bfloat16"', {"w": numbers(2)},
         lambda w: {"w": w, "s": torch.full((2, 3), 1.5, dtype=torch.bfloat16)}),
@@ -360,6 +376,7 @@ def reversible(draw: st.DrawFn, number: int) -> tuple[str, State]:
                 "transpose",
                 "permute",
                 "reshape",
+                "pad",
             ]
         )
     )
@@ -371,6 +388,9 @@ def reversible(draw: st.DrawFn, number: int) -> tuple[str, State]:
                 slices, [2] * count
             )
         return f"unstack = {whole!r}\ninto = {one!r}\ndim = {dim}", tensors([whole], [count])
+    if kind == "pad":
+        rule = f"pad = {whole!r}\nmultiple = 3\nfrom_size = {count}\ndim = {dim}"
+        return rule, tensors([whole], [count])
     if kind == "rows":
         shape[0], dim = 6, 2
         return f"permute = {whole!r}\ndims = [1, 2, 0]\nrows = [3, -1, 1]", tensors([whole], [2])
@@ -417,7 +437,8 @@ def test_reversed_rules_restore_the_file(
     state = {"kept": numbers(3), **{key: value for _, part in rules for key, value in part.items()}}
     source, path = save(state, folder / f"in{ending}"), rules_in(folder, text)
     there = rewrite(source, folder / f"there{ending}", path)
-    assert sum(t.numel() for t in there.values()) == sum(t.numel() for t in state.values())
+    if "pad" not in text:
+        assert sum(t.numel() for t in there.values()) == sum(t.numel() for t in state.values())
     back = rewrite(folder / f"there{ending}", folder / f"back{ending}", path, reverse=True)
     assert same(back, state)
     if torch.__version__ >= "2.7":  # older releases sort storages as text: 0, 1, 10, 2
@@ -621,6 +642,16 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
     "rows that do not fit": (
         '[[rule]]\npermute = "w"\ndims = [1, 0]\nrows = [3, -1]',
         ["rule 1 (permute): dimension 0 of [4, 6] is 4, not [3, -1] rows @ w"]),
+    "a larger dimension": (
+        '[[rule]]\npad = "w"\nsize = 3', ["rule 1 (pad): dimension 0 of [4, 6] is larger than 3 @ w"]),
+    "another size before": (
+        '[[rule]]\npad = "w"\nsize = 9\nfrom_size = 5', ["rule 1 (pad): dimension 0 of [4, 6] is 4, not 5 @ w"]),
+    "an integer filled with a fraction": (
+        '[[rule]]\npad = "n"\nsize = 9\nvalue = 0.5', ["rule 1 (pad): int64 cannot hold 0.5 @ n"]),
+    "a slice behind the end": (
+        '[[rule]]\nslice = "w"\nsize = 3\nstart = 2', ["rule 1 (slice): dimension 0 of [4, 6] ends before 5 @ w"]),
+    "a dimension to slice that does not exist": (
+        '[[rule]]\nslice = "v"\nsize = 3\ndim = 1', ["rule 1 (slice): shape [4] has no dimension 1 @ v"]),
     "not a whole number": (
         '[[rule]]\nreshape = "w"\nfrom_shape = ["{a}", "{b}"]\nshape = ["{a} / 3", -1]',
         ["rule 1 (reshape): {a} / 3 does not divide without a rest @ w"]),
@@ -706,6 +737,11 @@ FIELDS: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
     ),
     ("shape", {"reshape": "a", "from_shape": ["{n}"]}, *SHAPES),
     ("from_shape", {"reshape": "a", "shape": [1]}, *SHAPES),
+    ("size", {"pad": "a"}, [1, "{n}"], [0, -1, True, [1], "n"]),
+    ("multiple", {"pad": "a"}, [1, "{n} * 64"], [0, -1, True, [1], "n"]),
+    ("from_size", {"pad": "a", "size": 2}, [1, "{n}"], [0, True, "n"]),
+    ("size", {"slice": "a"}, [1, "{n}"], [0, True, [1], "n"]),
+    ("start", {"slice": "a", "size": 2}, [0, 1], [-1, True, "{n}"]),
     ("shape", {"constant": "a", "value": 1}, [[], [0, 2]], [[-1], [True], 1, "1"]),
     ("dtype", {"cast": "a"}, ["bool", "bfloat16"], ["", "bf16", 1, ["bool"]]),
     (
@@ -809,7 +845,8 @@ def test_a_dropped_part_of_a_tensor_in_use_is_not_reported(tmp_path: Path) -> No
 
 
 KINDS = (
-    "rename, split, join, unstack, stack, transpose, permute, reshape, cast, constant, check, drop"
+    "rename, split, join, unstack, stack, transpose, permute, reshape, pad, slice, cast, constant,"
+    " check, drop"
 )
 MISTAKES: dict[str, tuple[str, list[str]]] = {
     # name -> file, and the problems
@@ -981,7 +1018,7 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
 def test_rules_without_a_reverse_are_reported(tmp_path: Path) -> None:
     text = (
         "[[rule]]\ncast = '*'\ndtype = 'float16'\n[[rule]]\ndrop = 'a'\n[[rule]]\nreshape ="
-        " 'b'\nshape = [1]\n"
+        " 'b'\nshape = [1]\n[[rule]]\npad = 'p'\nsize = 9\n[[rule]]\nslice = 's'\nsize = 2\n"
     )
     with pytest.raises(CkptError) as caught:
         read(rules_in(tmp_path, text + "[[rule]]\nrename = ['re:a => b', 'c => d']"), reverse=True)
@@ -989,7 +1026,18 @@ def test_rules_without_a_reverse_are_reported(tmp_path: Path) -> None:
         "*: what is lost does not come back @ rule 1 (cast)",
         "a: what is lost does not come back @ rule 2 (drop)",
         "b: from_shape = [...] says what shape it had @ rule 3 (reshape)",
-        "a regular expression has no reverse: 're:a => b' @ rule 4 (rename)",
+        "p: from_size = N says what size it had @ rule 4 (pad)",
+        "s: what is lost does not come back @ rule 5 (slice)",
+        "a regular expression has no reverse: 're:a => b' @ rule 6 (rename)",
+    ]
+
+
+@pytest.mark.parametrize("fields", ["", "size = 8\nmultiple = 4"])
+def test_pad_needs_a_size_or_a_multiple(tmp_path: Path, fields: str) -> None:
+    with pytest.raises(CkptError) as caught:
+        read(rules_in(tmp_path, f"[[rule]]\npad = 'a'\n{fields}"))
+    assert without_lines(caught.value.problems) == [
+        "pad needs either 'size' or 'multiple' @ rule 1"
     ]
 
 
@@ -1009,7 +1057,7 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, wo
 
 # The examples of docs/rules.md: each block of rules, with its table of tensors before and after.
 
-BLOCKS = 8
+BLOCKS = 9
 PAGE = DOCS / "rules.md"
 EXAMPLE = re.compile(
     r"```toml\n(.*?)```\n\n\| before \| after \|\n\| --- \| --- \|\n((?:\|[^\n]*\n)+)", re.DOTALL
@@ -1050,7 +1098,7 @@ def test_examples_on_the_page_are_correct(tmp_path: Path, number: int) -> None:
             "torch.int64",
             "torch.float32",
         }
-    elif "drop" not in text and "constant" not in text:
+    elif not any(operation in text for operation in ("drop", "constant", "slice")):
         back = rewrite(
             tmp_path / "out.safetensors", tmp_path / "back.safetensors", rules, reverse=True
         )

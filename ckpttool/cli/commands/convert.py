@@ -19,16 +19,17 @@ def command(
     options: ConvertOptions,
     report: Report,
 ) -> None:
-    """Write a checkpoint in another format or with other shards.
+    """Write a checkpoint in another format, dtype or shards.
 
-    Keys and values stay. The ending of OUT decides the format: .safetensors, .pt, .dcp
-    (torch.distributed.checkpoint), or OUT/ for a folder of shards. Status 0 if it is written, 1 if
-    nothing would change or something would be lost.
+    Keys stay, and without --dtype also values. The ending of OUT decides the format: .safetensors,
+    .pt, .dcp (torch.distributed.checkpoint), or OUT/ for a folder of shards. Status 0 if it is
+    written, 1 if nothing would change or something would be lost.
 
     \b
     Examples:
       ckpttool convert train.pt::model -o train.safetensors
       ckpttool convert model.safetensors -o sharded/ --max-shard-size 5GB
+      ckpttool convert model.safetensors -o half.safetensors --dtype bfloat16
     """
     from ckpttool.report.documents.remap import document
 
