@@ -334,6 +334,15 @@ def load(entry: TensorEntry) -> torch.Tensor:
     return torch.frombuffer(part, dtype=dtype).as_strided(entry.shape, entry.stride)
 
 
+def storage_of(storage: Storage) -> torch.UntypedStorage:
+    """Return the complete storage in memory."""
+    data = storage.data
+    buffer = read_all(data) if isinstance(data, Lazy) else read_span(data)
+    if not buffer:
+        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
 def arrange(old: Storage, values: Sequence[tuple[TensorEntry, TensorEntry]]) -> Storage:
     """Return a storage like `old` in which the place of each (place, value) pair holds that value.
 

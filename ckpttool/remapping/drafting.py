@@ -23,6 +23,7 @@ from ckpttool.remapping.steps import (
     apply_rules,
     apply_rules_like_first,
     cast_floats,
+    convert,
     new_draft,
     notes_on_like,
     rewrap,
@@ -99,6 +100,11 @@ def _is_for_peft(form: Form | None) -> bool:
 
 
 # Steps
+
+
+def _by_function(draft: Draft, asked: Asked) -> Draft:
+    converter = asked.request.converter
+    return draft if converter is None else convert(draft, converter)
 
 
 def _through_models(draft: Draft, asked: Asked) -> Draft:
@@ -199,6 +205,7 @@ def _unwrapped(draft: Draft, asked: Asked) -> Draft:
 
 # in their order: rules are about the names that the steps before them lead to
 _STEPS: tuple[Callable[[Draft, Asked], Draft], ...] = (
+    _by_function,
     _through_models,
     _submodule,
     _names_or_wrappers,

@@ -63,6 +63,14 @@ class RemapOptions(OptimizerOptions, EditOptions):
     to_optimizer: Annotated[
         Any, Option("--to-optimizer OPTIMIZER", "Another optimizer, which will resume.", BECOMES)
     ] = None
+    using: Annotated[
+        Any,
+        Option(
+            "--using FUNCTION",
+            "Code that converts a state dict: 'file.py:to_hf(heads=32)'.",
+            BECOMES,
+        ),
+    ] = None
     optimizer_keys: Annotated[
         str | None,
         Option(
@@ -184,6 +192,12 @@ class RemapOptions(OptimizerOptions, EditOptions):
         )
         frozen = "--trainable-only asks the model which parameters are frozen"
         yield self.trainable_only and no_model, frozen, name_it
+        named = [flag for flag in _NOT_WITH_USING if getattr(self, flag.replace("-", "_"))]
+        yield (
+            self.using is not None and named,
+            f"--using excludes {' and '.join(f'--{flag}' for flag in named)}",
+            "use them in two commands, one after the other",
+        )
         both = self.like is not None and self.to
         yield both, "--like and --to both say which names OUT gets", "leave one of them out"
         keys = self.optimizer_keys
@@ -261,6 +275,9 @@ class ConvertOptions(ModelOptions, OutputOptions):
     def shard_size(self) -> int | None:
         """The maximum size of a shard in bytes. Raises `CkptError` if it is not a size."""
         return None if self.max_shard_size is None else parse_size(self.max_shard_size)
+
+
+_NOT_WITH_USING = ("model", "to", "like", "trainable-only")
 
 
 def _units(form: str | None) -> tuple[str, ...] | None:

@@ -84,6 +84,11 @@ def resolve(
     gathered = gather_ranks(source, names, options.source_units)
     request = replace(_plain_request(source, options, model), dtype=dtype)
     inputs = Inputs(options, source, gathered, model, to_model, request)
+    if options.using is not None:
+        from ckpttool.tracing.converter import converter_of
+
+        converter = converter_of(options.using, inputs.whole, options.materialize)
+        inputs = replace(inputs, request=replace(request, converter=converter))
     return replace(inputs, request=_with_models(inputs))
 
 

@@ -46,6 +46,7 @@ from ckpttool.remapping.options import RemapOptions
 if TYPE_CHECKING:
     from ckpttool.ruleset.patterns import Renaming
     from ckpttool.ruleset.steps import Step as RuleStep
+    from ckpttool.tracing.converter import Converter
 
 NO_COUNTER = "AveragedModel's counter, which only that wrapper has"
 
@@ -58,7 +59,7 @@ class Request:
     them, `unwrapped` a model whose keys lose their wrappers in the end, if nothing else is
     requested of them. `like` is a state dict whose naming is used. `compare` is the command that
     compares the checkpoint with the model. `rule_steps`, from the command line or a file, come
-    last. `dtype` is what floating-point tensors are cast to.
+    last. `dtype` is what floating-point tensors are cast to, `converter` the user's function.
     """
 
     options: RemapOptions
@@ -69,11 +70,12 @@ class Request:
     like: Section | None = None
     rule_steps: Sequence[RuleStep] = ()
     dtype: str | None = None
+    converter: Converter | None = None
 
     @property
     def changes(self) -> bool:
         options = self.options
-        if self.rule_steps or options.trainable_only:
+        if self.converter is not None or self.rule_steps or options.trainable_only:
             return True
         models = (self.saved, self.loads, self.unwrapped, self.like)
         given = (*models, options.to, options.from_, options.select, self.dtype)
@@ -599,6 +601,15 @@ def apply_rules(draft: Draft, steps: Sequence[RuleStep], *, is_new: bool = False
     plan = plan_of(steps, section)
     ruled = RuleEffect(section, plan)
     return replace(draft, plan=plan if is_new else compose(draft.plan, plan), ruled=ruled)
+
+
+def convert(draft: Draft, converter: Converter) -> Draft:
+    """Let the user's function convert the section. Raise as `Converter.plan`."""
+    section = draft.section
+    plan = converter.plan(section.path, section.keys)
+    result = replace(draft, plan=plan, ruled=RuleEffect(section, plan))
+    after = new_draft(result.evaluated(), None, lightning=False)
+    return replace(result, wrappers=after.wrappers, canonical=after.canonical, form=after.form)
 
 
 def cast_floats(draft: Draft, dtype: str, *, is_new: bool) -> Draft:

@@ -527,7 +527,7 @@ def load(
     `kwargs` are passed to a class or a function. Raises `CkptError` if the operand, the import, the
     attribute or its value is wrong; a constructor's own failure is raised by `build`.
     """
-    target = find(operand, f"{_FORM}, for example my_package.model:build")
+    target = find(operand, _FORM, ", for example my_package.model:build")
     if isinstance(target, nn.Module):
         if kwargs:
             raise CkptError(
@@ -566,15 +566,17 @@ def of_object(
     return LoadedModel(name, _factory(model, dict(kwargs or {}), name, "--model"), materialize)
 
 
-def find(operand: str, hint: str) -> Any:
-    """Return the object ``package.module:attr`` or ``path/to/file.py:attr``. Raises `CkptError`:
-    with `hint` if the operand has another form.
+def find(operand: str, form: str, example: str = "") -> Any:
+    """Return the object ``package.module:attr`` or ``path/to/file.py:attr``.
+
+    Raises `CkptError`; its hint is the `form` of the operand, with an `example` if the operand has
+    another form.
     """
     place, colon, attr = operand.rpartition(":")
     if not colon or not place or not attr or os.sep in attr:
-        raise CkptError(f"{operand!r} names no Python object", hint=hint)
+        raise CkptError(f"{operand!r} names no Python object", hint=f"{form}{example}")
     try:
-        value: Any = _module(place)
+        value: Any = _module(place, form)
         for part in attr.split("."):
             with user_code(f"{operand} cannot be read"):
                 names = [name for name in dir(value) if not name.startswith("_")]
@@ -583,7 +585,7 @@ def find(operand: str, hint: str) -> Any:
                 close = difflib.get_close_matches(part, names, n=3) or _models(value)
                 calls = " or ".join(f"{place}:{name}" for name in close)
                 guess = f"; did you mean {calls}?" if close else ""
-                raise CkptError(f"{place} has no attribute {attr!r}", hint=f"{_FORM}{guess}")
+                raise CkptError(f"{place} has no attribute {attr!r}", hint=f"{form}{guess}")
             value = child
         return value
     except CkptError as error:
@@ -609,11 +611,11 @@ def _models(module: Any) -> list[str]:
     return names[:3]
 
 
-def _module(place: str) -> ModuleType:
+def _module(place: str, form: str) -> ModuleType:
     if place.endswith(".py"):
-        return _from_file(Path(place))
+        return _from_file(Path(place), form)
     if not all(part.isidentifier() for part in place.split(".")):
-        raise CkptError(f"{place!r} is neither a module nor a .py file", hint=_FORM)
+        raise CkptError(f"{place!r} is neither a module nor a .py file", hint=form)
     _keep_importable(os.getcwd())
     with user_code(f"{place} cannot be imported", imports=True):
         try:
@@ -628,10 +630,10 @@ def _module(place: str) -> ModuleType:
             ) from None
 
 
-def _from_file(path: Path) -> ModuleType:
+def _from_file(path: Path, form: str) -> ModuleType:
     if not path.is_file():
         what = "a directory" if path.is_dir() else "no such file"
-        raise CkptError(f"{path}: {what}", hint=_FORM)
+        raise CkptError(f"{path}: {what}", hint=form)
     state = path.stat()
     stamp = (str(path.resolve()), state.st_mtime_ns, state.st_size)
     if stamp in _LOADED:
