@@ -721,7 +721,7 @@ def _inside(call: Call, origin: Origin) -> Iterator[Import]:
     imports: list[Import] = []
     token, outer = _depth.set(depth + 1), _collected.set(imports)
     try:
-        data = _bytes_of(call.args[0]) if call.args else None
+        data = bytes_of(call.args[0]) if call.args else None
         if data is None:
             raise CkptError("the pickle does not hold these bytes as they are", hint="")
         if depth >= _MOST_DEPTH:
@@ -759,20 +759,23 @@ def _pickles_in(data: bytes) -> Iterator[bytes]:
         raise CkptError(f"damaged archive: {error}", hint="") from error
 
 
-def _bytes_of(node: Any) -> bytes | None:
+_BYTES = (Global("__builtin__", "bytes"), Global("builtins", "bytes"))
+
+
+def bytes_of(node: Any) -> bytes | None:
     """Return the bytes that a node is, None if they are not known.
 
-    Protocol 2 writes bytes as ``_codecs.encode(text, "latin1")``.
+    Protocol 2 writes bytes as ``_codecs.encode(text, "latin1")``, and no bytes as ``bytes()``.
     """
     if type(node) in (bytes, bytearray):
         return bytes(node)
     if type(node) is ByteString:
         return node.value
-    is_encoded = (
-        type(node) is Call
-        and node.func == Global("_codecs", "encode")
-        and node.args[1:] == ("latin1",)
-    )
+    if type(node) is not Call:
+        return None
+    if node.func in _BYTES and not node.args:
+        return b""
+    is_encoded = node.func == Global("_codecs", "encode") and node.args[1:] == ("latin1",)
     if is_encoded and type(node.args[0]) is str:
         try:
             return node.args[0].encode("latin1")

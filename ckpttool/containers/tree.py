@@ -9,6 +9,7 @@ from dataclasses import field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from ckpttool.containers.arrays import array_entry, is_array
 from ckpttool.containers.nodes import (
     Steps,
     children,
@@ -398,6 +399,8 @@ def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None
         return _add_module
     if path.rpartition(".")[2] in LISTS and _is_list_of_tensors(node) and not foreign:
         return _add_list
+    if names and not foreign and _are_arrays(node):
+        return _add_arrays
     is_optimizer = _is_optimizer(node)
     is_around = any(whole.startswith(f"{path}." if path else "") for whole in tree.whole)
     if not (is_optimizer or is_around or names is None) and _is_state_dict(
@@ -564,7 +567,7 @@ def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> N
         tree.loose_steps[key] = inner.loose_steps[entry.key]
     name = free(".".join(path), tree.places)
     tensors = tuple(entry_of(slot.key, slot.node, tree.storages) for slot in saved)
-    section = Section(name, "state_dict", tensors, module_class=class_of(node))
+    section = Section(name, "state_dict", tensors, packed_as="module", module_class=class_of(node))
     tree.places[name] = Place(section, steps, node, {slot.key: slot.steps for slot in saved})
 
 
@@ -578,8 +581,31 @@ def _add_list(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> Non
     tensors = tuple(entry_of(str(index), value, tree.storages) for index, value in enumerate(node))
     places = {str(index): (*steps, ("item", index)) for index in range(len(node))}
     name = free(".".join(path), tree.places)
-    section = Section(name, "state_dict", tensors, is_list=True)
+    section = Section(name, "state_dict", tensors, packed_as="list")
     tree.places[name] = Place(section, steps, node, places)
+
+
+def _are_arrays(node: Any) -> bool:
+    """Return whether all values of a mapping are NumPy arrays that can be read."""
+    values = (pairs_of(node) or {}).values()
+    return all(map(is_array, values)) and all(array_entry("", value) for value in values)
+
+
+def _add_arrays(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
+    """Add a mapping of arrays as a state dict."""
+    pairs = pairs_of(node) or {}
+    tree.storages.memory.take(_SECTION + (_STEP * len(steps) + _ENTRY) * len(pairs))
+    tensors: list[TensorEntry] = []
+    places: dict[str, Steps] = {}
+    for key, value in pairs.items():
+        name = str(text_of(key))
+        entry = array_entry(name, value)
+        assert entry is not None
+        tensors.append(entry)
+        places[name] = (*steps, ("item", key))
+    path_name = free(".".join(path), tree.places)
+    section = Section(path_name, "state_dict", tuple(tensors), packed_as="arrays")
+    tree.places[path_name] = Place(section, steps, node, places)
 
 
 def _add_loose(tree: Tree, key: str, node: Any, steps: Steps) -> None:

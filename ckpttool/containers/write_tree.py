@@ -89,8 +89,8 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
 
 
 def _is_unpacked(section: Section, was: Section) -> bool:
-    """Return whether a state dict replaces a pickled module or a list."""
-    return (section.module_class, section.is_list) != (was.module_class, was.is_list)
+    """Return whether a state dict replaces a pickled module, a list or arrays."""
+    return section.packed_as != was.packed_as
 
 
 def _outside(edits: Mapping[Steps, Any], replaced: Sequence[Steps]) -> dict[Steps, Any]:

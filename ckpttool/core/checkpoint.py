@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from math import prod
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.pickle_imports import Import
@@ -262,8 +262,9 @@ class Section:
     kinds. `form` is the form of a model's names that is recorded in the file, because the names
     alone do not tell it (`formats.form_mark`). `in_lightning`: the section was picked from a
     Lightning checkpoint, so a common prefix of its keys is the LightningModule's attribute.
-    `module_class` is the class of the pickled module that the file has in place of a state dict.
-    `is_list`: the file has a list of tensors there, whose keys are their numbers.
+    `packed_as` says what the file has in place of a state dict: a pickled ``module`` of the class
+    `module_class`, a ``list`` of tensors, whose keys are their numbers, or a dict of NumPy
+    ``arrays``.
     """
 
     path: str
@@ -274,8 +275,12 @@ class Section:
     mapping: Mapping[Any, Any] | None = field(default=None, compare=False)
     form: str | None = None
     in_lightning: bool = field(default=False, compare=False)
+    packed_as: Literal["", "module", "list", "arrays"] = ""
     module_class: str = ""
-    is_list: bool = False
+
+    @property
+    def is_list(self) -> bool:
+        return self.packed_as == "list"
 
     @property
     def title(self) -> str:

@@ -12,7 +12,7 @@ from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import is_opaque, refs
 from ckpttool.core.names import ON_PLACE, SERIALIZED, SPECIAL, Names
-from ckpttool.core.text import Note, code_of, plural, shell, some
+from ckpttool.core.text import Info, Note, code_of, plural, shell, some
 from ckpttool.diffing.adapter import adapter_alone
 from ckpttool.diffing.adapter import load as load_adapter
 from ckpttool.diffing.causes import Code
@@ -229,7 +229,8 @@ def load_list(
     model: ModelOperand, checkpoint: Checkpoint, section: Section, ignore_dtype: bool
 ) -> Diff:
     """Compare a list of tensors with the model's parameters, in order."""
-    params = Section("", "state_dict", tuple(parameters_of(model.names())))
+    names = model.names()
+    params = Section("", "state_dict", tuple(parameters_of(names)))
     entries = compare(section, params)
     entries = without_dtypes(entries) if ignore_dtype else entries
     notes = list[str]()
@@ -237,9 +238,14 @@ def load_list(
         counts = (len(section.tensors), len(params.tensors))
         text = "{} tensors in the list, and {} parameters in the model".format(*counts)
         notes.append(Note(text, "list"))
+    buffers = [t.fqn for t in names.runtime if t.kind == "buffer" and t.persistent]
+    if buffers:
+        text = f"not in the list: {plural(len(buffers), 'buffer')} of the model ({some(buffers)})"
+        notes.append(Info(text, "list"))
+    parameters = f"the parameters of {model.called}"
     return Diff(
         checkpoint.source,
-        f"{model.title} (its parameters, in order)",
+        f"{parameters}, in order",
         identical=all(entry.status == "same" for entry in entries),
         entries=entries,
         notes=tuple(notes),
@@ -247,6 +253,7 @@ def load_list(
         outlines=(outlines(section), outlines(params)),
         kinds=kinds_by_side(left=checkpoint.kinds_of(section)),
         section=section.path,
+        names=(checkpoint.source, parameters),
     )
 
 

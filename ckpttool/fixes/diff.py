@@ -10,8 +10,7 @@ from ckpttool.core.text import shell
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.run import run
 from ckpttool.distributed.job import only_first
-from ckpttool.kinds.lists import NAME as LIST
-from ckpttool.kinds.modules import NAME as MODULE
+from ckpttool.kinds.packed import PACKED
 from ckpttool.operands.checkpoint import Ckpt, open_checkpoint
 from ckpttool.operands.model import ModelOperand, is_names_file, operand_of, read_for_model
 
@@ -86,7 +85,7 @@ def _diff(
         diff = run(first, second, options, model)
     only_other_entries = options.whole and not any(map(diff.is_difference, diff.entries))
     names = {kind.name for kind in diff.kinds.get("left", ())}
-    if diff.identical and second is None and not names.isdisjoint((MODULE, LIST)):
+    if diff.identical and second is None and not names.isdisjoint(PACKED):
         from ckpttool.fixes.suggest import unpacked
         from ckpttool.fixes.trial import Question
 

@@ -55,6 +55,14 @@ TABLE = (
         succeeded_by="torch_zip",
     ),
     Format(
+        "pickle",
+        "pickle of NumPy arrays",
+        "ckpttool.formats.pickled",
+        _of_file(signatures.is_pickle),
+        holds=_TORCH,
+        succeeded_by="torch_zip",
+    ),
+    Format(
         "torchscript",
         "TorchScript archive",
         "ckpttool.formats.torchscript",

@@ -55,6 +55,11 @@ def is_torch_legacy(look: Look) -> bool:
     return True
 
 
+def is_pickle(look: Look) -> bool:
+    """Return whether the file begins as Python's own pickles do since protocol 2."""
+    return _PICKLE(look.head) is not None
+
+
 def is_program(look: Look) -> bool:
     """Return whether the zip archive holds exported or compiled programs."""
     if "serialized_exported_program.json" in look.inner_records:
@@ -115,6 +120,9 @@ def _pattern(pattern: bytes) -> Callable[[bytes], object]:
     return re.compile(pattern, re.DOTALL | re.IGNORECASE).match
 
 
+_PICKLE = _pattern(rb"\x80[\1-\5]")  # of protocol 2 or later
+
+
 def _torch(expression: str, path: str) -> str:
     return f'python -c "import torch, sys; torch.save({expression}, sys.argv[2])" {path} OUT.pt'
 
@@ -159,7 +167,7 @@ _KNOWN: tuple[tuple[Callable[[bytes], object], str, str], ...] = (
     ),
     (_pattern(rb"(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head|<body)"), "an HTML page", _AGAIN),
     (_pattern(rb"(\xef\xbb\xbf)?\s*<(\?xml|error>)"), "an XML page", _AGAIN),
-    (_pattern(rb"\x80[\1-\5]"), "a pickle that torch.save did not write", _PICKLED),
+    (_PICKLE, "a pickle that torch.save did not write", _PICKLED),
     (_is_gzipped_tar, "a tar archive compressed with gzip", "unpack it first: tar -xzf {path}"),
     (_starts(b"\x1f\x8b"), "compressed with gzip", "decompress it first: gzip -dk {path}"),
     (_starts(b"\xfd7zXZ\0"), "compressed with xz", "decompress it first: xz -dk {path}"),

@@ -1,4 +1,4 @@
-"""What a file has in place of a state dict: a pickled module, or a list of tensors."""
+"""What a file has in place of a state dict: a pickled module, a list of tensors, or arrays."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.plan import Dropped
 from ckpttool.core.text import Info
+from ckpttool.kinds import arrays, lists, modules
+
+PACKED = frozenset({arrays.NAME, lists.NAME, modules.NAME})  # names of kinds
 
 ATTRIBUTE = "an attribute of the pickled module, which its state dict does not have"
 
 
 def is_packed(section: Section) -> bool:
-    return section.is_list or bool(section.module_class)
+    return bool(section.packed_as)
 
 
 def unpacked(
@@ -30,15 +33,15 @@ def unpacked(
     if not packed:
         return checkpoint, [], []
     _check_names(packed)
-    modules = [section.path for section in packed if section.module_class]
-    prefixes = tuple(f"{path}." if path else "" for path in modules)
+    module_paths = [section.path for section in packed if section.module_class]
+    prefixes = tuple(f"{path}." if path else "" for path in module_paths)
     sections: list[Section] = []
     dropped: list[Dropped] = []
     for section in checkpoint.sections:
         if section in packed:
-            sections.append(replace(section, module_class="", is_list=False))
+            sections.append(replace(section, packed_as="", module_class=""))
             continue
-        if section.kind != "other" or not modules:
+        if section.kind != "other" or not module_paths:
             sections.append(section)
             continue
         inside = {entry.key for entry in section.tensors if entry.key.startswith(prefixes)}
@@ -69,6 +72,8 @@ def _check_names(packed: list[Section]) -> None:
 def _replaced(section: Section) -> str:
     if section.is_list:
         return f"{section.title} is a list of tensors: a state dict is written instead of it"
+    if section.packed_as == arrays.NAME:
+        return f"{section.title} holds NumPy arrays: they are written as tensors"
     return (
         f"{section.path or 'the file'} is a pickled module ({section.module_class}): its state"
         " dict is written, without the module"

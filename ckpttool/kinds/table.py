@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckpttool.core.checkpoint import Checkpoint, Kind, Section
 from ckpttool.core.schema import TEXT, Members, record
-from ckpttool.kinds import adapters, embeddings, lists, modules, parts, quantized
+from ckpttool.kinds import adapters, arrays, embeddings, lists, modules, parts, quantized
 
 # A row of the table: returns what a state dict is, or None if it is not of this kind.
 Row = Callable[[Section], "Kind | None"]
@@ -15,6 +15,7 @@ Row = Callable[[Section], "Kind | None"]
 TABLE: tuple[Row, ...] = (
     modules.recognize,
     lists.recognize,
+    arrays.recognize,
     adapters.recognize,
     quantized.recognize,
     parts.recognize,

@@ -81,6 +81,9 @@ def open_operand(operand: str) -> Checkpoint:
     if picked is None:
         return _described(with_kinds(checkpoint), path)
     if all(section.path != picked for section in checkpoint.sections):
+        lists = _lists_inside(checkpoint, picked)
+        if len(lists) == 1:
+            return open_operand(f"{path}::{lists[0].path}")
         checkpoint = checkpoint.read_as([picked])
     try:
         section = checkpoint.section(picked)
@@ -104,6 +107,12 @@ def open_operand(operand: str) -> Checkpoint:
         objects=(),
     )
     return _described(with_kinds(selected), path)
+
+
+def _lists_inside(checkpoint: Checkpoint, path: str) -> list[Section]:
+    """Return the lists of tensors directly in the dict at this path, as in an average's state."""
+    sections = checkpoint.sections
+    return [s for s in sections if s.is_list and s.path.rpartition(".")[0] == path]
 
 
 def _described(checkpoint: Checkpoint, path: str) -> Checkpoint:

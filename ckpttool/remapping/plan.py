@@ -72,8 +72,11 @@ def remap(source: Checkpoint, request: Request) -> Remap:
     dropped: list[Dropped] = []
     if options.drop:
         source, dropped = drop(source, options.drop)
+    arrays = [section.path for section in source.sections if section.packed_as == "arrays"]
+    source, _, of_arrays = unpacked(source, arrays)
     if not request.changes:
-        return _unchanged(before, source, dropped, options.sections)
+        unchanged = _unchanged(before, source, dropped, options.sections)
+        return replace(unchanged, notes=tuple(of_arrays))
     paths = [section.path for section in _changed_sections(source, request)]
     of_packed: list[Info] = []
     if options.form is not None or request.loads is not None:  # forms are of state dicts
@@ -96,7 +99,7 @@ def remap(source: Checkpoint, request: Request) -> Remap:
         plan,
         drafts[0].form,
         None if options.form is None else str(options.form),
-        (*of_packed, *_notes(drafts), *left_as_they_are(source, sections)),
+        (*of_arrays, *of_packed, *_notes(drafts), *left_as_they_are(source, sections)),
         ruled=drafts[0].ruled,
         model=whole if is_whole else None,
         narrowed=narrowed if is_whole else narrowed or whole,

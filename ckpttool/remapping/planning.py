@@ -190,8 +190,8 @@ def _same(left: Section, right: Section) -> bool:
         return True
     modules = [list(own.modules or ()) for own in (left, right)]
     return (
-        (left.path, left.kind, left.form, left.module_class, left.is_list, modules[0])
-        == (right.path, right.kind, right.form, right.module_class, right.is_list, modules[1])
+        (left.path, left.kind, left.form, left.packed_as, modules[0])
+        == (right.path, right.kind, right.form, right.packed_as, modules[1])
         and left.keys == right.keys
         and left.mapping == right.mapping
     )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -59,6 +60,12 @@ def _torch(run: Run, folder: Path, *, is_zip: bool) -> Path:
     return folder / "in.pt"
 
 
+def _pickle(run: Run, folder: Path) -> Path:
+    arrays = {key: value.numpy() for key, value in STATE.items()}
+    (folder / "in.pkl").write_bytes(pickle.dumps(arrays))
+    return folder / "in.pkl"
+
+
 def _safetensors(run: Run, folder: Path) -> Path:
     save_file(STATE, folder / "in.safetensors")
     return folder / "in.safetensors"
@@ -102,6 +109,7 @@ SAMPLES: dict[str, Callable[[Run, Path], Path]] = {
     "safetensors": _safetensors,
     "torch_zip": partial(_torch, is_zip=True),
     "torch_legacy": partial(_torch, is_zip=False),
+    "pickle": _pickle,
     "torchscript": partial(_copied, "script-torch-2.5.1.pt"),
     "pt2": partial(_copied, "tagger-torch-2.9.1.pt2"),
     "sharded": partial(_sharded, "safetensors"),

@@ -10,7 +10,6 @@ import io
 import json
 import lzma
 import os
-import pickle
 import tarfile
 import zipfile
 
@@ -124,7 +123,6 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 4265
         (lambda: b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:", "an ONNX model", "exported from"),
         (lambda: json.dumps({"hidden_size": 8}).encode(), "JSON text", "holds the tensors"),
         (lambda: b"[1, 2]", "JSON text", "holds the tensors"),
-        (lambda: pickle.dumps({"a": 1}), "a pickle", "torch.save"),
         (
             lambda: zipped("m/model.json", "m/tensors/0"),
             "a TorchScript archive of torch 1.0",

@@ -136,6 +136,16 @@ def test_buffers_are_not_in_a_list(folder: Path, run: Run) -> None:
     # torch makes a counter of batches for a state dict without module versions
     missing = {*result.missing_keys, "norm.num_batches_tracked"}
     assert (missing, result.unexpected_keys) == ({*buffers}, [])
+    # the state of the average has one list
+    average = ("train.pt::ema", *words[1:])
+    done = run("diff", *average)
+    assert done.status == 0
+    assert done.out.startswith(
+        "train.pt::ema.shadow_params and the parameters of averaged.py:Normed have the same keys"
+    )
+    assert "not in the list: 3 buffers of the model (norm.running_mean" in done.out
+    assert run("fix", *average, "-o", "p.pt").status == 0
+    assert (folder / "p.pt").read_bytes() == (folder / "o.pt").read_bytes()
     # the model of the file is compared, unless the list is named
     assert run("diff", "train.pt", *words[1:]).status == 0
     assert "(section model)" in run("diff", "train.pt", *words[1:]).out.splitlines()[0]
