@@ -71,6 +71,7 @@ class RemapKeywords(OptimizerKeywords, OutputKeywords, total=False):
     like: Any
     to_model: Any
     to_optimizer: Any
+    fill_from: Sequence[Any] | None
     using: Any
     optimizer_keys: str | None
     from_: str | None

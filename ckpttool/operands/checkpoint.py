@@ -70,7 +70,7 @@ def open_operand(operand: str) -> Checkpoint:
 
     Raise `CkptError` if the file cannot be read or has no such section.
     """
-    if _MODEL.fullmatch(operand) and not os.path.lexists(operand):
+    if is_code(operand):
         raise CkptError(
             f"{operand} is a MODEL, and stands where a checkpoint is to stand",
             hint=f"--model {operand}",
@@ -113,6 +113,11 @@ def _lists_inside(checkpoint: Checkpoint, path: str) -> list[Section]:
     """Return the lists of tensors directly in the dict at this path, as in an average's state."""
     sections = checkpoint.sections
     return [s for s in sections if s.is_list and s.path.rpartition(".")[0] == path]
+
+
+def is_code(operand: str) -> bool:
+    """Return True if the operand names a Python object, and no file."""
+    return _MODEL.fullmatch(operand) is not None and not os.path.lexists(operand)
 
 
 def _described(checkpoint: Checkpoint, path: str) -> Checkpoint:

@@ -193,9 +193,9 @@ def _cast(draft: Draft, asked: Asked) -> Draft:
 
 def _notes_on_names(draft: Draft, asked: Asked) -> Draft:
     like = asked.request.like
-    if like is None:
+    if like is None or asked.request.options.fill_from:  # then the end result is compared
         return draft
-    return replace(draft, notes=(*draft.notes, *notes_on_like(draft, like)))
+    return replace(draft, notes=(*draft.notes, *notes_on_like(draft.keys, like)))
 
 
 def _unwrapped(draft: Draft, asked: Asked) -> Draft:

@@ -97,8 +97,7 @@ def loading(done: Remap, options: RemapOptions, model: ModelOperand | None) -> L
     missing = dict.fromkeys(done.missing)
     problems: list[Problem] = []
     notes: list[str] = []
-    changed = [effect.section.path for effect in (done.model, done.narrowed) if effect is not None]
-    for path in done.sections or changed[:1]:
+    for path in done.model_paths:
         section = done.result.section(path)
         if adapter_of(section.keys) is not None:
             continue

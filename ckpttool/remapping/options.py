@@ -63,6 +63,14 @@ class RemapOptions(OptimizerOptions, EditOptions):
     to_optimizer: Annotated[
         Any, Option("--to-optimizer OPTIMIZER", "Another optimizer, which will resume.", BECOMES)
     ] = None
+    fill_from: Annotated[
+        Sequence[Any] | None,
+        Option(
+            "--fill-from CKPT",
+            "Take missing keys from it; also 'model.py:build'. Repeatable.",
+            BECOMES,
+        ),
+    ] = None
     using: Annotated[
         Any,
         Option(
@@ -126,6 +134,10 @@ class RemapOptions(OptimizerOptions, EditOptions):
     def __post_init__(self) -> None:
         for name in ("rule", "drop"):
             object.__setattr__(self, name, several(getattr(self, name)))
+        fillers = self.fill_from
+        if fillers is not None and not isinstance(fillers, (list, tuple)):
+            fillers = (fillers,)
+        object.__setattr__(self, "fill_from", None if fillers is None else tuple(fillers))
 
     @property
     def source_units(self) -> tuple[str, ...]:
@@ -196,6 +208,17 @@ class RemapOptions(OptimizerOptions, EditOptions):
         yield (
             self.using is not None and named,
             f"--using excludes {' and '.join(f'--{flag}' for flag in named)}",
+            "use them in two commands, one after the other",
+        )
+        has_names = not no_model or self.to_model is not None or self.like is not None
+        yield (
+            self.fill_from and not has_names,
+            "--fill-from must know which keys are missing",
+            f"{name_it} or --like CKPT",
+        )
+        yield (
+            self.fill_from and (self.select or self.trainable_only),
+            "--fill-from is for complete models: --select and --trainable-only exclude it",
             "use them in two commands, one after the other",
         )
         both = self.like is not None and self.to

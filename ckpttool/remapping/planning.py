@@ -15,6 +15,7 @@ from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.operands.model import ModelOperand, of_one_model
 from ckpttool.operands.output import command, target_for
 from ckpttool.remapping.by_position import notes_on_lists
+from ckpttool.remapping.filling import fill
 from ckpttool.remapping.gather import with_gathered_optimizers
 from ckpttool.remapping.optimizer import OptimizerRequest
 from ckpttool.remapping.options import RemapOptions
@@ -45,6 +46,8 @@ def plan_remap(
     if inputs.gathered is not None and inputs.names is not None:
         done = with_gathered_optimizers(done, inputs.gathered, inputs.names)
     done = replace(done, missing=_missing(done, inputs))
+    if inputs.fillers:
+        done = fill(done, inputs.fillers, inputs.request)
     done = _with_versions(done, inputs)
     done = replace(done, notes=(*_notes_of_source(done, inputs.source), *done.notes))
     if done.result.optimizers or options.optimizer_keys is not None:

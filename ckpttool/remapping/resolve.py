@@ -14,6 +14,7 @@ from ckpttool.naming.convert import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.operands.model import ModelOperand, as_read, of_one_model, read_for_model
 from ckpttool.operands.output import command
+from ckpttool.remapping.filling import Filler, filler_of
 from ckpttool.remapping.gather import Gathered, gather_ranks, merge_replicas
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.steps import Request
@@ -30,7 +31,7 @@ class Inputs:
     `source` is the checkpoint as the model reads it, `gathered` its tensors assembled from the
     parts of ranks, if it has such parts. `model` saved it, and `to_model` will load the output, if
     that is not `model`: another model, or the same with another optimizer. `request` is what the
-    steps do to the keys.
+    steps do to the keys. `fillers` have what the result lacks.
     """
 
     options: RemapOptions
@@ -39,6 +40,7 @@ class Inputs:
     model: ModelOperand | None
     to_model: ModelOperand | None
     request: Request
+    fillers: tuple[Filler, ...] = ()
 
     @property
     def whole(self) -> Checkpoint:
@@ -89,7 +91,8 @@ def resolve(
 
         converter = converter_of(options.using, inputs.whole, options.materialize)
         inputs = replace(inputs, request=replace(request, converter=converter))
-    return replace(inputs, request=_with_models(inputs))
+    fillers = tuple(filler_of(operand) for operand in options.fill_from or ())
+    return replace(inputs, request=_with_models(inputs), fillers=fillers)
 
 
 def loading_model(options: RemapOptions, model: ModelOperand | None) -> ModelOperand | None:
@@ -151,7 +154,7 @@ def _is_about_optimizers_only(inputs: Inputs) -> bool:
         return False
     if options.trainable_only or (options.to_model is not None and inputs.source.state_dicts):
         return False
-    about_keys = (options.to, options.from_, options.like, options.select)
+    about_keys = (options.to, options.from_, options.like, options.select, options.fill_from)
     return all(option is None for option in about_keys)
 
 

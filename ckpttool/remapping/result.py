@@ -18,6 +18,7 @@ from ckpttool.core.schema import (
     one_of,
     record,
     row,
+    unless_empty,
 )
 from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass, public
@@ -25,6 +26,19 @@ from ckpttool.io.undo import Written
 from ckpttool.remapping.companions import COMPANIONS, Companions
 from ckpttool.remapping.optimizer import OptimizerRemap, RuleEffect
 from ckpttool.remapping.write import COST, UNDO, VERIFIED, Cost, Undo, Verified
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What `--fill-from` took from a checkpoint: missing keys, below the paths of their sections.
+
+    `unused` counts its tensors that the result has from elsewhere.
+    """
+
+    source: str
+    keys: tuple[str, ...]
+    unused: int
 
 
 @public
@@ -42,7 +56,7 @@ class Remap:
     `format` is the title of the output's format. `changes_content` is False if the result has the
     names, values and order of the source: only its format may differ. `loads_into` is the model
     that `fix` wrote the output for. `missing` are the keys of the model, below the paths of their
-    sections, that the result lacks.
+    sections, that the result lacks, `filled` is what other checkpoints gave it.
     """
 
     result: Checkpoint
@@ -67,6 +81,7 @@ class Remap:
     missing: tuple[str, ...] = ()
     format: str = ""
     loads_into: str = ""
+    filled: tuple[Filled, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -78,6 +93,16 @@ class Remap:
         return dict(
             zip(_COUNTED, (renamed, transformed, len(self.plan.outputs) - renamed - transformed))
         )
+
+    @property
+    def model_paths(self) -> tuple[str, ...]:
+        """The paths of the state dicts that were changed, the model's own first."""
+        if self.sections:
+            return self.sections
+        for effect in (self.model, self.narrowed):
+            if effect is not None:
+                return (effect.section.path,)
+        return ()
 
     @property
     def dropped(self) -> list[str]:
@@ -133,6 +158,9 @@ REMAP = record(
         "verified": VERIFIED,
         "cost": COST,
         "companions": COMPANIONS,
+        "filled": unless_empty(
+            list_of(record(Filled, {"source": TEXT, "keys": TEXTS, "unused": COUNT}))
+        ),
         "plan": PLAN,
     },
     called={

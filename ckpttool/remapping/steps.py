@@ -530,10 +530,10 @@ def take_names(draft: Draft, other: Section) -> Draft:
     return draft.renamed(names)
 
 
-def notes_on_like(draft: Draft, other: Section) -> list[str]:
+def notes_on_like(keys: Sequence[str], other: Section) -> list[str]:
     """Return notes on the keys that the output and the other checkpoint do not have in common."""
-    written, expected = set(draft.keys), other.by_key()
-    only_here = [key for key in draft.keys if key not in expected]
+    written, expected = set(keys), other.by_key()
+    only_here = [key for key in keys if key not in expected]
     only_there = [key for key in expected if key not in written]
     notes = []
     if only_here:

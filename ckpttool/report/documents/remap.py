@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckpttool.core.expression import BY_CODE, Ref, refs
 from ckpttool.core.optimizer_state import FLAT, FQN, ID
 from ckpttool.core.plan import Plan
-from ckpttool.core.text import dotted, number, plural
+from ckpttool.core.text import dotted, number, plural, some
 from ckpttool.report.collapse import collapse
 from ckpttool.report.document import (
     Block,
@@ -26,7 +26,7 @@ from ckpttool.report.document import (
 )
 
 if TYPE_CHECKING:
-    from ckpttool.remapping.result import Remap
+    from ckpttool.remapping.result import Filled, Remap
     from ckpttool.remapping.write import Undone
     from ckpttool.ruleset.parse import Preset
     from ckpttool.swap.swap import Swap
@@ -57,6 +57,7 @@ def document(done: Remap, command: str = "remap") -> Document:
             ("form", " -> ".join(filter(None, (done.form and done.source_form, done.form)))),
             ("sections", ", ".join(path or "(root)" for path in done.sections)),
             *computed,
+            *((f"from {filled.source}", _from_other(filled)) for filled in done.filled),
             *(
                 (
                     f"optimizer {one.section}".strip(),
@@ -78,6 +79,12 @@ def document(done: Remap, command: str = "remap") -> Document:
     blocks.append(shortened(_dropped(done.plan), _ROWS, "--format json"))
     blocks += noted(done.notes)
     return Document(f"{command} {done.source}", _written(done), True, filled(blocks))
+
+
+def _from_other(filled: Filled) -> str:
+    """Return which keys a checkpoint gave."""
+    unused = f"; {plural(filled.unused, 'other key')} not used" if filled.unused else ""
+    return f"{plural(len(filled.keys), 'key')}: {some(filled.keys, _ROWS)}{unused}"
 
 
 def _written(done: Remap) -> str:
@@ -105,6 +112,7 @@ def _counted(done: Remap) -> str:
     kinds = {
         "renamed": counts["renamed"],
         "computed": counts["transformed"],
+        "taken from others": sum(len(filled.keys) for filled in done.filled),
         "left out": len(done.plan.dropped),
         "missing": len(done.missing),
     }

@@ -1,0 +1,156 @@
+"""Take what the result of a remap lacks from other checkpoints, or from a new model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.core.checkpoint import Checkpoint, Payload, Section, TensorEntry
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.options import call_of
+from ckpttool.core.text import Note, dotted, plural
+from ckpttool.core.values import dataclass
+from ckpttool.naming.convert import read
+from ckpttool.naming.match import align, match
+from ckpttool.operands.checkpoint import is_code, model_section, open_checkpoint
+from ckpttool.operands.model import ModelOperand, read_for_model
+from ckpttool.remapping.options import RemapOptions
+from ckpttool.remapping.plan import remap as remap_index
+from ckpttool.remapping.result import Filled, Remap
+from ckpttool.remapping.steps import Request, loadable, notes_on_like
+
+
+@dataclass(frozen=True, slots=True)
+class Filler:
+    """A checkpoint that has missing keys. `title` is what the user calls it."""
+
+    title: str
+    checkpoint: Checkpoint
+
+
+def filler_of(operand: Any) -> Filler:
+    """Open the checkpoint; of a model or its code, take the values that the code gives it. Raise
+    `CkptError` if it cannot be read.
+    """
+    if isinstance(operand, str) and not is_code(call_of(operand)[0]):
+        return Filler(operand, open_checkpoint(operand))
+    if isinstance(operand, (Checkpoint, Mapping)):
+        checkpoint = open_checkpoint(operand)
+        return Filler(checkpoint.source, checkpoint)
+    from ckpttool.tracing.build_model import user_code
+
+    model = ModelOperand(operand, materialize=True, option="--fill-from")
+    instance = model.definition().build(True)
+    with user_code(f"{model.title}.state_dict() fails"):
+        state = instance.state_dict()
+    return Filler(model.title, open_checkpoint(dict(state)))
+
+
+def fill(done: Remap, fillers: Sequence[Filler], request: Request) -> Remap:
+    """Return the result with the missing keys of its model, or of `--like`: each from the first
+    filler that has it. Raise `Refused` if one cannot be brought to the names of the result.
+    """
+    sections = {section.path: section for section in done.result.sections}
+    files = dict(done.result.files)
+    filled = []
+    for filler in fillers:
+        offer = _under_final_names(filler, request)
+        files.update(filler.checkpoint.files)
+        taken: list[str] = []
+        unused = set(offer)
+        for path in done.model_paths:
+            lacking = [name for name in _lacking(sections[path], request) if name in offer]
+            sections[path] = _with_entries(sections[path], [offer[name] for name in lacking])
+            taken += [dotted(path, name) for name in lacking]
+            unused.difference_update(lacking)
+        filled.append(Filled(filler.title, tuple(taken), len(unused)))
+    result = replace(done.result, sections=tuple(sections.values()), files=files)
+    present = {key for source in filled for key in source.keys}
+    missing = tuple(key for key in done.missing if key not in present)
+    notes = [*done.notes]
+    for source in filled:
+        if not source.keys:
+            text = f"{source.source} has no key that is missing: nothing is taken from it"
+            notes.append(Note(text, "remap"))
+    if request.like is not None:
+        notes += notes_on_like(
+            [key for path in done.model_paths for key in sections[path].keys], request.like
+        )
+    return replace(done, result=result, missing=missing, filled=tuple(filled), notes=tuple(notes))
+
+
+def _lacking(section: Section, request: Request) -> list[str]:
+    """Return the names that the section lacks: of the model that will load it, or of `--like`."""
+    model = request.loads or request.saved
+    if model is not None:
+        return list(match(section.keys, *loadable(model.tables, request.model_form)).missing)
+    assert request.like is not None
+    present = align(section.keys, request.like.by_key()).values()
+    return [key for key in request.like.keys if key not in present]
+
+
+def _under_final_names(filler: Filler, request: Request) -> dict[str, TensorEntry]:
+    """Return the tensors of the filler by the names that the model, or `--like`, has for them, with
+    the keys that the result gives them; without tensors that it does not have.
+    """
+    model = request.loads or request.saved
+    try:
+        section = model_section(read_for_model(filler.checkpoint, model))
+        if model is not None:
+            return _under_names_of_model(filler, section, model, request)
+        assert request.like is not None
+        wanted = align(section.keys, request.like.by_key())
+        steps = Request(RemapOptions(), "", like=request.like)
+        return {entry.key: entry for entry in _renamed(filler, section, wanted, steps)}
+    except CkptError as error:
+        error.message = f"--fill-from {filler.title}: {error.message}"
+        raise
+
+
+def _under_names_of_model(
+    filler: Filler, section: Section, model: ModelOperand, request: Request
+) -> dict[str, TensorEntry]:
+    wanted = read(model.tables, section).match.names
+    steps = Request(RemapOptions(to=request.options.to), "", saved=model)
+    entries = _renamed(filler, section, wanted, steps)
+    keys = [entry.key for entry in entries]
+    names = match(keys, *loadable(model.tables, request.model_form)).names
+    return {names[entry.key]: entry for entry in entries if entry.key in names}
+
+
+def _renamed(
+    filler: Filler, section: Section, wanted: Mapping[str, str], steps: Request
+) -> tuple[TensorEntry, ...]:
+    """Return the wanted tensors of a filler's section after the steps."""
+    tensors = tuple(entry for entry in section.tensors if entry.key in wanted)
+    if not tensors:
+        return ()
+    part = replace(section, path="", tensors=tensors, extras=())
+    (result,) = remap_index(Checkpoint.of(part), steps).result.sections
+    _check_dense(filler, result)
+    return result.tensors
+
+
+def _check_dense(filler: Filler, section: Section) -> None:
+    """Raise `Refused` for tensors that only a file of the same format can hold."""
+    problems = []
+    for entry in section.tensors:
+        if entry.storage is None:
+            problems.append(Problem(f"not a dense tensor ({entry.layout})", entry.key))
+    if problems:
+        raise Refused(
+            f"{plural(len(problems), 'tensor')} of {filler.title} cannot be taken",
+            hint="--fill-from takes dense tensors",
+            problems=problems,
+        )
+
+
+def _with_entries(section: Section, entries: Sequence[TensorEntry]) -> Section:
+    """Return the section with more tensors, which are plain ones in any format."""
+    tensors = list(section.tensors)
+    for entry in entries:
+        if isinstance(entry.payload, Payload):
+            entry = entry.payload.resolved(entry)
+        tensors.append(replace(entry, payload=None))
+    return replace(section, tensors=tuple(tensors))
