@@ -43,8 +43,9 @@ from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, comparing_checksums, map_span
 from ckpttool.io.write import WriteOptions, preflight, write_file
 from ckpttool.live.model import FSDP1, FSDP2, instances, placed
+from ckpttool.live.partial import fitting_part
 from ckpttool.live.swap import swap_weights
-from ckpttool.operands.checkpoint import Ckpt, model_section, open_checkpoint, open_operand
+from ckpttool.operands.checkpoint import Ckpt, model_section, open_checkpoint, open_operand, pick
 from ckpttool.operands.model import ModelOperand, read_for_model, trace
 from ckpttool.operands.output import command
 from ckpttool.remapping.options import RemapOptions
@@ -86,7 +87,9 @@ class Loaded:
     remap that was applied on the way, None if the keys fit as they were; `optimizer` is the path of
     the optimizer's state, None if it was not loaded. `hyperparameters` are the changed ones: a
     saved param group brings its own, as in ``load_state_dict``; a group that no saved group equals
-    keeps what the code sets.
+    keeps what the code sets. With ``partial=True``, `missing` are keys of the model that the file
+    lacks, `mismatched` those that have another shape there, and `unexpected` are keys of the file
+    that the model does not have: these tensors of the model are unchanged.
     """
 
     ckpt: str
@@ -95,6 +98,9 @@ class Loaded:
     fix: str | None
     optimizer: str | None
     hyperparameters: tuple[HyperparameterChange, ...] = ()
+    missing: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 @expand_options()
@@ -105,6 +111,9 @@ def load(
     *,
     definition: Any = None,
     cast: bool = False,
+    partial: bool = False,
+    section: str | None = None,
+    select: str | None = None,
 ) -> Loaded:
     """Load a checkpoint into a live model, and into its optimizer, whatever wrappers and containers
     are between them.
@@ -120,7 +129,9 @@ def load(
 
     A sharded module (`fully_shard`, FSDP1) needs `definition`: the function, class or
     ``file.py:build`` operand that builds the model before it is sharded. Every rank calls `load`.
-    `cast` allows other dtypes.
+    `cast` allows other dtypes. `partial` loads what fits by name and shape; the result says what
+    did not. `section` is the state dict of the file to load (``"ema"``), `select` the submodule in
+    it that `model` is (``"encoder"``).
 
     Raise `Refused`, with all problems at once, if the checkpoint does not fit, and `CkptError` if
     it cannot be read. If anything is raised, model and optimizer are unchanged.
@@ -140,19 +151,45 @@ def load(
         )
     operand = _operand_of(core if definition is None else definition)
     source = read_for_model(open_checkpoint(ckpt), operand)
-    if not source.state_dicts and optimizer is not None:
-        section, fix = None, None
-    else:
-        section, fix = _fitting_model(source, operand, cast)
+    weights = _narrowed(source, ckpt, section, select)
+    part, fix, state_dict = None, None, None
+    if partial:
+        part = fitting_part(model_section(weights), core, operand)
+        weights = Checkpoint.of(part.section)
+    if source.state_dicts or optimizer is None:
+        state_dict, fix = _fitting_model(weights, operand, cast)
     path, state = None, None
     if optimizer is not None:
         path, state = _fitting_state(source, operand.with_optimizer(like(optimizer, core)), cast)
     before = _hyperparameters(optimizer)
-    count = put(model, section, operand, optimizer, state, cast)
-    loaded_path = None if section is None else model_section(source).path
-    return Loaded(
-        source.source, loaded_path, count, fix, path, _changes(before, _hyperparameters(optimizer))
+    count = put(model, state_dict, operand, optimizer, state, cast)
+    loaded_path = section
+    if section is None and state_dict is not None:
+        loaded_path = model_section(source).path
+    changes = _changes(before, _hyperparameters(optimizer))
+    loaded = Loaded(source.source, loaded_path, count, fix, path, changes)
+    if part is None:
+        return loaded
+    return replace(
+        loaded,
+        tensors=len(part.loaded),
+        missing=part.missing,
+        mismatched=part.mismatched,
+        unexpected=part.unexpected,
     )
+
+
+def _narrowed(
+    source: Checkpoint, ckpt: Ckpt, section: str | None, select: str | None
+) -> Checkpoint:
+    """Return the checkpoint with one section, and of this one submodule, if they are named."""
+    if section is not None and isinstance(ckpt, str):
+        source = open_operand(f"{ckpt}::{section}")
+    elif section is not None:
+        source = pick(source, section)
+    if select is None:
+        return source
+    return plan_remap(source, RemapOptions(select=select), None, None).result
 
 
 def _hyperparameters(optimizer: Optimizer | None) -> list[dict[str, Any]]:

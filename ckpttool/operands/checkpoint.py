@@ -85,20 +85,28 @@ def open_operand(operand: str) -> Checkpoint:
         if len(lists) == 1:
             return open_operand(f"{path}::{lists[0].path}")
         checkpoint = checkpoint.read_as([picked])
+    selected = replace(pick(checkpoint, picked), source=operand)
+    return _described(with_kinds(selected), path)
+
+
+def pick(checkpoint: Checkpoint, picked: str) -> Checkpoint:
+    """Return only that section, as if it were the whole file.
+
+    Raise `CkptError` if there is none.
+    """
     try:
         section = checkpoint.section(picked)
     except KeyError:
         have = ", ".join(s.title for s in checkpoint.sections) or "none"
         raise CkptError(
-            f"{path} has no section {picked!r}", hint=f"its sections are: {have}"
+            f"{checkpoint.source} has no section {picked!r}", hint=f"its sections are: {have}"
         ) from None
     inside = f"{picked}." if picked else ""
     unreached = tuple(
         found for found in checkpoint.unreached if f"{found.path}.".startswith(inside)
     )
-    selected = replace(
+    return replace(
         checkpoint,
-        source=operand,
         sections=(replace(section, path="", in_lightning=is_lightning(checkpoint)),),
         others=(),
         container=None,
@@ -106,7 +114,6 @@ def open_operand(operand: str) -> Checkpoint:
         other_files=(),
         objects=(),
     )
-    return _described(with_kinds(selected), path)
 
 
 def _lists_inside(checkpoint: Checkpoint, path: str) -> list[Section]:
