@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, Unreached
-from ckpttool.core.errors import CkptError
-from ckpttool.core.names import Names
+from ckpttool.core.checkpoint import Checkpoint, TensorEntry
 from ckpttool.core.optimizer_state import GROUPS
-from ckpttool.core.text import Info, Note, plural, some
-from ckpttool.diffing.causes import FIELDS, SIDES, Cause, Code, Sides
+from ckpttool.core.text import Info, Note
+from ckpttool.diffing.causes import FIELDS, SIDES, Sides
 from ckpttool.diffing.moved import explain_moved
-from ckpttool.diffing.names import suggestions
-from ckpttool.diffing.one_model import compare_through
 from ckpttool.diffing.optimizer import (
     UNKNOWN_CLASS,
     SavedOptimizer,
@@ -24,35 +20,44 @@ from ckpttool.diffing.optimizer import (
     optimizer_alone,
 )
 from ckpttool.diffing.options import CompareOptions
+from ckpttool.diffing.others import (
+    BothSides,
+    compare_loose,
+    compare_others,
+    compare_outside,
+    compare_sections,
+    compare_versions,
+    is_program,
+    metadata_notes,
+    tie_notes,
+)
+from ckpttool.diffing.renames import suggestions
 from ckpttool.diffing.result import (
     EITHER_WAY,
     Diff,
     Entry,
     Remedy,
     kinds_by_side,
-    only_left,
-    only_right,
     outlines,
 )
 from ckpttool.diffing.sections import (
     Values,
     adapter_notes,
-    compare,
-    compare_pair,
     explain_computed,
     explain_quantized,
     hidden_segments,
     without_dtypes,
 )
 from ckpttool.distributed.job import Question, answers, current, only_first
-from ckpttool.evaluate.compare import Difference, content_of_storage, same_objects
+from ckpttool.evaluate.compare import Difference
 from ckpttool.formats.registry import MEMORY, format_of
 from ckpttool.formats.remarks import one_rank
-from ckpttool.naming.versions import Effect, other_versions_of
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, as_read
-from ckpttool.operands.output import command
 from ckpttool.optimizers import forms
+
+# Statuses of equal weights: what a program has under other names, or with another number of names.
+OTHER_NAMES = frozenset({"renamed", "transformed", "alias"})
 
 
 def checkpoints(
@@ -65,48 +70,43 @@ def checkpoints(
 ) -> Diff:
     """Compare two checkpoints; if it `infers`, also find likely renames."""
     values = compare_on_ranks(values, partial(read_all_values, left, right, model))
-    saved = _saved_optimizers(left, right)
-    if saved is not None:
-        return _optimizers(left, right, saved, model, values, options)
-    mine, theirs, names = _models(left, right, model)
-    entries = (
-        compare(mine, theirs, values)
-        if names is None
-        else compare_through(names, mine, theirs, values)
-    )
-    entries = explain_quantized(
-        explain_computed(explain_moved(entries, mine, theirs)), mine, theirs
-    )
+    optimizers = _saved_optimizers(left, right)
+    if optimizers is not None:
+        return _optimizers(left, right, optimizers, model, values, options)
+    sides = _models(left, right, model)
+    left_section, right_section = sides.left_section, sides.right_section
+    entries = sides.compare(values)
+    entries = explain_moved(entries, left_section, right_section)
+    entries = explain_quantized(explain_computed(entries), left_section, right_section)
     entries = (*entries, *compare_outside(left, right, values))
     entries = without_dtypes(entries) if options.ignore_dtype else entries
     harmless = EITHER_WAY | ({"dtype"} if options.ignore_dtype else set())
-    if names is not None and values is not None and is_program(left, right):
+    has_names = sides.names is not None
+    if has_names and values is not None and sides.has_program:
         harmless |= OTHER_NAMES
-    hidden = () if names is not None else hidden_segments(entries)
-    adapters = adapter_notes(mine.keys, theirs.keys, FIELDS)
-    other_notes, compared = _compare_others(left, right, (mine, theirs), names, values, options)
-    other_notes = [
-        *_tie_notes(left, right, entries),
-        *_metadata_notes(left, right),
-        *other_notes,
-    ]
-    versions, failure = _compare_versions(left, right, (mine, theirs), names)
+    versions, failure = compare_versions(sides)
+    about_others, compared = compare_others(sides, values, options)
+    other_notes = [*tie_notes(sides, entries), *metadata_notes(left, right), *about_others]
+    notes = [*one_rank(left), *one_rank(right), *versions]
+    notes += [] if has_names else hidden_segments(entries)
+    notes += [*adapter_notes(left_section.keys, right_section.keys, FIELDS), *other_notes]
+    inferred = None
+    if infers and not has_names:
+        inferred = suggestions(left, right, entries, values is not None)
     operands = names_of(left, right)
     return Diff(
         left.source,
         right.source,
         identical=not failure and all(entry.is_one_of(harmless) for entry in entries),
         entries=entries,
-        notes=(*one_rank(left), *one_rank(right), *versions, *hidden, *adapters, *other_notes),
+        notes=tuple(notes),
         other_failure=failure.format(left=operands[0], right=operands[1]),
-        inferred=suggestions(left, right, entries, values is not None)
-        if infers and names is None
-        else None,
+        inferred=inferred,
         harmless=harmless,
         has_other_notes=any(not isinstance(note, Info) for note in other_notes),
         compared={"keys": True, "shapes": True, "dtypes": not options.ignore_dtype, **compared},
-        outlines=(outlines(mine), outlines(theirs)),
-        kinds=kinds_by_side(left=left.kinds_of(mine), right=right.kinds_of(theirs)),
+        outlines=(outlines(left_section), outlines(right_section)),
+        kinds=kinds_by_side(left=left.kinds_of(left_section), right=right.kinds_of(right_section)),
         names=operands,
     )
 
@@ -119,13 +119,17 @@ def names_of(left: Checkpoint, right: Checkpoint) -> Sides:
     return SIDES if is_nameless else (left.source, right.source)
 
 
-# Statuses of equal weights: what a program has under other names, or with another number of names.
-OTHER_NAMES = frozenset({"renamed", "transformed", "alias"})
+def _models(left: Checkpoint, right: Checkpoint, model: ModelOperand | None) -> BothSides:
+    """Return the sections of the two models, and the names that both are read with."""
+    left_section, right_section = model_section(left), model_section(right)
+    names = None
+    if model is not None:
+        model = as_read(model, left_section, left.source)
+        names = as_read(model, right_section, right.source).names()
+    return BothSides(left, right, left_section, right_section, names)
 
 
-def is_program(*checkpoints: Checkpoint) -> bool:
-    """Return True if one of them is a program: it keeps its own names, whatever weights it has."""
-    return any(format_of(checkpoint).holds.programs for checkpoint in checkpoints)
+# Programs
 
 
 def program_and_weights(left: Checkpoint, right: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
@@ -135,33 +139,21 @@ def program_and_weights(left: Checkpoint, right: Checkpoint) -> tuple[Checkpoint
 
 def is_written_program(checkpoint: Checkpoint) -> bool:
     """Return True if it is a program whose names a remap can change."""
-    kind = format_of(checkpoint)
-    return kind.holds.programs and kind.writes
+    format = format_of(checkpoint)
+    return format.holds.programs and format.writes
+
+
+# Two saved optimizers
 
 
 def _saved_optimizers(
     left: Checkpoint, right: Checkpoint
 ) -> tuple[SavedOptimizer, SavedOptimizer] | None:
     """Return the two optimizers if both sides hold nothing but the state of one."""
-    mine, theirs = optimizer_alone(left), optimizer_alone(right)
-    return (
-        None
-        if mine is None or theirs is None
-        else (SavedOptimizer.of(left, mine), SavedOptimizer.of(right, theirs))
-    )
-
-
-def _models(
-    left: Checkpoint, right: Checkpoint, model: ModelOperand | None
-) -> tuple[Section, Section, Names | None]:
-    """Return the sections of the two models, and the names that both are read with."""
-    mine, theirs = model_section(left), model_section(right)
-    names = (
-        None
-        if model is None
-        else as_read(as_read(model, mine, left.source), theirs, right.source).names()
-    )
-    return mine, theirs, names
+    left_section, right_section = optimizer_alone(left), optimizer_alone(right)
+    if left_section is None or right_section is None:
+        return None
+    return SavedOptimizer.of(left, left_section), SavedOptimizer.of(right, right_section)
 
 
 def _optimizers(
@@ -178,39 +170,21 @@ def _optimizers(
     entries = (*diff.entries, *compare_outside(left, right, values))
     notes: list[str] = []
     if diff.by_id:
-        notes.append(
-            Info(
-                "parameters are compared by id: pass --model MODEL to compare them by name",
-                "compared-by",
-            )
-        )
+        text = "parameters are compared by id: pass --model MODEL to compare them by name"
+        notes.append(Info(text, "compared-by"))
     if diff.classes[0] != diff.classes[1]:
         classes = [title or UNKNOWN_CLASS for title in diff.classes]
         words = "{left} is the state of {}, {right} of {}: neither loads the other's"
         notes.append(Note.about(words, "optimizer-class", *classes))
-    other_notes, compared = _compare_others(
-        left, right, (saved[0].section, saved[1].section), names, values, options
-    )
-
-    # What brings the first optimizer into the form, the order and the groups of the second
-    form, wanted = (forms.read(one.section).form for one in saved)
-    remedy = None
-    if any(
-        e.status == "order" or (e.status == "renamed" and e.right[0].startswith(GROUPS))
-        for e in entries
-    ):
-        remedy = Remedy("like_right", None if form == wanted else wanted)
-    elif form != wanted:
-        remedy = Remedy(
-            "keys_by_model" if model is not None or not is_named(saved[0]) else "keys", wanted
-        )
+    sides = BothSides(left, right, saved[0].section, saved[1].section, names)
+    other_notes, compared = compare_others(sides, values, options)
     return Diff(
         left.source,
         right.source,
         identical=all(entry.status in EITHER_WAY for entry in entries),
         entries=entries,
         notes=(*notes, *diff.notes, *other_notes),
-        remedy=remedy,
+        remedy=_remedy(entries, saved, model),
         has_other_notes=bool(other_notes),
         compared=dict.fromkeys(("keys", "shapes", "dtypes"), True) | compared,
         outlines=diff.outlines,
@@ -218,277 +192,23 @@ def _optimizers(
     )
 
 
-# Tied tensors
-
-
-def _tie_notes(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield a note on keys that are one tensor on one side, and separate tensors on the other.
-
-    It is information only if the other side's format cannot hold one tensor under two names, as
-    safetensors.
+def _remedy(
+    entries: Iterable[Entry],
+    saved: tuple[SavedOptimizer, SavedOptimizer],
+    model: ModelOperand | None,
+) -> Remedy | None:
+    """Return what brings the first optimizer into the form, the order and the groups of the
+    second.
     """
-    left_first, right_first = model_section(left).aliases(), model_section(right).aliases()
-    if not left_first and not right_first:
-        return
-    right_of: dict[str, str] = {}
+    form, other_form = (forms.read(optimizer.section).form for optimizer in saved)
     for entry in entries:
-        if len(entry.left) == len(entry.right) == 1:
-            right_of[entry.left[0]] = entry.right[0]
-    left_of = {right_key: left_key for left_key, right_key in right_of.items()}
-    for side, first, counterpart, other_first, other in (
-        (FIELDS[0], left_first, right_of, right_first, right),
-        (FIELDS[1], right_first, left_of, left_first, left),
-    ):
-        untied = []
-        for key, first_key in first.items():
-            name, first_name = counterpart.get(key), counterpart.get(first_key)
-            if name is None or first_name is None:
-                continue
-            if other_first.get(name, name) != other_first.get(first_name, first_name):
-                untied.append(f"{key} = {first_key}")
-        if untied:
-            kind = Note if format_of(other).holds.aliases else Info
-            yield kind.about(f"tied in {side} only: {{}}", "ties", some(untied))
-
-
-def _metadata_notes(left: Checkpoint, right: Checkpoint) -> Iterator[str]:
-    """Yield a note on the entries of ``__metadata__`` that differ; information if only one of the
-    formats has it.
-    """
-    if left.metadata == right.metadata:
-        return
-    names, fields = list[str](), list[str]()
-    for name in dict.fromkeys((*left.metadata, *right.metadata)):
-        if left.metadata.get(name) == right.metadata.get(name):
-            continue
-        names.append(name)
-        if name not in right.metadata:
-            fields.append("{} (in {left} only)")
-        elif name not in left.metadata:
-            fields.append("{} (in {right} only)")
-        else:
-            fields.append("{}")
-    words = f"the metadata of the files (__metadata__) differs: {some(fields)}"
-    kind = Note if left.format == right.format else Info
-    yield kind.about(words, "metadata", *names)
-
-
-# Everything besides the two models
-
-
-def compare_outside(
-    left: Checkpoint, right: Checkpoint, values: Values | None
-) -> tuple[Entry, ...]:
-    """Compare the entries outside of state dicts that both have, and all storages that belong to no
-    known tensor.
-    """
-    mine, theirs = loose_entries(left), loose_entries(right)
-    entries = [compare_pair(mine[key], theirs[key], values) for key in mine if key in theirs]
-    formats = {format_of(left), format_of(right)}
-    if len(formats) > 1 and any(row.holds.code_storages for row in formats):
-        return tuple(entries)  # other formats have no place for the constants of its code
-
-    # Only their bytes identify such storages, so these are always compared.
-    by_content: dict[bytes | None, list[Unreached]] = {}
-    for storage in right.unreached:
-        by_content.setdefault(_content(storage), []).append(storage)
-    alone = []
-    for storage in left.unreached:
-        content = _content(storage)
-        same = by_content.get(content) if content is not None else None
-        if same:
-            entries.append(Entry("same", (storage.path,), (same.pop(0).path,)))
-        else:
-            alone.append(only_left(storage.path, _STORAGE_LEFT))
-    rest = (
-        only_right(storage.path, _STORAGE_RIGHT)
-        for storages in by_content.values()
-        for storage in storages
-    )
-    return (*entries, *alone, *rest)
-
-
-_STORAGE_LEFT, _STORAGE_RIGHT = (
-    Cause(Code.STORAGE).and_also(Cause(Code.UNEXPECTED)),
-    Cause(Code.STORAGE).and_also(Cause(Code.MISSING)),
-)
-
-
-def loose_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry | ExtraEntry]:
-    """Return the entries outside of state dicts and optimizers, by their dotted path."""
-    return {
-        entry.key: entry
-        for section in checkpoint.sections
-        if section.kind == "other"
-        for entry in section.entries
-    }
-
-
-def _content(storage: Unreached) -> bytes | None:
-    try:
-        return content_of_storage(storage.storage)
-    except CkptError:
+        is_in_other_group = entry.status == "renamed" and entry.right[0].startswith(GROUPS)
+        if entry.status == "order" or is_in_other_group:
+            return Remedy("like_right", None if form == other_form else other_form)
+    if form == other_form:
         return None
-
-
-def _compare_others(
-    left: Checkpoint,
-    right: Checkpoint,
-    models: tuple[Section, Section],
-    names: Names | None,
-    values: Values | None,
-    options: CompareOptions,
-) -> tuple[list[str], dict[str, bool]]:
-    """Return notes on what differs or was not compared, and which aspects were compared
-    completely.
-    """
-    mine, theirs = _other_sections(left, right, models)
-    notes, skipped = _section_notes(left, right, models, names, values, options)
-    loose = loose_entries(left), loose_entries(right)
-    for side, source, own, others, tensors, known in (
-        (FIELDS[0], left.source, mine, theirs, loose[0], loose[1]),
-        (FIELDS[1], right.source, theirs, mine, loose[1], loose[0]),
-    ):
-        alone = [section.title for path, section in own.items() if path not in others]
-        if alone:
-            words = f"not compared: {{}} in {side} only (for example {{}}::{{}})"
-            notes.append(Note.about(words, "not-compared", some(alone), source, alone[0]))
-        keys = [key for key in tensors if key not in known]
-        if keys:
-            count = plural(len(keys), "entry")
-            words = f"not compared: {count} outside of state dicts in {side} only: {{}}"
-            notes.append(Note.about(words, "not-compared", some(keys)))
-        skipped = skipped or bool(alone or keys)
-    if values is not None:
-        mine_objects, their_objects = (
-            {entry.key: entry for entry in side.objects} for side in (left, right)
-        )
-        for side, objects, other_objects in (
-            (FIELDS[0], mine_objects, their_objects),
-            (FIELDS[1], their_objects, mine_objects),
-        ):
-            alone = [path or "(root)" for path in objects if path not in other_objects]
-            if alone:
-                words = f"non-tensor entries in {side} only: {{}}"
-                notes.append(Note.about(words, "other-sections", some(alone)))
-        both = [path for path in mine_objects if path in their_objects]
-        unlike = [
-            path or "(root)"
-            for path in both
-            if not same_objects(mine_objects[path], their_objects[path])
-        ]
-        if unlike:
-            notes.append(
-                Note(f"non-tensor entries with different values: {some(unlike)}", "other-sections")
-            )
-    compared = {
-        "values": values is not None,
-        **dict.fromkeys(("aliases", "metadata"), True),
-        **dict.fromkeys(("optimizers", "other_sections"), not skipped),
-        "objects": values is not None,
-    }
-    if is_program(left, right):
-        compared["code"] = False
-    return notes, compared
-
-
-def _compare_versions(
-    left: Checkpoint,
-    right: Checkpoint,
-    models: tuple[Section, Section],
-    names: Names | None,
-) -> tuple[list[str], str]:
-    """Return a note on module versions that differ, and why the two are not identical if loading
-    depends on them, in words with the fields of the sides.
-
-    With the `names` of a model, loading is compared. A format that has no place for versions does
-    not count as a difference.
-    """
-    others = other_versions_of(*models)
-    if not others:
-        return [], ""
-    has_place = all(
-        model.modules or format_of(side).holds.versions
-        for model, side in zip(models, (left, right))
-    )
-    decisive = [
-        one
-        for one in others
-        if one.effect is Effect.LOADING or (one.effect is Effect.UNKNOWN and has_place)
-    ]
-    lost = FIELDS[0] if not models[0].modules else FIELDS[1]
-    cause = (
-        f"{lost} lost its module versions" if others[0].is_lost else ("the module versions differ")
-    )
-    if names is not None:  # the model's own loading was compared
-        modules = some([*map(str, others)])
-        return [Info.about(f"{cause} (_metadata): {{}}", "module-versions", modules)], ""
-    if not decisive:
-        doubt = "only the model's code tells if loading depends on them"
-        known = all(one.effect is Effect.NOTHING for one in others)
-        effect = "loading these keys is the same" if known else doubt
-        words = f"{cause} (_metadata); {effect}: {{}}"
-        return [Info.about(words, "module-versions", some([*map(str, others)]))], ""
-    certain = all(one.effect is Effect.LOADING for one in decisive)
-    how = (
-        "torch loads these keys differently"
-        if certain
-        else ("torch may load these keys differently")
-    )
-    words = f"{cause} (_metadata), and {how}: {{}}"
-    return [Note.about(words, "module-versions", some([*map(str, decisive)]))], cause
-
-
-def _other_sections(
-    left: Checkpoint, right: Checkpoint, models: tuple[Section, Section]
-) -> tuple[dict[str, Section], dict[str, Section]]:
-    """Return the state dicts and optimizers besides the models, by path."""
-    mine, theirs = (
-        {s.path: s for s in side.sections if s.kind != "other" and s.path != model.path}
-        for side, model in zip((left, right), models)
-    )
-    return mine, theirs
-
-
-def _section_notes(
-    left: Checkpoint,
-    right: Checkpoint,
-    models: tuple[Section, Section],
-    names: Names | None,
-    values: Values | None,
-    options: CompareOptions,
-) -> tuple[list[str], bool]:
-    """Compare the sections that both have under one path: a note on each difference, and if one was
-    not compared.
-    """
-    notes, skipped = list[str](), False
-    mine, theirs = _other_sections(left, right, models)
-    for path in [path for path in mine if path in theirs]:
-        one, other = mine[path], theirs[path]
-        if one.kind != other.kind:
-            words = "{}: {} in {left}, {} in {right}"
-            notes.append(Note.about(words, "other-sections", one.title, one.kind, other.kind))
-            continue
-        try:
-            harmless = EITHER_WAY
-            if one.kind == "state_dict":
-                entries = compare(one, other, values)
-                if options.ignore_dtype:
-                    entries, harmless = without_dtypes(entries), harmless | {"dtype"}
-            else:
-                saved = SavedOptimizer.of(left, one), SavedOptimizer.of(right, other)
-                entries = compare_optimizers(*saved, names, values).entries
-        except CkptError as error:
-            notes.append(Note(f"not compared: {one.title}: {error.message}", "not-compared"))
-            skipped = True
-            continue
-        count = sum(not entry.is_one_of(harmless) for entry in entries)
-        if count:
-            again = command("diff", (f"{left.source}::{path}", f"{right.source}::{path}"), options)
-            notes.append(
-                Note(f"{one.title}: {plural(count, 'difference')} ({again})", "other-sections")
-            )
-    return notes, skipped
+    needs_model = model is not None or not is_named(saved[0])
+    return Remedy("keys_by_model" if needs_model else "keys", other_form)
 
 
 # The same comparison shared by the ranks of a job
@@ -520,23 +240,21 @@ def compare_on_ranks(
 
     for comparison in comparisons:
         comparison(note)
-    questions = {
-        at: Question(a.key, a.nbytes + b.nbytes, partial(as_json, a, b))
-        for at, (a, b) in pairs.items()
-    }
-    known = answers("comparing values", questions)
+    questions = {}
+    for identities, (left, right) in pairs.items():
+        nbytes = left.nbytes + right.nbytes
+        questions[identities] = Question(left.key, nbytes, partial(as_json, left, right))
+    answered = answers("comparing values", questions)
     only_first()
 
     def look_up(left: TensorEntry, right: TensorEntry) -> Difference | None:
-        at = left.identity, right.identity
-        if at not in pairs:
+        identities = left.identity, right.identity
+        if identities not in pairs:
             return compute(left, right)
-        answer = known[at]
+        answer = answered[identities]
         if answer is None:
             return None
-        return Difference(
-            answer["text"], tuple((exponent, count) for exponent, count in answer["spread"])
-        )
+        return Difference(answer["text"], tuple(map(tuple, answer["spread"])))
 
     return look_up
 
@@ -547,16 +265,11 @@ def read_all_values(
     """Compare `values` of every pair of tensors that a diff of the two compares, and read nothing
     else.
     """
-    saved = _saved_optimizers(left, right)
-    if saved is not None:
-        compare_optimizers(*saved, None if model is None else model.names(), values)
+    optimizers = _saved_optimizers(left, right)
+    if optimizers is not None:
+        compare_optimizers(*optimizers, None if model is None else model.names(), values)
     else:
-        mine, theirs, names = _models(left, right, model)
-        if names is None:
-            compare(mine, theirs, values)
-        else:
-            compare_through(names, mine, theirs, values)
-        _section_notes(left, right, (mine, theirs), names, values, CompareOptions())
-    mine_loose, their_loose = loose_entries(left), loose_entries(right)
-    for key in [key for key in mine_loose if key in their_loose]:
-        compare_pair(mine_loose[key], their_loose[key], values)
+        sides = _models(left, right, model)
+        sides.compare(values)
+        compare_sections(sides, values, CompareOptions())
+    compare_loose(left, right, values)

@@ -16,7 +16,8 @@ from ckpttool.core.text import Info, Note, code_of, plural, shell, some
 from ckpttool.diffing.adapter import adapter_alone
 from ckpttool.diffing.adapter import load as load_adapter
 from ckpttool.diffing.causes import Code
-from ckpttool.diffing.names import compare_load, compare_names, loads
+from ckpttool.diffing.loading import compare_load, loads
+from ckpttool.diffing.names import compare_names
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, kinds_by_side, names_outlines, outlines
 from ckpttool.diffing.sections import (
     adapter_notes,

@@ -32,24 +32,24 @@ def compare(left: Section, right: Section, values: Values | None = None) -> tupl
     Names that differ by the segments of wrappers only are one tensor, if there is only one way to
     pair them.
     """
-    have, want = left.by_key(), right.by_key()
-    entries = [compare_pair(have[key], want[key], values) for key in have if key in want]
-    mine, theirs = (
-        [key for key in have if key not in want],
-        [key for key in want if key not in have],
-    )
-    if not mine and not theirs:
+    left_entries, right_entries = left.by_key(), right.by_key()
+    entries: list[Entry] = []
+    for key, entry in left_entries.items():
+        if key in right_entries:
+            entries.append(compare_pair(entry, right_entries[key], values))
+    only_in_left = [key for key in left_entries if key not in right_entries]
+    only_in_right = [key for key in right_entries if key not in left_entries]
+    if not only_in_left and not only_in_right:
         return tuple(entries)
-    pairs = unlike(have, want, mine, theirs)
-    entries += [
-        renamed(have[old], want[new], wrapper_cause(old, new), values) for old, new in pairs.items()
-    ]
+    pairs = unlike(left_entries, right_entries, only_in_left, only_in_right)
+    for key, other in pairs.items():
+        cause = wrapper_cause(key, other)
+        entries.append(renamed(left_entries[key], right_entries[other], cause, values))
     paired = set(pairs.values())
-    known, known_right = ({*want, *pairs}, {*have, *paired}) if pairs else (want, have)
-    entries += leftover(only_left, left, [key for key in mine if key not in pairs], known)
-    entries += leftover(
-        only_right, right, [key for key in theirs if key not in paired], known_right
-    )
+    only_in_left = [key for key in only_in_left if key not in pairs]
+    only_in_right = [key for key in only_in_right if key not in paired]
+    entries += leftover(only_left, left, only_in_left, {*right_entries, *pairs})
+    entries += leftover(only_right, right, only_in_right, {*left_entries, *paired})
     return tuple(entries)
 
 
@@ -61,36 +61,53 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
         if type(left) is type(right):
             return _compare_objects(left, right, values)
         return Entry("shape", *keys, Cause(Code.OBJECT_ONE_SIDE))
-    if not (
-        kind(left) == kind(right) or (is_dense(left) and is_dense(right)) or right.layout == "meta"
-    ):
-        return Entry(
-            "shape", *keys, Cause(Code.KIND), None, f"{kind(left)} instead of {kind(right)}"
-        )
-    unlike = shape_or_dtype(left, right.dtype, right.shape, *keys)
-    if unlike is not None and unlike.status == "shape":
-        return unlike
+    if not _are_of_one_kind(left, right):
+        detail = f"{kind(left)} instead of {kind(right)}"
+        return Entry("shape", *keys, Cause(Code.KIND), None, detail)
+    difference = shape_or_dtype(left, right.dtype, right.shape, *keys)
+    if difference is not None and difference.status == "shape":
+        return difference
     of_ranks = rank_pairs(left, right)
-    if values is None and not of_ranks:
-        return unlike or Entry("same", *keys)
-    dtypes, code = (left.dtype, right.dtype), Code.VALUE
-    for one, other in chain([(left, right)], of_ranks):
-        if one is None or other is None or one.shape != other.shape:
+    if values is not None or of_ranks:
+        difference = _compare_values(left, right, of_ranks, values) or difference
+    return difference or Entry("same", *keys)
+
+
+def _are_of_one_kind(left: TensorEntry, right: TensorEntry) -> bool:
+    if is_dense(left) and is_dense(right):
+        return True
+    return kind(left) == kind(right) or right.layout == "meta"
+
+
+def _compare_values(
+    left: TensorEntry,
+    right: TensorEntry,
+    of_ranks: Iterable[tuple[TensorEntry | None, TensorEntry | None]],
+    values: Values | None,
+) -> Entry | None:
+    """Return how the values differ, of the tensors or of what the ranks hold of them; None if they
+    do not. Without `values` the shapes and dtypes of all ranks are compared.
+    """
+    keys = (left.key,), (right.key,)
+    dtypes = left.dtype, right.dtype
+    code = Code.VALUE
+    for part, other in chain([(left, right)], of_ranks):
+        if part is None or other is None or part.shape != other.shape:
             return Entry("shape", *keys, Cause(Code.RANK_SHAPE))
         cause = Cause(code)
-        if one.dtype != other.dtype:
-            if (one.dtype, other.dtype) != dtypes:
+        if part.dtype != other.dtype:
+            if (part.dtype, other.dtype) != dtypes:
                 return Entry("shape", *keys, Cause(Code.RANK_SHAPE))
             cause = Cause(Code.DTYPE, dtypes).and_also(Cause(Code.CONVERTED))
         if values is None:
             continue
-        if one.dtype != other.dtype and not (_is_plain(one) and _is_plain(other)):
+        if part.dtype != other.dtype and not (_is_plain(part) and _is_plain(other)):
             return Entry("value", *keys, Cause(Code.DTYPE, dtypes).and_also(Cause(Code.UNREAD)))
-        differs = values(one, other)
+        differs = values(part, other)
         if differs is not None:
             return Entry("value", *keys, cause, None, differs.text, differs.spread or None)
         code = Code.RANK_VALUE
-    return unlike or Entry("same", *keys)
+    return None
 
 
 def _is_plain(entry: TensorEntry) -> bool:
@@ -118,35 +135,35 @@ def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None)
     everything else.
     """
     keys = (left.key,), (right.key,)
-    mine, theirs = ({part.key: part for part in entry.tensors} for entry in (left, right))
+    left_parts = {part.key: part for part in left.tensors}
+    right_parts = {part.key: part for part in right.tensors}
     other_dtype = None
-    for key in {**mine, **theirs}:
+    for key in {**left_parts, **right_parts}:
         path = f"{left.key}.{key}"
-        if key not in mine or key not in theirs:
-            side = "left" if key in mine else "right"
-            return Entry(
-                "shape", *keys, Cause(Code.OBJECT_TENSORS), None, f"{path}: only in {side}"
-            )
+        if key not in left_parts or key not in right_parts:
+            detail = f"{path}: only in {'left' if key in left_parts else 'right'}"
+            return Entry("shape", *keys, Cause(Code.OBJECT_TENSORS), None, detail)
+        part, other = left_parts[key], right_parts[key]
         # loading converts no tensors inside objects
-        same_dtype = mine[key].dtype == theirs[key].dtype
-        entry = compare_pair(mine[key], theirs[key], values if same_dtype else None)
-        if entry.cause is not None:
-            status, cause = entry.status, Cause(Code.OBJECT_TENSOR).and_also(entry.cause)
-            detail = f"{path}: {entry.detail}" if entry.detail else path
-            if status != "dtype":
-                return Entry(status, *keys, cause, None, detail)
-            if values is not None:
-                status, cause = "value", cause.and_also(Cause(Code.UNREAD))
-            other_dtype = other_dtype or Entry(status, *keys, cause, None, detail)
+        entry = compare_pair(part, other, values if part.dtype == other.dtype else None)
+        if entry.cause is None:
+            continue
+        cause = Cause(Code.OBJECT_TENSOR).and_also(entry.cause)
+        detail = f"{path}: {entry.detail}" if entry.detail else path
+        if entry.status != "dtype":
+            return Entry(entry.status, *keys, cause, None, detail)
+        if other_dtype is None and values is None:
+            other_dtype = Entry("dtype", *keys, cause, None, detail)
+        elif other_dtype is None:
+            cause = cause.and_also(Cause(Code.UNREAD))
+            other_dtype = Entry("value", *keys, cause, None, detail)
     if other_dtype is not None:
         return other_dtype
     if values is None:
         return Entry("extra_state", *keys, Cause(Code.OBJECT_UNREAD))
-    return (
-        Entry("same", *keys)
-        if same_objects(left, right)
-        else Entry("value", *keys, Cause(Code.OBJECT_VALUE))
-    )
+    if same_objects(left, right):
+        return Entry("same", *keys)
+    return Entry("value", *keys, Cause(Code.OBJECT_VALUE))
 
 
 def renamed(
@@ -188,21 +205,21 @@ def _only_renamed(entry: Entry) -> Entry:
 
 
 def leftover(
-    only: Callable[[str], Entry], section: Section, keys: Iterable[str], known: Collection[str]
+    only: Callable[[str], Entry], section: Section, keys: Iterable[str], other_keys: Collection[str]
 ) -> list[Entry]:
     """Return the entries of keys that only one side has; a second name of a tensor that both have
-    is an alias.
+    (one of the `other_keys`) is an alias.
     """
     first = aliases(section)
+    # first name of a tensor -> all its names
     names: dict[str, set[str]] = {}
     for key, name in first.items():
         names.setdefault(name, {name}).add(key)
     entries = []
     for key in keys:
         entry = only(key)
-        others = (
-            [name for name in names.get(first.get(key, key), ()) if name in known] if names else ()
-        )
+        all_names = names.get(first.get(key, key), ())
+        others = [name for name in all_names if name in other_keys]
         if others:
             cause = Cause(Code.SECOND_NAME)
             entry = Entry("alias", entry.left, entry.right, cause, None, f"same as {min(others)}")
@@ -310,15 +327,13 @@ def unpairable(entries: Sequence[Entry]) -> tuple[set[str], set[str]]:
     side has none.
     """
     sides = [_only(entries, status) for status in ("unexpected", "missing")]
-    codes = (Code.PART, Code.COMPUTED_FROM)
-    known = {
-        key
-        for side in sides
-        for key, entry in side.items()
-        if entry.cause and entry.cause.code in codes
-    }
+    computed: set[str] = set()
+    for side in sides:
+        for key, entry in side.items():
+            if entry.cause and entry.cause.code in (Code.PART, Code.COMPUTED_FROM):
+                computed.add(key)
     left, right = (set(parts(side)) for side in sides)
-    return known | (left if not right else set()), known | (right if not left else set())
+    return computed | (left if not right else set()), computed | (right if not left else set())
 
 
 def _only(entries: Iterable[Entry], status: str) -> dict[str, Entry]:
@@ -337,34 +352,41 @@ def hidden_segments(entries: Iterable[Entry]) -> tuple[str, ...]:
     entries = list(entries)
     missing = [entry.right[0] for entry in entries if entry.status == "missing"]
     unexpected = [entry.left[0] for entry in entries if entry.status == "unexpected"]
-    counts: Counter[tuple[str, str]] = Counter()
+    notes = []
     for side, longer, shorter in (
         (FIELDS[0], missing, unexpected),
         (FIELDS[1], unexpected, missing),
     ):
-        known, dots = set(shorter), {key.count(".") + 1 for key in shorter}
-        found = (without_segment(key, known) for key in longer if key.count(".") in dots)
-        counts.update((side, one[1]) for one in found if one is not None)
-    return tuple(
-        Note.about(
-            f"{plural(count, 'key')} in {side} without the segment `{{}}` of the other side: a"
-            " state_dict hook may hide it (pass --model to know)",
-            "hidden-segment",
-            segment,
-        )
-        for (side, segment), count in counts.items()
-    )
+        for segment, count in _missing_segments(longer, shorter).items():
+            text = (
+                f"{plural(count, 'key')} in {side} without the segment `{{}}` of the other side: a"
+                " state_dict hook may hide it (pass --model to know)"
+            )
+            notes.append(Note.about(text, "hidden-segment", segment))
+    return tuple(notes)
 
 
-def without_segment(key: str, known: Container[str]) -> tuple[str, str] | None:
-    """Return the one known key that is this key without a segment, and the segment; None if there
+def _missing_segments(longer: Sequence[str], shorter: Sequence[str]) -> Counter[str]:
+    """Count the segments without which a longer key is one of the shorter ones."""
+    keys = set(shorter)
+    dots = {key.count(".") + 1 for key in shorter}
+    counts: Counter[str] = Counter()
+    for key in longer:
+        hit = without_segment(key, keys) if key.count(".") in dots else None
+        if hit is not None:
+            counts[hit[1]] += 1
+    return counts
+
+
+def without_segment(key: str, keys: Container[str]) -> tuple[str, str] | None:
+    """Return the one of `keys` that is this key without a segment, and the segment; None if there
     are none or more.
     """
     hits, start = {}, 0
     for segment in key.split("."):
         end = start + len(segment) + 1
         name = key[:start] + key[end:] if end < len(key) else key[: start - 1]
-        if name in known:
+        if name in keys:
             hits[name] = segment
         start = end
     return hits.popitem() if len(hits) == 1 else None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import Note, plural, shell, some
-from ckpttool.diffing.names import compare_with_code, renamable
+from ckpttool.diffing.names_file import compare_with_code, renamable
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff
 from ckpttool.fixes.commands import FEW, Fixes

@@ -16,7 +16,7 @@ from ckpttool.core.text import Note, plural, shell, some, visible
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import FIELDS
 from ckpttool.diffing.moved import Rotary, rotary
-from ckpttool.diffing.names import known
+from ckpttool.diffing.renames import same_tensors
 from ckpttool.diffing.result import Entry
 from ckpttool.formats.registry import MEMORY
 from ckpttool.io.paths import is_url, name
@@ -279,7 +279,7 @@ def suggested(
     if inferred is None:
         return None
     paired = {key for pair in inferred.pairs for key in pair.left}
-    same = {old: new for old, new in known(entries).items() if old not in paired}
+    same = {old: new for old, new in same_tensors(entries).items() if old not in paired}
     mine, theirs = model_section(left), model_section(right)
     orders: dict[str, Rotary] = {}
     if values:

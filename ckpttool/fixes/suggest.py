@@ -9,7 +9,8 @@ from dataclasses import replace
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.diffing.adapter import adapter_alone
-from ckpttool.diffing.checkpoints import is_program, is_written_program
+from ckpttool.diffing.checkpoints import is_written_program
+from ckpttool.diffing.others import is_program
 from ckpttool.diffing.result import Diff, Fix, Unfixed
 from ckpttool.fixes.commands import FEW, Fixes
 from ckpttool.fixes.names import model_fixes

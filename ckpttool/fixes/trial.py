@@ -14,8 +14,8 @@ from ckpttool.core.expression import refs
 from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.checkpoints import program_and_weights
-from ckpttool.diffing.names import suggestions
 from ckpttool.diffing.options import DiffOptions
+from ckpttool.diffing.renames import suggestions
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Outlines, names_outlines, outlines
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare, explain_computed

@@ -29,8 +29,9 @@ from ckpttool.core.checkpoint import (
     contiguous_stride,
 )
 from ckpttool.core.errors import CkptError
+from ckpttool.diffing.loading import compare_load
 from ckpttool.diffing.model import names_alone
-from ckpttool.diffing.names import compare_load, compare_names
+from ckpttool.diffing.names import compare_names
 from ckpttool.diffing.one_model import compare_through
 from ckpttool.diffing.result import STATUSES, Entry
 from ckpttool.diffing.sections import compare

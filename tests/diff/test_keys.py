@@ -16,8 +16,8 @@ from ckpttool.core.checkpoint import (
     TensorEntry,
     Unreached,
 )
-from ckpttool.diffing.checkpoints import compare_outside
 from ckpttool.diffing.options import DiffOptions
+from ckpttool.diffing.others import compare_outside
 from ckpttool.diffing.result import Entry
 from ckpttool.diffing.sections import compare
 

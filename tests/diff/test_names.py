@@ -14,7 +14,8 @@ from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import Hook, LoadedTensor, Names, RuntimeTensor, SerializedKey
 from ckpttool.diffing.causes import Code
-from ckpttool.diffing.names import compare_load, compare_names, loads
+from ckpttool.diffing.loading import compare_load, loads
+from ckpttool.diffing.names import compare_names
 from ckpttool.diffing.one_model import compare_through
 from ckpttool.diffing.result import Entry
 from ckpttool.evaluate.compare import difference

@@ -1,0 +1,418 @@
+"""Compare a checkpoint with the model that loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple, Union
+
+from ckpttool.core import expression as ex
+from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.core.expression import Expression, Op, Ref
+from ckpttool.core.names import RUNTIME, SERIALIZED, Names, SerializedKey
+from ckpttool.core.text import is_flat
+from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
+from ckpttool.diffing.names import computed_cause
+from ckpttool.diffing.one_model import components, other_keys
+from ckpttool.diffing.result import Entry, only_left, only_right
+from ckpttool.diffing.sections import shape_or_dtype, under_another_name
+from ckpttool.evaluate.compare import same_values
+from ckpttool.naming.convert import read
+from ckpttool.naming.match import NameTables, aliases, base_name
+
+if TYPE_CHECKING:
+    from ckpttool.tracing.loading import Verdict
+
+Objects = dict[str, Union[TensorEntry, ExtraEntry]]
+
+
+class Unpaired:
+    """The keys that no entry names yet: `saved` of the checkpoint, and `expected` of the model
+    (None for an extra state).
+    """
+
+    def __init__(self, saved: Objects, expected: dict[str, SerializedKey | None]) -> None:
+        self.saved = {key: entry for key, entry in saved.items() if key not in expected}
+        self.expected = {key: tensor for key, tensor in expected.items() if key not in saved}
+
+    def take(self, saved: Iterable[str], expected: Iterable[str]) -> None:
+        """Remove these keys: an entry names them."""
+        for key in saved:
+            del self.saved[key]
+        for key in expected:
+            del self.expected[key]
+
+
+def compare_load(
+    names: Names, section: Section, verdict: Verdict | None, by_pretrained: bool = False
+) -> tuple[Entry, ...]:
+    """Compare a checkpoint (left) with the serialized keys that the model loads (right).
+
+    `verdict` is what torch says about loading it; without one (a names file) keys and shapes
+    decide. `by_pretrained`: it is the answer of from_pretrained, which ignores some keys.
+    """
+    saved = section.by_key()
+    expected: dict[str, SerializedKey | None] = {key.key: key for key in names.serialized}
+    for name in names.extra_state:
+        expected.setdefault(name, None)
+    rejected = () if verdict is None else verdict.unexpected
+    entries: list[Entry] = []
+    for key, tensor in expected.items():
+        if key in saved:
+            entries.append(_under_one_key(saved[key], tensor, key in rejected))
+    unpaired = Unpaired(saved, expected)
+    entries += _in_other_form(NameTables(names), section, unpaired)
+    entries += _call_variants(names, section, unpaired)
+    if verdict is not None:
+        entries += _by_load_hook(names, verdict, unpaired)
+    entries += _only_in_file(unpaired.saved, names, verdict, by_pretrained)
+    entries += _only_in_model(unpaired.expected, names, saved, verdict)
+    return tuple(_with_lost_values(entries, names, section, verdict))
+
+
+def _under_one_key(
+    entry: TensorEntry | ExtraEntry, expected: SerializedKey | None, rejected: bool
+) -> Entry:
+    """Return the entry of a key that both have; loading may have `rejected` it."""
+    key = (entry.key,)
+    if rejected and expected is not None:
+        is_named = entry.key.rpartition(".")[2] == "_extra_state"
+        code = Code.NAMED_EXTRA_STATE if is_named else Code.NOT_READ_BACK
+        return only_left(entry.key, Cause(code))
+    if expected is None:
+        return Entry("extra_state", key, key, Cause(Code.EXTRA_STATE))
+    if isinstance(entry, ExtraEntry):
+        return Entry("shape", key, key, Cause(Code.OBJECT))
+    unlike = shape_or_dtype(entry, expected.dtype, expected.shape, key, key)
+    return unlike or Entry("same", key, key)
+
+
+def _only_in_model(
+    keys: Iterable[str], names: Names, saved: Objects, verdict: Verdict | None
+) -> Iterator[Entry]:
+    """Yield an entry for each key that the file does not have; a tied one may be there under
+    another name.
+    """
+    optional = Cause(Code.OPTIONAL) if verdict is not None and verdict.ok else None
+    sources = {key.key: key.source for key in names.serialized}
+    # runtime tensor -> the first key of it in the file
+    present: dict[object, str] = {}
+    for key, source in sources.items():
+        if key in saved and isinstance(source, Ref):
+            present.setdefault(source, key)
+    for key in keys:
+        other = present.get(sources.get(key))
+        code, detail = Code.MISSING, None
+        if other is not None:
+            code, detail = Code.TIED, f"same as {other}"
+        yield only_right(key, Cause(code).and_also(optional), None, detail)
+
+
+# Keys that name a tensor in another way
+
+
+def _in_other_form(tables: NameTables, section: Section, unpaired: Unpaired) -> list[Entry]:
+    """Pair keys that name a tensor of the model in another form (wrapped, runtime)."""
+    entries = []
+    wrapped = read(tables, section, SERIALIZED).match.names
+    for key, name in wrapped.items():
+        if key in unpaired.saved and name in unpaired.expected:
+            entries.append(_renamed(key, name, wrapper_cause(key, name), tables, unpaired))
+    runtime = read(tables, section, RUNTIME).match.names
+    for key, fqn in runtime.items():
+        targets = tables.keys_of.get(tables.first.get(fqn, fqn), ())
+        target = next((name for name in targets if name in unpaired.expected), None)
+        if target is None or key not in unpaired.saved:
+            continue
+        cause = None if key == fqn else wrapper_cause(key, fqn)
+        if fqn == target:
+            entries.append(_renamed(key, target, cause, tables, unpaired))
+            continue
+        cause = Cause(Code.RUNTIME_KEY, (segment_change(fqn, target),)).and_also(cause)
+        entries.append(_renamed(key, target, cause, tables, unpaired, has_hook=True))
+    keys = {fqn: key for key, fqn in runtime.items()}
+    return entries + _computed_from(tables, keys, unpaired)
+
+
+def _renamed(
+    key: str,
+    target: str,
+    cause: Cause | None,
+    tables: NameTables,
+    unpaired: Unpaired,
+    *,
+    has_hook: bool = False,
+) -> Entry:
+    """Return the entry of a tensor under another key than `target`, and remove both keys."""
+    entry, expected = unpaired.saved[key], unpaired.expected[target]
+    unpaired.take([key], [target])
+    unlike = None
+    if isinstance(entry, TensorEntry) and expected is not None:
+        unlike = shape_or_dtype(entry, expected.dtype, expected.shape, (key,), (target,))
+    hook = tables.hooks.get(target) if has_hook else None
+    return under_another_name(unlike or Entry("renamed", (key,), (target,)), cause, hook)
+
+
+def _computed_from(tables: NameTables, keys: Mapping[str, str], unpaired: Unpaired) -> list[Entry]:
+    """Pair serialized keys with the runtime tensors of the file that saving computes them from
+    (`keys`: by FQN).
+    """
+    first_keys: dict[str, str] = {}
+    for fqn, key in keys.items():
+        if fqn in tables.first:
+            first_keys.setdefault(tables.first[fqn], key)
+    links: dict[str, list[str]] = {}
+    for key in unpaired.expected:
+        source = tables.saved.get(key)
+        if isinstance(source, Op):
+            links[key] = list(ex.refs(source))
+    entries = []
+    for targets, fqns in components(links):
+        lefts = [first_keys[fqn] for fqn in fqns if first_keys.get(fqn) in unpaired.saved]
+        source = tables.saved[targets[0]]
+        if not lefts or source is None:
+            continue
+        cause = Cause(Code.RUNTIME_TENSORS).and_also(computed_cause(source))
+        hook = tables.hooks[targets[0]]
+        entries.append(Entry("transformed", tuple(lefts), tuple(targets), cause, hook))
+        unpaired.take(lefts, targets)
+    return entries
+
+
+def _call_variants(names: Names, section: Section, unpaired: Unpaired) -> list[Entry]:
+    """Return entries of an unflattened program's call variants of tensors that both have."""
+    saved, first = section.by_key(), aliases(section)
+    sources = {key.key: key.source for key in names.serialized}
+    cause = Cause(Code.CALL_VARIANT)
+    entries = []
+    for key in [*unpaired.saved]:
+        if "@" in key and key in first and first[key] not in unpaired.saved:
+            unpaired.take([key], [])
+            entries.append(Entry("alias", (key,), (), cause, None, f"same as {first[key]}"))
+    for key in [*unpaired.expected]:
+        base = None if sources.get(key) is None else base_name(key, saved)
+        if base is None or base in unpaired.saved:
+            continue
+        if sources.get(base) == sources[key]:
+            unpaired.take([], [key])
+            entries.append(Entry("alias", (), (key,), cause, None, f"same as {base}"))
+    return entries
+
+
+def _by_load_hook(names: Names, verdict: Verdict, unpaired: Unpaired) -> list[Entry]:
+    """Pair keys that a load hook accepts with the keys that the model saves."""
+    tied = _tied(names)
+    links: dict[str, list[str]] = {}
+    computed: set[str] = set()
+    for loading in _loadings(names, verdict):
+        others = other_keys(loading.expected, loading.source)
+        for key in ex.refs(loading.expected):
+            lefts = loading.keys_read if others is None else [others[key]]
+            lefts = [name for name in lefts if name in unpaired.saved]
+            if not lefts:
+                continue
+            for name in tied.get(key, ()):
+                if name not in unpaired.expected:
+                    continue
+                links.setdefault(name, []).extend(lefts)
+                if others is None:
+                    computed.add(name)
+    entries = []
+    for keys, lefts in components(links):
+        is_whole = len(keys) == len(lefts) == 1 and computed.isdisjoint(keys)
+        status = "renamed" if is_whole else "transformed"
+        entries.append(Entry(status, tuple(lefts), tuple(keys), Cause(Code.LOAD_HOOK)))
+        unpaired.take(lefts, keys)
+    return entries
+
+
+def _only_in_file(
+    keys: Iterable[str], names: Names, verdict: Verdict | None, lists_all: bool
+) -> list[Entry]:
+    """Return entries of keys that the model does not write: unexpected, unless its load hooks
+    accept them.
+
+    If the verdict `lists_all` unexpected keys, the others are ignored also if the load fails.
+    """
+    unexpected = set(keys if verdict is None else verdict.unexpected)
+    not_saved = {tensor.fqn for tensor in names.runtime if not tensor.persistent}
+    readers = _readers(verdict)
+    cause = Cause(Code.UNEXPECTED)
+    entries = []
+    for key in keys:
+        if key in readers:
+            target = f"goes to {', '.join(readers[key])}"
+            entries.append(Entry("renamed", (key,), (), Cause(Code.LOAD_HOOK), None, target))
+        elif key not in unexpected and lists_all:  # not a difference: others stop the load
+            entries.append(only_left(key, Cause(Code.LOAD_HOOK_DROPS)))
+        elif key not in unexpected and verdict is not None and verdict.ok:
+            entries.append(only_left(key, cause.and_also(Cause(Code.LOAD_HOOK_DROPS))))
+        elif is_flat(key):
+            entries.append(only_left(key, Cause(Code.FLAT)))
+        elif key in not_saved:
+            entries.append(only_left(key, cause.and_also(Cause(Code.NON_PERSISTENT))))
+        else:
+            entries.append(only_left(key, cause))
+    return entries
+
+
+def _readers(verdict: Verdict | None) -> dict[str, list[str]]:
+    """Return the runtime tensors that loading makes from each key of the file."""
+    readers: dict[str, list[str]] = {}
+    for fqn, source in () if verdict is None else verdict.reads.items():
+        for key in dict.fromkeys(() if source is None else ex.refs(source)):
+            readers.setdefault(key, []).append(fqn)
+    return readers
+
+
+# Values that loading loses or changes
+
+
+def _with_lost_values(
+    entries: Iterable[Entry], names: Names, section: Section, verdict: Verdict | None
+) -> Iterator[Entry]:
+    """Yield the entries; a key whose value the model does not get by loading it is not the same."""
+    lost = _overwritten(names, section, verdict)
+    altered: Collection[str] = ()
+    if verdict is not None:
+        lost = {**_read_otherwise(names, section.by_key(), verdict), **lost}
+        altered = set(verdict.altered)
+    for entry in entries:
+        key = entry.left[0] if len(entry.left) == 1 else ""
+        if entry.status == "same" and key in lost:
+            yield lost[key]
+        elif len(entry.left) == 1 and key in altered:
+            yield Entry("value", entry.left, entry.right, Cause(Code.ALTERED))
+        else:
+            yield entry
+
+
+def _tied(names: Names) -> dict[str, list[str]]:
+    """Map each key that the model saves to the keys with the same value: itself, and its tied
+    ones.
+    """
+    groups: dict[Expression | str, list[str]] = {}
+    tied: dict[str, list[str]] = {}
+    for key in names.serialized:
+        is_alone = key.source is None or ex.is_opaque(key.source)
+        value = key.key if is_alone or key.source is None else key.source
+        tied[key.key] = groups.setdefault(value, [])
+        tied[key.key].append(key.key)
+    return tied
+
+
+def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dict[str, Entry]:
+    """Return entries of tied keys for which the file has different values: loading keeps one of
+    them.
+    """
+    saved = section.by_key()
+    sources = {key.key: key.source for key in names.serialized}
+    kept = keys_read(verdict)
+    entries: dict[str, Entry] = {}
+    for first, group in _tied(names).items():
+        keys, source = [key for key in group if key in saved], sources[first]
+        if first != group[0] or len(keys) < 2 or source is None:
+            continue
+        loaded = None if verdict is None else verdict.reads.get(next(ex.refs(source), ""))
+        read_keys = () if loaded is None else ex.refs(loaded)
+        last = next((key for key in read_keys if key in keys), keys[-1])
+        for key in keys:
+            if key not in kept and not same_values(saved[key], saved[last]):
+                detail = f"loading keeps {last}"
+                entries[key] = Entry("value", (key,), (key,), Cause(Code.TIED_VALUE), None, detail)
+    return entries
+
+
+def keys_read(verdict: Verdict | None) -> set[str]:
+    """Return the keys that a runtime tensor has after loading."""
+    keys: set[str] = set()
+    for value in () if verdict is None else verdict.reads.values():
+        if value is not None:
+            keys.update(ex.refs(value))
+    return keys
+
+
+class _Loading(NamedTuple):
+    """What a runtime tensor gets: `usual` by loading the model's own state dict, `source` by
+    loading this file (None: nothing). `expected` is the key that saves it, or else the usual value.
+    """
+
+    usual: Expression | None
+    expected: Expression
+    source: Expression | None
+
+    @property
+    def keys_read(self) -> list[str]:
+        return [] if self.source is None else list(ex.refs(self.source))
+
+
+def _loadings(names: Names, verdict: Verdict) -> Iterator[_Loading]:
+    """Yield what each tensor of a known kind gets."""
+    key_of: dict[Ref, str] = {}
+    for key in names.serialized:
+        if isinstance(key.source, Ref):
+            key_of.setdefault(key.source, key.key)
+    for tensor in names.load:
+        if tensor.fqn not in verdict.reads or tensor.fqn in verdict.special:
+            continue
+        usual = tensor.source and ex.without_cast(tensor.source)
+        source = verdict.reads[tensor.fqn]
+        saved_by = key_of.get(Ref(tensor.fqn))
+        expected = usual if saved_by is None else Ref(saved_by)
+        if expected is not None:
+            yield _Loading(usual, expected, source and ex.without_cast(source))
+
+
+def _read_otherwise(names: Names, saved: Objects, verdict: Verdict) -> dict[str, Entry]:
+    """Return entries of keys that the model saves, and whose values it does not get by loading
+    them.
+
+    They are lost if loading takes other keys here, and not whenever the model loads its own state
+    dict.
+    """
+    tied = _tied(names)
+    used = keys_read(verdict)
+    fqn_of = {key.key: key.source.key for key in names.serialized if isinstance(key.source, Ref)}
+
+    def is_same(key: str, other: str) -> bool:
+        return other in saved and same_values(saved[key], saved[other])
+
+    entries: dict[str, Entry] = {}
+    for loading in _loadings(names, verdict):
+        source, expected = loading.source, loading.expected
+        if source == expected or (source is None and not verdict.ok):
+            continue
+        twins_of = tied.get(expected.key, ()) if isinstance(expected, Ref) else ()
+        if isinstance(source, Ref) and source.key in twins_of:
+            continue
+        others = other_keys(expected, source)
+        if others is not None and all(
+            key in saved and is_same(key, other) for key, other in others.items()
+        ):
+            continue
+        keys, taken = list(dict.fromkeys(ex.refs(expected))), loading.keys_read
+        is_other = not set(taken) <= set(keys)
+        detail = f"it takes {', '.join(dict.fromkeys(taken))}" if is_other else None
+        for key in keys:
+            if key not in saved or verdict.reads.get(fqn_of.get(key, "")) == Ref(key):
+                # its own tensor has it, and another one of the tied tensors has another key
+                continue
+            twins = [name for name in tied.get(key, ()) if name != key and name in taken]
+            if any(is_same(key, twin) for twin in twins):
+                # its module is at several paths, and the file has the same for two of them
+                continue
+            is_dropped = source is None and key not in verdict.replaced
+            status, code = "value", Code.LOST_VALUE
+            if source == loading.usual or key in used or is_dropped:
+                status, code = "transformed", Code.LOAD_HOOK_CHANGES
+            entries[key] = Entry(status, (key,), (key,), Cause(code), None, detail)
+    return entries
+
+
+def loads(entries: Iterable[Entry]) -> bool:
+    """Return True if every key is there with its shape, and no other: what is known without the
+    model's code.
+    """
+    return all(
+        entry.status in ("same", "extra_state", "dtype") and entry.left == entry.right
+        for entry in entries
+    )

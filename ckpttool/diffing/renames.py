@@ -1,0 +1,104 @@
+"""Likely renames: pair the keys that a comparison leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.diffing.causes import Code
+from ckpttool.diffing.result import Entry
+from ckpttool.diffing.sections import unpairable
+from ckpttool.evaluate.apply import Digests
+from ckpttool.formats.registry import format_of
+from ckpttool.formats.remarks import is_placeholder
+from ckpttool.naming.evidence import Ambiguous, Inference, Outlined, Pair, Side, Tensor
+from ckpttool.naming.pairing import infer
+from ckpttool.naming.wrappers import canonical_keys
+from ckpttool.operands.checkpoint import model_section
+
+Paired = TypeVar("Paired", Pair, Ambiguous)
+
+
+def same_tensors(entries: Iterable[Entry]) -> dict[str, str]:
+    """Map keys of the left to keys of the right that name the same tensor, except if the shape
+    differs.
+    """
+    pairs: dict[str, str] = {}
+    for entry in entries:
+        has_two_keys = len(entry.left) == len(entry.right) == 1
+        if has_two_keys and (entry.status != "shape" or entry.has(Code.KIND)):
+            pairs[entry.left[0]] = entry.right[0]
+    return pairs
+
+
+def suggestions(
+    left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], values: bool
+) -> Inference:
+    """Pair the keys that `entries` leave open; with `values` the tensors are read and compared too.
+
+    Segments of wrappers are not evidence: the keys are paired without them.
+    """
+    if {"missing", "unexpected", "shape"}.isdisjoint(entry.status for entry in entries):
+        return Inference()
+    second_names: set[str] = set()
+    for entry in entries:
+        if entry.status == "alias":
+            second_names.update((*entry.left, *entry.right))
+    left_parts, right_parts = unpairable(entries)
+    left_names = _bare_side(left, second_names | left_parts, values)
+    right_names = _bare_side(right, second_names | right_parts, values)
+    same: dict[str, str] = {}
+    for key, other in same_tensors(entries).items():
+        same[left_names.bare.get(key, key)] = right_names.bare.get(other, other)
+    inference = infer(left_names.side, right_names.side, same)
+    if not left_names.has_wrappers and not right_names.has_wrappers:
+        return inference
+    left_keys, right_keys = left_names.keys, right_names.keys
+    return Inference(
+        tuple(_with_keys(pair, left_keys, right_keys) for pair in inference.pairs),
+        tuple(_with_keys(pair, left_keys, right_keys) for pair in inference.ambiguous),
+    )
+
+
+class _BareSide(NamedTuple):
+    """A side of the pairing, whose tensors are called as without wrappers. `bare` are these names
+    by key.
+    """
+
+    side: Side
+    bare: Mapping[str, str]
+
+    @property
+    def has_wrappers(self) -> bool:
+        return any(key != name for key, name in self.bare.items())
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The keys by the names without wrappers."""
+        return {name: key for key, name in self.bare.items()}
+
+
+def _bare_side(checkpoint: Checkpoint, left_out: Collection[str], values: bool) -> _BareSide:
+    """Return the tensors of the model's section, without the keys that are `left_out`."""
+    section = model_section(checkpoint)
+    by_key = section.by_key()
+    bare = canonical_keys(by_key)
+    if len(set(bare.values())) < len(bare):  # two keys differ in their wrappers only
+        bare = {key: key for key in bare}
+    tensors: list[Outlined] = []
+    for entry in section.tensors:
+        if entry.key in left_out or is_placeholder(entry):
+            continue
+        name = bare[entry.key]
+        is_bare = name == entry.key
+        tensors.append(entry if is_bare else Tensor(name, entry.dtype, entry.shape))
+    digests = Digests({bare[key]: entry for key, entry in by_key.items()}) if values else None
+    return _BareSide(Side(tensors, format_of(checkpoint).holds.order, digests), bare)
+
+
+def _with_keys(pair: Paired, left_keys: Mapping[str, str], right_keys: Mapping[str, str]) -> Paired:
+    left = tuple(left_keys[name] for name in pair.left)
+    right = tuple(right_keys[name] for name in pair.right)
+    return replace(pair, left=left, right=right)
