@@ -24,7 +24,6 @@ LEFT: dict[str, dict[str, int]] = {
     "cli": {NESTED: 1, NAMES: 14},
     "containers": {NESTED: 4, NAMES: 40},
     "core": {NESTED: 4, NAMES: 58},
-    "diffing": {NESTED: 9, NAMES: 93},
     "fixes": {NESTED: 3, NAMES: 28},
     "formats": {NESTED: 22, NAMES: 95},
     "io": {NESTED: 2, NAMES: 22},

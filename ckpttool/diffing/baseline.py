@@ -33,10 +33,10 @@ class Ignore:
         """
         if self.statuses.isdisjoint(statuses):
             return False
-        return any(
-            side and all(matches(self.pattern, key) for key in side)
-            for side in (entry.left, entry.right)
-        )
+        for side in (entry.left, entry.right):
+            if side and all(matches(self.pattern, key) for key in side):
+                return True
+        return False
 
 
 def judged(diff: Diff, options: DiffOptions) -> Diff:

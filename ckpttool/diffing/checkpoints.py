@@ -12,13 +12,6 @@ from ckpttool.core.optimizer_state import GROUPS
 from ckpttool.core.text import Info, Note
 from ckpttool.diffing.causes import FIELDS, SIDES, Sides
 from ckpttool.diffing.moved import explain_moved
-from ckpttool.diffing.optimizer import (
-    UNKNOWN_CLASS,
-    SavedOptimizer,
-    compare_optimizers,
-    is_named,
-    optimizer_alone,
-)
 from ckpttool.diffing.options import CompareOptions
 from ckpttool.diffing.others import (
     BothSides,
@@ -39,6 +32,13 @@ from ckpttool.diffing.result import (
     Remedy,
     kinds_by_side,
     outlines,
+)
+from ckpttool.diffing.saved_optimizers import (
+    UNKNOWN_CLASS,
+    SavedOptimizer,
+    compare_optimizers,
+    is_named,
+    optimizer_alone,
 )
 from ckpttool.diffing.sections import (
     Values,

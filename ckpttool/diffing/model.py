@@ -370,15 +370,14 @@ def _conversions(verdict: Verdict, entries: Iterable[Entry]) -> list[str]:
     listed = [entry for entry in entries if entry.status == "dtype" or entry.has(Code.QUANTIZED)]
     shown = {key for entry in listed for key in (*entry.left, *entry.right)}
     sources = {fqn: set(refs(value)) for fqn, value in verdict.reads.items() if value is not None}
-    changes = [
-        one
-        for one in verdict.dtype_changes
-        if shown.isdisjoint((one.fqn, one.key, *sources.get(one.fqn, ())))
-    ]
+    changes = []
+    for change in verdict.dtype_changes:
+        if shown.isdisjoint((change.fqn, change.key, *sources.get(change.fqn, ()))):
+            changes.append(f"{change.fqn} ({change.source} to {change.target})")
     if not changes:
         return []
-    what = some([f"{one.fqn} ({one.source} to {one.target})" for one in changes])
-    text = f"loading converts {plural(len(changes), 'tensor')} (--ignore-dtype allows it): {what}"
+    count = plural(len(changes), "tensor")
+    text = f"loading converts {count} (--ignore-dtype allows it): {some(changes)}"
     return [Note(text, "converts")]
 
 

@@ -28,17 +28,17 @@ def explain_moved(entries: Iterable[Entry], left: Section, right: Section) -> tu
     entries = tuple(entries)
     if all(entry.status != "value" for entry in entries):
         return entries
-    have, want = left.by_key(), right.by_key()
+    left_entries, right_entries = left.by_key(), right.by_key()
     differing: dict[Entry, tuple[TensorEntry, TensorEntry]] = {}
     for entry in entries:
         # else hooks compute it
         if entry.status == "value" and len(entry.left) == len(entry.right) == 1:
-            old, new = have[entry.left[0]], want[entry.right[0]]
+            old, new = left_entries[entry.left[0]], right_entries[entry.right[0]]
             if _is_dense(old) and _is_dense(new) and old.dtype == new.dtype:
                 differing[entry] = old, new
     if not differing:
         return entries
-    mine, theirs = Digests(have), Digests(want)
+    left_digests, right_digests = Digests(left_entries), Digests(right_entries)
 
     # (dtype, shape, hash) -> keys of the right. A tensor that is the same under its own name did
     # not move: many hold nothing but ones.
@@ -50,14 +50,14 @@ def explain_moved(entries: Iterable[Entry], left: Section, right: Section) -> tu
         if tensor.storage is None or tensor.key in second_names or tensor.key in in_place:
             continue
         if _likeness(tensor) in likenesses and _beginning(tensor) in beginnings:
-            places[_likeness(tensor), theirs(Ref(tensor.key))].append(tensor.key)
+            places[_likeness(tensor), right_digests(Ref(tensor.key))].append(tensor.key)
 
     explained: dict[Entry, Entry] = {}
     for entry, (old, new) in differing.items():
-        keys = places.get((_likeness(old), mine(Ref(old.key))), [])
+        keys = places.get((_likeness(old), left_digests(Ref(old.key))), [])
         if len(keys) == 1:
             cause: Cause | None = _moved(old.key, keys[0])
-        elif _is_transposed(old, new, mine, theirs):
+        elif _is_transposed(old, new, left_digests, right_digests):
             cause = Cause(Code.TRANSPOSED)
         else:
             cause = _row_order(old, new)
@@ -86,28 +86,31 @@ def _beginning(entry: TensorEntry) -> tuple[Hashable, bytes]:
 
 def _moved(left: str, right: str) -> Cause:
     """Name the two, without the segments that both end in."""
-    mine, theirs = left.split("."), right.split(".")
-    while len(mine) > 1 and len(theirs) > 1 and mine[-1] == theirs[-1]:
-        mine.pop()
-        theirs.pop()
-    return Cause(Code.MOVED, (".".join(mine), ".".join(theirs)))
+    path, other_path = left.split("."), right.split(".")
+    while len(path) > 1 and len(other_path) > 1 and path[-1] == other_path[-1]:
+        path.pop()
+        other_path.pop()
+    return Cause(Code.MOVED, (".".join(path), ".".join(other_path)))
 
 
-def _is_transposed(left: TensorEntry, right: TensorEntry, mine: Digests, theirs: Digests) -> bool:
+def _is_transposed(
+    left: TensorEntry, right: TensorEntry, left_digests: Digests, right_digests: Digests
+) -> bool:
     """Return True if a square matrix is the transpose of the other."""
     if len(left.shape) != 2 or left.shape[0] != left.shape[1]:
         return False
-    return mine(Op("aten.permute.default", (Ref(left.key), (1, 0)))) == theirs(Ref(right.key))
+    transpose = Op("aten.permute.default", (Ref(left.key), (1, 0)))
+    return left_digests(transpose) == right_digests(Ref(right.key))
 
 
 def _row_order(left: TensorEntry, right: TensorEntry) -> Cause | None:
     """Return the cause if the two have the same rows in another order."""
     if not left.shape or not 1 < left.shape[0] <= _ROWS:
         return None
-    mine, theirs = _rows(left, left.shape[0]), _rows(right, left.shape[0])
-    if sorted(mine) != sorted(theirs):
+    left_rows, right_rows = _rows(left, left.shape[0]), _rows(right, left.shape[0])
+    if sorted(left_rows) != sorted(right_rows):
         return None
-    order = _rotary(mine, theirs)
+    order = _rotary(left_rows, right_rows)
     if order is None:
         return Cause(Code.ROW_ORDER)
     return Cause(Code.ROTARY_LEFT if order.left_is_adjacent else Code.ROTARY_RIGHT, (order.size,))
@@ -138,24 +141,35 @@ def rotary(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> R
     count = left.shape[0] if left.shape else 0
     if not 1 < count <= _ROWS or not left.numel or _likeness(left) != _likeness(right):
         return None
-    mine, theirs = _rows(left, count), _rows(right, count)
+    left_rows, right_rows = _rows(left, count), _rows(right, count)
     # equal rows (a norm of ones) say nothing
-    return None if mine == theirs else _rotary(mine, theirs)
+    return None if left_rows == right_rows else _rotary(left_rows, right_rows)
 
 
-def _rotary(mine: Sequence[bytes], theirs: Sequence[bytes]) -> Rotary | None:
-    for size in range(6, min(len(mine), _HEADS) + 1, 2):
-        if len(mine) % size:
+def _rotary(left: Sequence[bytes], right: Sequence[bytes]) -> Rotary | None:
+    """Return the size of a head for which the rows are in the two orders; None if there is none.
+
+    Of a head of 6 rows::
+
+        adjacent  0 1 2 3 4 5
+        apart     0 2 4 1 3 5
+    """
+    for size in range(6, min(len(left), _HEADS) + 1, 2):
+        if len(left) % size:
             continue
-        for left_is_adjacent, adjacent, apart in (True, mine, theirs), (False, theirs, mine):
-            # Row 2i of each head is row i of the other, and row 2i + 1 is row size / 2 + i.
-            if all(
-                [*adjacent[at : at + size : 2], *adjacent[at + 1 : at + size : 2]]
-                == [*apart[at : at + size]]
-                for at in range(0, len(mine), size)
-            ):
-                return Rotary(size, left_is_adjacent)
+        if _are_rotary(left, right, size):
+            return Rotary(size, left_is_adjacent=True)
+        if _are_rotary(right, left, size):
+            return Rotary(size, left_is_adjacent=False)
     return None
+
+
+def _are_rotary(adjacent: Sequence[bytes], apart: Sequence[bytes], size: int) -> bool:
+    for begin in range(0, len(adjacent), size):
+        head = adjacent[begin : begin + size]
+        if [*head[::2], *head[1::2]] != [*apart[begin : begin + size]]:
+            return False
+    return True
 
 
 def _rows(entry: TensorEntry, count: int) -> list[bytes]:

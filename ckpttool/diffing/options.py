@@ -25,12 +25,13 @@ def statuses_in(text: str | Sequence[str]) -> frozenset[str]:
     """Return the statuses in ``missing,shape``, or in several such texts. Raises `CkptError` for an
     unknown one.
     """
-    known = STATUSES[1:]
+    differences = STATUSES[1:]
     texts = several(text) or ()
     statuses = [word.strip() for part in texts for word in part.split(",")]
     for status in statuses:
-        if status not in known:
-            raise CkptError(f"unknown status {status!r}", hint=f"use one of {', '.join(known)}")
+        if status not in differences:
+            hint = f"use one of {', '.join(differences)}"
+            raise CkptError(f"unknown status {status!r}", hint=hint)
     return frozenset(statuses)
 
 

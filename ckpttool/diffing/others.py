@@ -13,9 +13,9 @@ from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import FIELDS, Cause, Code
 from ckpttool.diffing.one_model import compare_through
-from ckpttool.diffing.optimizer import SavedOptimizer, compare_optimizers
 from ckpttool.diffing.options import CompareOptions
 from ckpttool.diffing.result import EITHER_WAY, Entry, only_left, only_right
+from ckpttool.diffing.saved_optimizers import SavedOptimizer, compare_optimizers
 from ckpttool.diffing.sections import Values, compare, compare_pair, without_dtypes
 from ckpttool.evaluate.compare import content_of_storage, same_objects
 from ckpttool.formats.registry import format_of

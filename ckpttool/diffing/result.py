@@ -81,7 +81,7 @@ Outlines = Mapping[str, Outline]
 
 def kinds_by_side(**kinds: tuple[Kind, ...]) -> dict[str, tuple[Kind, ...]]:
     """Return the kinds of each side, without sides that are state dicts and no more."""
-    return {side: found for side, found in kinds.items() if found}
+    return {side: side_kinds for side, side_kinds in kinds.items() if side_kinds}
 
 
 def outlines(section: Section) -> Outlines:
@@ -364,7 +364,7 @@ DIFF = record(
         "section": unless_empty(TEXT),
     },
     called={
-        "fix": lambda diff: [(str(one), one.complete, one.tried) for one in diff.fix],
+        "fix": lambda diff: [(str(fix), fix.complete, fix.tried) for fix in diff.fix],
         "unused_ignores": lambda diff: LEFT_OUT if diff.accepted is None else diff.unused_ignores,
         "kinds": lambda diff: [
             (side, kind.name, kind.section, kind.text)

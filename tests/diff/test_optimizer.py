@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import optimizer_models as models
-from ckpttool.diffing.optimizer import SavedOptimizer, compare_optimizers, compare_with_optimizer
+from ckpttool.diffing.optimizer import compare_with_optimizer
 from ckpttool.diffing.result import HARMLESS, Entry
+from ckpttool.diffing.saved_optimizers import SavedOptimizer, compare_optimizers
 from ckpttool.evaluate.compare import difference
 from ckpttool.formats.opening import open_checkpoint
 from command import Run

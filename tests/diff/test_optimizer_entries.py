@@ -21,7 +21,8 @@ from ckpttool.core.optimizer_state import (
     ParamGroup,
 )
 from ckpttool.diffing.causes import Cause, Code
-from ckpttool.diffing.optimizer import (
+from ckpttool.diffing.result import Entry
+from ckpttool.diffing.saved_optimizers import (
     Misassigned,
     OptimizerDiff,
     SavedOptimizer,
@@ -31,7 +32,6 @@ from ckpttool.diffing.optimizer import (
     state_entries,
     tensors_of,
 )
-from ckpttool.diffing.result import Entry
 from ckpttool.optimizers.forms import write
 
 State = Mapping[Param, Mapping[str, Any]]

@@ -23,11 +23,11 @@ from ckpttool.core.optimizer_state import (
 )
 from ckpttool.diffing.optimizer import (
     OptimizerFit,
-    SavedOptimizer,
     compare_with_optimizer,
     in_model_order,
 )
 from ckpttool.diffing.result import HARMLESS, Remedy
+from ckpttool.diffing.saved_optimizers import SavedOptimizer
 from ckpttool.optimizers.forms import write
 
 OPTIONS = {"lr": 0.1, "betas": (0.9, 0.99)}
