@@ -28,7 +28,6 @@ LEFT: dict[str, dict[str, int]] = {
     "formats": {NESTED: 22, NAMES: 95},
     "io": {NESTED: 2, NAMES: 22},
     "operands": {NESTED: 1, NAMES: 28},
-    "remapping": {NESTED: 8, NAMES: 40},
     "report": {NESTED: 14, NAMES: 44},
     "swap": {NESTED: 1},
 }

@@ -44,11 +44,11 @@ def to_other_base(
     itself: its loading may accept keys that it does not write. Raise `Refused`, all problems at
     once, if a module has no single place there.
     """
-    known: dict[str, Expression] = {
+    saved: dict[str, Expression] = {
         key: source for key, source in old.saved.items() if source is not None
     }
-    known.update((key, Ref(fqn)) for key, fqn in old.fqn_of.items())
-    sources: dict[str, Expression] = {**new.runtime_values(known)}
+    saved.update((key, Ref(fqn)) for key, fqn in old.fqn_of.items())
+    sources: dict[str, Expression] = {**new.runtime_values(saved)}
     if code is not None:
         from ckpttool.tracing.loading import load_verdict
 
@@ -59,7 +59,7 @@ def to_other_base(
             if source is not None and any(ex.refs(source))
         }
     if sources:
-        sources = {fqn: ex.substitute(source, known.__getitem__) for fqn, source in sources.items()}
+        sources = {fqn: ex.substitute(source, saved.__getitem__) for fqn, source in sources.items()}
     else:
         sources = {fqn: Ref(fqn) for fqn in old.first if fqn in new.first}
     return _follow(draft, sources, old.names.model)
@@ -172,17 +172,14 @@ def _base(section: Section, adapter: Adapter) -> Section:
         up = [entry.shape[0] for entry in factors if ".lora_B." in f"{entry.key}."]
         return (up[0], down[0]) if up and down else (1,)
 
-    shapes = {path: shape_of_weight(keys) for path, keys in adapter.modules.items()}
-    weights = [
-        in_row_major(f"{path}.weight", "float32", shape, None) for path, shape in shapes.items()
-    ]
-    rest = [
-        entry.under(adapter.inside(key)) for key, entry in entries.items() if key in adapter.rest
-    ]
-    tensors = {
-        entry.key: entry
-        for entry in (*weights, *(one for one in rest if isinstance(one, TensorEntry)))
-    }
+    tensors: dict[str, TensorEntry] = {}
+    for path, keys in adapter.modules.items():
+        name = f"{path}.weight"
+        tensors[name] = in_row_major(name, "float32", shape_of_weight(keys), None)
+    for key, entry in entries.items():
+        if key in adapter.rest and isinstance(entry, TensorEntry):
+            name = adapter.inside(key)
+            tensors[name] = entry.under(name)
     return replace(section, tensors=tuple(tensors.values()), extras=())
 
 

@@ -66,7 +66,7 @@ COMPANIONS = record(
         "rewritten": TEXTS,
         "left_out": list_of(row({"name": TEXT, "reason": TEXT})),
     },
-    called={"left_out": lambda found: list(found.left_out.items())},
+    called={"left_out": lambda companions: list(companions.left_out.items())},
 )
 
 
@@ -91,20 +91,21 @@ def companions_of(
     folder = path if is_dir(path) else parent(path)
     to_folder = path == folder and target.folder is not None
     stays = to_folder and target.folder is not None and same_folder(path, target.folder)
-    found: dict[str, str] = {}
+    copied: dict[str, str] = {}
     left_out: dict[str, str] = {}
     if to_folder and not stays:
-        found = companions(path)
-        found |= {name: join(path, name) for name in other_files}
-        left_out = _others(path, source, found)
-    files: dict[str, str | bytes] = {**found}
+        copied = companions(path)
+        for name in other_files:
+            copied[name] = join(path, name)
+        left_out = _others(path, source, copied)
+    files: dict[str, str | bytes] = {**copied}
     before: dict[str, bytes] = {}
     notes: list[str] = []
     keeps_names = {o.key for o in plan.outputs} == {o.key for o in plan.outputs if o.is_unchanged}
     changed = not described and not keeps_names
     stale = [
         name
-        for name in (names_in(path) if stays else found)
+        for name in (names_in(path) if stays else copied)
         if _DESCRIBES_NAMES.fullmatch(name) and changed
     ]
     for name in stale:
@@ -116,7 +117,7 @@ def companions_of(
             continue
         del files[name]
         left_out[name] = "it describes the keys of CKPT, and OUT has others"
-        copy = f"cp {quote(found[name])} {quote(join(target.folder or '', name))}"
+        copy = f"cp {quote(copied[name])} {quote(join(target.folder or '', name))}"
         notes.append(
             f"not copied: {name}, which describes the keys of {path}. If OUT's keys fit"
             f" it, run `{copy}`"
@@ -125,7 +126,7 @@ def companions_of(
         notes += [
             f"{name} is copied unchanged: its ids keep the parameter order of the model that saved"
             " them"
-            for name in optimizers_in(list(found))
+            for name in optimizers_in(list(copied))
         ]
     has_adapter_config = NAME in (names_in(folder) if is_dir(folder) else ())
     if has_adapter_config and not keeps_names:
@@ -139,7 +140,7 @@ def companions_of(
     return Companions(files, left_out, tuple(notes), before)
 
 
-def _others(folder: str, source: Checkpoint, found: Collection[str]) -> dict[str, str]:
+def _others(folder: str, source: Checkpoint, copied: Collection[str]) -> dict[str, str]:
     """Return the other files of the folder, which are not copied, with the reason."""
     weights = recognise(folder).path
     part = {name_of(weights)} if weights != folder else set()
@@ -147,7 +148,7 @@ def _others(folder: str, source: Checkpoint, found: Collection[str]) -> dict[str
     part |= set(shards) if isinstance(shards, Mapping) else set()
     left: dict[str, str] = {}
     for name in names_in(folder):
-        if name in found or name in part or name.endswith((".distcp", ".metadata")):
+        if name in copied or name in part or name.endswith((".distcp", ".metadata")):
             continue
         if not is_url(folder) and is_dir(join(folder, name)):
             left[name] = "a folder"

@@ -60,7 +60,7 @@ def _kept(checkpoint: Checkpoint, keep: Callable[[str], bool]) -> Checkpoint:
     return replace(
         checkpoint,
         others=tuple(filter(keep, checkpoint.others)),
-        unreached=tuple(found for found in checkpoint.unreached if keep(found.path)),
+        unreached=tuple(storage for storage in checkpoint.unreached if keep(storage.path)),
         other_files=tuple(filter(keep, checkpoint.other_files)),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -270,16 +271,19 @@ def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Ga
         else:
             sections[section.path] = further
             notes += (f"{section.path}: {note}" for note in further.notes)
-    made = tuple(sections[s.path].section if s.path in sections else s for s in source.sections)
-    return Gathered(replace(source, sections=made), sections, first.units, tuple(notes))
+    whole = []
+    for section in source.sections:
+        gathered = sections.get(section.path)
+        whole.append(section if gathered is None else gathered.section)
+    return Gathered(replace(source, sections=tuple(whole)), sections, first.units, tuple(notes))
 
 
 def flat_entries(section: Section, names: Names) -> list[TensorEntry]:
     """Return the flat parameters of a model's section. A parameter of the model with such a name is
     not one.
     """
-    own = {tensor.fqn for tensor in names.runtime}
-    return [entry for entry in section.tensors if is_flat(entry.key) and entry.key not in own]
+    fqns = {tensor.fqn for tensor in names.runtime}
+    return [entry for entry in section.tensors if is_flat(entry.key) and entry.key not in fqns]
 
 
 def _gather_section(
@@ -322,7 +326,7 @@ def _gather_section(
         return _Gathered(section, {}, {}, (), ())
     # Flat parameters become parameters under their runtime names, and then all keys have these.
     new_key = {key: runtime_key(key) if units else name_of.get(key) or key for key in tensors}
-    made = [replace(tensors[entry.key], key=new_key[entry.key]) for entry in rest.tensors]
+    whole_tensors = [replace(tensors[entry.key], key=new_key[entry.key]) for entry in rest.tensors]
     sources: dict[str, Expression] = {}
     for entry in rest.tensors:
         shape, ref = tensors[entry.key].shape, Ref(entry.key)
@@ -334,7 +338,7 @@ def _gather_section(
             parameter = cut_out(unit.entry, slot)
             part = Op("aten.slice.Tensor", (Ref(unit.entry.key), 0, slot.start, slot.end))
             for fqn in slot.fqns:
-                made.append(replace(parameter, key=fqn))
+                whole_tensors.append(replace(parameter, key=fqn))
                 sources[fqn] = Op("aten.view.default", (part, slot.shape))
     reason = "its parameters are in the files under their own names"
     dropped = tuple(
@@ -345,11 +349,11 @@ def _gather_section(
     if modules is not None:
         wrappers = recognise(path for path in modules if path and isinstance(path, str))
         modules = {
-            strip(path, wrappers) if isinstance(path, str) else path: own
-            for path, own in modules.items()
+            strip(path, wrappers) if isinstance(path, str) else path: payload
+            for path, payload in modules.items()
         }
     form = RUNTIME if units else section.form
-    whole = replace(section, tensors=tuple(made), form=form, modules=modules)
+    whole = replace(section, tensors=tuple(whole_tensors), form=form, modules=modules)
     return _Gathered(whole, sources, units, dropped, tuple(notes))
 
 
@@ -499,7 +503,7 @@ def _units(
 def _unit_differences(names: Names, patterns: Sequence[str], paths: set[str]) -> Iterator[Problem]:
     named, problems = named_units(names, patterns)
     yield from problems
-    full = {path for path, own in slots(names, named).items() if own}
+    full = {path for path, unit_slots in slots(names, named).items() if unit_slots}
     for path in sorted(full - paths - {""}):
         yield Problem("units names it, and the files have no flat parameter of it", path)
     for path in sorted(paths - set(named)):
@@ -516,13 +520,12 @@ def with_gathered_optimizers(done: Remap, gathered: Gathered, names: Names) -> R
     if the owner of some state is unknown, or if it does not fit.
     """
     done = gathered.before(done)
-    sections = [
-        _gathered(section, gathered.units, names)
-        if section.kind == "optimizer"
-        and (gathered.units or any(map(is_of_ranks, section.tensors)))
-        else section
-        for section in done.result.sections
-    ]
+    sections = []
+    for section in done.result.sections:
+        is_split = bool(gathered.units) or any(map(is_of_ranks, section.tensors))
+        if section.kind == "optimizer" and is_split:
+            section = _gathered(section, gathered.units, names)
+        sections.append(section)
     return replace(done, result=replace(done.result, sections=tuple(sections)))
 
 
@@ -537,10 +540,9 @@ def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Sect
     else:
         name_of = _owners(state, names, where).names
         shapes = Parameters(names).shapes
-        states = {
-            param: _joined(own, shapes[name_of[param]], problems)
-            for param, own in state.state.items()
-        }
+        states = {}
+        for param, param_state in state.state.items():
+            states[param] = _joined(param_state, shapes[name_of[param]], problems)
         whole = renamed(replace(state, state=states), name_of)
     if any(problem.problem == DIFFERS for problem in problems):
         raise CkptError(f"{where}: the files are not of one step", hint=ONE_STEP, problems=problems)
@@ -607,14 +609,12 @@ def _units_of(
         for unit in units.values()
     ]
     canonical = Parameters(names).canonical
-    in_groups = [
-        (unit.entry.key, index)
-        for index, own in enumerate(map(set, Parameters(names).groups))
-        for unit in units.values()
-        if any(canonical[slot.fqns[0]] in own for slot in unit.slots)
-    ]
-    ids = tuple(OptimizerParam(at, key, group) for at, (key, group) in enumerate(in_groups))
-    model = replace(names, runtime=tuple(flat_params), serialized=(), load=(), optimizer=ids)
+    ids: list[OptimizerParam] = []
+    for group_index, group in enumerate(map(set, Parameters(names).groups)):
+        for unit in units.values():
+            if not group.isdisjoint(canonical[slot.fqns[0]] for slot in unit.slots):
+                ids.append(OptimizerParam(len(ids), unit.entry.key, group_index))
+    model = replace(names, runtime=tuple(flat_params), serialized=(), load=(), optimizer=tuple(ids))
     by_key = {unit.entry.key: unit for unit in units.values()}
     return {
         param: by_key[key]
@@ -626,20 +626,21 @@ def _of_units(
     state: OptimizerState, unit_of: Mapping[Param, Unit], names: Names, problems: list[Problem]
 ) -> OptimizerState:
     canonical = Parameters(names).canonical
-    members = {
-        param: [canonical[slot.fqns[0]] for slot in unit.slots] for param, unit in unit_of.items()
-    }
+    # names of the parameters in each flat one
+    members: dict[Param, list[str]] = {}
+    for param, unit in unit_of.items():
+        members[param] = [canonical[slot.fqns[0]] for slot in unit.slots]
     states: dict[Param, dict[Any, Any]] = {}
     for param, values in state.state.items():
         states.update({name: {} for name in members[param]})
         for key, value in values.items():
             for name, part in zip(members[param], _split(value, unit_of[param], problems)):
                 states[name][key] = part
-    groups = tuple(
-        grouped([name for param in group.params for name in members[param]], group.options)
-        for group in state.groups
-    )
-    return replace(state, form=FQN, groups=groups, state=states)
+    groups = []
+    for group in state.groups:
+        params = chain.from_iterable(members[param] for param in group.params)
+        groups.append(grouped(list(params), group.options))
+    return replace(state, form=FQN, groups=tuple(groups), state=states)
 
 
 def _split(value: Any, unit: Unit, problems: list[Problem]) -> Sequence[Any]:
@@ -672,37 +673,36 @@ def _owners(state: OptimizerState, names: Names, where: str) -> ParamMap:
     total elements.
     """
     groups = state.nonempty_groups
-    if (
-        state.form != ID
-        or all(group.param_names for group in groups)
-        or names.optimizer
-        or len(groups) < 2
-    ):
+    has_names = state.form != ID or all(group.param_names for group in groups)
+    if has_names or names.optimizer or len(groups) < 2:
         bare = replace(state, state={})  # the shapes of slices are not the parameters'
         return owners(bare, names, where).settled(where)
 
-    def counted(value: Any) -> Any:
-        if not isinstance(value, TensorEntry) or not value.shape:
-            return value
-        return replace(value, shape=(_held(value),))
+    flat_state: dict[Param, dict[Any, Any]] = {}
+    for param, param_state in state.state.items():
+        flat_state[param] = {name: _counted(value) for name, value in param_state.items()}
+    runtime = []
+    for tensor in names.runtime:
+        runtime.append(replace(tensor, shape=tensor.shape and (prod(tensor.shape),)))
+    flat_names = replace(names, runtime=tuple(runtime))
+    return owners(replace(state, state=flat_state), flat_names, where).settled(where)
 
-    states = {
-        param: {name: counted(value) for name, value in own.items()}
-        for param, own in state.state.items()
-    }
-    flat = replace(
-        names, runtime=tuple(replace(t, shape=t.shape and (prod(t.shape),)) for t in names.runtime)
-    )
-    return owners(replace(state, state=states), flat, where).settled(where)
+
+def _counted(value: Any) -> Any:
+    """Return a tensor of the state with the number of its elements as its shape."""
+    if not isinstance(value, TensorEntry) or not value.shape:
+        return value
+    return replace(value, shape=(_held(value),))
 
 
 def _joined(
-    own: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: list[Problem]
+    param_state: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: list[Problem]
 ) -> dict[Any, Any]:
-    joined = dict(own)
-    for name, value in own.items():
+    """Return the state of a parameter of this shape, each tensor joined from the ranks' slices."""
+    joined = dict(param_state)
+    text = "{} elements, the parameter is {}"
+    for name, value in param_state.items():
         if isinstance(value, TensorEntry):
-            own_shape, text = shape if value.shape else (), "{} elements, the parameter is {}"
-            joined[name], differs = assembled(value, own_shape, text, problems)
+            joined[name], differs = assembled(value, shape if value.shape else (), text, problems)
             problems += [Problem(DIFFERS, value.key)] if differs else []
     return joined

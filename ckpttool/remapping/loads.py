@@ -157,17 +157,12 @@ def _without_counters(section: Section, model: ModelOperand) -> Section:
     """Return the section without the counters of AveragedModels, unless they are the model's
     own.
     """
-    known = model.tables.serialized_names
-    counters = [
-        key
-        for key in wrappers.counters([entry.key for entry in section.tensors])
-        if key not in known
-    ]
+    keys = [entry.key for entry in section.tensors]
+    counters = set(wrappers.counters(keys)).difference(model.tables.serialized_names)
     if not counters:
         return section
-    return replace(
-        section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters)
-    )
+    tensors = tuple(entry for entry in section.tensors if entry.key not in counters)
+    return replace(section, tensors=tensors)
 
 
 def _without_wrappers(section: Section, reading: Reading) -> Section:

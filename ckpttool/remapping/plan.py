@@ -225,12 +225,11 @@ def _not_left_out(draft: Draft, request: Request, dropped: Sequence[str]) -> lis
     if model is None or not draft.missing:
         return []
     tables = model.tables
-    own = (
-        tables.serialized_names if request.model_form.names == SERIALIZED else tables.runtime_names
-    )
+    is_serialized = request.model_form.names == SERIALIZED
+    model_names = tables.serialized_names if is_serialized else tables.runtime_names
     left_out = {
         *dropped,
-        *match(dropped, own).names.values(),
+        *match(dropped, model_names).names.values(),
         *match(dropped, tables.serialized_names).names.values(),
     }
     below = "" if request.options.select is None else f"{request.options.select}."
@@ -254,12 +253,11 @@ def _narrowing(
     left out.
     """
     path = "" if effect is None else effect.section.path
-    own = tuple(gone for gone in dropped if gone.section == path)
-    if effect is None or not (own or effect.plan.dropped):
+    of_section = tuple(gone for gone in dropped if gone.section == path)
+    if effect is None or not (of_section or effect.plan.dropped):
         return None
-    return RuleEffect(
-        source.section(path), replace(effect.plan, dropped=(*effect.plan.dropped, *own))
-    )
+    plan = replace(effect.plan, dropped=(*effect.plan.dropped, *of_section))
+    return RuleEffect(source.section(path), plan)
 
 
 def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
@@ -307,7 +305,7 @@ def _in_order(
     """Return the result with the keys of its state dicts in the order of the parameters that the
     ids have.
     """
-    loaded_by = [one.loaded_by for one in optimizers if one.loaded_by is not None]
+    loaded_by = [remap.loaded_by for remap in optimizers if remap.loaded_by is not None]
     keeps_places = ruled is None or ruled.keeps_places
     target = wanted.names if keeps_places else None
     called = _called(by_steps, wanted.rules)
@@ -328,7 +326,7 @@ def _left_in_order(
     """Yield a note on each optimizer with ids, whose order rules do not change to the new
     model's.
     """
-    ordered = {one.section for one in optimizers if one.loaded_by is not None}
+    ordered = {remap.section for remap in optimizers if remap.loaded_by is not None}
     for section in result.optimizers:
         state = forms.read(section)
         if (

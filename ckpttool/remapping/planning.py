@@ -191,10 +191,10 @@ def changes_content(source: Checkpoint, done: Remap) -> bool:
 def _same(left: Section, right: Section) -> bool:
     if left is right:
         return True
-    modules = [list(own.modules or ()) for own in (left, right)]
-    return (
-        (left.path, left.kind, left.form, left.packed_as, modules[0])
-        == (right.path, right.kind, right.form, right.packed_as, modules[1])
-        and left.keys == right.keys
-        and left.mapping == right.mapping
-    )
+    return _described(left) == _described(right) and left.mapping == right.mapping
+
+
+def _described(section: Section) -> tuple[object, ...]:
+    modules = list(section.modules or ())
+    place = section.path, section.kind, section.form, section.packed_as
+    return (*place, modules, section.keys)

@@ -118,7 +118,8 @@ def _together(done: Remap) -> tuple[object, ...] | None:
     if not done.optimizers:
         return None
     first = done.optimizers[0]
-    return first.was, first.to, sum(one.params for one in done.optimizers), done.optimizers
+    params = sum(optimizer.params for optimizer in done.optimizers)
+    return first.was, first.to, params, done.optimizers
 
 
 _COUNTED = ("renamed", "transformed", "unchanged")

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.containers.pickle_write import dangerous_written
-from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.checkpoint import Checkpoint, Span
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import SERIALIZED
 from ckpttool.core.options import expand_options
 from ckpttool.core.pickle_imports import dangerous
-from ckpttool.core.text import Info, plural, shell, some
+from ckpttool.core.text import Info, dotted, plural, shell, some
 from ckpttool.distributed.job import only_first
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.fit import check_in_place, fit, loses_versions, losses
@@ -356,7 +356,7 @@ def _laid_out(
         files = target.lay_out(output, companions.files)
     names |= copied_imports(output, target.format, files)
     if target.format.holds.programs:
-        names |= {one.name for one in dangerous(output.imports)}
+        names |= {imported.name for imported in dangerous(output.imports)}
     if not options.keep_pickled_code:
         pickles = (
             path
@@ -445,14 +445,16 @@ def changes_form(source: Checkpoint, target: Target, done: Remap) -> bool:
         return False
     home = path if is_dir(path) else parent(path)
     files = target.format.layout_files(done.result, target.name, target.max_shard_size)
-    made = {name: content for name, content in files.items() if not name.endswith(".json")}
+    shards = {name: content for name, content in files.items() if not name.endswith(".json")}
     present = {
         name for name in checkpoint_files(home, target.format.index) if not name.endswith(".json")
     }
-    return made.keys() != present or any(
-        not isinstance(content, Link) and nbytes_of(content) != size(join(home, name))
-        for name, content in made.items()
-    )
+    if shards.keys() != present:
+        return True
+    for name, content in shards.items():
+        if not isinstance(content, Link) and nbytes_of(content) != size(join(home, name)):
+            return True
+    return False
 
 
 def is_as_saved(source: Checkpoint) -> bool:
@@ -463,11 +465,14 @@ def is_as_saved(source: Checkpoint) -> bool:
         saved = open_operand(source.source)
     except CkptError:
         return False
-    places = [
-        [(entry.key, entry.span) for s in one.sections for entry in s.tensors]
-        for one in (source, saved)
-    ]
-    return places[0] == places[1]
+    return _spans(source) == _spans(saved)
+
+
+def _spans(checkpoint: Checkpoint) -> list[tuple[str, Span | None]]:
+    spans = []
+    for section in checkpoint.sections:
+        spans += [(entry.key, entry.span) for entry in section.tensors]
+    return spans
 
 
 def already_there(options: RemapOptions) -> str | None:
@@ -490,20 +495,21 @@ def refuse_unchanged(source: Checkpoint, options: RemapOptions) -> None:
     form, out = options.form, options.target(source.source)
     same = f"{out} would hold what {source.source} holds" if out else "no option asks for a change"
     already = already_there(options) or same
-    wrapped = [
-        (section, found)
-        for section in source.state_dicts
-        if (found := infer(section.keys, lightning=is_lightning(source))).form
-    ]
-    command = None if form is ModelForm.SERIALIZED or not wrapped else _unwrapping(source, options)
-    problems = [
-        Problem(f"wrapper: {path.rpartition('.')[2]}", f"{section.path}.{path}".lstrip("."))
-        for section, found in wrapped
-        for path in (*found.root, *sorted(found.inside))
-    ]
+    forms: list[str] = []
+    problems: list[Problem] = []
+    for section in source.state_dicts:
+        wrappers = infer(section.keys, lightning=is_lightning(source))
+        if not wrappers.form:
+            continue
+        forms.append(wrappers.form)
+        for path in (*wrappers.root, *sorted(wrappers.inside)):
+            text = f"wrapper: {path.rpartition('.')[2]}"
+            problems.append(Problem(text, dotted(section.path, path)))
+    may_unwrap = forms and form is not ModelForm.SERIALIZED
+    command = _unwrapping(source, options) if may_unwrap else None
     raise Refused(
         f"nothing to change: {already}"
-        + (f"; their names show wrappers: {wrapped[0][1].form}" if wrapped else ""),
+        + (f"; their names show wrappers: {forms[0]}" if forms else ""),
         hint=f"remove the wrappers: {command}" if command else f"say what to change: {_WAYS}",
         problems=problems,
     )

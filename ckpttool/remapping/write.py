@@ -95,18 +95,21 @@ VERIFIED = record(Verified, {"read": COUNT}, {"library": TEXT, "by_library": COU
 
 def cost_of(files: Files) -> Cost:
     """Return the cost of writing the files."""
-    links = [content for content in files.values() if isinstance(content, Link)]
-    copied = sum(size(link.path) for link in links)
-    pieces = [
-        piece for content in files.values() if not isinstance(content, Link) for piece in content
-    ]
-    data = [piece.data for piece in pieces]
-    lazy = [one for one in data if isinstance(one, Lazy)]
-    read = sum(one.length for one in data if isinstance(one, Span))
-    read += sum(one.length if one.reads is None else one.reads for one in lazy)
-    return Cost(
-        copied + read, copied + nbytes_of(pieces), max((one.held for one in lazy), default=0)
-    )
+    read = written = memory = 0
+    for content in files.values():
+        if isinstance(content, Link):
+            copied = size(content.path)
+            read, written = read + copied, written + copied
+            continue
+        written += nbytes_of(content)
+        for piece in content:
+            data = piece.data
+            if isinstance(data, Span):
+                read += data.length
+            elif isinstance(data, Lazy):
+                read += data.length if data.reads is None else data.reads
+                memory = max(memory, data.held)
+    return Cost(read, written, memory)
 
 
 def recover_source(path: str) -> None:
@@ -199,8 +202,9 @@ class Writer:
 
                     plan = None if decided is None else decided()
                     home = write.home_of(out)
-                    made = written(job, files, out, home, plan, options, verify=self.options.verify)
-                    contents = stack.enter_context(made)
+                    verify = self.options.verify
+                    shared = written(job, files, out, home, plan, options, verify=verify)
+                    contents = stack.enter_context(shared)
                 write.write_folder(contents, out, options, stale=stale)
         _prove_bytes(options.digests)
 
@@ -236,11 +240,11 @@ class Writer:
         Raise `CkptError`, with every tensor that is not as planned. `written` is the index of
         `out`, if it is not the usual one.
         """
-        found = written or open_checkpoint(out)
+        actual = written or open_checkpoint(out)
         sides = 1 if isinstance(expected, Mapping) else 2
-        nbytes = sum(section.nbytes for section in found.sections)
+        nbytes = sum(section.nbytes for section in actual.sections)
         with progress.doing(f"verifying {out}", sides * nbytes), comparing_checksums():
-            problems = verify(found, expected)
+            problems = verify(actual, expected)
         if problems:
             raise CkptError(
                 f"{out} is not what was planned",
@@ -253,7 +257,7 @@ class Writer:
         with suppress(ImportError):  # torch may be left out
             from ckpttool.operands.reference import compare
 
-            library = compare(found, out)
+            library = compare(actual, out)
         return Verified(nbytes, *(library or ()))
 
 
@@ -350,55 +354,50 @@ def copied_imports(output: Checkpoint, target: Format, files: Files) -> set[str]
     """Return the names of the dangerous imports whose pickles are copied byte for byte into the
     files of the format `target`.
     """
-    found = dangerous(output.imports)
-    if not found:
+    imports = dangerous(output.imports)
+    if not imports:
         return set()
-    linked = {
-        name: os.path.realpath(content.path)
-        for name, content in files.items()
-        if isinstance(content, Link)
-    }
-    listed = target.linked_imports(found, files, linked)
+    linked: dict[str, str] = {}
+    spans: list[Span] = []
+    for name, content in files.items():
+        if isinstance(content, Link):
+            linked[name] = os.path.realpath(content.path)
+        else:
+            spans += [piece.data for piece in content if isinstance(piece.data, Span)]
+    listed = target.linked_imports(imports, files, linked)
     links = set(linked.values()) if listed is None else set()
-    spans = [
-        piece.data
-        for content in files.values()
-        if not isinstance(content, Link)
-        for piece in content
-        if isinstance(piece.data, Span)
-    ]
-    return {
-        one.name
-        for one in found
-        if os.path.realpath(one.file) in links
-        or any(one.is_in(span.path, span.offset, span.length) for span in spans)
-    } | (listed or set())
+    names = listed or set()
+    for imported in imports:
+        in_span = any(imported.is_in(span.path, span.offset, span.length) for span in spans)
+        if in_span or os.path.realpath(imported.file) in links:
+            names.add(imported.name)
+    return names
 
 
 def check_code(output: Checkpoint, names: Iterable[str], others: Iterable[str] = ()) -> None:
     """Raise `Refused` if the output carries dangerous imports with these names, or in the `others`:
     copied files.
     """
-    left, found = set(names), dangerous(unsafe_in(others))
-    if not left and not found:
+    left, in_others = set(names), dangerous(unsafe_in(others))
+    if not left and not in_others:
         return
     by_path: dict[str, list[str]] = {}
     for path, name in entries_with_code(output):
         by_path.setdefault(path or "(root)", []).append(name)
         left.discard(name)
-    problems = [
-        Problem(f"imports {', '.join(dict.fromkeys(own))}", path) for path, own in by_path.items()
-    ]
-    problems += [Problem("a dangerous import of the file's pickle", name) for name in sorted(left)]
-    problems += [Problem(f"imports {one.name}", name_of(one.file)) for one in found]
+    problems = []
+    for path, imported in by_path.items():
+        problems.append(Problem(f"imports {', '.join(dict.fromkeys(imported))}", path))
+    for name in sorted(left):
+        problems.append(Problem("a dangerous import of the file's pickle", name))
+    for other in in_others:
+        problems.append(Problem(f"imports {other.name}", name_of(other.file)))
     drop = shell(*(word for path in by_path for word in ("--drop", path)))
     hint = "carry it on: --keep-pickled-code"
-    hint = f"leave it out: {drop}; or {hint}" if drop and not left and not found else hint
-    hint = (
-        f"name the weights alone as CKPT, without the other files of the folder; or {hint}"
-        if found
-        else hint
-    )
+    if in_others:
+        hint = f"name the weights alone as CKPT, without the other files of the folder; or {hint}"
+    elif drop and not left:
+        hint = f"leave it out: {drop}; or {hint}"
     raise Refused(
         "the output would run code when it is loaded: dangerous pickle imports",
         hint=hint,
