@@ -240,8 +240,17 @@ def problems_of_parts(section: Section, outputs: Sequence[Output]) -> list[Probl
 
 
 def _cast(weight: QuantizedWeight, computed: Mapping[str, Sequence[Output]]) -> Iterator[Problem]:
+    scaled = []  # outputs that are made of the numbers and their scales
+    for output in computed.get(weight.weight, ()):
+        if set(weight.others).intersection(ex.refs(output.source)):
+            scaled.append(output)
     for key in weight.keys:
-        if any(ex.CAST in ex.operators(output.source) for output in computed.get(key, ())):
+        casts = (
+            ex.CAST in ex.operators(output.source)
+            for output in computed.get(key, ())
+            if output not in scaled
+        )
+        if any(casts):
             parts = " and ".join(weight.others if key == weight.weight else (weight.weight,))
             yield Problem(
                 f"a cast is wrong: it belongs to {parts} ({weight.scheme})", key, "quantized"

@@ -27,6 +27,7 @@ from ckpttool.ruleset.steps import (
     Check,
     Constant,
     Convert,
+    Dequantize,
     Join,
     Split,
     Step,
@@ -174,6 +175,13 @@ _SHAPE = Kind(
 _FULL_SHAPE = Kind("a list of sizes", lambda value: _are_sizes(value, 0))
 _DTYPE = Kind(
     "a dtype of torch, as in 'bfloat16'", lambda value: isinstance(value, str) and value in PLAIN
+)
+_FLOAT = Kind(
+    "bfloat16, float16 or float32", lambda value: value in ("bfloat16", "float16", "float32")
+)
+_BLOCK = Kind(
+    "a list of two positive integers",
+    lambda value: _are_numbers(value) and len(value) == 2 and min(value) >= 1,
 )
 _DTYPES = Kind(
     "a dtype of torch, or a list of them", lambda value: all(map(_DTYPE.test, _list(value)))
@@ -364,6 +372,15 @@ _OPERATIONS: Mapping[str, _Operation] = {
     ),
     "slice": _Operation(
         _TEXTS, _slice, _no_way_back, {"size": _SIZE}, {"start": _START, "dim": _INTEGER}
+    ),
+    "dequantize": _Operation(
+        _TEXTS,
+        lambda where, patterns, fields: Dequantize(
+            where, _patterns(patterns), fields["dtype"], fields.get("block")
+        ),
+        _no_way_back,
+        {"dtype": _FLOAT},
+        {"block": _BLOCK},
     ),
     "cast": _Operation(_TEXTS, _cast, _no_way_back, {"dtype": _DTYPE}, {"from": _DTYPES}),
     "constant": _Operation(

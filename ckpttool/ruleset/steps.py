@@ -16,6 +16,7 @@ from ckpttool.core.plan import Dropped, Output, Plan, module_renames
 from ckpttool.core.text import plural, shape_text, some
 from ckpttool.core.values import dataclass
 from ckpttool.ruleset import tensor_ops
+from ckpttool.ruleset.dequantize import Block, dequantized, is_without_scale, weights_of
 from ckpttool.ruleset.patterns import VARIABLE, InTurn, Naming, Rule, parse, without_wildcards
 from ckpttool.ruleset.tensor_ops import (
     DENSE,
@@ -236,6 +237,41 @@ class Convert(Step):
             result.dropped.append(value)
             return []
         return [(key, value if value.layout == REFUSED else self.change(_dense(value)))]
+
+
+@dataclass(frozen=True)
+class Dequantize(Step):
+    """Replace quantized weights, whose keys a pattern matches, and their scales by their values."""
+
+    dtype: str
+    block: Block | None
+
+    def apply(self, state: State) -> Result:
+        result, naming = Result(), Naming(self.patterns)
+        values: dict[str, tuple[str, Value]] = {}
+        parts: set[str] = set()
+        for weight in weights_of(state):
+            hits = naming.hits(weight.weight)
+            if not hits:
+                continue
+            result.used.update(hits)
+            parts.update(weight.others)
+            result.dropped += [state[key] for key in weight.others]
+            value = state[weight.weight]
+            try:
+                value = dequantized(weight, state, self.dtype, self.block)
+            except Refused as error:
+                result.problems.append(Problem(error.message, weight.weight))
+            values[weight.weight] = weight.plain, value
+        for key, value in state.items():
+            if key in values:
+                result.values.append(values[key])
+                continue
+            if is_without_scale(value) and naming.hits(key) and key not in parts:
+                result.problems.append(Problem("no scale belongs to it", key))
+            if key not in parts:
+                result.values.append((key, value))
+        return result
 
 
 def cast_floats(dtype: str) -> Convert:

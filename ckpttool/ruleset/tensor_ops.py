@@ -180,6 +180,11 @@ class Value:
     origin: str | None
     layout: str
 
+    @property
+    def numel(self) -> int:
+        """The elements of the tensor."""
+        return prod(self.shape)
+
 
 DENSE, REFUSED = "strided", "refused"
 

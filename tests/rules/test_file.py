@@ -845,8 +845,8 @@ def test_a_dropped_part_of_a_tensor_in_use_is_not_reported(tmp_path: Path) -> No
 
 
 KINDS = (
-    "rename, split, join, unstack, stack, transpose, permute, reshape, pad, slice, cast, constant,"
-    " check, drop"
+    "rename, split, join, unstack, stack, transpose, permute, reshape, pad, slice,"
+    " dequantize, cast, constant, check, drop"
 )
 MISTAKES: dict[str, tuple[str, list[str]]] = {
     # name -> file, and the problems
@@ -1057,7 +1057,7 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, wo
 
 # The examples of docs/rules.md: each block of rules, with its table of tensors before and after.
 
-BLOCKS = 9
+BLOCKS = 10
 PAGE = DOCS / "rules.md"
 EXAMPLE = re.compile(
     r"```toml\n(.*?)```\n\n\| before \| after \|\n\| --- \| --- \|\n((?:\|[^\n]*\n)+)", re.DOTALL
@@ -1098,7 +1098,7 @@ def test_examples_on_the_page_are_correct(tmp_path: Path, number: int) -> None:
             "torch.int64",
             "torch.float32",
         }
-    elif not any(operation in text for operation in ("drop", "constant", "slice")):
+    elif not any(operation in text for operation in ("drop", "constant", "slice", "dequantize")):
         back = rewrite(
             tmp_path / "out.safetensors", tmp_path / "back.safetensors", rules, reverse=True
         )
