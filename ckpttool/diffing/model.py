@@ -5,7 +5,7 @@ names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.containers.tensors import is_dense, kind
 from ckpttool.core.checkpoint import Checkpoint, Section
@@ -94,79 +94,92 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         return about_adapter
     if section.is_list:
         return load_list(model, checkpoint, section, ignore_dtype)
-    untied = []
+    return _load_section(model, checkpoint, section, ignore_dtype)
+
+
+class _Loading(NamedTuple):
+    """A section, the model that loads it, and what differs. `verdict` is torch's own answer; None
+    without the model's code, for which the `entries` decide.
+    """
+
+    model: ModelOperand
+    checkpoint: Checkpoint
+    section: Section
+    names: Names
+    verdict: Verdict | None
+    entries: Sequence[Entry]
+    ignore_dtype: bool
+    # why the file cannot be read as the model reads it, and notes on the index of its shards
+    unreadable: Sequence[str]
+    of_shards: Sequence[str]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the model gets a value for each key, perhaps a converted one."""
+        if self.unreadable:
+            return False
+        return loads(self.entries) if self.verdict is None else self.verdict.ok
+
+    @property
+    def converts(self) -> bool:
+        """Whether loading changes a dtype, which counts."""
+        if self.ignore_dtype:
+            return False
+        if self.verdict is None:
+            return any(entry.status == "dtype" for entry in self.entries)
+        return bool(self.verdict.dtype_changes)
+
+    @property
+    def identical(self) -> bool:
+        loses = any(entry.status == "value" for entry in self.entries)
+        return self.fits and not loses and not self.converts
+
+
+def _load_section(
+    model: ModelOperand, checkpoint: Checkpoint, section: Section, ignore_dtype: bool
+) -> Diff:
+    untied: Sequence[tuple[str, str]] = ()
     if model.is_folder:
         untied = untied_keys(model.tables, section)
         model = as_read(model, section, checkpoint.source)
     names = model.names()
     verdict = _verdict(model, checkpoint, section) if model.is_definition else None
-    entries = explain_quantized(
-        explain_computed(compare_load(names, section, verdict, model.pretrained)), section
-    )
+    entries = explain_computed(compare_load(names, section, verdict, model.pretrained))
+    entries = explain_quantized(entries, section)
     entries = without_dtypes(entries) if ignore_dtype else entries
     if verdict is None and loads(entries):
         _check_names_suffice(model, names, checkpoint, section)
-    of_shards = [note for note in checkpoint.notes if code_of(note) in ("shard-index", "no-index")]
-    has_no_index = any(code_of(note) == "no-index" for note in of_shards)
-    unreadable = unreadable_note(checkpoint)
-    if model.pretrained and has_no_index:
-        unreadable, of_shards = of_shards, []
-    fits = not unreadable and (loads(entries) if verdict is None else verdict.ok)
-    converts = (
-        any(e.status == "dtype" for e in entries)
-        if verdict is None
-        else bool(verdict.dtype_changes)
-    )
-    loses = any(entry.status == "value" for entry in entries)
-    identical = fits and not loses and (ignore_dtype or not converts)
-    converted = [] if verdict is None or ignore_dtype else _conversions(verdict, entries)
-
-    lost_versions = _lost_versions(model, section) if verdict is not None and not verdict.ok else []
+    unreadable, of_shards = _notes_on_reading(model, checkpoint)
+    about = (model, checkpoint, section, names)
+    loading = _Loading(*about, verdict, entries, ignore_dtype, unreadable, of_shards)
     torch_says = [] if verdict is None else _torch_says(verdict, entries)
-    rank = one_rank(checkpoint)
-    notes = [*unreadable, *of_shards, *rank, *lost_versions, *torch_says]
-    if fits and untied and model.pretrained:
-        pairs = some([f"{key} and {twin}" for twin, key in untied])
-        text = (
-            f"the model ties {pairs}, and the file has different values for them:"
-            " from_pretrained loads both, untied"
-        )
-        notes.append(Note(text, "untied"))
-    if verdict is not None and verdict.assigns and not rank:
-        text = (
-            "load_state_dict(..., assign=True) loads it: the file's tensors then replace the"
-            " model's"
-        )
-        notes.append(Note(text, "assign"))
-    notes += converted
-    matched = ("same", "renamed", "transformed", "value", "dtype", "shape")
-    if not identical and not any(entry.status in matched and entry.left for entry in entries):
-        text = (
-            f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load"
-            " nothing"
-        )
-        notes.insert(0, Note(text, "nothing-matched"))
-    if not identical:
-        notes += _notes_on_names(model, checkpoint, section, names)
-    notes += _order_notes(names, checkpoint)
-    notes += _not_compared(model, checkpoint, section, names)
+    converted = [] if verdict is None or ignore_dtype else _conversions(verdict, entries)
+    notes = [
+        *_notes_on_loading(loading, untied, torch_says),
+        *converted,
+        *([] if loading.identical else _notes_on_names(model, checkpoint, section, names)),
+        *_order_notes(names, checkpoint),
+        *_not_compared(model, checkpoint, section, names),
+    ]
     failure = ""
     says_more = bool(unreadable or converted or torch_says)
-    if not identical and (says_more or not _show_failure(entries)):
+    if not loading.identical and (says_more or not _show_failure(entries)):
         failure = f"does not load into {model.called}"
-        if fits:
+        if loading.fits:
             failure = f"loads into {model.called}, which converts its dtypes"
+    compared = compared_by_loading(checkpoint, ignore_dtype)
+    if checkpoint.optimizers:
+        compared["optimizers"] = False
     return Diff(
         checkpoint.source,
         f"{model.title} (what {'from_pretrained' if model.pretrained else 'it'} loads)",
-        identical=identical,
+        identical=loading.identical,
         entries=entries,
         notes=tuple(notes),
         exchangeable=exchangeable(_distinct(names)),
         harmless=HARMLESS | {Code.LOAD_HOOK.code} | ({"dtype"} if ignore_dtype else set()),
         other_failure=failure,
-        compared=compared_by_loading(checkpoint, ignore_dtype)
-        | ({"optimizers": False} if checkpoint.optimizers else {}),
+        compared=compared,
         outlines=(outlines(section), names_outlines(names)[0]),
         refused=frozenset({"shape"}),
         kinds=kinds_by_side(left=checkpoint.kinds_of(section)),
@@ -174,6 +187,53 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         asks="load",
         names=(checkpoint.source, model.called),
     )
+
+
+def _notes_on_reading(
+    model: ModelOperand, checkpoint: Checkpoint
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Return why the file cannot be read as the model reads it, and the notes on its shards' index.
+
+    from_pretrained needs the index.
+    """
+    of_shards = [note for note in checkpoint.notes if code_of(note) in ("shard-index", "no-index")]
+    if model.pretrained and any(code_of(note) == "no-index" for note in of_shards):
+        return of_shards, []
+    return unreadable_note(checkpoint), of_shards
+
+
+def _notes_on_loading(
+    loading: _Loading, untied: Sequence[tuple[str, str]], torch_says: Sequence[str]
+) -> list[str]:
+    """Return what the entries do not say about the load: why it fails, and how it goes."""
+    verdict, section = loading.verdict, loading.section
+    of_rank = one_rank(loading.checkpoint)
+    notes = [*loading.unreadable, *loading.of_shards, *of_rank]
+    if verdict is not None and not verdict.ok:
+        notes += _lost_versions(loading.model, section)
+    notes += torch_says
+    if loading.fits and untied and loading.model.pretrained:
+        pairs = some([f"{key} and {twin}" for twin, key in untied])
+        text = (
+            f"the model ties {pairs}, and the file has different values for them:"
+            " from_pretrained loads both, untied"
+        )
+        notes.append(Note(text, "untied"))
+    if verdict is not None and verdict.assigns and not of_rank:
+        text = (
+            "load_state_dict(..., assign=True) loads it: the file's tensors then replace the"
+            " model's"
+        )
+        notes.append(Note(text, "assign"))
+    matched = ("same", "renamed", "transformed", "value", "dtype", "shape")
+    is_matched = any(entry.status in matched and entry.left for entry in loading.entries)
+    if not loading.identical and not is_matched:
+        text = (
+            f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load"
+            " nothing"
+        )
+        notes.insert(0, Note(text, "nothing-matched"))
+    return notes
 
 
 def _torch_says(verdict: Verdict, entries: Sequence[Entry]) -> list[Note]:
