@@ -160,9 +160,9 @@ def metadata_of(node: Any) -> dict[Any, Any] | None:
     Raises `CkptError` if it is something else: torch reads the file then, but loads it into no
     module.
     """
-    metadata = (
-        node.state.get("_metadata") if type(node) is Call and type(node.state) is dict else None
-    )
+    if type(node) is not Call or type(node.state) is not dict:
+        return None
+    metadata = node.state.get("_metadata")
     pairs = pairs_of(metadata)
     if pairs is None and metadata is not None:
         raise CkptError(
@@ -201,7 +201,7 @@ def content_of(node: Any, leaf: Leaf) -> bytes | None:
     tensor), else None.
     """
     try:
-        return _Digests(leaf).of(node, 0)
+        return _Hasher(leaf).of(node, 0)
     except (RecursionError, _Endless, CkptError):
         return None
 
@@ -210,31 +210,31 @@ class _Endless(Exception):
     """The object holds itself."""
 
 
-class _Digests:
+class _Hasher:
     """Digests of nodes, made of the digests of their parts: each node is looked at once, however
     often it is shared.
     """
 
     def __init__(self, leaf: Leaf) -> None:
         self.leaf = leaf
-        self.known: dict[int, bytes | None] = {}  # None while the node is looked at
+        self.digests: dict[int, bytes | None] = {}  # by id; None while the node is looked at
 
     def of(self, node: Any, depth: int) -> bytes:
         if type(node) is Global and node.module in _MODULES:
             node = Global(_MODULES[node.module], node.name)
         if type(node) not in _PARTS:
-            return _hashed(
-                [type(node).__name__.encode(), repr(node).encode("utf-8", "surrogatepass")]
-            )
-        if id(node) not in self.known:
+            text = repr(node).encode("utf-8", "surrogatepass")
+            return _hashed([type(node).__name__.encode(), text])
+        if id(node) not in self.digests:
             if depth > _MAX_DEPTH:
                 raise _Endless
-            self.known[id(node)] = None
-            known = self.leaf(node)
-            self.known[id(node)] = (
-                self._of_parts(node, depth) if known is None else _hashed([b"leaf", known])
-            )
-        digest = self.known[id(node)]
+            self.digests[id(node)] = None
+            content = self.leaf(node)
+            if content is None:
+                self.digests[id(node)] = self._of_parts(node, depth)
+            else:
+                self.digests[id(node)] = _hashed([b"leaf", content])
+        digest = self.digests[id(node)]
         if digest is None:
             raise _Endless
         return digest
@@ -243,47 +243,47 @@ class _Digests:
         if type(node) is Call:
             pairs_of(node)  # puts the items of a dict where all dicts have them
             node = _as_later_protocols(node)
-        kind, parts = type(node), children(node)
-        if kind is bytes:
+        if type(node) is bytes:
             return self.of(node, depth)
-        name: tuple[object, ...]
-        if kind is dict:
-            name, parts = ("dict", len(node)), _flat(node)
-        elif kind is Call:
-            state = [] if node.state is ABSENT else [node.state, node.setter]
-            items, pairs = node.items or [], _flat(node.pairs or {})
-            name = ("call", node.how, len(items), len(pairs), len(state))
-            parts = [node.func, node.args, node.kwargs, *items, *pairs, *state]
-        elif kind is PickledSet:
-            name = ("set", node.frozen)
-        else:
-            name = ("reference",) if kind is Persistent else (kind.__name__, len(node))
+        name, parts = _name_and_parts(node)
         digests = [self.of(part, depth + 1) for part in parts]
-        return _hashed([repr(name).encode(), *(sorted(digests) if kind is PickledSet else digests)])
+        if type(node) is PickledSet:
+            digests.sort()
+        return _hashed([repr(name).encode(), *digests])
+
+
+def _name_and_parts(node: Any) -> tuple[tuple[object, ...], Iterable[Any]]:
+    """Return what tells two nodes of the same parts apart, and the parts."""
+    if type(node) is dict:
+        return ("dict", len(node)), chain(*node.items())
+    if type(node) is Call:
+        state = [] if node.state is ABSENT else [node.state, node.setter]
+        items, pairs = node.items or [], list(chain(*(node.pairs or {}).items()))
+        parts = [node.func, node.args, node.kwargs, *items, *pairs, *state]
+        return ("call", node.how, len(items), len(pairs), len(state)), parts
+    if type(node) is PickledSet:
+        return ("set", node.frozen), children(node)
+    if type(node) is Persistent:
+        return ("reference",), children(node)
+    return (type(node).__name__, len(node)), children(node)
 
 
 def _as_later_protocols(node: Call) -> Any:
     """Return a set or bytes as later protocols write them, for the call that protocol 2 writes;
     other calls as is.
     """
-    kind, args = str(node.func).replace("__builtin__", "builtins"), node.args
+    name, args = str(node.func).replace("__builtin__", "builtins"), node.args
     if node.how != "REDUCE" or node.items or node.pairs or node.state is not ABSENT:
         return node
-    if kind in ("builtins.set", "builtins.frozenset") and len(args) == 1 and type(args[0]) is list:
-        return PickledSet(args[0], kind == "builtins.frozenset")
-    is_latin = (
-        len(args) == 2
-        and args[1] == "latin1"
-        and type(args[0]) is str
-        and max(args[0], default="") <= "\xff"
-    )
-    if kind == "_codecs.encode" and is_latin:
-        return args[0].encode("latin1")
-    return b"" if kind == "builtins.bytes" and not args else node
-
-
-def _flat(pairs: dict[Any, Any]) -> list[Any]:
-    return [part for pair in pairs.items() for part in pair]
+    types = [type(argument) for argument in args]
+    if name in ("builtins.set", "builtins.frozenset") and types == [list]:
+        return PickledSet(args[0], name == "builtins.frozenset")
+    if name == "builtins.bytes" and not args:
+        return b""
+    if name == "_codecs.encode" and types == [str, str] and args[1] == "latin1":
+        is_latin = max(args[0], default="") <= "\xff"
+        return args[0].encode("latin1") if is_latin else node
+    return node
 
 
 def _hashed(parts: Iterable[bytes]) -> bytes:

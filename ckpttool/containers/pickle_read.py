@@ -9,9 +9,9 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import field
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import field, replace
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.limits import Memory, limits
@@ -57,13 +57,12 @@ class PickledSet:
 
 # Calls of these make a dict of their last argument, if that is a dict or a list of pairs.
 MAPPINGS = frozenset(
-    Global(module, name)
-    for module, name in (
-        ("collections", "OrderedDict"),
-        ("collections", "defaultdict"),
-        ("collections", "Counter"),
-        ("builtins", "dict"),
-        ("__builtin__", "dict"),
+    (
+        Global("collections", "OrderedDict"),
+        Global("collections", "defaultdict"),
+        Global("collections", "Counter"),
+        Global("builtins", "dict"),
+        Global("__builtin__", "dict"),
     )
 )
 
@@ -124,7 +123,9 @@ class Origin(NamedTuple):
     end: int = 0
 
 
-# Imports
+# Reading: the machine
+
+_NO_FRAME = 1 << 64
 
 
 @dataclass(slots=True)
@@ -141,15 +142,26 @@ class _Imported:
 
 
 @dataclass(slots=True)
-class _State:
-    """What reading a pickle collects: `left` are the bytes of memory that the tree may still take.
+class _Machine:
+    """Python's unpickling machine, which makes nodes. `stack` holds the nodes so far, `marks` its
+    height at each open mark, `memo` the nodes by the number that the pickle gives them.
 
-    `imported` are the imports that are not torch's own, `watched` the same by the id of the nodes
-    that they made; `copies` are the calls that may make a dict of another container, `mappings` the
-    ids of their functions.
+    The opcode is at byte `at` of `data`; its function moves `end` behind the bytes that it reads.
+    `frame` is the end of the current frame. `left` are the bytes of memory that the tree may still
+    take. `imported` are the imports that are not torch's own, `watched` the same by the id of the
+    nodes that they made; `copies` are the calls that may make a dict of another container,
+    `mappings` the ids of their functions.
     """
 
+    data: bytes
+    persistent: Callable[[Any], Any]
     left: int
+    at: int
+    end: int = 0
+    frame: int = _NO_FRAME
+    stack: list[Any] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
     globals: list[Global] = field(default_factory=list)
     imported: dict[Global, _Imported] = field(default_factory=dict)
     watched: dict[int, _Imported] = field(default_factory=dict)
@@ -158,7 +170,25 @@ class _State:
     copies: list[Call] = field(default_factory=list)
     mappings: set[int] = field(default_factory=set)
 
-    def new_global(self, module: str, name: str, offset: int) -> Global:
+    def line(self) -> bytes:
+        """Read up to the end of the line."""
+        begin = self.end
+        newline = self.data.find(b"\n", begin)
+        if newline < 0:
+            raise ValueError("a line without an end")
+        self.end = newline + 1
+        return self.data[begin:newline]
+
+    def above_mark(self) -> list[Any]:
+        """Take the nodes above the last mark."""
+        height = self.marks.pop()
+        if height > len(self.stack):
+            raise ValueError("the objects below a mark were taken away")
+        above = self.stack[height:]
+        del self.stack[height:]
+        return above
+
+    def new_global(self, module: str, name: str) -> Global:
         node = Global(module, name)
         self.left -= _GLOBAL + 4 * (len(module) + len(name))
         self.globals.append(node)
@@ -168,7 +198,7 @@ class _State:
         if kind != OWN:
             if node not in self.imported:
                 self.left -= _IMPORT
-                self.imported[node] = _Imported(node, kind, offset)
+                self.imported[node] = _Imported(node, kind, self.at)
             self.watch(node, self.imported[node])
         return node
 
@@ -207,21 +237,19 @@ class _State:
             sizes[id(call)] = size + len(call.pairs or ())
             self.left -= _FIRST_PAIR + _PAIR * sizes[id(call)]
 
-    def error(self, at: int, message: str) -> CkptError:
+    def error(self, message: str) -> CkptError:
         """Return the error for a damaged pickle. It lists the dangerous imports so far: Python
         would run them.
         """
-        dangerous = [one for one in self.imported.values() if one.verdict == DANGEROUS]
+        problems = []
+        for imported in self.imported.values():
+            if imported.verdict == DANGEROUS:
+                text = f"imported at byte {imported.offset:,}, and runs code when it is loaded"
+                problems.append(Problem(text, str(imported.name)))
         return CkptError(
-            f"damaged pickle at byte {at}: {message}",
+            f"damaged pickle at byte {self.at}: {message}",
             hint="the file is incomplete, damaged or hostile: download or save it again",
-            problems=[
-                Problem(
-                    f"imported at byte {one.offset:,}, and runs code when it is loaded",
-                    str(one.name),
-                )
-                for one in dangerous
-            ],
+            problems=problems,
         )
 
 
@@ -245,17 +273,21 @@ def collected() -> Iterator[list[Import]]:
 def unreadable(origin: Origin, error: CkptError) -> None:
     """Note a pickle that cannot be read: only its dangerous imports up to the error are known."""
     imports = _collected.get()
-    if imports is not None:
-        found = partial(
-            Import,
-            file=origin.file,
-            member=origin.member,
-            offset=0,
-            start=origin.start,
-            end=origin.end,
-        )
-        imports += (found(problem.key, DANGEROUS) for problem in error.problems)
-        imports.append(found(UNREADABLE, UNKNOWN, reason=error.message))
+    if imports is None:
+        return
+    note = Import(
+        UNREADABLE,
+        UNKNOWN,
+        origin.file,
+        origin.member,
+        0,
+        start=origin.start,
+        end=origin.end,
+        reason=error.message,
+    )
+    for problem in error.problems:
+        imports.append(replace(note, name=problem.key, verdict=DANGEROUS, reason=""))
+    imports.append(note)
 
 
 def look_into(data: bytes, origin: Origin, most: int) -> None:
@@ -270,23 +302,14 @@ def look_into(data: bytes, origin: Origin, most: int) -> None:
 
 # Parts of the pickle that opcodes read
 
-# Bytes of memory that a node takes in Python, from above: `_State.left` counts them. A value that
+# Bytes of memory that a node takes in Python, from above: `_Machine.left` counts them. A value that
 # is only pushed takes less than ten bytes for each of the pickle's (`_PUSHED`), and is not counted.
-_LIST, _DICT, _SET, _TUPLE, _CALL, _GLOBAL, _IMPORT, _REFERENCE = (
-    72,
-    72,
-    128,
-    64,
-    112,
-    200,
-    600,
-    120,
-)
+_LIST, _DICT, _SET, _TUPLE, _CALL = 72, 72, 128, 64, 112
+_GLOBAL, _IMPORT, _REFERENCE = 200, 600, 120
 _ITEM, _PAIR, _FIRST_PAIR, _MEMO, _TEXT = 10, 72, 168, 80, 64
 _PUSHED = 10
 _MOST_CALLS = 5  # of an import that are kept with their arguments
 _STEPS = 4096  # opcodes between two looks at the memory
-_NO_FRAME = 1 << 64
 _LAST_PROTOCOL = 5
 
 
@@ -344,35 +367,9 @@ _SIZED: dict[int, tuple[int, Callable[[bytes], Any], int]] = {
     0x8A: (1, _little_endian, 1),  # LONG1
     0x8B: (4, _little_endian, 1),  # LONG4
 }
-_BOOLS = {b"00": False, b"01": True}
-# Opcode -> what makes the object of the text up to the end of the line.
-_LINED: dict[int, Callable[[bytes], Any]] = {
-    0x49: lambda line: _BOOLS[line] if line in _BOOLS else _integer(line),  # INT
-    0x4C: lambda line: _integer(line.removesuffix(b"L")),  # LONG
-    0x46: float,  # FLOAT
-    0x53: _quoted,  # STRING
-    0x56: lambda line: line.decode("raw_unicode_escape"),  # UNICODE
-}
-_CALLED = {0x52: "REDUCE", 0x81: "NEWOBJ"}
 _REGISTRY = "it uses copyreg's extension registry, whose meaning is not in the file"
 _BUFFER = "it refers to a buffer that is not in the file"
 _REFUSED = {0x82: _REGISTRY, 0x83: _REGISTRY, 0x84: _REGISTRY, 0x97: _BUFFER, 0x98: _BUFFER}
-
-
-def _line(data: bytes, at: int) -> tuple[bytes, int]:
-    end = data.find(b"\n", at)
-    if end < 0:
-        raise ValueError("a line without an end")
-    return data[at:end], end + 1
-
-
-def _above_mark(stack: list[Any], marks: list[int]) -> list[Any]:
-    height = marks.pop()
-    if height > len(stack):
-        raise ValueError("the objects below a mark were taken away")
-    above = stack[height:]
-    del stack[height:]
-    return above
 
 
 def _extend(owner: Any, items: list[Any]) -> None:
@@ -431,7 +428,8 @@ def check_size(nbytes: int, origin: Origin) -> Memory:
     """Return the memory for a pickle of `nbytes`. Raises `CkptError` if it was compressed to far
     fewer bytes.
     """
-    memory, more = Memory(origin.nbytes), max(0, nbytes - origin.nbytes)
+    memory = Memory(origin.nbytes)
+    more = max(0, nbytes - origin.nbytes)
     if _PUSHED * more > memory.left:
         raise CkptError(
             f"{origin.file}: {origin.member or 'its pickle'} expands to {nbytes:,} bytes: "
@@ -442,7 +440,7 @@ def check_size(nbytes: int, origin: Origin) -> Memory:
     return memory
 
 
-def loads(  # noqa: C901, PLR0912 - a branch for each opcode
+def loads(
     data: bytes,
     start: int = 0,
     persistent: Callable[[Any], Any] = Persistent,
@@ -458,29 +456,51 @@ def loads(  # noqa: C901, PLR0912 - a branch for each opcode
     Time and memory are bounded by the number of opcodes, whatever the lengths and memo indexes in
     the pickle say.
     """
-    most, origin = limits(), origin or Origin(nbytes=len(data))
+    origin = origin or Origin(nbytes=len(data))
     memory = check_size(len(data), origin)
-    state = _State(memory.left)
-    if len(data) - start > most.pickle_bytes:
-        raise state.error(
-            start, f"it has {len(data) - start:,} bytes: {most.named('pickle_bytes')}"
-        )
-    stack: list[Any] = []
-    marks: list[int] = []  # the stack's height at each open mark
-    memo: dict[int, Any] = {}
-    at, steps, stopped = start, most.pickle_opcodes, False
-    frame = _NO_FRAME  # the end of the current frame
+    machine = _Machine(data, persistent, memory.left, start)
+    nbytes = len(data) - start
+    if nbytes > limits().pickle_bytes:
+        raise machine.error(f"it has {nbytes:,} bytes: {limits().named('pickle_bytes')}")
     try:
-        while not stopped:
+        _run(machine)
+    except KeyError as error:
+        raise machine.error(f"no object was memoized as {error}") from error
+    except IndexError as error:
+        is_cut_off = machine.at >= len(data)
+        message = "the pickle is cut off" if is_cut_off else "an opcode finds nothing to work on"
+        raise machine.error(message) from error
+    except (struct.error, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise machine.error(str(error)) from error
+    if len(machine.stack) != 1 or machine.marks:
+        raise machine.error("it ends without exactly one object")
+    memory.take(memory.left - machine.left)
+    imports = tuple(_imports(machine, origin))
+    outer = _collected.get()
+    if outer is not None:
+        outer += imports
+    protocol = data[start + 1] if data[start] == 0x80 else 0
+    return Pickle(
+        machine.stack[0], protocol, machine.at + 1, tuple(machine.globals), imports, memory
+    )
+
+
+def _run(machine: _Machine) -> None:  # noqa: C901, PLR0912 - frequent opcodes, without a call each
+    """Run the opcodes up to STOP. Whatever is wrong raises, with `machine.at` at the opcode."""
+    data, stack, marks, memo = machine.data, machine.stack, machine.marks, machine.memo
+    most = limits()
+    at, frame, steps = machine.at, machine.frame, most.pickle_opcodes
+    try:
+        while True:
             for _ in range(min(_STEPS, steps)):
                 if at >= frame:
                     if at > frame:
                         raise ValueError("an opcode goes beyond the end of its frame")
-                    frame = _NO_FRAME
+                    frame = machine.frame = _NO_FRAME
                 opcode, end = data[at], at + 1
                 # The most frequent opcodes of a file of tensors come first.
                 if opcode == 0x72:  # LONG_BINPUT
-                    state.left -= _MEMO
+                    machine.left -= _MEMO
                     memo[int.from_bytes(data[end : end + 4], "little")] = stack[-1]
                     end += 4
                 elif opcode == 0x4B:  # BININT1
@@ -495,11 +515,11 @@ def loads(  # noqa: C901, PLR0912 - a branch for each opcode
                     marks.append(len(stack))
                 elif opcode == 0x86:  # TUPLE2
                     last = stack.pop()
-                    state.left -= _TUPLE
+                    machine.left -= _TUPLE
                     stack[-1] = (stack[-1], last)
                 elif opcode == 0x74:  # TUPLE
-                    above = _above_mark(stack, marks)
-                    state.left -= _TUPLE + _ITEM * len(above)
+                    above = machine.above_mark()
+                    machine.left -= _TUPLE + _ITEM * len(above)
                     stack.append(tuple(above))
                 elif opcode in _SIZED:
                     width, make, wide = _SIZED[opcode]
@@ -511,7 +531,7 @@ def loads(  # noqa: C901, PLR0912 - a branch for each opcode
                             f"{length} bytes are announced, {len(data) - begin} are left"
                         )
                     part = data[begin:end]
-                    state.left -= _TEXT + (length if wide == 1 or part.isascii() else wide * length)
+                    machine.left -= _TEXT + length * (1 if part.isascii() else wide)
                     stack.append(make(part))
                 elif opcode in _CONSTANTS:
                     stack.append(_CONSTANTS[opcode])
@@ -522,189 +542,316 @@ def loads(  # noqa: C901, PLR0912 - a branch for each opcode
                     stack.append(memo[int.from_bytes(data[end : end + 4], "little")])
                     end += 4
                 elif opcode == 0x94:  # MEMOIZE
-                    state.left -= _MEMO
+                    machine.left -= _MEMO
                     memo[len(memo)] = stack[-1]
                 elif opcode in _UNPACK:
                     width, unpack = _UNPACK[opcode]
                     stack.append(unpack(data, end)[0])
                     end += width
-                elif opcode in _CALLED:
-                    args = stack.pop()
-                    stack[-1] = state.new_call(stack[-1], args, _CALLED[opcode])
-                elif opcode == 0x51:  # BINPERSID
-                    if type(stack[-1]) not in (tuple, str):
-                        raise TypeError("a persistent id is neither a tuple nor a string")
-                    state.left -= _REFERENCE
-                    stack[-1] = persistent(stack[-1])
-                elif opcode == 0x85:  # TUPLE1
-                    state.left -= _TUPLE
-                    stack[-1] = (stack[-1],)
-                elif opcode == 0x87:  # TUPLE3
-                    state.left -= _TUPLE
-                    stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
-                elif opcode == 0x5D:  # EMPTY_LIST
-                    state.left -= _LIST
-                    stack.append([])
-                elif opcode == 0x61:  # APPEND
-                    state.left -= _LIST
-                    _extend(stack[-2], [stack.pop()])
-                elif opcode == 0x65:  # APPENDS
-                    above = _above_mark(stack, marks)
-                    state.left -= _LIST + _ITEM * len(above)
-                    _extend(stack[-1], above)
-                elif opcode == 0x7D:  # EMPTY_DICT
-                    state.left -= _DICT
-                    stack.append({})
-                elif opcode == 0x73:  # SETITEM
-                    value = stack.pop()
-                    key = stack.pop()
-                    state.left -= _FIRST_PAIR
-                    _update(stack[-1], [key], [value])
-                elif opcode == 0x75:  # SETITEMS
-                    above = _above_mark(stack, marks)
-                    state.left -= _FIRST_PAIR + _PAIR * (len(above) // 2)
-                    _update(stack[-1], above[::2], above[1::2])
-                elif opcode == 0x63:  # GLOBAL
-                    module, end = _line(data, end)
-                    name, end = _line(data, end)
-                    stack.append(state.new_global(module.decode(), name.decode(), at))
-                elif opcode == 0x93:  # STACK_GLOBAL
-                    name, module = stack.pop(), stack.pop()
-                    if type(name) is not str or type(module) is not str:
-                        raise TypeError("the name of a global is not a string")
-                    stack.append(state.new_global(module, name, at))
-                elif opcode == 0x62:  # BUILD
-                    built = stack.pop()
-                    if type(stack[-1]) is not Call or stack[-1].state is not ABSENT:
-                        raise TypeError("a state is set on an object that takes none")
-                    stack[-1].state = built
                 elif opcode == 0x2E:  # STOP
                     if frame not in (_NO_FRAME, end):
                         raise ValueError("it ends inside a frame")
-                    state.take_copies()
-                    stopped = True
-                    break
-                elif opcode in _LINED:
-                    line, end = _line(data, end)
-                    state.left -= _TEXT + 4 * len(line)
-                    stack.append(_LINED[opcode](line))
-                elif opcode == 0x70:  # PUT
-                    line, end = _line(data, end)
-                    state.left -= _MEMO + len(line)
-                    memo[_integer(line)] = stack[-1]
-                elif opcode == 0x67:  # GET
-                    line, end = _line(data, end)
-                    stack.append(memo[_integer(line)])
-                elif opcode == 0x50:  # PERSID
-                    line, end = _line(data, end)
-                    state.left -= _REFERENCE
-                    stack.append(persistent(line.decode("ascii")))
-                elif opcode == 0x92:  # NEWOBJ_EX
-                    kwargs, args = stack.pop(), stack.pop()
-                    if type(kwargs) is not dict:
-                        raise TypeError("the keyword arguments of a call are not a dict")
-                    stack[-1] = state.new_call(stack[-1], args, "NEWOBJ_EX", kwargs)
-                elif opcode == 0x69:  # INST
-                    above = _above_mark(stack, marks)
-                    module, end = _line(data, end)
-                    name, end = _line(data, end)
-                    func = state.new_global(module.decode(), name.decode(), at)
-                    stack.append(state.new_call(func, tuple(above), "OBJ"))
-                elif opcode == 0x6F:  # OBJ
-                    func, *above = _above_mark(stack, marks)
-                    stack.append(state.new_call(func, tuple(above), "OBJ"))
-                elif opcode == 0x30:  # POP
-                    if marks and marks[-1] == len(stack):  # as in Python, an open mark is on top
-                        marks.pop()
-                    else:
-                        dropped = stack.pop()
-                        owner = stack[-1] if stack else None
-                        if (
-                            type(owner) is type(dropped) is Call
-                            and len(dropped.args) == 2
-                            and dropped.args[0] is owner
-                        ):
-                            # how Python pickles a state setter: setter(object, state),
-                            owner.state = dropped.args[1]
-                            owner.setter = dropped.func  # the result dropped
-                elif opcode == 0x31:  # POP_MARK
-                    _above_mark(stack, marks)
-                elif opcode == 0x32:  # DUP
-                    stack.append(stack[-1])
-                elif opcode == 0x6C:  # LIST
-                    above = _above_mark(stack, marks)
-                    state.left -= _LIST + _ITEM * len(above)
-                    stack.append(above)
-                elif opcode == 0x64:  # DICT
-                    above = _above_mark(stack, marks)
-                    state.left -= _FIRST_PAIR + _PAIR * len(above)
-                    stack.append({})
-                    _update(stack[-1], above[::2], above[1::2])
-                elif opcode == 0x8F:  # EMPTY_SET
-                    state.left -= _SET
-                    stack.append(PickledSet([]))
-                elif opcode == 0x90:  # ADDITEMS
-                    above = _above_mark(stack, marks)
-                    if type(stack[-1]) is not PickledSet or stack[-1].frozen:
-                        raise TypeError("items are added to an object that is not a set")
-                    state.left -= _ITEM * len(above)
-                    stack[-1].items.extend(above)
-                elif opcode == 0x91:  # FROZENSET
-                    above = _above_mark(stack, marks)
-                    state.left -= _SET + _ITEM * len(above)
-                    stack.append(PickledSet(above, frozen=True))
-                elif opcode == 0x80:  # PROTO
-                    if data[end] > _LAST_PROTOCOL:
-                        raise ValueError(f"protocol {data[end]} is not known")
-                    end += 1
-                # FRAME: Python reads all of its bytes, and skips the rest if an opcode needs more
-                elif opcode == 0x95:
-                    if frame != _NO_FRAME:
-                        raise ValueError("a frame begins inside another")
-                    end += 8
-                    frame = end + int.from_bytes(data[end - 8 : end], "little")
-                    if frame > len(data):
-                        raise ValueError("a frame is cut off")
+                    machine.take_copies()
+                    machine.at = at
+                    _check_memory(machine)
+                    return
                 else:
-                    raise ValueError(_REFUSED.get(opcode, f"unknown opcode 0x{opcode:02x}"))
+                    machine.at, machine.end = at, end
+                    _OPCODES.get(opcode, _unknown)(machine)
+                    end, frame = machine.end, machine.frame
                 at = end
+            machine.at = at
+            _check_memory(machine)
             steps -= _STEPS
-            if state.left < 0:
-                raise state.error(at, f"it takes too much memory: {most.named('pickle_memory')}")
-            if steps <= 0 and not stopped:
-                raise state.error(at, f"too many opcodes: {most.named('pickle_opcodes')}")
-    except KeyError as error:
-        raise state.error(at, f"no object was memoized as {error}") from error
-    except IndexError as error:
-        message = (
-            "the pickle is cut off" if at >= len(data) else ("an opcode finds nothing to work on")
-        )
-        raise state.error(at, message) from error
-    except (struct.error, ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise state.error(at, str(error)) from error
-    if len(stack) != 1 or marks:
-        raise state.error(at, "it ends without exactly one object")
-    memory.take(memory.left - state.left)
-    imports = tuple(_imports(state, origin))
-    outer = _collected.get()
-    if outer is not None:
-        outer += imports
-    protocol = data[start + 1] if data[start] == 0x80 else 0
-    return Pickle(stack[0], protocol, at + 1, tuple(state.globals), imports, memory)
+            if steps <= 0:
+                raise machine.error(f"too many opcodes: {most.named('pickle_opcodes')}")
+    finally:
+        machine.at = at
+
+
+def _check_memory(machine: _Machine) -> None:
+    if machine.left < 0:
+        raise machine.error(f"it takes too much memory: {limits().named('pickle_memory')}")
+
+
+# The other opcodes, each with what it does: opcode -> function
+
+_OPCODES: dict[int, Callable[[_Machine], None]] = {}
+_Function = TypeVar("_Function", bound=Callable[[_Machine], None])
+
+
+def _opcode(code: int) -> Callable[[_Function], _Function]:
+    def register(function: _Function) -> _Function:
+        _OPCODES[code] = function
+        return function
+
+    return register
+
+
+def _unknown(machine: _Machine) -> None:
+    opcode = machine.data[machine.at]
+    raise ValueError(_REFUSED.get(opcode, f"unknown opcode 0x{opcode:02x}"))
+
+
+@_opcode(0x80)
+def _proto(machine: _Machine) -> None:
+    protocol = machine.data[machine.end]
+    if protocol > _LAST_PROTOCOL:
+        raise ValueError(f"protocol {protocol} is not known")
+    machine.end += 1
+
+
+@_opcode(0x95)
+def _frame(machine: _Machine) -> None:
+    """Begin a frame: Python reads all of its bytes, and skips the rest if an opcode needs more."""
+    if machine.frame != _NO_FRAME:
+        raise ValueError("a frame begins inside another")
+    begin = machine.end + 8
+    machine.frame = begin + int.from_bytes(machine.data[machine.end : begin], "little")
+    if machine.frame > len(machine.data):
+        raise ValueError("a frame is cut off")
+    machine.end = begin
+
+
+@_opcode(0x52)
+def _reduce(machine: _Machine) -> None:
+    args = machine.stack.pop()
+    machine.stack[-1] = machine.new_call(machine.stack[-1], args, "REDUCE")
+
+
+@_opcode(0x81)
+def _newobj(machine: _Machine) -> None:
+    args = machine.stack.pop()
+    machine.stack[-1] = machine.new_call(machine.stack[-1], args, "NEWOBJ")
+
+
+@_opcode(0x92)
+def _newobj_ex(machine: _Machine) -> None:
+    kwargs, args = machine.stack.pop(), machine.stack.pop()
+    if type(kwargs) is not dict:
+        raise TypeError("the keyword arguments of a call are not a dict")
+    machine.stack[-1] = machine.new_call(machine.stack[-1], args, "NEWOBJ_EX", kwargs)
+
+
+@_opcode(0x69)
+def _inst(machine: _Machine) -> None:
+    args = machine.above_mark()
+    module, name = machine.line(), machine.line()
+    func = machine.new_global(module.decode(), name.decode())
+    machine.stack.append(machine.new_call(func, tuple(args), "OBJ"))
+
+
+@_opcode(0x6F)
+def _obj(machine: _Machine) -> None:
+    func, *args = machine.above_mark()
+    machine.stack.append(machine.new_call(func, tuple(args), "OBJ"))
+
+
+@_opcode(0x62)
+def _build(machine: _Machine) -> None:
+    state = machine.stack.pop()
+    call = machine.stack[-1]
+    if type(call) is not Call or call.state is not ABSENT:
+        raise TypeError("a state is set on an object that takes none")
+    call.state = state
+
+
+@_opcode(0x63)
+def _global(machine: _Machine) -> None:
+    module, name = machine.line(), machine.line()
+    machine.stack.append(machine.new_global(module.decode(), name.decode()))
+
+
+@_opcode(0x93)
+def _stack_global(machine: _Machine) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    if type(name) is not str or type(module) is not str:
+        raise TypeError("the name of a global is not a string")
+    machine.stack.append(machine.new_global(module, name))
+
+
+@_opcode(0x51)
+def _binpersid(machine: _Machine) -> None:
+    if type(machine.stack[-1]) not in (tuple, str):
+        raise TypeError("a persistent id is neither a tuple nor a string")
+    machine.left -= _REFERENCE
+    machine.stack[-1] = machine.persistent(machine.stack[-1])
+
+
+@_opcode(0x50)
+def _persid(machine: _Machine) -> None:
+    line = machine.line()
+    machine.left -= _REFERENCE
+    machine.stack.append(machine.persistent(line.decode("ascii")))
+
+
+@_opcode(0x85)
+def _tuple1(machine: _Machine) -> None:
+    machine.left -= _TUPLE
+    machine.stack[-1] = (machine.stack[-1],)
+
+
+@_opcode(0x87)
+def _tuple3(machine: _Machine) -> None:
+    machine.left -= _TUPLE
+    stack = machine.stack
+    stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+
+
+@_opcode(0x5D)
+def _empty_list(machine: _Machine) -> None:
+    machine.left -= _LIST
+    machine.stack.append([])
+
+
+@_opcode(0x6C)
+def _list(machine: _Machine) -> None:
+    above = machine.above_mark()
+    machine.left -= _LIST + _ITEM * len(above)
+    machine.stack.append(above)
+
+
+@_opcode(0x61)
+def _append(machine: _Machine) -> None:
+    machine.left -= _LIST
+    owner = machine.stack[-2]
+    _extend(owner, [machine.stack.pop()])
+
+
+@_opcode(0x65)
+def _appends(machine: _Machine) -> None:
+    above = machine.above_mark()
+    machine.left -= _LIST + _ITEM * len(above)
+    _extend(machine.stack[-1], above)
+
+
+@_opcode(0x7D)
+def _empty_dict(machine: _Machine) -> None:
+    machine.left -= _DICT
+    machine.stack.append({})
+
+
+@_opcode(0x64)
+def _dict(machine: _Machine) -> None:
+    above = machine.above_mark()
+    machine.left -= _FIRST_PAIR + _PAIR * len(above)
+    machine.stack.append({})
+    _update(machine.stack[-1], above[::2], above[1::2])
+
+
+@_opcode(0x73)
+def _setitem(machine: _Machine) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    machine.left -= _FIRST_PAIR
+    _update(machine.stack[-1], [key], [value])
+
+
+@_opcode(0x75)
+def _setitems(machine: _Machine) -> None:
+    above = machine.above_mark()
+    machine.left -= _FIRST_PAIR + _PAIR * (len(above) // 2)
+    _update(machine.stack[-1], above[::2], above[1::2])
+
+
+@_opcode(0x8F)
+def _empty_set(machine: _Machine) -> None:
+    machine.left -= _SET
+    machine.stack.append(PickledSet([]))
+
+
+@_opcode(0x90)
+def _additems(machine: _Machine) -> None:
+    above = machine.above_mark()
+    owner = machine.stack[-1]
+    if type(owner) is not PickledSet or owner.frozen:
+        raise TypeError("items are added to an object that is not a set")
+    machine.left -= _ITEM * len(above)
+    owner.items.extend(above)
+
+
+@_opcode(0x91)
+def _frozenset(machine: _Machine) -> None:
+    above = machine.above_mark()
+    machine.left -= _SET + _ITEM * len(above)
+    machine.stack.append(PickledSet(above, frozen=True))
+
+
+@_opcode(0x70)
+def _put(machine: _Machine) -> None:
+    line = machine.line()
+    machine.left -= _MEMO + len(line)
+    machine.memo[_integer(line)] = machine.stack[-1]
+
+
+@_opcode(0x67)
+def _get(machine: _Machine) -> None:
+    machine.stack.append(machine.memo[_integer(machine.line())])
+
+
+@_opcode(0x32)
+def _dup(machine: _Machine) -> None:
+    machine.stack.append(machine.stack[-1])
+
+
+@_opcode(0x31)
+def _pop_mark(machine: _Machine) -> None:
+    machine.above_mark()
+
+
+@_opcode(0x30)
+def _pop(machine: _Machine) -> None:
+    stack, marks = machine.stack, machine.marks
+    if marks and marks[-1] == len(stack):  # as in Python, an open mark is on top
+        marks.pop()
+        return
+    dropped = stack.pop()
+    owner = stack[-1] if stack else None
+    if type(owner) is not Call or type(dropped) is not Call:
+        return
+    # how Python pickles a state setter: setter(object, state), the result dropped
+    if len(dropped.args) == 2 and dropped.args[0] is owner:
+        owner.setter, owner.state = dropped.func, dropped.args[1]
+
+
+def _lined(make: Callable[[bytes], Any]) -> Callable[[_Machine], None]:
+    """Return the function of an opcode that makes a node of the rest of the line."""
+
+    def push(machine: _Machine) -> None:
+        line = machine.line()
+        machine.left -= _TEXT + 4 * len(line)
+        machine.stack.append(make(line))
+
+    return push
+
+
+_BOOLS = {b"00": False, b"01": True}
+_OPCODES[0x49] = _lined(lambda line: _BOOLS[line] if line in _BOOLS else _integer(line))  # INT
+_OPCODES[0x4C] = _lined(lambda line: _integer(line.removesuffix(b"L")))  # LONG
+_OPCODES[0x46] = _lined(float)  # FLOAT
+_OPCODES[0x53] = _lined(_quoted)  # STRING
+_OPCODES[0x56] = _lined(lambda line: line.decode("raw_unicode_escape"))  # UNICODE
 
 
 # Imports for the report
 
 
-def _imports(state: _State, origin: Origin) -> Iterator[Import]:
-    for one in state.imported.values():
-        calls = tuple(map(_shown_call, one.calls[:_MOST_CALLS]))
-        place = (origin.file, origin.member, one.offset)
+def _imports(machine: _Machine, origin: Origin) -> Iterator[Import]:
+    for imported in machine.imported.values():
+        name, calls = str(imported.name), imported.calls
         yield Import(
-            str(one.name), one.verdict, *place, calls, one.called, origin.start, origin.end
+            name,
+            imported.verdict,
+            origin.file,
+            origin.member,
+            imported.offset,
+            tuple(map(_shown_call, calls[:_MOST_CALLS])),
+            imported.called,
+            origin.start,
+            origin.end,
         )
-        for call in one.calls if str(one.name) in _LOADERS else ():
-            yield from _inside(call, origin)
+        if name in _LOADERS:
+            for call in calls:
+                yield from _inside(call, origin)
 
 
 _LOADERS = ("torch.storage._load_from_bytes", "pickle.loads", "_pickle.loads", "cPickle.loads")
@@ -775,24 +922,22 @@ def bytes_of(node: Any) -> bytes | None:
         return None
     if node.func in _BYTES and not node.args:
         return b""
-    is_encoded = node.func == Global("_codecs", "encode") and node.args[1:] == ("latin1",)
-    if is_encoded and type(node.args[0]) is str:
-        try:
-            return node.args[0].encode("latin1")
-        except UnicodeEncodeError:
-            return None
-    return None
+    if node.func != Global("_codecs", "encode") or node.args[1:] != ("latin1",):
+        return None
+    try:
+        return node.args[0].encode("latin1") if type(node.args[0]) is str else None
+    except UnicodeEncodeError:
+        return None
 
 
+_SHOWN = {Persistent: "<a storage>", PickledSet: "{...}", ByteString: "<bytes>"}
 _MOST_TEXT, _MOST_PARTS, _MOST_LEVELS = 200, 8, 4  # of a call that is shown
 
 
 def _shown_call(call: Call) -> str:
     parts = _shown_parts(call.args, 0)
-    parts += [
-        f"{_shown(key, 1)}={_shown(value, 1)}"
-        for key, value in list((call.kwargs or {}).items())[:_MOST_PARTS]
-    ]
+    for key, value in islice((call.kwargs or {}).items(), _MOST_PARTS):
+        parts.append(f"{_shown(key, 1)}={_shown(value, 1)}")
     text = f"{_shown(call.func, 0)}({', '.join(parts)})"
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
 
@@ -818,14 +963,11 @@ def _shown(node: Any, level: int) -> str:
     if type(node) is Call:
         return f"{_shown(node.func, level + 1)}({', '.join(_shown_parts(node.args, level))})"
     if type(node) is dict:
-        pairs = [
-            f"{_shown(key, level + 1)}: {_shown(node[key], level + 1)}"
-            for key in list(node)[:_MOST_PARTS]
-        ]
+        pairs = []
+        for key, value in islice(node.items(), _MOST_PARTS):
+            pairs.append(f"{_shown(key, level + 1)}: {_shown(value, level + 1)}")
         return f"{{{', '.join(pairs)}}}"
     if type(node) in (list, tuple):
         opening, closing = "[]" if type(node) is list else "()"
         return f"{opening}{', '.join(_shown_parts(node, level))}{closing}"
-    return {Persistent: "<a storage>", PickledSet: "{...}", ByteString: "<bytes>"}.get(
-        type(node), "..."
-    )
+    return _SHOWN.get(type(node), "...")

@@ -56,7 +56,7 @@ class Role(Payload):
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class StoragePlace:
     """A place in the file: a record, or the record `key` (without its folder) of the torch zip
     `inner` in it.
     """
@@ -83,7 +83,7 @@ class Program:
     model: str
     sections: tuple[Section, ...]
     indexes: Sequence[str] = ()
-    homes: Mapping[Storage, Home] = field(default_factory=dict)
+    homes: Mapping[Storage, StoragePlace] = field(default_factory=dict)
     shared: Mapping[str, Sequence[str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     unreached: tuple[Unreached, ...] = ()

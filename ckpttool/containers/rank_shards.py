@@ -5,6 +5,7 @@ hold?
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -63,15 +64,18 @@ def is_whole(entry: TensorEntry) -> bool:
 
 
 def _copies(entry: TensorEntry) -> list[tuple[TensorEntry, TensorEntry]]:
-    groups = entry.payload.copies if isinstance(entry.payload, RankParts) else ()
-    return [(group[0], copy) for group in groups for copy in group[1:]]
+    """Return each further copy of a chunk, with the first one."""
+    pairs = []
+    for first, *others in entry.payload.copies if isinstance(entry.payload, RankParts) else ():
+        pairs += [(first, copy) for copy in others]
+    return pairs
 
 
 def ranks_agree(entry: TensorEntry) -> bool:
     """Return True if all ranks that hold a copy of the entry, or of one of its chunks, hold the
     same values.
     """
-    return all(same_values(one, other) for one, other in _copies(entry))
+    return all(same_values(first, copy) for first, copy in _copies(entry))
 
 
 def rank_pairs(
@@ -84,9 +88,11 @@ def rank_pairs(
     """
     if type(left.payload) is not RankParts and type(right.payload) is not RankParts:
         return ()  # almost all entries, and there may be very many
-    ranks = [entry.payload for entry in (left, right) if isinstance(entry.payload, RankParts)]
-    if [(one.whole, len(one.parts)) for one in ranks] == [(False, len(ranks[0].parts))] * 2:
-        return [pair for pair in zip(*(one.parts for one in ranks)) if pair != (None, None)]
+    if isinstance(left.payload, RankParts) and isinstance(right.payload, RankParts):
+        is_whole = left.payload.whole or right.payload.whole
+        if not is_whole and len(left.payload.parts) == len(right.payload.parts):
+            pairs = zip(left.payload.parts, right.payload.parts)
+            return [pair for pair in pairs if pair != (None, None)]
     return [*_copies(left), *_copies(right)]
 
 
@@ -137,15 +143,13 @@ def _shard_state(entry: TensorEntry | ExtraEntry) -> tuple[str | None, Any]:
     args: tuple[Any, ...] = rebuilt.args if type(rebuilt) is Call else ()
     if len(args) == 4 and type(args[1]) is Global and args[1].name == "DTensor":
         return DTENSOR, args[3]
-    if type(node) is Call and type(node.func) is Global:
-        if (
-            node.func.name == "_rebuild_from_type_v2"
-            and len(node.args) == 4
-            and node.args[1] == _SHARDED_TENSOR_CLASS
-        ):
-            return SHARDED_TENSOR, node.args[3]
-        if node.func == _SHARDED_TENSOR_CLASS:  # up to torch 1.13
-            return SHARDED_TENSOR, node.state
+    if type(node) is not Call or type(node.func) is not Global:
+        return None, None
+    if node.func == _SHARDED_TENSOR_CLASS:  # up to torch 1.13
+        return SHARDED_TENSOR, node.state
+    is_rebuilt = node.func.name == "_rebuild_from_type_v2" and len(node.args) == 4
+    if is_rebuilt and node.args[1] == _SHARDED_TENSOR_CLASS:
+        return SHARDED_TENSOR, node.args[3]
     return None, None
 
 
@@ -158,9 +162,8 @@ def rank_and_world_size(entry: TensorEntry | ExtraEntry) -> tuple[int, int]:
         if kind == SHARDED_TENSOR:
             return _process_group(state)
         mesh = _attributes(_attributes(state[1]["_spec"])["mesh"])
-        ranks = _counts(
-            mesh["_flatten_rank_map" if "_flatten_rank_map" in mesh else "_flatten_mesh_list"]
-        )
+        is_new = "_flatten_rank_map" in mesh
+        ranks = _counts(mesh["_flatten_rank_map" if is_new else "_flatten_mesh_list"])
         rank = mesh.get("_rank")
         if rank is None:
             number = 0
@@ -204,22 +207,38 @@ def _local_dtensor(key: str, state: Any, storages: Storages) -> LocalShard:
         raise ValueError("its coordinate is not in the mesh")
     placements = tuple(_placement(node) for node in _items(spec["placements"]))
     order = _shard_order(placements, mesh_shape, spec)
+    chunk = _chunk_at(at, mesh_shape, order, shape)
+    if local.shape != chunk.sizes and (local.numel or prod(chunk.sizes)):
+        raise Unsupported(
+            f"its part has the shape {list(local.shape)}, but its placements give"
+            f" {list(chunk.sizes)}"
+        )
+    return LocalShard(shape, local.dtype, (mesh_shape, placements, order), chunk, local)
+
+
+_Order = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def _chunk_at(
+    at: Sequence[int], mesh_shape: Sequence[int], order: _Order, shape: Sequence[int]
+) -> Chunk:
+    """Return the chunk of the rank at these coordinates of the mesh: each mesh dimension cuts what
+    the one before it left::
+
+        shape [7], cut by mesh dimensions of 2 and 2
+        0 1 2 3 | 4 5 6      pieces of the rounded-up size, as torch.chunk makes them
+        0 1|2 3 | 4 5|6
+    """
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, mesh_dims in order:
         if not 0 <= dim < len(shape):
             raise ValueError(f"cut along dimension {dim} of {len(shape)}")
-        # each cut gives pieces of the rounded-up size, as torch.chunk does
         for mesh_dim in mesh_dims:
             piece = -(-sizes[dim] // mesh_shape[mesh_dim])
             start = min(piece * at[mesh_dim], sizes[dim])
             offsets[dim] += start
             sizes[dim] = min(piece, sizes[dim] - start)
-    if local.shape != tuple(sizes) and (local.numel or prod(sizes)):
-        raise Unsupported(
-            f"its part has the shape {list(local.shape)}, but its placements give {sizes}"
-        )
-    chunk = Chunk(tuple(offsets), tuple(sizes))
-    return LocalShard(shape, local.dtype, (mesh_shape, placements, order), chunk, local)
+    return Chunk(tuple(offsets), tuple(sizes))
 
 
 def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
@@ -240,14 +259,16 @@ def _placement(node: Any) -> tuple[str, int, int]:
     """Return ``("Replicate", -1, 1)``, ``("Shard", dim, 1)`` or ``("_StridedShard", dim, split
     factor)``.
     """
-    name, state = node.func.name, _attributes(node) if type(node.state) in (dict, tuple) else {}
+    name = node.func.name
     if name == "Replicate":
         return name, -1, 1
     if name not in ("Shard", "_StridedShard"):
         raise Unsupported(f"is {name.lstrip('_')}: a part of a sum over ranks, not of a tensor")
-    dim, factor, *_ = (
-        (*node.args, 1, 1) if node.args else (state["dim"], state.get("split_factor", 1))
-    )
+    if node.args:
+        dim, factor = (*node.args, 1)[:2]
+    else:
+        state = _attributes(node) if type(node.state) in (dict, tuple) else {}
+        dim, factor = state["dim"], state.get("split_factor", 1)
     if factor < 1:
         raise ValueError(f"{factor} pieces")
     return name, dim, factor
@@ -257,7 +278,7 @@ def _shard_order(
     placements: tuple[tuple[str, int, int], ...],
     mesh_shape: tuple[int, ...],
     spec: Mapping[str, Any],
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
+) -> _Order:
     """Return each sharded dimension with the mesh dimensions that cut it, in the order of the cuts.
 
     A strided shard is cut after the shards that follow it, which have as many pieces as its split
@@ -268,8 +289,10 @@ def _shard_order(
     strided: dict[int, int] = {}
     for index, (name, dim, factor) in enumerate(placements):
         if name == "_StridedShard" and factor > 1:
-            after = [i for i, (_, d, _) in enumerate(placements) if i > index and d == dim]
-            if dim in strided or prod(mesh_shape[i] for i in after) != factor:
+            pieces = 1  # that the cuts after it make
+            for size, (_, other_dim, _) in islice(zip(mesh_shape, placements), index + 1, None):
+                pieces *= size if other_dim == dim else 1
+            if dim in strided or pieces != factor:
                 raise Unsupported(
                     f"is cut in strides ({factor} pieces) that the mesh does not explain"
                 )
@@ -280,14 +303,17 @@ def _shard_order(
     for node in _items(spec.get("shard_order") or ()):
         dim, mesh_dims = _items(node)
         listed[dim] = list(_counts(mesh_dims))
-    if not strided and any(sorted(listed.get(dim, dims)) != dims for dim, dims in plain.items()):
-        raise ValueError("an order of shards that does not match the placements")
-    order = plain if strided else {dim: listed.get(dim, dims) for dim, dims in plain.items()}
+    order = dict(plain)
+    for dim, mesh_dims in plain.items() if not strided else ():
+        order[dim] = listed.get(dim, mesh_dims)
+        if sorted(order[dim]) != mesh_dims:
+            raise ValueError("an order of shards that does not match the placements")
     for dim, index in strided.items():
-        if any(i < index for i in order.get(dim, [])):
+        cuts = plain.get(dim, [])
+        if cuts and min(cuts) < index:
             raise Unsupported("is cut in strides after other cuts, which the mesh does not explain")
-        order[dim] = [*order.get(dim, []), index]
-    return tuple((dim, tuple(dims)) for dim, dims in sorted(order.items()))
+        order[dim] = [*cuts, index]
+    return tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(order.items()))
 
 
 def _process_group(state: Any) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from operator import itemgetter
 from typing import Any, NoReturn
 
 from ckpttool.core.errors import CkptError
@@ -78,7 +79,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         twice = next(
-            name for name, count in Counter(name for name, _ in pairs).items() if count > 1
+            name for name, count in Counter(map(itemgetter(0), pairs)).items() if count > 1
         )
         raise ValueError(f"{twice!r} is there twice in one object")
     return value

@@ -38,7 +38,7 @@ class Storages:
     """
 
     find: Callable[[str, int], Storage]
-    found: dict[str, Storage] = field(default_factory=dict)
+    by_key: dict[str, Storage] = field(default_factory=dict)
     carried: dict[int, Carried] = field(default_factory=dict)
     reached: set[str] = field(default_factory=set)
     looked_at: int = 0
@@ -49,9 +49,9 @@ class Storages:
 
     def get(self, key: str, nbytes: int) -> Storage:
         """Return the storage under `key`, which holds `nbytes` by the pickle."""
-        storage = self.found.get(key)
+        storage = self.by_key.get(key)
         if storage is None:
-            storage = self.found[key] = self.find(key, nbytes)
+            storage = self.by_key[key] = self.find(key, nbytes)
         elif nbytes > storage.nbytes:
             raise malformed(f"storage {key} is {storage.nbytes} bytes, not {nbytes}")
         return storage
@@ -80,9 +80,8 @@ unnamed = partial(TensorEntry, "")  # makes the entry of a tensor that has no na
 
 def _packed(entry: TensorEntry, layout: str, nbytes: int | None = None) -> TensorEntry:
     """Return the tensor as one whose values are not a strided block of bytes."""
-    return replace(
-        entry, storage=None, layout=layout, packed_bytes=entry.nbytes if nbytes is None else nbytes
-    )
+    nbytes = entry.nbytes if nbytes is None else nbytes
+    return replace(entry, storage=None, layout=layout, packed_bytes=nbytes)
 
 
 # Layout -> the parts of such a tensor that a block of values does not have.
@@ -163,11 +162,11 @@ def kind(entry: TensorEntry) -> str:
     """
     if not isinstance(entry.payload, Carried):
         return entry.layout
-    args = bare(entry.payload.node).args
-    known = next(
-        (arg for arg in args if type(arg) is Global and not is_tensor(Call(arg, ()))), None
-    )
-    return str(known) if entry.layout == "subclass" and known is not None else entry.layout
+    if entry.layout == "subclass":
+        for arg in bare(entry.payload.node).args:
+            if type(arg) is Global and not is_tensor(Call(arg, ())):
+                return str(arg)
+    return entry.layout
 
 
 def bare(node: Any) -> Any:
@@ -190,26 +189,26 @@ def entry_of(key: str, node: Call, storages: Storages) -> TensorEntry:
     """
     carried = storages.carried.get(id(node))
     if carried is None:
-        try:
-            rebuilt = _read(node, storages, 0)
-        except CkptError as error:
-            raise CkptError(
-                error.message, hint=error.hint, problems=[Problem(error.message, key)]
-            ) from None
-        except (IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
-            problem = malformed(f"the arguments of {node.func}: {error}")
-            raise CkptError(
-                problem.message, hint=problem.hint, problems=[Problem(problem.message, key)]
-            ) from None
+        rebuilt = _rebuilt(key, node, storages)
         carried = storages.carried[id(node)] = Carried(node, storages, rebuilt)
         if rebuilt.storage is None:
             references = (part for part in walk(node, storages.look) if type(part) is Persistent)
             storages.reached.update(map(storage_key, references))
-    made = carried.rebuilt
-    assert made is not None
-    where = (made.offset, made.storage, made.layout, made.packed_bytes, carried)
+    tensor = carried.rebuilt
+    assert tensor is not None
+    where = (tensor.offset, tensor.storage, tensor.layout, tensor.packed_bytes, carried)
     # `replace` would take five times as long
-    return TensorEntry(key, made.dtype, made.shape, made.stride, *where)
+    return TensorEntry(key, tensor.dtype, tensor.shape, tensor.stride, *where)
+
+
+def _rebuilt(key: str, node: Call, storages: Storages) -> TensorEntry:
+    try:
+        return _read(node, storages, 0)
+    except CkptError as error:
+        problem = error
+    except (IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
+        problem = malformed(f"the arguments of {node.func}: {error}")
+    raise CkptError(problem.message, hint=problem.hint, problems=[Problem(problem.message, key)])
 
 
 # Reading. One function for each rebuild function of torch; it gets the arguments, the storages, and
@@ -275,52 +274,48 @@ def _from_type(args: Any, storages: Storages, depth: int) -> TensorEntry:
         if is_tensor(values):
             parts = [_read(values, storages, depth + 1)]
         return unnamed(parts[0].dtype if parts else "float32", (), (), 0, None, "subclass", nbytes)
-    found = _read(call, storages, depth + 1)
+    tensor = _read(call, storages, depth + 1)
     if is_torch(kind) and kind.name in _PLAIN_TYPES:
-        return found
-    return _packed(found, "subclass", max(found.nbytes, nbytes))
+        return tensor
+    return _packed(tensor, "subclass", max(tensor.nbytes, nbytes))
 
 
 def _sparse(args: Any, storages: Storages, depth: int) -> TensorEntry:
     kind, data = args
-    values, size = (
-        (data[1], data[2]) if len(data) == 3 or type(data[3]) is bool else (data[2], data[3])
-    )
-    layout = kind.args[0] if type(kind) is Call else kind.name
-    found = _read(values, storages, depth + 1)
+    is_coo = len(data) == 3 or type(data[3]) is bool  # indices, values, size; others have two more
+    values, size = data[1:3] if is_coo else data[2:4]
+    layout = (kind.args[0] if type(kind) is Call else kind.name).removeprefix("torch.")
+    dtype = _read(values, storages, depth + 1).dtype
     nbytes = sum(part.nbytes for part in _inner(data, storages, depth))
-    return unnamed(found.dtype, sizes_of(size), (), 0, None, layout.removeprefix("torch."), nbytes)
+    return unnamed(dtype, sizes_of(size), (), 0, None, layout, nbytes)
 
 
 def _quantized(args: Any, storages: Storages, depth: int) -> TensorEntry:
     dtype, storage = typed_storage(args[0], storages)
     view = _view(dtype, storage, args[1:4])
     nbytes = -(-view.nbytes // _PER_BYTE.get(dtype, 1))
-    return _packed(
-        view, "quantized", nbytes + sum(part.nbytes for part in _inner(args[4], storages, depth))
-    )
+    nbytes += sum(part.nbytes for part in _inner(args[4], storages, depth))
+    return _packed(view, "quantized", nbytes)
 
 
 def _nested(args: Any, storages: Storages, depth: int) -> TensorEntry:
     """The sizes of a nested tensor are a tensor themselves; the shape here is the number of its
     components.
     """
-    found = _read(args[0], storages, depth + 1)
+    dtype = _read(args[0], storages, depth + 1).dtype
     sizes = _read(args[1], storages, depth + 1)
     nbytes = sum(part.nbytes for part in _inner(args, storages, depth))
-    return unnamed(found.dtype, sizes.shape[:1], (), 0, None, "nested", nbytes)
+    return unnamed(dtype, sizes.shape[:1], (), 0, None, "nested", nbytes)
 
 
 def _device(args: Any, storages: Storages, depth: int) -> TensorEntry:
     """A tensor of a device without storages (XLA): a CPU tensor or a numpy array that is moved when
     it is loaded.
     """
-    data, dtype = args[:2]
+    data, dtype = args[0], _dtype(args[1])
     # numpy.ndarray.__setstate__ takes version, shape, dtype, order, bytes
     shape = _read(data, storages, depth + 1).shape if is_tensor(data) else sizes_of(data.state[1])
-    return unnamed(
-        _dtype(dtype), shape, (), 0, None, "device", prod(shape) * dtypes.itemsize(_dtype(dtype))
-    )
+    return unnamed(dtype, shape, (), 0, None, "device", prod(shape) * dtypes.itemsize(dtype))
 
 
 _REBUILD: dict[str, Callable[[Any, Storages, int], TensorEntry]] = {
@@ -355,12 +350,12 @@ _INNERMOST = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
 
 def _inner(node: Any, storages: Storages, depth: int) -> list[TensorEntry]:
-    found = (
-        part
-        for part in walk(node, storages.look)
-        if is_tensor(part) and part.func.name in _INNERMOST
-    )
-    return [_read(part, storages, depth + 1) for part in found]
+    """Return the tensors of plain bytes in `node`."""
+    tensors = []
+    for part in walk(node, storages.look):
+        if is_tensor(part) and part.func.name in _INNERMOST:
+            tensors.append(_read(part, storages, depth + 1))
+    return tensors
 
 
 def storage_key(node: Any) -> str:
@@ -369,13 +364,8 @@ def storage_key(node: Any) -> str:
     """
     if type(node) is Persistent and type(node.id) is tuple and len(node.id) >= 5:
         word, kind, key, _, numel = node.id[:5]
-        if (
-            word == "storage"
-            and type(kind) is Global
-            and type(key) is str
-            and type(numel) is int
-            and numel >= 0
-        ):
+        is_counted = type(numel) is int and numel >= 0
+        if word == "storage" and type(kind) is Global and type(key) is str and is_counted:
             return key
     raise malformed("a storage reference")
 
@@ -407,7 +397,8 @@ def sizes_of(node: Any) -> tuple[int, ...]:
         raise malformed(f"{type(sizes).__name__} where sizes have to be")
     for size in sizes:
         if type(size) is not int or not 0 <= size < MOST:
-            is_large = any(type(size) is int and abs(size) >= MOST for size in sizes)
+            # writing a large number would take long
+            is_large = any(type(number) is int and abs(number) >= MOST for number in sizes)
             raise malformed("sizes that no tensor has" if is_large else f"sizes {sizes!r}")
     return tuple(sizes)
 
@@ -442,30 +433,25 @@ class Rebuilder:
             plain = kept == entry.dtype
         else:
             if kept is not None:
-                storage, mixed = (
-                    self.apart.setdefault((id(storage), entry.dtype), Storage(storage.data)),
-                    False,
-                )
+                key = (id(storage), entry.dtype)
+                storage, mixed = self.apart.setdefault(key, Storage(storage.data)), False
             plain = row.storage is not None and not mixed and storage.nbytes % row.itemsize == 0
         reference = self.reference(storage, row if plain else None)
         args = (reference, entry.offset, entry.shape, entry.stride, False, self._hooks())
         if plain:
             return Call(self._global("torch._utils", "_rebuild_tensor_v2"), args)
-        return Call(
-            self._global("torch._utils", "_rebuild_tensor_v3"),
-            (*args, self._global("torch", entry.dtype)),
-        )
+        dtype = self._global("torch", entry.dtype)
+        return Call(self._global("torch._utils", "_rebuild_tensor_v3"), (*args, dtype))
 
     def reference(self, storage: Storage, row: dtypes.DType | None) -> Persistent:
         """Return the reference to a storage of the file, typed by `row` of the table or untyped."""
-        name = row.storage if row else None
-        kind = (
-            self._global("torch", name) if name else self._global("torch.storage", "UntypedStorage")
-        )
+        if row is not None and row.storage:
+            kind = self._global("torch", row.storage)
+        else:
+            kind = self._global("torch.storage", "UntypedStorage")
         numel = storage.nbytes // (row.itemsize if row else 1)
-        return Persistent(
-            (self._word("storage"), kind, self.key(storage), self._word("cpu"), numel)
-        )
+        words = self._word("storage"), self._word("cpu")
+        return Persistent((words[0], kind, self.key(storage), words[1], numel))
 
     def key(self, storage: Storage) -> str:
         """Return the key of the storage's record in the file: its own, or the first free number."""
@@ -487,14 +473,13 @@ class Rebuilder:
         """Note the dtypes by which nodes that are kept, or moved from another file, refer to
         storages.
         """
-        found = (
-            (key, storage) for key, storage in storages.found.items() if key in storages.dtypes
-        )
-        self.kept.update((id(storage), storages.dtypes[key]) for key, storage in found)
+        for key, storage in storages.by_key.items():
+            if key in storages.dtypes:
+                self.kept[id(storage)] = storages.dtypes[key]
 
     def learn(self, storages: Storages) -> None:
         """Take over the keys and words of the file whose tree is changed."""
-        for key, storage in storages.found.items():
+        for key, storage in storages.by_key.items():
             self.adopt(storage, key)
         nodes = (carried.node for carried in storages.carried.values())
         first = next((node.args[0] for node in nodes if node.args), None)
@@ -508,9 +493,8 @@ class Rebuilder:
         """Return the node of a Parameter of the tensor that the node `data` makes, as torch does
         for subclasses too.
         """
-        return Call(
-            self._global("torch._utils", "_rebuild_parameter"), (data, requires_grad, self._hooks())
-        )
+        rebuild = self._global("torch._utils", "_rebuild_parameter")
+        return Call(rebuild, (data, requires_grad, self._hooks()))
 
     def _hooks(self) -> Call:
         return Call(self._global("collections", "OrderedDict"), ())
@@ -522,14 +506,14 @@ class Rebuilder:
         """Return a copy of a node of another file, its storage references changed to this file's
         keys.
         """
-        return _with_references(
-            carried.node, lambda reference: self._moved(reference, carried.storages)
-        )
 
-    def _moved(self, reference: Persistent, storages: Storages) -> Persistent:
-        storage = typed_storage(reference, storages)[1]
-        word, kind, _, *rest = reference.id
-        return Persistent((word, self._global(kind.module, kind.name), self.key(storage), *rest))
+        def moved(reference: Persistent) -> Persistent:
+            _, storage = typed_storage(reference, carried.storages)
+            word, kind, _, *rest = reference.id
+            kind = self._global(kind.module, kind.name)
+            return Persistent((word, kind, self.key(storage), *rest))
+
+        return _with_references(carried.node, moved)
 
 
 def renumbered(root: Any, numbers: Mapping[str, str]) -> Any:
@@ -550,14 +534,14 @@ def is_parameter(node: Any) -> bool:
 
 def _with_references(root: Any, moved: Callable[[Persistent], Persistent]) -> Any:
     """Return a copy of the tree with other references to its storages."""
-    done: dict[int, Any] = {}
+    copies: dict[int, Any] = {}  # by id of the node; a node that holds itself is there before
 
     def copied(node: Any, depth: int) -> Any:
         kind = type(node)
         if kind not in (tuple, list, dict, Call, PickledSet, Persistent):
             return node
-        if id(node) in done:
-            return done[id(node)]
+        if id(node) in copies:
+            return copies[id(node)]
         if depth > 200:
             raise malformed("an object is nested too deep to be moved to another file")
         depth += 1
@@ -567,23 +551,19 @@ def _with_references(root: Any, moved: Callable[[Persistent], Persistent]) -> An
         elif kind is tuple:
             copy = tuple([copied(part, depth) for part in node])
         elif kind is list:
-            copy = done[id(node)] = []
+            copy = copies[id(node)] = []
             copy.extend([copied(part, depth) for part in node])
         elif kind is dict:
-            copy = done[id(node)] = {}
+            copy = copies[id(node)] = {}
             copy.update([(copied(key, depth), copied(value, depth)) for key, value in node.items()])
         elif kind is PickledSet:
             copy = PickledSet(copied(node.items, depth), node.frozen)
         else:
-            copy = done[id(node)] = Call(
-                copied(node.func, depth),
-                copied(node.args, depth),
-                node.how,
-                copied(node.kwargs, depth),
-            )
+            func, args = copied(node.func, depth), copied(node.args, depth)
+            copy = copies[id(node)] = Call(func, args, node.how, copied(node.kwargs, depth))
             copy.items, copy.pairs = copied(node.items, depth), copied(node.pairs, depth)
             copy.state, copy.setter = copied(node.state, depth), copied(node.setter, depth)
-        done[id(node)] = copy
+        copies[id(node)] = copy
         return copy
 
     return copied(root, 0)

@@ -46,7 +46,7 @@ _MAX_MODULES = 1_000_000
 _GRAPH_MODULE_ARGS = 3  # of the call that makes a GraphModule; its attributes are one of them
 
 
-class Slot(NamedTuple):
+class ModuleTensor(NamedTuple):
     """A tensor of a module: its key, the steps to its node, the node, and whether ``state_dict()``
     has it.
     """
@@ -67,7 +67,7 @@ def class_of(node: Any) -> str:
     return str(node.args[0] if is_older and node.args else node.func)
 
 
-def slots_of(module: Any, steps: Steps) -> Iterator[Slot]:
+def slots_of(module: Any, steps: Steps) -> Iterator[ModuleTensor]:
     """Yield the tensors of the module and its submodules, in the order of ``state_dict()``.
 
     Raises `CkptError` for more modules than a model has.
@@ -76,43 +76,36 @@ def slots_of(module: Any, steps: Steps) -> Iterator[Slot]:
     left = _MAX_MODULES
     while todo:
         path, at, node = todo.pop()
-        found = _attributes(node)
-        attributes, more = ({}, ()) if found is None else found
-        left -= 1 + sum(len(pairs_of(attributes[kind]) or ()) for kind in SLOTS[:2] if attributes)
+        left -= 1
+        attributes, steps_inside = _attributes(node) or ({}, ())
+        for kind in SLOTS[:2] if attributes else ():
+            left -= len(pairs_of(attributes[kind]) or ())
         if left < 0 or len(path) > _MAX_MODULE_DEPTH:
             raise CkptError(
                 "a pickled module holds too many others", hint="the file is damaged or hostile"
             )
         if not attributes:
             continue
-        # a set, or the call that protocol 2 writes for one
-        names: Any = attributes.get("_non_persistent_buffers_set")
-        if type(names) is PickledSet:
-            names = names.items
-        elif (
-            type(names) is Call
-            and len(names.args) == 1
-            and isinstance(names.args[0], (list, tuple))
-        ):
-            names = names.args[0]
-        else:
-            names = ()
-        unsaved = {name for name in names if type(name) is str}
+        inside = (*at, *steps_inside)
+        unsaved = _texts_in(attributes.get("_non_persistent_buffers_set"))
         for kind in SLOTS[:2]:
             for name, key, value in _named(attributes[kind]):
                 if is_tensor(value):
-                    place = (*at, *more, ("item", kind), ("item", key))
-                    yield Slot(
-                        ".".join((*path, name)),
-                        place,
-                        value,
-                        kind == "_parameters" or name not in unsaved,
-                    )
-        inside = [
-            ((*path, name), (*at, *more, ("item", "_modules"), ("item", key)), value)
-            for name, key, value in _named(attributes["_modules"])
-        ]
-        todo += reversed(inside)
+                    is_saved = kind == "_parameters" or name not in unsaved
+                    place = (*inside, ("item", kind), ("item", key))
+                    yield ModuleTensor(".".join((*path, name)), place, value, is_saved)
+        for name, key, value in reversed([*_named(attributes["_modules"])]):
+            todo.append(((*path, name), (*inside, ("item", "_modules"), ("item", key)), value))
+
+
+def _texts_in(node: Any) -> set[str]:
+    """Return the texts in a set, or in the call that protocol 2 writes for one."""
+    parts: Any = ()
+    if type(node) is PickledSet:
+        parts = node.items
+    elif type(node) is Call and len(node.args) == 1 and type(node.args[0]) in (list, tuple):
+        parts = node.args[0]
+    return {part for part in parts if type(part) is str}
 
 
 def _attributes(node: Any) -> tuple[dict[Any, Any], Steps] | None:
@@ -158,49 +151,52 @@ def mapping_of(
 ) -> Mapping[Any, Any] | None:
     """Return the state dict that `node` makes; None if it is too large, or not a mapping.
 
-    `entries` are its known tensors. Any of Python's dicts becomes a dict, any other object an
-    `ExtraEntry` with its node. A list of scalars stays its node, shared as in the pickle.
+    `entries` are the tensors in it that have entries. Any of Python's dicts becomes a dict, any
+    other object an `ExtraEntry` with its node. A list of scalars stays its node, shared as in the
+    pickle.
     """
-    known = {
-        id(entry.payload.node): entry for entry in entries if isinstance(entry.payload, Carried)
-    }
+    by_node: dict[int, TensorEntry] = {}
+    for entry in entries:
+        if isinstance(entry.payload, Carried):
+            by_node[id(entry.payload.node)] = entry
     seen: set[int] = set()
     flat: set[int] = set()
-    repeats = [0]
+    repeats = 0
 
     def value(node: Any, path: tuple[str, ...]) -> Any:
+        nonlocal repeats
         if type(node) in _SCALARS or id(node) in flat:
             return node
         key = ".".join(path)
         if is_tensor(node):
-            entry = known.get(id(node))
-            return (
-                entry if entry is not None and entry.key == key else entry_of(key, node, storages)
-            )
+            entry = by_node.get(id(node))
+            is_same = entry is not None and entry.key == key
+            return entry if is_same else entry_of(key, node, storages)
+        is_list = type(node) in (list, tuple)
         if id(node) in seen:
-            repeats[0] += 1 + len(pairs_of(node) or (node if type(node) in (list, tuple) else ()))
+            repeats += 1 + len(pairs_of(node) or (node if is_list else ()))
         seen.add(id(node))
-        if repeats[0] > _MAX_REPEATS:
+        if repeats > _MAX_REPEATS:
             raise _TooMuch
-        if len(path) < _MAX_OPTIMIZER_DEPTH:
-            is_dict = type(node) is dict or (is_mapping(node) and node.state is ABSENT)
-            pairs = pairs_of(node) if is_dict else None
-            if pairs is not None and all(type(key) in (int, str) for key in pairs):
-                return {name: value(part, (*path, str(name))) for name, part in pairs.items()}
-            if type(node) in (list, tuple):
-                if all(type(part) in _SCALARS for part in node):
-                    flat.add(id(node))
-                    return node
-                return type(node)(
-                    value(part, (*path, str(index))) for index, part in enumerate(node)
-                )
+        if len(path) >= _MAX_OPTIMIZER_DEPTH:
+            return ExtraEntry(key, Carried(node, storages))
+        is_dict = type(node) is dict or (is_mapping(node) and node.state is ABSENT)
+        pairs = pairs_of(node) if is_dict else None
+        if pairs is not None and all(type(key) in (int, str) for key in pairs):
+            return {name: value(part, (*path, str(name))) for name, part in pairs.items()}
+        if is_list and all(type(part) in _SCALARS for part in node):
+            flat.add(id(node))
+            return node
+        if is_list:
+            parts = (value(part, (*path, str(index))) for index, part in enumerate(node))
+            return type(node)(parts)
         return ExtraEntry(key, Carried(node, storages))
 
     try:
-        found = value(node, ())
+        mapping = value(node, ())
     except _TooMuch:
         return None
-    return found if isinstance(found, dict) else None
+    return mapping if isinstance(mapping, dict) else None
 
 
 def node_of(value: Any, entry_node: Callable[[TensorEntry | ExtraEntry], Any]) -> Any:
@@ -209,12 +205,11 @@ def node_of(value: Any, entry_node: Callable[[TensorEntry | ExtraEntry], Any]) -
 
     A value without entries is its own node, and stays shared.
     """
-    return rebuilt(
-        value,
-        lambda path, part: (
-            entry_node(part) if isinstance(part, (TensorEntry, ExtraEntry)) else part
-        ),
-    )
+
+    def node(_path: object, part: Any) -> Any:
+        return entry_node(part) if isinstance(part, (TensorEntry, ExtraEntry)) else part
+
+    return rebuilt(value, node)
 
 
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
@@ -289,15 +284,12 @@ def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) ->
     tree = Tree(storages, whole=whole)
     tree.again_left = min(tree.again_left, max(_LEAST_AGAIN, storages.pickled // _PICKLED))
     if not _walk(tree, root, (), (), foreign=False):
-        tree.others.update(
-            (".".join(path), (steps, node))
-            for path, steps, node in _named_children(tree, root, (), ())
-        )
+        for path, steps, node in _named_children(tree, root, (), ()):
+            tree.others[".".join(path)] = steps, node
     if tree.loose:
-        path = "" if "" not in tree.places else "(other)"
-        tree.places[path] = Place(
-            Section(path, "other", tuple(tree.loose)), (), None, tree.loose_steps
-        )
+        name = "" if "" not in tree.places else "(other)"
+        section = Section(name, "other", tuple(tree.loose))
+        tree.places[name] = Place(section, (), None, tree.loose_steps)
     return tree
 
 
@@ -316,14 +308,12 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
     _take_path(tree, path)
     before = len(tree.places)
     add = _recognised(tree, node, ".".join(path), foreign)
-    found = _add(tree, add, node, path, steps, foreign)
+    has_sections = _add(tree, add, node, path, steps, foreign)
     if len(tree.places) > before:
         last = next(reversed(tree.places.values())).section
-        tree.added[id(node)] = (
-            add,
-            max(1, len(last.entries), sum(1 for _ in _named_children(tree, node, (), ()))),
-        )
-    return found
+        children = sum(1 for _ in _named_children(tree, node, (), ()))
+        tree.added[id(node)] = add, max(1, len(last.entries), children)
+    return has_sections
 
 
 def _add(
@@ -335,22 +325,23 @@ def _add(
         return True
     inside = foreign or (isinstance(node, Call) and pairs_of(node) is None)
     rest: list[tuple[tuple[str, ...], tuple[Steps, Any]]] = []
-    found = False
+    has_sections = False
     tree.around[id(node)] = steps
     for child_path, child_steps, child in _named_children(tree, node, path, steps):
         if _walk(tree, child, child_path, child_steps, inside):
-            found = True
+            has_sections = True
         elif not inside:
             tree.storages.memory.take(_WALKED + _STEP * len(child_steps))
             rest.append((child_path, (child_steps, child)))
     del tree.around[id(node)]
-    if found and inside and not foreign:
+    if not has_sections:
+        return False
+    if inside and not foreign:
         tree.outer[".".join(path)] = node
-    if found:
-        tree.storages.memory.take(len(rest) * (_WALKED + sum(map(len, path))))
-        for child_path, place in rest:
-            tree.others[free(".".join(child_path), tree.others)] = place
-    return found
+    tree.storages.memory.take(len(rest) * (_WALKED + sum(map(len, path))))
+    for child_path, place in rest:
+        tree.others[free(".".join(child_path), tree.others)] = place
+    return True
 
 
 def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
@@ -403,9 +394,8 @@ def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None
         return _add_arrays
     is_optimizer = _is_optimizer(node)
     is_around = any(whole.startswith(f"{path}." if path else "") for whole in tree.whole)
-    if not (is_optimizer or is_around or names is None) and _is_state_dict(
-        tree, node, names, foreign
-    ):
+    is_candidate = names is not None and not is_optimizer and not is_around
+    if is_candidate and _is_state_dict(tree, node, names or (), foreign):
         return _add_state_dict
     if names and not foreign:
         tree.storages.memory.take(_WALKED + len(path) + 8 * len(names))
@@ -453,9 +443,11 @@ def _is_optimizer(node: Any) -> bool:
 def _names(node: Any) -> list[str] | None:
     """Return the keys of a mapping as text; None if some have no text, or two have the same."""
     pairs = pairs_of(node)
-    names = [text_of(key) for key in pairs or ()]
+    if pairs is None:
+        return None
+    names = [text_of(key) for key in pairs]
     named = [name for name in names if name is not None]
-    return named if pairs is not None and len(set(named)) == len(names) else None
+    return named if len(set(named)) == len(names) else None
 
 
 # bytes of torch's generators: of the CPU, and of CUDA before and since 2.0
@@ -478,16 +470,14 @@ def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -
     entries = (entry_of(name, value, tree.storages) for name, value in tensors.items())
     if all(entry.dtype == "uint8" and entry.shape in _RANDOM_STATES for entry in entries):
         return False
-    inner = [
-        name
-        for name, value in zip(names, values)
-        if not name.endswith("_extra_state") and _holds_tensors(tree, value)
-    ]
     # A module's own dict is under the module's path, like the tensors next to it; a section has a
     # name of one word.
-    return not inner or (
-        all("." in name for name in inner) and any("." in name for name in tensors)
-    )
+    has_paths = any("." in name for name in tensors)
+    for name, value in zip(names, values):
+        is_path = has_paths and "." in name
+        if not is_path and not name.endswith("_extra_state") and _holds_tensors(tree, value):
+            return False
+    return True
 
 
 def _holds_tensors(tree: Tree, node: Any) -> bool:
@@ -512,13 +502,9 @@ def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) 
             _note_dicts(tree, value, (*path, name))
     name = free(".".join(path), tree.places)
     modules = metadata_of(node)
-    section = Section(
-        name,
-        "state_dict",
-        tuple(tensors),
-        tuple(extras),
-        None if modules is None else dict(modules),
-    )
+    if modules is not None:
+        modules = dict(modules)
+    section = Section(name, "state_dict", tuple(tensors), tuple(extras), modules)
     tree.places[name] = Place(section, steps, node)
 
 
@@ -552,23 +538,25 @@ def extra_of(key: str, node: Any, storages: Storages) -> ExtraEntry:
 
 def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
     """Add the state dict of a pickled module, and its other tensors as loose ones."""
-    slots = list(slots_of(node, steps))
-    saved = [slot for slot in slots if slot.is_persistent]
-    inner = Tree(tree.storages, seen=tree.seen, listed={id(slot.node) for slot in slots})
-    for slot in slots:
-        if not slot.is_persistent:
-            _add_loose(inner, slot.key, slot.node, slot.steps)
+    inner = Tree(tree.storages, seen=tree.seen)
+    saved: list[ModuleTensor] = []
+    for tensor in slots_of(node, steps):
+        inner.listed.add(id(tensor.node))
+        if tensor.is_persistent:
+            saved.append(tensor)
+        else:
+            _add_loose(inner, tensor.key, tensor.node, tensor.steps)
     for child_path, child_steps, child in _named_children(tree, node, (), steps):
         _walk_tensors(inner, child, child_path, child_steps)
     for entry in inner.loose:
-        way = [step for step in (*path, *entry.key.split(".")) if step not in SLOTS]
-        key = free(".".join(way), tree.loose_steps)
+        words = [word for word in (*path, *entry.key.split(".")) if word not in SLOTS]
+        key = free(".".join(words), tree.loose_steps)
         tree.loose.append(replace(entry, key=key))
         tree.loose_steps[key] = inner.loose_steps[entry.key]
     name = free(".".join(path), tree.places)
-    tensors = tuple(entry_of(slot.key, slot.node, tree.storages) for slot in saved)
+    tensors = tuple(entry_of(tensor.key, tensor.node, tree.storages) for tensor in saved)
     section = Section(name, "state_dict", tensors, packed_as="module", module_class=class_of(node))
-    tree.places[name] = Place(section, steps, node, {slot.key: slot.steps for slot in saved})
+    tree.places[name] = Place(section, steps, node, {tensor.key: tensor.steps for tensor in saved})
 
 
 def _is_list_of_tensors(node: Any) -> bool:
@@ -635,19 +623,15 @@ def _walk_tensors(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) ->
         if id(node) not in tree.listed:
             _add_loose(tree, ".".join(path), node, steps)
         return
-    if (
-        not isinstance(node, (dict, list, tuple, Call))
-        or id(node) in tree.seen
-        or id(node) in tree.barren
-    ):
+    if not isinstance(node, (dict, list, tuple, Call)) or len(steps) > _MAX_DEPTH:
         return
-    if len(steps) > _MAX_DEPTH:
+    if id(node) in tree.seen or id(node) in tree.barren:
         return
     tree.seen.add(id(node))
-    found = len(tree.loose)
+    before = len(tree.loose)
     for child_path, child_steps, child in _named_children(tree, node, path, steps):
         _walk_tensors(tree, child, child_path, child_steps)
-    if found == len(tree.loose):
+    if before == len(tree.loose):
         tree.barren.add(id(node))
 
 
@@ -699,33 +683,31 @@ def unreached(root: Any, storages: Storages, sizes: Mapping[str, int]) -> tuple[
             parts = _parts(node)
             storages.look(len(parts))
             todo += [(dotted(path, name), part) for name, part in reversed(parts)]
-    found: dict[str, Unreached] = {}
+    by_name: dict[str, Unreached] = {}
     for key in left:
-        path_there = places.get(key)
-        name = f"data/{key}" if path_there is None else path_there or "(root)"
-        if name in found:
+        name = f"data/{key}"
+        if key in places:
+            name = places[key] or "(root)"
+        if name in by_name:
             name = f"{name} (data/{key})"
-        found[name] = Unreached(name, storages.get(key, sizes[key]), path_there is not None)
-    return tuple(found.values())
+        by_name[name] = Unreached(name, storages.get(key, sizes[key]), key in places)
+    return tuple(by_name.values())
 
 
 def _parts(node: Any) -> list[tuple[str, Any]]:
     """Return every node inside `node` with its name there; attributes and arguments of an object
     have the object's.
     """
-    pairs = pairs_of(node)
-    named = [(text_of(key) or "", value) for key, value in (pairs or {}).items()]
-    named += [("", key) for key in pairs or ()]
     if isinstance(node, (list, tuple)):
         return [(str(index), part) for index, part in enumerate(node)]
     if type(node) is PickledSet:
         return [("", part) for part in node.items]
+    pairs = pairs_of(node) or {}
+    named = [(text_of(key) or "", value) for key, value in pairs.items()]
+    unnamed = list(pairs)
     if type(node) is Call:
-        named += [
-            ("", part)
-            for part in (node.func, *node.args, node.kwargs, node.items, node.state, node.setter)
-        ]
-    return named
+        unnamed += (node.func, *node.args, node.kwargs, node.items, node.state, node.setter)
+    return named + [("", part) for part in unnamed]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -751,38 +733,48 @@ def read_tree(
     storages: Storages,
     sizes: Mapping[str, int],
     *,
-    made: Callable[[Pickle, Tree], Container] = Container,
+    container: Callable[[Pickle, Tree], Container] = Container,
     whole: Collection[str] = (),
     notes: tuple[str, ...] = (),
     **fields: Any,
 ) -> Checkpoint:
     """Return the checkpoint that a pickle describes; `sizes` are the bytes of all storages by key.
 
-    `made` makes the container, `fields` are other fields of the checkpoint. The dicts at the dotted
-    paths `whole` are read as state dicts. Raises `CkptError` on bad tensors.
+    `container` makes the container, `fields` are other fields of the checkpoint. The dicts at the
+    dotted paths `whole` are read as state dicts. Raises `CkptError` on bad tensors.
     """
     storages.looked_at = 0
     tree = find_sections(pickle.root, storages, whole)
     tree.unreached = unreached(pickle.root, storages, sizes)
     sections = tuple(place.section for place in tree.places.values())
     read = partial(
-        read_tree, source, format, nbytes, pickle, storages, sizes, made=made, notes=notes, **fields
+        read_tree,
+        source,
+        format,
+        nbytes,
+        pickle,
+        storages,
+        sizes,
+        container=container,
+        notes=notes,
+        **fields,
     )
     # separate objects, then objects around sections and tensors
     objects = [ExtraEntry(path, Carried(node, storages)) for path, (_, node) in tree.others.items()]
     objects += [ExtraEntry(path, _Around(node, tree)) for path, node in tree.outer.items()]
+    readings = None
+    if tree.dicts:
+        readings = Readings(tree.dicts, sections, lambda paths: read(whole={*whole, *paths}))
     return Checkpoint(
         source=source,
         format=format,
         nbytes=nbytes,
         sections=sections,
         others=tuple(tree.others),
-        container=made(pickle, tree),
+        container=container(pickle, tree),
         notes=(*notes, *tree.notes),
         unreached=tree.unreached,
-        readings=Readings(tree.dicts, sections, lambda paths: read(whole={*whole, *paths}))
-        if tree.dicts
-        else None,
+        readings=readings,
         objects=tuple(objects),
         **fields,
     )
@@ -799,6 +791,8 @@ class _Around(Payload):
 
     def content(self) -> bytes | None:
         sections = {id(place.node) for place in self.tree.places.values()}
-        return content_of(
-            self.node, lambda node: b"" if is_tensor(node) or id(node) in sections else None
-        )
+
+        def left_out(node: Any) -> bytes | None:
+            return b"" if is_tensor(node) or id(node) in sections else None
+
+        return content_of(self.node, left_out)

@@ -41,45 +41,31 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
     """
     nodes = _Nodes(checkpoint, rebuilder, tree.storages)
     now = {section.path: section for section in checkpoint.sections}
-    unknown = [
-        Problem("the file has no such section", path or "(root)")
-        for path in now
-        if path not in tree.places
-    ]
-    if unknown:
+    new = [path for path in now if path not in tree.places]
+    if new:
         raise Refused(
             "sections cannot be added to this file",
             hint="write them to a new file",
-            problems=unknown,
+            problems=[Problem("the file has no such section", path or "(root)") for path in new],
         )
     _check_storages(checkpoint, tree)
     edits: dict[Steps, Any] = {}
-    made: dict[int, Any] = {}
+    first_nodes: dict[int, Any] = {}
     replaced: list[Steps] = []  # places of modules whose state dict is written instead
     for path, place in tree.places.items():
-        section = now.get(path)
+        section, before = now.get(path), place.section
         if section is None:
-            if place.section.kind == "other":
-                edits.update(dict.fromkeys(place.tensors.values(), REMOVE))
-            elif not place.steps:
-                raise Refused(
-                    "the file is this one state dict: nothing would be left", hint="keep some of it"
-                )
-            else:
-                edits[place.steps] = REMOVE
-        elif section.mapping is not place.section.mapping:
+            edits.update(_removals(place))
+        elif section.mapping is not before.mapping:
             edits[place.steps] = node_of(section.mapping, nodes.of)
-        elif _is_unpacked(section, place.section):
+        elif section.packed_as != before.packed_as:  # a state dict replaces a module, a list ...
             state = {place.steps: _fresh_state_dict(section, nodes)}
-            edits.update(_shared(state, place, made))
+            edits.update(_shared(state, place, first_nodes))
             replaced.append(place.steps)
-        elif section is not place.section:
-            change = (
-                _tensor_edits
-                if section.kind != "state_dict" or place.tensors
-                else _state_dict_edits
-            )
-            edits.update(_shared(change(section, place, nodes), place, made))
+        elif section is not before:
+            is_plain = section.kind == "state_dict" and not place.tensors
+            change = _state_dict_edits if is_plain else _tensor_edits
+            edits.update(_shared(change(section, place, nodes), place, first_nodes))
     edits = _outside(edits, replaced)
     kept = set(checkpoint.others)
     edits.update((steps, REMOVE) for path, (steps, _) in tree.others.items() if path not in kept)
@@ -88,9 +74,15 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
     return _edited(root, edits) if edits else root
 
 
-def _is_unpacked(section: Section, was: Section) -> bool:
-    """Return whether a state dict replaces a pickled module, a list or arrays."""
-    return section.packed_as != was.packed_as
+def _removals(place: Place) -> dict[Steps, Any]:
+    """Return the edits that leave the section out."""
+    if place.section.kind == "other":
+        return dict.fromkeys(place.tensors.values(), REMOVE)
+    if not place.steps:
+        raise Refused(
+            "the file is this one state dict: nothing would be left", hint="keep some of it"
+        )
+    return {place.steps: REMOVE}
 
 
 def _outside(edits: Mapping[Steps, Any], replaced: Sequence[Steps]) -> dict[Steps, Any]:
@@ -121,19 +113,14 @@ def _check_arguments(edits: Mapping[Steps, Any]) -> None:
     """Raise `Refused` if an object would be made without an argument or its state: it would be
     another object.
     """
-    gone = [
-        steps
-        for steps, node in edits.items()
-        if node is REMOVE and steps[-1][0] in ("arg", "kwarg", "state")
-    ]
-    if gone:
-        problems = [
-            Problem("an argument or the state of an object", _path_of(steps)) for steps in gone
-        ]
-        hint = "drop the whole object, or nothing of it"
+    problems = []
+    for steps, node in edits.items():
+        if node is REMOVE and steps[-1][0] in ("arg", "kwarg", "state"):
+            problems.append(Problem("an argument or the state of an object", _path_of(steps)))
+    if problems:
         raise Refused(
             "an object cannot be made without its arguments and its state",
-            hint=hint,
+            hint="drop the whole object, or nothing of it",
             problems=problems,
         )
 
@@ -142,13 +129,13 @@ def _check_rings(edits: Mapping[Steps, Any], tree: Tree) -> None:
     """Raise `Refused` for a change in a container that holds itself: its copy would hold the
     unchanged container.
     """
-    gone = {steps for steps, node in edits.items() if node is REMOVE}
-    problems = [
-        Problem("refers back to a container around it", path)
-        for path, (at, whole) in tree.rings.items()
-        if any(steps[: len(whole)] == whole != steps for steps in edits)
-        and not any(at[:length] in gone for length in range(len(at) + 1))
-    ]
+    removed = {steps for steps, node in edits.items() if node is REMOVE}
+    problems = []
+    for path, (at, container) in tree.rings.items():
+        is_changed = any(steps[: len(container)] == container != steps for steps in edits)
+        is_removed = any(at[:length] in removed for length in range(len(at) + 1))
+        if is_changed and not is_removed:
+            problems.append(Problem("refers back to a container around it", path))
     if problems:
         raise Refused(
             "a container that holds itself cannot be changed", hint=_HINT, problems=problems
@@ -157,33 +144,34 @@ def _check_rings(edits: Mapping[Steps, Any], tree: Tree) -> None:
 
 def _check_storages(checkpoint: Checkpoint, tree: Tree) -> None:
     """Raise `Refused` if a storage would be left out that the tree still refers to."""
-    kept = {found.path for found in checkpoint.unreached}
-    held = [found.path for found in tree.unreached if found.is_referred and found.path not in kept]
-    if not held:
+    referred = {storage.path for storage in tree.unreached if storage.is_referred}
+    missing = referred.difference(storage.path for storage in checkpoint.unreached)
+    if not missing:
         return
-
-    def paths(sections: Iterable[Section], others: Iterable[str]) -> set[str]:
-        sections = [section for section in sections if section.kind != "other"]
-        extras = {
-            dotted(section.path, extra.key) for section in sections for extra in section.extras
-        }
-        return {*others, *(section.path for section in sections), *extras}
-
-    gone = paths((place.section for place in tree.places.values()), tree.others)
-    gone -= paths(checkpoint.sections, checkpoint.others)
-    inside = [
-        path
-        for path in held
-        if not any(path == name or path.startswith(f"{name}.") for name in gone)
-    ]
-    if inside:
-        problems = [
-            Problem("the object around it is kept, and cannot be written without it", path)
-            for path in inside
-        ]
+    removed = _object_paths((place.section for place in tree.places.values()), tree.others)
+    removed -= _object_paths(checkpoint.sections, checkpoint.others)
+    problems = []
+    for storage in tree.unreached:
+        path = storage.path
+        if path not in missing:
+            continue
+        if not any(path == name or path.startswith(f"{name}.") for name in removed):
+            text = "the object around it is kept, and cannot be written without it"
+            problems.append(Problem(text, path))
+    if problems:
         raise Refused(
             "a storage cannot be left out of an object that is kept", hint=_HINT, problems=problems
         )
+
+
+def _object_paths(sections: Iterable[Section], others: Iterable[str]) -> set[str]:
+    """Return the paths of the other objects, the sections and their extras."""
+    paths = set(others)
+    for section in sections:
+        if section.kind != "other":
+            paths.add(section.path)
+            paths.update(dotted(section.path, extra.key) for extra in section.extras)
+    return paths
 
 
 def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
@@ -191,14 +179,12 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
 
     Raises `Refused` for entries that have no place in a new file.
     """
-    problems = [
-        Problem("belongs to the file that it was read from", path) for path in checkpoint.others
-    ]
-    problems += [
-        Problem("an optimizer's state cannot be written to a new file", section.title)
-        for section in checkpoint.sections
-        if section.kind == "optimizer" and section.mapping is None
-    ]
+    text = "belongs to the file that it was read from"
+    problems = [Problem(text, path) for path in checkpoint.others]
+    for section in checkpoint.optimizers:
+        if section.mapping is None:
+            text = "an optimizer's state cannot be written to a new file"
+            problems.append(Problem(text, section.title))
     if problems:
         raise Refused("not everything fits into a new file", hint=_HINT, problems=problems)
     nodes = _Nodes(checkpoint, rebuilder, None)
@@ -216,10 +202,10 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
 def _fresh_state_dict(section: Section, nodes: _Nodes) -> Any:
     if section.mapping is not None:
         return node_of(kept(section.mapping, {entry.key for entry in section.tensors}), nodes.of)
-    made = nodes.mapping({entry.key: nodes.of(entry) for entry in section.entries})
+    state_dict = nodes.mapping({entry.key: nodes.of(entry) for entry in section.entries})
     if section.modules is not None:
-        made.state = {"_metadata": nodes.mapping(_modules(section.modules))}
-    return made
+        state_dict.state = {"_metadata": nodes.mapping(_modules(section.modules))}
+    return state_dict
 
 
 def _modules(modules: Mapping[str, object]) -> dict[Any, Any]:
@@ -238,29 +224,29 @@ class _Nodes:
         # of the file whose tree is changed: its own nodes stay as they are
         self.storages = storages
         self.ordered_dict = rebuilder.globals.setdefault(str(_ORDERED_DICT), _ORDERED_DICT)
+        self.mixed: set[int] = set()  # ids of storages that tensors of several dtypes look at
         first: dict[int, str] = {}
-        stored = (
-            entry
-            for section in checkpoint.sections
-            for entry in section.tensors
-            if entry.storage is not None
-        )
-        # The ids of storages that tensors of more than one dtype look at.
-        self.mixed = {
-            id(e.storage) for e in stored if first.setdefault(id(e.storage), e.dtype) != e.dtype
-        }
-        payloads = (entry.payload for section in checkpoint.sections for entry in section.entries)
-        found = {id(own.storages): own.storages for own in payloads if isinstance(own, Carried)}
-        for own in (*found.values(), *([] if storages is None else [storages])):
-            rebuilder.keep(own)
+        of_files: dict[int, Storages] = {}
+        for section in checkpoint.sections:
+            for entry in section.tensors:
+                storage = id(entry.storage)
+                if first.setdefault(storage, entry.dtype) != entry.dtype:
+                    self.mixed.add(storage)
+            for payload in (entry.payload for entry in section.entries):
+                if isinstance(payload, Carried):
+                    of_files[id(payload.storages)] = payload.storages
+        for of_file in of_files.values():
+            rebuilder.keep(of_file)
+        if storages is not None:
+            rebuilder.keep(storages)
 
-    def mapping(self, pairs: dict[Any, Any], was: Any = None) -> Call:
-        """Return a copy of the mapping `was` with other pairs; if that is not an object, an
+    def mapping(self, pairs: dict[Any, Any], like: Any = None) -> Call:
+        """Return a copy of the mapping `like` with other pairs; if that is not an object, an
         ``OrderedDict``.
         """
-        made = copy(was) if type(was) is Call else Call(self.ordered_dict, ())
-        made.pairs = pairs
-        return made
+        node = copy(like) if type(like) is Call else Call(self.ordered_dict, ())
+        node.pairs = pairs
+        return node
 
     def of(self, entry: TensorEntry | ExtraEntry) -> Any:
         payload = entry.payload
@@ -282,11 +268,9 @@ class _Nodes:
         return entry.value
 
     def _carried(self, payload: Carried) -> Any:
-        return (
-            payload.node
-            if payload.storages is self.storages
-            else self.rebuilder.transplant(payload)
-        )
+        if payload.storages is self.storages:
+            return payload.node
+        return self.rebuilder.transplant(payload)
 
 
 # Changes of what was read
@@ -294,19 +278,17 @@ class _Nodes:
 
 def _tensor_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, Any]:
     """Return the edits for an optimizer, a module or loose tensors: each tensor keeps its place."""
-    moved = [
-        Problem("cannot be renamed here", entry.key)
-        for entry in section.tensors
-        if entry.key not in place.tensors
-    ]
-    if moved:
-        what = (
-            "take the module's state dict alone: CKPT::SECTION"
-            if section.kind == "state_dict"
-            else _HINT
-        )
-        raise Refused("only the keys of state dicts can be renamed", hint=what, problems=moved)
     now = {entry.key: entry for entry in section.tensors}
+    renamed = [entry.key for entry in section.tensors if entry.key not in place.tensors]
+    if renamed:
+        hint = _HINT
+        if section.kind == "state_dict":
+            hint = "take the module's state dict alone: CKPT::SECTION"
+        raise Refused(
+            "only the keys of state dicts can be renamed",
+            hint=hint,
+            problems=[Problem("cannot be renamed here", key) for key in renamed],
+        )
     edits: dict[Steps, Any] = {}
     for entry in place.section.tensors:
         steps = place.tensors[entry.key]
@@ -323,42 +305,42 @@ def _state_dict_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Ste
     was = pairs_of(place.node) or {}
     entries = _in_place_order(section, place, was)
     pairs = {entry.key: nodes.of(entry) for entry in entries}
-    same_pairs = list(pairs) == list(was) and all(pairs[key] is was[key] for key in was)
-    modules = metadata_of(place.node)
-    same_modules = _same_modules(section.modules, modules)
-    if same_pairs and same_modules:
+    same_modules = _same_modules(section.modules, metadata_of(place.node))
+    if same_modules and _same_items(pairs, was):
         return {}
     if type(place.node) is dict and same_modules:
         return {place.steps: pairs}
-    made = nodes.mapping(pairs, place.node)
+    state_dict = nodes.mapping(pairs, place.node)
     if not same_modules:
-        made.state = _state_with(made.state, section.modules, nodes)
-    return {place.steps: made}
+        state_dict.state = _state_with(state_dict.state, section.modules, nodes)
+    return {place.steps: state_dict}
 
 
-def _shared(edits: dict[Steps, Any], place: Place, made: dict[int, Any]) -> dict[Steps, Any]:
+def _shared(edits: dict[Steps, Any], place: Place, first_nodes: dict[int, Any]) -> dict[Steps, Any]:
     """Return the edits; a state dict at several places stays one object if it becomes the same at
     all of them.
 
-    `made` holds the new node of the first place, by the id of the old one.
+    `first_nodes` holds the new node of the first place, by the id of the old one.
     """
     node = edits.get(place.steps)
     if node is None:
         return edits
-    first = made.setdefault(id(place.node), node)
-    was, now = pairs_of(first) or {}, pairs_of(node) or {}
-    alike = list(was) == list(now) and all(was[key] is now[key] for key in now)
-    return (
-        {place.steps: first}
-        if alike and _same_modules(metadata_of(node), metadata_of(first))
-        else edits
-    )
+    first = first_nodes.setdefault(id(place.node), node)
+    is_same = _same_items(pairs_of(node) or {}, pairs_of(first) or {})
+    if is_same and _same_modules(metadata_of(node), metadata_of(first)):
+        return {place.steps: first}
+    return edits
 
 
 def _same_modules(now: Mapping[str, object] | None, was: Mapping[str, object] | None) -> bool:
     if now is None or was is None:
         return now is was
-    return list(now) == list(was) and all(now[path] is was[path] for path in was)
+    return _same_items(now, was)
+
+
+def _same_items(now: Mapping[Any, object], was: Mapping[Any, object]) -> bool:
+    """Return whether both have the same keys in the same order, and the same objects there."""
+    return list(now) == list(was) and all(now[key] is was[key] for key in was)
 
 
 def _state_with(state: Any, modules: Mapping[str, object] | None, nodes: _Nodes) -> Any:
@@ -388,16 +370,21 @@ def _in_place_order(
 
 
 def _edited(root: Any, edits: Mapping[Steps, Any]) -> Any:
-    """Return the tree with the node at each of the steps replaced, or removed (`REMOVE`)."""
+    """Return the tree with the node at each of the steps replaced, or removed (`REMOVE`).
+
+    The edits of ``model.a``, ``model.b`` and ``epoch`` become a trie::
+
+        {model: {a: edit, b: edit}, epoch: edit}
+    """
     trie: dict[Any, Any] = {}
-    made: dict[int, _Edit] = {}
+    leaves: dict[int, _Edit] = {}
     for steps, node in edits.items():
         if not steps:
             return node
         level = trie
         for step in steps[:-1]:
             level = level.setdefault(step, {})
-        level[steps[-1]] = made.setdefault(id(node), _Edit(node))
+        level[steps[-1]] = leaves.setdefault(id(node), _Edit(node))
     return _edit(root, trie, {})
 
 
@@ -478,25 +465,16 @@ def changed_records(
     missing = [key for key in keys if key not in rebuilder.taken]
     if missing:
         raise malformed(f"storage {missing[0]} is missing")
-    old = [key for record in archive.records if (key := key_of(record, folder)) is not None]
+    all_keys = (key_of(record, folder) for record in archive.records)
+    old = [key for key in all_keys if key is not None]
     in_order = list(keys) == _first_numbers(len(keys))
     if set(keys) <= set(old) and (keep_numbers or in_order or old != _first_numbers(len(old))):
         return _kept(archive, folder, data, {*keys, *orphans}), keys
-    whole = [*keys, *orphans]
-    numbers = dict(zip(whole, _first_numbers(len(whole))))
+    new = [*keys, *orphans]
+    numbers = dict(zip(new, _first_numbers(len(new))))
     data, _ = dumped(renumbered(root, numbers), protocol)
     entries = _kept(archive, folder, data, ())
-    # The storages go where they were: after the record before them, or before ``version`` if there
-    # were none.
-    names = [record.name for record in archive.records]
-    first = next(
-        (at for at, record in enumerate(archive.records) if key_of(record, folder) is not None),
-        None,
-    )
-    if first is None:
-        first = names.index(folder + "version") if folder + "version" in names else len(names)
-    before = set(names[:first])
-    at = sum(entry.name in before for entry in entries)
+    at = _place_of_storages(archive, folder)
     moved: Entries = []
     for key, number in numbers.items():
         record = archive.by_name.get(f"{folder}data/{key}")
@@ -508,6 +486,17 @@ def changed_records(
             moved.append(NewRecord(f"{folder}data/{number}", archive.span(record), record.crc))
     entries[at:at] = moved
     return entries, dict.fromkeys(numbers[key] for key in keys)
+
+
+def _place_of_storages(archive: Archive, folder: str) -> int:
+    """Return how many other records come before the storages: those before the first one, or before
+    ``version`` if there are none.
+    """
+    names = [record.name for record in archive.records]
+    for index, record in enumerate(archive.records):
+        if key_of(record, folder) is not None:
+            return index
+    return names.index(folder + "version") if folder + "version" in names else len(names)
 
 
 def key_of(record: Record | NewRecord, folder: str) -> str | None:

@@ -135,22 +135,18 @@ def read_archive(path: str, base: int = 0, length: int | None = None) -> Archive
         state = None
     version = None if state is None else version_of(state)
     archive = (_read.__wrapped__ if version is None else _read)(path, base, length, version)
-    checked = (
-        (base + r.data, r.nbytes, r.crc)
-        for r in archive.records
-        if r.has_crc and r.method == STORED
-    )
-    note_archive(path, base, version, checked, partial(_name_at, path, base, length))
+    checked = [r for r in archive.records if r.has_crc and r.method == STORED]
+    places = ((base + record.data, record.nbytes, record.crc) for record in checked)
+    note_archive(path, base, version, places, partial(_name_at, path, base, length))
     return archive
 
 
 def _name_at(path: str, base: int, length: int | None, start: int) -> str:
     """Return the name of the archive's record whose data begin at byte `start` of the file."""
-    return next(
-        r.name
-        for r in read_archive(path, base, length).records
-        if base + r.data == start and r.nbytes
-    )
+    for record in read_archive(path, base, length).records:
+        if base + record.data == start and record.nbytes:
+            return record.name
+    raise LookupError(start)
 
 
 @lru_cache(maxsize=1)  # `detect` reads the directory just before the reader does
@@ -221,27 +217,26 @@ def _read_archive(window: _Window) -> Archive:
     if assumed:
         unread = [entry for entry in entries if entry.start in assumed]
         assume(window.path, partial(_check, window, unread, assumed))
-    records = [(assumed.get(entry.start) or located[entry.start]) for entry in entries]
-    records, is_tight = _close_regions(window, records, offset)
+        located |= assumed
+    records, is_tight = _close_regions(window, [located[entry.start] for entry in entries], offset)
     by_name = {record.name: record for record in records}
     spelled = Counter(entry.raw_name.lower() for entry in entries)
     if len(spelled) != len(records) or len(by_name) != len(records):
-        twice = {
-            record.name: None
-            for entry, record in zip(entries, records)
-            if spelled[entry.raw_name.lower()] > 1
-        }
+        twice: dict[str, None] = {}
+        for entry, record in zip(entries, records):
+            if spelled[entry.raw_name.lower()] > 1:
+                twice[record.name] = None
         message = "without regard to case, as for torch, the archive holds two records of one name"
         raise _corrupt(window.path, message, twice)
     return Archive(window.path, window.base, window.length, tuple(records), by_name, is_tight)
 
 
-def _located(window: _Window, entries: Sequence[_Entry]) -> dict[int, Record]:
+def _located(window: _Window, entries: Sequence[_DirectoryEntry]) -> dict[int, Record]:
     """Return the records by their places, read from local headers; small records are fetched with
     their headers.
     """
 
-    def head(entry: _Entry) -> int:
+    def head(entry: _DirectoryEntry) -> int:
         header = LOCAL.size + len(entry.raw_name)
         small = entry.nbytes if entry.nbytes <= _SMALL and not is_storage(entry.raw_name) else 0
         return header + (_MOST_PADDING + small if small else 0)
@@ -254,30 +249,33 @@ def _located(window: _Window, entries: Sequence[_Entry]) -> dict[int, Record]:
     return records
 
 
-def _by_layout(window: _Window, entries: Sequence[_Entry], directory: int) -> dict[int, Record]:
+def _by_layout(
+    window: _Window, entries: Sequence[_DirectoryEntry], directory: int
+) -> dict[int, Record]:
     """Return the storages of a remote file that are where torch's writer puts them, by their
     places.
 
     Their local headers, a request each, are read with the data.
     """
-    found: dict[int, Record] = {}
+    records: dict[int, Record] = {}
     if not is_url(window.path):
-        return found
+        return records
     placed = sorted(entries, key=lambda entry: entry.start)
     for entry, end in zip(placed, [*(entry.start for entry in placed[1:]), directory]):
         usual = entry.method == STORED and entry.flags & HAS_DESCRIPTOR
-        data = (
-            data_of(entry.raw_name, entry.start, entry.size, end)
-            if usual and is_storage(entry.raw_name)
-            else None
-        )
-        if data is not None:
-            found[entry.start] = _record(window, entry, data)
-    return found
+        if usual and is_storage(entry.raw_name):
+            data = data_of(entry.raw_name, entry.start, entry.size, end)
+            if data is not None:
+                records[entry.start] = _record(window, entry, data)
+    return records
 
 
-def _check(window: _Window, entries: Sequence[_Entry], assumed: Mapping[int, Record]) -> None:
-    wrong = [own.name for start, own in _located(window, entries).items() if own != assumed[start]]
+def _check(
+    window: _Window, entries: Sequence[_DirectoryEntry], assumed: Mapping[int, Record]
+) -> None:
+    """Raise `CkptError` if local headers say other places than the assumed ones."""
+    located = _located(window, entries)
+    wrong = [record.name for start, record in located.items() if record != assumed[start]]
     if wrong:
         raise _corrupt(
             window.path, "the zip directory and the records contradict each other", wrong
@@ -320,7 +318,7 @@ def _find_end(window: _Window) -> tuple[int, int, int]:
     return count, size, offset
 
 
-class _Entry(NamedTuple):
+class _DirectoryEntry(NamedTuple):
     """One entry of the central directory, its zip64 sizes and offset resolved."""
 
     raw_name: bytes
@@ -333,7 +331,7 @@ class _Entry(NamedTuple):
     central: bytes
 
 
-def _parse_directory(path: str, directory: bytes, count: int) -> list[_Entry]:
+def _parse_directory(path: str, directory: bytes, count: int) -> list[_DirectoryEntry]:
     entries = []
     at = 0
     unpack = CENTRAL.unpack_from
@@ -344,26 +342,8 @@ def _parse_directory(path: str, directory: bytes, count: int) -> list[_Entry]:
     for _ in range(count):
         if at + CENTRAL.size > len(directory):
             raise _corrupt(path, "the zip directory is cut off")
-        fields = unpack(directory, at)
-        (
-            signature,
-            _,
-            _,
-            flags,
-            method,
-            _,
-            _,
-            crc,
-            nbytes,
-            size,
-            name,
-            extra,
-            comment,
-            disk,
-            _,
-            attributes,
-            start,
-        ) = fields
+        signature, _, _, flags, method, _, _, *fields = unpack(directory, at)
+        crc, nbytes, size, name, extra, comment, disk, _, attributes, start = fields
         after = at + CENTRAL.size + name + extra + comment
         if signature != CENTRAL_SIGNATURE or after > len(directory):
             raise _corrupt(path, "the zip directory is damaged")
@@ -386,7 +366,7 @@ def _parse_directory(path: str, directory: bytes, count: int) -> list[_Entry]:
                 path, "a stored record has two different sizes", [_decode(path, raw_name, flags)]
             )
         entries.append(
-            _Entry(raw_name, flags, method, crc, nbytes, size, start, directory[at:after])
+            _DirectoryEntry(raw_name, flags, method, crc, nbytes, size, start, directory[at:after])
         )
         at = after
     if at != len(directory):
@@ -416,16 +396,13 @@ def extra_fields(extra: bytes) -> Iterable[tuple[int, bytes]]:
         at += 4 + length
 
 
-def _locate(window: _Window, entry: _Entry) -> Record:
+def _locate(window: _Window, entry: _DirectoryEntry) -> Record:
     """Return the record of a directory entry; its local header says where the data begins."""
     raw_name, start = entry.raw_name, entry.start
     header = window.read(start, LOCAL.size + len(raw_name))
     name_length, extra_length = header[26] | header[27] << 8, header[28] | header[29] << 8
-    if (
-        not header.startswith(LOCAL_SIGNATURE)
-        or name_length != len(raw_name)
-        or header[LOCAL.size :] != raw_name
-    ):
+    has_name = name_length == len(raw_name) and header[LOCAL.size :] == raw_name
+    if not has_name or not header.startswith(LOCAL_SIGNATURE):
         name = _decode(window.path, raw_name, entry.flags)
         raise _corrupt(
             window.path, "the zip directory points to a place without such a record", [name]
@@ -433,7 +410,7 @@ def _locate(window: _Window, entry: _Entry) -> Record:
     return _record(window, entry, start + LOCAL.size + name_length + extra_length)
 
 
-def _record(window: _Window, entry: _Entry, data: int) -> Record:
+def _record(window: _Window, entry: _DirectoryEntry, data: int) -> Record:
     raw_name, flags, method, crc, nbytes, size, start, central = entry
     return Record(
         _decode(window.path, raw_name, flags),

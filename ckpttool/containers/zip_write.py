@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from functools import partial
 
@@ -33,6 +33,17 @@ class NewRecord:
         return length_of(self.data)
 
 
+def with_new(
+    records: Sequence[Record], data: Mapping[str, bytes | Span | Lazy]
+) -> list[Record | NewRecord]:
+    """Return the records with new bytes for those of these names."""
+    entries: list[Record | NewRecord] = []
+    for record in records:
+        new = data.get(record.name)
+        entries.append(record if new is None else NewRecord(record.name, new))
+    return entries
+
+
 def layout_archive(
     source: Archive | None, entries: Sequence[Record | NewRecord], alignment: int = ALIGNMENT
 ) -> list[Piece]:
@@ -44,12 +55,7 @@ def layout_archive(
     `alignment` bytes. A CRC that `source` left out is computed.
     """
     if source is not None:
-        entries = [
-            NewRecord(entry.name, source.span(entry))
-            if isinstance(entry, Record) and not entry.has_crc and entry.method == za.STORED
-            else entry
-            for entry in entries
-        ]
+        entries = [_with_crc(source, entry) for entry in entries]
     if source is not None and source.is_tight and tuple(entries) == source.records:
         return [Piece(Span(source.path, source.base, source.length))]
     layout = _Layout(alignment)
@@ -61,6 +67,13 @@ def layout_archive(
             layout.keep(source, entry)
     layout.finish()
     return layout.pieces
+
+
+def _with_crc(source: Archive, entry: Record | NewRecord) -> Record | NewRecord:
+    """Return a record that was written without a CRC as a new one of the same data."""
+    if isinstance(entry, NewRecord) or entry.has_crc or entry.method != za.STORED:
+        return entry
+    return NewRecord(entry.name, source.span(entry))
 
 
 def layout_behind(
@@ -120,14 +133,13 @@ class _Layout:
     ) -> None:
         piece = Piece(data, crc, needs)
         self.cursor += piece.nbytes
-        last = self.pieces[-1].data if self.pieces and self.pieces[-1].crc is crc is None else None
-        if (
-            isinstance(data, Span)
-            and isinstance(last, Span)
-            and (last.path, last.offset + last.length) == (data.path, data.offset)
-        ):
-            self.pieces[-1] = Piece(Span(last.path, last.offset, last.length + data.length))
-        elif piece.nbytes:
+        last = self.pieces[-1] if self.pieces else None
+        if last is not None and last.crc is crc is None:
+            joined = _joined(last.data, data)
+            if joined is not None:
+                self.pieces[-1] = Piece(joined)
+                return
+        if piece.nbytes:
             self.pieces.append(piece)
 
     def add(self, record: NewRecord) -> None:
@@ -147,32 +159,11 @@ class _Layout:
             if late is None:
                 self.put(descriptor)
             else:
-                crc_known = Lazy(
-                    len(descriptor), lambda: [_descriptor(start, size, size, late.value)]
-                )
-                self.put(crc_known, needs=(late,))
-        made = (
-            za.CENTRAL_SIGNATURE,
-            0,
-            0,
-            flags,
-            za.STORED,
-            0,
-            0,
-            crc,
-            0,
-            0,
-            len(name),
-            0,
-            0,
-            0,
-            0,
-            0,
-            0,
-        )
-        self.directory.append(
-            (_central_entry(za.CENTRAL.pack(*made) + name, start, size, size), late)
-        )
+                with_crc = lambda: [_descriptor(start, size, size, late.value)]  # noqa: E731
+                self.put(Lazy(len(descriptor), with_crc), needs=(late,))
+        fields = (0, 0, flags, za.STORED, 0, 0, crc, 0, 0, len(name), 0, 0, 0, 0, 0, 0)
+        central = za.CENTRAL.pack(za.CENTRAL_SIGNATURE, *fields) + name
+        self.directory.append((_central_entry(central, start, size, size), late))
 
     def keep(self, source: Archive, record: Record) -> None:
         start = self.cursor
@@ -181,26 +172,24 @@ class _Layout:
         aligned = not record.data % self.alignment and not BLOCK % self.alignment
         step = BLOCK if aligned and record.nbytes >= LEAST else self.alignment
         # Torch writes a large offset into the local header.
-        fits = start == record.start or (
-            max(start, record.start) < U32 and (start - record.start) % step == 0
-        )
+        is_small = max(start, record.start) < U32
+        fits = start == record.start or (is_small and (start - record.start) % step == 0)
         header = None if fits else _padded_header(source, record, start, step)
         if header is None:
             self.put(_region(source, record.start, record.end))
         else:
+            self.put(header)
             data_end = record.data + record.nbytes
             descriptor = b""
             if record.end > data_end:
                 descriptor = _descriptor(start, record.nbytes, record.size, record.crc)
-            self.put(header)
             if len(descriptor) == record.end - data_end:
                 self.put(_region(source, record.data, record.end))
             else:
                 self.put(_region(source, record.data, data_end))
                 self.put(descriptor)
-        self.directory.append(
-            (_central_entry(record.central, start, record.nbytes, record.size), None)
-        )
+        central = _central_entry(record.central, start, record.nbytes, record.size)
+        self.directory.append((central, None))
 
     def finish(self) -> None:
         """Append the central directory and the three end records, as torch writes them."""
@@ -218,6 +207,15 @@ class _Layout:
         few = min(count, za.U16)
         end = za.END.pack(za.END_SIGNATURE, 0, 0, few, few, min(size, U32), min(offset, U32), 0)
         self.put(end64 + locator + end)
+
+
+def _joined(first: bytes | Span | Lazy, second: bytes | Span | Lazy) -> Span | None:
+    """Return the span of two that follow each other in a file; None for others."""
+    if not isinstance(first, Span) or not isinstance(second, Span) or first.path != second.path:
+        return None
+    if first.offset + first.length != second.offset:
+        return None
+    return Span(first.path, first.offset, first.length + second.length)
 
 
 def _region(archive: Archive, start: int, end: int) -> Span:
@@ -257,51 +255,45 @@ def _padded_header(archive: Archive, record: Record, start: int, step: int) -> b
 
 
 def _zip64_field(values: Sequence[int]) -> bytes:
-    return (
-        struct.pack(f"<HH{len(values)}Q", za.ZIP64_FIELD, 8 * len(values), *values)
-        if values
-        else b""
-    )
+    if not values:
+        return b""
+    return struct.pack(f"<HH{len(values)}Q", za.ZIP64_FIELD, 8 * len(values), *values)
 
 
 def _without(extra: bytes, tags: Sequence[int]) -> bytes:
-    kept = ((tag, content) for tag, content in za.extra_fields(extra) if tag not in tags)
-    return b"".join(struct.pack("<HH", tag, len(content)) + content for tag, content in kept)
+    """Return the extra fields without those of these tags."""
+    kept = b""
+    for tag, content in za.extra_fields(extra):
+        if tag not in tags:
+            kept += struct.pack("<HH", tag, len(content)) + content
+    return kept
 
 
 def _descriptor(start: int, nbytes: int, size: int, crc: int) -> bytes:
-    return za.DESCRIPTOR_SIGNATURE + struct.pack(
-        "<IQQ" if is_wide(start, size) else "<III", crc, nbytes, size
-    )
+    sizes = "<IQQ" if is_wide(start, size) else "<III"
+    return za.DESCRIPTOR_SIGNATURE + struct.pack(sizes, crc, nbytes, size)
 
 
 def _late_directory(directory: Sequence[tuple[bytes, Crc | None]]) -> Iterable[bytes]:
+    """Yield the entries, with the CRCs that are known now."""
     for entry, late in directory:
-        yield (
-            entry
-            if late is None
-            else entry[:_CRC_AT] + struct.pack("<I", late.value) + entry[_SIZES_AT:]
-        )
+        if late is None:
+            yield entry
+        else:
+            yield entry[:_CRC_AT] + struct.pack("<I", late.value) + entry[_SIZES_AT:]
 
 
 def _central_entry(entry: bytes, start: int, nbytes: int, size: int) -> bytes:
     """Return an entry of the central directory with another start and other sizes."""
     wide = [value for value in (size, nbytes, start) if value >= U32]
-    sizes = struct.pack("<II", min(nbytes, U32), min(size, U32))
+    head = entry[:_SIZES_AT] + struct.pack("<II", min(nbytes, U32), min(size, U32))
     offset = struct.pack("<I", min(start, U32))
     name_length, extra_length = struct.unpack_from("<HH", entry, _LENGTHS_AT)
     if not wide and not extra_length:
-        return (
-            entry[:_SIZES_AT]
-            + sizes
-            + entry[_LENGTHS_AT:_OFFSET_AT]
-            + offset
-            + entry[za.CENTRAL.size :]
-        )
+        return head + entry[_LENGTHS_AT:_OFFSET_AT] + offset + entry[za.CENTRAL.size :]
     extra_at = za.CENTRAL.size + name_length
-    extra = _zip64_field(wide) + _without(
-        entry[extra_at : extra_at + extra_length], (za.ZIP64_FIELD,)
-    )
+    extra_end = extra_at + extra_length
+    extra = _zip64_field(wide) + _without(entry[extra_at:extra_end], (za.ZIP64_FIELD,))
     lengths = struct.pack("<HH", name_length, len(extra))
     middle = entry[_LENGTHS_AT + 4 : _OFFSET_AT] + offset + entry[za.CENTRAL.size : extra_at]
-    return entry[:_SIZES_AT] + sizes + lengths + middle + extra + entry[extra_at + extra_length :]
+    return head + lengths + middle + extra + entry[extra_end:]

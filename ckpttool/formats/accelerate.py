@@ -7,10 +7,10 @@ the sections ``model``, ``model_1`` …
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 
-from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.checkpoint import Checkpoint, Section, Unreached
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.formats.folders import fsdp_parts, other_weights, state_files
 from ckpttool.formats.registry import recognise
@@ -25,37 +25,42 @@ def read(folder: str) -> Checkpoint:
     Raises `CkptError` if a part cannot be read, or holds more than the one state dict that
     accelerate saves in it.
     """
-    parts: dict[str, Checkpoint] = {}
-    for section, name in fsdp_parts(folder).items():
-        parts[section] = recognise(join(folder, name)).read()
-    problems = [problem for section, part in parts.items() for problem in _problems(section, part)]
+    sections: list[Section] = []
+    notes: list[str] = []
+    unreached: list[Unreached] = []
+    problems: list[Problem] = []
+    nbytes = 0
+    for path, name in fsdp_parts(folder).items():
+        part = recognise(join(folder, name)).read()
+        problems += _problems(path, part)
+        sections += [replace(section, path=path) for section in part.sections]
+        notes += part.notes
+        unreached += [storage.of(path) for storage in part.unreached]
+        nbytes += part.nbytes
     if problems:
         raise CkptError(
             f"{folder} is not as accelerate saves it",
             hint="name one of its parts, and not the folder",
             problems=problems,
         )
+    notes += [f"{name} is in the same folder, and is not read" for name in other_weights(folder)]
     return Checkpoint(
         folder,
         FORMAT,
-        sum(part.nbytes for part in parts.values()),
-        tuple(replace(part.sections[0], path=section) for section, part in parts.items()),
-        notes=(
-            *(note for part in parts.values() for note in part.notes),
-            *(f"{name} is in the same folder, and is not read" for name in other_weights(folder)),
-        ),
-        unreached=tuple(
-            storage.of(section) for section, part in parts.items() for storage in part.unreached
-        ),
+        nbytes,
+        tuple(sections),
+        notes=tuple(notes),
+        unreached=tuple(unreached),
         other_files=state_files(folder),
     )
 
 
-def _problems(section: str, part: Checkpoint) -> Iterable[Problem]:
-    expected = "optimizer" if section.startswith("optimizer") else "state_dict"
-    if [own.kind for own in part.sections] != [expected]:
-        listed = ", ".join(f"{own.title} ({own.kind})" for own in part.sections) or "no state dict"
-        yield Problem(f"holds {listed} instead of the one of {section}", part.source)
-    yield from (
-        Problem("is not expected there", f"{part.source}::{other}") for other in part.others
-    )
+def _problems(path: str, part: Checkpoint) -> Iterator[Problem]:
+    """Yield what the part holds besides the one section that accelerate saves in it."""
+    expected = "optimizer" if path.startswith("optimizer") else "state_dict"
+    if [section.kind for section in part.sections] != [expected]:
+        titles = [f"{section.title} ({section.kind})" for section in part.sections]
+        content = ", ".join(titles) or "no state dict"
+        yield Problem(f"holds {content} instead of the one of {path}", part.source)
+    for other in part.others:
+        yield Problem("is not expected there", f"{part.source}::{other}")

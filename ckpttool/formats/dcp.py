@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from functools import partial
 from heapq import heapreplace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from typing import Any
 
@@ -41,10 +41,10 @@ from ckpttool.distributed.job import current
 from ckpttool.formats import torch_zip
 from ckpttool.formats.dcp_metadata import (
     BytesItem,
+    FileRange,
     Item,
     Metadata,
     Path,
-    Place,
     TensorItem,
     locate_chunks,
     parse,
@@ -96,13 +96,10 @@ def _resolved(branch: Any, path: Path, problems: list[Problem]) -> Any:
         problems.append(Problem("nested too deep", _key(path[:10])))
         return {}
     inside = {step: _resolved(child, (*path, step), problems) for step, child in branch.items()}
-    if all(type(step) is str for step in inside):
+    types = set(map(type, inside))
+    if types <= {str}:
         return _optimizer(inside) if type(inside.get("param_groups")) is list else inside
-    if (
-        all(type(step) is int for step in inside)
-        and min(inside) >= 0
-        and max(inside) < len(inside) + _MAX_HOLES
-    ):
+    if types == {int} and min(inside) >= 0 and max(inside) < len(inside) + _MAX_HOLES:
         return [inside.get(index) for index in range(max(inside) + 1)]
     problems.append(Problem("neither a dict nor a list", _key(path)))
     return {}
@@ -113,15 +110,14 @@ def _optimizer(mapping: dict[Any, Any]) -> dict[Any, Any]:
     numbers.
     """
     mapping = {"state": {}, **mapping}
-    state = mapping["state"]
-    groups = [
-        group
-        for group in mapping["param_groups"]
-        if type(group) is dict and type(group.get("params")) is list
-    ]
-    ids = {str(param): param for group in groups for param in group["params"] if type(param) is int}
-    if ids and type(state) is dict:
-        mapping["state"] = {ids.get(key, key): value for key, value in state.items()}
+    ids: dict[str, int] = {}
+    for group in mapping["param_groups"]:
+        params = group.get("params") if type(group) is dict else None
+        for param in params if type(params) is list else ():
+            if type(param) is int:
+                ids[str(param)] = param
+    if ids and type(mapping["state"]) is dict:
+        mapping["state"] = {ids.get(key, key): value for key, value in mapping["state"].items()}
     return mapping
 
 
@@ -170,17 +166,21 @@ def _leaves(
             yield from _leaves(value, (*path, index), terminal, problems, memory)
 
 
-def _is_terminal(node: Any, known: dict[int, bool], depth: int) -> bool:
+def _is_terminal(node: Any, terminal: dict[int, bool], depth: int) -> bool:
+    """Return True if the node is one leaf: not a dict, nor a list that holds dicts or tensors.
+
+    `terminal` are the answers for lists, by id.
+    """
     if pairs_of(node) is not None:
         return False
     if type(node) is not list or depth > _MAX_DEPTH:
         return True
-    if id(node) not in known:
-        known[id(node)] = True  # a list inside itself
-        known[id(node)] = not any(
-            is_tensor(part) or not _is_terminal(part, known, depth + 1) for part in node
+    if id(node) not in terminal:
+        terminal[id(node)] = True  # a list inside itself
+        terminal[id(node)] = not any(
+            is_tensor(part) or not _is_terminal(part, terminal, depth + 1) for part in node
         )
-    return known[id(node)]
+    return terminal[id(node)]
 
 
 def _key(path: Path) -> str:
@@ -206,7 +206,7 @@ class Folder(Container):
 
     home: str = ""
     items: Mapping[int, Item] = field(default_factory=dict)
-    values: Mapping[tuple[bytes, str], Place] = field(default_factory=dict)
+    values: Mapping[tuple[bytes, str], FileRange] = field(default_factory=dict)
     names: tuple[str, ...] = ()
 
 
@@ -222,15 +222,14 @@ def read(path: str) -> Checkpoint:
     source = join(path, DCP_METADATA)
     shards = sorted(name for name in names_in(path) if HF_SHARD.fullmatch(name))
     notes: tuple[str, ...] = ()
-    pickled = 0
+    data = b""
     if shards and not exists(source):  # `HuggingFaceStorageWriter` writes no .metadata
         metadata, note = read_shards(path, shards)
         notes = (note,)
     else:
         with opened(source) as file:
             data = file.read(limits().pickle_bytes + 1)
-        pickled = len(data)
-        if pickled > limits().pickle_bytes:
+        if len(data) > limits().pickle_bytes:
             raise CkptError(
                 f"{source} is too long: {limits().named('pickle_bytes')}",
                 hint="copy it again: it is damaged",
@@ -238,25 +237,16 @@ def read(path: str) -> Checkpoint:
         metadata = parse(data, source)
     sizes = _check_files(path, metadata)
     metadata = locate_chunks(path, metadata)
-    places = {place: key for key, item in metadata.items.items() for place in item.places}
-    in_order = sorted(places, key=lambda place: (place.name, place.offset, place.length))
-    _refuse(
-        path,
-        [
-            Problem(f"it shares bytes in {one.name} with {places[one]}", places[other])
-            for one, other in pairwise(in_order)
-            if one.name == other.name and one.offset + one.length > other.offset
-        ],
-    )
-    reader = _Reader(path)
-    root = nested(
-        {metadata.paths[key]: reader.node(key, item) for key, item in metadata.items.items()}
-    )
-    nbytes = pickled + sum(sizes.values())
-    values = sum(
-        item.place.length for item in metadata.items.values() if isinstance(item, BytesItem)
-    )
-    pickled = max(pickled, _PICKLED * len(metadata.items)) + values
+    _check_overlaps(path, _places(metadata))
+    reader = _ItemReader(path)
+    leaves = {}
+    values = 0  # bytes of pickled objects
+    for key, item in metadata.items.items():
+        leaves[metadata.paths[key]] = reader.node(key, item)
+        values += item.place.length if isinstance(item, BytesItem) else 0
+    root = nested(leaves)
+    nbytes = len(data) + sum(sizes.values())
+    pickled = max(len(data), _PICKLED * len(metadata.items)) + values
     storages = Storages(
         lambda key, nbytes: reader.rebuilder.storages[key], memory=Memory(nbytes), pickled=pickled
     )
@@ -267,7 +257,7 @@ def read(path: str) -> Checkpoint:
         Pickle(root, 2),
         storages,
         {key: storage.nbytes for key, storage in reader.rebuilder.storages.items()},
-        made=partial(
+        container=partial(
             Folder, home=path, items=reader.items, values=reader.values, names=tuple(sizes)
         ),
         notes=notes,
@@ -300,7 +290,7 @@ def _check_files(folder: str, metadata: Metadata) -> dict[str, int]:
     """Return the data files with their sizes in bytes. Raises `CkptError`, all problems at once,
     for bad items.
     """
-    places = {place: key for key, item in metadata.items.items() for place in item.places}
+    places = _places(metadata)
     sizes: dict[str, int] = {}
     problems = []
     for name in dict.fromkeys(place.name for place in places):
@@ -326,6 +316,25 @@ def _check_files(folder: str, metadata: Metadata) -> dict[str, int]:
     return sizes
 
 
+def _places(metadata: Metadata) -> dict[FileRange, str]:
+    """Return the key of the item at each place."""
+    places: dict[FileRange, str] = {}
+    for key, item in metadata.items.items():
+        places.update(dict.fromkeys(item.places, key))
+    return places
+
+
+def _check_overlaps(folder: str, places: Mapping[FileRange, str]) -> None:
+    """Raise `CkptError`, all problems at once, if two items share bytes."""
+    in_order = sorted(places, key=lambda place: (place.name, place.offset, place.length))
+    problems = []
+    for place, following in pairwise(in_order):
+        if place.name == following.name and place.offset + place.length > following.offset:
+            text = f"it shares bytes in {place.name} with {places[place]}"
+            problems.append(Problem(text, places[following]))
+    _refuse(folder, problems)
+
+
 def tensor_data(folder: str, key: str, item: TensorItem) -> Lazy:
     """Return the bytes of the tensor in row-major order.
 
@@ -333,44 +342,41 @@ def tensor_data(folder: str, key: str, item: TensorItem) -> Lazy:
     """
 
     def produce() -> Iterator[Part]:
-        chunks = [
-            (c, _chunk_data(folder, key, item.dtype, c, place))
-            for c, place in item.chunks
-            if prod(c.sizes)
-        ]
+        chunks = []
+        for chunk, place in item.chunks:
+            if prod(chunk.sizes):
+                chunks.append((chunk, _chunk_data(folder, key, item.dtype, chunk, place)))
         return assemble(item.shape, dtypes.itemsize(item.dtype), chunks)
 
     return Lazy(item.nbytes, produce)
 
 
-def _chunk_data(folder: str, key: str, dtype: str, chunk: Chunk, place: Place) -> Data:
+def _chunk_data(folder: str, key: str, dtype: str, chunk: Chunk, place: FileRange) -> Data:
     if place.raw:
         return Span(join(folder, place.name), place.offset, place.length)
     saved = _saved(folder, place)
-    entries = [entry for section in saved.sections for entry in section.tensors]
-    entry = entries[0] if len(entries) == 1 else None
-    if entry is None or (entry.dtype, entry.shape) != (dtype, chunk.sizes) or entry.storage is None:
-        actual = (
-            "not one tensor"
-            if entry is None
-            else (f"{entry.layout} {entry.dtype} {list(entry.shape)}")
-        )
-        raise CkptError(
-            f"{saved.source}: {actual} instead of a chunk of {key} ({dtype} {list(chunk.sizes)}), "
-            "which .metadata describes",
-            hint="the folder holds files of two checkpoints, or is damaged: copy it again",
-        )
-    return row_major_data(entry)
+    entries = list(chain(*(section.tensors for section in saved.sections)))
+    actual = "not one tensor"
+    if len(entries) == 1:
+        entry = entries[0]
+        if (entry.dtype, entry.shape) == (dtype, chunk.sizes) and entry.storage is not None:
+            return row_major_data(entry)
+        actual = f"{entry.layout} {entry.dtype} {list(entry.shape)}"
+    raise CkptError(
+        f"{saved.source}: {actual} instead of a chunk of {key} ({dtype} {list(chunk.sizes)}), "
+        "which .metadata describes",
+        hint="the folder holds files of two checkpoints, or is damaged: copy it again",
+    )
 
 
-def _saved(folder: str, place: Place) -> Checkpoint:
+def _saved(folder: str, place: FileRange) -> Checkpoint:
     """Read the index of what torch.save wrote at `place`."""
     path = join(folder, place.name)
     return torch_zip.read_from(read_archive(path, place.offset, place.length), path)
 
 
 @dataclass(slots=True, eq=False)
-class _Reader:
+class _ItemReader:
     """Makes the nodes of a folder's items. Items at the same place in a file share a storage or a
     node.
     """
@@ -378,9 +384,10 @@ class _Reader:
     folder: str
     rebuilder: Rebuilder = field(default_factory=Rebuilder)
     items: dict[int, Item] = field(default_factory=dict)
-    values: dict[tuple[bytes, str], Place] = field(default_factory=dict)
+    values: dict[tuple[bytes, str], FileRange] = field(default_factory=dict)
     storages: dict[TensorItem, Storage] = field(default_factory=dict)
-    known: dict[bytes, tuple[Any, bytes]] = field(default_factory=dict)
+    # by the digest of what torch.save wrote: the node of the object, and its pickle
+    objects: dict[bytes, tuple[Any, bytes]] = field(default_factory=dict)
 
     def node(self, key: str, item: Item) -> Any:
         if isinstance(item, BytesItem):
@@ -393,7 +400,7 @@ class _Reader:
             self.items[id(node)] = item
         return node
 
-    def _value(self, key: str, place: Place) -> Any:
+    def _value(self, key: str, place: FileRange) -> Any:
         """Return the root of the object that torch.save wrote at `place`. Equal bytes are read
         once.
         """
@@ -406,9 +413,9 @@ class _Reader:
         import hashlib  # loads OpenSSL
 
         digest = hashlib.sha256(raw).digest()
-        if digest not in self.known:
+        if digest not in self.objects:
             try:
-                self.known[digest] = self._read_value(place)
+                self.objects[digest] = self._read_value(place)
             except CkptError as error:
                 problem = Problem(error.message, key)
                 raise CkptError(
@@ -416,7 +423,7 @@ class _Reader:
                     hint=error.hint,
                     problems=[problem],
                 ) from error
-        node, pickled = self.known[digest]
+        node, pickled = self.objects[digest]
         if pickled:
             self.values[pickled, key] = place
             self.values.setdefault((pickled, ""), place)
@@ -424,7 +431,7 @@ class _Reader:
             self.items[id(node)] = BytesItem(place)
         return node
 
-    def _read_value(self, place: Place) -> tuple[Any, bytes]:
+    def _read_value(self, place: FileRange) -> tuple[Any, bytes]:
         """Return the object's node and its pickle, which is empty for an object that holds
         tensors.
         """
@@ -472,7 +479,7 @@ def layout_files(
     job = current()
     names = [_free_name(source, rank) for rank in range(1 if job is None else job.size)]
     ends = [(0, rank, name) for rank, name in enumerate(names)]
-    writer = _Writer(rebuilder, Storages(storage), source, {name: [] for name in names}, ends)
+    writer = _ItemWriter(rebuilder, Storages(storage), source, {name: [] for name in names}, ends)
     items = {key: writer.item(key, node) for key, (_, node) in leaves.items()}
     if writer.problems:
         raise Refused(
@@ -480,12 +487,11 @@ def layout_files(
             hint="write a torch file (OUT ending in .pt)",
             problems=writer.problems,
         )
+    metadata = Metadata(items, {key: path for key, (path, _) in leaves.items()})
     files: dict[str, Pieces | Link] = {}
-    for data in dict.fromkeys(place.name for item in items.values() for place in item.places):
+    for data in dict.fromkeys(place.name for place in _places(metadata)):
         files[data] = writer.files.get(data) or Link(join(source.home, data) if source else "")
-    files[DCP_METADATA] = [
-        Piece(spelled(Metadata(items, {key: path for key, (path, _) in leaves.items()})))
-    ]
+    files[DCP_METADATA] = [Piece(spelled(metadata))]
     return files
 
 
@@ -499,12 +505,10 @@ def linked_imports(imports: Iterable[Import], files: Files, linked: Mapping[str,
     content = files[DCP_METADATA]
     assert not isinstance(content, Link)
     text = b"".join(piece.data for piece in content if isinstance(piece.data, bytes))
-    pickles = {
-        imported: bytes(
-            read_span(Span(imported.file, imported.start, imported.end - imported.start))
-        )
-        for imported in imports
-    }
+    pickles: dict[Import, bytes] = {}
+    for imported in imports:
+        span = Span(imported.file, imported.start, imported.end - imported.start)
+        pickles[imported] = bytes(read_span(span))
     names = set()
     for item in parse(text, DCP_METADATA).items.values():
         for place in item.places:
@@ -545,7 +549,7 @@ def _free_name(source: Folder | None, rank: int) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class _Writer:
+class _ItemWriter:
     """Returns the item of each leaf: the item that was read, or a new item at the end of the
     smallest of `files`.
     """
@@ -556,13 +560,13 @@ class _Writer:
     files: dict[str, list[Piece]]
     ends: list[tuple[int, int, str]]  # a heap: bytes, rank, name
     tensors: dict[object, TensorItem] = field(default_factory=dict)
-    values: dict[bytes, Place] = field(default_factory=dict)
+    values: dict[bytes, FileRange] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def item(self, key: str, node: Any) -> Item:
-        known = self.source.items.get(id(node)) if self.source is not None else None
-        if known is not None:
-            return known
+        unchanged = self.source.items.get(id(node)) if self.source is not None else None
+        if unchanged is not None:
+            return unchanged
         if is_tensor(node):
             return self._tensor(key, node)
         references: list[Persistent] = []
@@ -583,7 +587,7 @@ class _Writer:
             self.problems.append(
                 Problem(f"a {entry.layout} tensor has no place in the format", key)
             )
-            return BytesItem(Place("", 0, 0))
+            return BytesItem(FileRange("", 0, 0))
         identity = entry.identity
         item = self.tensors.get(identity)
         if item is None:
@@ -599,9 +603,9 @@ class _Writer:
             item = self.tensors[identity] = TensorItem(entry.dtype, entry.shape, ((chunk, place),))
         return item
 
-    def _append(self, pieces: Pieces) -> Place:
+    def _append(self, pieces: Pieces) -> FileRange:
         end, rank, name = self.ends[0]
-        place = Place(name, end, nbytes_of(pieces))
+        place = FileRange(name, end, nbytes_of(pieces))
         self.files[name] += pieces
         heapreplace(self.ends, (end + place.length, rank, name))
         return place

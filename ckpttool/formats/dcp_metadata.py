@@ -27,7 +27,7 @@ Path = tuple[Union[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FileRange:
     """The place of an item or chunk: `length` bytes from `offset` of the file `name` in the folder.
 
     `transforms` are the stream extensions (compression, encryption) that encoded the bytes. `raw`
@@ -52,7 +52,7 @@ class TensorItem:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[tuple[Chunk, Place], ...]
+    chunks: tuple[tuple[Chunk, FileRange], ...]
     more: tuple[tuple[int, ...] | None, ...] = ()
 
     @property
@@ -60,7 +60,7 @@ class TensorItem:
         return prod(self.shape) * dtypes.itemsize(self.dtype)
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[FileRange]:
         return [place for _, place in self.chunks]
 
 
@@ -68,10 +68,10 @@ class TensorItem:
 class BytesItem:
     """Any other object, as torch.save wrote it."""
 
-    place: Place
+    place: FileRange
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[FileRange]:
         return [self.place]
 
 
@@ -138,7 +138,7 @@ def _tensor(
     key: str,
     state: Mapping[str, Any],
     listed: Sequence[Any],
-    places: Mapping[tuple[str, Any], Place],
+    places: Mapping[tuple[str, Any], FileRange],
 ) -> TensorItem:
     properties = _state(state["properties"], "TensorProperties")
     dtype = properties[0]
@@ -164,22 +164,17 @@ def _tensor(
     )
 
 
-def _places(node: Any) -> dict[tuple[str, Any], Place]:
+def _places(node: Any) -> dict[tuple[str, Any], FileRange]:
     places = {}
     for index_node, info_node in node.items():
         index, info = _state(index_node, "MetadataIndex"), _state(info_node, "_StorageInfo")
         name, start, length = info["relative_path"], info["offset"], info["length"]
-        if (
-            type(name) is not str
-            or type(start) is not int
-            or type(length) is not int
-            or start < 0
-            or length < 0
-        ):
+        has_types = type(name) is str and type(start) is int and type(length) is int
+        if not has_types or start < 0 or length < 0:
             raise ValueError(f"{name!r}, byte {start!r}, {length!r} bytes")
         transforms = tuple(str(text) for text in _list(info.get("transform_descriptors") or []))
         offset = index.get("offset")
-        places[index["fqn"], None if offset is None else _sizes(offset)] = Place(
+        places[index["fqn"], None if offset is None else _sizes(offset)] = FileRange(
             name, start, length, transforms
         )
     return places
@@ -190,7 +185,9 @@ def _paths(node: Any, items: Mapping[str, Item]) -> dict[str, Path]:
     (``flatten_state_dict=False``) has none.
     """
     paths: dict[str, Path] = {key: (key,) for key in items}
-    for key, path in node.items() if node is not None else ():
+    if node is None:
+        return paths
+    for key, path in node.items():
         if not _is_flat_key(key, path):
             raise ValueError(f"{key!r:.80} is not the flat key of its path")
         if key in paths:
@@ -248,10 +245,10 @@ _STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
 
 def spelled(metadata: Metadata) -> bytes:
     """Return the pickle of `metadata`, as torch reads it."""
-    nodes = _Nodes()
+    nodes = _TorchNodes()
     places = {}
     for key, item in metadata.items.items():
-        chunks: list[tuple[tuple[int, ...] | None, Place]]
+        chunks: list[tuple[tuple[int, ...] | None, FileRange]]
         if isinstance(item, BytesItem):
             chunks = [(None, item.place)]
         else:
@@ -273,7 +270,7 @@ def spelled(metadata: Metadata) -> bytes:
     return dumps(Pickle(nodes.object(_MODULE, "Metadata", state), 4))
 
 
-class _Nodes:
+class _TorchNodes:
     """Makes the nodes of torch's classes; every class is named once."""
 
     def __init__(self) -> None:
@@ -301,16 +298,16 @@ class _Nodes:
             False,
             *item.more,
         )
-        chunks = [
-            {"offsets": self.size(chunk.offsets), "sizes": self.size(chunk.sizes)}
-            for chunk, _ in item.chunks
-        ]
-        state = {
+        chunks = []
+        for chunk, _ in item.chunks:
+            state = {"offsets": self.size(chunk.offsets), "sizes": self.size(chunk.sizes)}
+            chunks.append(self.object(_MODULE, "ChunkStorageMetadata", state))
+        tensor = {
             "properties": self.object(_MODULE, "TensorProperties", properties),
             "size": self.size(item.shape),
-            "chunks": [self.object(_MODULE, "ChunkStorageMetadata", chunk) for chunk in chunks],
+            "chunks": chunks,
         }
-        return self.object(_MODULE, "TensorStorageMetadata", state)
+        return self.object(_MODULE, "TensorStorageMetadata", tensor)
 
 
 _INFO = "DCP_SHARDING_INFO"
@@ -324,53 +321,70 @@ def locate_chunks(folder: str, metadata: Metadata) -> Metadata:
     """Return `metadata` with the places of chunks in safetensors files, which ``.metadata`` does
     not give.
     """
-    tensors = [item for item in metadata.items.values() if isinstance(item, TensorItem)]
-    heads = dict.fromkeys((place.name for item in tensors for place in item.places), _HEAD)
+    files = _safetensors_files(folder, _heads(metadata))
+    if not files:
+        return metadata
+    items = dict(metadata.items)
+    for key, item in metadata.items.items():
+        if isinstance(item, TensorItem):
+            chunks = []
+            for chunk, place in item.chunks:
+                if place.name in files:
+                    span = _span_of(files[place.name].get(key), item.dtype, chunk.sizes)
+                    if span is None:
+                        raise CkptError(
+                            f"{join(folder, place.name)} has no chunk of {key} as .metadata"
+                            " describes it",
+                            hint="the folder holds files of two checkpoints, or is damaged: copy"
+                            " it again",
+                        )
+                    place = _raw_place(place.name, span)
+                chunks.append((chunk, place))
+            items[key] = replace(item, chunks=tuple(chunks))
+    return replace(metadata, items=items)
+
+
+def _span_of(entry: TensorEntry | None, dtype: str, shape: tuple[int, ...]) -> Span | None:
+    """Return the bytes of a tensor; None if it has another dtype or shape."""
+    if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
+        return None
+    return entry.span
+
+
+def _heads(metadata: Metadata) -> dict[str, int]:
+    """Return how many first bytes of each file with tensors to fetch: with the objects that precede
+    the tensors, if they are small.
+    """
+    heads: dict[str, int] = {}
     for item in metadata.items.values():
-        # objects precede the tensors of a file
+        if isinstance(item, TensorItem):
+            heads.update(dict.fromkeys((place.name for place in item.places), _HEAD))
+    for item in metadata.items.values():
         if isinstance(item, BytesItem) and item.place.name in heads:
             end = item.place.offset + item.place.length
             if end <= _OBJECTS:
                 heads[item.place.name] = max(heads[item.place.name], end)
+    return heads
+
+
+def _safetensors_files(folder: str, heads: Mapping[str, int]) -> dict[str, dict[str, TensorEntry]]:
+    """Return the tensors of each file that is one of safetensors, by key."""
     names = list(heads)
-    files: dict[str, dict[str, TensorEntry]] = {}  # the safetensors files among them
+    files: dict[str, dict[str, TensorEntry]] = {}
     for number, name in enumerate(names):
         if number % _AHEAD == 0:
-            look_ahead({join(folder, one): heads[one] for one in names[number : number + _AHEAD]})
+            ahead = names[number : number + _AHEAD]
+            look_ahead({join(folder, later): heads[later] for later in ahead})
         path = join(folder, name)
         with opened(path) as file:
             head = file.read(_HEAD)
         if head[8:] == b"{":
             files[name] = {entry.key: entry for entry in safetensors.read(path).sections[0].tensors}
-    items = dict(metadata.items)
-    for key, item in metadata.items.items():
-        if not isinstance(item, TensorItem) or not any(
-            place.name in files for place in item.places
-        ):
-            continue
-        chunks = []
-        for chunk, place in item.chunks:
-            if place.name in files:
-                entry = files[place.name].get(key)
-                if (
-                    entry is None
-                    or entry.span is None
-                    or (entry.dtype, entry.shape) != (item.dtype, chunk.sizes)
-                ):
-                    raise CkptError(
-                        f"{join(folder, place.name)} has no chunk of {key} as .metadata describes"
-                        " it",
-                        hint="the folder holds files of two checkpoints, or is damaged: copy it"
-                        " again",
-                    )
-                place = _raw_place(place.name, entry.span)
-            chunks.append((chunk, place))
-        items[key] = replace(item, chunks=tuple(chunks))
-    return replace(metadata, items=items)
+    return files
 
 
-def _raw_place(name: str, span: Span) -> Place:
-    return Place(name, span.offset, span.length, raw=True)
+def _raw_place(name: str, span: Span) -> FileRange:
+    return FileRange(name, span.offset, span.length, raw=True)
 
 
 def read_shards(folder: str, names: Sequence[str]) -> tuple[Metadata, str]:
@@ -381,7 +395,7 @@ def read_shards(folder: str, names: Sequence[str]) -> tuple[Metadata, str]:
     """
     # a chunk that several ranks saved is one chunk
     chunks: dict[str, dict[Chunk, TensorEntry]] = {}
-    places: dict[str, dict[Chunk, Place]] = {}
+    places: dict[str, dict[Chunk, FileRange]] = {}
     problems: list[Problem] = []
     for name in names:
         shard = safetensors.read(join(folder, name))
@@ -408,10 +422,10 @@ def read_shards(folder: str, names: Sequence[str]) -> tuple[Metadata, str]:
         dtypes = sorted({entry.dtype for entry in entries.values()})
         if len(dtypes) > 1:
             problems.append(Problem(f"chunks of {' and '.join(dtypes)}", key))
-        ends = [[at + size for at, size in zip(chunk.offsets, chunk.sizes)] for chunk in entries]
-        shape = tuple(max(dim) for dim in zip(*ends))
+        shape = tuple(max(ends) for ends in zip(*map(_ends, entries)))
         problem = cover_problem(shape, entries)
-        problems += [] if problem is None else [Problem(problem, key)]
+        if problem is not None:
+            problems.append(Problem(problem, key))
         items[key] = TensorItem(dtypes[0], shape, tuple(places[key].items()))
     if problems:
         raise CkptError(
@@ -429,7 +443,12 @@ def read_shards(folder: str, names: Sequence[str]) -> tuple[Metadata, str]:
     return Metadata(items, {key: (key,) for key in items}), note
 
 
+def _ends(chunk: Chunk) -> list[int]:
+    return [offset + size for offset, size in zip(chunk.offsets, chunk.sizes)]
+
+
 def _offsets(text: str) -> dict[str, tuple[int, ...]]:
+    """Return the offsets of each tensor's chunk, without those that are not numbers."""
     try:
         info: Any = strict_json.loads(text)
     except ValueError:
@@ -437,8 +456,10 @@ def _offsets(text: str) -> dict[str, tuple[int, ...]]:
     offsets = {}
     for key, value in info.items() if isinstance(info, dict) else ():
         saved = value.get("saved_offsets") if isinstance(value, dict) else None
-        if isinstance(saved, list) and all(
-            type(offset) is int and 0 <= offset < 1 << 62 for offset in saved
-        ):
+        if isinstance(saved, list) and all(map(_is_offset, saved)):
             offsets[key] = tuple(saved)
     return offsets
+
+
+def _is_offset(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MAX_SIZE

@@ -8,8 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from math import prod
+from operator import itemgetter
 from shlex import quote
 from typing import Any
 
@@ -54,7 +55,7 @@ _MOST_MISSING = 20  # ranks that are listed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class File:
+class RankFile:
     """One file: the items of its pickled dict, and the storages of its tensors."""
 
     path: str
@@ -65,20 +66,12 @@ class File:
     def entries(self, key: str) -> dict[str, TensorEntry | ExtraEntry]:
         entries: dict[str, TensorEntry | ExtraEntry] = {}
         for name, node in mapping(self.items, key).items():
-            own = str(name)
-            entries[own] = (
-                entry_of(own, node, self.storages)
-                if is_tensor(node)
-                else extra_of(own, node, self.storages)
-            )
+            entry_from = entry_of if is_tensor(node) else extra_of
+            entries[str(name)] = entry_from(str(name), node, self.storages)
         return entries
 
     def tensors(self, key: str) -> dict[str, TensorEntry]:
-        return {
-            name: entry
-            for name, entry in self.entries(key).items()
-            if isinstance(entry, TensorEntry)
-        }
+        return _tensors_of(self.entries(key))
 
     def flat(self, key: str, node: Any) -> TensorEntry:
         """Return the entry of a contiguous tensor. Raises `CkptError` for any other node."""
@@ -89,7 +82,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Files:
+class RankFiles:
     """The files of all ranks in order: of the model one, or with ZeRO-3 one for each rank.
 
     `universal` is the folder of the parameters of a universal checkpoint, which has one optimizer
@@ -97,34 +90,39 @@ class Files:
     """
 
     stage: int
-    models: tuple[File, ...]
-    optimizers: tuple[File, ...]
+    models: tuple[RankFile, ...]
+    optimizers: tuple[RankFile, ...]
     universal: str | None = None
 
 
-def read_files(folder: str) -> Files:
+def _tensors_of(entries: Mapping[str, TensorEntry | ExtraEntry]) -> dict[str, TensorEntry]:
+    return {key: entry for key, entry in entries.items() if isinstance(entry, TensorEntry)}
+
+
+def read_files(folder: str) -> RankFiles:
     """Read the files in `folder`. Raises `CkptError`, all problems at once, if one is missing or of
     another run.
     """
     names = [name for name in names_in(folder) if is_file(join(folder, name))]
     optimizers, models = _numbered(names, _OPTIMIZER), _numbered(names, _MODEL)
-    others = [name for name in names if _EXPERTS.fullmatch(name)]
-    others += [name for name, (_, part) in [*models.items(), *optimizers.items()] if part]
     universal = join(folder, UNIVERSAL)
-    if others:
+    split = [name for name in names if _EXPERTS.fullmatch(name)]
+    split += [name for name, (_, part) in [*models.items(), *optimizers.items()] if part]
+    if split:
+        hint = _to_universal(folder)
+        if is_dir(universal):
+            hint = f'{_TAKE_OUT}: python -c "{_WEIGHTS}" {quote(universal)} OUT.pt'
         raise CkptError(
             f"{folder} is a DeepSpeed checkpoint of a model that is split by layers, by experts or"
             " within tensors",
-            hint=f'{_TAKE_OUT}: python -c "{_WEIGHTS}" {quote(universal)} OUT.pt'
-            if is_dir(universal)
-            else _to_universal(folder),
-            problems=[Problem("belongs to another model part", name) for name in others],
+            hint=hint,
+            problems=[Problem("belongs to another model part", name) for name in split],
         )
     model_files = tuple(read_file(join(folder, name)) for name in models)
     if models and not optimizers and is_dir(universal):
         rest = read_file(join(universal, UNIVERSAL_REST))
         rest = replace(rest, items={"optimizer_state_dict": dict(rest.items)})
-        files = Files(_zero_stage(rest), model_files, (rest,), universal)
+        files = RankFiles(_zero_stage(rest), model_files, (rest,), universal)
     elif not optimizers or not models:
         missing = "model's own file (*_model_states.pt)"
         if not optimizers:
@@ -132,7 +130,7 @@ def read_files(folder: str) -> Files:
         raise CkptError(f"{folder} is a DeepSpeed checkpoint without the {missing}", hint=COPY)
     else:
         optimizer_files = tuple(read_file(join(folder, name)) for name in optimizers)
-        files = Files(_zero_stage(optimizer_files[0]), model_files, optimizer_files)
+        files = RankFiles(_zero_stage(optimizer_files[0]), model_files, optimizer_files)
     count = _partition_count(files.optimizers[0])
     problems = [] if files.universal is not None else _rank_problems("optimizer", optimizers, count)
     if files.stage == 3 or len(models) > 1:
@@ -152,44 +150,43 @@ def read_files(folder: str) -> Files:
 
 def _numbered(names: Sequence[str], kind: re.Pattern[str]) -> dict[str, tuple[int, int]]:
     """Return name -> (rank, model part) of the files of a kind, in order."""
-    matches = {name: kind.fullmatch(name) for name in names}
-    numbers = {
-        name: (int(m["rank"] or 0), int(m["part"])) for name, m in matches.items() if m is not None
-    }
-    return dict(sorted(numbers.items(), key=lambda pair: pair[1]))
+    numbers: dict[str, tuple[int, int]] = {}
+    for name in names:
+        match = kind.fullmatch(name)
+        if match is not None:
+            numbers[name] = (int(match["rank"] or 0), int(match["part"]))
+    return dict(sorted(numbers.items(), key=itemgetter(1)))
 
 
 def _rank_problems(what: str, numbers: Mapping[str, tuple[int, int]], count: int) -> list[Problem]:
-    ranks = Counter(rank for rank, _ in numbers.values())
-    missing = islice((rank for rank in range(count) if rank not in ranks), _MOST_MISSING)
+    files_of = Counter(rank for rank, _ in numbers.values())
+    missing = islice((rank for rank in range(count) if rank not in files_of), _MOST_MISSING)
+    twice = [rank for rank, files in files_of.items() if files > 1]
+    beyond = [rank for rank in files_of if rank >= count]
     return [
         *(Problem(f"no file of this rank's {what} states", f"rank {rank}") for rank in missing),
-        *(
-            Problem("two files are of this rank", f"rank {rank}")
-            for rank in ranks
-            if ranks[rank] > 1
-        ),
-        *(Problem(f"the run had {count} ranks", f"rank {rank}") for rank in ranks if rank >= count),
+        *(Problem("two files are of this rank", f"rank {rank}") for rank in twice),
+        *(Problem(f"the run had {count} ranks", f"rank {rank}") for rank in beyond),
     ]
 
 
 def _differences(
-    files: Sequence[File], keys: Sequence[str], inside: str | None = None
+    files: Sequence[RankFile], keys: Sequence[str], inside: str | None = None
 ) -> list[Problem]:
     """Return the values that should be equal in all files, and are not."""
-    values = [file.items if inside is None else mapping(file.items, inside) for file in files]
-    return [
-        Problem(
-            f"{key} is {plain(own.get(key))!r}, in {files[0].path} {plain(values[0].get(key))!r}",
-            file.path,
-        )
-        for key in keys
-        for file, own in zip(files, values)
-        if plain(own.get(key)) != plain(values[0].get(key))
-    ]
+    dicts = [file.items if inside is None else mapping(file.items, inside) for file in files]
+    problems = []
+    for key in keys:
+        expected = plain(dicts[0].get(key))
+        for file, items in zip(files, dicts):
+            value = plain(items.get(key))
+            if value != expected:
+                text = f"{key} is {value!r}, in {files[0].path} {expected!r}"
+                problems.append(Problem(text, file.path))
+    return problems
 
 
-def read_file(path: str) -> File:
+def read_file(path: str) -> RankFile:
     """Read a file that holds a dict, or one tensor, which becomes the item ``param``. Raises
     `CkptError` for others.
     """
@@ -200,7 +197,7 @@ def read_file(path: str) -> File:
     items = {"param": pickle.root} if is_tensor(pickle.root) else pairs_of(pickle.root)
     if items is None:
         raise malformed(f"{path} does not hold a dict")
-    return File(path, archive.length, items, storages)
+    return RankFile(path, archive.length, items, storages)
 
 
 _TAKE_OUT = (
@@ -226,7 +223,7 @@ def _to_universal(folder: str) -> str:
     )
 
 
-def _zero_stage(file: File) -> int:
+def _zero_stage(file: RankFile) -> int:
     """Return 1, 2 or 3, as the optimizer's file says. Raises `CkptError` for anything else."""
     state = mapping(file.items, "optimizer_state_dict")
     stage = plain(state.get("zero_stage"))
@@ -245,7 +242,7 @@ def _zero_stage(file: File) -> int:
     return int(stage)
 
 
-def _partition_count(file: File) -> int:
+def _partition_count(file: RankFile) -> int:
     value = plain(mapping(file.items, "optimizer_state_dict").get("partition_count"))
     counts = value if type(value) is list else [value]
     if not counts or any(type(count) is not int or count < 1 for count in counts):
@@ -285,13 +282,13 @@ def plain(node: Any, levels: int = _LEVELS) -> Any:
         return None
     if type(node) in (bool, int, float, str, type(None)):
         return node
-    if levels and type(node) in (list, tuple):
+    if not levels:
+        return None
+    if type(node) in (list, tuple):
         return type(node)(plain(item, levels - 1) for item in node)
-    return (
-        plain(node.args[0], levels - 1)
-        if levels and type(node) is Call and len(node.args) == 1
-        else None
-    )
+    if type(node) is Call and len(node.args) == 1:  # as enums are pickled
+        return plain(node.args[0], levels - 1)
+    return None
 
 
 def is_plain(node: Any, levels: int = _LEVELS) -> bool:
@@ -305,24 +302,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 # Keys of the model's file that describe the run and its partitions. Without them, the tensors lose
 # nothing.
-_OWN = {
-    "module",
-    "buffer_names",
-    "optimizer",
-    "param_shapes",
-    "frozen_param_shapes",
-    "frozen_param_fragments",
+_RUN_KEYS = {
+    *("module", "buffer_names", "optimizer", "shared_params"),
+    *("param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+    *("ds_config", "ds_version", "dp_world_size", "mp_world_size"),
+    *("checkpoint_parallel_dimensions", "data_sampler", "random_ltd"),
 }
-_OWN |= {
-    "shared_params",
-    "ds_config",
-    "ds_version",
-    "dp_world_size",
-    "mp_world_size",
-    "data_sampler",
-    "random_ltd",
-}
-_OWN |= {"checkpoint_parallel_dimensions"}
 
 
 @many_objects()
@@ -331,12 +316,9 @@ def read(folder: str) -> Checkpoint:
     fit.
     """
     files = read_files(folder)
-    groups = tuple(
-        {str(name): sizes_of(size) for name, size in mapping({"": group}, "").items()}
-        for group in sequence(files.models[0].items, "param_shapes")
-    )
+    groups = tuple(map(_shapes, sequence(files.models[0].items, "param_shapes")))
     notes: list[str] = []
-    read: list[File] = [*files.models, *files.optimizers]
+    read: list[RankFile] = [*files.models, *files.optimizers]
     if files.universal is None:
         layout, weights = _partitions(files, groups)
         title = f"ZeRO-{files.stage} of {len(files.optimizers)} ranks, gathered"
@@ -350,11 +332,10 @@ def read(folder: str) -> Checkpoint:
         optimizer = _optimizer(files, layout, notes)
     else:
         optimizer = _universal_optimizer(files.optimizers[0], groups, states, notes)
-    lost = [
-        str(key)
-        for key, value in files.models[0].items.items()
-        if key not in _OWN and value is not None
-    ]
+    lost = []
+    for key, value in files.models[0].items.items():
+        if key not in _RUN_KEYS and value is not None:
+            lost.append(str(key))
     if lost:
         notes.append(f"not copied: {', '.join(lost)} of {files.models[0].path}")
     return Checkpoint(
@@ -366,11 +347,17 @@ def read(folder: str) -> Checkpoint:
     )
 
 
+def _shapes(group: Any) -> Shapes:
+    """Return the shapes of a param group's parameters."""
+    sizes = mapping({"": group}, "")
+    return {str(name): sizes_of(size) for name, size in sizes.items()}
+
+
 # Partitions
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _FlatLayout:
     """The positions of parameters in the flat tensors of the ranks.
 
     `groups` are the shapes of the parameters of each param group in order. `gaps` is the padding
@@ -398,29 +385,18 @@ class _Layout:
 
         Raises `CkptError` if the ranks hold too few elements, or several dtypes.
         """
-        parts: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
-        if self.stage < 3:
-            for index, name, shape, at in self.places():
-                parts[name] = shape, across([tensors[index] for tensors in flats], at, prod(shape))
-        else:  # each parameter is cut into equal parts, the last one padded
-            at = 0
-            for shapes in self.groups:
-                for name, shape in shapes.items():
-                    part, left = -(-prod(shape) // len(flats)), prod(shape)
-                    parts[name] = shape, []
-                    for tensors in flats:
-                        parts[name][1].extend(across(tensors, at, min(part, left)))
-                        left -= min(part, left)
-                    at += part
-        dtypes = sorted({tensor.dtype for tensors in flats for tensor in tensors})
+        dtypes: set[str] = set()
+        for tensors in flats:
+            dtypes.update(tensor.dtype for tensor in tensors)
         if len(dtypes) > 1:
             raise CkptError(
-                f"the ranks' partitions have several dtypes: {', '.join(dtypes)}", hint=COPY
+                f"the ranks' partitions have several dtypes: {', '.join(sorted(dtypes))}", hint=COPY
             )
+        dtype = dtypes.pop() if dtypes else "float32"
         gathered = {}
-        for name, (shape, own) in parts.items():
-            storage = concatenated(own)
-            gathered[name] = in_row_major(name, dtypes[0] if dtypes else "float32", shape, storage)
+        for name, shape, parts in self._parts(flats):
+            storage = concatenated(parts)
+            gathered[name] = in_row_major(name, dtype, shape, storage)
             if storage.nbytes != gathered[name].nbytes:
                 problem = Problem("the ranks hold too few elements", name)
                 raise CkptError(
@@ -430,8 +406,36 @@ class _Layout:
                 )
         return gathered
 
+    def _parts(
+        self, flats: Sequence[Sequence[TensorEntry]]
+    ) -> Iterator[tuple[str, tuple[int, ...], list[Part]]]:
+        """Yield the name, shape and parts of each parameter.
 
-def _partitions(files: Files, groups: tuple[Shapes, ...]) -> tuple[_Layout, dict[str, TensorEntry]]:
+        ZeRO-1 and -2 cut a whole param group, ZeRO-3 each parameter into equal parts, the last one
+        padded::
+
+            ZeRO-2, 2 ranks    a a a b | b b b c      a flat tensor of each rank
+            ZeRO-3, 2 ranks    a a b b c | a - b b -
+        """
+        if self.stage < 3:
+            for index, name, shape, at in self.places():
+                yield name, shape, across([tensors[index] for tensors in flats], at, prod(shape))
+            return
+        at = 0
+        for shapes in self.groups:
+            for name, shape in shapes.items():
+                part, left = -(-prod(shape) // len(flats)), prod(shape)
+                parts: list[Part] = []
+                for tensors in flats:
+                    parts += across(tensors, at, min(part, left))
+                    left -= min(part, left)
+                at += part
+                yield name, shape, parts
+
+
+def _partitions(
+    files: RankFiles, groups: tuple[Shapes, ...]
+) -> tuple[_FlatLayout, dict[str, TensorEntry]]:
     """Return the layout and the fp32 weights. Raises `CkptError` if shapes and partitions do not
     fit.
 
@@ -439,16 +443,13 @@ def _partitions(files: Files, groups: tuple[Shapes, ...]) -> tuple[_Layout, dict
     """
     states = [mapping(file.items, "optimizer_state_dict") for file in files.optimizers]
     key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
-    flats = [
-        [file.flat(key, node) for node in sequence(own, key)]
-        for file, own in zip(files.optimizers, states)
-    ]
-    key = "param_alignment_paddings"
-    gaps = [sequence({key: own}, key) for own in sequence(states[0], key)] or [
-        [0] * len(own) for own in groups
-    ]
-    sizes = tuple(tuple(flat.numel for flat in own) for own in flats)
-    layout = _Layout(files.stage, groups, tuple(tuple(plain(own)) for own in gaps), sizes)
+    flats = []
+    sizes = []
+    for file, state in zip(files.optimizers, states):
+        tensors = [file.flat(key, node) for node in sequence(state, key)]
+        flats.append(tensors)
+        sizes.append(tuple(tensor.numel for tensor in tensors))
+    layout = _FlatLayout(files.stage, groups, _gaps(states[0], groups), tuple(sizes))
     problems = _layout_problems(layout)
     if not problems and files.stage < 3:
         problems = _slice_problems(layout, files, states)
@@ -462,13 +463,29 @@ def _partitions(files: Files, groups: tuple[Shapes, ...]) -> tuple[_Layout, dict
     return layout, layout.gather(flats)
 
 
-def _layout_problems(layout: _Layout) -> list[Problem]:
+_PADDINGS = "param_alignment_paddings"
+
+
+def _gaps(state: Mapping[Any, Any], groups: Sequence[Shapes]) -> tuple[tuple[int, ...], ...]:
+    """Return the padding after each parameter of each param group; none is saved without
+    padding.
+    """
+    paddings = sequence(state, _PADDINGS)
+    if not paddings:
+        return tuple((0,) * len(shapes) for shapes in groups)
+    gaps = []
+    for padding in paddings:
+        gaps.append(tuple(plain(sequence({_PADDINGS: padding}, _PADDINGS))))
+    return tuple(gaps)
+
+
+def _layout_problems(layout: _FlatLayout) -> list[Problem]:
     groups, gaps, sizes = layout.groups, layout.gaps, layout.sizes
     if not groups:
         return [Problem("no shapes of parameters", "param_shapes")]
-    is_number = all(type(gap) is int and gap >= 0 for own in gaps for gap in own)
+    is_number = all(type(gap) is int and gap >= 0 for gap in chain(*gaps))
     if not is_number or list(map(len, gaps)) != list(map(len, groups)):
-        return [Problem("not one for each parameter", "param_alignment_paddings")]
+        return [Problem("not one for each parameter", _PADDINGS)]
     if len(set(map(len, sizes))) > 1 or (layout.stage < 3 and len(sizes[0]) != len(groups)):
         return [
             Problem(
@@ -476,33 +493,36 @@ def _layout_problems(layout: _Layout) -> list[Problem]:
                 "param_shapes",
             )
         ]
-    problems = []
     if layout.stage == 3:
-        expected = sum(
-            -(-prod(shape) // len(sizes)) for shapes in groups for shape in shapes.values()
-        )
-        for rank, own in enumerate(sizes):
-            if sum(own) != expected:
-                text = f"holds {sum(own):,} elements, its parts of the parameters are {expected:,}"
-                problems.append(Problem(text, f"rank {rank}"))
-        return problems
+        return _stage_3_problems(groups, sizes)
+    problems = []
     for index, shapes in enumerate(groups):
         # The end of a group is padded to a multiple of twice the number of ranks, and not always
         # saved.
         expected = sum(map(prod, shapes.values())) + sum(gaps[index])
-        actual = sum(own[index] for own in sizes)
-        if (
-            not expected - (gaps[index][-1] if gaps[index] else 0)
-            <= actual
-            < expected + 2 * len(sizes)
-        ):
+        least = expected - sum(gaps[index][-1:])
+        actual = sum(numels[index] for numels in sizes)
+        if not least <= actual < expected + 2 * len(sizes):
             text = f"the ranks hold {actual:,} elements, its parameters are {expected:,}"
             problems.append(Problem(text, f"param group {index}"))
     return problems
 
 
+def _stage_3_problems(groups: Sequence[Shapes], sizes: Sequence[tuple[int, ...]]) -> list[Problem]:
+    expected = 0
+    for shapes in groups:
+        for shape in shapes.values():
+            expected += -(-prod(shape) // len(sizes))
+    problems = []
+    for rank, numels in enumerate(sizes):
+        if sum(numels) != expected:
+            text = f"holds {sum(numels):,} elements, its parts of the parameters are {expected:,}"
+            problems.append(Problem(text, f"rank {rank}"))
+    return problems
+
+
 def _slice_problems(
-    layout: _Layout, files: Files, states: Sequence[Mapping[Any, Any]]
+    layout: _FlatLayout, files: RankFiles, states: Sequence[Mapping[Any, Any]]
 ) -> list[Problem]:
     """Compare the layout with ``param_slice_mappings``, which gives each rank's slice of each
     parameter.
@@ -510,49 +530,54 @@ def _slice_problems(
     problems = []
     ends = {(index, name): (at, at + prod(shape)) for index, name, shape, at in layout.places()}
     for index in range(len(layout.groups)):
-        before = 0
-        for file, state, own in zip(files.optimizers, states, layout.sizes):
-            slices = sequence(state, "param_slice_mappings")
-            for name, node in (
-                mapping({"": slices[index]}, "").items() if index < len(slices) else ()
-            ):
-                # A dataclass: fragment_address(numel, start)
-                fragment = node.state if type(getattr(node, "state", None)) is dict else {}
-                numel, start = fragment.get("numel"), fragment.get("start")
-                low, high = ends.get((index, str(name)), (-1, -1))
-                here = max(low, before), min(high, before + own[index])
-                if (
-                    type(numel) is not int
-                    or type(start) is not int
-                    or here != (before + start, before + start + numel)
-                ):
+        begin = 0  # of the rank's part of the param group
+        for file, state, numels in zip(files.optimizers, states, layout.sizes):
+            end = begin + numels[index]
+            slices = sequence(state, "param_slice_mappings")[index : index + 1]
+            for name, node in mapping({"": slices[0]}, "").items() if slices else ():
+                first, last = ends.get((index, str(name)), (-1, -1))
+                expected = max(first, begin) - begin, min(last, end) - begin
+                if _slice_of(node) != expected:
                     problems.append(
                         Problem(f"{file.path} gives another place for its part", str(name))
                     )
-            before += own[index]
+            begin = end
     return problems
+
+
+def _slice_of(node: Any) -> tuple[int, int] | None:
+    """Return the begin and the end in DeepSpeed's ``fragment_address(numel, start)``; None for
+    another node.
+    """
+    fragment = node.state if type(getattr(node, "state", None)) is dict else {}
+    numel, start = fragment.get("numel"), fragment.get("start")
+    if type(numel) is not int or type(start) is not int:
+        return None
+    return start, start + numel
 
 
 # Universal checkpoints
 
 
 def _read_parameters(
-    files: Files, root: str, groups: Sequence[Shapes], notes: list[str]
-) -> tuple[dict[str, dict[str, TensorEntry]], list[File]]:
+    files: RankFiles, root: str, groups: Sequence[Shapes], notes: list[str]
+) -> tuple[dict[str, dict[str, TensorEntry]], list[RankFile]]:
     """Return parameter -> name of a file -> its tensor, and the files. `notes` get what is left
     out.
 
     Raises `CkptError`, all problems at once, if a parameter is missing or does not fit.
     """
-    read: list[File] = []
+    read: list[RankFile] = []
     problems: list[Problem] = []
     states: dict[str, dict[str, TensorEntry]] = {}
-    for param, shape in ((name, shape) for group in groups for name, shape in group.items()):
+    for param, shape in chain(*(group.items() for group in groups)):
         state = states[param] = {}
         folder = safe_path(root, param)
-        for name in names_in(folder) if folder is not None and is_dir(folder) else ():
+        if folder is None or not is_dir(folder):
+            continue
+        for name in names_in(folder):
             kind = name.removesuffix(".pt")
-            file = read_file(join(folder or "", name))
+            file = read_file(join(folder, name))
             read.append(file)
             entry = file.flat(f"state.{param}.{kind}", file.items.get("param"))
             if entry.shape in (shape, (prod(shape),)):
@@ -561,26 +586,20 @@ def _read_parameters(
                 text = f"{name} has the shape {list(entry.shape)}, the parameter {list(shape)}"
                 problems.append(Problem(text, param))
             state[kind] = entry
-    problems += [
-        Problem("no file fp32.pt of it", name)
-        for name, state in states.items()
-        if "fp32" not in state
-    ]
+    incomplete = [param for param, state in states.items() if "fp32" not in state]
+    problems += [Problem("no file fp32.pt of it", param) for param in incomplete]
     if problems or not states:
         raise CkptError(
             f"{root} does not hold every parameter completely", hint=COPY, problems=problems
         )
-    known = {*states, UNIVERSAL_REST, *files.models[0].tensors("module")}
-    notes += [
-        f"not copied: {join(root, name)} belongs to no parameter"
-        for name in names_in(root)
-        if name not in known
-    ]
+    expected = {*states, UNIVERSAL_REST, *files.models[0].tensors("module")}
+    others = [name for name in names_in(root) if name not in expected]
+    notes += [f"not copied: {join(root, name)} belongs to no parameter" for name in others]
     return states, read
 
 
 def _universal_optimizer(
-    rest: File,
+    rest: RankFile,
     groups: Sequence[Shapes],
     states: Mapping[str, Mapping[str, TensorEntry]],
     notes: list[str],
@@ -589,50 +608,49 @@ def _universal_optimizer(
     groups.
     """
     base = mapping(rest.items, "optimizer_state_dict")
-    options = [pairs_of(group) for group in sequence(base, "param_groups")]
-    known = [group for group in options if group is not None]
-    if len(known) != len(groups) or len(options) != len(known):
+    nodes = sequence(base, "param_groups")
+    options = [pairs for pairs in map(pairs_of, nodes) if pairs is not None]
+    if not len(groups) == len(nodes) == len(options):
         notes.append(
-            f"the optimizer is not read: {len(options)} param groups in {rest.path},"
+            f"the optimizer is not read: {len(nodes)} param groups in {rest.path},"
             f" {len(groups)} of shapes"
         )
         return None
-    state: dict[str, dict[str, Any]] = {name: dict(own) for name, own in states.items()}
-    # of ZeRO-3: rank 0's own, with its step
-    kept = mapping(mapping(base, "optimizer_state_dict"), "state")
-    for at, shapes in enumerate(groups):
-        for name, node in mapping(kept, at).items():
+    state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in states.items()}
+    # of ZeRO-3: the state of rank 0, with its step
+    rank_0 = mapping(mapping(base, "optimizer_state_dict"), "state")
+    for index, shapes in enumerate(groups):
+        for name, node in mapping(rank_0, index).items():
             value = rest.flat(str(name), node) if is_tensor(node) else plain(node)
             if not isinstance(value, TensorEntry) or value.numel == 1:
                 for param in shapes:
                     state[param].setdefault(str(name), _copy(value, param, str(name)))
             elif any(name not in state[param] for param in shapes):
                 notes.append(f"not copied: {name} of {rest.path}, which belongs to one rank alone")
-    return _optimizer_section(groups, known, state, notes)
+    return _optimizer_section(groups, options, state, notes)
 
 
 # Sections
 
 
 def _model(
-    files: Files, weights: Mapping[str, TensorEntry], notes: list[str]
+    files: RankFiles, weights: Mapping[str, TensorEntry], notes: list[str]
 ) -> tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]:
     """Return the tensors in the module's order (weights, frozen parameters, buffers, shared names),
     and the objects.
     """
     first = files.models[0]
     entries = first.entries("module")
-    module = {name: entry for name, entry in entries.items() if isinstance(entry, TensorEntry)}
+    module = _tensors_of(entries)
     gathered = {**weights, **_frozen(files)}
-    buffers = [
-        name
-        for name in sequence(first.items, "buffer_names")
-        if type(name) is str and name in module
-    ]
+    buffers = [name for name in sequence(first.items, "buffer_names") if type(name) is str]
     # ZeRO-3 leaves a placeholder
-    whole = [name for name, entry in module.items() if files.stage < 3 or entry.numel]
-    own = {name: module[name] for name in (*whole, *buffers) if name not in gathered}
-    tensors = {**own, **gathered}
+    complete = [name for name, entry in module.items() if files.stage < 3 or entry.numel]
+    saved_whole: dict[str, TensorEntry] = {}
+    for name in (*complete, *buffers):
+        if name in module and name not in gathered:
+            saved_whole[name] = module[name]
+    tensors = {**saved_whole, **gathered}
     for name, other in mapping(first.items, "shared_params").items():
         shared = tensors.get(other) if type(other) is str else None
         tensors.pop(str(name), None)
@@ -648,47 +666,42 @@ def _model(
             ],
         )
     objects = {name: entry for name, entry in entries.items() if isinstance(entry, ExtraEntry)}
-    expected: dict[str, TensorEntry | ExtraEntry] = {**own, **objects}
+    expected: dict[str, TensorEntry | ExtraEntry] = {**saved_whole, **objects}
     for file in files.models[1:]:
         others = file.entries("module")
-        differing = [
-            name
-            for name in expected
-            if name not in others or not same_values(others[name], expected[name])
-        ]
-        notes += [f"{name} differs between the ranks: rank 0's is used" for name in differing]
-    return tuple(tensors[name] for name in dict.fromkeys((*module, *tensors))), tuple(
-        objects.values()
-    )
+        for name, entry in expected.items():
+            if name not in others or not same_values(others[name], entry):
+                notes.append(f"{name} differs between the ranks: rank 0's is used")
+    in_order = dict.fromkeys((*module, *tensors))
+    return tuple(tensors[name] for name in in_order), tuple(objects.values())
 
 
-def _frozen(files: Files) -> dict[str, TensorEntry]:
+def _frozen(files: RankFiles) -> dict[str, TensorEntry]:
     """Return the frozen parameters: complete in the model's file, or with ZeRO-3 in equal parts."""
     first = files.models[0]
     if files.stage < 3:
         return first.tensors("frozen_param_fragments")
-    fragments = [
-        {str(name): node for name, node in mapping(file.items, "frozen_param_fragments").items()}
-        for file in files.models
-    ]
+    fragments = []
+    for file in files.models:
+        nodes = mapping(file.items, "frozen_param_fragments")
+        fragments.append({str(name): node for name, node in nodes.items()})
     gathered: dict[str, TensorEntry] = {}
     for key, size in mapping(first.items, "frozen_param_shapes").items():
         name = str(key)
-        missing = [
-            Problem("a rank has no part of it", name) for own in fragments if name not in own
-        ]
+        missing = sum(name not in nodes for nodes in fragments)
         if missing:
             raise CkptError(
-                f"{first.path}: parts of frozen parameters are missing", hint=COPY, problems=missing
+                f"{first.path}: parts of frozen parameters are missing",
+                hint=COPY,
+                problems=[Problem("a rank has no part of it", name)] * missing,
             )
-        layout = _Layout(3, ({name: sizes_of(size)},), (), ())
-        gathered |= layout.gather(
-            [[file.flat(name, own[name])] for file, own in zip(files.models, fragments)]
-        )
+        layout = _FlatLayout(3, ({name: sizes_of(size)},), (), ())
+        flats = [[file.flat(name, nodes[name])] for file, nodes in zip(files.models, fragments)]
+        gathered |= layout.gather(flats)
     return gathered
 
 
-def _optimizer(files: Files, layout: _Layout, notes: list[str]) -> Section | None:
+def _optimizer(files: RankFiles, layout: _FlatLayout, notes: list[str]) -> Section | None:
     """Return the optimizer's state by the names of its parameters; None, and a note, if its layout
     is not known.
     """
@@ -696,28 +709,27 @@ def _optimizer(files: Files, layout: _Layout, notes: list[str]) -> Section | Non
     bases: list[Any] = []
     for file in files.optimizers:
         base = mapping(file.items, "optimizer_state_dict").get(key)
-        if not _is_known(base, len(layout.groups)):
+        if not _has_current_layout(base, len(layout.groups)):
             notes.append(
                 f"the optimizer is not read: {key} of {file.path} does not have"
                 " DeepSpeed's current layout"
             )
             return None
         bases.append(base)
-    problems: list[Problem] = []
-    for index in range(len(layout.groups)):
-        options = [base["param_groups"][index] for base in bases]
-        for name in dict.fromkeys(name for own in options for name in own):
-            values = [plain(own.get(name)) for own in options]
-            problems += [
-                Problem(f"{name} is {value!r}, and {values[0]!r} on rank 0", file.path)
-                for file, value in zip(files.optimizers, values)
-                if value != values[0]
-            ]
-    state: dict[str, dict[str, Any]] = {name: {} for shapes in layout.groups for name in shapes}
-    ids = [param for group in bases[0]["param_groups"] for param in sequence(group, "params")]
-    by_rank = [[mapping(base["state"], param) for param in ids] for base in bases]
-    for name in dict.fromkeys(str(name) for own in by_rank for values in own for name in values):
-        nodes = [[values.get(name) for values in own] for own in by_rank]
+    param_groups = [base["param_groups"] for base in bases]
+    problems = _option_problems(param_groups, files.optimizers)
+    ids = list(chain(*(sequence(group, "params") for group in param_groups[0])))
+    by_rank = []  # the state of each flat parameter
+    for base in bases:
+        by_rank.append([mapping(base["state"], param) for param in ids])
+    names: dict[str, None] = {}
+    for values in chain(*by_rank):
+        names.update(dict.fromkeys(map(str, values)))
+    state: dict[str, dict[str, Any]] = {param: {} for param in chain(*layout.groups)}
+    for name in names:
+        nodes = []
+        for flat_states in by_rank:
+            nodes.append([values.get(name) for values in flat_states])
         for param, value in _gathered(name, nodes, files.optimizers, layout, problems).items():
             state[param][name] = value
     if problems:
@@ -726,64 +738,82 @@ def _optimizer(files: Files, layout: _Layout, notes: list[str]) -> Section | Non
             hint=COPY,
             problems=problems,
         )
-    return _optimizer_section(layout.groups, bases[0]["param_groups"], state, notes)
+    return _optimizer_section(layout.groups, param_groups[0], state, notes)
 
 
-def _is_known(base: Any, groups: int) -> bool:
+def _has_current_layout(base: Any, groups: int) -> bool:
     """Return True if this is the state of an optimizer with as many param groups, of flat
     parameters with numbers.
     """
-    if (
-        type(base) is not dict
-        or type(base.get("state")) is not dict
-        or type(base.get("param_groups")) is not list
-    ):
+    if type(base) is not dict or type(base.get("state")) is not dict:
         return False
-    params = [group.get("params") for group in base["param_groups"] if type(group) is dict]
-    return len(base["param_groups"]) == len(params) == groups and all(
-        type(ids) is list and all(type(param) is int for param in ids) for ids in params
-    )
+    param_groups = base.get("param_groups")
+    if type(param_groups) is not list or len(param_groups) != groups:
+        return False
+    for group in param_groups:
+        ids = group.get("params") if type(group) is dict else None
+        if type(ids) is not list or not all(type(param) is int for param in ids):
+            return False
+    return True
+
+
+def _option_problems(
+    param_groups: Sequence[Sequence[Mapping[str, Any]]], files: Sequence[RankFile]
+) -> list[Problem]:
+    """Compare the options of each param group between the ranks; `param_groups` has those of each
+    rank.
+    """
+    problems = []
+    for by_rank in zip(*param_groups):
+        for name in dict.fromkeys(chain(*by_rank)):
+            values = [plain(options.get(name)) for options in by_rank]
+            for file, value in zip(files, values):
+                if value != values[0]:
+                    text = f"{name} is {value!r}, and {values[0]!r} on rank 0"
+                    problems.append(Problem(text, file.path))
+    return problems
 
 
 def _gathered(
     name: str,
     nodes: Sequence[Sequence[Any]],
-    files: Sequence[File],
-    layout: _Layout,
+    files: Sequence[RankFile],
+    layout: _FlatLayout,
     problems: list[Problem],
 ) -> dict[str, Any]:
     """Return parameter -> its value of the state `name`: from the flat tensors, or one value that
     all ranks have.
     """
-    entries = [
-        [file.flat(name, node) if is_tensor(node) else None for node in own]
-        for file, own in zip(files, nodes)
-    ]
-    flats = [[entry for entry in own if entry is not None] for own in entries]
-    if all(
-        len(own) == len(sizes)
-        and all(e.numel >= size and len(e.shape) == 1 for e, size in zip(own, sizes))
-        for own, sizes in zip(flats, layout.sizes)
-    ):
-        return {
-            param: replace(entry, key=f"state.{param}.{name}")
-            for param, entry in layout.gather(flats).items()
-        }
-    tensor, number = entries[0][0], plain(nodes[0][0])
-    if tensor is None:
-        values = [plain(node) for own in nodes for node in own]
-        same = all(type(value) in (int, float, bool) and value == number for value in values)
-    else:
-        same = tensor.numel == 1 and all(
-            e is not None and same_values(tensor, e) for own in entries for e in own
-        )
-    if not same:
+    values: list[Any] = []  # of all ranks
+    flats: list[list[TensorEntry]] = []
+    for file, by_param in zip(files, nodes):
+        of_rank = [file.flat(name, n) if is_tensor(n) else plain(n) for n in by_param]
+        values += of_rank
+        flats.append([value for value in of_rank if isinstance(value, TensorEntry)])
+    if all(map(_has_sizes, flats, layout.sizes)):
+        gathered = layout.gather(flats)
+        return {p: replace(entry, key=f"state.{p}.{name}") for p, entry in gathered.items()}
+    value = values[0]
+    if not all(_is_same_number(value, other) for other in values):
         problems.append(
             Problem("has neither the shape of the partitions nor one value on all ranks", name)
         )
         return {}
-    value = number if tensor is None else tensor
-    return {param: _copy(value, param, name) for shapes in layout.groups for param in shapes}
+    return {param: _copy(value, param, name) for param in chain(*layout.groups)}
+
+
+def _has_sizes(flats: Sequence[TensorEntry], sizes: Sequence[int]) -> bool:
+    """Return True if there is a flat tensor of at least each size."""
+    return len(flats) == len(sizes) and all(
+        len(flat.shape) == 1 and flat.numel >= size for flat, size in zip(flats, sizes)
+    )
+
+
+def _is_same_number(value: Any, other: Any) -> bool:
+    """Return True for two equal numbers, or tensors of one equal element."""
+    if isinstance(value, TensorEntry):
+        return value.numel == 1 and isinstance(other, TensorEntry) and same_values(value, other)
+    return type(other) in (int, float, bool) and value == other
 
 
 def _optimizer_section(
@@ -794,24 +824,25 @@ def _optimizer_section(
 ) -> Section:
     param_groups: list[dict[str, Any]] = []
     for index, shapes in enumerate(groups):
-        own = {name: value for name, value in options[index].items() if name != "params"}
-        lost = [name for name, value in own.items() if not is_plain(value)]
-        notes += [
-            f"not copied: {name} of param group {index}, which is neither a number nor text"
-            for name in lost
-        ]
-        param_groups.append(
-            {"params": list(shapes), **{k: plain(v) for k, v in own.items() if k not in lost}}
-        )
-    tensors = tuple(v for own in state.values() for v in own.values() if isinstance(v, TensorEntry))
+        group: dict[str, Any] = {"params": list(shapes)}
+        for name, value in options[index].items():
+            if name == "params":
+                continue
+            if is_plain(value):
+                group[name] = plain(value)
+            else:
+                notes.append(
+                    f"not copied: {name} of param group {index}, which is neither a number nor text"
+                )
+        param_groups.append(group)
+    values = chain(*(slots.values() for slots in state.values()))
+    tensors = tuple(value for value in values if isinstance(value, TensorEntry))
     return Section(
         "optimizer", "optimizer", tensors, mapping={"state": state, "param_groups": param_groups}
     )
 
 
 def _copy(value: Any, param: str, name: str) -> Any:
-    return (
-        replace(in_own_storage(value), key=f"state.{param}.{name}")
-        if isinstance(value, TensorEntry)
-        else value
-    )
+    if not isinstance(value, TensorEntry):
+        return value
+    return replace(in_own_storage(value), key=f"state.{param}.{name}")

@@ -24,10 +24,10 @@ def check_in_place(checkpoint: Checkpoint, target: Format) -> None:
     """Raise `Refused` if writing a checkpoint over itself in the format `target` would lose other
     contents.
     """
-    own = format_of(checkpoint)
-    if own is not target and not (own.holds.objects and target.holds.objects):
+    present = format_of(checkpoint)
+    if present is not target and not (present.holds.objects and target.holds.objects):
         raise Refused(
-            f"{checkpoint.source} is in another format ({own.title}) than its replacement"
+            f"{checkpoint.source} is in another format ({present.title}) than its replacement"
             f" ({target.title})",
             hint="write another file: -o OUT",
         )
@@ -38,24 +38,11 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
 
     Raises `Refused`, all problems at once, for entries that the format has no place for.
     """
-    lost: list[Problem] = []
-    own = format_of(checkpoint)
-    both_pickled = own.holds.objects and target.holds.objects
+    source = format_of(checkpoint)
+    both_pickled = source.holds.objects and target.holds.objects
     # the tensors of TorchScript's code are left out with it
-    if own is not target and not own.holds.code_storages:
-        pickled = both_pickled and checkpoint.container is not None
-        lost = [
-            Problem("a storage that belongs to no tensor that is understood", storage.path)
-            for storage in checkpoint.unreached
-            if not (pickled and storage.is_referred)
-        ]
-    if lost:
-        raise Refused(
-            f"storages of no tensor that is understood would be lost: {target.title} has no place"
-            " for them",
-            hint=f"keep the format ({own.title}): choose an OUT that ends as CKPT does",
-            problems=lost,
-        )
+    if source is not target and not source.holds.code_storages:
+        _check_unreached(checkpoint, source, target)
     apart = [] if target.holds.subclass_parts else torchao.come_apart(checkpoint)
     if apart:
         raise Refused(
@@ -64,16 +51,34 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
             hint=f"let torchao put them together: {torchao.joined(checkpoint.source)}",
             problems=apart,
         )
-    fitted = (
-        _flat(checkpoint, target, keep_aliases)
-        if holds_tensors_only(target)
-        else _with_aliases(checkpoint)
-    )
+    if holds_tensors_only(target):
+        fitted = _flat(checkpoint, target, keep_aliases)
+    else:
+        fitted = _with_aliases(checkpoint)
     fitted = write_form(fitted, in_metadata=target.holds.metadata)
-    if target.holds.metadata and not target.folder and not own.holds.metadata:
+    if target.holds.metadata and not target.folder and not source.holds.metadata:
         # Some versions of transformers 4 do not load a file without it.
         fitted = replace(fitted, metadata={_WRITTEN_BY: "pt", **fitted.metadata})
-    return fitted if own is target or both_pickled else replace(fitted, container=None)
+    return fitted if source is target or both_pickled else replace(fitted, container=None)
+
+
+def _check_unreached(checkpoint: Checkpoint, source: Format, target: Format) -> None:
+    """Raise `Refused` for storages of no known tensor, which only the pickle that refers to them
+    can take along.
+    """
+    lost = checkpoint.unreached
+    both_pickled = source.holds.objects and target.holds.objects
+    if both_pickled and checkpoint.container is not None:
+        lost = tuple(storage for storage in lost if not storage.is_referred)
+    if not lost:
+        return
+    text = "a storage that belongs to no tensor that is understood"
+    raise Refused(
+        f"storages of no tensor that is understood would be lost: {target.title} has no place"
+        " for them",
+        hint=f"keep the format ({source.title}): choose an OUT that ends as CKPT does",
+        problems=[Problem(text, storage.path) for storage in lost],
+    )
 
 
 def holds_tensors_only(target: Format) -> bool:
@@ -85,21 +90,12 @@ def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpo
     """Return the checkpoint with its one state dict at the root, each tensor dense and under one
     name.
     """
-    main = next(iter(checkpoint.state_dicts), None)
-    problems = [
-        Problem(f"a second section ({s.kind})", s.title)
-        for s in checkpoint.sections
-        if s is not main
-    ]
-    problems += [Problem("not a tensor", path) for path in checkpoint.others]
-    if main is None:
-        problems.append(Problem("no state dict", checkpoint.source))
-    else:
-        problems += [Problem("not a tensor", dotted(main.path, extra.key)) for extra in main.extras]
+    problems = _more_than_tensors(checkpoint)
     if problems:
-        hint = _hint(checkpoint)
         raise Refused(
-            f"{target.title} holds tensors only, and one state dict", hint=hint, problems=problems
+            f"{target.title} holds tensors only, and one state dict",
+            hint=_hint(checkpoint),
+            problems=problems,
         )
     (section,) = checkpoint.sections
     aliases = {} if target.holds.aliases else section.aliases()
@@ -111,14 +107,28 @@ def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpo
                 Problem(f"the same tensor as {first}", key) for key, first in aliases.items()
             ],
         )
-    resolved = (
-        e.payload.resolved(e) if isinstance(e.payload, Payload) else e for e in section.tensors
-    )
-    dense = tuple(entry if target.holds.aliases else row_major(entry) for entry in resolved)
-    section = replace(
-        section, path="", tensors=tuple(e for e in dense if e.key not in aliases), modules=None
-    )
+    tensors = []
+    for entry in section.tensors:
+        if entry.key in aliases:
+            continue
+        dense = entry.payload.resolved(entry) if isinstance(entry.payload, Payload) else entry
+        tensors.append(dense if target.holds.aliases else row_major(dense))
+    section = replace(section, path="", tensors=tuple(tensors), modules=None)
     return replace(checkpoint, sections=(section,), metadata={**checkpoint.metadata, **aliases})
+
+
+def _more_than_tensors(checkpoint: Checkpoint) -> list[Problem]:
+    """List everything besides the tensors of the first state dict."""
+    main = next(iter(checkpoint.state_dicts), None)
+    problems = []
+    for section in checkpoint.sections:
+        if section is not main:
+            problems.append(Problem(f"a second section ({section.kind})", section.title))
+    problems += [Problem("not a tensor", path) for path in checkpoint.others]
+    if main is None:
+        return [*problems, Problem("no state dict", checkpoint.source)]
+    problems += [Problem("not a tensor", dotted(main.path, extra.key)) for extra in main.extras]
+    return problems
 
 
 def _with_aliases(checkpoint: Checkpoint) -> Checkpoint:
@@ -126,20 +136,16 @@ def _with_aliases(checkpoint: Checkpoint) -> Checkpoint:
     if not checkpoint.metadata:
         return checkpoint
     (section,) = checkpoint.sections
-    have = {entry.key: entry for entry in section.tensors}
-    names = {
-        key: first
-        for key, first in checkpoint.metadata.items()
-        if first in have and key not in have
-    }
-    names.pop(_WRITTEN_BY, None)
-    again = [replace(have[first], key=key) for key, first in names.items()]
-    metadata = {name: value for name, value in checkpoint.metadata.items() if name not in names}
-    return replace(
-        checkpoint,
-        sections=(replace(section, tensors=(*section.tensors, *again)),),
-        metadata=metadata,
-    )
+    by_key = {entry.key: entry for entry in section.tensors}
+    tensors = list(section.tensors)
+    metadata = {}
+    for name, value in checkpoint.metadata.items():
+        if value in by_key and name not in by_key and name != _WRITTEN_BY:
+            tensors.append(replace(by_key[value], key=name))
+        else:
+            metadata[name] = value
+    section = replace(section, tensors=tuple(tensors))
+    return replace(checkpoint, sections=(section,), metadata=metadata)
 
 
 _NAMED = "import torch, sys; torch.save({'tensor': torch.load(sys.argv[1])}, sys.argv[2])"
@@ -156,13 +162,8 @@ def _hint(checkpoint: Checkpoint) -> str:
                 " ends in .pt"
             )
     named = [section for section in checkpoint.state_dicts if section.path]
-    others = [
-        section.path
-        for section in checkpoint.sections
-        if section.kind != "state_dict" or not section.path
-    ]
-    others += checkpoint.others
-    takes_part = bool(named and others) and "::" not in checkpoint.source
+    has_more = bool(checkpoint.others) or len(named) < len(checkpoint.sections)
+    takes_part = bool(named) and has_more and "::" not in checkpoint.source
     hint = "choose an output that ends in .pt"
     if takes_part:
         hint = f"take the section alone: {checkpoint.part(named[0].path)}, or {hint}"
@@ -181,7 +182,10 @@ def _dropped(keys: Sequence[str]) -> list[str]:
     """Return the options that drop these keys of a state dict, also if the command renames them."""
     if all(key.endswith(_EXTRA_STATE) for key in keys):
         return ["--drop", f"*{_EXTRA_STATE}"]
-    return [word for key in keys for word in ("--drop", key)]
+    options = []
+    for key in keys:
+        options += ["--drop", key]
+    return options
 
 
 def loses_versions(checkpoint: Checkpoint, target: Format) -> bool:
@@ -195,10 +199,10 @@ def loses_versions(checkpoint: Checkpoint, target: Format) -> bool:
 def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
     """Return sentences about other contents that the output will not hold."""
     notes: list[str] = []
-    own = format_of(checkpoint)
-    if own.succeeded_by == target.name:
-        notes.append(Info(f"written as {target.title}, which succeeds {own.title}", "written"))
-    if own.holds.code_storages:
+    source = format_of(checkpoint)
+    if source.succeeded_by == target.name:
+        notes.append(Info(f"written as {target.title}, which succeeds {source.title}", "written"))
+    if source.holds.code_storages:
         notes.append("the state dict alone: the code of the TorchScript archive is left out")
     if loses_versions(checkpoint, target):
         notes.append(
@@ -210,8 +214,7 @@ def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
             f"nothing will say that this is the {forms[0]} form, whose keys fit another: read it"
             f" with --from {forms[0]}"
         )
-    if not target.holds.metadata and _with_aliases(checkpoint).metadata.items() - {
-        (_WRITTEN_BY, "pt")
-    }:
+    metadata = {} if target.holds.metadata else _with_aliases(checkpoint).metadata
+    if metadata.items() - {(_WRITTEN_BY, "pt")}:
         notes.append(f"__metadata__ is left out: {target.title} has no place for it")
     return notes

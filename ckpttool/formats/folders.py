@@ -223,19 +223,15 @@ def left_unread(folder: str, read: str) -> tuple[str, ...]:
     if name not in _PRETRAINED or not is_file(join(folder, "config.json")):
         return ()
     shards = _shards_of(read) if INDEX.fullmatch(name) else set()
-    others = [
-        other
-        for other in names_in(folder)
-        if other not in (name, *shards) and (INDEX.fullmatch(other) or _is_single(other))
-    ]
+    others = []
+    for other in names_in(folder):
+        is_single = is_weights(other) and not _SHARD.fullmatch(other)
+        if other not in (name, *shards) and (is_single or INDEX.fullmatch(other)):
+            others.append(other)
     if not others:
         return ()
     text = f"{name} is read, as from_pretrained does; not {', '.join(others)}"
     return (Note(text, "shard-index"),)
-
-
-def _is_single(name: str) -> bool:
-    return is_weights(name) and not _SHARD.fullmatch(name)
 
 
 def file_inside(look: Look, endings: tuple[str, ...] = _ENDINGS) -> str | None:
@@ -245,35 +241,50 @@ def file_inside(look: Look, endings: tuple[str, ...] = _ENDINGS) -> str | None:
     Raises `CkptError` if there are several: `problems` lists them.
     """
     folder = look.path
+    names = _candidates(look, endings)
+    if not names:
+        return None
+    if len(names) == 1:
+        return join(folder, names[0])
+    preferred = read_by_transformers(look, names)
+    if preferred is not None:
+        return join(folder, preferred)
+    raise _several(folder, names)
+
+
+def _candidates(look: Look, endings: tuple[str, ...]) -> list[str]:
+    """List the indexes of shards, then the files that are no shards; a trainer's other files only
+    if there is nothing else.
+    """
     indexes = [name for name in look.files if INDEX.fullmatch(name)]
     single = [name for name in look.files if name.endswith(endings) and not _SHARD.fullmatch(name)]
     if single:  # some of them may be shards with other names
-        shards = {shard for index in indexes for shard in _shards_of(join(folder, index))}
-        single = [name for name in single if name not in shards]
+        for index in indexes:
+            shards = _shards_of(join(look.path, index))
+            single = [name for name in single if name not in shards]
     weights = [name for name in single if not _NO_WEIGHTS.fullmatch(name)]
-    if weights or indexes or parts_in(look):
-        single = weights
-    names = indexes + single
-    preferred = read_by_transformers(look, names) if len(names) > 1 else None
-    if preferred is not None:
-        return join(folder, preferred)
-    if len(names) > 1 and all(map(_TENSOR_PARALLEL.fullmatch, names)):
+    only_weights = weights or indexes or parts_in(look)
+    return indexes + (weights if only_weights else single)
+
+
+def _several(folder: str, names: list[str]) -> CkptError:
+    """Return which of several candidates to name."""
+    if all(map(_TENSOR_PARALLEL.fullmatch, names)):
         pattern = join(folder, re.sub(r"\d\d\.pth$", "*.pth", names[0]))
-        raise CkptError(
+        return CkptError(
             f"{folder} holds tensor-parallel parts: each file has a part of the tensors",
             hint=f"name the files of all ranks together: {quote(pattern)}",
             problems=[Problem("a part", name) for name in names],
         )
-    if len(names) > 1:
-        raise CkptError(
-            f"{folder} holds several checkpoints",
-            hint=f"name one of them: {quote(join(folder, names[0]))}",
-            problems=[
-                Problem("a sharded checkpoint" if name in indexes else "a file", name)
-                for name in names
-            ],
-        )
-    return join(folder, names[0]) if names else None
+    problems = []
+    for name in names:
+        what = "a sharded checkpoint" if INDEX.fullmatch(name) else "a file"
+        problems.append(Problem(what, name))
+    return CkptError(
+        f"{folder} holds several checkpoints",
+        hint=f"name one of them: {quote(join(folder, names[0]))}",
+        problems=problems,
+    )
 
 
 def fsdp_parts(folder: str) -> dict[str, str]:
@@ -282,32 +293,33 @@ def fsdp_parts(folder: str) -> dict[str, str]:
 
     Raises `CkptError` if two are of one model: they are from runs with different settings.
     """
-    found: dict[str, str] = {}
+    parts: dict[str, str] = {}
     for name in names_in(folder):
         match = _FSDP.fullmatch(name)
         if match is None or is_dir(join(folder, name)) == name.endswith(".bin"):
             continue
-        section = "model" if match["kind"] != "optimizer" else "optimizer"
-        section += f"_{match['number']}" if int(match["number"] or 0) else ""
-        if section in found:
+        section = "optimizer" if match["kind"] == "optimizer" else "model"
+        if int(match["number"] or 0):
+            section += f"_{match['number']}"
+        if section in parts:
+            text = f"a part of the checkpoint: {section}"
             raise CkptError(
                 f"{folder} holds the same twice, as accelerate saves it with other settings",
                 hint=f"name one of them: {quote(join(folder, name))}",
-                problems=[
-                    Problem(f"a part of the checkpoint: {section}", own)
-                    for own in (found[section], name)
-                ],
+                problems=[Problem(text, parts[section]), Problem(text, name)],
             )
-        found[section] = name
-    return dict(sorted(found.items()))
+        parts[section] = name
+    return dict(sorted(parts.items()))
 
 
 def is_fsdp(folder: str) -> bool:
     return any(section.startswith("model") for section in fsdp_parts(folder))
 
 
-def _files(folder: str, is_one: Callable[[str], object]) -> tuple[str, ...]:
-    return tuple(name for name in names_in(folder) if is_one(name) and is_file(join(folder, name)))
+def _files(folder: str, is_listed: Callable[[str], object]) -> tuple[str, ...]:
+    """List the files in the folder whose names are listed."""
+    names = filter(is_listed, names_in(folder))
+    return tuple(name for name in names if is_file(join(folder, name)))
 
 
 def other_weights(folder: str) -> tuple[str, ...]:
@@ -336,9 +348,8 @@ def parts_in(look: Look) -> list[str]:
 
 def _folders_in(look: Look) -> list[str]:
     """List the folders inside that are not hidden."""
-    return [
-        name for name in look.names if is_dir(join(look.path, name)) and not name.startswith(".")
-    ]
+    visible = (name for name in look.names if not name.startswith("."))
+    return [name for name in visible if is_dir(join(look.path, name))]
 
 
 def is_weights(name: str) -> bool:
@@ -396,13 +407,13 @@ def nothing_inside(look: Look) -> CkptError:
             "torch.save(model.state_dict(), 'model.pt')",
         )
     inside = _folders_in(look)
-    hint = (
-        f"name one of its folders: {quote(join(folder, inside[-1]))}"
-        if inside
-        else "check the path"
-    )
-    what = "a model's configuration but no weights" if "config.json" in names else "no checkpoint"
-    return CkptError(f"{folder} holds {what if names else 'nothing'}", hint=hint)
+    hint = "check the path"
+    if inside:
+        hint = f"name one of its folders: {quote(join(folder, inside[-1]))}"
+    content = "no checkpoint" if names else "nothing"
+    if "config.json" in names:
+        content = "a model's configuration but no weights"
+    return CkptError(f"{folder} holds {content}", hint=hint)
 
 
 def companions(folder: str) -> dict[str, str]:
@@ -412,18 +423,15 @@ def companions(folder: str) -> dict[str, str]:
     Hidden files, subfolders and files with weights are left out.
     """
     read = fsdp_parts(folder).values() if is_fsdp(folder) else ()
-
-    def is_read(name: str) -> bool:
-        return (
-            is_weights(name)
-            or name.endswith(_OTHER_WEIGHTS)
-            or name in read
-            or INDEX.fullmatch(name) is not None
-        )
-
-    names = [name for name in names_in(folder) if not (name.startswith(".") or is_read(name))]
-    paths = {name: path for name in names if (path := safe_path(folder, name)) is not None}
-    return {name: path for name, path in paths.items() if is_file(path)}
+    paths = {}
+    for name in names_in(folder):
+        holds_weights = is_weights(name) or name.endswith(_OTHER_WEIGHTS) or INDEX.fullmatch(name)
+        if name.startswith(".") or holds_weights or name in read:
+            continue
+        path = safe_path(folder, name)
+        if path is not None and is_file(path):
+            paths[name] = path
+    return paths
 
 
 def other_files(folder: str) -> tuple[str, ...]:
@@ -442,10 +450,10 @@ def checkpoint_files(folder: str, like: str) -> set[str]:
     names = set(names_in(folder)) if is_dir(folder) else set()
     if like == DCP_METADATA:
         return {name for name in names if name == DCP_METADATA or name.endswith(".distcp")}
-    kind, single = (
-        ".bin" if ".bin" in like else ".safetensors",
-        ("model.safetensors", "pytorch_model.bin"),
-    )
-    return {
-        n for n in names if kind in n and (n in single or INDEX.fullmatch(n) or _SHARD.fullmatch(n))
-    }
+    kind = ".bin" if ".bin" in like else ".safetensors"
+    replaced = set()
+    for name in names:
+        is_single = name in ("model.safetensors", "pytorch_model.bin")
+        if kind in name and (is_single or INDEX.fullmatch(name) or _SHARD.fullmatch(name)):
+            replaced.add(name)
+    return replaced

@@ -9,7 +9,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, Unreached
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.text import Note, plural, some
 from ckpttool.core.values import dataclass
@@ -108,22 +108,7 @@ def read(path: str) -> Checkpoint:
     has_index = is_file(path)
     text, index = read_index(path) if has_index else ("", {})
     names = sorted({*index["weight_map"].values()} if has_index else shards_of(path))
-    problems: list[Problem] = []
-    shards: dict[str, Checkpoint] = {}
-    heads = _heads(index, names)
-    for number, name in enumerate(names):
-        if number % _AHEAD == 0:
-            ahead = names[number : number + _AHEAD]
-            look_ahead({place: heads[one] for one in ahead if (place := safe_path(folder, one))})
-        shard = _read_shard(folder, name)
-        if isinstance(shard, Checkpoint):
-            shards[name] = shard
-        else:
-            problems += shard
-    if len({shard.format for shard in shards.values()}) > 1:
-        problems += [
-            Problem(f"a {shard.format} file among others", name) for name, shard in shards.items()
-        ]
+    shards, problems = _read_shards(folder, names, _heads(index, names))
     if problems:
         raise CkptError(
             f"{path} and its shards disagree",
@@ -136,30 +121,64 @@ def read(path: str) -> Checkpoint:
     else:
         index = {"metadata": {}, "weight_map": home}
         notes = [Note(NO_INDEX.format(folder), "no-index"), *_disagreements(home, home, again)]
-    entries = {name: shard.sections[0].by_key() for name, shard in shards.items()}
-    in_order = {**dict.fromkeys(key for key in index["weight_map"] if key in home), **home}
-    ordered = [entries[home[key]][key] for key in in_order]
-    tensors = tuple(entry for entry in ordered if isinstance(entry, TensorEntry))
-    extras = tuple(entry for entry in ordered if isinstance(entry, ExtraEntry))
-    versions = [
-        shard.sections[0].modules
-        for shard in shards.values()
-        if shard.sections[0].modules is not None
-    ]
-    modules = (
-        {path: own for modules in versions for path, own in modules.items()} if versions else None
-    )
+    section = _merged(shards, home, index["weight_map"])
+    unreached: list[Unreached] = []
+    for name, shard in shards.items():
+        unreached += [storage.of(name) for storage in shard.unreached]
     return Checkpoint(
         path,
         _KINDS[next(iter(shards.values())).format],
         len(text.encode()) + sum(shard.nbytes for shard in shards.values()),
-        (Section("", "state_dict", tensors, extras, modules),),
+        (section,),
         metadata=_common([shard.metadata for shard in shards.values()]),
         container=Shards(name_of(path), text, index, shards, disagrees=bool(notes)),
-        notes=(*notes, *_size_notes(index, tensors), *torchao.remark(tensors)),
-        unreached=tuple(
-            storage.of(name) for name, shard in shards.items() for storage in shard.unreached
-        ),
+        notes=(*notes, *_size_notes(index, section.tensors), *torchao.remark(section.tensors)),
+        unreached=tuple(unreached),
+    )
+
+
+def _read_shards(
+    folder: str, names: Sequence[str], heads: Mapping[str, int]
+) -> tuple[dict[str, Checkpoint], list[Problem]]:
+    """Read the shards, and list the problems with them; `heads` are the bytes to fetch ahead."""
+    problems: list[Problem] = []
+    shards: dict[str, Checkpoint] = {}
+    for number, name in enumerate(names):
+        if number % _AHEAD == 0:
+            ahead = {}
+            for later in names[number : number + _AHEAD]:
+                path = safe_path(folder, later)
+                if path is not None:
+                    ahead[path] = heads[later]
+            look_ahead(ahead)
+        shard = _read_shard(folder, name)
+        if isinstance(shard, Checkpoint):
+            shards[name] = shard
+        else:
+            problems += shard
+    if len({shard.format for shard in shards.values()}) > 1:
+        for name, shard in shards.items():
+            problems.append(Problem(f"a {shard.format} file among others", name))
+    return shards, problems
+
+
+def _merged(
+    shards: Mapping[str, Checkpoint], home: Mapping[str, str], weight_map: Mapping[str, str]
+) -> Section:
+    """Return the section of all shards, its entries in the order of the index."""
+    entries = {name: shard.sections[0].by_key() for name, shard in shards.items()}
+    listed = [key for key in weight_map if key in home]
+    ordered = [entries[home[key]][key] for key in dict.fromkeys((*listed, *home))]
+    modules: dict[str, object] | None = None
+    for shard in shards.values():
+        if shard.sections[0].modules is not None:
+            modules = {**(modules or {}), **shard.sections[0].modules}
+    return Section(
+        "",
+        "state_dict",
+        tuple(entry for entry in ordered if isinstance(entry, TensorEntry)),
+        tuple(entry for entry in ordered if isinstance(entry, ExtraEntry)),
+        modules,
     )
 
 
@@ -188,12 +207,13 @@ def _disagreements(
 ) -> list[Note]:
     """Return notes on keys of the index that no shard has, and the other way round."""
     phantoms = [key for key in weight_map if key not in home]
-    unlisted = [f"{key} ({name})" for key, name in home.items() if key not in weight_map]
-    elsewhere = [
-        f"{key} ({name}, not {weight_map[key]})"
-        for key, name in home.items()
-        if key not in again and weight_map.get(key, name) != name
-    ]
+    unlisted = []
+    elsewhere = []
+    for key, name in home.items():
+        if key not in weight_map:
+            unlisted.append(f"{key} ({name})")
+        elif key not in again and weight_map[key] != name:
+            elsewhere.append(f"{key} ({name}, not {weight_map[key]})")
     twice = [f"{key} (read from {home[key]}, not {name})" for key, name in again.items()]
     notes = []
     for what, keys in (
@@ -224,16 +244,15 @@ def _heads(index: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]:
     ``"KEY":{"dtype":"BF16","shape":[4096,4096],"data_offsets":[4294967296,4328521728]},``.
     """
     total = index.get("metadata", {}).get("total_size")
-    digits = (
-        min(10, (total // len(names)).bit_length() * 3 // 10 + 1) if isinstance(total, int) else 10
-    )
+    digits = 10
+    if isinstance(total, int):
+        digits = min(digits, (total // len(names)).bit_length() * 3 // 10 + 1)
     heads = dict.fromkeys(names, _METADATA)
     for key, name in index.get("weight_map", {}).items():
         heads[name] += len(key) + _AN_ENTRY + 2 * digits
-    return {
-        name: max(_HEAD, nbytes) if name.endswith(".safetensors") else _UNKNOWN
-        for name, nbytes in heads.items()
-    }
+    for name, nbytes in heads.items():
+        heads[name] = max(_HEAD, nbytes) if name.endswith(".safetensors") else _UNKNOWN
+    return heads
 
 
 def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
@@ -246,9 +265,9 @@ def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
         kind = recognise(path).format
         shard = kind.read(path) if kind.name in _KINDS else None
     except CkptError as error:
-        return [
-            Problem(problem.problem, f"{name}: {problem.key}") for problem in error.problems
-        ] or [Problem(error.message.removeprefix(f"{path}: "), name)]
+        if not error.problems:
+            return [Problem(error.message.removeprefix(f"{path}: "), name)]
+        return [Problem(problem.problem, f"{name}: {problem.key}") for problem in error.problems]
     if shard is None:
         return [Problem(f"is in a format that shards cannot have: {kind.title}", name)]
     if [(section.path, section.kind) for section in shard.sections] != [("", "state_dict")]:
@@ -337,10 +356,9 @@ def _with_new_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Shards | None]:
     source = checkpoint.container if isinstance(checkpoint.container, Shards) else None
     names = torchao.new_names(checkpoint)
     if names is not None and source is not None:
-        shards = {
-            n: replace(s, metadata=torchao.renamed(s.metadata, names))
-            for n, s in source.shards.items()
-        }
+        shards = {}
+        for name, shard in source.shards.items():
+            shards[name] = replace(shard, metadata=torchao.renamed(shard.metadata, names))
         source = replace(source, shards=shards)
     return torchao.settled(checkpoint), source
 
@@ -358,26 +376,30 @@ def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
     for entry in checkpoint.sections[0].tensors:
         name, number = places.get(_origin(entry), (name, number))
         placed[name].append((number, entry))
-    content = {}
-    for name, rows in placed.items():
-        rows.sort(key=itemgetter(0))
-        content[name] = [entry for _, entry in rows]
     common = _common([shard.metadata for shard in source.shards.values()])
-    new = {key: value for key, value in checkpoint.metadata.items() if key not in common}
-    removed, modules = common.keys() - checkpoint.metadata.keys(), checkpoint.sections[0].modules
+    modules = checkpoint.sections[0].modules
     kept: dict[str, Checkpoint] = {}
-    for name, entries in content.items():
-        if entries:
-            own = source.shards[name].metadata
-            metadata = {
-                k: checkpoint.metadata[k] if k in common else own[k]
-                for k in own
-                if k not in removed
-            }
-            kept[name] = replace(
-                _shard(source.shards[name], entries, modules), metadata=metadata | new
-            )
+    for name, rows in placed.items():
+        if rows:
+            rows.sort(key=itemgetter(0))
+            shard = _shard(source.shards[name], (entry for _, entry in rows), modules)
+            metadata = _metadata_of(shard.metadata, common, checkpoint.metadata)
+            kept[name] = replace(shard, metadata=metadata)
     return kept
+
+
+def _metadata_of(
+    shard: Mapping[str, str], common: Mapping[str, str], new: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the metadata of a shard if `new` replaces what the shards have in `common`."""
+    metadata = {}
+    for name, value in shard.items():
+        if name not in common:
+            metadata[name] = value
+        elif name in new:
+            metadata[name] = new[name]
+    added = {name: value for name, value in new.items() if name not in common}
+    return metadata | added
 
 
 def _origin(entry: TensorEntry) -> int:
@@ -397,16 +419,15 @@ def _sharded_again(
     by_key = {entry.key: entry for entry in checkpoint.sections[0].tensors}
     plan = plan_shards(_items(checkpoint, by_key), limit)
     names = shard_names(stem, ending, len(plan)) if len(plan) > 1 or indexed else [stem + ending]
-    # transformers assumes another framework if __metadata__ has no format
-    metadata = (
-        {"format": "pt", **checkpoint.metadata} if ending == ".safetensors" else checkpoint.metadata
-    )
-    whole = replace(checkpoint, container=None, metadata=metadata)
+    complete = replace(checkpoint, container=None)
+    if ending == ".safetensors":
+        # transformers assumes another framework if __metadata__ has no format
+        complete = replace(complete, metadata={"format": "pt", **checkpoint.metadata})
     modules = checkpoint.sections[0].modules
-    return {
-        name: _shard(whole, (by_key[key] for key in keys), modules)
-        for name, keys in zip(names, plan)
-    }
+    shards = {}
+    for name, keys in zip(names, plan):
+        shards[name] = _shard(complete, (by_key[key] for key in keys), modules)
+    return shards
 
 
 def _items(checkpoint: Checkpoint, by_key: Mapping[str, TensorEntry]) -> list[Item]:
@@ -431,23 +452,27 @@ def _index(
     checkpoint: Checkpoint, shards: Mapping[str, Checkpoint], source: Shards | None
 ) -> bytes:
     """Return the text of the index in the style of the source's. Its other items are kept."""
-    shard_of = {key: shard for shard, content in shards.items() for key in content.sections[0].keys}
+    shard_of: dict[str, str] = {}
+    for shard, content in shards.items():
+        shard_of.update(dict.fromkeys(content.sections[0].keys, shard))
     weight_map = {key: shard_of[key] for key in checkpoint.sections[0].keys}
     total_size = _total_size(checkpoint.sections[0].tensors)
-    old: Mapping[str, Any] = source.index if source is not None else {}
-    metadata = dict(old.get("metadata", {}))
-    if source is None or not _is_size_before(total_size, source):
+    if source is None or not source.text:  # as transformers writes it
+        metadata = {"total_size": total_size}
+        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+        return (json.dumps(index, indent=2) + "\n").encode()
+    metadata = dict(source.index.get("metadata", {}))
+    if _is_size_before(total_size, source):
+        metadata.setdefault("total_size", total_size)
+    else:
         metadata.pop("total_parameters", None)
         metadata["total_size"] = total_size
-    else:
-        metadata.setdefault("total_size", total_size)
-    old_keys = list(old.get("weight_map", {})) if source is None or source.text else []
-    if old_keys == sorted(old_keys):
+    keys = list(source.index["weight_map"])
+    if keys == sorted(keys):
         weight_map = dict(sorted(weight_map.items()))
-    index = {**({} if "metadata" in old else {"metadata": metadata}), **old}
-    index |= {"metadata": metadata, "weight_map": weight_map}
-    if source is None or not source.text:
-        return (json.dumps(index, indent=2) + "\n").encode()  # as transformers writes it
+    # `metadata` comes first if it is new
+    index = {"metadata": metadata} if "metadata" not in source.index else {}
+    index |= {**source.index, "metadata": metadata, "weight_map": weight_map}
     begin = re.match(r"\{\n( +)", source.text)
     indent = len(begin[1]) if begin is not None else None
     end = "\n" if source.text.endswith("\n") else ""

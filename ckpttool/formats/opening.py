@@ -31,20 +31,30 @@ def open_checkpoint(path: str) -> Checkpoint:
         checkpoint = _open(path)
     opened: Mapping[str, object] = {}
     if paths.is_url(path):
-        entries = (entry for section in checkpoint.sections for entry in section.tensors)
-        data = (entry.storage.data for entry in entries if entry.storage is not None)
-        opened = files.opened_at({span.path for span in data if isinstance(span, Span)})
+        opened = files.opened_at(_data_files(checkpoint))
     else:
         opened = sources.opened_since(look)
     notes = (*checkpoint.notes, *remarks(checkpoint), *not_looked_into(imports))
     return replace(checkpoint, notes=notes, files=opened, imports=in_order(imports))
 
 
+def _data_files(checkpoint: Checkpoint) -> set[str]:
+    """Return the paths of the files with bytes of tensors."""
+    paths = set()
+    for section in checkpoint.sections:
+        for entry in section.tensors:
+            data = None if entry.storage is None else entry.storage.data
+            if isinstance(data, Span):
+                paths.add(data.path)
+    return paths
+
+
 def not_looked_into(imports: Iterable[Import]) -> Iterator[Note]:
     """Yield a note on each pickle that could not be read."""
-    for one in imports:
-        if one.name == UNREADABLE:
-            yield Note(f"not looked into: {one.member or one.file}: {one.reason}", "unknown-import")
+    for imported in imports:
+        if imported.name == UNREADABLE:
+            place = imported.member or imported.file
+            yield Note(f"not looked into: {place}: {imported.reason}", "unknown-import")
 
 
 def _open(path: str) -> Checkpoint:
@@ -59,11 +69,10 @@ def _open(path: str) -> Checkpoint:
 
 
 def note_on(names: Sequence[str]) -> tuple[str, ...]:
-    return (
-        (f"{', '.join(names)}: other files in the folder, copied if the output is a folder too",)
-        if names
-        else ()
-    )
+    if not names:
+        return ()
+    text = f"{', '.join(names)}: other files in the folder, copied if the output is a folder too"
+    return (text,)
 
 
 def unsafe_in_folder(path: str) -> tuple[Import, ...]:
@@ -84,19 +93,26 @@ def unsafe_in(paths: Iterable[str]) -> tuple[Import, ...]:
             try:
                 recognise(path).read()
             except CkptError:  # a pickle that torch.save did not write, if it is one
-                nbytes = files.size(path)
-                with opened(path) as file:
-                    data = bytes(file.read(min(nbytes, limits().pickle_bytes)))
-                origin = Origin(path, nbytes, end=len(data))
-                try:
-                    part = loads(data, origin=origin)
-                    # more may follow, for another call of `pickle.load`
-                    for _ in range(_MOST_PICKLES):
-                        if part.end == nbytes:
-                            break
-                        part = loads(data, part.end, origin=origin)
-                    else:
-                        raise CkptError(f"{path} holds more than {_MOST_PICKLES} pickles", hint="")
-                except CkptError as error:
-                    unreadable(origin, error)
-    return in_order(one for one in imports if one.verdict == DANGEROUS or one.name == UNREADABLE)
+                _look_into_pickles(path)
+    dangerous = []
+    for imported in imports:
+        if imported.verdict == DANGEROUS or imported.name == UNREADABLE:
+            dangerous.append(imported)
+    return in_order(dangerous)
+
+
+def _look_into_pickles(path: str) -> None:
+    """Note the imports of a file of pickles, one after the other."""
+    nbytes = files.size(path)
+    with opened(path) as file:
+        data = bytes(file.read(min(nbytes, limits().pickle_bytes)))
+    origin = Origin(path, nbytes, end=len(data))
+    try:
+        end = loads(data, origin=origin).end
+        for _ in range(_MOST_PICKLES):
+            if end == nbytes:
+                return
+            end = loads(data, end, origin=origin).end
+        raise CkptError(f"{path} holds more than {_MOST_PICKLES} pickles", hint="")
+    except CkptError as error:
+        unreadable(origin, error)

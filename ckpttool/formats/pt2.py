@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from shlex import quote
 
 from ckpttool.containers.pickle_read import LEGACY_PICKLES, look_into, unreadable
-from ckpttool.containers.program import Home, Program, Role, replaceable, root_of
+from ckpttool.containers.program import Program, Role, StoragePlace, replaceable, root_of
 from ckpttool.containers.tensors import Carried
 from ckpttool.containers.zip_read import STORED, Archive, Record, read_archive, read_record
-from ckpttool.containers.zip_write import NewRecord, layout_archive
+from ckpttool.containers.zip_write import NewRecord, layout_archive, with_new
 from ckpttool.core.checkpoint import (
     Checkpoint,
+    ExtraEntry,
     Lazy,
     Section,
     Span,
@@ -39,36 +41,41 @@ def under_old_names(old: Section, new: Section) -> tuple[Section, dict[str, str]
     An entry is recognized by its payload, whatever its name: two tensors that swap names are not
     two new values.
     """
-    payloads = [(id(entry.payload), key) for key, entry in old.by_key().items()]
-    count = Counter(payload for payload, _ in payloads)
-    was = {payload: key for payload, key in payloads if count[payload] == 1}
-    names = {was.get(id(entry.payload), key): key for key, entry in new.by_key().items()}
-    tensors = tuple(entry.under(was.get(id(entry.payload), entry.key)) for entry in new.tensors)
-    extras = tuple(entry.under(was.get(id(entry.payload), entry.key)) for entry in new.extras)
+    old_keys: dict[int, list[str]] = {}  # by the id of the payload
+    for key, entry in old.by_key().items():
+        old_keys.setdefault(id(entry.payload), []).append(key)
+
+    def old_key(entry: TensorEntry | ExtraEntry) -> str:
+        keys = old_keys.get(id(entry.payload), ())
+        return keys[0] if len(keys) == 1 else entry.key
+
+    names = {old_key(entry): key for key, entry in new.by_key().items()}
     names = {before: now for before, now in names.items() if before != now}
-    return (replace(new, tensors=tensors, extras=extras) if names else new), names
+    if not names:
+        return new, names
+    tensors = tuple(entry.under(old_key(entry)) for entry in new.tensors)
+    extras = tuple(entry.under(old_key(entry)) for entry in new.extras)
+    return replace(new, tensors=tensors, extras=extras), names
 
 
 def renamed(
     program: Program, names: Sequence[Mapping[str, str]]
-) -> tuple[dict[Home, bytes], list[Problem]]:
+) -> tuple[dict[StoragePlace, bytes], list[Problem]]:
     """Return the records with the new names of each section, and the problems with these names."""
-    every = {key: name for own in names for key, name in own.items()}
-    if not every:
+    all_names = dict(chain(*(in_section.items() for in_section in names)))
+    if not all_names:
         return {}, []
     if program.compiled:
-        return {}, [
-            Problem("compiled code calls its weights by the names that they have", key)
-            for key in every
-        ]
-    text, problems = pt2_program.renamed_graph(program, every)
-    changed = {Home(program.model): text}
-    for index, own in zip(program.indexes, names):
-        if own and program.layout == pt2_program.SINCE_2_9:
-            changed[Home(index)] = pt2_program.renamed_config(program, index, own)
-        elif own:
-            inner, pickle = pt2_program.renamed_until_2_8(program, index, own)
-            changed[Home(index, inner, "data.pkl")] = pickle
+        text = "compiled code calls its weights by the names that they have"
+        return {}, [Problem(text, key) for key in all_names]
+    graph, problems = pt2_program.renamed_graph(program, all_names)
+    changed = {StoragePlace(program.model): graph}
+    for index, in_section in zip(program.indexes, names):
+        if in_section and program.layout == pt2_program.SINCE_2_9:
+            changed[StoragePlace(index)] = pt2_program.renamed_config(program, index, in_section)
+        elif in_section:
+            inner, pickle = pt2_program.renamed_until_2_8(program, index, in_section)
+            changed[StoragePlace(index, inner, "data.pkl")] = pickle
     return changed, problems
 
 
@@ -94,35 +101,44 @@ def read(path: str) -> Checkpoint:
     _read_imports(archive, programs)
     if len(programs) == 1:
         return replace(_checkpoint(path, programs[0]), unreached=left)
-    sections = tuple(
-        replace(s, path=dotted(program.name, s.path))
-        for program in programs
-        for s in program.sections
+    sections: list[Section] = []
+    notes = [f"{len(programs)} programs: {', '.join(program.name for program in programs)}"]
+    for program in programs:
+        for section in program.sections:
+            sections.append(replace(section, path=dotted(program.name, section.path)))
+        notes += program.notes
+    return Checkpoint(
+        path, FORMAT, archive.length, tuple(sections), notes=tuple(notes), unreached=left
     )
-    notes = [note for program in programs for note in program.notes]
-    notes.insert(0, f"{len(programs)} programs: {', '.join(program.name for program in programs)}")
-    return Checkpoint(path, FORMAT, archive.length, sections, notes=tuple(notes), unreached=left)
 
 
 def _unreached(archive: Archive, programs: Sequence[Program]) -> tuple[Unreached, ...]:
-    used = {home.record for program in programs for home in program.homes.values()}
-    used.update(record for program in programs for record in program.indexes)
-    for entry in (
-        entry for p in programs for section in p.sections for entry in section.by_key().values()
-    ):
-        if isinstance(entry.payload, Role):
-            used.add(entry.payload.record)
-        elif isinstance(entry.payload, RecordOf):
-            used.add(entry.payload.record.name)
+    """Return the storages of no tensor: inside the programs' torch zips, then records."""
+    used: set[str] = set()
+    unreached: list[Unreached] = []
+    for program in programs:
+        used.update(_records_of(program))
+        unreached += program.unreached
     root = root_of(archive)
-    kept = (f"{root}data/weights/", f"{root}data/constants/")
-    left = [r for r in archive.records if r.name.startswith(kept) and not r.name.endswith(".json")]
-    own = [
-        Unreached(r.name, Storage(archive.span(r)), False)
-        for r in left
-        if r.name not in used and r.nbytes
-    ]
-    return (*(found for program in programs for found in program.unreached), *own)
+    folders = (f"{root}data/weights/", f"{root}data/constants/")
+    for record in archive.records:
+        holds_data = record.name.startswith(folders) and not record.name.endswith(".json")
+        if holds_data and record.nbytes and record.name not in used:
+            unreached.append(Unreached(record.name, Storage(archive.span(record)), False))
+    return tuple(unreached)
+
+
+def _records_of(program: Program) -> Iterator[str]:
+    """Yield the names of the records that the program's tensors and objects are read from."""
+    for home in program.homes.values():
+        yield home.record
+    yield from program.indexes
+    for section in program.sections:
+        for entry in section.entries:
+            if isinstance(entry.payload, Role):
+                yield entry.payload.record
+            elif isinstance(entry.payload, RecordOf):
+                yield entry.payload.record.name
 
 
 def read_program(path: str, name: str | None = None) -> Checkpoint:
@@ -131,16 +147,17 @@ def read_program(path: str, name: str | None = None) -> Checkpoint:
     Raises `CkptError` if there is no such program, or there are several and `name` is None.
     """
     archive = read_archive(path)
-    found = _programs(archive)
-    if name is None and len(found) > 1:
+    readers = _programs(archive)
+    first = next(iter(readers))
+    if name is None and len(readers) > 1:
         raise CkptError(
-            f"{path} holds {len(found)} programs: {', '.join(found)}",
-            hint=f"name one: --program {quote(next(iter(found)))}",
+            f"{path} holds {len(readers)} programs: {', '.join(readers)}",
+            hint=f"name one: --program {quote(first)}",
         )
-    name = next(iter(found)) if name is None else name
-    if name not in found:
-        raise CkptError(f"{path} holds no program {name}", hint=f"it holds {', '.join(found)}")
-    program = _read(archive, name, found[name])
+    name = first if name is None else name
+    if name not in readers:
+        raise CkptError(f"{path} holds no program {name}", hint=f"it holds {', '.join(readers)}")
+    program = _read(archive, name, readers[name])
     _read_imports(archive, [program])
     return _checkpoint(path, program)
 
@@ -158,40 +175,45 @@ def _read_imports(archive: Archive, programs: Sequence[Program]) -> None:
     (`pickle_read.collected`).
     """
     root = root_of(archive)
-    entries = (
-        entry
-        for program in programs
-        for section in program.sections
-        for entry in section.all_tensors()
-    )
-    pickled = {
-        entry.payload.record
-        for entry in entries
-        if isinstance(entry.payload, Role) and entry.payload.alone
-    }
+    pickled = set(chain(*map(_pickled_records, programs)))
     for record in archive.records:
         name = record.name.removeprefix(root)
-        if (record.name not in pickled and not _PICKLED.fullmatch(name)) or not record.nbytes:
-            continue
+        is_pickled = record.name in pickled
+        if record.nbytes and (is_pickled or _PICKLED.fullmatch(name)):
+            try:
+                _look_into(archive, record, name, is_pickled)
+            except CkptError as error:
+                unreadable(torch_zip.origin_of(archive, record), error)
+
+
+def _pickled_records(program: Program) -> Iterator[str]:
+    """Yield the names of the records that hold a pickled tensor."""
+    for section in program.sections:
+        for entry in section.all_tensors():
+            if isinstance(entry.payload, Role) and entry.payload.alone:
+                yield entry.payload.record
+
+
+def _look_into(archive: Archive, record: Record, name: str, is_pickled: bool) -> None:
+    """Note the imports of a record's pickles; `name` is its name without the archive's folder."""
+    if _BARE.fullmatch(name):
+        torch_zip.read_pickle(archive, record.name)
+    elif record.method != STORED:
+        raise compressed(archive.path, record.name)
+    elif _is_zip(archive, record):
+        inner = read_archive(archive.path, archive.base + record.data, record.nbytes)
+        for inside in inner.by_name:
+            if inside.lower().endswith(".pkl"):
+                torch_zip.read_pickle(inner, inside)
+    elif is_pickled or name.lower().endswith((".pt", ".pkl", ".pickle")):  # or torch's old format
         origin = torch_zip.origin_of(archive, record)
-        try:
-            if _BARE.fullmatch(name):
-                torch_zip.read_pickle(archive, record.name)
-            elif record.method != STORED:
-                raise compressed(archive.path, record.name)
-            elif (
-                record.nbytes > 4
-                and bytes(read_span(replace(archive.span(record), length=4))) == b"PK\3\4"
-            ):
-                inner = read_archive(archive.path, archive.base + record.data, record.nbytes)
-                for own in inner.records:
-                    if own.name.lower().endswith(".pkl"):
-                        torch_zip.read_pickle(inner, own.name)
-            # or torch's old format
-            elif record.name in pickled or name.lower().endswith((".pt", ".pkl", ".pickle")):
-                look_into(torch_zip.read_pickled(archive, record, origin), origin, LEGACY_PICKLES)
-        except CkptError as error:
-            unreadable(origin, error)
+        look_into(torch_zip.read_pickled(archive, record, origin), origin, LEGACY_PICKLES)
+
+
+def _is_zip(archive: Archive, record: Record) -> bool:
+    if record.nbytes <= 4:
+        return False
+    return bytes(read_span(replace(archive.span(record), length=4))) == b"PK\3\4"
 
 
 def _programs(archive: Archive) -> dict[str, _Reader]:
@@ -201,20 +223,20 @@ def _programs(archive: Archive) -> dict[str, _Reader]:
     root = root_of(archive)
     if pt2_program.GRAPH in archive.by_name:
         return {_ONLY: pt2_program.read_up_to_2_7}
-    found: dict[str, _Reader] = {}
+    readers: dict[str, _Reader] = {}
     for record in archive.records:
         match = re.fullmatch(r"models/(.+)\.json", record.name.removeprefix(root))
         if match is not None:
             nested = f"{root}data/weights/{match[1]}.pt" in archive.by_name
-            found[match[1]] = pt2_program.read_2_8 if nested else pt2_program.read_since_2_9
+            readers[match[1]] = pt2_program.read_2_8 if nested else pt2_program.read_since_2_9
     for name in pt2_program.compiled_models(archive, root):
-        found.setdefault(name, pt2_program.read_compiled)
-    if not found:
+        readers.setdefault(name, pt2_program.read_compiled)
+    if not readers:
         raise CkptError(
             f"{archive.path} holds no exported program",
             hint="name a file that torch.export.save wrote",
         )
-    return found
+    return readers
 
 
 def _read(archive: Archive, name: str, reader: _Reader) -> Program:
@@ -281,10 +303,7 @@ def _changed_archive(checkpoint: Checkpoint) -> tuple[Archive, Sequence[Record |
             hint="ckpttool swap-weights PROGRAM.pt2 WEIGHTS -o OUT.pt2 finds what belongs where",
             problems=[*problems, *unfit],
         )
-    records = program.archive.records
-    return program.archive, [
-        NewRecord(r.name, changed[r.name]) if r.name in changed else r for r in records
-    ]
+    return program.archive, with_new(program.archive.records, changed)
 
 
 def _changed(
@@ -294,11 +313,8 @@ def _changed(
     their new names.
     """
     if [section.path for section in sections] != [section.path for section in program.sections]:
-        return (
-            {},
-            [Problem("not the sections of the program", section.title) for section in sections],
-            [],
-        )
+        text = "not the sections of the program"
+        return {}, [Problem(text, section.title) for section in sections], []
     problems: list[Problem] = []
     pairs: list[tuple[TensorEntry, TensorEntry]] = []
     names: list[dict[str, str]] = []
@@ -313,9 +329,8 @@ def _changed(
     for old, new in pairs:
         role = old.payload
         if isinstance(role, Role) and isinstance(new.payload, Carried):
-            alone[role.record] = _lazy(
-                torch_zip.of_tensor(new.payload, role.is_param, role.requires_grad)
-            )
+            file = torch_zip.of_tensor(new.payload, role.is_param, role.requires_grad)
+            alone[role.record] = _lazy(file)
     records, unfit = renamed(program, names)
     stale = _stale(program, {*(home.record for home in data), *alone})
     return _by_record({**data, **records}) | alone, [*problems, *untied, *stale], unfit
@@ -324,37 +339,39 @@ def _changed(
 def _paired(
     old: Section, new: Section
 ) -> tuple[list[tuple[TensorEntry, TensorEntry]], list[Problem]]:
+    """Return the tensors of the program with their replacements, and what does not fit."""
     count = Counter(entry.key for entry in new.tensors)
     replacements = {entry.key: entry for entry in new.tensors}
-    known = {entry.key for entry in old.tensors}
-    problems = [Problem("the name is there twice", key) for key, n in count.items() if n > 1]
-    problems += [
-        Problem("the program has no such tensor", key) for key in replacements if key not in known
-    ]
-    problems += [
-        Problem("missing", entry.key) for entry in old.tensors if entry.key not in replacements
-    ]
+    present = {entry.key: entry for entry in old.tensors}
+    twice = [key for key in count if count[key] > 1]
+    unexpected = [key for key in count if key not in present]
+    missing = [key for key in present if key not in count]
+    problems = [Problem("the name is there twice", key) for key in twice]
+    problems += [Problem("the program has no such tensor", key) for key in unexpected]
+    problems += [Problem("missing", key) for key in missing]
     if old.extras != new.extras:
         problems.append(Problem("its objects that are not tensors cannot be changed", old.title))
     pairs = []
-    for entry in old.tensors:
-        if entry.key in replacements:
-            misfit = _misfit(entry, replacements[entry.key])
+    for key, entry in present.items():
+        if key in replacements:
+            misfit = _misfit(entry, replacements[key])
             if misfit is None:
-                pairs.append((entry, replacements[entry.key]))
+                pairs.append((entry, replacements[key]))
             else:
-                problems.append(Problem(misfit, entry.key))
+                problems.append(Problem(misfit, key))
     return pairs, problems
 
 
 def _misfit(old: TensorEntry, new: TensorEntry) -> str | None:
     """Return why `new` cannot replace `old`, apart from its storage."""
-    for what in ("dtype", "shape", "stride", "offset"):
-        values = [
-            list(v) if isinstance(v, tuple) else v for v in (getattr(new, what), getattr(old, what))
-        ]
-        if values[0] != values[1]:
-            return f"{what} {values[0]}, the program has {values[1]}"
+    if new.dtype != old.dtype:
+        return f"dtype {new.dtype}, the program has {old.dtype}"
+    if new.shape != old.shape:
+        return f"shape {list(new.shape)}, the program has {list(old.shape)}"
+    if new.stride != old.stride:
+        return f"stride {list(new.stride)}, the program has {list(old.stride)}"
+    if new.offset != old.offset:
+        return f"offset {new.offset}, the program has {old.offset}"
     if old.storage is None:
         if new.payload is old.payload or replaceable(old, new):
             return None
@@ -371,32 +388,30 @@ def _misfit(old: TensorEntry, new: TensorEntry) -> str | None:
 
 def _by_home(
     program: Program, pairs: Sequence[tuple[TensorEntry, TensorEntry]]
-) -> tuple[dict[Home, Span | Lazy], list[Problem]]:
+) -> tuple[dict[StoragePlace, Span | Lazy], list[Problem]]:
     """Return the new bytes of each storage that changes. Tensors that share a storage must still
     share one.
     """
-    first: dict[Home, tuple[str, Span | Lazy]] = {}
-    changed: dict[Home, Span | Lazy] = {}
+    first: dict[StoragePlace, tuple[str, Span | Lazy]] = {}
+    changed: dict[StoragePlace, Span | Lazy] = {}
     problems: list[Problem] = []
     for old, new in pairs:
         if old.storage is None or new.storage is None or not old.numel:
             continue
-        was, now, home = old.storage.data, new.storage.data, program.homes[old.storage]
-        key, data = first.setdefault(home, (old.key, now))
-        if data != now:
-            problems.append(
-                Problem(f"shares its storage with {key} in the program, but not here", old.key)
-            )
-        elif now.length != was.length:
-            problems.append(
-                Problem(f"a storage of {now.length} bytes, the program's has {was.length}", old.key)
-            )
-        elif now != was:
-            changed[home] = now
+        before, after, home = old.storage.data, new.storage.data, program.homes[old.storage]
+        key, data = first.setdefault(home, (old.key, after))
+        if data != after:
+            text = f"shares its storage with {key} in the program, but not here"
+            problems.append(Problem(text, old.key))
+        elif after.length != before.length:
+            text = f"a storage of {after.length} bytes, the program's has {before.length}"
+            problems.append(Problem(text, old.key))
+        elif after != before:
+            changed[home] = after
     return changed, problems
 
 
-def _by_record(data: Mapping[Home, Data]) -> dict[str, Data]:
+def _by_record(data: Mapping[StoragePlace, Data]) -> dict[str, Data]:
     """Return the new bytes of each record: its own, or a torch zip's with some of its records
     replaced.
     """
@@ -425,24 +440,18 @@ def _stale(program: Program, records: Collection[str]) -> list[Problem]:
     if not records:
         return []
     root = root_of(program.archive)
-    problems = [
-        Problem(f"the weights of {', '.join(program.shared[record])} too", record)
-        for record in records
-        if record in program.shared
-    ]
-    if program.compiled and any(
-        r.name.startswith(f"{root}models/") for r in program.archive.records
-    ):
-        problems.append(
-            Problem("the exported program in the file holds the old weights too", f"{root}models")
-        )
+    problems = []
+    for record in records:
+        if record in program.shared:
+            models = ", ".join(program.shared[record])
+            problems.append(Problem(f"the weights of {models} too", record))
+    has_graphs = any(name.startswith(f"{root}models/") for name in program.archive.by_name)
+    if program.compiled and has_graphs:
+        text = "the exported program in the file holds the old weights too"
+        problems.append(Problem(text, f"{root}models"))
     if not program.compiled and pt2_program.compiled_models(program.archive, root):
-        problems.append(
-            Problem(
-                "compiled code in the file (AOTInductor) holds the old weights too",
-                "data/aotinductor",
-            )
-        )
+        text = "compiled code in the file (AOTInductor) holds the old weights too"
+        problems.append(Problem(text, "data/aotinductor"))
     return problems
 
 
@@ -460,24 +469,29 @@ def names(path: str, program: str | None = None) -> Names:
     checkpoint = read_program(path, program)
     assert isinstance(checkpoint.container, Program)
     model = read_graph(checkpoint.container)
-    specs = model["graph_module"]["signature"]["input_specs"]
-    graph = {
-        spec[kind][FIELDS[kind]]: _KINDS[kind]
-        for spec in specs
-        for kind in spec.keys() & _KINDS.keys()
-    }
+    graph: dict[str, str] = {}  # FQN -> kind
+    for spec in model["graph_module"]["signature"]["input_specs"]:
+        for kind in spec.keys() & _KINDS.keys():
+            graph[spec[kind][FIELDS[kind]]] = _KINDS[kind]
     tensors = [tensor for tensor in _runtime(checkpoint, graph) if tensor.kind != "constant"]
     first = {tensor.fqn: tensor.alias_of or tensor.fqn for tensor in tensors}
+    serialized = []
+    for entry in checkpoint.section("").tensors:
+        source = Ref(first[entry.key])
+        serialized.append(SerializedKey(entry.key, entry.dtype, entry.shape, source, None))
+    load = []
+    not_serialized = []
+    for tensor in tensors:
+        load.append(LoadedTensor(tensor.fqn, Ref(tensor.fqn) if tensor.persistent else None))
+        if not tensor.persistent:
+            not_serialized.append(tensor.fqn)
     return Names(
         model=path,
         torch=model["torch_version"],
         runtime=tuple(tensors),
-        serialized=tuple(
-            SerializedKey(entry.key, entry.dtype, entry.shape, Ref(first[entry.key]), None)
-            for entry in checkpoint.section("").tensors
-        ),
-        load=tuple(LoadedTensor(t.fqn, Ref(t.fqn) if t.persistent else None) for t in tensors),
-        not_serialized=tuple(t.fqn for t in tensors if not t.persistent),
+        serialized=tuple(serialized),
+        load=tuple(load),
+        not_serialized=tuple(not_serialized),
     )
 
 
@@ -497,10 +511,10 @@ def _runtime(checkpoint: Checkpoint, graph: dict[str, str]) -> list[RuntimeTenso
         return "buffer" if is_saved else "constant"
 
     order = {fqn: position for position, fqn in enumerate(graph)}
-    entries = [
-        (entry, section.path == "") for section in checkpoint.sections for entry in section.tensors
-    ]
-    rows = [(kind_of(entry, is_saved), is_saved, entry) for entry, is_saved in entries]
+    rows = []
+    for section in checkpoint.sections:
+        is_saved = section.path == ""
+        rows += [(kind_of(entry, is_saved), is_saved, entry) for entry in section.tensors]
     rows.sort(key=lambda row: (_RANKS[row[0]], order.get(row[2].key, len(order))))
     first: dict[object, str] = {}
     tensors: list[RuntimeTensor] = []

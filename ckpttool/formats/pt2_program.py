@@ -9,13 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from shlex import quote
 from typing import Any
 
 from ckpttool.containers import strict_json
 from ckpttool.containers.nodes import pairs_of
 from ckpttool.containers.pickle_read import Call, Pickle
-from ckpttool.containers.program import CONSTANTS, OUTSIDE, Home, Program, Role
+from ckpttool.containers.program import CONSTANTS, OUTSIDE, Program, Role, StoragePlace
 from ckpttool.containers.tensors import Carried, Storages, entry_of, is_parameter, is_tensor
 from ckpttool.containers.tree import extra_of, unreached
 from ckpttool.containers.write_tree import dumped
@@ -108,8 +109,10 @@ Entries = tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]
 
 def _sections(weights: Entries, constants: Entries) -> tuple[Section, ...]:
     """Return the sections of a program; the constants are one only if there are some."""
-    found = Section("", "state_dict", *weights)
-    return (found, Section(CONSTANTS, "other", *constants)) if any(constants) else (found,)
+    state_dict = Section("", "state_dict", *weights)
+    if not any(constants):
+        return (state_dict,)
+    return state_dict, Section(CONSTANTS, "other", *constants)
 
 
 # The field that names a tensor or an object in a specification of each kind, and kinds without
@@ -178,12 +181,10 @@ def read_graph(program: Program) -> Any:
 def renamed_graph(program: Program, names: Mapping[str, str]) -> tuple[bytes, list[Problem]]:
     """Return ``models/M.json`` with new `names` for FQNs, and the problems with these."""
     model = read_graph(program)
-    kinds = {kind for spec in _specs(model) for kind in spec}
-    problems = [
-        Problem("the graph has inputs or outputs that are not known, and may name tensors", kind)
-        for kind in sorted(kinds - FIELDS.keys() - _NAMELESS)
-    ]
-    keys = [key for section in program.sections for key in section.keys]
+    kinds = set(chain(*_specs(model)))
+    text = "the graph has inputs or outputs that are not known, and may name tensors"
+    problems = [Problem(text, kind) for kind in sorted(kinds - FIELDS.keys() - _NAMELESS)]
+    keys = list(chain(*(section.keys for section in program.sections)))
     problems += _unfit(keys, names, model["graph_module"])
     for spec in _specs(model):
         for kind in spec.keys() & FIELDS.keys():
@@ -206,27 +207,23 @@ def _unfit(keys: Sequence[str], names: Mapping[str, str], graph: Any) -> Iterato
         return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 
     modules = {entry["fqn"].partition("@")[0] for entry in graph.get("module_call_graph", ())}
-    subgraphs = set(_subgraphs(graph))
+    reserved = ATTRIBUTES.union(_subgraphs(graph))
     count = Counter(names.get(key, key) for key in keys)
-    paths = {path for key in (*count, *modules) for path in parents(key)} | modules
-    for new in (names[key] for key in keys if key in names):
+    paths = modules.union(*map(parents, (*count, *modules)))
+    for key in keys:
+        if key not in names:
+            continue
+        new = names[key]
         parts = new.split(".")
-        taken = [
-            part
-            for part in parts
-            if part in ATTRIBUTES or part.startswith("__") or part in subgraphs
-        ]
+        taken = [part for part in parts if part in reserved or part.startswith("__")]
         below = [path for path in parents(new) if path in count]
         if count[new] > 1 or new in paths:
             yield Problem("the program has a tensor or a module of that name", new)
         elif below:
             yield Problem(f"{below[0]} is a tensor, and has nothing below it", new)
         elif taken or not all(parts):
-            yield Problem(
-                "not a name that a module of torch can have:"
-                f" {taken[0] if taken else 'an empty part'}",
-                new,
-            )
+            part = taken[0] if taken else "an empty part"
+            yield Problem(f"not a name that a module of torch can have: {part}", new)
 
 
 def _subgraphs(graph: Any) -> Iterator[str]:
@@ -244,12 +241,15 @@ def _subgraphs(graph: Any) -> Iterator[str]:
 
 SINCE_2_9 = "torch>=2.9"
 
-_LAYOUTS = dict(
-    enumerate(
-        ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "mkldnn", "strided"),
-        start=1,
-    )
-)
+_LAYOUTS = {
+    1: "sparse_coo",
+    2: "sparse_csr",
+    3: "sparse_csc",
+    4: "sparse_bsr",
+    5: "sparse_bsc",
+    6: "mkldnn",
+    7: "strided",
+}
 
 
 _SIZE = object_of({"as_int": COUNT})  # a weight has no symbolic sizes
@@ -273,12 +273,16 @@ def read_since_2_9(archive: Archive, root: str, name: str) -> Program:
     """Read the program `name`. Raises `CkptError` if its configs are not as torch.export.save
     writes them.
     """
-    homes: dict[Storage, Home] = {}
-    folders = [f"{root}data/{kind}/" for kind in ("weights", "constants")]
-    configs = [f"{folder}{name}_{folder.split('/')[-2]}_config.json" for folder in folders]
-    found = [_payloads(archive, folder, config, homes) for folder, config in zip(folders, configs)]
+    homes: dict[Storage, StoragePlace] = {}
+    configs: list[str] = []
+    entries: list[Entries] = []
+    for kind in ("weights", "constants"):
+        folder = f"{root}data/{kind}/"
+        config = f"{folder}{name}_{kind}_config.json"
+        configs.append(config)
+        entries.append(_payloads(archive, folder, config, homes))
     return Program(
-        archive, name, SINCE_2_9, f"{root}models/{name}.json", _sections(*found), configs, homes
+        archive, name, SINCE_2_9, f"{root}models/{name}.json", _sections(*entries), configs, homes
     )
 
 
@@ -288,7 +292,9 @@ def renamed_config(program: Program, index: str, names: Mapping[str, str]) -> by
     return json.dumps(value).encode()
 
 
-def _payloads(archive: Archive, folder: str, config: str, homes: dict[Storage, Home]) -> Entries:
+def _payloads(
+    archive: Archive, folder: str, config: str, homes: dict[Storage, StoragePlace]
+) -> Entries:
     """Return the tensors and the other objects that the config lists; their records are in the
     folder.
     """
@@ -309,7 +315,7 @@ def _payloads(archive: Archive, folder: str, config: str, homes: dict[Storage, H
         raise damaged(
             archive.path, f"{config} is not as torch.export.save writes it: {error}"
         ) from error
-    homes.update((storage, Home(record)) for record, storage in storages.items())
+    homes.update((storage, StoragePlace(record)) for record, storage in storages.items())
     return tuple(tensors), tuple(objects)
 
 
@@ -327,9 +333,8 @@ def _tensor(
             f"{fqn} has the dtype number {tensor['dtype']!r}, which ckpttool does not know",
         )
     dtype = BY_PT2[tensor["dtype"]].name
-    shape, stride = (
-        tuple(size["as_int"] for size in tensor[which]) for which in ("sizes", "strides")
-    )
+    shape = tuple(size["as_int"] for size in tensor["sizes"])
+    stride = tuple(size["as_int"] for size in tensor["strides"])
     offset = tensor["storage_offset"]["as_int"]
     if len(shape) != len(stride):
         raise ValueError(f"{fqn} has {len(shape)} sizes and {len(stride)} strides")
@@ -363,10 +368,10 @@ def read_up_to_2_7(archive: Archive, _root: str, name: str) -> Program:
     """Read the only program of the file. Raises `CkptError` if its state dict or its constants
     cannot be read.
     """
-    stems = [f"serialized_{what}" for what in ("state_dict", "constants")]
-    records = [
-        f"{stem}.json" if f"{stem}.json" in archive.by_name else f"{stem}.pt" for stem in stems
-    ]
+    records = []
+    for stem in ("serialized_state_dict", "serialized_constants"):
+        is_json = f"{stem}.json" in archive.by_name
+        records.append(f"{stem}.json" if is_json else f"{stem}.pt")
     return _read_nested(archive, name, UP_TO_2_7, GRAPH, records)
 
 
@@ -381,7 +386,7 @@ def read_2_8(archive: Archive, root: str, name: str) -> Program:
 def _read_nested(
     archive: Archive, name: str, layout: str, model: str, records: list[str]
 ) -> Program:
-    homes: dict[Storage, Home] = {}
+    homes: dict[Storage, StoragePlace] = {}
     left: list[Unreached] = []
     weights = _nested_entries(archive, records[0], homes, left)
     constants: Entries = ((), ())
@@ -407,32 +412,42 @@ def renamed_until_2_8(
     """
     pickle, _, inner = open_record(program.archive, index)
     pairs = {names.get(key, key): node for key, node in (pairs_of(pickle.root) or {}).items()}
+    root: Any = pairs
     if type(pickle.root) is Call:
-        pickle.root.pairs = pairs
-    return inner, dumped(pickle.root if type(pickle.root) is Call else pairs, pickle.protocol)[0]
+        root = pickle.root
+        root.pairs = pairs
+    return inner, dumped(root, pickle.protocol)[0]
 
 
 def _nested_entries(
-    archive: Archive, record: str, homes: dict[Storage, Home], left: list[Unreached]
+    archive: Archive, record: str, homes: dict[Storage, StoragePlace], left: list[Unreached]
 ) -> Entries:
     """Return the tensors and the other objects of the dict in the record."""
     pickle, storages, inner = open_record(archive, record)
     pairs = pairs_of(pickle.root)
     if pairs is None or not all(type(key) is str for key in pairs):
         raise damaged(archive.path, f"its record {record} is not a state dict")
-    entries = [entry_of(key, node, storages) for key, node in pairs.items() if is_tensor(node)]
-    tensors = tuple(replace(entry, payload=payload_of(record, entry)) for entry in entries)
-    objects = tuple(
-        extra_of(key, node, storages) for key, node in pairs.items() if not is_tensor(node)
-    )
-    for found in unreached(
-        pickle.root, storages, torch_zip.sizes_in(inner, torch_zip.folder_of(inner))
-    ):
-        left.append(replace(found, path=f"{record}: {found.path}"))
-    homes.update(
-        (storage, Home(record, inner, f"data/{key}")) for key, storage in storages.found.items()
-    )
-    return tensors, objects
+    tensors: list[TensorEntry] = []
+    objects: list[ExtraEntry] = []
+    for key, node in pairs.items():
+        if is_tensor(node):
+            entry = entry_of(key, node, storages)
+            tensors.append(replace(entry, payload=payload_of(record, entry)))
+        else:
+            objects.append(extra_of(key, node, storages))
+    sizes = torch_zip.sizes_in(inner, torch_zip.folder_of(inner))
+    for storage in unreached(pickle.root, storages, sizes):
+        left.append(replace(storage, path=f"{record}: {storage.path}"))
+    homes.update(_homes(record, inner, storages))
+    return tuple(tensors), tuple(objects)
+
+
+def _homes(record: str, inner: Archive, storages: Storages) -> dict[Storage, StoragePlace]:
+    """Return the place of each storage in the torch zip `inner`, which is the content of the
+    record.
+    """
+    by_key = storages.by_key.items()
+    return {storage: StoragePlace(record, inner, f"data/{key}") for key, storage in by_key}
 
 
 def payload_of(record: str, entry: TensorEntry) -> Role:
@@ -468,9 +483,14 @@ _WEIGHTS = map_of(items(TEXT, SHAPE, SHAPE, COUNT))  # the record, sizes, stride
 
 
 def compiled_models(archive: Archive, root: str) -> list[str]:
-    start = root + COMPILED
-    inside = [r.name.removeprefix(start) for r in archive.records if r.name.startswith(start)]
-    return list(dict.fromkeys(name.partition("/")[0] for name in inside if "/" in name))
+    """Return the names of the folders in ``data/aotinductor``."""
+    names: dict[str, None] = {}
+    for record in archive.by_name:
+        if record.startswith(root + COMPILED):
+            name, slash, _ = record.removeprefix(root + COMPILED).partition("/")
+            if slash:
+                names[name] = None
+    return list(names)
 
 
 def read_compiled(archive: Archive, root: str, name: str) -> Program:
@@ -508,31 +528,31 @@ def _lifted(archive: Archive, files: list[str]) -> set[str]:
     """Return the constants of the model's code, which are not weights, by the C++ source in the
     package.
     """
-    found: set[str] = set()
+    constants: set[str] = set()
     for file in files:
-        if file.endswith(".cpp") and archive.by_name[file].nbytes <= limits().json_bytes:
-            text = read_record(archive, archive.by_name[file], limits().json_bytes).decode(
-                errors="replace"
-            )
-            kinds = {match[1]: match[2] for match in _KIND.finditer(text)}
-            names = {match[1]: match[2] for match in _FQN.finditer(text)}
-            found.update(name for number, name in names.items() if kinds.get(number) in _LIFTED)
-    return found
+        record = archive.by_name[file]
+        if not file.endswith(".cpp") or record.nbytes > limits().json_bytes:
+            continue
+        code = read_record(archive, record, limits().json_bytes).decode(errors="replace")
+        kinds = {match[1]: match[2] for match in _KIND.finditer(code)}
+        for match in _FQN.finditer(code):
+            if kinds.get(match[1]) in _LIFTED:
+                constants.add(match[2])
+    return constants
 
 
 def _compiled_entries(
     archive: Archive, root: str, config: str
-) -> tuple[tuple[TensorEntry, ...], dict[Storage, Home]]:
+) -> tuple[tuple[TensorEntry, ...], dict[Storage, StoragePlace]]:
     """Return the weights: each is ``tensor.as_strided(sizes, strides, offset)`` of the one tensor
     in its record.
     """
     entries: list[TensorEntry] = []
-    homes: dict[Storage, Home] = {}
+    homes: dict[Storage, StoragePlace] = {}
     complete: dict[str, TensorEntry] = {}
     try:
-        for fqn, (file, sizes, strides, offset) in read_json(
-            archive, config, _WEIGHTS, "torch"
-        ).items():
+        weights = read_json(archive, config, _WEIGHTS, "torch")
+        for fqn, (file, sizes, strides, offset) in weights.items():
             record = f"{root}data/weights/{file}"
             if record not in complete:
                 pickle, storages, inner = open_record(archive, record)
@@ -540,10 +560,7 @@ def _compiled_entries(
                     raise damaged(archive.path, f"its record {record} is not a tensor")
                 tensor = entry_of(record, pickle.root, storages)
                 complete[record] = replace(tensor, payload=payload_of(record, tensor))
-                homes.update(
-                    (storage, Home(record, inner, f"data/{key}"))
-                    for key, storage in storages.found.items()
-                )
+                homes.update(_homes(record, inner, storages))
             if len(sizes) != len(strides):
                 raise ValueError(f"{fqn} has {len(sizes)} sizes and {len(strides)} strides")
             view = replace(
@@ -562,11 +579,12 @@ def _compiled_entries(
 
 def _shared(archive: Archive, root: str, name: str) -> Mapping[str, list[str]]:
     """Return for each record the other models whose weights are in it."""
-    found: dict[str, list[str]] = {}
+    shared: dict[str, list[str]] = {}
     for other in compiled_models(archive, root):
         config = f"{root}{COMPILED}{other}/{_WEIGHTS_CONFIG}"
         if other == name or config not in archive.by_name:
             continue
-        for file in {entry[0] for entry in read_json(archive, config, _WEIGHTS, "torch").values()}:
-            found.setdefault(f"{root}data/weights/{file}", []).append(other)
-    return found
+        weights = read_json(archive, config, _WEIGHTS, "torch")
+        for file in {file for file, *_ in weights.values()}:
+            shared.setdefault(f"{root}data/weights/{file}", []).append(other)
+    return shared

@@ -33,6 +33,7 @@ from ckpttool.core.checkpoint import (
     Section,
     Storage,
     TensorEntry,
+    Unreached,
     in_row_major,
 )
 from ckpttool.core.dtypes import itemsize
@@ -72,6 +73,45 @@ def read(pattern: str) -> Checkpoint:
     return assembled(pattern, {path: rank_file(path) for path in paths})
 
 
+def assembled(pattern: str, files: Mapping[str, Checkpoint]) -> Checkpoint:
+    """Return the files of all ranks, by their paths, as one checkpoint, which `pattern` names."""
+    paths = list(files)
+    saved_by = {path: saved_by_rank(file) for path, file in files.items()}
+    if len(paths) == 1 and saved_by[paths[0]] is None:
+        return replace(files[paths[0]], source=pattern)
+    ordered, notes = _in_rank_order(pattern, saved_by)
+    ranks = [files[path] for path in ordered]
+    by_path: dict[str, list[Section | None]] = {}  # each section, of each rank
+    for rank, checkpoint in enumerate(ranks):
+        for section in checkpoint.sections:
+            by_path.setdefault(section.path, [None] * len(ranks))[rank] = section
+    merge = _Merge()
+    merged = tuple(merge.section(path, sections) for path, sections in by_path.items())
+    merge.others(ranks)
+    unreached: list[Unreached] = []
+    for rank, checkpoint in enumerate(ranks):
+        unreached += [storage.of(f"rank {rank}") for storage in checkpoint.unreached]
+    shown = [f"rank {rank} {os.path.basename(path)}" for rank, path in enumerate(ordered)]
+    notes.append(f"the files of {len(ordered)} ranks: {some(shown, 8)}")
+    if merge.problems:
+        raise CkptError(
+            f"the files of {pattern} are not the parts of one checkpoint",
+            hint=merge.hint,
+            problems=merge.problems,
+        )
+    return Checkpoint(
+        pattern,
+        NAME,
+        sum(rank.nbytes for rank in ranks),
+        merged,
+        others=ranks[0].others,
+        objects=ranks[0].objects,
+        container=ranks[0].container,
+        notes=(*notes, *merge.notes),
+        unreached=tuple(unreached),
+    )
+
+
 def rank_file(path: str) -> Checkpoint:
     """Read the file of one rank. Raises `CkptError` if torch.save did not write it."""
     kind = recognise(path).format.name
@@ -88,45 +128,6 @@ def rank_file(path: str) -> Checkpoint:
             hint="name the one checkpoint that you want to read",
         )
     return torch_zip.read(path)
-
-
-def assembled(pattern: str, files: Mapping[str, Checkpoint]) -> Checkpoint:
-    """Return the files of all ranks, by their paths, as one checkpoint, which `pattern` names."""
-    paths = list(files)
-    # rank and number of ranks, if a tensor of the file is sharded
-    saved_by = {path: saved_by_rank(file) for path, file in files.items()}
-    if len(paths) == 1 and saved_by[paths[0]] is None:
-        return replace(files[paths[0]], source=pattern)
-    ordered, notes = _in_rank_order(pattern, saved_by)
-    ranks = [files[path] for path in ordered]
-    by_path = [{section.path: section for section in rank.sections} for rank in ranks]
-    merge = _Merge()
-    sections = tuple(
-        merge.section(path, [sections.get(path) for sections in by_path])
-        for path in dict.fromkeys(path for sections in by_path for path in sections)
-    )
-    merge.others(ranks)
-    shown = [f"rank {rank} {os.path.basename(path)}" for rank, path in enumerate(ordered)]
-    notes.append(f"the files of {len(ordered)} ranks: {some(shown, 8)}")
-    if merge.problems:
-        raise CkptError(
-            f"the files of {pattern} are not the parts of one checkpoint",
-            hint=merge.hint,
-            problems=merge.problems,
-        )
-    return Checkpoint(
-        pattern,
-        NAME,
-        sum(rank.nbytes for rank in ranks),
-        sections,
-        others=ranks[0].others,
-        objects=ranks[0].objects,
-        container=ranks[0].container,
-        notes=(*notes, *merge.notes),
-        unreached=tuple(
-            own.of(f"rank {number}") for number, rank in enumerate(ranks) for own in rank.unreached
-        ),
-    )
 
 
 # Ranks
@@ -146,51 +147,65 @@ def saved_by_rank(file: Checkpoint) -> tuple[int, int] | None:
 def _in_rank_order(
     pattern: str, saved_by: Mapping[str, tuple[int, int] | None]
 ) -> tuple[list[str], list[str]]:
+    """Return the paths in the order of the ranks, and notes on names that say another rank."""
     numbers = _numbers(list(saved_by))
-    known = {path: found for path, found in saved_by.items() if found is not None}
-    ranks = {path: rank for path, (rank, _) in known.items()} or numbers
-    sizes = {size for _, size in known.values()} or {max(len(ranks), *ranks.values(), 0)}
-    why = "other files do" if known else "nor does a number in its name"
-    problems = [
-        Problem(f"does not say its rank, {why}", path) for path in saved_by if path not in ranks
-    ]
-    if len(sizes) > 1:
-        problems += [
-            Problem(f"comes from a run of {size} ranks", path) for path, (_, size) in known.items()
-        ]
+    ranks: dict[str, int] = {}
+    world_sizes: dict[str, int] = {}
+    for path, rank_and_size in saved_by.items():
+        if rank_and_size is not None:
+            ranks[path], world_sizes[path] = rank_and_size
+    why = "other files do" if ranks else "nor does a number in its name"
+    ranks = ranks or numbers
+    unknown = [path for path in saved_by if path not in ranks]
+    problems = [Problem(f"does not say its rank, {why}", path) for path in unknown]
+    if len(set(world_sizes.values())) > 1:
+        for path, size in world_sizes.items():
+            problems.append(Problem(f"comes from a run of {size} ranks", path))
     else:
-        count = Counter(ranks.values())
-        problems += [
-            Problem(f"is rank {rank}, as another file is", p)
-            for p, rank in ranks.items()
-            if count[rank] > 1
-        ]
-        missing = islice((rank for rank in range(sizes.pop()) if rank not in count), MOST_MISSING)
-        problems += [Problem("no file is of this rank", f"rank {rank}") for rank in missing]
+        size = max(len(ranks), *ranks.values(), 0)
+        problems += _rank_problems(ranks, next(iter(world_sizes.values()), size))
     if problems:
         raise CkptError(
             f"{pattern} does not name the files of all ranks of one run",
             hint=ALL_RANKS,
             problems=problems,
         )
-    notes = [
-        f"rank {rank} saved {path}, although the number in its name is {numbers[path]}"
-        for path, (rank, _) in known.items()
-        if numbers.get(path, rank) != rank
-    ]
+    notes = []
+    for path in world_sizes:
+        number = numbers.get(path, ranks[path])
+        if number != ranks[path]:
+            text = f"rank {ranks[path]} saved {path}, although the number in its name is {number}"
+            notes.append(text)
     return sorted(ranks, key=lambda path: ranks[path]), notes
+
+
+def _rank_problems(ranks: Mapping[str, int], world_size: int) -> list[Problem]:
+    """List the ranks of which there are several files, or none."""
+    count = Counter(ranks.values())
+    problems = []
+    for path, rank in ranks.items():
+        if count[rank] > 1:
+            problems.append(Problem(f"is rank {rank}, as another file is", path))
+    missing = (rank for rank in range(world_size) if rank not in count)
+    for rank in islice(missing, MOST_MISSING):
+        problems.append(Problem("no file is of this rank", f"rank {rank}"))
+    return problems
 
 
 def _numbers(paths: Sequence[str]) -> dict[str, int]:
     """Return the number in which the paths differ, or of several the number that counts the paths;
-    empty if none.
+    empty if none::
+
+        run2/rank_0.pt  run2/rank_1.pt      0 and 1: the 2 is in both paths
     """
-    digits = [[int(number) for number in re.findall(r"\d{1,9}", path)] for path in paths]
-    alike = len({len(numbers) for numbers in digits}) == 1
-    varying = {column for column in zip(*digits) if len(set(column)) > 1} if alike else set()
-    counting = {column for column in varying if sorted(column) == list(range(len(paths)))}
-    telling = varying if len(varying) == 1 else counting
-    return dict(zip(paths, *telling)) if len(telling) == 1 else {}
+    by_path = [tuple(map(int, re.findall(r"\d{1,9}", path))) for path in paths]
+    if len(set(map(len, by_path))) != 1:
+        return {}
+    columns = set(zip(*by_path))  # the first number of each path, the second one, ...
+    varying = [column for column in columns if len(set(column)) > 1]
+    if len(varying) > 1:
+        varying = [column for column in varying if sorted(column) == list(range(len(paths)))]
+    return dict(zip(paths, varying[0])) if len(varying) == 1 else {}
 
 
 # Sections
@@ -206,24 +221,21 @@ class _Merge:
 
     def others(self, ranks: Sequence[Checkpoint]) -> None:
         """Check the other entries: rank 0's are kept, and the counters of steps must be equal."""
-        values = []
-        for rank in ranks:
-            assert isinstance(rank.container, Container)
-            pairs = pairs_of(rank.container.pickle.root) or {}
-            values.append(
-                {
-                    k: v
-                    for k, v in pairs.items()
-                    if type(k) is str and type(v) in (bool, int, float, str)
-                }
-            )
-        lost = dict.fromkeys(
-            key for rank in ranks for key in rank.others if key not in ranks[0].others
-        )
-        self.notes += [f"not copied: {key}, which rank 0 does not have" for key in lost]
-        for key in dict.fromkeys(key for plain in values for key in plain):
+        lost: dict[str, None] = {}
+        by_key: dict[str, list[Any]] = {}  # each plain value, of each rank
+        for rank, checkpoint in enumerate(ranks):
+            lost.update(dict.fromkeys(checkpoint.others))
+            assert isinstance(checkpoint.container, Container)
+            pairs = pairs_of(checkpoint.container.pickle.root) or {}
+            for key, value in pairs.items():
+                if type(key) is str and type(value) in (bool, int, float, str):
+                    by_key.setdefault(key, [_ABSENT] * len(ranks))[rank] = value
+        for key in lost:
+            if key not in ranks[0].others:
+                self.notes.append(f"not copied: {key}, which rank 0 does not have")
+        for key, values in by_key.items():
             if not _COUNTERS.isdisjoint(word.lower() for word in _WORD.findall(key)):
-                self._is_same(key, [plain.get(key, _ABSENT) for plain in values])
+                self._is_same(key, values)
 
     def _is_same(self, path: str, values: Sequence[Any]) -> bool:
         """Return True if all ranks that have the value have the same, or one of the same kind; else
@@ -234,10 +246,9 @@ class _Merge:
             if value is not _ABSENT:
                 ranks.setdefault(_described(value), rank)
         if len(ranks) > 1:
-            (one, first), (other, second), *_ = ranks.items()
-            self.problems.append(
-                Problem(f"is {one} on rank {first}, and {other} on rank {second}", path)
-            )
+            (value, rank), (other, other_rank), *_ = ranks.items()
+            text = f"is {value} on rank {rank}, and {other} on rank {other_rank}"
+            self.problems.append(Problem(text, path))
         return len(ranks) == 1
 
     def section(self, path: str, sections: Sequence[Section | None]) -> Section:
@@ -245,15 +256,14 @@ class _Merge:
         self._is_same(path, [_ABSENT if section is None else section.kind for section in sections])
         if first.mapping is not None:
             tensors: list[TensorEntry] = []
-            mapping = self._value(
-                [_ABSENT if s is None else s.mapping for s in sections], tensors, path
-            )
+            mappings = [_ABSENT if section is None else section.mapping for section in sections]
+            mapping = self._value(mappings, tensors, path)
             return replace(first, tensors=tuple(tensors), mapping=mapping)
-        by_key = [{} if section is None else section.by_key() for section in sections]
-        keys = dict.fromkeys(key for entries in by_key for key in entries)
-        merged = [
-            self._entry([entries.get(key) for entries in by_key], dotted(path, key)) for key in keys
-        ]
+        by_key: dict[str, list[TensorEntry | ExtraEntry | None]] = {}  # each entry, of each rank
+        for rank, section in enumerate(sections):
+            for key, entry in section.by_key().items() if section is not None else ():
+                by_key.setdefault(key, [None] * len(sections))[rank] = entry
+        merged = [self._entry(entries, dotted(path, key)) for key, entries in by_key.items()]
         return replace(
             first,
             modules=self._modules(path, sections),
@@ -265,19 +275,22 @@ class _Merge:
         self, path: str, sections: Sequence[Section | None]
     ) -> Mapping[str, object] | None:
         """Return the versions of modules (``_metadata``) of the first rank that has some."""
-        by_rank = {
-            rank: section.modules for rank, section in enumerate(sections) if section is not None
-        }
-        first = next((rank for rank, modules in by_rank.items() if modules is not None), None)
-        modules = None if first is None else by_rank[first]
-        other = [f"rank {rank}" for rank, others in by_rank.items() if others != modules]
+        by_rank: dict[int, Mapping[str, object] | None] = {}
+        first = None
+        for rank, section in enumerate(sections):
+            if section is not None:
+                by_rank[rank] = section.modules
+                if first is None and section.modules is not None:
+                    first = rank
+        if first is None:
+            return None
+        other = [f"rank {rank}" for rank, modules in by_rank.items() if modules != by_rank[first]]
         if other:
             self.notes.append(
                 f"{dotted(path, '_metadata')} (module versions) differs or is missing on"
-                f" {some(other, 8)}: "
-                f"rank {first}'s is used"
+                f" {some(other, 8)}: rank {first}'s is used"
             )
-        return modules
+        return by_rank[first]
 
     def _value(self, values: Sequence[Any], tensors: list[TensorEntry], path: str) -> Any:
         """Merge the values at `path` of an optimizer's state dict. Its tensors are added to
@@ -291,20 +304,20 @@ class _Merge:
             tensors.extend([entry] if isinstance(entry, TensorEntry) else [])
             return entry
         if isinstance(first, Mapping):
-            maps = [{} if value is _ABSENT else value for value in values]
-            return {
-                key: self._value(
-                    [one.get(key, _ABSENT) for one in maps], tensors, f"{path}.{key}".lstrip(".")
-                )
-                for key in dict.fromkeys(key for one in maps for key in one)
-            }
+            inside: dict[Any, list[Any]] = {}
+            for rank, mapping in enumerate(values):
+                for key, value in mapping.items() if mapping is not _ABSENT else ():
+                    inside.setdefault(key, [_ABSENT] * len(values))[rank] = value
+            merged = {}
+            for key, by_rank in inside.items():
+                merged[key] = self._value(by_rank, tensors, f"{path}.{key}".lstrip("."))
+            return merged
         if isinstance(first, (list, tuple)):
-            columns = [
-                [v[at] if v is not _ABSENT else v for v in values] for at in range(len(first))
-            ]
-            return type(first)(
-                self._value(column, tensors, f"{path}.{at}") for at, column in enumerate(columns)
-            )
+            parts = []
+            for at in range(len(first)):
+                by_rank = [_ABSENT if value is _ABSENT else value[at] for value in values]
+                parts.append(self._value(by_rank, tensors, f"{path}.{at}"))
+            return type(first)(parts)
         return first
 
     def _entry(
@@ -313,30 +326,13 @@ class _Merge:
         present = [entry for entry in entries if entry is not None]
         first = present[0]
         try:
-            kind = next(
-                (kind for kind in (SHARDED_TENSOR, DTENSOR) if kind in map(shard_kind, present)),
-                None,
-            )
-            if kind is not None:
-                return _assembled(entries, first.key, kind)
-            parts = [
-                entry
-                for entry in present
-                if isinstance(entry, TensorEntry) and entry.storage is not None
-            ]
-            if len(parts) == len(present):
-                by_rank = tuple(
-                    entry if isinstance(entry, TensorEntry) else None for entry in entries
-                )
-                if is_flat(first.key):
-                    return _end_to_end(by_rank, first.key)
-                return replace(
-                    parts[0], payload=RankParts(by_rank, whole=False, copies=(tuple(parts),))
-                )
+            assembled = _assembled(entries, present)
         except CkptError as error:
             self.hint = error.hint if isinstance(error, Unsupported) else self.hint
             self.problems += error.problems or [Problem(error.message, first.key)]
             return first
+        if assembled is not None:
+            return assembled
         # Objects, and tensors that are not dense: rank 0's, if all ranks have the same.
         if not all(same_values(first, entry) for entry in present[1:]):
             if any(isinstance(entry, TensorEntry) for entry in present):
@@ -360,6 +356,30 @@ def _described(value: Any) -> str:
 
 
 def _assembled(
+    entries: Sequence[TensorEntry | ExtraEntry | None], present: Sequence[TensorEntry | ExtraEntry]
+) -> TensorEntry | None:
+    """Return the tensor of the ranks' parts; None if they are no parts: objects, or not dense.
+
+    `present` are the entries of the ranks that have one. Raises `CkptError` for parts that do not
+    fit.
+    """
+    key = present[0].key
+    kinds = set(map(shard_kind, present))
+    for kind in (SHARDED_TENSOR, DTENSOR):
+        if kind in kinds:
+            return _of_shards(entries, key, kind)
+    parts = []
+    for entry in present:
+        if isinstance(entry, ExtraEntry) or entry.storage is None:
+            return None
+        parts.append(entry)
+    by_rank = tuple(entry if isinstance(entry, TensorEntry) else None for entry in entries)
+    if is_flat(key):
+        return _end_to_end(by_rank, key)
+    return replace(parts[0], payload=RankParts(by_rank, whole=False, copies=(tuple(parts),)))
+
+
+def _of_shards(
     entries: Sequence[TensorEntry | ExtraEntry | None], key: str, kind: str
 ) -> TensorEntry:
     sharded = [entry for entry in entries if entry is not None and shard_kind(entry) == kind]

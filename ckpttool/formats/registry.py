@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 from ckpttool.core.checkpoint import IN_MEMORY, Checkpoint
@@ -199,11 +200,14 @@ def recognise(path: str) -> Match:
     """
     look = Look(path)
     match = _first(TABLE, look)
-    if match is None and look.is_folder:
-        match = _inside(look, folders.file_inside(look))
-    if match is None and signatures.is_damaged_safetensors(look):
-        match = Match(FORMATS["safetensors"], path)
-    return match or _by_package(look)
+    if match is not None:
+        return match
+    inside = folders.file_inside(look) if look.is_folder else None
+    if inside is not None:
+        return recognise(inside)
+    if signatures.is_damaged_safetensors(look):
+        return Match(FORMATS["safetensors"], path)
+    return _by_package(look)
 
 
 def _first(formats: Iterable[Format], look: Look) -> Match | None:
@@ -212,10 +216,6 @@ def _first(formats: Iterable[Format], look: Look) -> Match | None:
         if path is not None:
             return Match(row, path)
     return None
-
-
-def _inside(look: Look, path: str | None) -> Match | None:
-    return None if path is None else recognise(path)
 
 
 def _by_package(look: Look) -> Match:
@@ -234,7 +234,7 @@ def _by_package(look: Look) -> Match:
             continue
         if match is not None:
             return match
-    endings = tuple(ending for row in formats for ending in row.endings)
+    endings = tuple(chain(*(row.endings for row in formats)))
     inside = folders.file_inside(look, endings) if look.is_folder and endings else None
     if inside is not None:
         return recognise(inside)
@@ -252,24 +252,17 @@ def format_for(out: str) -> Format:
     """Return the format of the ending of `out`. Raises `CkptError` for an ending that no format
     has.
     """
-    match = _with_ending(out, TABLE) or _with_ending(out, installed().formats)
-    if match is not None:
-        return match
+    endings: list[str] = []
+    for row in (*TABLE, *installed().formats):
+        of_row = (*row.endings, row.index) if row.index else row.endings
+        if out.lower().endswith(of_row):
+            return row
+        endings += of_row
     ending = os.path.splitext(out)[1]
-    rows = (*TABLE, *installed().formats)
-    known = " ".join(text for row in rows for text in (*row.endings, row.index) if text)
     raise CkptError(
         f"{out}: no format has the ending {ending!r}",
-        hint=f"choose one of {known}, or name a folder",
+        hint=f"choose one of {' '.join(endings)}, or name a folder",
     )
-
-
-def _with_ending(out: str, formats: Iterable[Format]) -> Format | None:
-    for row in formats:
-        endings = (*row.endings, row.index) if row.index else row.endings
-        if out.lower().endswith(endings):
-            return row
-    return None
 
 
 def is_index_name(name: str) -> bool:

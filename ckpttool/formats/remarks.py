@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
-from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, TensorEntry
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.text import Note, human_bytes, is_flat, plural, some
 from ckpttool.io.paths import name
@@ -31,13 +32,12 @@ _DEEPSPEED = {"ds_version", "ds_config"}  # keys in every file that DeepSpeed sa
 def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return sentences for `Checkpoint.notes`; none for most checkpoints."""
     notes = []
-    if checkpoint.unreached and checkpoint.format != "torchscript":  # its reader adds another note
-        names = some([unreached.path for unreached in checkpoint.unreached])
-        size = human_bytes(sum(unreached.storage.nbytes for unreached in checkpoint.unreached))
-        notes.append(
-            f"{plural(len(checkpoint.unreached), 'storage')} ({size}) of no tensor that is"
-            f" understood: {names}"
-        )
+    unreached = checkpoint.unreached
+    if unreached and checkpoint.format != "torchscript":  # its reader adds another note
+        names = some([storage.path for storage in unreached])
+        size = human_bytes(sum(storage.storage.nbytes for storage in unreached))
+        count = plural(len(unreached), "storage")
+        notes.append(f"{count} ({size}) of no tensor that is understood: {names}")
     is_deepspeed = bool(_DEEPSPEED & set(checkpoint.others))
     if is_deepspeed:
         part = "the model's part" if "param_shapes" in checkpoint.others else "one rank's part"
@@ -45,56 +45,61 @@ def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
             f"{part} of a DeepSpeed checkpoint: with ZeRO every rank's file holds some of the fp32"
             f" weights; {_GATHER}"
         )
-    # FSDP1 may leave empty tensors, on ranks that hold nothing of a parameter.
-    states = [
-        s
-        for s in checkpoint.state_dicts
-        if not any(map(is_flat, [entry.key for entry in s.tensors]))
-    ]
-    states = [] if checkpoint.format == "rank_files" else states
-    floating = [entry for section in states for entry in section.tensors if "float" in entry.dtype]
-    hollow = sum(map(is_placeholder, floating))
-    if hollow and (is_deepspeed or 1 < hollow == len(floating)):
+    floating = _floating_tensors(checkpoint)
+    hollow = sum(is_placeholder(entry) for entry in chain(*floating))
+    if hollow and (is_deepspeed or 1 < hollow == sum(map(len, floating))):
         notes.append(
             f"{hollow} tensors have shape [0]: ZeRO-3 placeholders, the values are in the ranks'"
             f" files; {_GATHER}"
         )
-    notes += (note for note in map(_partitioned, states) if note)
+    notes += filter(None, map(_partitioned, floating))
     return tuple(notes)
 
 
-def _partitioned(section: Section) -> str:
+def _floating_tensors(checkpoint: Checkpoint) -> list[list[TensorEntry]]:
+    """Return the floating tensors of each state dict in which ZeRO-3 may have left placeholders."""
+    if checkpoint.format == "rank_files":
+        return []
+    by_section = []
+    for section in checkpoint.state_dicts:
+        # FSDP1 may leave empty tensors, on ranks that hold nothing of a parameter.
+        if not any(is_flat(entry.key) for entry in section.tensors):
+            by_section.append([entry for entry in section.tensors if "float" in entry.dtype])
+    return by_section
+
+
+def _partitioned(floating: Sequence[TensorEntry]) -> str:
     """Return a note on weights of which ZeRO-3 has left one element; empty if there are none.
 
     A weight of one element can be right (a norm of one channel, PReLU), but not if its own bias has
     more elements: DeepSpeed does not partition small parameters. The weight of a linear layer or an
     embedding has two dimensions, which only the names show.
     """
-    floating = [entry for entry in section.tensors if "float" in entry.dtype]
     single = [entry.key for entry in floating if entry.shape == (1,)]
-    weights = [key for key in single if key.endswith(".weight")]
-    biases = {
-        entry.key: entry.numel
-        for entry in floating
-        if entry.key.endswith("bias") and entry.numel > 1
-    }
-    small = (
-        next((key for key in weights if key.removesuffix("weight") + "bias" in biases), None)
-        if biases
-        else None
-    )
-    matrix = next((key for key in weights if _MATRIX.fullmatch(key.rsplit(".", 2)[-2])), None)
-    if small is None and (matrix is None or 2 * len(single) <= len(floating)):
+    evidence = _evidence(single, floating)
+    if not evidence:
         return ""
-    if small is None:
-        evidence = f"likely, as {matrix}"
-    else:
-        evidence = f"{small} next to a bias of {biases[small.removesuffix('weight') + 'bias']}"
     count = plural(len(single), "tensor")
     return (
         f"{count} of shape [1], as ZeRO-3 leaves parameters that it has partitioned"
         f" ({evidence}); {_GATHER}"
     )
+
+
+def _evidence(single: Sequence[str], floating: Sequence[TensorEntry]) -> str:
+    """Return why a weight that is left with a `single` element had more; empty if none had."""
+    weights = [key for key in single if key.endswith(".weight")]
+    if not weights:
+        return ""
+    numels = {entry.key: entry.numel for entry in floating}
+    for weight in weights:
+        numel = numels.get(weight.removesuffix("weight") + "bias", 0)
+        if numel > 1:
+            return f"{weight} next to a bias of {numel}"
+    matrix = next((key for key in weights if _MATRIX.fullmatch(key.rsplit(".", 2)[-2])), None)
+    if matrix is None or 2 * len(single) <= len(floating):
+        return ""
+    return f"likely, as {matrix}"
 
 
 def is_placeholder(entry: TensorEntry) -> bool:
@@ -106,26 +111,22 @@ MARK = "ckpttool.form"
 
 def read_form(checkpoint: Checkpoint) -> Checkpoint:
     """Return `checkpoint` with the marks of the file moved to `Section.form`."""
-    form = _known(checkpoint.metadata.get(MARK))
-    metadata = {name: value for name, value in checkpoint.metadata.items() if name != MARK}
+    metadata = dict(checkpoint.metadata)
+    form_of_file = metadata.pop(MARK, None)
     sections = []
     for section in checkpoint.sections:
-        own = form
+        form: object = form_of_file
         if section.modules is not None and MARK in section.modules:
-            mark = section.modules[MARK]
-            own = _known(mark.get("form") if isinstance(mark, Mapping) else None)
-            section = replace(
-                section, modules={path: v for path, v in section.modules.items() if path != MARK}
-            )
-        sections.append(section if own is None else replace(section, form=own))
-    marked = tuple(sections) != checkpoint.sections or metadata != checkpoint.metadata
-    return (
-        replace(checkpoint, sections=tuple(sections), metadata=metadata) if marked else checkpoint
-    )
-
-
-def _known(form: object) -> str | None:
-    return next((known for known in (SERIALIZED, RUNTIME) if known == form), None)
+            modules = dict(section.modules)
+            mark = modules.pop(MARK)
+            form = mark.get("form") if isinstance(mark, Mapping) else None
+            section = replace(section, modules=modules)
+        if form in (SERIALIZED, RUNTIME):
+            section = replace(section, form=str(form))
+        sections.append(section)
+    if tuple(sections) == checkpoint.sections and metadata == checkpoint.metadata:
+        return checkpoint
+    return replace(checkpoint, sections=tuple(sections), metadata=metadata)
 
 
 def write_form(checkpoint: Checkpoint, *, in_metadata: bool) -> Checkpoint:
@@ -137,25 +138,27 @@ def write_form(checkpoint: Checkpoint, *, in_metadata: bool) -> Checkpoint:
         return checkpoint
     if in_metadata:
         return replace(checkpoint, metadata={**checkpoint.metadata, MARK: forms[0]})
-    sections = tuple(
-        s if s.form is None else replace(s, modules={**(s.modules or {}), MARK: {"form": s.form}})
-        for s in checkpoint.sections
-    )
-    return replace(checkpoint, sections=sections)
+    sections = []
+    for section in checkpoint.sections:
+        if section.form is not None:
+            modules = {**(section.modules or {}), MARK: {"form": section.form}}
+            section = replace(section, modules=modules)
+        sections.append(section)
+    return replace(checkpoint, sections=tuple(sections))
 
 
 def one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return a warning if the file holds one rank's part of its tensors; else nothing."""
     if checkpoint.format == "rank_files":
         return ()
-    entries = [entry for section in checkpoint.sections for entry in section.entries]
+    entries = list(chain(*(section.entries for section in checkpoint.sections)))
     with_payload = [entry for entry in entries if entry.payload is not None]
     certain = False
     if with_payload:
         from ckpttool.containers.rank_shards import shard_kind  # most files have no payloads
 
         certain = any(map(shard_kind, with_payload))
-    if not certain and not any(map(is_flat, [entry.key for entry in entries])):
+    if not certain and not any(is_flat(entry.key) for entry in entries):
         return ()
     path = checkpoint.source.partition("::")[0]
     pattern = _RANK.sub(r"\1*", path) if _RANK.search(name(path)) else "rank_*.pt"

@@ -120,8 +120,9 @@ def _plain_tensors(text: str, at: int, data: Span) -> dict[str, TensorEntry] | N
 
     `data` are the bytes after the header.
     """
-    known: dict[str, _Alike | None] = {}
-    found: dict[str, TensorEntry] = {}
+    # `"dtype":…,"shape":…` as it is written -> what it means: most tensors repeat one
+    read_before: dict[str, _Alike | None] = {}
+    tensors: dict[str, TensorEntry] = {}
     start, path, in_order, reach, count = data.offset, data.path, True, 0, 0
     last = ""
     for match in _TENSOR.finditer(text, at):
@@ -129,31 +130,34 @@ def _plain_tensors(text: str, at: int, data: Span) -> dict[str, TensorEntry] | N
             return None
         at = match.end()
         key, described, begins, ends, last = match.groups()
-        if described not in known:
-            known[described] = _alike(described + "}")
-        likeness = known[described]
+        if described not in read_before:
+            read_before[described] = _alike(described + "}")
+        likeness = read_before[described]
         begin, end = int(begins), int(ends)
         if likeness is None or end - begin != likeness[3]:
             return None
         dtype, shape, stride, length = likeness
-        found[key] = TensorEntry(
+        tensors[key] = TensorEntry(
             key, dtype, shape, stride, 0, Storage(Span(path, start + begin, length))
         )
         count += 1
         in_order = in_order and begin == reach
         reach = end
-    if at != len(text) or not last.startswith("}") or len(found) != count:
+    if at != len(text) or not last.startswith("}") or len(tensors) != count:
         return None
     in_order = in_order and reach == data.length
-    return found if in_order or _is_covered(found.values(), data) else None
+    return tensors if in_order or _is_covered(tensors.values(), data) else None
 
 
 def _is_covered(tensors: Iterable[TensorEntry], data: Span) -> bool:
     """Return whether the tensors, in some order, cover `data` without gaps and overlaps."""
+    places = []
+    for entry in tensors:
+        span = entry.span
+        if span is not None:
+            places.append((span.offset, span.length))
     reach = data.offset
-    for offset, length in sorted(
-        (span.offset, span.length) for entry in tensors if (span := entry.span)
-    ):
+    for offset, length in sorted(places):
         if offset != reach:
             return False
         reach += length
@@ -204,9 +208,7 @@ def _strictly(text: str, data: Span) -> _Content:
     if not _is_metadata(metadata):
         raise _invalid(data.path, f"{METADATA} is not a dict of strings")
     _check(data.path, infos, data.length)
-    return metadata, tuple(
-        _entry(data.path, data.offset, name, info) for name, info in infos.items()
-    )
+    return metadata, tuple(_entry(data, name, info) for name, info in infos.items())
 
 
 def _read_text(path: str) -> tuple[str, Span, Span]:
@@ -233,15 +235,13 @@ def _read_text(path: str) -> tuple[str, Span, Span]:
     if not raw.startswith(b"{"):
         raise _invalid(path, "its header does not begin with '{'")
     try:
-        return (
-            raw.decode(),
-            Span(path, 8 + begin, len(raw)),
-            Span(path, 8 + length, nbytes - 8 - length),
-        )
+        text = raw.decode()
     except UnicodeDecodeError as error:
         raise _invalid(
             path, f"its header is not UTF-8: {error.reason} at byte {error.start}"
         ) from error
+    data_start = 8 + length
+    return text, Span(path, 8 + begin, len(raw)), Span(path, data_start, nbytes - data_start)
 
 
 def _is_metadata(value: Any) -> bool:
@@ -252,22 +252,18 @@ def _check(path: str, infos: Mapping[str, Any], data_length: int) -> None:
     """Run every check of the reference reader: on each entry, then that the entries cover the data
     without gaps.
     """
-    problems = [
-        Problem(problem, name) for name, info in infos.items() if (problem := _problem(info))
-    ]
+    problems = []
+    for name, info in infos.items():
+        problem = _problem(info)
+        if problem is not None:
+            problems.append(Problem(problem, name))
     end = 0
-    if not problems:
-        for (begin, next_end), name in sorted(
-            (info["data_offsets"], name) for name, info in infos.items()
-        ):
-            if begin != end:
-                problems.append(
-                    Problem(
-                        f"its data begins at byte {begin}, the data before it ends at byte {end}",
-                        name,
-                    )
-                )
-            end = next_end
+    in_file = sorted((info["data_offsets"], name) for name, info in infos.items() if not problems)
+    for (begin, next_end), name in in_file:
+        if begin != end:
+            text = f"its data begins at byte {begin}, the data before it ends at byte {end}"
+            problems.append(Problem(text, name))
+        end = next_end
     if problems:
         raise _invalid(path, "its header describes tensors wrongly", problems)
     if end > data_length:
@@ -289,9 +285,7 @@ def _problem(info: Any) -> str | None:
         return "its shape is not a list of sizes"
     if not _are_sizes(offsets) or len(offsets) != 2:
         return "its data_offsets are not a begin and an end"
-    if len(info) > 3 and any(
-        isinstance(value, (dict, list)) for name, value in info.items() if name not in _FIELDS
-    ):
+    if any(isinstance(info[name], (dict, list)) for name in info.keys() - _FIELDS):
         return "it has fields that the format does not know"
     bits = _bits(shape, _BITS[code])
     if bits is None:
@@ -322,19 +316,18 @@ def _are_sizes(value: Any) -> bool:
     return not value or (min(value) >= 0 and max(value) <= _U64_MAX)
 
 
-def _entry(path: str, data_start: int, key: str, info: Mapping[str, Any]) -> TensorEntry:
+def _entry(data: Span, key: str, info: Mapping[str, Any]) -> TensorEntry:
+    """Return the tensor that the header describes; `data` are the bytes after the header."""
     code, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-    span = Span(path, data_start + begin, end - begin)
-    if code in _SUB_BYTE:
-        if code != PAIRS_IN_A_BYTE or shape[-1] % 2:
-            name = _SUB_BYTE[code][0]
-            return TensorEntry(
-                key, name, shape, (), 0, None, PACKED, span.length, Packed(code, shape, span)
-            )
+    span = Span(data.path, data.offset + begin, end - begin)
+    if code == PAIRS_IN_A_BYTE and not shape[-1] % 2:
         shape = (*shape[:-1], shape[-1] // 2)
-    return TensorEntry(
-        key, BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), 0, Storage(span)
-    )
+    elif code in _SUB_BYTE:
+        name = _SUB_BYTE[code][0]
+        payload = Packed(code, shape, span)
+        return TensorEntry(key, name, shape, (), 0, None, PACKED, span.length, payload)
+    dtype = BY_SAFETENSORS[code].name
+    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, Storage(span))
 
 
 def _invalid(path: str, problem: str, problems: Sequence[Problem] = ()) -> CkptError:
@@ -355,22 +348,24 @@ def overlapping(tensors: Iterable[TensorEntry]) -> dict[str, str]:
     tensors = tuple(tensors)
     if own_storages(tensors):
         return {}
-    by_storage: dict[int, list[tuple[int, int, tuple[int, str]]]] = {}
+    # begin and end in bytes, and the position in the section
+    by_storage: dict[int, list[tuple[int, int, int]]] = {}
     for position, entry in enumerate(tensors):
         if entry.storage is not None and entry.numel:
-            begin, end = (index * itemsize(entry.dtype) for index in (entry.offset, entry.end))
-            by_storage.setdefault(id(entry.storage), []).append((begin, end, (position, entry.key)))
-    found: list[tuple[int, str, str]] = []
-    for group in by_storage.values():
-        group.sort()
-        _, reach, widest = group[0]
-        for begin, end, current in group[1:]:
+            width = itemsize(entry.dtype)
+            place = (entry.offset * width, entry.end * width, position)
+            by_storage.setdefault(id(entry.storage), []).append(place)
+    pairs: list[tuple[int, str]] = []  # the position of a tensor, and the key of an earlier one
+    for places in by_storage.values():
+        places.sort()
+        _, reach, widest = places[0]
+        for begin, end, position in places[1:]:
             if begin < reach:
-                (_, first), (position, key) = sorted([widest, current])
-                found.append((position, key, first))
+                earlier, later = sorted((widest, position))
+                pairs.append((later, tensors[earlier].key))
             if end > reach:
-                reach, widest = end, current
-    return {key: other for _, key, other in sorted(found)}
+                reach, widest = end, position
+    return {tensors[position].key: key for position, key in sorted(pairs)}
 
 
 FORMAT = "safetensors"
@@ -449,9 +444,8 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
         return None
     if checkpoint.metadata != header.metadata:
         metadata = {METADATA: dict(checkpoint.metadata)} if checkpoint.metadata else {}
-        infos = {
-            name: info for name, info in strict_json.loads(raw.decode()).items() if name != METADATA
-        }
+        infos = strict_json.loads(raw.decode())
+        infos.pop(METADATA, None)
         raw = _encoded(strict_json.dumps(metadata | infos))
     if len(raw) > header.length:
         raise Refused(
@@ -470,27 +464,19 @@ def problems(checkpoint: Checkpoint) -> list[Problem]:
     if not checkpoint.sections:
         return [Problem("holds no state dict", checkpoint.source)]
     if len(checkpoint.sections) > 1 or checkpoint.sections[0].path:
-        return [
-            Problem("only one state dict, at the root, fits into a file", s.path)
-            for s in checkpoint.sections
-        ]
+        text = "only one state dict, at the root, fits into a file"
+        return [Problem(text, section.path) for section in checkpoint.sections]
     section = checkpoint.sections[0]
-    found = [Problem("not a tensor", extra.key) for extra in section.extras]
-    found += [
-        Problem(problem, entry.key)
-        for entry in section.tensors
-        if (problem := tensor_problem(entry))
-    ]
-    found += [
-        Problem("the name is there twice", key)
-        for key, n in Counter(e.key for e in section.tensors).items()
-        if n > 1
-    ]
-    found += [
-        Problem(f"shares its bytes with {other}", key)
-        for key, other in overlapping(section.tensors).items()
-    ]
-    return found
+    unfit = [Problem("not a tensor", extra.key) for extra in section.extras]
+    for entry in section.tensors:
+        problem = tensor_problem(entry)
+        if problem is not None:
+            unfit.append(Problem(problem, entry.key))
+    count = Counter(entry.key for entry in section.tensors)
+    unfit += [Problem("the name is there twice", key) for key in count if count[key] > 1]
+    for key, other in overlapping(section.tensors).items():
+        unfit.append(Problem(f"shares its bytes with {other}", key))
+    return unfit
 
 
 def tensor_problem(entry: TensorEntry) -> str | None:
@@ -500,10 +486,9 @@ def tensor_problem(entry: TensorEntry) -> str | None:
     if isinstance(entry.payload, Packed):
         return None
     if entry.storage is None:
+        problem = f"a {entry.layout} tensor has no place in the format"
         lost = entry.payload.lost(entry) if isinstance(entry.payload, Payload) else ""
-        return f"a {entry.layout} tensor has no place in the format" + (
-            f": {lost} would be lost" if lost else ""
-        )
+        return f"{problem}: {lost} would be lost" if lost else problem
     if BY_NAME[entry.dtype].safetensors is None:
         return f"the format has no dtype {entry.dtype}"
     if entry.dtype == "float4_e2m1fn_x2" and not entry.shape:
@@ -547,9 +532,12 @@ def _in_order_of(
         return None
     if not all(data_of(new) is data_of(old) for new, old in zip(tensors, source)):
         by_data = {id(data_of(entry)): entry for entry in tensors}
-        tensors = [by_data[key] for key in (id(data_of(old)) for old in source) if key in by_data]
+        data = [id(data_of(entry)) for entry in source]
+        if not by_data.keys() >= set(data):
+            return None
+        tensors = [by_data[key] for key in data]
     same = all(new is old or new.geometry == old.geometry for new, old in zip(tensors, source))
-    return tensors if len(tensors) == len(source) and same else None
+    return tensors if same else None
 
 
 def _with_data(header: Header, raw: bytes, length: int) -> list[Piece]:
@@ -576,32 +564,39 @@ def _aligned(length: int) -> int:
 
 
 def _layout_afresh(tensors: Sequence[TensorEntry], metadata: Any) -> list[Piece]:
-    coded: list[tuple[str, Sequence[int], TensorEntry]] = []
-    for entry in tensors:
-        if isinstance(entry.payload, Packed):
-            coded.append((entry.payload.code, entry.payload.shape, entry))
-        else:
-            code = BY_NAME[entry.dtype].safetensors or ""
-            shape = (
-                (*entry.shape[:-1], entry.shape[-1] * 2) if code == PAIRS_IN_A_BYTE else entry.shape
-            )
-            coded.append((code, shape, entry))
+    """Return the header and the data as the reference writer lays them out."""
+    coded = [(*_code_and_shape(entry), entry) for entry in tensors]
     coded.sort(key=lambda item: (-_RANK[item[0]], item[2].key))
     infos = [strict_json.dumps({METADATA: dict(metadata)})[1:-1]] if metadata else []
     end, pieces = 0, []
     # text at once: a million dicts would take more memory than all else
-    for code, dims, entry in coded:
+    for code, shape, entry in coded:
         begin, end = end, end + entry.nbytes
-        sizes, key = ",".join(map(str, dims)), strict_json.quoted(entry.key)
+        sizes, key = ",".join(map(str, shape)), strict_json.quoted(entry.key)
         infos.append(f'{key}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}')
-        data = entry.payload.span if isinstance(entry.payload, Packed) else entry.span
-        if data is None:
-            assert entry.storage is not None  # `tensor_problem` checks it
-            pieces.append(Piece(entry.storage.data))
-        else:
-            pieces.append(Piece(data))
+        if entry.nbytes:
+            pieces.append(Piece(_data_of(entry)))
     raw = _encoded(f"{{{','.join(infos)}}}")
-    return [_header(raw, _aligned(len(raw))), *(piece for piece in pieces if piece.nbytes)]
+    return [_header(raw, _aligned(len(raw))), *pieces]
+
+
+def _code_and_shape(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype code and the shape for the header."""
+    if isinstance(entry.payload, Packed):
+        return entry.payload.code, entry.payload.shape
+    code = BY_NAME[entry.dtype].safetensors or ""
+    if code == PAIRS_IN_A_BYTE:
+        return code, (*entry.shape[:-1], entry.shape[-1] * 2)
+    return code, entry.shape
+
+
+def _data_of(entry: TensorEntry) -> Span | Lazy | bytes:
+    if isinstance(entry.payload, Packed):
+        return entry.payload.span
+    if entry.span is not None:
+        return entry.span
+    assert entry.storage is not None  # `tensor_problem` checks it
+    return entry.storage.data
 
 
 def _encoded(text: str) -> bytes:

@@ -94,8 +94,9 @@ def is_damaged_safetensors(look: Look) -> bool:
     """Return whether JSON follows eight bytes that are no length of it: the reader of safetensors
     says what is wrong.
     """
-    known = any(matches(look.head) for matches, _, _ in _KNOWN)
-    return not known and not look.is_zip and look.head[8:].lstrip().startswith(b"{")
+    if look.is_zip or any(matches(look.head) for matches, _, _ in _KNOWN):
+        return False
+    return look.head[8:].lstrip().startswith(b"{")
 
 
 # Files that are not zip archives

@@ -43,10 +43,10 @@ def read(path: str) -> Checkpoint:
     with opened(path) as file:
         nbytes = file.size
         pickles = _read_pickles(path, file, nbytes)
-        found, end = _find_storages(path, file, pickles, nbytes)
+        spans, end = _find_storages(path, file, pickles, nbytes)
     memory = pickles.tree.memory or Memory(nbytes)
     storages = Storages(
-        lambda key, size: _storage(path, found, key, size), memory=memory, pickled=pickles.end
+        lambda key, size: _storage(path, spans, key, size), memory=memory, pickled=pickles.end
     )
     storages.untyped = pickles.references.untyped
     for key, size in pickles.references.sizes.items():
@@ -54,7 +54,7 @@ def read(path: str) -> Checkpoint:
     _shift_views(path, pickles.tree.root, pickles.references.views)
     behind = (f"{nbytes - end:,} bytes follow the last storage: not read",) if end < nbytes else ()
 
-    sizes = {key: span.length for key, span in found.items()}
+    sizes = {key: span.length for key, span in spans.items()}
     return read_tree(path, FORMAT, nbytes, pickles.tree, storages, sizes, notes=behind)
 
 
@@ -99,17 +99,14 @@ class _References:
     kept: list[Persistent] = field(default_factory=list)  # so that the ids in `views` stay theirs
     untyped: bool = False  # a storage has no dtype
 
-    def __call__(self, found: Any) -> Any:
+    def __call__(self, persistent_id: Any) -> Any:
         # a class with its source text, which torch compares and does not need
-        if found[0] == "module":
-            return found[1]
-        word, kind, key, location, numel, view = found
-        if (
-            word != "storage"
-            or type(kind) is not Global
-            or type(key) not in (str, int)
-            or type(numel) is not int
-        ):
+        if persistent_id[0] == "module":
+            return persistent_id[1]
+        word, kind, key, location, numel, view = persistent_id
+        if word != "storage" or type(kind) is not Global:
+            raise ValueError("a storage reference")
+        if type(key) not in (str, int) or type(numel) is not int:
             raise ValueError("a storage reference")
         row = dtypes.BY_STORAGE.get(kind.name)
         if numel < 0 or (row is None and kind.name != "UntypedStorage"):
@@ -213,20 +210,20 @@ def _find_storages(
         end += _NUMEL + references.sizes[number]
 
     def read() -> tuple[dict[str, Span], int]:
-        found: dict[str, Span] = {}
+        spans: dict[str, Span] = {}
         at = pickles.end
         file.prefetch((span.offset - _NUMEL, _NUMEL) for span in expected.values())
         for key, number in zip(pickles.keys, expected):
             numel = int.from_bytes(file.read_at(at, _NUMEL), "little", signed=True)
-            found[number] = Span(path, at + _NUMEL, numel * references.widths[number])
-            at += _NUMEL + found[number].length
+            spans[number] = Span(path, at + _NUMEL, numel * references.widths[number])
+            at += _NUMEL + spans[number].length
             if numel < 0 or at > nbytes:
                 raise CkptError(
                     f"{path} is truncated: storage {key} ends at byte {at:,}, the file at"
                     f" {nbytes:,}",
                     hint="download or copy it again",
                 )
-        return found, at
+        return spans, at
 
     def check() -> None:
         if read() != (expected, end):
@@ -238,8 +235,8 @@ def _find_storages(
     return expected, end
 
 
-def _storage(path: str, found: Mapping[str, Span], number: str, nbytes: int) -> Storage:
-    span = found.get(number)
+def _storage(path: str, spans: Mapping[str, Span], number: str, nbytes: int) -> Storage:
+    span = spans.get(number)
     if span is None:
         raise _unfit(path, f"storage {number} is missing")
     if nbytes > span.length:

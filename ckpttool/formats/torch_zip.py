@@ -7,9 +7,11 @@ pickle and moves the storages as they are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from io import BytesIO
+from itertools import pairwise
 from typing import Any
 
 from ckpttool.containers.pickle_read import Origin, Pickle, check_size, loads, unreadable
@@ -30,7 +32,7 @@ from ckpttool.containers.zip_read import (
     read_archive,
     read_record,
 )
-from ckpttool.containers.zip_write import NewRecord, edit_behind, layout_archive
+from ckpttool.containers.zip_write import NewRecord, edit_behind, layout_archive, with_new
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Span, Storage
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Memory, limits
@@ -38,6 +40,7 @@ from ckpttool.core.values import many_objects
 from ckpttool.io.pieces import Edited, Pieces
 
 _MAX_NOTE = 64  # bytes of the records that hold a word or a number
+_PICKLE = re.compile(r"[^/]*/data\.pkl")
 
 
 # Reading
@@ -55,9 +58,14 @@ def read_from(archive: Archive, source: str) -> Checkpoint:
     """Return the index of an archive that torch.save wrote; `source` is the user's name for it."""
     folder, pickle, storages = open_tree(archive)
     _look_into_others(archive, folder)
-    made = partial(Container, archive=archive, folder=folder)
     return read_tree(
-        source, "torch_zip", archive.length, pickle, storages, sizes_in(archive, folder), made=made
+        source,
+        "torch_zip",
+        archive.length,
+        pickle,
+        storages,
+        sizes_in(archive, folder),
+        container=partial(Container, archive=archive, folder=folder),
     )
 
 
@@ -79,11 +87,8 @@ def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
     check_byteorder(archive, folder)
     pickle = read_pickle(archive, folder + "data.pkl")
     memory = pickle.memory or Memory(archive.length)
-    return (
-        folder,
-        pickle,
-        Storages(partial(find_storage, archive, folder), memory=memory, pickled=pickle.end),
-    )
+    find = partial(find_storage, archive, folder)
+    return folder, pickle, Storages(find, memory=memory, pickled=pickle.end)
 
 
 def read_pickle(archive: Archive, name: str) -> Pickle:
@@ -140,8 +145,10 @@ def _may_import(data: bytes) -> bool:
                 return True
             at = file.tell()
     except ValueError:
-        known = {opcode.code for opcode in opcodes}
-        return at < len(data) and chr(data[at]) in known and data[at] not in _WITH_LENGTH
+        if at == len(data):
+            return False
+        codes = {ord(opcode.code) for opcode in opcodes}
+        return data[at] in codes and data[at] not in _WITH_LENGTH
     return False
 
 
@@ -168,12 +175,10 @@ def folder_of(archive: Archive, writer: str = "torch.save") -> str:
     """Return the folder of all records with its slash. Raises `CkptError` if there is none, or are
     two.
     """
-    found = [
-        name for name in archive.by_name if name.count("/") == 1 and name.endswith("/data.pkl")
-    ]
-    if len(found) != 1:
-        raise _unfit(archive, f"{len(found)} records are called NAME/data.pkl, not one", writer)
-    folder = found[0].removesuffix("data.pkl")
+    pickles = [name for name in archive.by_name if _PICKLE.fullmatch(name)]
+    if len(pickles) != 1:
+        raise _unfit(archive, f"{len(pickles)} records are called NAME/data.pkl, not one", writer)
+    folder = pickles[0].removesuffix("data.pkl")
     outside = next((name for name in archive.by_name if not name.startswith(folder)), None)
     if outside is not None:
         raise _unfit(
@@ -183,9 +188,9 @@ def folder_of(archive: Archive, writer: str = "torch.save") -> str:
 
 
 def check_byteorder(archive: Archive, folder: str) -> None:
-    name = folder + "byteorder"
-    # as torch finds it
-    record = next((one for one in archive.records if one.name.lower() == name.lower()), None)
+    """Raise `CkptError` if the record ``byteorder`` says that storages are not little-endian."""
+    name = f"{folder}byteorder".lower()  # torch ignores case
+    record = next((record for record in archive.records if record.name.lower() == name), None)
     if record is not None and read_record(archive, record, _MAX_NOTE) != b"little":
         raise CkptError(
             f"{archive.path}: its storages are not little-endian",
@@ -240,9 +245,8 @@ def layout(checkpoint: Checkpoint) -> Pieces:
     if changed is None:
         return layout_archive(archive, archive.records)
     entries, keys = changed
-    return layout_archive(
-        archive, _without_version(entries, folder, keys, entries), _alignment(archive, folder)
-    )
+    entries = _without_version(entries, folder, keys, entries)
+    return layout_archive(archive, entries, _alignment(archive, folder))
 
 
 @many_objects()
@@ -273,12 +277,13 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
     if changed is None:
         return edit_behind(archive, archive.records)
     entries, keys = changed
-    kept = sorted(
-        (entry for entry in entries if isinstance(entry, Record)), key=lambda record: record.start
-    )
-    placed: list[Record | None] = []  # in the order of the file, None for other bytes between two
-    for last, record in zip([None, *kept], kept):
-        placed += [record] if last is None or last.end == record.start else [None, record]
+    kept = [entry for entry in entries if isinstance(entry, Record)]
+    kept.sort(key=lambda record: record.start)
+    placed: list[Record | None] = [*kept[:1]]  # in the order of the file, None for other bytes
+    for last, record in pairwise(kept):
+        if last.end != record.start:
+            placed.append(None)
+        placed.append(record)
     entries = _without_version(entries, container.folder, keys, placed)
     return edit_behind(archive, entries, _alignment(archive, container.folder))
 
@@ -287,12 +292,12 @@ def _changed_root(checkpoint: Checkpoint, container: Container) -> tuple[Any, Re
     """Return the pickle's tree with the checkpoint's tensors, and the rebuilder that made its new
     nodes.
     """
-    archive, folder = container.archive, container.folder
-    records = () if archive is None else archive.records
-    rebuilder = Rebuilder(taken={key for r in records if (key := key_of(r, folder)) is not None})
+    archive = container.archive
+    taken = set() if archive is None else set(sizes_in(archive, container.folder))
+    rebuilder = Rebuilder(taken=taken)
     # new nodes name a class by the node that the old ones have
-    for found in reversed(container.pickle.globals):
-        rebuilder.globals[str(found)] = found
+    for global_node in reversed(container.pickle.globals):
+        rebuilder.globals[str(global_node)] = global_node
     rebuilder.learn(container.tree.storages)
     return changed_root(checkpoint, container.pickle.root, container.tree, rebuilder), rebuilder
 
@@ -308,9 +313,10 @@ def _changed_records(
     root, rebuilder = _changed_root(checkpoint, container)
     if root is container.pickle.root and checkpoint.unreached == container.tree.unreached:
         return None
-    orphans = [
-        found.path.removeprefix("data/") for found in checkpoint.unreached if not found.is_referred
-    ]
+    orphans = []
+    for unreached in checkpoint.unreached:
+        if not unreached.is_referred:
+            orphans.append(unreached.path.removeprefix("data/"))
     folder, protocol = container.folder, container.pickle.protocol
     return changed_records(
         archive, folder, root, protocol, rebuilder, orphans, keep_numbers=keep_numbers
@@ -331,10 +337,13 @@ def _without_version(
     it loads to the meta device). `placed` are the records in the order of the file, None for bytes
     of no record.
     """
-    keys_placed = [None if entry is None else key_of(entry, folder) for entry in placed]
-    stored = {index: key for index, key in enumerate(keys_placed) if key is not None}
-    in_a_row = not stored or max(stored) - min(stored) == len(stored) - 1
-    if in_a_row and list(stored.values()) == list(keys) and list(keys)[:1] in ([], ["0"]):
+    storages: dict[int, str] = {}  # place among the records -> key
+    for place, entry in enumerate(placed):
+        key = None if entry is None else key_of(entry, folder)
+        if key is not None:
+            storages[place] = key
+    in_a_row = not storages or max(storages) - min(storages) == len(storages) - 1
+    if in_a_row and [*storages.values()] == [*keys] and next(iter(keys), "0") == "0":
         return entries
     return [entry for entry in entries if entry.name != folder + ".format_version"]
 
@@ -379,8 +388,7 @@ def with_records(archive: Archive, data: Mapping[str, bytes | Span | Lazy]) -> P
     """
     folder = folder_of(archive)
     new = {folder + name: piece for name, piece in data.items()}
-    entries = [NewRecord(r.name, new[r.name]) if r.name in new else r for r in archive.records]
-    return layout_archive(archive, entries, _alignment(archive, folder))
+    return layout_archive(archive, with_new(archive.records, new), _alignment(archive, folder))
 
 
 def of_tensor(carried: Carried, is_param: bool, requires_grad: bool) -> Pieces:

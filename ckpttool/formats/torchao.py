@@ -18,7 +18,7 @@ from shlex import quote
 from typing import Any
 
 from ckpttool.containers import strict_json
-from ckpttool.core.checkpoint import Checkpoint, Payload, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, Payload, Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.values import dataclass
 
@@ -48,17 +48,21 @@ def marked(
     tensors: tuple[TensorEntry, ...], metadata: Mapping[str, str]
 ) -> tuple[TensorEntry, ...]:
     """Return the tensors of a file, with a `Part` for each that its metadata lists."""
-    known = _parts(metadata)
-    if not known:
+    parts = _parts(metadata)
+    if not parts:
         return tensors
-    return tuple(
-        replace(e, payload=known[e.key]) if e.key in known and e.payload is None else e
-        for e in tensors
-    )
+    marked = []
+    for entry in tensors:
+        part = parts.get(entry.key)
+        if part is not None and entry.payload is None:
+            entry = replace(entry, payload=part)
+        marked.append(entry)
+    return tuple(marked)
 
 
 def _parts(metadata: Mapping[str, str]) -> dict[str, Part]:
-    found: dict[str, Part] = {}
+    """Return key -> the part that the metadata lists under it."""
+    by_key: dict[str, Part] = {}
     for name in _listed(metadata):
         described = _json(metadata.get(name, ""))
         if not isinstance(described, dict):
@@ -66,13 +70,12 @@ def _parts(metadata: Mapping[str, str]) -> dict[str, Part]:
         kind, parts = str(described.get(_CLASS)), described.get(_PARTS, [])
         module, _, last = name.rpartition(".")
         if not parts:
-            found[name] = Part(name, kind, None, 1)
+            by_key[name] = Part(name, kind, None, 1)
         elif isinstance(parts, list) and all(isinstance(part, str) for part in parts):
-            found.update(
-                (f"{module}._{last}_{part}", Part(name, kind, part, len(parts), metadata[name]))
-                for part in parts
-            )
-    return found
+            for part in parts:
+                key = f"{module}._{last}_{part}"
+                by_key[key] = Part(name, kind, part, len(parts), metadata[name])
+    return by_key
 
 
 def _listed(metadata: Mapping[str, str]) -> list[str]:
@@ -88,16 +91,16 @@ def _json(text: str) -> Any:
 
 
 def remark(tensors: Iterable[TensorEntry]) -> tuple[str, ...]:
-    found: dict[Part, list[str]] = {}
+    keys_of: dict[Part, list[str]] = {}  # by what the parts of one tensor have in common
     for entry in tensors:
         if isinstance(entry.payload, Part) and entry.payload.part is not None:
-            found.setdefault(replace(entry.payload, part=""), []).append(entry.key)
-    if not found:
+            keys_of.setdefault(replace(entry.payload, part=""), []).append(entry.key)
+    if not keys_of:
         return ()
-    kinds = Counter(part.kind for part in found)
+    kinds = Counter(part.kind for part in keys_of)
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    part, keys = next(iter(found.items()))
-    return (f"tensors of torchao in parts ({counted}): {part.name} is {', '.join(keys)}",)
+    example, keys = next(iter(keys_of.items()))
+    return (f"tensors of torchao in parts ({counted}): {example.name} is {', '.join(keys)}",)
 
 
 def settled(checkpoint: Checkpoint) -> Checkpoint:
@@ -109,15 +112,16 @@ def settled(checkpoint: Checkpoint) -> Checkpoint:
     names = new_names(checkpoint)
     if names is None:
         return checkpoint
-    sections = []
-    for section in checkpoint.sections:
-        tensors = (
-            replace(e, payload=None) if isinstance(e.payload, Part) else e for e in section.tensors
-        )
-        sections.append(replace(section, tensors=tuple(tensors)))
-    return replace(
-        checkpoint, sections=tuple(sections), metadata=renamed(checkpoint.metadata, names)
-    )
+    sections = tuple(map(_without_parts, checkpoint.sections))
+    return replace(checkpoint, sections=sections, metadata=renamed(checkpoint.metadata, names))
+
+
+def _without_parts(section: Section) -> Section:
+    tensors = []
+    for entry in section.tensors:
+        is_part = isinstance(entry.payload, Part)
+        tensors.append(replace(entry, payload=None) if is_part else entry)
+    return replace(section, tensors=tuple(tensors))
 
 
 def new_names(checkpoint: Checkpoint) -> dict[str, str] | None:
@@ -125,43 +129,48 @@ def new_names(checkpoint: Checkpoint) -> dict[str, str] | None:
 
     Raises `Refused` as `settled` does.
     """
-    found: dict[str, dict[str, Part]] = {}
+    by_name: dict[str, dict[str, Part]] = {}
     for section in checkpoint.sections:
         for entry in section.tensors:
             if isinstance(entry.payload, Part):
-                found.setdefault(entry.payload.name, {})[entry.key] = entry.payload
+                by_name.setdefault(entry.payload.name, {})[entry.key] = entry.payload
     problems, names = [], {}
-    for name, parts in found.items():
-        called = {_called(key, part.part) for key, part in parts.items()}
-        whole = len(parts) == next(iter(parts.values())).parts
-        if whole and len(called) == 1 and None not in called:
-            names[name] = str(called.pop())
+    for name, parts in by_name.items():
+        new_name, *others = {_name_of(key, part.part) for key, part in parts.items()}
+        if len(parts) != next(iter(parts.values())).parts:
+            reason = "not all of its parts are there as they were"
+        elif others or new_name is None:
+            reason = "torchao would not find its parts together"
         else:
-            reason = (
-                "torchao would not find its parts together"
-                if whole
-                else "not all of its parts are there as they were"
-            )
-            problems.append(Problem(f"{reason}: {', '.join(parts)}", name))
+            names[name] = new_name
+            continue
+        problems.append(Problem(f"{reason}: {', '.join(parts)}", name))
     if problems:
         raise Refused("tensors of torchao would come apart", hint=_APART, problems=problems)
     return names or None
 
 
-def _called(key: str, part: str | None) -> str | None:
+def _name_of(key: str, part: str | None) -> str | None:
+    """Return the tensor's name by the key of one of its parts: ``0.weight`` for
+    ``0._weight_qdata``; None for a key that is not made so.
+    """
     if part is None:
         return key
     module, _, last = key.rpartition(".")
-    own = last.removeprefix("_").removesuffix(f"_{part}")
-    return f"{module}.{own}" if module and own and last == f"_{own}_{part}" else None
+    stem = last.removeprefix("_").removesuffix(f"_{part}")
+    return f"{module}.{stem}" if module and stem and last == f"_{stem}_{part}" else None
 
 
 def renamed(metadata: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
     """Return the metadata with the new names, without tensors that have none."""
     listed = _listed(metadata)
-    kept = {name: text for name, text in metadata.items() if name in names or name not in listed}
-    made = {names.get(name, name) if name in listed else name: text for name, text in kept.items()}
-    return {**made, _NAMES: json.dumps([names[name] for name in listed if name in names])}
+    renamed = {}
+    for name, text in metadata.items():
+        if name not in listed:
+            renamed[name] = text
+        elif name in names:
+            renamed[names[name]] = text
+    return {**renamed, _NAMES: json.dumps([names[name] for name in listed if name in names])}
 
 
 _JOINED = (
@@ -195,12 +204,10 @@ def joined(source: str) -> str:
 
 def come_apart(checkpoint: Checkpoint) -> list[Problem]:
     """List the tensors in parts, for a format that has no place for their metadata."""
-    tensors = (entry for section in checkpoint.sections for entry in section.tensors)
-    found = {
-        entry.payload.name: entry.payload for entry in tensors if isinstance(entry.payload, Part)
-    }
-    return [
-        Problem(f"a {own.kind} in {own.parts} parts", name)
-        for name, own in found.items()
-        if own.part is not None
-    ]
+    problems = {}
+    for section in checkpoint.sections:
+        for entry in section.tensors:
+            part = entry.payload
+            if isinstance(part, Part) and part.part is not None:
+                problems[part.name] = Problem(f"a {part.kind} in {part.parts} parts", part.name)
+    return list(problems.values())

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ckpttool.containers.pickle_read import Call, Global
-from ckpttool.containers.program import Home, Program, root_of
+from ckpttool.containers.program import Program, StoragePlace, root_of
 from ckpttool.containers.tensors import Storages, entry_of, is_tensor
 from ckpttool.containers.tree import unreached
 from ckpttool.containers.zip_read import Archive, read_archive, read_record
@@ -52,23 +52,22 @@ def read(path: str) -> Checkpoint:
     pickle = read_pickle(archive, folder + "data.pkl")
     root = pickle.root
     storages = Storages(partial(find_storage, archive, folder), pickled=pickle.end)
-    reader = _Reader(archive, folder, storages)
+    reader = _Modules(archive, folder, storages)
     tensors = tuple(reader.tensors(root))
-    constants = [
-        record for record in archive.records if record.name.startswith(folder + "constants/")
-    ]
+    constants = []
+    for record in archive.records:
+        if record.name.startswith(folder + "constants/"):
+            path_inside = record.name.removeprefix(folder)
+            constants.append(Unreached(path_inside, Storage(archive.span(record))))
     left = reader.attributes + len(constants)
     notes = (f"{left} more tensors are plain attributes or constants of its code",) if left else ()
-    others = tuple(
-        Unreached(r.name.removeprefix(folder), Storage(archive.span(r))) for r in constants
-    )
     return Checkpoint(
         path,
         "torchscript",
         archive.length,
         (Section("", "state_dict", tensors),),
         notes=notes,
-        unreached=(*unreached(root, storages, sizes_in(archive, folder)), *others),
+        unreached=(*unreached(root, storages, sizes_in(archive, folder)), *constants),
     )
 
 
@@ -93,11 +92,11 @@ def read_program(path: str, name: str | None = None) -> Checkpoint:
         )
     checkpoint, archive = read(path), read_archive(path)
     records: dict[object, str] = {archive.span(record): record.name for record in archive.records}
-    homes: dict[Storage, Home] = {}
+    homes: dict[Storage, StoragePlace] = {}
     for section in checkpoint.sections:
         for entry in section.tensors:
             if entry.storage:
-                homes[entry.storage] = Home(records[entry.storage.data])
+                homes[entry.storage] = StoragePlace(records[entry.storage.data])
     program = Program(
         archive, "", "torchscript", f"{root_of(archive)}code", checkpoint.sections, homes=homes
     )
@@ -113,7 +112,7 @@ def layout_program(program: Checkpoint) -> Pieces:
     return pt2.layout(program)
 
 
-class _Reader:
+class _Modules:
     """Walks the modules of the pickle as `state_dict()` does; `attributes` counts the other tensors
     of the modules.
     """
@@ -137,13 +136,8 @@ class _Reader:
                     f"{self.archive.path}: its record {record} is missing",
                     hint="download or save it again",
                 )
-            text = read_record(self.archive, self.archive.by_name[record], _MAX_CODE).decode(
-                errors="replace"
-            )
-            matches = _CLASS.findall(text)
-            self.classes[record] = {
-                n: (_STRING.findall(params), _STRING.findall(bufs)) for n, params, bufs in matches
-            }
+            code = read_record(self.archive, self.archive.by_name[record], _MAX_CODE)
+            self.classes[record] = _classes_in(code.decode(errors="replace"))
         return self.classes[record].get(name.name)
 
     def tensors(self, root: Any) -> Iterator[TensorEntry]:
@@ -160,17 +154,26 @@ class _Reader:
             slots = self.slots(node.func) if _is_object(node) else None
             if slots is None:
                 continue
-            names = [name for kind in slots for name in kind]
-            for name in names:
+            parameters, buffers = slots
+            for name in (*parameters, *buffers):
                 if is_tensor(node.state.get(name)):
                     yield entry_of(".".join((*path, name)), node.state[name], self.storages)
-            rest = [
-                (name, value)
-                for name, value in node.state.items()
-                if type(name) is str and name not in names
-            ]
-            self.attributes += sum(is_tensor(value) for _, value in rest)
-            todo += [((*path, name), value) for name, value in reversed(rest) if _is_object(value)]
+            modules = []
+            for name, value in node.state.items():
+                if type(name) is not str or name in parameters or name in buffers:
+                    continue
+                self.attributes += is_tensor(value)
+                if _is_object(value):
+                    modules.append(((*path, name), value))
+            todo += reversed(modules)
+
+
+def _classes_in(code: str) -> dict[str, tuple[list[str], list[str]]]:
+    """Return the names of each module's parameters and buffers, by the name of its class."""
+    classes = {}
+    for name, parameters, buffers in _CLASS.findall(code):
+        classes[name] = (_STRING.findall(parameters), _STRING.findall(buffers))
+    return classes
 
 
 def _is_object(node: Any) -> bool:

@@ -16,7 +16,7 @@ from ckpttool.containers import chunks as module
 from ckpttool.containers.chunks import Chunk, cover_problem
 from ckpttool.core.errors import CkptError
 from ckpttool.formats.dcp import tensor_data
-from ckpttool.formats.dcp_metadata import Place, TensorItem
+from ckpttool.formats.dcp_metadata import FileRange, TensorItem
 from files import content
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -53,7 +53,7 @@ def saved(
                 part = part.transpose(0, 1).contiguous().transpose(0, 1)
             start = file.tell()
             torch.save(part, file)
-            chunks.append((Chunk(offsets, sizes), Place("data", start, file.tell() - start)))
+            chunks.append((Chunk(offsets, sizes), FileRange("data", start, file.tell() - start)))
     return TensorItem(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(chunks))
 
 
@@ -166,7 +166,7 @@ def test_a_chunk_that_is_not_a_dense_tensor_is_refused(
         (tmp_path / "data").write_bytes(b"junk" * 100)
     else:
         torch.save(value, tmp_path / "data")
-    place = Place("data", 0, (tmp_path / "data").stat().st_size)
+    place = FileRange("data", 0, (tmp_path / "data").stat().st_size)
     with pytest.raises(CkptError, match=message):
         data(tmp_path, TensorItem("float32", (2,), ((Chunk((0,), (2,)), place),)))
 
@@ -174,7 +174,7 @@ def test_a_chunk_that_is_not_a_dense_tensor_is_refused(
 def test_empty_chunks_are_not_read(tmp_path: Path) -> None:
     assert (
         data(
-            tmp_path, TensorItem("float32", (0, 4), ((Chunk((0, 0), (0, 4)), Place("gone", 0, 9)),))
+            tmp_path, TensorItem("float32", (0, 4), ((Chunk((0, 0), (0, 4)), FileRange("gone", 0, 9)),))
         )
         == b""
     )
