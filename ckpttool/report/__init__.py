@@ -96,8 +96,10 @@ def text(result: Any) -> str | None:
     if document is None:
         return None
     shown, warnings = warnings_apart(document)
-    warned = (line for block in warnings for line in lines(block))
-    return "\n".join([render("text", shown, {}).rstrip("\n"), *warned])
+    parts = [render("text", shown, {}).rstrip("\n")]
+    for block in warnings:
+        parts += lines(block)
+    return "\n".join(parts)
 
 
 def _document_of(result: Any) -> Document | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import chain, pairwise, zip_longest
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from itertools import chain, islice, pairwise, zip_longest
 from math import prod
 from sys import intern
 from typing import Generic, TypeVar
@@ -23,7 +23,7 @@ L = TypeVar("L", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Group(Generic[K, L]):
+class KeyPattern(Generic[K, L]):
     """Keys that differ only in indices. `pattern` names exactly these keys."""
 
     pattern: str
@@ -34,7 +34,7 @@ class Group(Generic[K, L]):
 Texts = tuple[str, ...]
 
 
-def collapse(items: Iterable[tuple[str, L]]) -> Iterator[Group[str, L]]:
+def collapse(items: Iterable[tuple[str, L]]) -> Iterator[KeyPattern[str, L]]:
     """Yield groups of keys that have the same likeness (dtype, shape, ...) and differ only in
     indices.
 
@@ -46,6 +46,11 @@ def collapse(items: Iterable[tuple[str, L]]) -> Iterator[Group[str, L]]:
         groups.setdefault((template, likeness), []).append((indices, key))
     for (template, likeness), rows in groups.items():
         yield from _exact(template, likeness, rows)
+
+
+def patterns(keys: Iterable[str]) -> list[str]:
+    """Return the keys, repeated layers as one pattern."""
+    return [group.pattern for group in collapse((key, None) for key in keys)]
 
 
 def _split(key: str) -> tuple[Texts, Texts]:
@@ -70,55 +75,73 @@ def first_pattern(keys: Iterable[str], all: bool = False) -> str:
     return _first(collapse((key, None) for key in distinct), len(distinct))
 
 
-def _first(groups: Iterator[Group[K, L]], count: int) -> str:
-    for group in groups:
-        more = count - len(group.keys)
-        return group.pattern + (f" (+{number(more)} more)" if more else "")
-    return "-"
+def _first(groups: Iterator[KeyPattern[K, L]], count: int) -> str:
+    first = next(groups, None)
+    if first is None:
+        return "-"
+    more = count - len(first.keys)
+    return f"{first.pattern} (+{number(more)} more)" if more else first.pattern
 
 
 def paired(pairs: Iterable[tuple[Texts, Texts, L]]) -> Iterator[tuple[str, str, int, L]]:
     """Collapse keys of two sides that belong together: the patterns of both, how many pairs, and
-    their likeness.
+    their likeness::
+
+        (a.0.w,) (b.0.w,)
+        (a.1.w,) (b.1.w,)   become   a.{0-1}.w  b.{0-1}.w  2
+
+    The first key of a pair decides which pairs are collapsed.
     """
-    groups: dict[tuple[int, tuple[Texts, ...], L], list[tuple[Texts, tuple[Texts, ...]]]] = {}
+    # the number of keys on the left, the templates of all keys -> the indices of all keys
+    groups: dict[tuple[int, tuple[Texts, ...], L], list[tuple[Texts, ...]]] = {}
     for left, right, likeness in pairs:
-        templates, indices = zip(*map(_split, (*left, *right)))
-        groups.setdefault((len(left), templates, likeness), []).append((indices[0], indices))
+        parts = [_split(key) for key in (*left, *right)]
+        templates = tuple(template for template, _ in parts)
+        indices = tuple(indices for _, indices in parts)
+        groups.setdefault((len(left), templates, likeness), []).append(indices)
     for (count, templates, likeness), rows in groups.items():
-        for group in _exact(templates[0], likeness, rows):
+        by_first = [(indices[0], indices) for indices in rows]
+        for group in _exact(templates[0], likeness, by_first):
             names = [group.pattern]
-            for at, template in enumerate(templates[1:], 1):
-                distinct = dict.fromkeys(indices[at] for indices in group.keys)
-                names.append(
-                    _first(_exact(template, None, [(one, one) for one in distinct]), len(distinct))
-                )
+            for template, column in zip(templates[1:], islice(zip(*group.keys), 1, None)):
+                names.append(_first_of(template, column))
             yield " + ".join(names[:count]), " + ".join(names[count:]), len(group.keys), likeness
 
 
-def _exact(template: Texts, likeness: L, rows: Sequence[tuple[Texts, K]]) -> Iterator[Group[K, L]]:
+def _first_of(template: Texts, rows: Iterable[Texts]) -> str:
+    """Return the first pattern of the keys that have these indices, as `first_pattern` does."""
+    distinct = dict.fromkeys(rows)
+    return _first(_exact(template, None, [(row, row) for row in distinct]), len(distinct))
+
+
+def _exact(
+    template: Texts, likeness: L, rows: Sequence[tuple[Texts, K]]
+) -> Iterator[KeyPattern[K, L]]:
     """Yield one group if the indices are a full grid; else one for each value of the first index
     that varies.
     """
-    columns = [
-        list(dict.fromkeys(indices[at] for indices, _ in rows)) for at in range(len(rows[0][0]))
-    ]
-    varying = [i for i, column in enumerate(columns) if len(column) > 1]
+    distinct = {indices for indices, _ in rows}  # a key may repeat: in two sections, or in an entry
+    columns = [set(column) for column in zip(*distinct)]
+    varying = [at for at, column in enumerate(columns) if len(column) > 1]
     if len(varying) > _MOST_VARYING:
-        yield from (Group(_joined(template, indices), (key,), likeness) for indices, key in rows)
-    # A key may repeat: in two sections, or in an entry.
-    elif prod(len(columns[i]) for i in varying) == len({indices for indices, _ in rows}):
-        segments = [
-            values[0] if len(values) == 1 else f"{{{_ranges(sorted(map(int, values)))}}}"
-            for values in columns
-        ]
-        yield Group(_joined(template, segments), tuple([key for _, key in rows]), likeness)
+        for indices, key in rows:
+            yield KeyPattern(_joined(template, indices), (key,), likeness)
+    elif prod(map(len, columns)) == len(distinct):
+        segments = [_segment(column) for column in columns]
+        yield KeyPattern(_joined(template, segments), tuple([key for _, key in rows]), likeness)
     else:
         by_value: dict[str, list[tuple[Texts, K]]] = {}
         for row in rows:
             by_value.setdefault(row[0][varying[0]], []).append(row)
         for part in by_value.values():
             yield from _exact(template, likeness, part)
+
+
+def _segment(values: Collection[str]) -> str:
+    """Return the only index, or ``{0-3,8}`` for several."""
+    if len(values) == 1:
+        return next(iter(values))
+    return f"{{{_ranges(sorted(map(int, values)))}}}"
 
 
 def _joined(template: Texts, segments: Sequence[str]) -> str:

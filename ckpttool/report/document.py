@@ -13,8 +13,7 @@ from os.path import isabs, relpath
 from typing import Literal, Union
 
 from ckpttool.core.errors import Problem
-from ckpttool.core.text import Info, number, visible
-from ckpttool.core.text import Note as TextNote
+from ckpttool.core.text import Info, Note, number, visible
 from ckpttool.core.values import dataclass
 from ckpttool.report.collapse import paired
 
@@ -66,14 +65,15 @@ class Table:
     @property
     def cells(self) -> list[list[Cell]]:
         """The rows; a plain string has the role of its column."""
-        return [
-            [cell(inline, column.role) for column, inline in zip(self.columns, row)]
-            for row in self.rows
-        ]
+        return [list(map(cell, row, self._roles)) for row in self.rows]
+
+    @property
+    def _roles(self) -> list[Role]:
+        return [column.role for column in self.columns]
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class Paragraph:
     """One paragraph."""
 
     text: str
@@ -120,7 +120,7 @@ class Keys:
     is_listed: bool = False
 
 
-Block = Union[Facts, Table, Keys, Note, Problems, Commands]
+Block = Union[Facts, Table, Keys, Paragraph, Problems, Commands]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Finding:
 
     @property
     def keys(self) -> str:
-        return ", ".join(one.key for one in self.left or self.right)
+        return ", ".join(tensor.key for tensor in self.left or self.right)
 
     @property
     def location(self) -> tuple[str, int] | None:
@@ -201,8 +201,9 @@ class Document:
     @property
     def failing(self) -> Iterator[Finding]:
         """Every finding that is a reason for the failure, if the document reports one."""
-        found = () if self.ok or self.listing is None else self.listing.findings()
-        return (finding for finding in found if finding.fails)
+        if self.ok or self.listing is None:
+            return iter(())
+        return (finding for finding in self.listing.findings() if finding.fails)
 
 
 def facts(*pairs: tuple[str, Inline]) -> Facts:
@@ -212,37 +213,41 @@ def facts(*pairs: tuple[str, Inline]) -> Facts:
 
 def filled(blocks: Iterable[Block]) -> tuple[Block, ...]:
     """Return the blocks without empty tables and lists."""
-    return tuple(
-        block
-        for block in blocks
-        if not (isinstance(block, Table) and not block.rows)
-        and not (isinstance(block, Keys) and not block.groups)
-    )
+    kept: list[Block] = []
+    for block in blocks:
+        is_empty_table = isinstance(block, Table) and not block.rows
+        is_empty_list = isinstance(block, Keys) and not block.groups
+        if not is_empty_table and not is_empty_list:
+            kept.append(block)
+    return tuple(kept)
 
 
 def noted(
     notes: Iterable[str], *, quiet: bool = False, names: tuple[str, str] = ("left", "right")
-) -> Iterator[Note]:
+) -> Iterator[Paragraph]:
     """Yield a paragraph for each note: a warning, unless it is `Info`, or the document is
     `quiet`. `names` are the two sides of a diff.
     """
     for note in notes:
         is_notice = quiet or isinstance(note, Info)
-        yield Note(with_names(note, names), "notice" if is_notice else "warning")
+        yield Paragraph(with_names(note, names), "notice" if is_notice else "warning")
 
 
 def with_names(note: str, names: tuple[str, str]) -> str:
     """Return the note with these names for the two sides of a diff."""
-    return note.named(*names) if isinstance(note, TextNote) else note
+    return note.named(*names) if isinstance(note, Note) else note
 
 
-def warnings_apart(document: Document) -> tuple[Document, tuple[Note | Problems, ...]]:
-    warnings = tuple(
-        b for b in document.blocks if isinstance(b, (Note, Problems)) and b.severity == "warning"
-    )
-    return replace(
-        document, blocks=tuple(block for block in document.blocks if block not in warnings)
-    ), warnings
+def warnings_apart(document: Document) -> tuple[Document, tuple[Paragraph | Problems, ...]]:
+    """Return the document without its warnings, and the warnings."""
+    warnings: list[Paragraph | Problems] = []
+    others: list[Block] = []
+    for block in document.blocks:
+        if isinstance(block, (Paragraph, Problems)) and block.severity == "warning":
+            warnings.append(block)
+        else:
+            others.append(block)
+    return replace(document, blocks=tuple(others)), tuple(warnings)
 
 
 def cell(inline: Inline, role: Role = "plain") -> Cell:
@@ -277,7 +282,10 @@ def key_group(
 
     Only the `first` pairs are collapsed, all without it.
     """
-    rows = list(islice(paired(islice(pairs, first)), most))
-    more = len(pairs) - sum(count for _, _, count, _ in rows)
-    shown = tuple((left, right, detail) for left, right, _, detail in rows)
-    return KeyGroup(heading, shown, f"... {number(more)} {hidden}" if more else "", role)
+    rows = []
+    more = len(pairs)
+    for left, right, count, detail in islice(paired(islice(pairs, first)), most):
+        rows.append((left, right, detail))
+        more -= count
+    footer = f"... {number(more)} {hidden}" if more else ""
+    return KeyGroup(heading, tuple(rows), footer, role)

@@ -24,7 +24,7 @@ from ckpttool.report.document import (
     Facts,
     KeyGroup,
     Keys,
-    Note,
+    Paragraph,
     Problems,
     Table,
 )
@@ -203,7 +203,7 @@ def random_document(rng: random.Random) -> Document:
         Facts((("left", Cell(name(rng), "key")), ("compared", text(rng)))),
         Table(text(rng), columns, rows, text(rng)),
         Keys(text(rng), (KeyGroup(text(rng), keys, text(rng), is_full=rng.random() < 0.5),)),
-        Note(text(rng), "warning"),
+        Paragraph(text(rng), "warning"),
         Problems((Problem(text(rng), name(rng)),)),
         Commands("fix", ("ckpttool remap " + "x" * 100,)),
     )

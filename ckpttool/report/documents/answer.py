@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 from ckpttool.core.text import listed, number, plural
 from ckpttool.diffing.result import HARMLESS, Diff, Entry
@@ -140,8 +141,8 @@ def likely_renames(diff: Diff) -> tuple[Pair, ...]:
 def paired_keys(diff: Diff) -> tuple[frozenset[str], frozenset[str]]:
     """Return the keys of each side that a likely rename pairs."""
     pairs = likely_renames(diff)
-    left = frozenset(key for pair in pairs for key in pair.left)
-    right = frozenset(key for pair in pairs for key in pair.right)
+    left = frozenset(chain(*(pair.left for pair in pairs)))
+    right = frozenset(chain(*(pair.right for pair in pairs)))
     return left, right
 
 
@@ -156,7 +157,8 @@ def summary(diff: Diff, entries: Sequence[Entry]) -> str:
     """Return how many entries are equal, and how many differ in which way."""
     counts = counted(diff, entries)
     same = counts.pop("same", 0)
-    return ", ".join([*([f"{number(same)} same"] if same else []), *_phrases(diff, counts)])
+    phrases = _phrases(diff, counts)
+    return ", ".join([f"{number(same)} same", *phrases] if same else phrases)
 
 
 def _phrases(diff: Diff, counts: dict[str, int]) -> list[str]:
@@ -170,6 +172,17 @@ def _phrases(diff: Diff, counts: dict[str, int]) -> list[str]:
     return phrases
 
 
+# Status -> noun, and the words after one of them and after several
+_UNLOADED = {
+    "renamed": ("key", "under another name", "under other names"),
+    "transformed": ("value", "in another form", "in another form"),
+    "unexpected": ("key", "that {it} does not know", "that {it} does not know"),
+    "shape": ("tensor", "of another shape", "of another shape"),
+    "dtype": ("tensor", "of another dtype", "of another dtype"),
+    "value": ("tensor", "whose value loading loses", "whose values loading loses"),
+}
+
+
 def _not_loaded(diff: Diff, counts: dict[str, int]) -> str:
     """Return ``LEFT lacks 4 keys of RIGHT and has 2 that it does not know``."""
     left, right = diff.names
@@ -178,19 +191,12 @@ def _not_loaded(diff: Diff, counts: dict[str, int]) -> str:
     if missing:
         clauses.append(f"lacks {plural(missing, 'key')} of {right}")
     objects: list[str] = []
-    for status, noun, one, several in (
-        ("renamed", "key", "under another name", "under other names"),
-        ("transformed", "value", "in another form", "in another form"),
-        ("unexpected", "key", "that {it} does not know", "that {it} does not know"),
-        ("shape", "tensor", "of another shape", "of another shape"),
-        ("dtype", "tensor", "of another dtype", "of another dtype"),
-        ("value", "tensor", "whose value loading loses", "whose values loading loses"),
-    ):
+    for status, (noun, single, several) in _UNLOADED.items():
         count = counts.get(status, 0)
         if not count:
             continue
         is_first = not clauses and not objects
-        words = (one if count == 1 else several).format(it=right if is_first else "it")
+        words = (single if count == 1 else several).format(it=right if is_first else "it")
         is_named = is_first and status != "unexpected"
         of = f" of {right}" if is_named and noun == "key" else ""
         than = f" than {right}" if is_named and status in ("shape", "dtype") else ""

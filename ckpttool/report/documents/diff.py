@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from math import inf
 from typing import NamedTuple
 
 from ckpttool.core.text import Info, code_of, number, plural
 from ckpttool.diffing.result import ASPECTS, HARMLESS, Asks, Compared, Diff, Entry
 from ckpttool.naming.evidence import Pair
-from ckpttool.report.collapse import collapse, first_pattern
+from ckpttool.report.collapse import first_pattern, patterns
 from ckpttool.report.document import (
     Block,
     Cell,
@@ -24,7 +24,7 @@ from ckpttool.report.document import (
     KeyGroup,
     Keys,
     Listing,
-    Note,
+    Paragraph,
     Role,
     Row,
     Table,
@@ -70,20 +70,19 @@ _STATUS, _ENTRIES = Column("status"), Column("entries", "number")
 
 def coverage(compared: Compared, scope: str) -> tuple[tuple[str, Inline], ...]:
     """Return the compared aspects and the others, as two facts."""
-    titles = {aspect: aspect for aspect in ASPECTS if aspect in compared}
-    long = {
+    titles = {
         "other_sections": "other sections",
         "objects": "non-tensor entries",
         "code": "the code of the program",
     }
     if scope:
-        long["values"] = f"values ({scope})"
-    titles = {aspect: long.get(aspect, aspect) for aspect in titles}
-    pairs = (
-        (label, ", ".join(title for aspect, title in titles.items() if compared[aspect] is covered))
-        for label, covered in (("compared", True), ("not compared", False))
-    )
-    return tuple(pair for pair in pairs if pair[1])
+        titles["values"] = f"values ({scope})"
+    lists: dict[bool, list[str]] = {True: [], False: []}
+    for aspect in ASPECTS:
+        if aspect in compared:
+            lists[bool(compared[aspect])].append(titles.get(aspect, aspect))
+    pairs = (("compared", ", ".join(lists[True])), ("not compared", ", ".join(lists[False])))
+    return tuple((label, text) for label, text in pairs if text)
 
 
 def document(diff: Diff, *, all: bool = False) -> Document:
@@ -93,32 +92,25 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     others = [entry for entry in diff.entries if entry.is_one_of(uncounted)]
     lead = _lead(diff)
     paired = paired_keys(diff)
+    unpaired = [entry for entry in counted if not is_paired(entry, paired)]
+    notes = [note for note in diff.notes if note not in lead.said]
     blocks: list[Block] = [
         _likely_renames(diff, all),
-        Keys(
-            "Every key" if all else "",
-            _groups((entry for entry in counted if not is_paired(entry, paired)), diff, all),
-            is_listed=all,
-        ),
+        Keys("Every key" if all else "", _groups(unpaired, diff, all), is_listed=all),
         Keys("Not counted as differences", _groups(others, diff, all)),
         _ambiguous(diff, all),
-        *noted(
-            (note for note in diff.notes if note not in lead.said),
-            quiet=diff.identical,
-            names=diff.names,
-        ),
+        *noted(notes, quiet=diff.identical, names=diff.names),
         _accepted(diff, all),
     ]
-    blocks += [Note(f"unused ignore entry: {line}", "warning") for line in diff.unused_ignores]
+    blocks += [Paragraph(f"unused ignore entry: {line}", "warning") for line in diff.unused_ignores]
     blocks += _exchangeable(diff, counted)
     blocks.append(_compared(diff, counted))
     roles = {status: _ROLES.get(status, "bad") for status in diff.summary}
     quiet = frozenset({"same"} if len(roles) > 1 else ())
     listing = Listing((diff.left, diff.right), roles, partial(findings, diff), quiet)
-    title = diff.names[:1] if diff.asks == "names" else diff.names
-    return Document(
-        " ".join(("diff", *title)), answer(diff), diff.passes, filled(blocks), listing, lead.blocks
-    )
+    names = diff.names[:1] if diff.asks == "names" else diff.names
+    title = " ".join(("diff", *names))
+    return Document(title, answer(diff), diff.passes, filled(blocks), listing, lead.blocks)
 
 
 def _likely_renames(diff: Diff, all: bool) -> Keys:
@@ -138,29 +130,31 @@ def _likely_renames(diff: Diff, all: bool) -> Keys:
 
 
 def _ambiguous(diff: Diff, all: bool) -> Table:
-    ambiguous = () if diff.inferred is None else diff.inferred.ambiguous
-    rows = tuple(
-        (first_pattern(one.left, all), first_pattern(one.right, all), one.reason)
-        for one in ambiguous
-    )
-    return Table("Ambiguous matches", (_LEFT, _RIGHT, _WHY), rows)
+    rows = []
+    for match in () if diff.inferred is None else diff.inferred.ambiguous:
+        left, right = first_pattern(match.left, all), first_pattern(match.right, all)
+        rows.append((left, right, match.reason))
+    return Table("Ambiguous matches", (_LEFT, _RIGHT, _WHY), tuple(rows))
 
 
-def _exchangeable(diff: Diff, counted: Iterable[Entry]) -> list[Note]:
+def _exchangeable(diff: Diff, counted: Iterable[Entry]) -> list[Paragraph]:
     """Return a note on tensors that could be swapped without an error."""
     # A key without a counterpart, or under another name, could be any of those with its shape.
-    unsure = {key for e in counted if e.left != e.right for key in e.right}
+    unsure: set[str] = set()
+    for entry in counted:
+        if entry.left != entry.right:
+            unsure.update(entry.right)
     groups = [group for group in diff.exchangeable if not unsure.isdisjoint(group)]
     if not groups or diff.identical:
         return []
-    example = ", ".join(group.pattern for group in collapse((key, None) for key in groups[0]))
+    example = ", ".join(patterns(groups[0]))
     count = plural(sum(map(len, groups)), "tensor")
     same = "has" if count.startswith("1 ") else "have"
     text = (
         f"{count} {same} the same shape as a neighbor, so a swap would not be noticed"
         f" (for example {example})"
     )
-    return [Note(text)]
+    return [Paragraph(text)]
 
 
 def _compared(diff: Diff, counted: Sequence[Entry]) -> Facts:
@@ -186,27 +180,28 @@ def _lead(diff: Diff) -> _Lead:
     kinds = [note for note in diff.notes if code_of(note) in _OF_KIND]
     blocks: list[Block] = [_kinds(diff)] if diff.kinds else []
     blocks += noted(kinds, quiet=True, names=diff.names)
-    notes = {*kinds, *(note for note in diff.notes if code_of(note) in _SAID_BY_FIX)}
+    said = {note for note in diff.notes if code_of(note) in (*_OF_KIND, *_SAID_BY_FIX)}
     if diff.identical:
         blocks += [Commands("fix", diff.fix)] if diff.fix else []
-        return _Lead(tuple(blocks), frozenset(notes))
+        return _Lead(tuple(blocks), frozenset(said))
     reason = _reason(diff)
     if reason.text:
         blocks.append(_line("reason", reason.text))
-        notes |= {reason.note, *(note for note in diff.notes if code_of(note) == reason.code)}
+        said.add(reason.note)
+        said.update(note for note in diff.notes if code_of(note) == reason.code)
     if diff.fix:
-        is_complete = any(fix.complete for fix in diff.fix)
-        is_tried = diff.fix[-1].tried
-        label = "fix" if is_complete else "partial fix" if is_tried else "fix (not tried)"
+        label = "partial fix" if diff.fix[-1].tried else "fix (not tried)"
+        if any(fix.complete for fix in diff.fix):
+            label = "fix"
         blocks.append(Commands(label, diff.fix))
     for label, note in _not_fixed(diff):
         blocks.append(_line(label, with_names(note, diff.names)))
-        notes.add(note)
+        said.add(note)
     if reason.code:
         more = "" if reason.note else "--all lists every key; "
         details = f"{more}`ckpttool explain {reason.code}` says more about the reason"
         blocks.append(_line("details", details))
-    return _Lead(tuple(blocks), frozenset(notes))
+    return _Lead(tuple(blocks), frozenset(said))
 
 
 def _line(label: str, text: str) -> Facts:
@@ -227,15 +222,15 @@ def _reason(diff: Diff) -> _Reason:
     """Return the cause that explains most keys; a note if no key differs."""
     harmless = _uncounted(diff) | {"same"}
     paired = paired_keys(diff)
-    failing = [
-        entry
-        for entry in diff.entries
-        if not entry.is_one_of(harmless) and entry.ignored is None and not is_paired(entry, paired)
-    ]
+    failing = []
+    for entry in diff.entries:
+        is_accepted = entry.ignored is not None or entry.is_one_of(harmless)
+        if not is_accepted and not is_paired(entry, paired):
+            failing.append(entry)
     by_code: dict[str, list[list[Entry]]] = {}
     for group in _by_cause(failing):
-        code = group[0].cause.code.code if group[0].cause else group[0].status
-        by_code.setdefault(code, []).append(group)
+        cause = group[0].cause
+        by_code.setdefault(cause.code.code if cause else group[0].status, []).append(group)
     counts = {code: sum(map(len, groups)) for code, groups in by_code.items()}
     explained = {code: count for code, count in counts.items() if code not in _UNEXPLAINED}
     pairs = likely_renames(diff)
@@ -297,23 +292,26 @@ def findings(diff: Diff) -> Iterator[Finding]:
     has.
     """
     left, right = diff.outlines
-    places = [{key: place for place, key in enumerate(side)} for side in (left, right)]
+    left_places = {key: place for place, key in enumerate(left)}
+    right_places = {key: place for place, key in enumerate(right)}
 
     def order(entry: Entry) -> float:
-        keys, side = (entry.right, places[1]) if entry.right else (entry.left, places[0])
-        return side.get(keys[0], inf)
+        if entry.right:
+            return right_places.get(entry.right[0], inf)
+        return left_places.get(entry.left[0], inf)
 
     for entry in sorted(diff.entries, key=order):
-        mine = tuple(outlined(key, left.get(key)) for key in entry.left)
-        theirs = tuple(outlined(key, right.get(key)) for key in entry.right)
-        place = (
-            None
-            if entry.hook is None or not entry.hook.file
-            else (entry.hook.file, entry.hook.line)
+        has_place = entry.hook is not None and entry.hook.file
+        yield Finding(
+            entry.status,
+            tuple(outlined(key, left.get(key)) for key in entry.left),
+            tuple(outlined(key, right.get(key)) for key in entry.right),
+            entry.why(diff.names),
+            entry.detail or "",
+            entry.spread or (),
+            (entry.hook.file, entry.hook.line) if entry.hook is not None and has_place else None,
+            not diff.identical and diff.is_difference(entry) and entry.ignored is None,
         )
-        fails = not diff.identical and diff.is_difference(entry) and entry.ignored is None
-        why, detail = entry.why(diff.names), entry.detail or ""
-        yield Finding(entry.status, mine, theirs, why, detail, entry.spread or (), place, fails)
 
 
 def _by_cause(entries: Iterable[Entry]) -> list[list[Entry]]:
@@ -339,12 +337,14 @@ def _groups(entries: Iterable[Entry], diff: Diff, all: bool) -> tuple[KeyGroup, 
     groups = []
     for group in _by_cause(entry for entry in entries if all or entry.status != "same"):
         first = group[0]
-        codes = [
-            code for code in (first.cause.codes if first.cause else ()) if code != first.status
-        ]
         heading = f"{first.status}: {plural(len(group), 'key')}"
-        heading += "".join(f", {text}" for text in [first.why(diff.names)] if text)
-        heading += f" [{', '.join(codes)}]" if codes else ""
+        why = first.why(diff.names)
+        if why:
+            heading += f", {why}"
+        codes = first.cause.codes if first.cause else ()
+        codes = tuple(code for code in codes if code != first.status)
+        if codes:
+            heading += f" [{', '.join(codes)}]"
         pairs = [(entry.left, entry.right, entry.detail or "") for entry in group]
         groups.append(_group(heading, pairs, all, "keys", _ROLES.get(first.status, "bad")))
     return tuple(groups)
@@ -373,10 +373,8 @@ def _accepted(diff: Diff, all: bool) -> Table:
             groups.setdefault((entry.status, entry.ignored), []).append(entry)
     rows: list[Row] = []
     for (status, reason), group in groups.items():
-        keys = first_pattern((key for e in group for key in e.left or e.right), all)
-        rows.append((Cell(status, "dim"), number(len(group)), keys, reason))
-    return Table(
-        "Accepted differences",
-        (_STATUS, _ENTRIES, Column("key", "key"), Column("reason")),
-        tuple(rows),
-    )
+        keys = chain(*(entry.left or entry.right for entry in group))
+        count = number(len(group))
+        rows.append((Cell(status, "dim"), count, first_pattern(keys, all), reason))
+    columns = (_STATUS, _ENTRIES, Column("key", "key"), Column("reason"))
+    return Table("Accepted differences", columns, tuple(rows))

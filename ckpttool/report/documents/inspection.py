@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import field, replace
 from functools import partial
-from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +17,7 @@ from ckpttool.formats.registry import format_of
 from ckpttool.inspection.inspect import Inspection, names_in_file
 from ckpttool.naming.flat import flat_params
 from ckpttool.operands.checkpoint import split
-from ckpttool.report.collapse import Group, collapse
+from ckpttool.report.collapse import KeyPattern, collapse, patterns
 from ckpttool.report.document import (
     Block,
     Cell,
@@ -26,9 +25,10 @@ from ckpttool.report.document import (
     Document,
     Facts,
     Finding,
+    Inline,
     Listing,
     Named,
-    Note,
+    Paragraph,
     Role,
     Row,
     Table,
@@ -66,66 +66,56 @@ def document(
     checkpoint = replace(inspection.checkpoint, sections=tuple(in_order))
     inspection = replace(inspection, checkpoint=checkpoint)
     limit = None if all else _ROWS
-    dangerous = any(one.verdict == DANGEROUS for one in checkpoint.imports)
-    extras = [
-        dotted(section.path, extra.key)
-        for section in checkpoint.sections
-        for extra in section.extras
-    ]
-    second_names: tuple[Row, ...] = tuple(
-        (dotted(path, key), Cell(dotted(path, first), "key"))
-        for path, aliases in inspection.aliases.items()
-        for key, first in aliases.items()
-    )
-    others = (*extras, *checkpoint.others)
-    metadata = tuple((key, _cut(value, all)) for key, value in checkpoint.metadata.items())
-    tables = (
-        *([_imports(checkpoint)] if dangerous else []),
+    if depth is None:
+        tensors = shortened(_tensors(checkpoint, all, by_bytes), limit)
+    else:
+        tensors = tree(checkpoint, depth, by_bytes)
+    tables = [
         shortened(_sections(inspection), limit),
         _dtypes(checkpoint),
-        shortened(_tensors(checkpoint, all, by_bytes), limit)
-        if depth is None
-        else tree(checkpoint, depth, by_bytes),
+        tensors,
         shortened(_statistics(inspection), limit),
         shortened(_flat_parameters(checkpoint), limit),
         _adapters(inspection, all),
-        *(
-            [shortened(_optimizer_params(inspection), limit)]
-            if all or not checkpoint.state_dicts
-            else []
-        ),
-        shortened(
-            Table(
-                "Aliases (second names of a tensor)", (_KEY, Column("same tensor as")), second_names
-            ),
-            limit,
-        ),
-        *(
-            [
-                Table(
-                    "Non-tensor entries (copied unchanged)",
-                    (_KEY,),
-                    tuple((key,) for key in others),
-                )
-            ]
-            if all
-            else []
-        ),
-        *([] if dangerous else [shortened(_imports(checkpoint), limit)]),
-        shortened(Table("Metadata", (_KEY, Column("value")), metadata), limit),
-    )
-    folded: list[Block] = []
+    ]
+    if all or not checkpoint.state_dicts:
+        tables.append(shortened(_optimizer_params(inspection), limit))
+    tables.append(shortened(_aliases(inspection), limit))
+    extras: list[str] = []
+    for section in checkpoint.sections:
+        extras += [dotted(section.path, extra.key) for extra in section.extras]
+    others = (*extras, *checkpoint.others)
+    if all:
+        rows = tuple((key,) for key in others)
+        tables.append(Table("Non-tensor entries (copied unchanged)", (_KEY,), rows))
+    if any(imported.verdict == DANGEROUS for imported in checkpoint.imports):
+        tables.insert(0, _imports(checkpoint))
+    else:
+        tables.append(shortened(_imports(checkpoint), limit))
+    metadata = tuple((key, _cut(value, all)) for key, value in checkpoint.metadata.items())
+    tables.append(shortened(Table("Metadata", (_KEY, Column("value")), metadata), limit))
+    blocks: list[Block] = [table for table in tables if table.rows]
     if not all and others:
-        names = [group.pattern for group in collapse((key, None) for key in extras)]
+        names = patterns(extras)
         names += dict.fromkeys(key.split(".")[0] for key in checkpoint.others)
         count = plural(len(others), "non-tensor entry")
-        folded = [Note(f"{count}, copied unchanged (--all lists them): {some(names, 8)}")]
+        text = f"{count}, copied unchanged (--all lists them): {some(names, 8)}"
+        blocks.append(Paragraph(text))
+    blocks += noted(inspection.notes)
     kinds = tuple(("kind", kind.sentence(checkpoint.source)) for kind in checkpoint.kinds)
     lead = (Facts(kinds, is_short=True),) if kinds else ()
-    blocks = (*(table for table in tables if table.rows), *folded, *noted(inspection.notes))
     listing = Listing((checkpoint.source,), {"tensor": "plain"}, partial(_findings, inspection))
     title = f"inspect {checkpoint.source}"
-    return Document(title, _contents(inspection), True, blocks, listing, lead)
+    return Document(title, _contents(inspection), True, tuple(blocks), listing, lead)
+
+
+def _aliases(inspection: Inspection) -> Table:
+    rows: list[Row] = []
+    for path, aliases in inspection.aliases.items():
+        for key, first in aliases.items():
+            rows.append((dotted(path, key), Cell(dotted(path, first), "key")))
+    columns = (_KEY, Column("same tensor as"))
+    return Table("Aliases (second names of a tensor)", columns, tuple(rows))
 
 
 def _contents(inspection: Inspection) -> str:
@@ -145,7 +135,7 @@ def _contents(inspection: Inspection) -> str:
     loose = sum(len(section.all_tensors()) for section in others)
     if loose:
         parts.append(plural(loose, "other tensor" if parts else "tensor"))
-    objects = len(checkpoint.others) + sum(len(one.extras) for one in checkpoint.sections)
+    objects = len(checkpoint.others) + sum(len(section.extras) for section in checkpoint.sections)
     if objects:
         parts.append(plural(objects, "non-tensor entry"))
     title = format_of(checkpoint).title
@@ -155,11 +145,10 @@ def _contents(inspection: Inspection) -> str:
 
 def _findings(inspection: Inspection) -> Iterator[Finding]:
     """Yield every tensor, below the path of its section."""
-    for one in inspection.tensors():
-        why = "" if one.alias_of is None else f"second name of {one.alias_of}"
-        yield Finding(
-            "tensor", (replace(outlined(one.entry.key, one.entry), key=one.name),), why=why
-        )
+    for tensor in inspection.tensors():
+        why = "" if tensor.alias_of is None else f"second name of {tensor.alias_of}"
+        named = replace(outlined(tensor.entry.key, tensor.entry), key=tensor.name)
+        yield Finding("tensor", (named,), why=why)
 
 
 def outlined(key: str, outline: Outline | None) -> Named:
@@ -167,9 +156,9 @@ def outlined(key: str, outline: Outline | None) -> Named:
     if outline is None:
         return Named(key)
     if isinstance(outline, TensorEntry):
-        dtype = (
-            outline.dtype if outline.layout == "strided" else (f"{outline.dtype} {outline.layout}")
-        )
+        dtype = outline.dtype
+        if outline.layout != "strided":
+            dtype += f" {outline.layout}"
         return Named(key, dtype, shape_text(outline.shape), outline.nbytes)
     nbytes = None if outline.shape is None else prod(outline.shape) * itemsize(outline.dtype)
     return Named(key, outline.dtype, shape_text(outline.shape), nbytes)
@@ -177,11 +166,9 @@ def outlined(key: str, outline: Outline | None) -> Named:
 
 def _cut(text: str, all: bool) -> str:
     more = len(text) - _VALUE_WIDTH
-    return (
-        text
-        if all or more <= 0
-        else (f"{text[:_VALUE_WIDTH]} ... {plural(more, 'more character')} (--all)")
-    )
+    if all or more <= 0:
+        return text
+    return f"{text[:_VALUE_WIDTH]} ... {plural(more, 'more character')} (--all)"
 
 
 def _sections(inspection: Inspection) -> Table:
@@ -200,13 +187,15 @@ def _sections(inspection: Inspection) -> Table:
 
 
 def _dtypes(checkpoint: Checkpoint) -> Table:
-    entries = [entry for section in checkpoint.sections for entry in section.all_tensors()]
-    entries.sort(key=lambda entry: entry.dtype)
+    by_dtype: dict[str, list[TensorEntry]] = {}
+    for section in checkpoint.sections:
+        for entry in section.all_tensors():
+            by_dtype.setdefault(entry.dtype, []).append(entry)
     rows: list[Row] = []
-    for dtype, group in groupby(entries, key=lambda entry: entry.dtype):
-        same = list(group)
-        elements, size = sum(entry.numel for entry in same), sum(entry.nbytes for entry in same)
-        rows.append((dtype, number(len(same)), number(elements), human_bytes(size)))
+    for dtype, entries in sorted(by_dtype.items()):
+        elements = sum(entry.numel for entry in entries)
+        size = sum(entry.nbytes for entry in entries)
+        rows.append((dtype, number(len(entries)), number(elements), human_bytes(size)))
     columns = (Column("dtype", "dtype"), _TENSORS, Column("elements", "number"), _SIZE)
     return Table("Dtypes", columns, tuple(rows))
 
@@ -224,49 +213,71 @@ def _tensors(checkpoint: Checkpoint, all: bool, by_bytes: bool) -> Table:
     """Return a line for each group of equal tensors, without columns that would be the same
     everywhere.
     """
-    groups: list[tuple[Section, Group[str, _Likeness], int]] = []
-    folded: list[Section] = []
-    has_model = any(section.kind == "state_dict" for section in checkpoint.sections)
+    lines: list[_Line] = []
+    folded: list[_Line] = []
     for section in checkpoint.sections:
-        items = [
-            (e.key, _Likeness(e.dtype, e.shape, e.layout, e.nbytes)) for e in section.all_tensors()
-        ]
-        own = [Group(key, (key,), like) for key, like in items] if all else [*collapse(items)]
-        if has_model and section.kind != "state_dict" and not all and len(own) > _FOLDED:
-            folded.append(section)
-            continue
-        groups += [(section, group, group.likeness.nbytes * len(group.keys)) for group in own]
+        of_section = _lines(section, all)
+        is_model = section.kind == "state_dict"
+        if all or is_model or not checkpoint.state_dicts or len(of_section) <= _FOLDED:
+            lines += of_section
+        else:
+            folded.append(_folded(section))
     if by_bytes:
-        groups.sort(key=lambda one: -one[2])
-    has_sections = len([section for section in checkpoint.sections if section.all_tensors()]) > 1
-    has_counts = bool(folded) or any(len(group.keys) > 1 for _, group, _ in groups)
+        lines.sort(key=lambda line: -line.nbytes)
+    has_sections = sum(bool(section.all_tensors()) for section in checkpoint.sections) > 1
+    has_counts = bool(folded) or any(line.tensors > 1 for line in lines)
+    columns = [_KEY, Column("dtype", "dtype"), Column("shape", "shape"), _SIZE]
+    if has_counts:
+        columns.insert(0, _TENSORS)
+    if has_sections:
+        columns.insert(0, Column("section"))
     rows: list[Row] = []
-    for section, group, nbytes in groups:
-        like = group.likeness
-        shape = shape_text(like.shape) + ("" if like.layout == "strided" else f" {like.layout}")
-        prefix = ((section.path or _ROOT,) if has_sections else ()) + (
-            (number(len(group.keys)),) if has_counts else ()
-        )
-        rows.append((*prefix, group.pattern, like.dtype, shape, human_bytes(nbytes)))
-    for section in folded:
-        count, dtypes = (
-            number(len(section.all_tensors())),
-            ", ".join(sorted({e.dtype for e in section.all_tensors()})),
-        )
-        what = "optimizer state" if section.kind == "optimizer" else "other entries"
-        rows.append(
-            (
-                section.path or _ROOT,
-                count,
-                Cell(f"{what} (--all)", "dim"),
-                dtypes,
-                "",
-                human_bytes(section.nbytes),
-            )
-        )
-    columns = [*([Column("section")] if has_sections else []), *([_TENSORS] if has_counts else [])]
-    columns += [_KEY, Column("dtype", "dtype"), Column("shape", "shape"), _SIZE]
+    for line in (*lines, *folded):
+        row = [line.key, line.dtype, line.shape, human_bytes(line.nbytes)]
+        if has_counts:
+            row.insert(0, number(line.tensors))
+        if has_sections:
+            row.insert(0, line.section)
+        rows.append(tuple(row))
     return Table("Tensors", tuple(columns), tuple(rows), is_listed=True)
+
+
+class _Line(NamedTuple):
+    """A line of the table of tensors; `nbytes` of all its tensors together."""
+
+    section: str
+    tensors: int
+    key: Inline
+    dtype: str
+    shape: str
+    nbytes: int
+
+
+def _lines(section: Section, all: bool) -> list[_Line]:
+    """Return a line for each group of equal tensors, or with `all` for each tensor."""
+    items = []
+    for entry in section.all_tensors():
+        items.append((entry.key, _Likeness(entry.dtype, entry.shape, entry.layout, entry.nbytes)))
+    groups = collapse(items)
+    if all:
+        groups = (KeyPattern(key, (key,), likeness) for key, likeness in items)
+    lines = []
+    for group in groups:
+        dtype, shape, layout, nbytes = group.likeness
+        geometry = shape_text(shape) if layout == "strided" else f"{shape_text(shape)} {layout}"
+        count = len(group.keys)
+        path = section.path or _ROOT
+        lines.append(_Line(path, count, group.pattern, dtype, geometry, nbytes * count))
+    return lines
+
+
+def _folded(section: Section) -> _Line:
+    """Return one line for a section with many tensors that is not the model."""
+    what = "optimizer state" if section.kind == "optimizer" else "other entries"
+    tensors = section.all_tensors()
+    dtypes = ", ".join(sorted({entry.dtype for entry in tensors}))
+    key = Cell(f"{what} (--all)", "dim")
+    return _Line(section.path or _ROOT, len(tensors), key, dtypes, "", section.nbytes)
 
 
 def _statistics(inspection: Inspection) -> Table:
@@ -274,29 +285,30 @@ def _statistics(inspection: Inspection) -> Table:
     titles = ("min", "max", "mean", "zeros", "NaN", "inf")
     columns = (_KEY, *(Column(title, "number") for title in titles), Column("sha256", "dim"))
     rows: list[Row] = []
-    for one in inspection.tensors() if inspection.statistics else ():
-        stats = one.stats
-        if stats is None:
-            continue
-        odd = [
-            Cell("" if n is None else number(n), "bad" if n else "number")
-            for n in (stats.nan, stats.inf)
-        ]
-        values = [
-            "" if value is None else f"{value:.4g}"
-            for value in (stats.minimum, stats.maximum, stats.mean)
-        ]
-        zeros = "" if stats.zeros is None else number(stats.zeros)
-        rows.append((one.name, *values, zeros, *odd, stats.sha256[:_DIGITS]))
+    for tensor in inspection.tensors() if inspection.statistics else ():
+        stats = tensor.stats
+        if stats is not None:
+            values = map(_value, (stats.minimum, stats.maximum, stats.mean))
+            odd = map(_odd, (stats.nan, stats.inf))
+            zeros = "" if stats.zeros is None else number(stats.zeros)
+            rows.append((tensor.name, *values, zeros, *odd, stats.sha256[:_DIGITS]))
     return Table("Values", columns, tuple(rows))
 
 
+def _value(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _odd(count: int | None) -> Cell:
+    return Cell("" if count is None else number(count), "bad" if count else "number")
+
+
 def _flat_parameters(checkpoint: Checkpoint) -> Table:
-    rows: list[Row] = [
-        (dotted(section.path, flat.key), Cell(flat.unit or _ROOT, "key"), number(flat.numel))
-        for section in checkpoint.sections
-        for flat in flat_params(section)
-    ]
+    rows: list[Row] = []
+    for section in checkpoint.sections:
+        for flat in flat_params(section):
+            unit = Cell(flat.unit or _ROOT, "key")
+            rows.append((dotted(section.path, flat.key), unit, number(flat.numel)))
     columns = (_KEY, Column("module"), Column("elements", "number"))
     return Table("Flat parameters (all parameters of a module, end to end)", columns, tuple(rows))
 
@@ -304,21 +316,12 @@ def _flat_parameters(checkpoint: Checkpoint) -> Table:
 def _adapters(inspection: Inspection, all: bool) -> Table:
     rows: list[Row] = []
     for path, adapter in inspection.adapters.items():
-        modules = ", ".join(
-            group.pattern for group in collapse((module, None) for module in adapter.modules)
-        )
-        kinds = (
-            f"{' and '.join(adapter.kinds)}, {'without' if adapter.alone else 'with'} its base"
-            " model"
-        )
+        modules = ", ".join(patterns(adapter.modules))
+        base = "without its base model" if adapter.alone else "with its base model"
+        kinds = f"{' and '.join(adapter.kinds)}, {base}"
         rows.append((path or _ROOT, kinds, number(len(adapter.modules)), _cut(modules, all)))
-    columns = (
-        _SECTION,
-        Column("adapter"),
-        Column("modules", "number"),
-        Column("adapted modules", "key"),
-    )
-    return Table("Adapters", columns, tuple(rows))
+    modules_columns = (Column("modules", "number"), Column("adapted modules", "key"))
+    return Table("Adapters", (_SECTION, Column("adapter"), *modules_columns), tuple(rows))
 
 
 def _optimizer_params(inspection: Inspection) -> Table:
@@ -342,15 +345,18 @@ def _optimizer_params(inspection: Inspection) -> Table:
 
 def _imports(checkpoint: Checkpoint) -> Table:
     """Return a line for each import with its place and its calls."""
-    imports = checkpoint.imports
-    several = {one.file for one in imports} != {split(checkpoint.source)[0]}
+    file = split(checkpoint.source)[0]
+    has_others = any(imported.file != file for imported in checkpoint.imports)
     rows: list[Row] = []
-    for one in imports:
-        place = f"{one.file}: {one.place}" if several and one.member else one.place
-        calls = list(one.calls) if one.verdict != KNOWN else []
-        if calls and one.called > len(calls):
-            calls.append(f"{number(one.called - len(calls))} more")
-        rows.append((one.name, Cell(one.verdict, _VERDICTS[one.verdict]), place, "; ".join(calls)))
+    for imported in checkpoint.imports:
+        verdict = Cell(imported.verdict, _VERDICTS[imported.verdict])
+        place = imported.place
+        if has_others and imported.member:
+            place = f"{imported.file}: {place}"
+        calls = list(imported.calls) if imported.verdict != KNOWN else []
+        if calls and imported.called > len(calls):
+            calls.append(f"{number(imported.called - len(calls))} more")
+        rows.append((imported.name, verdict, place, "; ".join(calls)))
     columns = (Column("name", "key"), Column("verdict"), Column("where"), Column("called"))
     return Table("Pickle imports (never executed)", columns, tuple(rows))
 
@@ -393,7 +399,7 @@ def tree(checkpoint: Checkpoint, depth: int, by_bytes: bool) -> Table:
         if root.tensors:
             roots.append((section.path or _ROOT, root))
     if by_bytes:
-        roots.sort(key=lambda one: -one[1].nbytes)
+        roots.sort(key=lambda root: -root[1].nbytes)
     total = sum(root.nbytes for _, root in roots)
     rows: list[Row] = []
 
@@ -401,20 +407,15 @@ def tree(checkpoint: Checkpoint, depth: int, by_bytes: bool) -> Table:
         nbytes = module.nbytes * count
         share = nbytes / total if total else 0.0
         bar = Cell(f"{share:>6.1%} {'#' * max(round(share * _BAR), 1 if nbytes else 0)}", "dim")
-        dtypes = ", ".join(module.dtypes)
-        rows.append(
-            ("  " * level + name, number(module.tensors * count), dtypes, human_bytes(nbytes), bar)
-        )
+        tensors, dtypes = number(module.tensors * count), ", ".join(module.dtypes)
+        rows.append(("  " * level + name, tensors, dtypes, human_bytes(nbytes), bar))
         if level == depth:
             return
-        groups = collapse((below, child.likeness) for below, child in module.below.items())
-        children = [
-            (group.pattern, len(group.keys), module.below[group.keys[0]]) for group in groups
-        ]
+        groups = list(collapse((below, child.likeness) for below, child in module.below.items()))
         if by_bytes:
-            children.sort(key=lambda one: -one[1] * one[2].nbytes)
-        for pattern, many, child in children:
-            add(pattern, count * many, child, level + 1)
+            groups.sort(key=lambda group: -len(group.keys) * module.below[group.keys[0]].nbytes)
+        for group in groups:
+            add(group.pattern, count * len(group.keys), module.below[group.keys[0]], level + 1)
 
     for path, root in roots:
         add(path, 1, root, 0)

@@ -19,7 +19,7 @@ from ckpttool.report.document import (
     Document,
     Facts,
     Keys,
-    Note,
+    Paragraph,
     Problems,
     Table,
     facts,
@@ -48,25 +48,22 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
     )
     shown = diff_report.document(diff, all=all)
     tables = [block for block in shown.blocks if isinstance(block, (Table, Keys))]
-    parameters = [t for t in names.runtime if t.kind == "parameter"]
+    parameters = [tensor for tensor in names.runtime if tensor.kind == "parameter"]
+    frozen = sum(not tensor.trainable for tensor in parameters)
     counts = (
-        (
-            "parameters",
-            f"{number(len(parameters))}"
-            f" ({number(sum(not t.trainable for t in parameters))} frozen)",
-        ),
+        ("parameters", f"{number(len(parameters))} ({number(frozen)} frozen)"),
         ("buffers", number(len(names.runtime) - len(parameters))),
-        ("aliases", number(sum(t.alias_of is not None for t in names.runtime))),
+        ("aliases", number(sum(tensor.alias_of is not None for tensor in names.runtime))),
         ("serialized keys", number(len(names.serialized))),
         ("extra state", number(len(names.extra_state))),
         ("torch", names.torch),
     )
     blocks: list[Block] = [*tables, Facts(tuple(pair for pair in counts if pair[1] != "0"))]
     if names.roundtrips:
-        blocks.append(Note("load_state_dict() reads back what state_dict() writes"))
+        blocks.append(Paragraph("load_state_dict() reads back what state_dict() writes"))
     else:
         blocks.append(
-            Note("load_state_dict() does not read back what state_dict() writes:", "warning")
+            Paragraph("load_state_dict() does not read back what state_dict() writes:", "warning")
         )
         blocks.append(Problems(names.roundtrip_problems, "warning"))
     blocks += noted(names.notes)
@@ -80,11 +77,9 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
 
 def explained(explanation: Explanation) -> Document:
     tensor, optimizer = explanation.tensor, explanation.optimizer
-    kind = (
-        f"{'trainable' if tensor.trainable else 'frozen'} parameter"
-        if tensor.kind == "parameter"
-        else "buffer"
-    )
+    kind = "buffer"
+    if tensor.kind == "parameter":
+        kind = "trainable parameter" if tensor.trainable else "frozen parameter"
     shown = facts(
         ("runtime", Cell(tensor.fqn, "key")),
         ("canonical", Cell(tensor.canonical, "key")),
@@ -123,25 +118,22 @@ def explained_code(row: Row) -> Document:
 
 
 def check_document(checks: Checks) -> Document:
-    rows = tuple(
-        (
-            file.path,
-            file.kind,
-            Cell(plural(len(file.problems), "problem"), "bad")
-            if file.problems
-            else Cell("OK", "ok"),
-        )
-        for file in checks.files
-    )
+    rows = []
+    problems = []
+    for file in checks.files:
+        result = Cell("OK", "ok")
+        if file.problems:
+            result = Cell(plural(len(file.problems), "problem"), "bad")
+        rows.append((file.path, file.kind, result))
+        for problem in file.problems:
+            if problem.key != file.path:
+                problem = Problem(f"{file.path}: {problem.problem}", problem.key)
+            problems.append(problem)
     columns = (Column("file", "key"), Column("type"), Column("result"))
-    problems = tuple(
-        one if one.key == file.path else Problem(f"{file.path}: {one.problem}", one.key)
-        for file in checks.files
-        for one in file.problems
-    )
-    blocks: list[Block] = [Table("Files", columns, rows)]
-    blocks += [Problems(problems)] if problems else []
-    blocks += [Note(f"hint: {file.path}: {file.hint}") for file in checks.files if file.hint]
+    blocks: list[Block] = [Table("Files", columns, tuple(rows))]
+    if problems:
+        blocks.append(Problems(tuple(problems)))
+    blocks += [Paragraph(f"hint: {file.path}: {file.hint}") for file in checks.files if file.hint]
     for file in checks.files:
         blocks += (replace(note, text=f"{file.path}: {note.text}") for note in noted(file.notes))
     return Document("check", _checked(checks), checks.ok, tuple(blocks))

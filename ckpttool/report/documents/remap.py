@@ -9,14 +9,14 @@ from ckpttool.core.expression import BY_CODE, Ref, refs
 from ckpttool.core.optimizer_state import FLAT, FQN, ID
 from ckpttool.core.plan import Plan
 from ckpttool.core.text import dotted, number, plural, some
-from ckpttool.report.collapse import collapse
+from ckpttool.report.collapse import patterns
 from ckpttool.report.document import (
     Block,
     Cell,
     Column,
     Document,
     Keys,
-    Note,
+    Paragraph,
     Table,
     facts,
     filled,
@@ -46,10 +46,16 @@ _VERDICTS = {
 
 def document(done: Remap, command: str = "remap") -> Document:
     """Return what a remap did, or would do; `command` is its title."""
-    computed = (
-        ("computed", f"{plural(len(keys), 'tensor')} by running {run.model}.{BY_CODE[run.way]}()")
-        for run, keys in done.plan.by_code
-    )
+    computed = []
+    for run, keys in done.plan.by_code:
+        text = f"{plural(len(keys), 'tensor')} by running {run.model}.{BY_CODE[run.way]}()"
+        computed.append(("computed", text))
+    optimizers = []
+    for state in done.optimizers:
+        text = f"{state.was} -> {state.to}, {plural(state.params, 'parameter')}"
+        if state.evidence is not None:
+            text += f", identified by {state.evidence}"
+        optimizers.append((f"optimizer {state.section}".strip(), text))
     blocks: list[Block] = [
         facts(
             ("source", Cell(done.source, "key")),
@@ -58,14 +64,7 @@ def document(done: Remap, command: str = "remap") -> Document:
             ("sections", ", ".join(path or "(root)" for path in done.sections)),
             *computed,
             *((f"from {filled.source}", _from_other(filled)) for filled in done.filled),
-            *(
-                (
-                    f"optimizer {one.section}".strip(),
-                    f"{one.was} -> {one.to}, {plural(one.params, 'parameter')}"
-                    + ("" if one.evidence is None else f", identified by {one.evidence}"),
-                )
-                for one in done.optimizers
-            ),
+            *optimizers,
             ("other files", str(done.companions or "")),
             ("cost", str(done.cost or "")),
             ("to be written" if done.dry_run else "written", str(done.written or "")),
@@ -75,7 +74,7 @@ def document(done: Remap, command: str = "remap") -> Document:
     ]
     blocks.append(_changes(done.plan, _ROWS if done.dry_run else _FEW))
     if done.dry_run:
-        blocks.append(Note("dry run: nothing was written"))
+        blocks.append(Paragraph("dry run: nothing was written"))
     blocks.append(shortened(_dropped(done.plan), _ROWS, "--format json"))
     blocks += noted(done.notes)
     return Document(f"{command} {done.source}", _written(done), True, filled(blocks))
@@ -120,7 +119,10 @@ def _counted(done: Remap) -> str:
     for what, count in kinds.items():
         if count:
             phrases.append(f"{number(count) if phrases else plural(count, 'key')} {what}")
-    params = sum(one.params for one in done.optimizers if one.was != one.to or not phrases)
+    params = 0
+    for state in done.optimizers:
+        if state.was != state.to or not phrases:
+            params += state.params
     if params:
         to = done.optimizers[0].to
         phrases.append(f"optimizer state of {plural(params, 'parameter')} by {_BY.get(to, to)}")
@@ -149,10 +151,12 @@ def undone(done: Undone) -> Document:
 
 def swapped(done: Swap) -> Document:
     """Return what a swap did, or would do."""
-    renamed = sum(
-        isinstance(source, Ref) and source.key != fqn for fqn, source in done.sources.items()
-    )
-    computed = sum(not isinstance(source, Ref) for source in done.sources.values())
+    renamed = computed = 0
+    for fqn, source in done.sources.items():
+        if not isinstance(source, Ref):
+            computed += 1
+        elif source.key != fqn:
+            renamed += 1
     blocks: list[Block] = [
         facts(
             ("program", Cell(done.source, "key")),
@@ -168,21 +172,22 @@ def swapped(done: Swap) -> Document:
             ("verified", str(done.verified or "")),
         )
     ]
-    rows = tuple(
-        (one.name, f"{_VERDICTS[one.verdict]}{': ' if one.reason else ''}{one.reason}")
-        for one in done.compared
-    )
+    rows = []
+    for constant in done.compared:
+        verdict = _VERDICTS[constant.verdict]
+        value = f"{verdict}: {constant.reason}" if constant.reason else verdict
+        rows.append((constant.name, value))
     columns = (Column("constant", "key"), Column("value"))
-    blocks.append(
-        shortened(Table("Constants of the program", columns, rows), _ROWS, "--format json")
+    constants = Table("Constants of the program", columns, tuple(rows))
+    ignored = Table(
+        "Checkpoint entries that programs do not have",
+        (Column("key", "key"),),
+        tuple((key,) for key in done.ignored),
     )
-    ignored = tuple((key,) for key in done.ignored)
-    table = Table("Checkpoint entries that programs do not have", (Column("key", "key"),), ignored)
-    blocks.append(shortened(table, _ROWS, "--format json"))
+    blocks += [shortened(table, _ROWS, "--format json") for table in (constants, ignored)]
     blocks += noted(done.notes)
-    dry_run = done.cost is not None
-    if dry_run:
-        blocks.append(Note("dry run: nothing was written"))
+    if done.cost is not None:
+        blocks.append(Paragraph("dry run: nothing was written"))
     title = f"swap-weights {done.source} {done.weights}"
     return Document(title, _swapped(done), True, filled(blocks))
 
@@ -199,30 +204,21 @@ def _swapped(done: Swap) -> str:
 
 
 def presets_document(presets: Sequence[Preset]) -> Document:
-    rows = tuple(
-        (
-            one.name,
-            one.about,
-            f"{one.name}({', '.join(f'{name}=N' for name in one.sizes)})" if one.sizes else "",
-        )
-        for one in presets
-    )
+    rows = []
+    for preset in presets:
+        sizes = ", ".join(f"{name}=N" for name in preset.sizes)
+        rows.append((preset.name, preset.about, f"{preset.name}({sizes})" if sizes else ""))
     columns = (Column("name", "key"), Column("from, to"), Column("with its sizes", "key"))
-    return Document(
-        "rules",
-        f"{plural(len(presets), 'preset')}: --rules NAME applies one",
-        True,
-        (Table("Presets", columns, rows),),
-    )
+    answer = f"{plural(len(presets), 'preset')}: --rules NAME applies one"
+    return Document("rules", answer, True, (Table("Presets", columns, tuple(rows)),))
 
 
 def _changes(plan: Plan, most: int) -> Keys:
     """Return the changed keys, repeated layers on one line: at most so many lines."""
-    changed = [
-        (tuple(dict.fromkeys(refs(o.source))), (o.key,), "")
-        for o in plan.outputs
-        if not o.is_unchanged
-    ]
+    changed = []
+    for output in plan.outputs:
+        if not output.is_unchanged:
+            changed.append((tuple(dict.fromkeys(refs(output.source))), (output.key,), ""))
     if not changed:
         return Keys("", ())
     title, hidden = f"Changes: {plural(len(changed), 'key')}", "more keys (--format json)"
@@ -233,13 +229,8 @@ def _dropped(plan: Plan) -> Table:
     reasons: dict[str, list[str]] = {}
     for drop in plan.dropped:
         reasons.setdefault(drop.reason, []).append(dotted(drop.section, drop.key))
-    rows = [
-        (group.pattern, reason)
-        for reason, keys in reasons.items()
-        for group in collapse((k, None) for k in keys)
-    ]
-    return Table(
-        f"Left out: {plural(len(plan.dropped), 'key')}",
-        (Column("key", "key"), Column("why")),
-        tuple(rows),
-    )
+    rows = []
+    for reason, keys in reasons.items():
+        rows += [(pattern, reason) for pattern in patterns(keys)]
+    title = f"Left out: {plural(len(plan.dropped), 'key')}"
+    return Table(title, (Column("key", "key"), Column("why")), tuple(rows))

@@ -4,6 +4,7 @@ group of the log.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ckpttool.core.text import visible
@@ -12,7 +13,7 @@ from ckpttool.report.document import (
     Document,
     Facts,
     Finding,
-    Note,
+    Paragraph,
     Problems,
     Severity,
     cell,
@@ -40,22 +41,13 @@ def render(document: Document) -> str:
     for level in _LEVELS:
         messages = []
         if level == ("notice" if document.ok else "error"):
-            commands = [
-                one
-                for block in document.all_blocks
-                if isinstance(block, Commands)
-                for one in block.commands
-            ]
             keys = _keys([finding for finding in failing if finding.place is None])
-            pairs = [
-                pair for block in document.lead if isinstance(block, Facts) for pair in block.pairs
-            ]
-            reasons = [f"reason: {cell(value).text}" for label, value in pairs if label == "reason"]
-            messages.append("\n".join(map(visible, [document.verdict, *keys, *reasons, *commands])))
+            answer = [document.verdict, *keys, *_reasons_and_commands(document)]
+            messages.append("\n".join(map(visible, answer)))
         for block in document.blocks:
             if isinstance(block, Problems) and block.severity == level:
                 messages += [visible(str(problem)) for problem in block.problems]
-            elif isinstance(block, Note) and block.severity == level != "notice":
+            elif isinstance(block, Paragraph) and block.severity == level != "notice":
                 messages.append(visible(block.text))
         count = len(messages)
         if count > _SHOWN:
@@ -68,12 +60,21 @@ def render(document: Document) -> str:
             message = "\n".join(map(visible, [findings[0].why, *_keys(findings)]))
             lines.append(_annotation(level, document.title, message, place))
     lines.append(f"::group::{visible(document.title).translate(_DATA)}")
-    return (
-        _no_old_commands(
-            "\n".join([*lines, inert(text.render(document).rstrip("\n")), "::endgroup::"])
-        )
-        + "\n"
-    )
+    lines += [inert(text.render(document).rstrip("\n")), "::endgroup::"]
+    return _no_old_commands("\n".join(lines)) + "\n"
+
+
+def _reasons_and_commands(document: Document) -> list[str]:
+    reasons: list[str] = []
+    commands: list[str] = []
+    for block in document.all_blocks:
+        if isinstance(block, Commands):
+            commands += block.commands
+        elif isinstance(block, Facts):
+            for label, value in block.pairs:
+                if label == "reason":
+                    reasons.append(f"reason: {cell(value).text}")
+    return reasons + commands
 
 
 def failure(title: str, messages: Sequence[str]) -> str:
@@ -83,12 +84,7 @@ def failure(title: str, messages: Sequence[str]) -> str:
 
 def inert(text: str) -> str:
     """Return the text so that the runner takes no line in the log for a workflow command."""
-    lines = text.split("\n")
-    escaped = (
-        line.replace("::", r"\x3a:", 1) if line.lstrip().startswith("::") else line
-        for line in lines
-    )
-    return _no_old_commands("\n".join(escaped))
+    return _no_old_commands(re.sub(r"(?m)^([^\S\n]*)::", r"\1\\x3a:", text))
 
 
 def _no_old_commands(lines: str) -> str:
@@ -98,7 +94,7 @@ def _no_old_commands(lines: str) -> str:
 
 def _keys(findings: Sequence[Finding]) -> list[str]:
     """Return a line for each key, and how many more there are."""
-    lines = [f"{one.status}: {one.keys}" for one in findings[:_KEYS]]
+    lines = [f"{finding.status}: {finding.keys}" for finding in findings[:_KEYS]]
     return [*lines, f"... {len(findings) - _KEYS} more"] if len(findings) > _KEYS else lines
 
 

@@ -25,7 +25,7 @@ from ckpttool.report.document import (
     Keys,
     Listing,
     Named,
-    Note,
+    Paragraph,
     Table,
     cell,
     shortened,
@@ -56,20 +56,15 @@ def render(document: Document) -> str:
         f"<header><div><h1>{title}</h1>{verdict}{_origin(document.listing)}</div></header>",
         "<main>",
     ]
-    # Not the lines that say where a terminal shows more
-    details = [
-        b
-        for b in document.lead
-        if isinstance(b, Facts) and [label for label, _ in b.pairs] == ["details"]
-    ]
     for block in document.all_blocks:
-        parts += [] if block in details else _block(block)
+        # not the line that says where a terminal shows more
+        if not (isinstance(block, Facts) and block.is_short and block.pairs[0][0] == "details"):
+            parts += _block(block)
     data = None if document.listing is None else _data(document.listing)
     if data is not None and data["rows"]:
         # "<" is escaped, so that the JSON cannot end the script
-        text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace(
-            "<", "\\u003c"
-        )
+        text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = text.replace("<", "\\u003c")
         parts += [
             '<section id="browser"></section>',
             f'<script type="application/json" id="listing">{text}</script>',
@@ -91,12 +86,10 @@ def _origin(listing: Listing | None) -> str:
         sides: list[set[str]] = [set() for _ in listing.sides]
         for finding in listing.findings():
             for names, keys in zip(sides, (finding.left, finding.right)):
-                names.update(f"{one.key} {one.dtype} {one.shape}" for one in keys)
+                names.update(f"{tensor.key} {tensor.dtype} {tensor.shape}" for tensor in keys)
         for name, names in zip(listing.sides, sides):
-            digest = sha256(
-                "\n".join(sorted(names)).encode("utf-8", "backslashreplace")
-            ).hexdigest()[:_DIGITS]
-            parts.append(f"{name}: names {digest}")
+            text = "\n".join(sorted(names)).encode("utf-8", "backslashreplace")
+            parts.append(f"{name}: names {sha256(text).hexdigest()[:_DIGITS]}")
     return f'<p class="origin">{" &middot; ".join(map(_escape, parts))}</p>'
 
 
@@ -118,13 +111,10 @@ def _policy(style: str, script: str) -> str:
     """Allow nothing but this style and this script, by their hashes."""
     import hashlib  # loads OpenSSL
 
-    digests = (
-        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        for text in (style, script)
-    )
-    sources = (
-        f"{kind}-src 'sha256-{digest}'" for kind, digest in zip(("style", "script"), digests)
-    )
+    sources = []
+    for kind, text in (("style", style), ("script", script)):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        sources.append(f"{kind}-src 'sha256-{digest}'")
     return "; ".join(["default-src 'none'", *sources, "base-uri 'none'", "form-action 'none'"])
 
 
@@ -136,24 +126,19 @@ def _data(listing: Listing) -> dict[str, Any]:
     whys: dict[str, int] = {}
     statuses = {status: place for place, status in enumerate(listing.statuses)}
 
-    def side(keys: tuple[Named, ...]) -> tuple[list[str], list[int]]:
-        described = [(visible(one.dtype), one.shape, one.nbytes) for one in keys]
-        return [visible(one.key) for one in keys], [
-            outlines.setdefault(one, len(outlines)) for one in described
-        ]
+    def side(tensors: tuple[Named, ...]) -> tuple[list[str], list[int]]:
+        numbers = []
+        for tensor in tensors:
+            outline = (visible(tensor.dtype), tensor.shape, tensor.nbytes)
+            numbers.append(outlines.setdefault(outline, len(outlines)))
+        return [visible(tensor.key) for tensor in tensors], numbers
 
     def row(finding: Finding) -> list[Any]:
         left, right = side(finding.left), side(finding.right)
         why = whys.setdefault(visible(finding.why), len(whys))
-        other = [theirs if theirs != mine else 0 for mine, theirs in zip(left, right)]
-        cells = [
-            statuses[finding.status],
-            why,
-            *left,
-            *other,
-            visible(finding.detail),
-            finding.spread,
-        ]
+        other = [0 if after == before else after for before, after in zip(left, right)]
+        end = [visible(finding.detail), finding.spread]
+        cells = [statuses[finding.status], why, *left, *other, *end]
         while not cells[-1] and cells[-1] != []:
             cells.pop()
         return cells
@@ -184,32 +169,24 @@ def _block(block: Block) -> list[str]:
     if isinstance(block, Table):
         if not block.is_listed:
             return [f"<h2>{_escape(block.title)}</h2>", *_table(block)]
-        rows_shown = _table(shortened(block, _LISTED, "in the tree below"))
-        return [
-            "<details>",
-            f"<summary>{_escape(block.title)}</summary>",
-            *rows_shown,
-            "</details>",
-        ]
+        shown = _table(shortened(block, _LISTED, "in the tree below"))
+        return ["<details>", f"<summary>{_escape(block.title)}</summary>", *shown, "</details>"]
     if isinstance(block, Keys):
-        title = [f"<h2>{_escape(block.title)}</h2>"] if block.title else []
-        groups = [
-            line
-            for group in block.groups
-            for line in _group(group, _LISTED if block.is_listed else None)
-        ]
-        return [*title, *groups]
-    if isinstance(block, Note):
+        shown = [f"<h2>{_escape(block.title)}</h2>"] if block.title else []
+        for group in block.groups:
+            shown += _group(group, _LISTED if block.is_listed else None)
+        return shown
+    if isinstance(block, Paragraph):
         label = "" if block.severity == "notice" else f"{_label(block.severity)} "
         return [f"<p>{label}{_escape(block.text)}</p>"]
     if isinstance(block, Commands):
         lines = "\n".join(map(_escape, block.commands))
         return [f"<h2>{_escape(block.title)}</h2>", f'<div class="code"><pre>{lines}</pre></div>']
     label = _label(block.severity)
-    items = [
-        f"<li>{label} {_escape(p.problem)} @ {_cell('span', Cell(p.key, 'key'))}</li>"
-        for p in block.problems
-    ]
+    items = []
+    for problem in block.problems:
+        key = _cell("span", Cell(problem.key, "key"))
+        items.append(f"<li>{label} {_escape(problem.problem)} @ {key}</li>")
     return ["<ul>", *items, "</ul>"]
 
 
@@ -245,19 +222,13 @@ def _table(table: Table) -> list[str]:
     """On a narrow screen the cells of a row are below each other, each with the title of its
     column.
     """
-    columns = table.columns
-    header = "".join(
-        _cell("th", Cell(c.title, "number" if c.role == "number" else "plain")) for c in columns
-    )
-    rows = [
-        "".join(_cell("td", entry, column.title) for entry, column in zip(row, columns))
-        for row in table.cells
-    ]
-    kind = ' class="stacked"' if len(columns) > _ABREAST else ""
-    return [
-        f'<div class="scroll"><table{kind}>',
-        f"<thead><tr>{header}</tr></thead>",
-        *(f"<tr>{row}</tr>" for row in rows),
-        "</table></div>",
-        *_footer(table.footer),
-    ]
+    header = ""
+    for column in table.columns:
+        header += _cell("th", Cell(column.title, "number" if column.role == "number" else "plain"))
+    rows = []
+    for row in table.cells:
+        cells = (_cell("td", entry, column.title) for entry, column in zip(row, table.columns))
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    kind = ' class="stacked"' if len(table.columns) > _ABREAST else ""
+    head = [f'<div class="scroll"><table{kind}>', f"<thead><tr>{header}</tr></thead>"]
+    return [*head, *rows, "</table></div>", *_footer(table.footer)]

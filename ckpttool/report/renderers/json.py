@@ -17,14 +17,14 @@ def render(data: Mapping[str, Any]) -> str:
     interpret or an encoder reject (C1 controls, bidi overrides, lone surrogates) are escaped as
     ``\uXXXX`` and read back the same.
     """
-    lines = _value(data, "").split("\n")
-    escaped = (
-        line
-        if line.isprintable()
-        else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
-        for line in lines
-    )
-    return "\n".join(escaped) + "\n"
+    lines = []
+    for line in _value(data, "").split("\n"):
+        lines.append(line if line.isprintable() else "".join(map(_escaped, line)))
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(char: str) -> str:
+    return char if char.isprintable() else json.dumps(char)[1:-1]
 
 
 def _value(value: Any, indent: str) -> str:

@@ -16,25 +16,20 @@ _MOST = 1000  # failures that are listed
 def render(document: Document) -> str:
     """Return the document as JUnit XML; the text report is the output of the suite."""
     name = quoteattr(visible(document.title))
-    failing = [
-        (one.keys, ": ".join(filter(None, (one.status, one.why, one.detail))))
-        for one in document.failing
-    ]
-    if not document.ok:
-        problems = [
-            p for block in document.blocks if isinstance(block, Problems) for p in block.problems
-        ]
-        failing += [(problem.key, problem.problem) for problem in problems]
-    verdict = "" if document.ok else f"<failure message={quoteattr(visible(document.verdict))}/>"
-    cases = [
-        f"    <testcase classname={name}"
-        f" name={quoteattr(visible(document.verdict))}>{verdict}</testcase>"
-    ]
-    for key, message in failing[:_MOST]:
-        failure = f"<failure message={quoteattr(visible(message))}/>"
-        cases.append(
-            f"    <testcase classname={name} name={quoteattr(visible(key))}>{failure}</testcase>"
-        )
+    failing = []
+    for finding in document.failing:
+        texts = (finding.status, finding.why, finding.detail)
+        failing.append((finding.keys, ": ".join(filter(None, texts))))
+    for block in document.blocks if not document.ok else ():
+        if isinstance(block, Problems):
+            failing += [(problem.key, problem.problem) for problem in block.problems]
+
+    def case(key: str, failure: str) -> str:
+        shown = f"<failure message={quoteattr(visible(failure))}/>" if failure else ""
+        return f"    <testcase classname={name} name={quoteattr(visible(key))}>{shown}</testcase>"
+
+    cases = [case(document.verdict, "" if document.ok else document.verdict)]
+    cases += [case(key, message) for key, message in failing[:_MOST]]
     count = len(failing[:_MOST]) + (not document.ok)
     return "\n".join(
         [

@@ -14,7 +14,7 @@ from ckpttool.report.document import (
     Facts,
     KeyGroup,
     Keys,
-    Note,
+    Paragraph,
     Table,
     cell,
 )
@@ -46,17 +46,14 @@ def _lines(block: Block) -> list[str]:
         rules = ["---:" if column.role == "number" else "---" for column in block.columns]
         header = [_row(_escape(column.title) for column in block.columns), _row(rules)]
         footer = ["", _escape(block.footer)] if block.footer else []
-        return [
-            f"### {_escape(block.title)}",
-            "",
-            *header,
-            *(_row(map(_cell, row)) for row in block.cells),
-            *footer,
-        ]
+        rows = [_row(map(_cell, row)) for row in block.cells]
+        return [f"### {_escape(block.title)}", "", *header, *rows, *footer]
     if isinstance(block, Keys):
-        title = [f"### {_escape(block.title)}", ""] if block.title else []
-        return [*title, *(line for group in block.groups for line in _group(group))]
-    if isinstance(block, Note):
+        lines = [f"### {_escape(block.title)}", ""] if block.title else []
+        for group in block.groups:
+            lines += _group(group)
+        return lines
+    if isinstance(block, Paragraph):
         alert = _ALERTS.get(block.severity)
         return [f"> [!{alert}]", f"> {_escape(block.text)}"] if alert else [_escape(block.text)]
     if isinstance(block, Commands):
@@ -70,13 +67,16 @@ def _lines(block: Block) -> list[str]:
 
 
 def _group(group: KeyGroup) -> Iterator[str]:
-    yield from (f"**{_escape(group.heading)}**", "")
+    yield f"**{_escape(group.heading)}**"
+    yield ""
     for left, right, detail in group.rows:
-        names = (
-            f"{_code_span(left)} -> {_code_span(right)}" if left and right and left != right else ""
-        )
-        yield f"- {names or _code_span(left or right)}{': ' if detail else ''}{_escape(detail)}"
-    yield from (["", _escape(group.footer)] if group.footer else [])
+        names = _code_span(left or right)
+        if left and right and left != right:
+            names = f"{names} -> {_code_span(right)}"
+        yield f"- {names}: {_escape(detail)}" if detail else f"- {names}"
+    if group.footer:
+        yield ""
+        yield _escape(group.footer)
     yield ""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain, zip_longest
 from unicodedata import combining, east_asian_width
 
 from ckpttool.core.text import visible
@@ -21,7 +22,7 @@ from ckpttool.report.document import (
     Facts,
     KeyGroup,
     Keys,
-    Note,
+    Paragraph,
     Table,
     cell,
 )
@@ -74,15 +75,19 @@ def lines(block: Block, terminal: Terminal | None = None) -> list[str]:
         footer = _lines(block.footer, "dim", at, indent=2) if block.footer else []
         return [*_lines(block.title, "title", at), *_table(block, at), *footer]
     if isinstance(block, Keys):
-        title = _lines(block.title, "title", at) if block.title else []
-        return [*title, *(line for group in block.groups for line in _group(group, at))]
-    if isinstance(block, Note):
+        shown = _lines(block.title, "title", at) if block.title else []
+        for group in block.groups:
+            shown += _group(group, at)
+        return shown
+    if isinstance(block, Paragraph):
         return _labelled(block.severity, block.text, at)
     if isinstance(block, Commands):
-        return [_styled(visible(f"{block.title}: {one}"), "command", at) for one in block.commands]
-    return [
-        line for problem in block.problems for line in _labelled(block.severity, str(problem), at)
-    ]
+        commands = [visible(f"{block.title}: {command}") for command in block.commands]
+        return [_styled(command, "command", at) for command in commands]
+    shown = []
+    for problem in block.problems:
+        shown += _labelled(block.severity, str(problem), at)
+    return shown
 
 
 # Words and names
@@ -96,18 +101,15 @@ def wrapped(text: str, width: int, hanging: int = 0) -> list[str]:
     """
     if _columns(text) <= width:
         return [text]
-    found, line = [], ""
+    lines, line = [], ""
     for word in re.findall(r"\s*\S+", text):
-        inner = width - hanging
-        pieces = (
-            [word] if _columns(word.strip()) <= inner else re.findall(r"[^./]+[./]*|[./]+", word)
-        )
-        for piece in pieces:
+        is_long = _columns(word.strip()) > width - hanging
+        for piece in re.findall(r"[^./]+[./]*|[./]+", word) if is_long else [word]:
             if line.strip() and _columns(line + piece) > width:
-                found.append(line)
+                lines.append(line)
                 line, piece = " " * hanging, piece.lstrip()
             line += piece
-    return [*found, line] if line.strip() else found
+    return [*lines, line] if line.strip() else lines
 
 
 def shortened_name(name: str, width: int) -> str:
@@ -118,18 +120,19 @@ def shortened_name(name: str, width: int) -> str:
     for shown in range(len(parts) - 1, 1, -1):
         if _columns(short) <= width:
             break
-        short = (
-            ".".join(parts[: shown // 2]) + "..." + ".".join(parts[len(parts) - (shown + 1) // 2 :])
-        )
+        begin, end = shown // 2, len(parts) - (shown + 1) // 2
+        short = f"{'.'.join(parts[:begin])}...{'.'.join(parts[end:])}"
     return short
 
 
 def _columns(text: str) -> int:
     if text.isascii():
         return len(text)
-    return sum(
-        0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text
-    )
+    columns = 0
+    for char in text:
+        if not combining(char):
+            columns += 2 if east_asian_width(char) in "WF" else 1
+    return columns
 
 
 def _styled(text: str, role: str, at: Terminal) -> str:
@@ -138,116 +141,142 @@ def _styled(text: str, role: str, at: Terminal) -> str:
 
 
 def _lines(text: str, role: str, at: Terminal, indent: int = 0) -> list[str]:
-    found = wrapped(visible(text), at.width - indent)
-    return [" " * indent + _styled(line, role, at) for line in found] or [""]
+    shown = wrapped(visible(text), at.width - indent)
+    return [" " * indent + _styled(line, role, at) for line in shown] or [""]
 
 
 def _labelled(severity: str, text: str, at: Terminal) -> list[str]:
-    label = "" if severity == "notice" else f"{severity}: "
-    first, *rest = wrapped(label + visible(text), at.width, 2) or [label]
-    shown = _styled(label, severity, at) + first[len(label) :] if label else first
-    return [shown.rstrip() if not label else shown, *rest]
+    """Return the lines of a paragraph; a warning or an error begins with this word."""
+    if severity == "notice":
+        first, *rest = wrapped(visible(text), at.width, 2) or [""]
+        return [first.rstrip(), *rest]
+    label = f"{severity}: "
+    first, *rest = wrapped(label + visible(text), at.width, 2)
+    return [_styled(label, severity, at) + first[len(label) :], *rest]
 
 
 # Blocks
 
 
 def _facts(block: Facts, at: Terminal) -> list[str]:
-    found = []
-    wide = max((_columns(visible(label)) for label, _ in block.pairs), default=0)
-    for label, value in block.pairs:
-        one = cell(value)
-        first, *rest = wrapped(visible(one.text), max(at.width - wide - 2, 1)) or [""]
-        start = visible(label) + (":" if block.is_short else "")
-        pad = " " * (1 if block.is_short else wide + 2 - _columns(start))
+    """Return the pairs as ``label: value`` if the block is short, else in two columns."""
+    shown = []
+    labels = [visible(label) for label, _ in block.pairs]
+    indent = 2 if block.is_short else 2 + max(map(_columns, labels), default=0)
+    for label, (_, value) in zip(labels, block.pairs):
+        text, role = visible(cell(value).text), cell(value).role
         if block.is_short:
-            first, *rest = wrapped(f"{start} {visible(one.text)}", at.width, 2)
-            start, pad = "", ""
-        found.append((_styled(start, "dim", at) + pad + _styled(first, one.role, at)).rstrip())
-        found += [
-            " " * (2 if block.is_short else wide + 2) + _styled(line.strip(), one.role, at)
-            for line in rest
-        ]
-    return found
+            first, *rest = wrapped(f"{label}: {text}", at.width, 2)
+            start = ""
+        else:
+            first, *rest = wrapped(text, max(at.width - indent, 1)) or [""]
+            start = _styled(label, "dim", at) + " " * (indent - _columns(label))
+        shown.append((start + _styled(first, role, at)).rstrip())
+        shown += [" " * indent + _styled(line.strip(), role, at) for line in rest]
+    return shown
 
 
 def _group(group: KeyGroup, at: Terminal) -> list[str]:
     """Return a heading and its keys: ``old -> new: detail`` on one line, or on two if the line
     would be too long.
     """
-    found = [_styled(line, group.role, at) for line in wrapped(visible(group.heading), at.width, 4)]
+    heading = wrapped(visible(group.heading), at.width, 4)
+    shown = [_styled(line, group.role, at) for line in heading]
     for left, right, detail in group.rows:
         old, new, why = visible(left), visible(right), visible(detail)
-        names = f"{old} -> {new}" if old and new and old != new else old or new
-        line = f"  {names}: {why}" if why else f"  {names}"
-        if _columns(line) <= at.width:
-            found.append(f"  {_styled(names, 'key', at)}{line[2 + len(names) :]}")
+        if not old or new == old:
+            old, new = old or new, ""
+        names = f"{old} -> {new}" if new else old
+        reason = f": {why}" if why else ""
+        if _columns(f"  {names}{reason}") <= at.width:
+            shown.append(f"  {_styled(names, 'key', at)}{reason}")
             continue
-        for start, name in (
-            (("  ", old), ("    -> ", new if new != old else "")) if old else (("  ", new),)
-        ):
-            width = at.width - len(start)
-            if name and not group.is_full and " + " not in name:
-                name = shortened_name(name, width)
-            shown = wrapped(name, width, 2) if name else []
-            starts = (start, *[" " * len(start)] * len(shown))
-            found += [space + _styled(one, "key", at) for space, one in zip(starts, shown)]
-        found += [f"    {one}" for one in wrapped(why, at.width - 4)] if why else []
-    return [*found, *_lines(group.footer, "dim", at, indent=2)] if group.footer else found
+        shown += _name_lines("  ", old, group, at)
+        if new:
+            shown += _name_lines("    -> ", new, group, at)
+        if why:
+            shown += [f"    {line}" for line in wrapped(why, at.width - 4)]
+    if group.footer:
+        shown += _lines(group.footer, "dim", at, indent=2)
+    return shown
+
+
+def _name_lines(start: str, name: str, group: KeyGroup, at: Terminal) -> list[str]:
+    """Return a name as lines, the first one after `start`; shortened if the group is not full."""
+    width = at.width - len(start)
+    if name and not group.is_full and " + " not in name:
+        name = shortened_name(name, width)
+    first, *rest = wrapped(name, width, 2) if name else [""]
+    indent = " " * len(start)
+    return [
+        start + _styled(first, "key", at),
+        *(indent + _styled(line, "key", at) for line in rest),
+    ]
 
 
 def _table(table: Table, at: Terminal) -> Iterator[str]:
     """Yield the lines of a table: in columns if they fit, else each row as lines of ``column:
     value``.
     """
-    header: list[Cell] = [Cell(column.title, "title") for column in table.columns]
-    rows: list[list[Cell]] = table.cells
-    texts = [[visible(entry.text) for entry in row] for row in (header, *rows)]
-    room = at.width - 2
-    natural = [min(max(map(_columns, column)), _PAD_LIMIT) for column in zip(*texts)]
-    least = [
-        max(_columns(piece) for text in column for piece in re.findall(_PIECE, text) or [""])
-        for column in zip(*texts)
-    ]
-    widths = (
-        _column_widths(natural, least, room - 2 * (len(natural) - 1))
-        if at.width != _UNLIMITED
-        else natural
-    )
-    if widths is None:
-        for row, own in zip(rows, texts[1:]):
-            mark = "- "
-            for title, entry, text in zip(texts[0], row, own):
-                if text:
-                    first, *rest = wrapped(f"{title}: {text}", room - 2, 2)
-                    yield f"  {mark}{_styled(first, entry.role, at)}"
-                    yield from (f"    {_styled(line, entry.role, at)}" for line in rest)
-                    mark = "  "
+    header = [Cell(visible(column.title), "title") for column in table.columns]
+    rows = [header]
+    for row in table.cells:
+        rows.append([Cell(visible(entry.text), entry.role) for entry in row])
+    natural = []
+    least = []
+    for column in zip(*rows):
+        texts = [entry.text for entry in column]
+        natural.append(min(max(map(_columns, texts)), _PAD_LIMIT))
+        least.append(_widest_piece(texts))
+    widths = natural
+    if at.width != _UNLIMITED:
+        room = at.width - 2 - 2 * (len(natural) - 1)
+        widths = _column_widths(natural, least, room)
+    if not widths:
+        for row in rows[1:]:
+            yield from _stacked(header, row, at)
         return
     right = [column.role == "number" for column in table.columns]
-    for row, own in zip((header, *rows), texts):
-        folded = [
-            [text] if at.width == _UNLIMITED else wrapped(text, width) or [""]
-            for text, width in zip(own, widths)
-        ]
-        for number in range(max(map(len, folded))):
+    for row in rows:
+        folded = [_folded(entry.text, width, at) for entry, width in zip(row, widths)]
+        for parts in zip_longest(*folded, fillvalue=""):
             cells = []
-            for entry, parts, width, is_number in zip(row, folded, widths, right):
-                part = parts[number] if number < len(parts) else ""
+            for entry, part, width, is_number in zip(row, parts, widths, right):
                 pad = " " * max(width - _columns(part), 0)
                 shown = _styled(part, entry.role, at)
                 cells.append(pad + shown if is_number else shown + pad)
             yield "  " + "  ".join(cells).rstrip()
 
 
-def _column_widths(natural: Sequence[int], least: Sequence[int], room: int) -> list[int] | None:
-    """Return widths that fit into `room`: the widest columns are narrowed first; None if that is
+def _folded(text: str, width: int, at: Terminal) -> list[str]:
+    return [text] if at.width == _UNLIMITED else wrapped(text, width) or [""]
+
+
+def _stacked(header: Sequence[Cell], row: Sequence[Cell], at: Terminal) -> Iterator[str]:
+    """Yield a row as lines of ``column: value``, the first one after a dash."""
+    mark = "- "
+    for title, entry in zip(header, row):
+        if entry.text:
+            first, *rest = wrapped(f"{title.text}: {entry.text}", at.width - 4, 2)
+            yield f"  {mark}{_styled(first, entry.role, at)}"
+            for line in rest:
+                yield f"    {_styled(line, entry.role, at)}"
+            mark = "  "
+
+
+def _widest_piece(texts: Sequence[str]) -> int:
+    """Return the columns of the widest piece that cannot be broken."""
+    return max(map(_columns, chain([""], *(re.findall(_PIECE, text) for text in texts))))
+
+
+def _column_widths(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Return widths that fit into `room`: the widest columns are narrowed first; none if that is
     not enough.
     """
     widths = list(natural)
     while sum(widths) > room:
         wide = [place for place, width in enumerate(widths) if width > least[place]]
         if not wide:
-            return None
+            return []
         widths[max(wide, key=widths.__getitem__)] -= 1
     return widths
