@@ -14,7 +14,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import DEFINITIONS
 from ckpttool.core.names import NAMES
 from ckpttool.core.plan import PLAN
-from ckpttool.core.schema import ERROR, Kind
+from ckpttool.core.schema import ERROR, JsonKind
 from ckpttool.diffing.result import DIFF
 from ckpttool.inspection.explain import EXPLAIN
 from ckpttool.inspection.inspect import INSPECT
@@ -24,7 +24,7 @@ from ckpttool.ruleset.parse import SETS
 from ckpttool.swap.swap import SWAP
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-OBJECTS: dict[str, Kind] = {
+OBJECTS: dict[str, JsonKind] = {
     "inspect": INSPECT,
     "names": NAMES,
     "diff": DIFF,

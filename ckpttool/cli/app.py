@@ -72,16 +72,14 @@ def _is_rank() -> bool:
 
 def _is_started_by_rank(pid: int) -> bool:
     """Return whether the process is a rank, or a shell that a rank started. False without /proc."""
-    own = {
-        f"{name}={os.environ.get(name)}".encode()
-        for name in ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
-    }
+    names = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
+    variables = {f"{name}={os.environ.get(name)}".encode() for name in names}
     try:
         with open(f"/proc/{pid}/stat") as file:
             name, _, rest = file.read().partition("(")[2].rpartition(")")
         parent = int(rest.split()[1])
         with open(f"/proc/{pid}/environ", "rb") as file:
-            if not own.issubset(file.read().split(b"\0")):
+            if not variables.issubset(file.read().split(b"\0")):
                 return _is_worker(pid, parent)
     except OSError:
         return False

@@ -170,12 +170,11 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
     keys: dict[str, list[str]] = {}
     for problem in problems:
         keys.setdefault(problem.problem, []).append(problem.key)
-    groups = (
-        (text, group)
-        for text, own in keys.items()
-        for group in collapse((key, None) for key in own)
-    )
-    shown = list(islice(groups, _MOST))
-    hidden = len(problems) - sum(len(group.keys) for _, group in shown)
-    lines = [f"{text} @ {group.pattern}" for text, group in shown]
+    lines: list[str] = []
+    hidden = len(problems)
+    for text, keys_of_problem in keys.items():
+        groups = collapse((key, None) for key in keys_of_problem)
+        for group in islice(groups, _MOST - len(lines)):
+            lines.append(f"{text} @ {group.pattern}")
+            hidden -= len(group.keys)
     return [*lines, f"... and {number(hidden)} more (--format json)"] if hidden else lines

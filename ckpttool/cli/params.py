@@ -106,12 +106,11 @@ class Command:
         names = Signature.from_callable(self.function).parameters
         common = filled(Common)
         with limited(with_memory(common.max_memory)), quiet(common.quiet), watched(common.verbose):
-            return self.function(
-                **{
-                    name: filled(self.groups[name]) if name in self.groups else values[name]
-                    for name in names
-                }
-            )
+            arguments = {}
+            for name in names:
+                is_group = name in self.groups
+                arguments[name] = filled(self.groups[name]) if is_group else values[name]
+            return self.function(**arguments)
 
 
 def load(name: str) -> Command:
@@ -125,12 +124,12 @@ def load(name: str) -> Command:
     groups = {key: hint for key, hint in hints.items() if is_dataclass(hint)}
     params: dict[str, Param] = {}
     for key, parameter in Signature.from_callable(function).parameters.items():
-        own = (
-            _params_of(groups[key])
-            if key in groups
-            else {key: _param(hints[key], parameter.default)}
-        )
-        params |= {name: param for name, param in own.items() if name not in params}
+        if key in groups:
+            options = _params_of(groups[key])
+        else:
+            options = {key: _param(hints[key], parameter.default)}
+        for name, param in options.items():
+            params.setdefault(name, param)
     return Command(function, groups, params | _params_of(Common))
 
 

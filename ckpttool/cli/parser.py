@@ -95,19 +95,24 @@ def _command_first(args: Sequence[str]) -> Sequence[str]:
     """Return the words with the common options that come before the command after it."""
     if not args[0].startswith("-"):
         return args
-    takes_value = {
-        flag: mark.metavar is not None for mark in common_options() for flag in mark.flags
-    }
+    takes_value: dict[str, bool] = {}
+    for mark in common_options():
+        takes_value.update(dict.fromkeys(mark.flags, mark.metavar is not None))
     at = 0
-    while at < len(args) and (flag := args[at].partition("=")[0]) in takes_value:
+    while at < len(args):
+        flag = args[at].partition("=")[0]
+        if flag not in takes_value:
+            break
         at += 2 if takes_value[flag] and flag == args[at] else 1
-    before, rest = args[:at], args[at:]
-    return [rest[0], *before, *rest[1:]] if rest and not rest[0].startswith("-") else args
+    options, rest = args[:at], args[at:]
+    if not rest or rest[0].startswith("-"):
+        return args
+    return [rest[0], *options, *rest[1:]]
 
 
 def _group(*, names_shell: bool = False) -> Any:
     """Return all commands; `names_shell`: the options about completion take the name of a shell."""
-    app = typer.Typer(rich_markup_mode=None, cls=_Group, context_settings=_HELP)
+    app = typer.Typer(rich_markup_mode=None, cls=_AllCommands, context_settings=_HELP)
     app.callback(help=ABOUT)(_root)
     if not names_shell:
         return get_command(app)
@@ -150,10 +155,8 @@ class _WithoutPydantic:
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
-            is_text = param.name in self.described and self.described[param.name].kind in (
-                str,
-                list[str],
-            )
+            described = self.described.get(param.name)
+            is_text = described is not None and described.kind in (str, list[str])
             param._runtime_param = _Conversion(param, is_text)
         return params
 
@@ -169,7 +172,7 @@ class _Conversion:
         return self._param.get_runtime_param().coerce(value, *args, **keywords)
 
 
-class _Group(_WithoutPydantic, TyperGroup):
+class _AllCommands(_WithoutPydantic, TyperGroup):
     """All commands; the module of a command is imported if the command line names it."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -187,24 +190,20 @@ class _Group(_WithoutPydantic, TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in COMMANDS and not ctx.resilient_parsing:
+            hint = f"the commands are {', '.join(COMMANDS)}"
             near = get_close_matches(args[0], COMMANDS, 1)
-            hint = (
-                f"did you mean `ckpttool {near[0]}`?"
-                if near
-                else (f"the commands are {', '.join(COMMANDS)}")
-            )
+            if near:
+                hint = f"did you mean `ckpttool {near[0]}`?"
             raise CkptError(f"no such command: {args[0]}", hint=f"{hint} (more: ckpttool --help)")
         return super().resolve_command(ctx, args)
 
 
-class _Command(_WithoutPydantic, TyperCommand):
+class _OneCommand(_WithoutPydantic, TyperCommand):
     """A command whose help has the options under headings."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [
-            "[OPTIONS]",
-            *(str(param.mark.metavar) for param in self.described.values() if not param.flags),
-        ]
+        arguments = [param for param in self.described.values() if not param.flags]
+        return ["[OPTIONS]", *(str(param.mark.metavar) for param in arguments)]
 
     def get_help(self, ctx: Any) -> str:
         return _fitted(super().get_help(ctx))
@@ -213,12 +212,10 @@ class _Command(_WithoutPydantic, TyperCommand):
         groups: dict[str, list[Any]] = {title: [] for title in _GROUPS}
         for param in self.described.values():
             mark = param.mark
-            title, spelled = (
-                (mark.group, mark.spelled)
-                if isinstance(mark, Option)
-                else ("Arguments", mark.metavar)
-            )
-            groups[title].append((spelled, mark.help))
+            if isinstance(mark, Option):
+                groups[mark.group].append((mark.spelled, mark.help))
+            else:
+                groups["Arguments"].append((mark.metavar, mark.help))
         common = ", ".join(spelled.split()[0].rstrip(",") for spelled, _ in groups.pop(COMMON))
         for title, rows in groups.items():
             if rows:
@@ -235,31 +232,28 @@ def _fitted(text: str) -> str:
     return fitted(text, shutil.get_terminal_size().columns).rstrip("\n")
 
 
-def _typed(name: str, command: Command) -> _Command:
+def _typed(name: str, command: Command) -> _OneCommand:
     """Return the command with a signature that typer reads."""
 
-    defaults = {
-        key: None if param.default is Parameter.empty else param.default
-        for key, param in command.params.items()
-    }
+    defaults = {}
+    parameters = []
+    for key, param in command.params.items():
+        defaults[key] = None if param.default is Parameter.empty else param.default
+        parameters.append(
+            Parameter(
+                key, Parameter.KEYWORD_ONLY, default=param.default, annotation=_annotation(param)
+            )
+        )
 
     def run_it(**values: Any) -> int | None:
         given = {key: value for key, value in values.items() if value not in (None, [], ())}
         return command.run({**defaults, **given})
 
-    parameters = [
-        *(
-            Parameter(
-                name, Parameter.KEYWORD_ONLY, default=param.default, annotation=_annotation(param)
-            )
-            for name, param in command.params.items()
-        ),
-    ]
     run_it.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run_it.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run_it.__doc__ = command.function.__doc__
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name, cls=_Command, context_settings=_HELP)(run_it)
+    app.command(name, cls=_OneCommand, context_settings=_HELP)(run_it)
     typed: Any = get_command(app)
     typed.described = command.params
     return typed  # type: ignore[no-any-return]
@@ -319,29 +313,29 @@ def _error_of(error: Any, args: Sequence[str]) -> CkptError:
         return CkptError(message, hint="see ckpttool --help")
     # A command that writes, called as `cp` is: -o is missing before the argument that is too many.
     extra = "".join(_EXTRA.findall(message))
-    outs = {flag for param in context.command.params if param.name == "out" for flag in param.opts}
-    if outs and outs.isdisjoint(args) and args.count(extra) == 1:
+    outs = [param.opts for param in context.command.params if param.name == "out"]
+    if outs and set(outs[0]).isdisjoint(args) and args.count(extra) == 1:
         place = args.index(extra)
-        return CkptError(
-            message,
-            hint=f"-o names the output: {shell('ckpttool', *args[:place], '-o', *args[place:])}",
-        )
+        fixed = shell("ckpttool", *args[:place], "-o", *args[place:])
+        return CkptError(message, hint=f"-o names the output: {fixed}")
     is_unknown = hasattr(error, "possibilities") and context.parent is not None
     flag = getattr(error, "option_name", "") if is_unknown else ""
-    others = (
-        [name for name in COMMANDS if flag in (f"--{name}", *_spellings(load(name)))]
-        if flag
-        else []
-    )
-    near = get_close_matches(flag, getattr(error, "possibilities", None) or (), 1)
     usage = " ".join(context.get_usage().split())[len("Usage:") :]
-    hint = f"did you mean {near[0]}?" if near and not others else f"usage:{usage}"
-    if others:
-        hint = f"it is for `ckpttool {others[0]}`; {hint}"
+    hint = f"usage:{usage}"
+    other = next((name for name in COMMANDS if flag and _takes(name, flag)), None)
+    near = get_close_matches(flag, getattr(error, "possibilities", None) or (), 1)
+    if other is not None:
+        hint = f"it is for `ckpttool {other}`; {hint}"
+    elif near:
+        hint = f"did you mean {near[0]}?"
     return CkptError(message, hint=f"{hint} (more: {context.command_path} --help)")
 
 
-def _spellings(command: Command) -> list[str]:
-    return [
-        flag for name, param in command.params.items() for flag in (param.flags or (f"--{name}",))
-    ]
+def _takes(command: str, flag: str) -> bool:
+    """Return True if the command has an option or an argument of this name, or is called so."""
+    if flag == f"--{command}":
+        return True
+    for name, param in load(command).params.items():
+        if flag in (param.flags or (f"--{name}",)):
+            return True
+    return False

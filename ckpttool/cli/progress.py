@@ -103,9 +103,9 @@ def _rich(knows_the_end: bool) -> Any:
 def _on_tracing(seconds: float) -> str:
     """Return a hint if most of the time went into importing torch and tracing one model."""
     traced = progress.counts.traced
-    if (
-        len(traced) != 1 or sum(traced.values()) < seconds / 2 or not progress.counts.files
-    ):  # `trace` itself reads no file
+    if not progress.counts.files:  # as `trace` itself
+        return ""
+    if len(traced) != 1 or sum(traced.values()) < seconds / 2:
         return ""
     ((command, taken),) = traced.items()
     return (
@@ -116,11 +116,11 @@ def _on_tracing(seconds: float) -> str:
 
 def _line(seconds: float) -> str:
     counts, job = progress.counts, current()
-    made = f"moved {human_bytes(counts.moved)}, computed {human_bytes(counts.computed)}"
     rank = "" if job is None else f" (rank {job.rank} of {job.size})"
     return (
         f"summary: {seconds:.2f} s; read {human_bytes(counts.read)} of"
-        f" {plural(len(counts.files), 'file')}; "
-        f"{made}, wrote {human_bytes(counts.written)}; "
-        f"fetched {human_bytes(counts.fetched)} in {plural(counts.requests, 'request')}{rank}"
+        f" {plural(len(counts.files), 'file')};"
+        f" moved {human_bytes(counts.moved)}, computed {human_bytes(counts.computed)},"
+        f" wrote {human_bytes(counts.written)};"
+        f" fetched {human_bytes(counts.fetched)} in {plural(counts.requests, 'request')}{rank}"
     )

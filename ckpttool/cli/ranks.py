@@ -34,24 +34,24 @@ def run(args: list[str], run_one: Callable[[list[str]], int]) -> int:
     try:
         if not SHARED.intersection(args[:1]):
             job.only_first()
-        mine: Failure | int = run_one(args)
+        end: Failure | int = run_one(args)
     except RankDone:
-        mine = 0
+        end = 0
     except FailedElsewhere:
-        mine = _HEARD
+        end = _HEARD
     except KeyboardInterrupt:  # a signal: every rank gets it
         raise
     except BaseException as error:
-        mine = failure_of(error)
+        end = failure_of(error)
         job.fail()
-    return _verdict(job, mine)
+    return _verdict(job, end)
 
 
-def _verdict(job: Job, mine: Failure | int) -> int:
-    """Return the status of all ranks. Raise `OfAllRanks` if one failed; only the first rank's has a
-    message.
+def _verdict(job: Job, end: Failure | int) -> int:
+    """Return the status of all ranks, after the `end` of this one. Raise `OfAllRanks` if one
+    failed; only the first rank's has a message.
     """
-    job.tell(f"end/{job.rank}", asdict(mine) if isinstance(mine, Failure) else mine)
+    job.tell(f"end/{job.rank}", asdict(end) if isinstance(end, Failure) else end)
     if not job.is_first:
         status: int = job.hear("verdict", whatever=True)
         job.tell(f"gone/{job.rank}", None)
@@ -59,8 +59,12 @@ def _verdict(job: Job, mine: Failure | int) -> int:
             raise OfAllRanks(Failure(status))
         return status
     ends = job.heard_of_all("end", whatever=True)
-    failures = {rank: _failure(end) for rank, end in enumerate(ends) if isinstance(end, dict)}
-    worst = _together({rank: one for rank, one in failures.items() if one != _HEARD})
+    failures = {}
+    for rank, of_rank in enumerate(ends):
+        failure = _failure(of_rank) if isinstance(of_rank, dict) else _HEARD
+        if failure != _HEARD:
+            failures[rank] = failure
+    worst = _together(failures)
     job.tell("verdict", worst.status if worst is not None else ends[0])
     for rank in range(1, job.size):  # the store may be this process
         job.hear(f"gone/{rank}", whatever=True)
@@ -81,13 +85,10 @@ def _together(failures: dict[int, Failure]) -> Failure | None:
     if not failures:
         return None
     first = next(iter(failures.values()))
-    more = {
-        one.message: rank
-        for rank, one in reversed(failures.items())
-        if one.message != first.message
-    }
-    others = (
-        Problem(message, f"rank {rank}")
-        for message, rank in sorted(more.items(), key=lambda item: item[1])
-    )
-    return replace(first, problems=(*first.problems, *others))
+    messages = {first.message}
+    problems = list(first.problems)
+    for rank, failure in failures.items():
+        if failure.message not in messages:
+            messages.add(failure.message)
+            problems.append(Problem(failure.message, f"rank {rank}"))
+    return replace(first, problems=tuple(problems))

@@ -104,8 +104,8 @@ def text(topic: str = "", width: int | None = None) -> str | None:
     such topic. No line is wider than `width`, by default the terminal's.
     """
     texts = {"": _FIRST, "patterns": _PATTERNS, "rules": _RULES}
-    made = {"options": _options, "forms": _forms, "formats": formats}
-    shown = made[topic]() if topic in made else texts.get(topic)
+    functions = {"options": _options, "forms": _forms, "formats": formats}
+    shown = functions[topic]() if topic in functions else texts.get(topic)
     return None if shown is None else fitted(shown, width or shutil.get_terminal_size().columns)
 
 
@@ -177,10 +177,10 @@ def versions() -> str:
     """Return the versions that a bug report needs."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = [f"ckpttool {ckpttool.__version__}", f"Python {platform.python_version()}"]
+    lines = [f"ckpttool {ckpttool.__version__}", f"Python {platform.python_version()}"]
     for name in ("torch", "safetensors"):
         try:
-            found.append(f"{name} {version(name)}")
+            lines.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"{name}: not installed")
-    return "\n".join(found)
+            lines.append(f"{name}: not installed")
+    return "\n".join(lines)

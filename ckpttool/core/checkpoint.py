@@ -306,21 +306,21 @@ class Section:
 
     def by_key(self) -> dict[str, TensorEntry | ExtraEntry]:
         """Return every entry by its key, tensors first."""
-        found: dict[str, TensorEntry | ExtraEntry] = {entry.key: entry for entry in self.tensors}
-        found.update((entry.key, entry) for entry in self.extras)
-        return found
+        entries: dict[str, TensorEntry | ExtraEntry] = {e.key: e for e in self.tensors}
+        entries.update((entry.key, entry) for entry in self.extras)
+        return entries
 
     def aliases(self) -> dict[str, str]:
         """Return the first key of the same tensor, for every other key of it."""
         if own_storages(self.tensors):
             return {}
         first: dict[object, str] = {}
-        found: dict[str, str] = {}
+        aliases: dict[str, str] = {}
         for entry in self.tensors:
             key = first.setdefault(entry.identity, entry.key)
             if key != entry.key:
-                found[entry.key] = key
-        return found
+                aliases[entry.key] = key
+        return aliases
 
 
 def own_storages(tensors: Collection[TensorEntry]) -> bool:
@@ -405,7 +405,7 @@ class Checkpoint:
 
     @property
     def globals(self) -> tuple[str, ...]:
-        return tuple(sorted({one.name for one in self.imports}))
+        return tuple(sorted({imported.name for imported in self.imports}))
 
     @property
     def state_dicts(self) -> tuple[Section, ...]:
@@ -422,24 +422,25 @@ class Checkpoint:
         other = self.readings
         if other is None or other.sections is not self.sections:
             return self
-        found = [path for path in paths if path in other.dicts]
-        return (
-            replace(other.again(found), imports=self.imports, files=self.files) if found else self
-        )
+        changed = [path for path in paths if path in other.dicts]
+        if not changed:
+            return self
+        return replace(other.again(changed), imports=self.imports, files=self.files)
 
     def read_for(self, wanted: Iterable[tuple[str, str]]) -> Checkpoint:
         """Return the reading of the same file that has most of the `wanted` pairs of a section's
         path and a key.
         """
-        have = self.entries()
-        return self.read_as({at[0] for at in wanted if at not in have})
+        missing = set(wanted).difference(self.entries())
+        return self.read_as({path for path, _ in missing})
 
     def entries(self) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
-        return {
-            (section.path, key): entry
-            for section in self.sections
-            for key, entry in section.by_key().items()
-        }
+        """Return every entry by its section's path and its key."""
+        entries = {}
+        for section in self.sections:
+            for entry in section.entries:
+                entries[section.path, entry.key] = entry
+        return entries
 
     @classmethod
     def of(cls, *sections: Section) -> Checkpoint:
@@ -468,11 +469,9 @@ class Checkpoint:
         """The command, or for an object in memory the Python call, that lists what the checkpoint
         holds.
         """
-        return (
-            "ckpttool.inspect(ckpt)"
-            if self.in_memory
-            else shell("ckpttool", "inspect", self.source)
-        )
+        if self.in_memory:
+            return "ckpttool.inspect(ckpt)"
+        return shell("ckpttool", "inspect", self.source)
 
     def section(self, path: str) -> Section:
         """Return the section at `path`. Raises KeyError if there is none."""

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ckpttool.core.values import dataclass, public
-
-# The kind of a problem, for code that chooses a hint: a code (`ckpttool.core.codes`).
-Kind = str
 
 
 @public
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem, and the key (or path) that has it."""
+    """A problem, and the key (or path) that has it. `kind` is its code (`ckpttool.core.codes`), for
+    code that chooses a hint.
+    """
 
     problem: str
     key: str
-    kind: Kind = "other"
+    kind: str = "other"
 
     def __str__(self) -> str:
         return f"{self.problem} @ {self.key}"
@@ -50,20 +50,18 @@ class CkptError(Exception):
 
     def _add_notes(self) -> None:
         """Set what a traceback shows after the message, from Python 3.11 on."""
-        shown = [f"  {problem}" for problem in self.problems[:_SHOWN]]
-        more = len(self.problems) - len(shown)
-        self.__notes__ = [
-            *shown,
-            *([f"  and {more} more"] if more > 0 else []),
-            f"hint: {self.hint}",
-        ]
+        self.__notes__ = [f"  {problem}" for problem in self.problems[:_SHOWN]]
+        more = len(self.problems) - _SHOWN
+        if more > 0:
+            self.__notes__.append(f"  and {more} more")
+        self.__notes__.append(f"hint: {self.hint}")
 
     def rewrite(self, change: Callable[[str], str]) -> None:
         """Change the texts of the error."""
         self.message = change(self.message)
         self.hint = change(self.hint)
         self.problems = tuple(
-            Problem(change(one.problem), one.key, one.kind) for one in self.problems
+            replace(problem, problem=change(problem.problem)) for problem in self.problems
         )
         self.args = (self.message,)
         self._add_notes()

@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any, Union, overload
 
 from ckpttool.core.errors import Problem
-from ckpttool.core.schema import Kind, Path, at
+from ckpttool.core.schema import JsonKind, Path, at
 from ckpttool.core.values import dataclass
 
 
@@ -81,13 +81,10 @@ def refs(expression: Argument) -> Iterator[str]:
 
 def without_cast(expression: Expression) -> Expression:
     """Return what a cast converts; other expressions as they are."""
-    if (
-        isinstance(expression, Op)
-        and expression.op == CAST
-        and isinstance(expression.args[0], (Ref, Op))
-    ):
-        return without_cast(expression.args[0])
-    return expression
+    if not isinstance(expression, Op) or expression.op != CAST:
+        return expression
+    source = expression.args[0]
+    return without_cast(source) if isinstance(source, (Ref, Op)) else expression
 
 
 def is_constant(expression: Argument) -> bool:
@@ -138,12 +135,16 @@ def substitute(expression: Argument, replace: Callable[[str], Argument]) -> Argu
 
 
 def with_calls(expression: Expression, replace: Callable[[Op], Expression]) -> Expression:
-    made = _rebuilt(
-        expression,
-        lambda node: replace(node) if isinstance(node, Op) and node.op in BY_CODE else node,
-    )
-    assert isinstance(made, (Ref, Op))
-    return made
+    """Return the expression with `replace(call)` for every value that a model's own code
+    computes.
+    """
+
+    def replaced(node: Expression) -> Expression:
+        return replace(node) if isinstance(node, Op) and node.op in BY_CODE else node
+
+    rebuilt = _rebuilt(expression, replaced)
+    assert isinstance(rebuilt, (Ref, Op))
+    return rebuilt
 
 
 def _rebuilt(expression: Argument, replace: Callable[[Expression], Argument]) -> Argument:
@@ -152,15 +153,14 @@ def _rebuilt(expression: Argument, replace: Callable[[Expression], Argument]) ->
     """
     if isinstance(expression, tuple):
         return tuple(_rebuilt(item, replace) for item in expression)
-    made = replace(expression) if isinstance(expression, (Ref, Op)) else expression
-    if made is not expression or not isinstance(expression, Op):
-        return made
+    if not isinstance(expression, (Ref, Op)):
+        return expression
+    replaced = replace(expression)
+    if replaced is not expression or not isinstance(expression, Op):
+        return replaced
     args = tuple(_rebuilt(arg, replace) for arg in expression.args)
-    return Op(
-        expression.op,
-        args,
-        tuple((name, _rebuilt(value, replace)) for name, value in expression.kwargs),
-    )
+    kwargs = tuple((name, _rebuilt(value, replace)) for name, value in expression.kwargs)
+    return Op(expression.op, args, kwargs)
 
 
 def to_json(expression: Argument) -> Any:
@@ -193,7 +193,9 @@ def _read(value: Any) -> Argument:
         kwargs = tuple((name, _read(item)) for name, item in value.get("kwargs", {}).items())
         return Op(value["op"], tuple(map(_read, value.get("args", ()))), kwargs)
     ((kind, name),) = value.items()
-    return Ref(name) if kind == "ref" else float(name) if kind == "float" else Special(kind, name)
+    if kind == "ref":
+        return Ref(name)
+    return float(name) if kind == "float" else Special(kind, name)
 
 
 def _leaf(kind: str, value: dict[str, Any]) -> dict[str, Any]:
@@ -237,25 +239,35 @@ def _problems(value: Any, path: Path, depth: int = 0) -> Iterator[Problem]:
     elif isinstance(value, list):
         for number, item in enumerate(value):
             yield from _problems(item, (path, number), depth + 1)
-    elif isinstance(value, dict) and "op" in value:
-        args, kwargs = value.get("args", []), value.get("kwargs", {})
-        known = value.keys() <= {"op", "args", "kwargs"} and isinstance(value["op"], str)
-        if not known or not isinstance(args, list) or not isinstance(kwargs, dict):
-            yield Problem(f"not an expression: {str(value)[:80]}", at(path))
-            return
-        for number, item in enumerate(args):
+    elif isinstance(value, dict) and _is_op(value):
+        for number, item in enumerate(value.get("args", [])):
             yield from _problems(item, ((path, "args"), number), depth + 1)
-        for name, item in kwargs.items():
+        for name, item in value.get("kwargs", {}).items():
             yield from _problems(item, ((path, "kwargs"), name), depth + 1)
-    elif isinstance(value, dict):
-        ((kind, name),) = value.items() if len(value) == 1 else ((None, None),)
-        special = kind in ("ref", *_SPECIAL_KINDS) or (
-            kind == "float" and name in ("inf", "-inf", "nan")
-        )
-        if not special or not isinstance(name, str):
-            yield Problem(f"not an expression: {str(value)[:80]}", at(path))
-    elif value is not None and not isinstance(value, (bool, int, float, str)):
+    elif isinstance(value, dict) and not _is_leaf(value):
+        yield Problem(f"not an expression: {str(value)[:80]}", at(path))
+    elif not isinstance(value, (dict, bool, int, float, str, type(None))):
         yield Problem("not an expression", at(path))
+
+
+def _is_op(value: dict[str, Any]) -> bool:
+    """Return True if the object has the members of an operator."""
+    has_lists = isinstance(value.get("args", []), list) and isinstance(
+        value.get("kwargs", {}), dict
+    )
+    return (
+        has_lists and isinstance(value.get("op"), str) and value.keys() <= {"op", "args", "kwargs"}
+    )
+
+
+def _is_leaf(value: dict[str, Any]) -> bool:
+    """Return True for a reference, a special argument, or a float that JSON has no literal for."""
+    if len(value) != 1:
+        return False
+    ((kind, name),) = value.items()
+    if kind == "float":
+        return name in ("inf", "-inf", "nan")
+    return kind in ("ref", *_SPECIAL_KINDS) and isinstance(name, str)
 
 
 def _problems_at_top(value: Any, path: Path) -> Iterator[Problem]:
@@ -264,11 +276,11 @@ def _problems_at_top(value: Any, path: Path) -> Iterator[Problem]:
     return iter([Problem("not an expression", at(path))])
 
 
-def _in_json(problems: Callable[[Any, Path], Iterator[Problem]], name: str) -> Kind:
+def _in_json(problems: Callable[[Any, Path], Iterator[Problem]], name: str) -> JsonKind:
     """Return the kind; its schema refers to a definition that the JSON Schema must have
     (`DEFINITIONS`).
     """
-    return Kind(problems, lambda closed: {"$ref": f"#/$defs/{name}"}, _read, to_json)
+    return JsonKind(problems, lambda closed: {"$ref": f"#/$defs/{name}"}, _read, to_json)
 
 
 ARGUMENT, EXPRESSION = _in_json(_problems, "argument"), _in_json(_problems_at_top, "expression")

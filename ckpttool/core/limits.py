@@ -136,9 +136,9 @@ class Memory:
         """Count bytes that are about to be taken. Raises `CkptError`, which names the limit, if
         there are no more.
         """
-        own = min(self._own, nbytes)
-        self._own -= own
-        self._spare[0] -= nbytes - own
+        from_own = min(self._own, nbytes)
+        self._own -= from_own
+        self._spare[0] -= nbytes - from_own
         if self._spare[0] < 0:
             raise CkptError(
                 f"what its pickle makes takes too much memory: {_limits.named('pickle_memory')}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -160,9 +160,9 @@ class Names:
         """
         check_titled(NAMES, value, source, "a names file", _HINT)
         check_none(_unknown_names(value), f"{source} is not a names file", _HINT)
-        found: Names = NAMES.read(value)
+        names: Names = NAMES.read(value)
         # Without an optimizer the ids that are written are the order of the model's parameters.
-        return found if found.optimizer_class is not None else replace(found, optimizer=())
+        return names if names.optimizer_class is not None else replace(names, optimizer=())
 
 
 _TENSOR: Members = {"dtype": DTYPE, "shape": nullable(SHAPE)}
@@ -213,32 +213,27 @@ NAMES = record(
 
 def _unknown_names(value: Any) -> Iterator[Problem]:
     """Yield a problem for every reference in a names file to a name that it does not have."""
-    runtime = {r["fqn"] for r in value["runtime"]}
-    keys = {*(s["key"] for s in value["serialized"]), *value["extra_state"]}
+    runtime = {tensor["fqn"] for tensor in value["runtime"]}
+    keys = {entry["key"] for entry in value["serialized"]}.union(value["extra_state"])
     groups = len(value.get("optimizer_groups", ()))
 
-    def unknown(names: Iterator[str], known: set[str], path: str) -> Iterator[Problem]:
-        yield from (
-            Problem(f"{name!r:.100} is not a name in this file", path)
-            for name in names
-            if name not in known
-        )
+    def unknown(names: Iterable[str], all_names: set[str], path: str) -> Iterator[Problem]:
+        for name in names:
+            if name not in all_names:
+                yield Problem(f"{name!r:.100} is not a name in this file", path)
 
-    for number, r in enumerate(value["runtime"]):
-        yield from unknown(
-            iter([r["alias_of"]] if r["alias_of"] is not None else []),
-            runtime,
-            f"$.runtime[{number}].alias_of",
-        )
-    for number, s in enumerate(value["serialized"]):
-        yield from unknown(_refs(s["from"]), runtime, f"$.serialized[{number}].from")
-    for number, r in enumerate(value["load"]):
-        yield from unknown(iter([r["fqn"]]), runtime, f"$.load[{number}].fqn")
-        yield from unknown(_refs(r["from"]), keys, f"$.load[{number}].from")
-    for number, p in enumerate(value["optimizer"]):
-        yield from unknown(iter([p["fqn"]]), runtime, f"$.optimizer[{number}].fqn")
-        if groups and p["group"] >= groups:
-            yield Problem(f"there is no group {p['group']}", f"$.optimizer[{number}].group")
+    for number, tensor in enumerate(value["runtime"]):
+        if tensor["alias_of"] is not None:
+            yield from unknown([tensor["alias_of"]], runtime, f"$.runtime[{number}].alias_of")
+    for number, entry in enumerate(value["serialized"]):
+        yield from unknown(_refs(entry["from"]), runtime, f"$.serialized[{number}].from")
+    for number, tensor in enumerate(value["load"]):
+        yield from unknown([tensor["fqn"]], runtime, f"$.load[{number}].fqn")
+        yield from unknown(_refs(tensor["from"]), keys, f"$.load[{number}].from")
+    for number, param in enumerate(value["optimizer"]):
+        yield from unknown([param["fqn"]], runtime, f"$.optimizer[{number}].fqn")
+        if groups and param["group"] >= groups:
+            yield Problem(f"there is no group {param['group']}", f"$.optimizer[{number}].group")
 
 
 def _refs(value: Any) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
+from itertools import chain
 from typing import Any, Union
 
 from ckpttool.core.checkpoint import TensorEntry
@@ -59,7 +60,7 @@ class OptimizerState:
 
     @property
     def params(self) -> tuple[Param, ...]:
-        return tuple(param for group in self.groups for param in group.params)
+        return tuple(chain(*(group.params for group in self.groups)))
 
     @property
     def nonempty_groups(self) -> list[ParamGroup]:
@@ -70,16 +71,16 @@ class OptimizerState:
         """True if no parameter has any state, as before the first step, or for SGD without
         momentum.
         """
-        return all(value is None for own in self.state.values() for value in own.values())
+        values = chain(*(slots.values() for slots in self.state.values()))
+        return all(value is None for value in values)
 
     def shapes(self, param: Param) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor in a parameter's state, by the name of the state."""
-        found = self.state.get(param, {})
-        return {
-            str(name): value.shape
-            for name, value in found.items()
-            if isinstance(value, TensorEntry)
-        }
+        shapes = {}
+        for name, value in self.state.get(param, {}).items():
+            if isinstance(value, TensorEntry):
+                shapes[str(name)] = value.shape
+        return shapes
 
 
 def renamed(state: OptimizerState, names: Mapping[Param, str]) -> OptimizerState:
@@ -87,15 +88,13 @@ def renamed(state: OptimizerState, names: Mapping[Param, str]) -> OptimizerState
     groups = []
     for group in state.groups:
         params = tuple(names[param] for param in group.params)
-        options = (
-            group.options
-            if group.param_names is None
-            else {**group.options, PARAM_NAMES: [*params]}
-        )
+        options = group.options
+        if group.param_names is not None:
+            options = {**options, PARAM_NAMES: [*params]}
         groups.append(ParamGroup(params, options))
-    by_name: dict[Param, Mapping[Any, Any]] = {
-        names[param]: own for param, own in state.state.items()
-    }
+    by_name: dict[Param, Mapping[Any, Any]] = {}
+    for param, slots in state.state.items():
+        by_name[names[param]] = slots
     return replace(state, form=FQN, groups=tuple(groups), state=by_name)
 
 
@@ -104,38 +103,35 @@ def numbered(state: OptimizerState) -> OptimizerState:
     ``Optimizer.state_dict`` does.
     """
     ids: dict[Param, Param] = {param: index for index, param in enumerate(state.params)}
-    groups = tuple(
-        replace(group, params=tuple(ids[param] for param in group.params)) for group in state.groups
-    )
-    return replace(
-        state,
-        form=ID,
-        groups=groups,
-        state={ids[p]: state.state[p] for p in ids if p in state.state},
-    )
+    groups = []
+    for group in state.groups:
+        groups.append(replace(group, params=tuple(ids[param] for param in group.params)))
+    by_id = {ids[param]: state.state[param] for param in ids if param in state.state}
+    return replace(state, form=ID, groups=tuple(groups), state=by_id)
 
 
 def looks_flat(keys: Sequence[object]) -> bool:
     """Return True if a dict with these keys is a flattened optimizer state dict."""
-    own = [
-        key for key in keys if isinstance(key, str) and key.startswith((f"{STATE}.", f"{GROUPS}."))
-    ]
-    return len(own) == len(keys) and any(key.startswith(f"{GROUPS}.") for key in own)
+    has_groups = False
+    for key in keys:
+        if not isinstance(key, str) or not key.startswith((f"{STATE}.", f"{GROUPS}.")):
+            return False
+        has_groups = has_groups or key.startswith(f"{GROUPS}.")
+    return has_groups
 
 
 def kept(mapping: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:
     """Return the mapping without tensors whose keys are not in `keys`: these were dropped."""
-    found: dict[Any, Any] = {}
+    result: dict[Any, Any] = {}
     for name, value in mapping.items():
         if isinstance(value, Mapping):
-            found[name] = kept(value, keys)
+            result[name] = kept(value, keys)
         elif name == GROUPS and isinstance(value, list):
-            found[name] = [
-                kept(group, keys) if isinstance(group, Mapping) else group for group in value
-            ]
+            groups = (kept(part, keys) if isinstance(part, Mapping) else part for part in value)
+            result[name] = list(groups)
         elif not isinstance(value, TensorEntry) or value.key in keys:
-            found[name] = value
-    return found
+            result[name] = value
+    return result
 
 
 Leaf = Callable[["tuple[str, ...]", Any], Any]
@@ -149,15 +145,15 @@ def rebuilt(value: Any, leaf: Leaf) -> Any:
     """
     same: set[int] = set()
 
-    def made(part: Any, path: tuple[str, ...]) -> Any:
+    def rebuild(part: Any, path: tuple[str, ...]) -> Any:
         if id(part) in same:
             return part
         if isinstance(part, Mapping):
-            pairs = {name: made(inner, (*path, str(name))) for name, inner in part.items()}
+            pairs = {name: rebuild(inner, (*path, str(name))) for name, inner in part.items()}
             if not all(map(operator.is_, pairs.values(), part.values())):
                 return pairs
         elif isinstance(part, (list, tuple)):
-            items = [made(inner, (*path, str(index))) for index, inner in enumerate(part)]
+            items = [rebuild(inner, (*path, str(index))) for index, inner in enumerate(part)]
             if not all(map(operator.is_, items, part)):
                 return type(part)(items)
         else:
@@ -165,4 +161,4 @@ def rebuilt(value: Any, leaf: Leaf) -> Any:
         same.add(id(part))
         return part
 
-    return made(value, ())
+    return rebuild(value, ())

@@ -73,31 +73,21 @@ def expand_options(
     """
 
     def decorate(function: Function) -> Function:
-        named = [
-            p
-            for p in Signature.from_callable(function).parameters.values()
-            if p.kind is not Parameter.VAR_KEYWORD
-        ]
-        names = {parameter.name for parameter in named}
-        more = [
-            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default)
-            for field in (fields(options) if options is not None else ())
-            if field.name not in names and (only is None or field.name in only)
-        ]
-        known = [*names, *(parameter.name for parameter in more)]
+        parameters: dict[str, Parameter] = {}
+        for parameter in Signature.from_callable(function).parameters.values():
+            if parameter.kind is not Parameter.VAR_KEYWORD:
+                parameters[parameter.name] = parameter
+        for field in fields(options) if options is not None else ():
+            if field.name not in parameters and (only is None or field.name in only):
+                option = Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default)
+                parameters[field.name] = option
 
         @wraps(function)
         def checked(*args: Any, **keywords: Any) -> Any:
             for name in keywords:
-                if name not in known:
-                    from difflib import get_close_matches
-
-                    hint = "".join(
-                        f"; did you mean {near!r}?" for near in get_close_matches(name, known, 1)
-                    )
-                    raise TypeError(
-                        f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}"
-                    )
+                if name not in parameters:
+                    text = f"{function.__name__}() got an unexpected keyword argument {name!r}"
+                    raise TypeError(text + _did_you_mean(name, parameters))
             spent.clear()
             texts = {name: _as_text(value) for name, value in keywords.items()}
             if _ON_COMMAND_LINE.get():
@@ -111,10 +101,17 @@ def expand_options(
             finally:
                 _ON_COMMAND_LINE.reset(token)
 
-        checked.__signature__ = Signature([*named, *more])  # type: ignore[attr-defined]
+        checked.__signature__ = Signature([*parameters.values()])  # type: ignore[attr-defined]
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+def _did_you_mean(name: str, names: Iterable[str]) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, names, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 # Whether a command line gets the errors, or a function that speaks for the functions that it calls.
@@ -134,22 +131,11 @@ def on_command_line() -> Iterator[None]:
 _SHELL = re.compile(r"`[^`]*`|\bckpttool [a-z].*?(?=;|$)")  # a command to paste into a shell
 _VALUE = r"""'[^']*'|"[^"]*"|[A-Z][A-Z_.]*\b|[^\s;,()]*[.:*/_][^\s;,()]*|\w+(?=$|;)"""
 _FLAG = re.compile(rf"(?<![\w-])(?:--([a-z][a-z-]*[a-z])|-o\b)(?:[ =]({_VALUE}))?")
-_FLAGS_WITHOUT_VALUE = frozenset(
-    {
-        *(
-            "materialize",
-            "force",
-            "partial",
-            "cast",
-            "constants",
-            "keep_constants",
-            "in_place",
-            "ignore_dtype",
-        ),
-        *("values", "whole", "dry_run", "verify", "reverse", "trainable_only", "keep_aliases"),
-        *("keep_pickled_code", "no_fsync", "fail_on_unused"),
-    }
-)
+_FLAGS_WITHOUT_VALUE = {
+    *("materialize", "force", "partial", "cast", "constants", "keep_constants", "in_place"),
+    *("ignore_dtype", "values", "whole", "dry_run", "verify", "reverse", "trainable_only"),
+    *("keep_aliases", "keep_pickled_code", "no_fsync", "fail_on_unused"),
+}
 _OTHER_NAMES = {"output": "out", "from": "from_"}
 
 
@@ -179,8 +165,8 @@ def _as_keyword(flag: re.Match[str]) -> str:
 def _as_text(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fsdecode(value)
-    if isinstance(value, (list, tuple)) and any(isinstance(one, os.PathLike) for one in value):
-        return [os.fsdecode(one) if isinstance(one, os.PathLike) else one for one in value]
+    if isinstance(value, (list, tuple)) and any(isinstance(item, os.PathLike) for item in value):
+        return list(map(_as_text, value))
     return value
 
 
@@ -203,33 +189,30 @@ def call_of(operand: str) -> tuple[str, dict[str, Any]]:
         "arguments have names, and values of Python as in 'model.py:build(layers=4,"
         ' name="small", sizes=[1, 2])\''
     )
-    for at in (at for at, letter in enumerate(operand) if letter == "(" and at):
+    for parenthesis in re.finditer(r"(?!^)\(", operand):
+        at = parenthesis.start()
         try:
             call = ast.parse(f"_{operand[at:]}", mode="eval").body
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             continue
-        if (
-            not isinstance(call, ast.Call)
-            or call.args
-            or any(word.arg is None for word in call.keywords)
-        ):
+        if not isinstance(call, ast.Call) or call.args:
             break
         try:
-            return operand[:at], {
-                str(word.arg): ast.literal_eval(word.value) for word in call.keywords
-            }
+            arguments = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             break
+        if None in arguments:  # **KEYWORDS
+            break
+        return operand[:at], {str(name): value for name, value in arguments.items()}
     raise CkptError(f"{operand} has no arguments that can be read", hint=hint)
 
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:
     """Return ``NAME(heads=32)``, which `call_of` reads; without arguments only the name."""
-    return (
-        f"{name}({', '.join(f'{word}={value!r}' for word, value in arguments.items())})"
-        if arguments
-        else name
-    )
+    if not arguments:
+        return name
+    shown = (f"{argument}={value!r}" for argument, value in arguments.items())
+    return f"{name}({', '.join(shown)})"
 
 
 def several(value: str | Iterable[str] | None) -> tuple[str, ...] | None:

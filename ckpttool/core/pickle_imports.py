@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import accumulate
 
 from ckpttool.core.dtypes import BY_NAME, BY_STORAGE
 from ckpttool.core.values import dataclass
@@ -51,13 +52,12 @@ def in_order(imports: Iterable[Import]) -> tuple[Import, ...]:
     """Return the imports: dangerous, unknown, known; each group by name, and within a name in file
     order.
     """
-    return tuple(
-        sorted(dict.fromkeys(imports), key=lambda one: (VERDICTS.index(one.verdict), one.name))
-    )
+    distinct = dict.fromkeys(imports)
+    return tuple(sorted(distinct, key=lambda each: (VERDICTS.index(each.verdict), each.name)))
 
 
 def dangerous(imports: Iterable[Import]) -> tuple[Import, ...]:
-    return tuple(one for one in imports if one.verdict == DANGEROUS)
+    return tuple(imported for imported in imports if imported.verdict == DANGEROUS)
 
 
 def _words(text: str) -> frozenset[str]:
@@ -174,6 +174,7 @@ _HARMLESS = {
 _DATA = {module: _words(names) for module, names in _HARMLESS.items()}
 _DATA["pathlib._local"] = _DATA["pathlib"]
 
+_SPECIAL = re.compile(r"__.+__", re.DOTALL)
 _CLASS = re.compile(r"_*[A-Z][A-Za-z0-9_]*")
 _TORCH_CLASSES = re.compile(
     r"torch\.(nn\.(parameter|modules|utils|parallel|quantized|quantizable|intrinsic|qat)|ao|quantization|optim|amp|sparse"
@@ -248,15 +249,14 @@ def verdict(module: str, name: str) -> str:
     """Return ``own`` (torch's own data, Python's containers), ``known``, ``unknown`` or
     ``dangerous``.
     """
-    found = _verdict(module, name)
-    if found in (OWN, DANGEROUS):
-        return found
+    of_name = _verdict(module, name)
+    if of_name in (OWN, DANGEROUS):
+        return of_name
     # what Python 3 imports for a name of Python 2
     from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 
-    return _verdict(
-        *(NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name))
-    )
+    module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+    return _verdict(module, name)
 
 
 def _verdict(module: str, name: str) -> str:
@@ -264,23 +264,28 @@ def _verdict(module: str, name: str) -> str:
         return OWN
     if module in ("torch", "torch.cuda") and _TENSOR_TYPE.fullmatch(name):
         return OWN
-    if name in _DATA.get(module, ()) or (
-        module == "builtins" and name.endswith(("Error", "Exception", "Warning"))
-    ):
+    if name in _DATA.get(module, ()):
         return KNOWN
-    steps = name.split(".")
-    special = any(len(step) > 4 and step.startswith("__") and step.endswith("__") for step in steps)
-    if special or not _DETOURS.isdisjoint(steps):
+    if module == "builtins" and name.endswith(("Error", "Exception", "Warning")):
+        return KNOWN
+    if _is_dangerous(module, name):
         return DANGEROUS
-    parts = module.split(".")
-    if any(".".join(parts[:count]) in _MODULES for count in range(1, len(parts) + 1)):
-        return DANGEROUS
-    if steps[0] in _FUNCTIONS.get(module, ()) or (module.startswith("pathlib") and len(steps) > 1):
-        return DANGEROUS
-    if module == "torch._utils" and name.startswith("_rebuild_") and len(steps) == 1:
+    if module == "torch._utils" and name.startswith("_rebuild_") and "." not in name:
         return OWN
     if module.startswith("__torch__"):  # a class of TorchScript code, which is not Python
         return OWN
-    if _TORCH_CLASSES.fullmatch(module) and _CLASS.fullmatch(name) and name not in _IMPORTED:
+    is_class = _CLASS.fullmatch(name) is not None
+    if is_class and _TORCH_CLASSES.fullmatch(module) and name not in _IMPORTED:
         return OWN
-    return KNOWN if module == "numpy.dtypes" and _CLASS.fullmatch(name) else UNKNOWN
+    return KNOWN if is_class and module == "numpy.dtypes" else UNKNOWN
+
+
+def _is_dangerous(module: str, name: str) -> bool:
+    steps = name.split(".")
+    if not _DETOURS.isdisjoint(steps) or any(map(_SPECIAL.fullmatch, steps)):
+        return True
+    if not _MODULES.isdisjoint(accumulate(module.split("."), "{}.{}".format)):
+        return True
+    if steps[0] in _FUNCTIONS.get(module, ()):
+        return True
+    return module.startswith("pathlib") and len(steps) > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from typing import Any
 
@@ -125,9 +125,9 @@ class Plan:
 
     @property
     def sections(self) -> tuple[str, ...]:
-        return tuple(
-            dict.fromkeys([o.section for o in self.outputs] + [d.section for d in self.dropped])
-        )
+        sections = [output.section for output in self.outputs]
+        sections += [drop.section for drop in self.dropped]
+        return tuple(dict.fromkeys(sections))
 
     @property
     def computed(self) -> tuple[Output, ...]:
@@ -142,24 +142,19 @@ class Plan:
 
         Drops at the root are left out: they may be complete sections, or outside of all sections.
         """
-        moved = {(output.section, key) for output in self.outputs for key in ex.refs(output.source)}
-        return moved | {(gone.section, gone.key) for gone in self.dropped if gone.section}
+        places = {(drop.section, drop.key) for drop in self.dropped if drop.section}
+        for output in self.outputs:
+            places.update((output.section, key) for key in ex.refs(output.source))
+        return places
 
     @property
     def by_code(self) -> list[tuple[ModelRun, list[str]]]:
         """The keys that each run of a model's code computes, completely or in part."""
-        ways = {(o.section, o.key): {call.op for call in ex.calls(o.source)} for o in self.computed}
-        return [
-            (
-                run,
-                [
-                    key
-                    for (section, key), own in ways.items()
-                    if section == run.section and run.way in own
-                ],
-            )
-            for run in self.runs
-        ]
+        keys: dict[tuple[str, str], dict[str, None]] = {}  # of each section and way
+        for output in self.computed:
+            for call in ex.calls(output.source):
+                keys.setdefault((output.section, call.op), {})[output.key] = None
+        return [(run, list(keys.get((run.section, run.way), ()))) for run in self.runs]
 
     def check(self, source: Checkpoint) -> list[Problem]:
         """Return why the plan does not fit `source`: unknown refs, collisions, entries neither used
@@ -178,35 +173,29 @@ class Plan:
         sections: dict[str, Section] = {}
         for section in source.sections:
             sections.setdefault(section.path, section)
-        found = (
-            _check_section(
+        problems: list[Problem] = []
+        for path in paths:
+            problems += _check_section(
                 path, outputs[path], dropped[path], given.get(path, ()), sections.get(path)
             )
-            for path in paths
-        )
-        return [problem for problems in found for problem in problems] + self._without_code()
+        return problems + self._without_code()
 
     def _without_code(self) -> list[Problem]:
         """Return computed values whose run the plan does not name, or not before another run reads
         them.
         """
-        known: set[tuple[str, str]] = set()
+        earlier: set[tuple[str, str]] = set()
         unknown: list[str] = []
         for run in self.runs:
-            unknown += [
-                name
-                for name, source in run.given.items()
-                if not _is_said(run.section, source, known)
-            ]
-            known.add((run.section, run.way))
-        unknown += [
-            output.key
-            for output in self.computed
-            if not _is_said(output.section, output.source, known)
-        ]
-        return [
-            Problem("the plan does not say which model's code computes it", key) for key in unknown
-        ]
+            for name, source in run.given.items():
+                if not _is_said(run.section, source, earlier):
+                    unknown.append(name)
+            earlier.add((run.section, run.way))
+        for output in self.computed:
+            if not _is_said(output.section, output.source, earlier):
+                unknown.append(output.key)
+        text = "the plan does not say which model's code computes it"
+        return [Problem(text, key) for key in unknown]
 
     def to_json(self) -> dict[str, Any]:
         """Return the PLAN object of the contract.
@@ -223,17 +212,17 @@ class Plan:
         Raises `CkptError`, with every problem at its JSON path, on anything else.
         """
         check_titled(PLAN, value, source, "a plan", _HINT)
-        made: Plan = PLAN.read(value)
-        return made
+        plan: Plan = PLAN.read(value)
+        return plan
 
 
 _PLACE: Members = {"section": TEXT, "key": TEXT}
 # Names with their expressions; here a mapping.
 _SOURCES = replace(
     list_of(object_of({"name": TEXT, "from": EXPRESSION}), unique="name"),
-    read=lambda value: {one["name"]: EXPRESSION.read(one["from"]) for one in value},
-    write=lambda made: [
-        {"name": name, "from": EXPRESSION.write(source)} for name, source in made.items()
+    read=lambda value: {item["name"]: EXPRESSION.read(item["from"]) for item in value},
+    write=lambda sources: [
+        {"name": name, "from": EXPRESSION.write(source)} for name, source in sources.items()
     ],
 )
 _GROUP = record(
@@ -280,14 +269,15 @@ PLAN = record(
 )
 
 
-def _is_said(section: str, source: Expression, known: Collection[tuple[str, str]]) -> bool:
-    """Return True if every value that code computes in it comes from a run that is `known`, under a
+def _is_said(section: str, source: Expression, runs: Collection[tuple[str, str]]) -> bool:
+    """Return True if every value that code computes in it comes from one of these runs, under a
     name.
     """
-    return all(
-        (section, call.op) in known and [*map(type, call.args[:1])] == [str]
-        for call in ex.calls(source)
-    )
+    for call in ex.calls(source):
+        has_name = bool(call.args) and isinstance(call.args[0], str)
+        if not has_name or (section, call.op) not in runs:
+            return False
+    return True
 
 
 def _check_section(
@@ -298,46 +288,42 @@ def _check_section(
     section: Section | None,
 ) -> list[Problem]:
     if section is None:
-        return [
-            Problem("the plan rewrites a section that the checkpoint has not", path or "(root)")
-        ]
+        text = "the plan rewrites a section that the checkpoint has not"
+        return [Problem(text, path or "(root)")]
     have = section.by_key()
-    read = dict.fromkeys(output.source.key for output in outputs if isinstance(output.source, Ref))
     computed = [output for output in outputs if not isinstance(output.source, Ref)]
-    read |= dict.fromkeys(key for output in computed for key in ex.refs(output.source))
-    gone = set(dropped)
-    wanted = read | dict.fromkeys(key for one in given for key in ex.refs(one))
-    problems = [
-        Problem("the plan reads a key that the checkpoint has not", key)
-        for key in wanted
-        if key not in have
-    ]
-    problems += [
-        Problem("the plan drops a key that the checkpoint has not", key)
-        for key in dropped
-        if key not in have
-    ]
-    many = {key for key, count in Counter(output.key for output in outputs).items() if count > 1}
-    writers: dict[str, list[str]] = {}
-    for output in (output for output in outputs if output.key in many):
-        writers.setdefault(output.key, []).append(
-            " + ".join(dict.fromkeys(ex.refs(output.source))) or "a constant"
-        )
-    problems += [
-        Problem(f"{len(sources)} sources would be written to one key ({', '.join(sources)})", key)
-        for key, sources in writers.items()
-    ]
-    problems += [
-        Problem("computed by code that is not a tensor operator", o.key, "opaque")
-        for o in computed
-        if ex.is_opaque(o.source)
-    ]
-    problems += [
-        Problem("neither used nor dropped", key)
-        for key in have
-        if key not in read and key not in gone
-    ]
+    used = dict.fromkeys(output.source.key for output in outputs if isinstance(output.source, Ref))
+    for output in computed:
+        used.update(dict.fromkeys(ex.refs(output.source)))
+    read = dict(used)
+    for source in given:
+        read.update(dict.fromkeys(ex.refs(source)))
+    unread = [key for key in read if key not in have]
+    undropped = [key for key in dropped if key not in have]
+    left = have.keys() - used.keys() - set(dropped)
+    problems = [Problem("the plan reads a key that the checkpoint has not", key) for key in unread]
+    text = "the plan drops a key that the checkpoint has not"
+    problems += [Problem(text, key) for key in undropped]
+    problems += _collisions(outputs)
+    for output in computed:
+        if ex.is_opaque(output.source):
+            text = "computed by code that is not a tensor operator"
+            problems.append(Problem(text, output.key, "opaque"))
+    problems += [Problem("neither used nor dropped", key) for key in have if key in left]
     return problems
+
+
+def _collisions(outputs: Iterable[Output]) -> Iterator[Problem]:
+    """Yield the keys that several outputs would write."""
+    count = Counter(output.key for output in outputs)
+    sources: dict[str, list[str]] = {}
+    for output in outputs:
+        if count[output.key] > 1:
+            source = " + ".join(dict.fromkeys(ex.refs(output.source))) or "a constant"
+            sources.setdefault(output.key, []).append(source)
+    for key, texts in sources.items():
+        text = f"{len(texts)} sources would be written to one key ({', '.join(texts)})"
+        yield Problem(text, key)
 
 
 def compose(first: Plan, second: Plan) -> Plan:
@@ -347,28 +333,27 @@ def compose(first: Plan, second: Plan) -> Plan:
     Keys that the second drops are dropped from the source too, unless something else is made from
     them.
     """
-    made: dict[str, dict[str, Expression]] = {}
+    sources: dict[str, dict[str, Expression]] = {}  # of each key that the first plan writes
     for output in first.outputs:
-        made.setdefault(output.section, {})[output.key] = output.source
+        sources.setdefault(output.section, {})[output.key] = output.source
     outputs = []
+    used: set[tuple[str, str]] = set()
     for output in second.outputs:
-        source = ex.substitute(output.source, made[output.section].__getitem__)
+        source = ex.substitute(output.source, sources[output.section].__getitem__)
         # keys share outputs
         outputs.append(output if source == output.source else replace(output, source=source))
+        used.update((output.section, key) for key in ex.refs(source))
     runs = []
     for run in second.runs:
-        given = {
-            name: ex.substitute(one, made.get(run.section, {}).__getitem__)
-            for name, one in run.given.items()
-        }
+        given = {}
+        for name, value in run.given.items():
+            given[name] = ex.substitute(value, sources.get(run.section, {}).__getitem__)
         runs.append(replace(run, given=given))
-    used = {(output.section, key) for output in outputs for key in ex.refs(output.source)}
-    dropped = {
-        (d.section, key): d.reason
-        for d in second.dropped
-        for key in ex.refs(made[d.section][d.key])
-    }
-    late = tuple(Dropped(*place, reason) for place, reason in dropped.items() if place not in used)
+    reasons = {}
+    for drop in second.dropped:
+        for key in ex.refs(sources[drop.section][drop.key]):
+            reasons[drop.section, key] = drop.reason
+    late = (Dropped(*place, reason) for place, reason in reasons.items() if place not in used)
     modules = in_turn(first.modules, second.modules)
     return Plan(tuple(outputs), (*first.dropped, *late), modules, (*first.runs, *runs))
 
@@ -377,13 +362,15 @@ def in_turn(
     first: Iterable[ModuleRename], second: Iterable[ModuleRename]
 ) -> tuple[ModuleRename, ...]:
     """Return both renames of modules as one: the second applies to the results of the first."""
-    after = {(m.section, m.old): m.new for m in second}
-    before = {(m.section, m.old): m.new for m in first}
-    whole = {place: after.get((place[0], new), new) for place, new in before.items()}
-    whole.update((place, new) for place, new in after.items() if place not in whole)
-    return tuple(
-        ModuleRename(section, old, new) for (section, old), new in whole.items() if new != old
-    )
+    after = {(rename.section, rename.old): rename.new for rename in second}
+    names = {}
+    for rename in first:
+        place = (rename.section, rename.old)
+        names[place] = after.get((rename.section, rename.new), rename.new)
+    for place, new in after.items():
+        names.setdefault(place, new)
+    renames = (ModuleRename(*place, new) for place, new in names.items())
+    return tuple(rename for rename in renames if rename.new != rename.old)
 
 
 def module_renames(
@@ -404,16 +391,16 @@ def module_renames(
             path, target = ".".join(old_parts[:-depth]), ".".join(new_parts[:-depth])
             if path not in moved or depth < moved[path][0]:
                 moved[path] = (depth, target)
-    found = []
+    followers = []
     for path in modules:
         if not isinstance(path, str):  # torch loads any path, but only looks up strings
             continue
         parts = path.split(".") if path else []
         for length in range(len(parts), -1, -1):
-            known = moved.get(".".join(parts[:length]))
-            if known is not None:
-                follows = dotted(known[1], *parts[length:])
-                if follows != path:
-                    found.append(ModuleRename(section, path, follows))
+            ancestor = ".".join(parts[:length])
+            if ancestor in moved:
+                new = dotted(moved[ancestor][1], *parts[length:])
+                if new != path:
+                    followers.append(ModuleRename(section, path, new))
                 break
-    return tuple(found)
+    return tuple(followers)

@@ -30,7 +30,7 @@ _Problems = Iterable[Problem]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class JsonKind:
     """A kind of JSON value.
 
     `problems(value, path)` says what is wrong with a value, and where in the file; nothing if it
@@ -49,7 +49,7 @@ class Kind:
         return next(iter(self.problems(value, None)), None) is None
 
 
-Members = Mapping[str, Kind]
+Members = Mapping[str, JsonKind]
 # of a member: the field, also of a field (``a.b``), or what says it
 Source = Union[str, Callable[[Any], Any]]
 
@@ -68,125 +68,126 @@ def _is_not(value: Any, said: str, path: Path) -> _Problems:
     return (Problem(f"{_shown(value)} is not {said}", at(path)),)
 
 
-def plain(said: str, fits: Callable[[Any], bool], keywords: Mapping[str, Any]) -> Kind:
+def plain(said: str, fits: Callable[[Any], bool], keywords: Mapping[str, Any]) -> JsonKind:
     """A value that is looked at as a whole; `said` are the words for it, `keywords` what JSON
     Schema says of it.
     """
-    return Kind(
+    return JsonKind(
         lambda value, path: () if fits(value) else _is_not(value, said, path),
         lambda closed: dict(keywords),
     )
 
 
-def nullable(kind: Kind) -> Kind:
-    return Kind(
+def nullable(kind: JsonKind) -> JsonKind:
+    return JsonKind(
         lambda value, path: () if value is None else kind.problems(value, path),
         lambda closed: {"anyOf": [kind.schema(closed), {"type": "null"}]},
         lambda value: None if value is None else kind.read(value),
-        lambda made: None if made is None else kind.write(made),
+        lambda value: None if value is None else kind.write(value),
     )
 
 
-def unless_empty(kind: Kind) -> Kind:
+def unless_empty(kind: JsonKind) -> JsonKind:
     """Return the kind; an empty value is written as null, or left out if it may be."""
-    return replace(kind, write=lambda made: kind.write(made) or None)
+    return replace(kind, write=lambda value: kind.write(value) or None)
 
 
-def list_of(kind: Kind, unique: str = "") -> Kind:
+def list_of(kind: JsonKind, unique: str = "") -> JsonKind:
     """A list of one kind. No two of its objects have the same value under `unique`."""
 
     def problems(value: Any, path: Path) -> _Problems:
         if not isinstance(value, list):
             return _is_not(value, "a list", path)
-        found = chain.from_iterable(
-            kind.problems(item, (path, number)) for number, item in enumerate(value)
-        )
-        return chain(found, repeated(value, path)) if unique else found
+        return chain(of_items(value, path), repeated(value, path) if unique else ())
+
+    def of_items(value: list[Any], path: Path) -> _Problems:
+        for number, item in enumerate(value):
+            yield from kind.problems(item, (path, number))
 
     def repeated(value: list[Any], path: Path) -> _Problems:
         names = [item.get(unique) if isinstance(item, dict) else None for item in value]
         counts = Counter(name for name in names if isinstance(name, (str, int)))
         for number, name in enumerate(names if len(counts) < len(names) else ()):
             if isinstance(name, (str, int)) and counts[name] > 1:
-                yield Problem(
-                    f"{_shown(name)} stands {counts[name]} times", at(((path, number), unique))
-                )
+                text = f"{_shown(name)} stands {counts[name]} times"
+                yield Problem(text, at(((path, number), unique)))
 
-    return Kind(
+    return JsonKind(
         problems,
         lambda closed: {"type": "array", "items": kind.schema(closed)},
         lambda value: tuple(map(kind.read, value)),
-        lambda made: list(map(kind.write, made)),
+        lambda items: list(map(kind.write, items)),
     )
 
 
-def items(*kinds: Kind) -> Kind:
+def items(*kinds: JsonKind) -> JsonKind:
     def problems(value: Any, path: Path) -> _Problems:
         if not isinstance(value, list) or len(value) != len(kinds):
-            return _is_not(value, f"a list of {len(kinds)} items", path)
-        return chain.from_iterable(
-            kind.problems(item, (path, number))
-            for number, (kind, item) in enumerate(zip(kinds, value))
-        )
+            yield from _is_not(value, f"a list of {len(kinds)} items", path)
+            return
+        for number, (kind, item) in enumerate(zip(kinds, value)):
+            yield from kind.problems(item, (path, number))
 
     def schema(closed: bool) -> dict[str, Any]:
         count = len(kinds)
-        own = [kind.schema(closed) for kind in kinds]
-        return {"type": "array", "prefixItems": own, "minItems": count, "maxItems": count}
+        schemas = [kind.schema(closed) for kind in kinds]
+        return {"type": "array", "prefixItems": schemas, "minItems": count, "maxItems": count}
 
-    return Kind(problems, schema)
+    return JsonKind(problems, schema)
 
 
-def map_of(kind: Kind) -> Kind:
+def map_of(kind: JsonKind) -> JsonKind:
     """An object whose members, whatever their names, are of one kind."""
 
     def problems(value: Any, path: Path) -> _Problems:
         if not isinstance(value, dict):
-            return _is_not(value, "an object", path)
-        return chain.from_iterable(
-            kind.problems(member, (path, name)) for name, member in value.items()
-        )
+            yield from _is_not(value, "an object", path)
+            return
+        for name, member in value.items():
+            yield from kind.problems(member, (path, name))
 
-    return Kind(
+    return JsonKind(
         problems,
         lambda closed: {"type": "object", "additionalProperties": kind.schema(closed)},
         lambda value: {name: kind.read(member) for name, member in value.items()},
-        lambda made: {name: kind.write(member) for name, member in made.items()},
+        lambda members: {name: kind.write(member) for name, member in members.items()},
     )
 
 
-def object_of(needs: Members, may: Members | None = None) -> Kind:
+def object_of(needs: Members, may: Members | None = None) -> JsonKind:
     """An object with these members; those in `may` can be left out."""
     members = {**needs, **(may or {})}
 
     def problems(value: Any, path: Path) -> _Problems:
         if not isinstance(value, dict):
-            return _is_not(value, "an object", path)
-        return chain.from_iterable(
-            kind.problems(value[name], (path, name)) if name in value else missing(name, path)
-            for name, kind in members.items()
-        )
-
-    def missing(name: str, path: Path) -> _Problems:
-        return (Problem("is missing", at((path, name))),) if name in needs else ()
+            yield from _is_not(value, "an object", path)
+            return
+        for name, kind in members.items():
+            if name in value:
+                yield from kind.problems(value[name], (path, name))
+            elif name in needs:
+                yield Problem("is missing", at((path, name)))
 
     def schema(closed: bool) -> dict[str, Any]:
-        own = {name: kind.schema(closed) for name, kind in members.items()}
+        properties = {name: kind.schema(closed) for name, kind in members.items()}
         only = {"additionalProperties": False} if closed else {}
-        return {"type": "object", "properties": own, "required": list(needs), **only}
+        return {"type": "object", "properties": properties, "required": list(needs), **only}
 
-    return Kind(problems, schema)
+    return JsonKind(problems, schema)
 
 
-def row(needs: Members, may: Members | None = None) -> Kind:
+def row(needs: Members, may: Members | None = None) -> JsonKind:
     """Return the kind of an object that is written from a tuple of its members; `LEFT_OUT` omits
     one.
     """
     members = {**needs, **(may or {})}
 
-    def write(made: Any) -> dict[str, Any]:
-        found = zip(members.items(), made, strict=True)
-        return {name: kind.write(one) for (name, kind), one in found if one is not LEFT_OUT}
+    def write(values: Any) -> dict[str, Any]:
+        written = {}
+        for (name, kind), value in zip(members.items(), values, strict=True):
+            if value is not LEFT_OUT:
+                written[name] = kind.write(value)
+        return written
 
     return replace(object_of(needs, may), write=write)
 
@@ -198,7 +199,7 @@ def record(
     called: Mapping[str, Source] | None = None,
     title: str = "",
     is_file: bool = False,
-) -> Kind:
+) -> JsonKind:
     """An object for a value of the class `of`: its members are the fields, or what `called` says of
     these.
 
@@ -209,67 +210,67 @@ def record(
     """
     members = {**needs, **(may or {})}
     sources = {name: name for name in members} | dict(called or {})
-    getters = {
-        name: attrgetter(one) if isinstance(one, str) else one for name, one in sources.items()
-    }
+    getters: dict[str, Callable[[Any], Any]] = {}
+    for name, source in sources.items():
+        getters[name] = attrgetter(source) if isinstance(source, str) else source
     nulls = {name for name, kind in members.items() if name in needs or kind.fits(None)}
 
     def read(value: Any) -> Any:
-        return of(
-            **{
-                str(sources[name]): kind.read(value[name])
-                for name, kind in members.items()
-                if name in value
-            }
-        )
+        present = {}
+        for name, kind in members.items():
+            if name in value:
+                present[str(sources[name])] = kind.read(value[name])
+        return of(**present)
 
-    def write(made: Any) -> dict[str, Any]:
+    def write(instance: Any) -> dict[str, Any]:
         written = {}
         for name, kind in members.items():
-            found = getters[name](made)
-            found = found if found is None or found is LEFT_OUT else kind.write(found)
-            if found is not LEFT_OUT and (found is not None or name in nulls):
-                written[name] = found
+            value = getters[name](instance)
+            if value is not None and value is not LEFT_OUT:
+                value = kind.write(value)
+            if value is not LEFT_OUT and (value is not None or name in nulls):
+                written[name] = value
         return written
 
     kind = replace(object_of(needs, may), read=read, write=write)
     return titled(title, kind, is_file) if title else kind
 
 
-def titled(title: str, kind: Kind, is_file: bool = False) -> Kind:
-    first = {
-        "schema": one_of(title),
-        **({} if is_file else {"tool": one_of("ckpttool"), "version": TEXT}),
-    }
+def titled(title: str, kind: JsonKind, is_file: bool = False) -> JsonKind:
+    """Return the kind of an object with the `title`, and who wrote it, before its members."""
+    first = {"schema": one_of(title)}
+    if not is_file:
+        first |= {"tool": one_of("ckpttool"), "version": TEXT}
 
     def schema(closed: bool) -> dict[str, Any]:
-        found = kind.schema(closed)
-        members = {name: one.schema(closed) for name, one in first.items()}
+        untitled = kind.schema(closed)
+        members = {name: member.schema(closed) for name, member in first.items()}
         return {
-            **found,
-            "properties": {**members, **found["properties"]},
-            "required": [*first, *found["required"]],
+            **untitled,
+            "properties": {**members, **untitled["properties"]},
+            "required": [*first, *untitled["required"]],
         }
 
-    def write(made: Any) -> dict[str, Any]:
+    def write(instance: Any) -> dict[str, Any]:
         values = {"schema": title}
         if not is_file:
             from ckpttool import __version__
 
             values |= {"tool": "ckpttool", "version": __version__}
-        return {**values, **kind.write(made)}
+        return {**values, **kind.write(instance)}
 
     return replace(kind, schema=schema, write=write, title=title)
 
 
-def either(one: Kind, other: Kind) -> Kind:
-    return Kind(
-        lambda value, path: () if other.fits(value) else one.problems(value, path),
-        lambda closed: {"anyOf": [one.schema(closed), other.schema(closed)]},
+def either(first: JsonKind, second: JsonKind) -> JsonKind:
+    """Return the kind of values that are of one of the two; problems are those of the first."""
+    return JsonKind(
+        lambda value, path: () if second.fits(value) else first.problems(value, path),
+        lambda closed: {"anyOf": [first.schema(closed), second.schema(closed)]},
     )
 
 
-def one_of(*words: str) -> Kind:
+def one_of(*words: str) -> JsonKind:
     said = " or ".join(map(repr, words))
     return plain(
         said, lambda value: isinstance(value, str) and value in words, {"enum": list(words)}
@@ -302,13 +303,13 @@ ERROR = titled(
 )
 
 
-def notes_as(code: str) -> Kind:
+def notes_as(code: str) -> JsonKind:
     """Return the kind of a list of notes; `code` is the code of sentences without a code."""
 
     return list_of(_note(code))
 
 
-def _note(code: str) -> Kind:
+def _note(code: str) -> JsonKind:
     return replace(
         object_of({"code": TEXT, "text": TEXT}),
         read=lambda value: Note(value["text"], value["code"]),
@@ -316,32 +317,31 @@ def _note(code: str) -> Kind:
     )
 
 
-def notes_of_file(code: str) -> Kind:
+def notes_of_file(code: str) -> JsonKind:
     """Return the kind of a list of notes in a file that is read again: in older ones they are plain
     sentences.
     """
     note = _note(code)
-    kind = either(note, TEXT)
-    return list_of(
-        replace(
-            kind, write=note.write, read=lambda one: one if isinstance(one, str) else note.read(one)
-        )
-    )
+
+    def read(value: Any) -> Any:
+        return value if isinstance(value, str) else note.read(value)
+
+    return list_of(replace(either(note, TEXT), read=read, write=note.write))
 
 
-def check(kind: Kind, value: Any, message: str, hint: str) -> None:
+def check(kind: JsonKind, value: Any, message: str, hint: str) -> None:
     """Raise `CkptError` with `message` and every problem at its JSON path if the value is not of
     the kind.
     """
     check_none(kind.problems(value, None), message, hint)
 
 
-def check_titled(kind: Kind, value: Any, source: str, what: str, hint: str) -> None:
+def check_titled(kind: JsonKind, value: Any, source: str, what: str, hint: str) -> None:
     """Raise `CkptError` if the file `source` is not `what`, in this version."""
-    found = value.get("schema") if isinstance(value, dict) else None
-    if found != kind.title:
+    title = value.get("schema") if isinstance(value, dict) else None
+    if title != kind.title:
         raise CkptError(
-            f"{source} is not {what}: schema is {_shown(found)}, not {kind.title!r}", hint=hint
+            f"{source} is not {what}: schema is {_shown(title)}, not {kind.title!r}", hint=hint
         )
     check(kind, value, f"{source} is not {what}", hint)
 
@@ -349,13 +349,10 @@ def check_titled(kind: Kind, value: Any, source: str, what: str, hint: str) -> N
 def check_none(problems: _Problems, message: str, hint: str) -> None:
     """Raise `CkptError` with these problems, or the first of very many, if there are any."""
     shown = list(islice(problems, _MOST + 1))
-    more = (
-        [Problem(f"more than {_MOST} problems: these are the first", "$")]
-        if len(shown) > _MOST
-        else []
-    )
+    if len(shown) > _MOST:
+        shown[_MOST] = Problem(f"more than {_MOST} problems: these are the first", "$")
     if shown:
-        raise CkptError(message, hint=hint, problems=[*shown[:_MOST], *more])
+        raise CkptError(message, hint=hint, problems=shown)
 
 
 def _shown(value: Any) -> str:

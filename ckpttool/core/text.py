@@ -152,8 +152,8 @@ def free(path: str, taken: Container[str]) -> str:
     """Return `path`, or if it is taken (keys may contain dots) the first of `path@1`, `path@2`, ...
     that is not.
     """
-    number, found = 0, path
-    while found in taken:
+    number, name = 0, path
+    while name in taken:
         number += 1
-        found = f"{path}@{number}"
-    return found
+        name = f"{path}@{number}"
+    return name

@@ -74,17 +74,14 @@ def _short_repr(self: Any) -> str:
     """Plain fields with their values, the number of elements of the others; never what is inside of
     them.
     """
-    told = (
-        f"{field.name}={_told(getattr(self, field.name))}"
-        for field in dataclasses.fields(self)
-        if field.repr
-    )
     text = ""
-    for one in told:
-        if len(text) + len(one) > _WIDTH - len(type(self).__name__) - 10:
-            text += ", ..."
-            break
-        text += f", {one}" if text else one
+    for field in dataclasses.fields(self):
+        if field.repr:
+            shown = f"{field.name}={_told(getattr(self, field.name))}"
+            if len(text) + len(shown) > _WIDTH - len(type(self).__name__) - 10:
+                text += ", ..."
+                break
+            text += f", {shown}" if text else shown
     return f"{type(self).__name__}({text})"
 
 
@@ -124,18 +121,18 @@ else:
         tensor, would take five times as long to make.
         """
 
-        def made(cls: type) -> type:
-            own = vars(cls)
+        def decorate(cls: type) -> type:
+            defined = vars(cls)
             new = dataclasses.dataclass(slots=slots, kw_only=kw_only, repr=False, eq=False)(cls)
-            if "__repr__" not in own:
+            if "__repr__" not in defined:
                 new.__repr__ = _repr
-            if eq and "__eq__" not in own:
+            if eq and "__eq__" not in defined:
                 new.__eq__, by_fields = _comparison(new)
-                if "__hash__" not in own:
+                if "__hash__" not in defined:
                     new.__hash__ = by_fields if frozen else None
             return new
 
-        return made
+        return decorate
 
 
 @contextmanager

@@ -33,11 +33,8 @@ def to_load(question: Question) -> Iterator[Candidate]:
     for options in (*own_keys(left, by_model), *own_keys(left, RemapOptions())):
         yield "serialized", options
     yield from _without_second_names(left, question.diff, by_model, RemapOptions())
-    yield from [
-        one
-        for found in question.prefixes
-        for one in _select(left, found, RemapOptions(to="serialized"))
-    ]
+    for prefixes in list(question.prefixes):
+        yield from _select(left, prefixes, RemapOptions(to="serialized"))
     yield from _inferred_renames(question)
 
 
@@ -72,8 +69,7 @@ def to_compare(question: Question) -> Iterator[Candidate]:
         for to in dict.fromkeys((form, "serialized", "runtime", "exported")):
             base.append(RemapOptions(**question.model_options, to=to))
     # --like is refused if no name is common. If all common names are equal, it changes nothing, and
-    # these formats
-    # would be written the same again, except for module versions that left lost.
+    # these formats would be written the same again, except for module versions that left lost.
     same_names = [entry.left == entry.right for entry in diff.entries if entry.left and entry.right]
     lost_versions = not model_section(left).modules and bool(model_section(right).modules)
     kind = format_of(left)
@@ -83,8 +79,10 @@ def to_compare(question: Question) -> Iterator[Candidate]:
     base.append(RemapOptions(like=right if right.in_memory else right.source))
     for options in () if is_idle else base:
         yield options.to or "renamed", options
-    yield from _without_second_names(left, diff, *base, *([] if is_idle else [RemapOptions()]))
-    yield from [one for found in question.prefixes for one in _select(left, found, *base[-1:])]
+    without_other = [] if is_idle else [RemapOptions()]
+    yield from _without_second_names(left, diff, *base, *without_other)
+    for prefixes in list(question.prefixes):
+        yield from _select(left, prefixes, base[-1])
     yield from _inferred_renames(question)
 
 
@@ -101,44 +99,39 @@ def _without_second_names(
     """Yield remaps that drop second names that only the left has: their values stay under another
     name.
     """
-    extra = [
-        key
-        for entry in diff.entries
-        if entry.status == "alias" and not entry.right
-        for key in entry.left
-    ]
+    extra: list[str] = []
+    for entry in diff.entries:
+        if entry.status == "alias" and not entry.right:
+            extra += entry.left
     if not extra:
         return
-    keys = {key for section in source.sections for key in section.by_key()}
-    paths = {dotted(section.path, key) for section in source.sections for key in section.by_key()}
-    own_paths = {dotted(model_section(source).path, key) for key in extra}
-    kept = keys - set(extra)
-    texts = (
-        drops(extra, {*kept, *(paths - set(extra) - own_paths), *source.others}) if kept else None
-    )
+    path = model_section(source).path
+    dropped = {*extra, *(dotted(path, key) for key in extra)}
+    keys: set[str] = set()
+    paths: set[str] = set()
+    for section in source.sections:
+        keys.update(section.keys)
+        paths.update(dotted(section.path, key) for key in section.keys)
+    kept = keys.difference(extra)
+    texts = drops(extra, {*kept, *(paths - dropped), *source.others}) if kept else None
     if texts:
-        for one in options:
-            yield one.to or "without", replace(one, drop=texts)
+        for remap in options:
+            yield remap.to or "without", replace(remap, drop=texts)
 
 
-def _select(source: Checkpoint, found: list[str], *options: RemapOptions) -> Iterator[Candidate]:
+def _select(source: Checkpoint, prefixes: list[str], options: RemapOptions) -> Iterator[Candidate]:
     """Yield remaps that select the names of the other side if the checkpoint has them below one
     prefix (``net.``).
     """
-    if len(found) != 1 or not found[0]:
+    if len(prefixes) != 1 or not prefixes[0]:
         return
-    prefix = found[0]
-    keys = canonical_keys(model_section(source).keys)
+    prefix = prefixes[0]
     word = prefix.rpartition(".")[2]
     yield word, RemapOptions(select=prefix)
-    for one in options:
-        yield word, replace(one, select=prefix)
-    below = {
-        key: name.removeprefix(f"{prefix}.")
-        for key, name in keys.items()
-        if name.startswith(f"{prefix}.")
-    }
-    # with the segments of wrappers
-    written = {key.removesuffix(f".{name}") for key, name in below.items()}
+    yield word, replace(options, select=prefix)
+    written = set()  # the prefix as the keys have it, with the segments of wrappers
+    for key, name in canonical_keys(model_section(source).keys).items():
+        if name.startswith(f"{prefix}."):
+            written.add(key.removesuffix(name.removeprefix(prefix)))
     if len(written) == 1:  # a rule keeps what is not below it
         yield word, RemapOptions(rule=(f"{written.pop()}.{{x*}} => {{x*}}",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.core.codes import CODES
@@ -55,13 +56,13 @@ def fix(
     )
     model = operand_of(asked)
     assert model is not None
-    found = diff_with_fixes(ckpt, None, asked, model=model)
+    answer = diff_with_fixes(ckpt, None, asked, model=model)
     written = _fields_of(EditOptions, chosen)
-    has_fix = any(fix.options is not None for fix in found.fix)
-    if found.identical and not has_fix:
+    has_fix = any(fix.options is not None for fix in answer.fix)
+    if answer.identical and not has_fix:
         result = copy_by(ckpt, RemapOptions(**written), progress, model)
         return replace(result, loads_into=model.called)
-    done = applicable(found, command("diff", (found.left,), asked))
+    done = applicable(answer, command("diff", (answer.left,), asked))
     if isinstance(done.options, ConvertOptions):
         result = _converted(ckpt, done.options, chosen, progress)
         return replace(result, loads_into=model.called)
@@ -70,15 +71,14 @@ def fix(
         read_already = None if request.model is None else model.with_optimizer(request.optimizer)
         result = remap_by(done.source or ckpt, request, progress, read_already)
     except CkptError as error:
-        if {*re.findall(r"--[a-z-]+", error.hint)} <= {
-            f"--{field.name.replace('_', '-')}" for field in fields(chosen)
-        }:
+        flags = {f"--{field.name.replace('_', '-')}" for field in fields(chosen)}
+        if flags.issuperset(re.findall(r"--[a-z-]+", error.hint)):
             raise
-        line = command("remap", (done.source or found.left,), request)
+        line = command("remap", (done.source or answer.left,), request)
         hint = f"{error.hint}; `fix` has no such option, add it to: {line}"
         raise type(error)(error.message, hint=hint, problems=error.problems) from None
     about_fix = (
-        note for note in found.notes if code_of(note) and CODES[code_of(note)].kind == "fix"
+        note for note in answer.notes if code_of(note) and CODES[code_of(note)].kind == "fix"
     )
     return replace(result, notes=(*result.notes, *about_fix), loads_into=model.called)
 
@@ -100,36 +100,30 @@ def _fields_of(options: type, chosen: FixOptions) -> dict[str, Any]:
     return {field.name: getattr(chosen, field.name) for field in fields(options)}
 
 
-def applicable(found: Diff, shows: str, *, casts: bool = True) -> Fix:
+def applicable(answer: Diff, shows: str, *, casts: bool = True) -> Fix:
     """Return the fix that needs nobody to look at it: it was tried, nothing differs after it, and
     it guesses nothing.
 
     Raise `Refused`, with the reasons, if there is none. `shows` is the command that prints the
     diff. `casts`: it may convert dtypes.
     """
-    for fix in found.fix:
+    for fix in answer.fix:
         if fix.options is not None and (casts or isinstance(fix.options, RemapOptions)):
             return fix
-    if (
-        any(code_of(note) == "inferred-fix" for note in found.notes)
-        and found.fix
-        and found.fix[-1].complete
-    ):
-        message = f"{found.left} fits only by renames that are guessed from names and shapes"
-        raise Refused(message, hint=f"if they are right, run {'; '.join(found.fix)}")
-    several = next((note for note in found.notes if code_of(note) == "several-parts"), None)
+    is_guess = any(code_of(note) == "inferred-fix" for note in answer.notes)
+    if is_guess and answer.fix and answer.fix[-1].complete:
+        message = f"{answer.left} fits only by renames that are guessed from names and shapes"
+        raise Refused(message, hint=f"if they are right, run {'; '.join(answer.fix)}")
+    several = next((note for note in answer.notes if code_of(note) == "several-parts"), None)
     if several is not None:
-        hint = several.named(*found.names) if isinstance(several, Note) else several
-        raise Refused(f"{found.left} has the names of the model several times", hint=hint)
-    unfixed = {key for one in found.unfixed for key in one.keys}
-    differences = list(filter(found.is_difference, found.entries))
-    left_over = [
-        entry for entry in differences if unfixed.intersection((*entry.left, *entry.right))
-    ]
-    problems = [
-        entry.problem((*entry.right, *entry.left)[0], found.names)
-        for entry in left_over or differences
-    ]
-    problems = problems or found.problems(found.names)
+        hint = several.named(*answer.names) if isinstance(several, Note) else several
+        raise Refused(f"{answer.left} has the names of the model several times", hint=hint)
+    keys = set(chain(*(unfixed.keys for unfixed in answer.unfixed)))
+    differences = list(filter(answer.is_difference, answer.entries))
+    left_over = [entry for entry in differences if keys.intersection((*entry.left, *entry.right))]
+    problems = []
+    for entry in left_over or differences:
+        problems.append(entry.problem((*entry.right, *entry.left)[0], answer.names))
+    problems = problems or answer.problems(answer.names)
     hint = f"{shows} shows what differs, why, and what fixes a part of it"
-    raise Refused(f"no command fixes {found.left} completely", hint=hint, problems=problems)
+    raise Refused(f"no command fixes {answer.left} completely", hint=hint, problems=problems)

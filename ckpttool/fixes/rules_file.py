@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Union
 
@@ -39,7 +40,7 @@ _FEW = 3  # rules that are shown as options; more of them go into a file
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class RuleTable:
     """One rule of the file: its fields, and the evidence for it."""
 
     fields: Mapping[str, Any]
@@ -54,7 +55,7 @@ class Rules:
     `undone` are notes on what they do not change.
     """
 
-    tables: tuple[Table, ...]
+    tables: tuple[RuleTable, ...]
     remaining: tuple[str, ...]
     left_over: tuple[str, ...]
     undone: tuple[str, ...] = ()
@@ -64,12 +65,16 @@ class Rules:
         """The rules as options of a remap, if they only rename and drop, and are few; else they
         need a file.
         """
-        fields = [table.fields for table in self.tables]
-        renames = tuple(text for own in fields for text in own.get("rename", ()))
-        drops = tuple(text for own in fields for text in own.get("drop", ()))
-        if len(renames) > _FEW or not all("rename" in own or "drop" in own for own in fields):
+        renames: list[str] = []
+        drops: list[str] = []
+        for table in self.tables:
+            if "rename" not in table.fields and "drop" not in table.fields:
+                return None
+            renames += table.fields.get("rename", ())
+            drops += table.fields.get("drop", ())
+        if len(renames) > _FEW:
             return None
-        return RemapOptions(rule=renames, drop=drops or None)
+        return RemapOptions(rule=tuple(renames), drop=tuple(drops) or None)
 
     def text(self) -> str:
         """Return the file, as TOML."""
@@ -93,64 +98,76 @@ def suggest(
     `orders`: keys of the left whose rows the right has in another order. None if there is nothing
     to rewrite, or no rules can express it.
     """
-    orders = orders or {}
     have, want = left.by_key(), right.by_key()
-    used = {key for pair in pairs for key in pair.left} | same.keys()
-    written = {key for pair in pairs for key in pair.right} | set(same.values())
+    named = dict(same)
+    fused = []
+    new_names: list[str] = []  # of fused tensors
+    for pair in pairs:
+        if len(pair.left) == len(pair.right) == 1:
+            named[pair.left[0]] = pair.right[0]
+        elif len(pair.left) != len(pair.right):
+            fused.append(pair)
+            new_names += pair.right
+    used = same.keys() | chain(*(pair.left for pair in pairs))
+    written = set(same.values()).union(*(pair.right for pair in pairs))
     aliases = right.aliases()
     remaining = tuple(key for key in want if key not in written and key not in aliases)
-    spare = [key for key in have if key not in used]
-    first = left.aliases()
-    held = {first.get(key, key) for key in used}
-    # second names only
-    dropped = [] if remaining else [key for key in spare if first.get(key, key) in held]
-    kept = [key for key in spare if key not in dropped]
-    named = {**same, **{p.left[0]: p.right[0] for p in pairs if len(p.left) == len(p.right) == 1}}
-    fused = [pair for pair in pairs if len(pair.left) != len(pair.right)]
+    dropped = [] if remaining else _second_names(left, used)
+    kept = [key for key in have if key not in used and key not in dropped]
 
     with suppress(CkptError):  # names that a rule cannot express
         evidence = "second names of tensors that are kept; the right does not have these names"
         tables = [*_of_patterns("drop", dropped, have, evidence)]
-        for side, keys in (("left", have), ("right", want)):
-            transposed = [
-                key for pair in pairs if pair.transposed == side for key in getattr(pair, side)
-            ]
-            evidence = "stored transposed on one side, as the shapes of weights and biases show"
-            transposing = _of_patterns("transpose", transposed, keys, evidence)
-            if side == "left":
-                tables += [*transposing, *_reordering(orders, have), *_fusing(fused, have, want)]
-                tables += _renaming(
-                    named, [*kept, *(key for pair in fused for key in pair.right)], pairs
-                )
-            else:
-                tables += transposing
+        tables += _transposing(pairs, "left", have)
+        tables += _reordering(orders or {}, have)
+        tables += _fusing(fused, have, want)
+        tables += _renaming(named, [*kept, *new_names], pairs)
+        tables += _transposing(pairs, "right", want)
         rules = Rules(tuple(tables), remaining, tuple(kept))
-        if tables:  # read the rules back and try them
-            state, _ = state_of(steps_of(rules.text(), "the suggested rules"), left)
-            expected = {pair.right[0]: pair.left for pair in pairs if len(pair.right) == 1}
-            expected |= {
-                key: pair.left for pair in pairs if len(pair.right) > 1 for key in pair.right
-            }
-            expected |= {new: (old,) for old, new in same.items()} | {key: (key,) for key in kept}
-            sources = (
-                (expected.get(key), tuple(refs(value.source))) for key, value in state.items()
-            )
-            if len(state) == len(expected) and all(one == other for one, other in sources):
-                return rules
+        if tables and _are_right(rules, pairs, same, left):
+            return rules
     return None
+
+
+def _second_names(section: Section, used: Collection[str]) -> list[str]:
+    """Return the keys that are not used, and are second names of tensors that are."""
+    first = section.aliases()
+    held = {first.get(key, key) for key in used}
+    return [key for key in section.by_key() if key not in used and first.get(key, key) in held]
+
+
+def _are_right(rules: Rules, pairs: Sequence[Pair], same: Mapping[str, str], left: Section) -> bool:
+    """Read the rules back and try them: return whether each key is made of the expected ones."""
+    state, _ = state_of(steps_of(rules.text(), "the suggested rules"), left)
+    expected: dict[str, tuple[str, ...]] = {}
+    for pair in pairs:
+        expected.update(dict.fromkeys(pair.right, pair.left))
+    expected |= {new: (old,) for old, new in same.items()}
+    expected |= {key: (key,) for key in rules.left_over}
+    return {key: tuple(refs(value.source)) for key, value in state.items()} == expected
+
+
+def _transposing(pairs: Sequence[Pair], side: str, names: Iterable[str]) -> Iterator[RuleTable]:
+    """Yield the rule for tensors that are stored transposed on this side."""
+    keys: list[str] = []
+    for pair in pairs:
+        if pair.transposed == side:
+            keys += pair.left if side == "left" else pair.right
+    evidence = "stored transposed on one side, as the shapes of weights and biases show"
+    return _of_patterns("transpose", keys, names, evidence)
 
 
 def _of_patterns(
     operation: str, keys: Sequence[str], names: Iterable[str], evidence: str
-) -> Iterator[Table]:
+) -> Iterator[RuleTable]:
     """Yield the rule for these keys, and for none of the other names."""
     if keys:
         chosen = set(keys)
         texts = patterns(keys, [key for key in names if key not in chosen])
-        yield Table({operation: list(texts)}, (evidence,))
+        yield RuleTable({operation: list(texts)}, (evidence,))
 
 
-def _reordering(orders: Mapping[str, Rotary], have: Iterable[str]) -> Iterator[Table]:
+def _reordering(orders: Mapping[str, Rotary], have: Iterable[str]) -> Iterator[RuleTable]:
     """Yield one rule for all layers, and for queries and keys: the number of heads is not part of
     it.
     """
@@ -162,37 +179,30 @@ def _reordering(orders: Mapping[str, Rotary], have: Iterable[str]) -> Iterator[T
             " values show"
         )
         for table in _of_patterns("permute", chosen, have, evidence):
-            yield replace(
-                table, fields={**table.fields, "rows": list(order.rows), "dims": [0, 2, 1]}
-            )
+            fields = {**table.fields, "rows": list(order.rows), "dims": [0, 2, 1]}
+            yield replace(table, fields=fields)
 
 
-def _fusing(pairs: Sequence[Pair], have: Entries, want: Entries) -> Iterator[Table]:
+def _fusing(pairs: Sequence[Pair], have: Entries, want: Entries) -> Iterator[RuleTable]:
     """Yield splits and joins, all layers in one rule, and weight and bias together if their names
     end alike.
     """
     rules: dict[_Fusion, list[Pair]] = {}
     for pair in pairs:
-        splits = len(pair.left) == 1
-        whole, parts = (pair.left, pair.right) if splits else (pair.right, pair.left)
-        names = numbered((*whole, *parts))
-        ends = {name.rpartition(".")[2] for name in names}
-        if len(ends) == 1 and ends <= {"weight", "bias"}:
-            names = tuple(f"{name.rpartition('.')[0]}.{{p}}" for name in names)
-        entries, side = (want, "right") if splits else (have, "left")
-        shapes = [entry.shape for key in parts if isinstance(entry := entries[key], TensorEntry)]
-        sizes = tuple(shape[-1] if pair.transposed == side else shape[0] for shape in shapes)
-        rules.setdefault(_Fusion(splits, names, sizes if len(set(sizes)) > 1 else None), []).append(
-            pair
-        )
-    for rule, own in rules.items():
+        if len(pair.left) == 1:
+            fusion = _fusion(True, pair.left, pair.right, want, pair.transposed == "right")
+        else:
+            fusion = _fusion(False, pair.right, pair.left, have, pair.transposed == "left")
+        rules.setdefault(fusion, []).append(pair)
+    for rule, pairs_of_rule in rules.items():
         whole_name, part_names = rule.names[0], list(rule.names[1:])
         fields: dict[str, object] = {"join": part_names, "into": whole_name}
         if rule.splits:
             fields = {"split": whole_name, "into": part_names}
         if rule.sizes is not None:
             fields["sizes"] = list(rule.sizes)
-        yield Table(fields, tuple(dict.fromkeys(pair.evidence for pair in own)))
+        evidence = dict.fromkeys(pair.evidence for pair in pairs_of_rule)
+        yield RuleTable(fields, tuple(evidence))
 
 
 class _Fusion(NamedTuple):
@@ -207,9 +217,25 @@ class _Fusion(NamedTuple):
     sizes: tuple[int, ...] | None
 
 
+def _fusion(
+    splits: bool, whole: tuple[str, ...], parts: tuple[str, ...], entries: Entries, transposed: bool
+) -> _Fusion:
+    """Return the rule for the whole and its parts, which have these `entries`."""
+    names = numbered((*whole, *parts))
+    ends = {name.rpartition(".")[2] for name in names}
+    if len(ends) == 1 and ends <= {"weight", "bias"}:
+        names = tuple(f"{name.rpartition('.')[0]}.{{p}}" for name in names)
+    sizes = []
+    for key in parts:
+        entry = entries[key]
+        if isinstance(entry, TensorEntry):
+            sizes.append(entry.shape[-1 if transposed else 0])
+    return _Fusion(splits, names, tuple(sizes) if len(set(sizes)) > 1 else None)
+
+
 def _renaming(
     named: Mapping[str, str], kept: Sequence[str], pairs: Sequence[Pair]
-) -> Iterator[Table]:
+) -> Iterator[RuleTable]:
     changed = {old: new for old, new in named.items() if old != new}
     if not changed:
         return
@@ -225,16 +251,15 @@ def _renaming(
             if rule is not None:
                 reasons[rule.text][why] = None
     lines = []
-    # none for a key that reads like a pattern: the file is tried
-    for whys in map(list, reasons.values()):
-        lines.append(
-            "".join(whys[:1])
-            + (f"; {plural(len(whys) - 1, 'other reason')}" if len(whys) > 1 else "")
-        )
-    yield Table({"rename": list(texts)}, tuple(lines))
+    for whys in reasons.values():
+        line = next(iter(whys), "")  # none for a key that reads like a pattern: the file is tried
+        if len(whys) > 1:
+            line += f"; {plural(len(whys) - 1, 'other reason')}"
+        lines.append(line)
+    yield RuleTable({"rename": list(texts)}, tuple(lines))
 
 
-def _toml(table: Table) -> str:
+def _toml(table: RuleTable) -> str:
     """Return one rule; renames have their evidence at the end of each line, other rules above
     them.
     """
@@ -254,14 +279,13 @@ def _value(value: object) -> str:
     unprintable.
     """
     if isinstance(value, list):
-        items = [_value(one) for one in value]
+        items = list(map(_value, value))
         short = f"[{', '.join(items)}]"
-        return (
-            short if len(short) < 100 else "[\n" + "".join(f"    {item},\n" for item in items) + "]"
-        )
-    return "".join(
-        c if c.isprintable() else f"\\U{ord(c):08x}" for c in json.dumps(value, ensure_ascii=False)
-    )
+        if len(short) < 100:
+            return short
+        return "\n".join(["[", *(f"    {item}," for item in items), "]"])
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)
 
 
 def suggested(
@@ -278,36 +302,19 @@ def suggested(
     """
     if inferred is None:
         return None
-    paired = {key for pair in inferred.pairs for key in pair.left}
+    paired = set(chain(*(pair.left for pair in inferred.pairs)))
     same = {old: new for old, new in same_tensors(entries).items() if old not in paired}
-    mine, theirs = model_section(left), model_section(right)
-    orders: dict[str, Rotary] = {}
+    left_section, right_section = model_section(left), model_section(right)
+    orders = {}
     if values:
-        have, want = mine.by_key(), theirs.by_key()
-        differing = {key for entry in entries if entry.status == "value" for key in entry.left}
-        named = {old: new for old, new in same.items() if old in differing}
-        named |= {pair.left[0]: pair.right[0] for pair in inferred.pairs}
-        pairs = {
-            old: rotary(have[old], want[new])
-            for old, new in named.items()
-            if old in have and new in want
-        }
-        orders = {old: order for old, order in pairs.items() if order is not None}
-    rules = suggest(inferred.pairs, same, mine, theirs, orders)
+        orders = _orders(entries, inferred, same, left_section, right_section)
+    rules = suggest(inferred.pairs, same, left_section, right_section, orders)
     if rules is None:
         return None
     undone = list[Note]()
-    left_dtypes, right_dtypes = (
-        {entry.key: entry.dtype for entry in side.tensors} for side in (mine, theirs)
-    )
-    dtypes = (
-        {*map(left_dtypes.get, pair.left), *map(right_dtypes.get, pair.right)}
-        for pair in inferred.pairs
-    )
-    differing_entries = (entry for entry in entries if entry.status in ("dtype", "value"))
-    if any(len(one) > 1 for one in dtypes) or any(
-        not e.left or e.left[0] not in orders for e in differing_entries
-    ):
+    differing = [entry for entry in entries if entry.status in ("dtype", "value")]
+    has_other_values = any(not entry.left or entry.left[0] not in orders for entry in differing)
+    if has_other_values or _have_other_dtypes(inferred.pairs, left_section, right_section):
         text = "the suggested rules do not change dtypes and values, and some differ"
         undone.append(Note(text, "incomplete-rules"))
     for keys, verb, side in (
@@ -318,6 +325,42 @@ def suggested(
             words = f"the suggested rules do not {verb} {plural(len(keys), 'key')} of {side}: {{}}"
             undone.append(Note.about(words, "incomplete-rules", some(keys)))
     return replace(rules, undone=tuple(undone))
+
+
+def _orders(
+    entries: Sequence[Entry],
+    inferred: Inference,
+    same: Mapping[str, str],
+    left: Section,
+    right: Section,
+) -> dict[str, Rotary]:
+    """Return the keys of the left whose rows the right has in the other rotary order. Reads their
+    values.
+    """
+    differing: set[str] = set()
+    for entry in entries:
+        if entry.status == "value":
+            differing.update(entry.left)
+    names = {old: new for old, new in same.items() if old in differing}
+    names |= {pair.left[0]: pair.right[0] for pair in inferred.pairs}
+    have, want = left.by_key(), right.by_key()
+    orders = {}
+    for old, new in names.items():
+        order = rotary(have[old], want[new]) if old in have and new in want else None
+        if order is not None:
+            orders[old] = order
+    return orders
+
+
+def _have_other_dtypes(pairs: Sequence[Pair], left: Section, right: Section) -> bool:
+    """Return True if the tensors of a pair have several dtypes."""
+    left_dtypes = {entry.key: entry.dtype for entry in left.tensors}
+    right_dtypes = {entry.key: entry.dtype for entry in right.tensors}
+    for pair in pairs:
+        dtypes = {*map(left_dtypes.get, pair.left), *map(right_dtypes.get, pair.right)}
+        if len(dtypes) > 1:
+            return True
+    return False
 
 
 def renamed(left: str, options: RemapOptions) -> str:
@@ -334,17 +377,14 @@ def with_file(left: str, *right: str, options: RemapOptions) -> tuple[str, str]:
     whole = "checkpoint" if left == MEMORY.title else split(left)[0].rstrip("/")
     path = name(whole) if is_url(whole) else whole
     rules = free(path.removesuffix(Path(path).suffix), "rules", ".toml")
+    apply_rules = by_file(left, rules, options)
     if MEMORY.title not in (left, *right):
-        return shell("ckpttool", "diff", left, *right, "--suggest", rules), by_file(
-            left, rules, options
-        )
-    one = "ckpt" if left == MEMORY.title else repr(left)
-    other = "right" if right[0] == MEMORY.title else repr(right[0])
-    values = ", values=True" if "--values" in right else ""
-    return (
-        f"pathlib.Path({rules!r}).write_text(ckpttool.diff({one}, {other}{values}).rules)",
-        by_file(left, rules, options),
-    )
+        return shell("ckpttool", "diff", left, *right, "--suggest", rules), apply_rules
+    sides = "ckpt" if left == MEMORY.title else repr(left)
+    sides += ", right" if right[0] == MEMORY.title else f", {right[0]!r}"
+    if "--values" in right:
+        sides += ", values=True"
+    return f"pathlib.Path({rules!r}).write_text(ckpttool.diff({sides}).rules)", apply_rules
 
 
 def by_file(left: str, rules: str, options: RemapOptions) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from ckpttool.containers.nodes import entries_with_code
@@ -16,7 +17,16 @@ from ckpttool.core.values import dataclass
 from ckpttool.diffing.checkpoints import program_and_weights
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.renames import suggestions
-from ckpttool.diffing.result import HARMLESS, Diff, Entry, Fix, Outlines, names_outlines, outlines
+from ckpttool.diffing.result import (
+    HARMLESS,
+    Diff,
+    Entry,
+    Fix,
+    Outline,
+    Outlines,
+    names_outlines,
+    outlines,
+)
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare, explain_computed
 from ckpttool.fixes.rules_file import Rules, suggested
@@ -101,25 +111,25 @@ class Question:
         """
         if self.left is None or not self.left.state_dicts:
             return []
-        several = next(
-            (several for several in self.prefixes if len(several) > 1 and "" not in several), []
-        )
+        several = next((many for many in self.prefixes if len(many) > 1 and "" not in many), [])
         if not several:
             return []
         section = model_section(self.left)
         keys = {name: key for key, name in canonical_keys(section.keys).items()}
-        mine = outlines(section)
-        theirs = {key: tensor for side in reversed(self.outlines) for key, tensor in side.items()}
-        shapes = {name: theirs[key].shape for key, name in canonical_keys(theirs).items()}
+        tensors = outlines(section)
+        expected: dict[str, Outline] = {}
+        for side in reversed(self.outlines):
+            expected.update(side)
+        shapes = {name: expected[key].shape for key, name in canonical_keys(expected).items()}
 
         def fits(prefix: str) -> bool:
-            below = (
-                (mine.get(keys.get(f"{prefix}.{name}", "")), shape)
-                for name, shape in shapes.items()
-            )
-            return all(tensor.shape == shape for tensor, shape in below if tensor is not None)
+            for name, shape in shapes.items():
+                tensor = tensors.get(keys.get(f"{prefix}.{name}", ""))
+                if tensor is not None and tensor.shape != shape:
+                    return False
+            return True
 
-        return [prefix for prefix in several if fits(prefix)] or several
+        return list(filter(fits, several)) or several
 
     @cached_property
     def rules(self) -> Rules | None:
@@ -258,14 +268,13 @@ def try_remap(
         result = plan_remap(source, read, model, to_model)
     except CkptError:
         return None
-    stateless = tuple(name for optimizer in result.optimizers for name in optimizer.dropped)
-    if (stateless and not loses_state) or (
-        not loses_keys and _loses(source, result, question.model, code)
-    ):
+    stateless = tuple(chain(*(optimizer.dropped for optimizer in result.optimizers)))
+    if stateless and not loses_state:
         return None
-    left_out = tuple(
-        dotted(one.section, one.key) for one in result.plan.dropped if one.reason != NO_COUNTER
-    )
+    if not loses_keys and _loses(source, result, question.model, code):
+        return None
+    dropped = [drop for drop in result.plan.dropped if drop.reason != NO_COUNTER]
+    left_out = tuple(dotted(drop.section, drop.key) for drop in dropped)
     for out in outputs(source.source, word):
         try:
             target = target_for(out, source)
@@ -293,11 +302,10 @@ def try_remap(
             asked = replace(read, out=out, partial=printed.partial)
             remap.run(source, asked, model=model, planned=result)
         except CkptError:
-            found = tuple(
-                dict.fromkeys(path for path, _ in entries_with_code(fitted) if path not in code)
-            )
-            if found:
-                more = replace(options, drop=(*(options.drop or ()), *found))
+            paths = dict.fromkeys(path for path, _ in entries_with_code(fitted))
+            with_code = tuple(path for path in paths if path not in code)
+            if with_code:
+                more = replace(options, drop=(*(options.drop or ()), *with_code))
                 return try_remap(
                     question,
                     more,
@@ -305,7 +313,7 @@ def try_remap(
                     most,
                     loses_state=loses_state,
                     loses_keys=loses_keys,
-                    code=(*code, *found),
+                    code=(*code, *with_code),
                 )
             continue
         return Trial("remap", (source.source,), printed, after, stateless, left_out, code=code)
@@ -368,39 +376,28 @@ def _loses(
     attributes of pickled modules, and keys that the model's saving computes from other tensors: its
     code creates them again.
     """
-    created_again = (
-        () if model is None else tuple(t.fqn for t in model.names().runtime if not t.persistent)
-    )
-    unneeded = {
-        (NO_COUNTER, model_path(source)),
-        *((MADE_AGAIN, section.path) for section in source.sections),
-    }
-    dropped = [
-        one
-        for one in result.plan.dropped
-        if one.reason != ATTRIBUTE
-        and (one.reason, one.section) not in unneeded
-        and dotted(one.section, one.key) not in code
-    ]
+    paths, path_of_model = {section.path for section in source.sections}, model_path(source)
+    dropped: dict[str, list[str]] = {}  # the keys of each section
+    for drop in result.plan.dropped:
+        is_again = drop.reason == MADE_AGAIN and drop.section in paths
+        is_counter = drop.reason == NO_COUNTER and drop.section == path_of_model
+        is_needless = is_again or is_counter or drop.reason == ATTRIBUTE
+        if not is_needless and dotted(drop.section, drop.key) not in code:
+            dropped.setdefault(drop.section, []).append(drop.key)
     if not dropped:
         return False
-    kept = {(output.section, key) for output in result.plan.outputs for key in refs(output.source)}
-    sections = {section.path: section for section in source.sections}
-    second_names = {
-        path: aliases(sections[path])
-        for path in {one.section for one in dropped}
-        if path in sections
-    }
-    for one in dropped:
-        names = second_names.get(one.section, {})
-        first = names.get(one.key, one.key)
-        same = [
-            key
-            for key in (first, *(key for key, other in names.items() if other == first))
-            if key != one.key
-        ]
-        if any(one.key == fqn or one.key.endswith(f".{fqn}") for fqn in created_again):
-            continue
-        if not any((one.section, key) in kept for key in same):
-            return True
+    created_again = []
+    for tensor in () if model is None else model.names().runtime:
+        if not tensor.persistent:
+            created_again.append(f".{tensor.fqn}")
+    for path, keys in dropped.items():
+        first = aliases(source.section(path)) if path in paths else {}
+        names: dict[str, set[str]] = {}  # under which each tensor is read, by the first one
+        for output in result.plan.outputs:
+            for key in refs(output.source) if output.section == path else ():
+                names.setdefault(first.get(key, key), set()).add(key)
+        for key in keys:
+            others = names.get(first.get(key, key), set()) - {key}
+            if not others and not f".{key}".endswith(tuple(created_again)):
+                return True
     return False

@@ -89,10 +89,10 @@ def _are_shortened(short: Section, shorter: list[str], long: Section, longer: li
     have, want = _outlines(short, shorter), _outlines(long, longer)
     others = set()
     for key, outline in want.items():
-        found = without_segment(key, have)
-        if found is None or found[0] in others or have[found[0]] != outline:
+        match = without_segment(key, have)
+        if match is None or match[0] in others or have[match[0]] != outline:
             return False
-        others.add(found[0])
+        others.add(match[0])
     return True
 
 

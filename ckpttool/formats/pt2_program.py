@@ -37,7 +37,7 @@ from ckpttool.core.schema import (
     FLAG,
     SHAPE,
     TEXT,
-    Kind,
+    JsonKind,
     check,
     items,
     list_of,
@@ -71,7 +71,7 @@ class RecordOf(Payload):
         return Carried(pickle.root, storages).content()
 
 
-def read_json(archive: Archive, name: str, kind: Kind, writer: str) -> Any:
+def read_json(archive: Archive, name: str, kind: JsonKind, writer: str) -> Any:
     """Return the JSON value of a record, checked to be of the kind that `writer` writes.
 
     Raises `CkptError`, with the JSON path of every problem, if it is missing, damaged, not JSON, or

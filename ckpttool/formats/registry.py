@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -253,7 +253,7 @@ def format_for(out: str) -> Format:
     has.
     """
     endings: list[str] = []
-    for row in (*TABLE, *installed().formats):
+    for row in _all_formats():
         of_row = (*row.endings, row.index) if row.index else row.endings
         if out.lower().endswith(of_row):
             return row
@@ -263,6 +263,11 @@ def format_for(out: str) -> Format:
         f"{out}: no format has the ending {ending!r}",
         hint=f"choose one of {' '.join(endings)}, or name a folder",
     )
+
+
+def _all_formats() -> Iterator[Format]:
+    yield from TABLE
+    yield from installed().formats  # which are looked for only then
 
 
 def is_index_name(name: str) -> bool:

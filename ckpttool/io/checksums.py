@@ -35,7 +35,7 @@ def fastest_crc32() -> Callable[..., int]:
 
 
 @dataclass(slots=True, eq=False)
-class _Archive:
+class _ArchiveSums:
     """The records of an archive in the file `path`, in order: the bytes at which they start and
     end, and their CRCs.
 
@@ -85,17 +85,17 @@ class _Archive:
 
 
 @dataclass(slots=True, eq=False)
-class _File:
+class _FileSums:
     """The archives in one version of a file, by their first bytes, which `bases` has in order.
 
     They follow each other, or are inside of the archive that begins at byte 0.
     """
 
     version: object
-    archives: dict[int, _Archive] = field(default_factory=dict)
+    archives: dict[int, _ArchiveSums] = field(default_factory=dict)
     bases: list[int] = field(default_factory=list)
 
-    def near(self, start: int, end: int) -> Iterator[_Archive]:
+    def near(self, start: int, end: int) -> Iterator[_ArchiveSums]:
         """Yield the archives that may have some of these bytes of the file."""
         number = max(0, bisect_right(self.bases, start) - 1)
         if number and 0 in self.archives:
@@ -105,7 +105,7 @@ class _File:
             number += 1
 
 
-_files: dict[str, _File] = {}
+_files: dict[str, _FileSums] = {}
 _records = 0  # of all archives
 
 
@@ -123,7 +123,7 @@ def note_archive(
     global _records
     if version is not None or not base:
         forget_others(path, version)
-    file = _files.setdefault(path, _File(version))
+    file = _files.setdefault(path, _FileSums(version))
     before = file.archives.get(base)
     if before is not None and version is not None:
         return
@@ -137,7 +137,7 @@ def note_archive(
         insort(file.bases, base)
     else:
         _records -= len(before.starts)
-    file.archives[base] = _Archive(path, name_at, starts, ends, crcs)
+    file.archives[base] = _ArchiveSums(path, name_at, starts, ends, crcs)
     _records += len(starts)
     while _records > _MOST and len(_files) > 1:
         _forget(next(other for other in _files if other != path))

@@ -170,8 +170,8 @@ def is_dir(path: str) -> bool:
 def _is_there(url: str, *, folder: bool) -> bool:
     from ckpttool.io import remote
 
-    found = remote.stat(url)
-    return found is not None and found.folder is folder
+    stat = remote.stat(url)
+    return stat is not None and stat.folder is folder
 
 
 def exists(path: str) -> bool:
@@ -257,22 +257,23 @@ def places(path: str) -> dict[str, set[str] | None]:
     Symbolic links are followed, as journals are next to the file itself. An index means all of its
     folder.
     """
-    found: dict[str, set[str] | None] = {}
+    by_folder: dict[str, set[str] | None] = {}
     if "\0" in path:
-        return found
+        return by_folder
     files = files_of(path)
     if os.path.isdir(path):
-        found[os.path.realpath(path)] = None
+        by_folder[os.path.realpath(path)] = None
         files = [name for name in files if os.path.islink(name)]
     for name in files:
         for place in {name, os.path.realpath(name)}:
             folder, last = os.path.split(place)
-            names = found.setdefault(os.path.realpath(folder or "."), set())
+            folder = os.path.realpath(folder or ".")
+            names = by_folder.setdefault(folder, set())
             if last.endswith((".index.json", ".metadata")):
-                found[os.path.realpath(folder or ".")] = None
+                by_folder[folder] = None
             elif names is not None:
                 names.add(last)
-    return found
+    return by_folder
 
 
 def look_anew(path: str) -> None:

@@ -38,8 +38,8 @@ def parent(path: str) -> str:
     """Return the folder of `path`; ``.`` for a bare name."""
     if not is_url(path):
         return os.path.dirname(path) or "."
-    before, own, after = _parts(path)
-    return before + posixpath.dirname(own.rstrip("/")) + after
+    before, inside, after = _parts(path)
+    return before + posixpath.dirname(inside.rstrip("/")) + after
 
 
 def name(path: str) -> str:

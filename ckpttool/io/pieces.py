@@ -304,9 +304,7 @@ def same_bytes(left: Span, right: Span) -> bool:
     a, b = SpanReader(left.length), SpanReader(right.length)
     try:
         # Comparing two views is a hundred times slower.
-        return all(
-            a.buffer.startswith(theirs) for _, theirs in zip(a.chunks(left), b.chunks(right))
-        )
+        return all(a.buffer.startswith(chunk) for _, chunk in zip(a.chunks(left), b.chunks(right)))
     finally:
         a.close()
         b.close()
@@ -316,12 +314,11 @@ def same_data(left: Span | Lazy, right: Span | Lazy) -> bool:
     """Return True if both are the same bytes, read or computed; streamed."""
     if isinstance(left, Span) and isinstance(right, Span):
         return same_bytes(left, right)
-    chunks = [
-        (bytes(chunk) for chunk in stream([Piece(side)]) if len(chunk)) for side in (left, right)
-    ]
+    left_chunks = filter(None, map(bytes, stream([Piece(left)])))
+    right_chunks = filter(None, map(bytes, stream([Piece(right)])))
     a = b = b""
     while True:
-        a, b = a or next(chunks[0], b""), b or next(chunks[1], b"")
+        a, b = a or next(left_chunks, b""), b or next(right_chunks, b"")
         count = min(len(a), len(b))
         if not count:
             return not a and not b

@@ -219,10 +219,10 @@ def stat(url: str) -> Stat | None:
 
 def there(url: str) -> Stat:
     """Return `stat` of a file. Raises `CkptError` if there is none."""
-    found = stat(url)
-    if found is None:
+    file = stat(url)
+    if file is None:
         raise CkptError(f"no such file: {url}", hint="check the URL: scheme, bucket and key")
-    return found
+    return file
 
 
 def _stat(info: Mapping[str, Any]) -> Stat:
@@ -242,9 +242,9 @@ def names_in(url: str) -> list[str]:
         return [*cache.names[url]]
     fs, path = filesystem(url)
     with answered(url):
-        found = fs.ls(path, detail=True, **_patience(fs))
+        listing = fs.ls(path, detail=True, **_patience(fs))
     names = []
-    for info in found:
+    for info in listing:
         name = str(info["name"]).rstrip("/").rpartition("/")[2]
         if str(info["name"]).strip("/") != path.strip("/"):  # a folder's own object
             names.append(name)
@@ -258,7 +258,7 @@ def names_in(url: str) -> list[str]:
 def glob(pattern: str) -> list[str]:
     fs, path = filesystem(pattern)
     with answered(pattern):
-        return sorted(fs.unstrip_protocol(found) for found in fs.glob(path) if fs.isfile(found))
+        return sorted(map(fs.unstrip_protocol, filter(fs.isfile, fs.glob(path))))
 
 
 def forget(url: str) -> None:
@@ -359,17 +359,19 @@ class RemoteFile:
         return data[: end - offset]
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Fetch these ranges (offset, count) side by side, and hold them while there is room."""
-        wanted: list[Range] = []
+        """Fetch these ranges (offset, count) side by side, and hold them while there is room.
+        Ranges with a small gap between them are one request.
+        """
+        requests: list[Range] = []
         for offset, count in sorted(ranges):
             start, end = max(0, offset), min(offset + count, self.size)
             if end <= start or len(cache.get(self.url, start, end)) == end - start:
                 continue
-            if wanted and start - wanted[-1][2] <= _SMALL_GAP:
-                _, start, last = wanted.pop()
+            if requests and start - requests[-1][2] <= _SMALL_GAP:
+                _, start, last = requests.pop()
                 end = max(end, last)
-            wanted.append((self.url, start, end))
-        for (_, start, _), data in zip(wanted, fetch(wanted)):
+            requests.append((self.url, start, end))
+        for (_, start, _), data in zip(requests, fetch(requests)):
             cache.hold(self.url, start, data)
 
 
@@ -377,15 +379,15 @@ def open_file(url: str) -> RemoteFile:
     """Return the file at the URL. Raises `CkptError` if there is none, or if its store cannot give
     a part of it.
     """
-    found = there(url)
-    if found.folder:
+    file = there(url)
+    if file.folder:
         raise CkptError(f"{url} is a folder, not a file", hint="name one of its files")
-    if found.size is None:
+    if file.size is None:
         raise CkptError(
             f"{url}: its server does not say how long it is",
             hint="download it, and name the local file",
         )
-    return RemoteFile(url, found.size)
+    return RemoteFile(url, file.size)
 
 
 class Stream:

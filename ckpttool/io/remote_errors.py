@@ -106,14 +106,13 @@ def is_passing(error: BaseException) -> bool:
         return False
     if isinstance(error, CameShort):
         return True
-    known = getattr(error, "response", None) or {}
-    said = (
-        known.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(known, dict) else None
-    )
-    if (
-        getattr(error, "status", said) in _PASSING_STATUS
-        or getattr(error, "errno", None) in _PASSING_NUMBERS
-    ):
+    response = getattr(error, "response", None)
+    status = None
+    if isinstance(response, dict):  # of botocore
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    if getattr(error, "status", status) in _PASSING_STATUS:
+        return True
+    if getattr(error, "errno", None) in _PASSING_NUMBERS:
         return True
     if any(_PASSING.search(kind.__name__) for kind in type(error).__mro__):
         return True

@@ -115,11 +115,11 @@ def files_read() -> list[str]:
 
 def states() -> dict[str, list[int]]:
     """Return inode, size and times of the last changes (ns) of each local file that was read."""
-    found = {path: state for path, (_, state) in _sources.opened.items()}
-    for path in _sources.read.difference(found):
+    states = {path: state for path, (_, state) in _sources.opened.items()}
+    for path in _sources.read.difference(states):
         with suppress(OSError):
-            found[path] = _state(os.stat(path))
-    return {path: [*at[1:]] for path, at in sorted(found.items())}
+            states[path] = _state(os.stat(path))
+    return {path: [*state[1:]] for path, state in sorted(states.items())}
 
 
 def check_open(path: str, descriptor: int) -> None:

@@ -138,7 +138,8 @@ def text(rows: Sequence[Row], *, is_undo: bool = False) -> bytes:
             files.append({"name": row.name, "old": row.old, "state": row.state})
             continue
         patch = row.back.patch
-        hashes = [own.hex() for own in (row.back.before, row.back.index, row.sample, row.content)]
+        digests = (row.back.before, row.back.index, row.sample, row.content)
+        hashes = [digest.hex() for digest in digests]
         numbers = {name: getattr(patch, name) for name in _NUMBERS}
         files.append(
             {
@@ -251,10 +252,12 @@ def edit(folder: Path, changes: Mapping[str, Change], *, fsync: bool) -> None:
     back: dict[str, Change] = {}
     with suppress(CkptError):
         back = _ways_back(last)
-    reverts = {name: own.index for name, own in back.items()} == {
-        name: own.index for name, own in changes.items()
-    }
+    reverts = _indexes(back) == _indexes(changes)
     _edit(last, back if reverts else changes, True, fsync)
+
+
+def _indexes(changes: Mapping[str, Change]) -> dict[str, bytes]:
+    return {name: change.index for name, change in changes.items()}
 
 
 def undo_edit(path: Path, *, fsync: bool) -> None:
@@ -434,24 +437,25 @@ def begun(folder: str | Path, names: Collection[str] | None = None) -> list[Begu
         )
     except OSError:
         return []
-    found = []
+    unfinished = []
     for path in journals:
         with suppress(FileNotFoundError):  # it has just ended
-            state = path.stat()
-            about, is_undo = None, False
-            try:
-                data = path.read_bytes()
-                about = tuple(row.name for row in parse(data, path))
-                is_undo = bool(json.loads(data.partition(b"\n")[0]).get("undo"))
-            except PermissionError:
-                pass
-            if names is None or (names and about is None) or not set(names).isdisjoint(about or ()):
-                found.append(
-                    Begun(
-                        path, about, state.st_uid, temporary.is_mine(state), state.st_mtime, is_undo
-                    )
-                )
-    return found
+            edit = _begun(path)
+            is_unknown = names and edit.names is None
+            if names is None or is_unknown or not set(names).isdisjoint(edit.names or ()):
+                unfinished.append(edit)
+    return unfinished
+
+
+def _begun(journal: Path) -> Begun:
+    state = journal.stat()
+    about, is_undo = None, False
+    with suppress(PermissionError):
+        data = journal.read_bytes()
+        about = tuple(row.name for row in parse(data, journal))
+        is_undo = bool(json.loads(data.partition(b"\n")[0]).get("undo"))
+    is_mine = temporary.is_mine(state)
+    return Begun(journal, about, state.st_uid, is_mine, state.st_mtime, is_undo)
 
 
 def check(folder: str | Path, names: Collection[str] | None, target: str) -> None:
@@ -460,8 +464,8 @@ def check(folder: str | Path, names: Collection[str] | None, target: str) -> Non
 
     `target` is what the user calls them.
     """
-    for one in begun(folder, names):
-        check_over(one.journal.name, target, one.since)
+    for edit in begun(folder, names):
+        check_over(edit.journal.name, target, edit.since)
         raise interrupted(target)
 
 
@@ -478,21 +482,19 @@ def recover(
     `force`: processes of other machines and containers are dead too. Returns what was rolled back.
     Raises `CkptError` if this user cannot roll something back, or if its process may be alive.
     """
-    found = []
-    for one in begun(folder, names):
-        path = one.journal.parent
-        found.append(
-            (
-                one,
-                target or str(path / one.names[-1] if one.names and len(one.names) == 1 else path),
-            )
-        )
-    for one, name in found:
-        check_over(one.journal.name, name, one.since, force=force)
-    for one, name in found:
-        one.roll_back(name)
+    edits = begun(folder, names)
+    targets = []
+    for edit in edits:
+        path = edit.journal.parent
+        if edit.names is not None and len(edit.names) == 1:
+            path /= edit.names[0]
+        targets.append(target or str(path))
+    for edit, name in zip(edits, targets):
+        check_over(edit.journal.name, name, edit.since, force=force)
+    for edit, name in zip(edits, targets):
+        edit.roll_back(name)
     temporary.remove_left(folder)
-    return [one for one, _ in found]
+    return edits
 
 
 def check_over(name: str, target: str, since: float | None, *, force: bool = False) -> None:

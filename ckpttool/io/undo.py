@@ -104,17 +104,16 @@ def undo(path: str, last: Callable[[], str], *, fsync: bool, force: bool) -> Way
     if is_url(path):
         raise CkptError(f"{path}: nothing to undo", hint="files of a URL are never edited in place")
     with failing(path):
-        begun = [
-            one
-            for folder, names in places(path).items()
-            for one in transaction.recover(folder, names, target=path, force=force)
-        ]
+        edits: list[transaction.Begun] = []
+        for folder, names in places(path).items():
+            edits += transaction.recover(folder, names, target=path, force=force)
         sources.forget(path)
-        if not all(one.is_undo for one in begun):  # an interrupted undo is repeated
+        if not all(edit.is_undo for edit in edits):  # an interrupted undo is repeated
             return "rolled back"
         place = Path(os.path.realpath(last()))
         if place.is_dir():
             records = sorted(place.glob(f".*{UNDO}"))
-            place = place / records[0].name[1:].removesuffix(UNDO) if len(records) == 1 else place
+            if len(records) == 1:
+                place /= records[0].name[1:].removesuffix(UNDO)
         transaction.undo_edit(place, fsync=fsync)
     return "undone"

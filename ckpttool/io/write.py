@@ -120,18 +120,7 @@ def _share(descriptor: int, pieces: Pieces, at: int) -> list[tuple[int, Pieces]]
     able = True
     for piece in pieces:
         span, rest = piece.data, piece
-        aligned = (
-            isinstance(span, Span)
-            and span.length >= LEAST
-            and span.offset % FILE_BLOCK == at % FILE_BLOCK
-        )
-        if (
-            able
-            and aligned
-            and piece.crc is None
-            and isinstance(span, Span)
-            and not is_url(span.path)
-        ):
+        if able and isinstance(span, Span) and piece.crc is None and _can_share(span, at):
             skip = -at % FILE_BLOCK
             count = (span.length - skip) // FILE_BLOCK * FILE_BLOCK
             able = _clone(descriptor, Span(span.path, span.offset + skip, count), at + skip)
@@ -142,7 +131,13 @@ def _share(descriptor: int, pieces: Pieces, at: int) -> list[tuple[int, Pieces]]
                 rest = replace(piece, data=Span(span.path, span.offset + end, span.length - end))
         segments[-1][1].append(rest)
         at += piece.nbytes
-    return [(offset, rest) for offset, rest in segments if any(piece.nbytes for piece in rest)]
+    return [(offset, rest) for offset, rest in segments if nbytes_of(rest)]
+
+
+def _can_share(span: Span, at: int) -> bool:
+    """Return True for a large local span that begins at the same place in a block as byte `at`."""
+    is_aligned = span.offset % FILE_BLOCK == at % FILE_BLOCK
+    return is_aligned and span.length >= LEAST and not is_url(span.path)
 
 
 def _clone(descriptor: int, span: Span, at: int) -> bool:

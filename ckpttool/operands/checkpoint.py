@@ -102,15 +102,15 @@ def pick(checkpoint: Checkpoint, picked: str) -> Checkpoint:
             f"{checkpoint.source} has no section {picked!r}", hint=f"its sections are: {have}"
         ) from None
     inside = f"{picked}." if picked else ""
-    unreached = tuple(
-        found for found in checkpoint.unreached if f"{found.path}.".startswith(inside)
-    )
+    unreached = [
+        storage for storage in checkpoint.unreached if f"{storage.path}.".startswith(inside)
+    ]
     return replace(
         checkpoint,
         sections=(replace(section, path="", in_lightning=is_lightning(checkpoint)),),
         others=(),
         container=None,
-        unreached=unreached,
+        unreached=tuple(unreached),
         other_files=(),
         objects=(),
     )
@@ -159,22 +159,24 @@ def model_section(checkpoint: Checkpoint, tables: NameTables | None = None) -> S
     Raise `CkptError`, with the sections to choose from, if that is ambiguous or the file has no
     state dict. `tables` are the names of the model: they say which section to choose.
     """
-    found = [section for section in checkpoint.state_dicts if not section.is_list]
-    found = found or list(checkpoint.state_dicts)
-    if len(found) > 1:
-        usual = [section for section in found if section.path.rpartition(".")[2] in MODEL_SECTIONS]
-        found = usual if len(usual) == 1 else found
-    if len(found) == 1:
-        return found[0]
-    if found:
+    candidates = [section for section in checkpoint.state_dicts if not section.is_list]
+    candidates = candidates or list(checkpoint.state_dicts)
+    if len(candidates) == 1:
+        return candidates[0]
+    usual = [s for s in candidates if s.path.rpartition(".")[2] in MODEL_SECTIONS]
+    if len(usual) == 1:
+        return usual[0]
+    if candidates:
+        titles = ", ".join(section.title for section in candidates)
         raise CkptError(
-            f"{checkpoint.source} holds several state dicts: {', '.join(s.title for s in found)}",
-            hint=_which_section(checkpoint, found, tables),
+            f"{checkpoint.source} holds several state dicts: {titles}",
+            hint=_which_section(checkpoint, candidates, tables),
         )
-    held = [f"{s.title} ({s.kind})" for s in checkpoint.sections]
-    held += [f"{found.path} (a storage, not understood)" for found in checkpoint.unreached[:3]]
-    what = ", ".join(held) or "; ".join(checkpoint.notes) or "no tensors at all"
-    raise CkptError(f"{checkpoint.source} holds no state dict", hint=f"it holds: {what}")
+    contents = [f"{section.title} ({section.kind})" for section in checkpoint.sections]
+    for storage in checkpoint.unreached[:3]:
+        contents.append(f"{storage.path} (a storage, not understood)")
+    text = ", ".join(contents) or "; ".join(checkpoint.notes) or "no tensors at all"
+    raise CkptError(f"{checkpoint.source} holds no state dict", hint=f"it holds: {text}")
 
 
 def _which_section(
@@ -209,16 +211,16 @@ def sections_with_names_of(tables: NameTables, sections: Sequence[Section]) -> l
 
 def _difference(left: Section, right: Section) -> str:
     """Return in what the tensors of two state dicts differ; empty if only values may differ."""
-    mine = {entry.key: entry for entry in left.tensors}
-    others = {entry.key: entry for entry in right.tensors}
-    if mine.keys() != others.keys():
-        count = plural(len(mine.keys() ^ others.keys()), "key")
-        return f"{count} that only one of them has"
-    counts = {
-        "shape": sum(mine[key].shape != others[key].shape for key in mine),
-        "dtype": sum(mine[key].dtype != others[key].dtype for key in mine),
-    }
-    return " and ".join(f"{plural(n, f'other {what}')}" for what, n in counts.items() if n)
+    left_tensors = {entry.key: entry for entry in left.tensors}
+    right_tensors = {entry.key: entry for entry in right.tensors}
+    unpaired = left_tensors.keys() ^ right_tensors.keys()
+    if unpaired:
+        return f"{plural(len(unpaired), 'key')} that only one of them has"
+    shapes = sum(entry.shape != right_tensors[key].shape for key, entry in left_tensors.items())
+    dtypes = sum(entry.dtype != right_tensors[key].dtype for key, entry in left_tensors.items())
+    differences = [plural(shapes, "other shape")] if shapes else []
+    differences += [plural(dtypes, "other dtype")] if dtypes else []
+    return " and ".join(differences)
 
 
 def saved_state_dicts(checkpoint: Checkpoint) -> tuple[Section, ...]:

@@ -82,21 +82,21 @@ def checkpoint_of(obj: object) -> Checkpoint:
 
     sizes = {key: storage.nbytes for key, storage in held.items()}
     imports = in_order(parsed.imports)
-    found = read_tree(
+    checkpoint = read_tree(
         MEMORY.title, MEMORY.name, sum(sizes.values()), parsed, storages, sizes, imports=imports
     )
-    return read_form(replace(found, notes=(*found.notes, *remarks(found))))
+    notes = (*checkpoint.notes, *remarks(checkpoint))
+    return read_form(replace(checkpoint, notes=notes))
 
 
 def check_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise `CkptError` if the memory of a tensor, or of a part of it, was freed: reading it would
     end the process.
     """
-    freed = [
-        Problem("its memory was freed", key)
-        for key, tensor in tensors
-        if any(map(_is_freed, levels(tensor.detach())))
-    ]
+    freed = []
+    for key, tensor in tensors:
+        if any(map(_is_freed, levels(tensor.detach()))):
+            freed.append(Problem("its memory was freed", key))
     if freed:
         hint = "gather it first, as FSDP's own state_dict() does"
         raise CkptError(f"{plural(len(freed), 'tensor')} without memory", hint=hint, problems=freed)

@@ -196,8 +196,8 @@ class ModelOperand:
         job = current()
         if job is None:
             return ask()
-        own = [self.model, self.materialize, self.pretrained, self.optimizer]
-        names, read = job.of_first(f"names {own}", lambda: (ask().to_json(), sources.others_read()))
+        key = f"names {[self.model, self.materialize, self.pretrained, self.optimizer]}"
+        names, read = job.of_first(key, lambda: (ask().to_json(), sources.others_read()))
         for path in read:
             sources.note_read(path)
         return Names.from_json(names, self.title)
@@ -238,14 +238,14 @@ class ModelOperand:
         from ckpttool.tracing.pretrained import as_pretrained, of_folder
 
         if not isinstance(self.model, str):
-            found = of_object(self.model, self.arguments, self.materialize)
+            definition = of_object(self.model, self.arguments, self.materialize)
         elif os.path.isfile(self.model):
             raise _no_attribute(self.model)
         elif self.is_folder:
-            found = of_folder(self._call[0], self.arguments, self.materialize)
+            definition = of_folder(self._call[0], self.arguments, self.materialize)
         else:
-            found = load(self._call[0], self.arguments, self.materialize, self.option)
-        return as_pretrained(found) if self.pretrained else found
+            definition = load(self._call[0], self.arguments, self.materialize, self.option)
+        return as_pretrained(definition) if self.pretrained else definition
 
     @cached_property
     def run(self) -> ModelCode:
@@ -290,13 +290,9 @@ class ModelOperand:
         modules = {path: {"version": version} for path, version in (names.versions or {}).items()}
         keys = dict.fromkeys([*(key.key for key in names.serialized), *names.extra_state])
         changed = with_versions(section, modules, keys)
-        if (
-            changed is section
-            or self.verdict(section, reads_values=False).ok
-            or not self.verdict(changed, reads_values=False).ok
-        ):
+        if changed is section or self.verdict(section, reads_values=False).ok:
             return section
-        return changed
+        return changed if self.verdict(changed, reads_values=False).ok else section
 
     @cached_property
     def _loads(self) -> list[Load]:
@@ -317,11 +313,9 @@ class ModelOperand:
         Raise `Refused` if the load succeeds and does not use some of the keys, or depends on
         values.
         """
-        if (
-            not self.is_definition
-            or self.pretrained
-            or not read(self.tables, section).match.unmatched
-        ):
+        if not self.is_definition or self.pretrained:
+            return None
+        if not read(self.tables, section).match.unmatched:
             return None
         job = current()
         if job is None:
@@ -329,13 +323,15 @@ class ModelOperand:
         entries = [(entry.key, entry.dtype, entry.shape) for entry in section.tensors]
         import hashlib  # loads OpenSSL
 
-        digest = hashlib.sha256(
-            repr([self.model, self.materialize, section.path, entries]).encode()
-        ).hexdigest()
-        found = job.of_first(
-            f"loads {digest}", lambda: (plan := self._by_loading(section)) and plan.to_json()
-        )
-        return None if found is None else Plan.from_json(found)
+        text = repr([self.model, self.materialize, section.path, entries])
+        digest = hashlib.sha256(text.encode()).hexdigest()
+
+        def ask() -> dict[str, Any] | None:
+            plan = self._by_loading(section)
+            return None if plan is None else plan.to_json()
+
+        plan = job.of_first(f"loads {digest}", ask)
+        return None if plan is None else Plan.from_json(plan)
 
     def _by_loading(self, section: Section) -> Plan | None:
         canonical = wrappers.canonical_keys(section.keys)
@@ -419,11 +415,9 @@ class ModelOperand:
         """The operand as the user wrote it; the name of an object."""
         if isinstance(self.model, Names):
             return self.model.model
-        return (
-            self.model
-            if isinstance(self.model, str)
-            else getattr(self.model, "__name__", type(self.model).__name__)
-        )
+        if isinstance(self.model, str):
+            return self.model
+        return str(getattr(self.model, "__name__", type(self.model).__name__))
 
     @property
     def called(self) -> str:
@@ -446,12 +440,14 @@ def _twins(section: Section, used: Collection[str]) -> dict[str, str]:
     for entry in section.tensors:
         if entry.key in used:
             by_outline[entry.dtype, entry.shape].append(entry)
-    others = (entry for entry in section.tensors if entry.key not in used)
-    pairs = (
-        (one, next((o for o in by_outline[one.dtype, one.shape] if same_values(one, o)), None))
-        for one in others
-    )
-    return {one.key: other.key for one, other in pairs if other is not None}
+    twins = {}
+    for entry in section.tensors:
+        if entry.key not in used:
+            for other in by_outline[entry.dtype, entry.shape]:
+                if same_values(entry, other):
+                    twins[entry.key] = other.key
+                    break
+    return twins
 
 
 def _no_attribute(path: str) -> CkptError:
@@ -464,13 +460,13 @@ def _no_attribute(path: str) -> CkptError:
         body = ast.parse(Path(path).read_bytes()).body
     except (SyntaxError, ValueError):
         body = []
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    found = [
-        f"{path}:{node.name}"
-        for node in body
-        if isinstance(node, kinds) and not node.name.startswith("_")
-    ]
-    hint = f"name what builds the model: {', '.join(found)}" if found else "as in file.py:build"
+    attributes = []
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            attributes.append(f"{path}:{node.name}")
+    hint = "as in file.py:build"
+    if attributes:
+        hint = f"name what builds the model: {', '.join(attributes)}"
     return CkptError(f"{path} is a file of code, and not said which model of it", hint=hint)
 
 
@@ -499,29 +495,29 @@ def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
     """
     if not model.is_definition or model.pretrained:
         return model
-    own = model.tables
+    tables = model.tables
     path = split(source)[0]
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     has_config = os.path.isfile(os.path.join(folder, "config.json"))
-    if not has_config and not model.is_folder and holds_keys(own, section):
+    if not has_config and not model.is_folder and holds_keys(tables, section):
         return model
     from ckpttool.tracing.pretrained import is_pretrained
 
     if not is_pretrained(model.definition()):
         return model
-    other = model.by_pretrained.tables
+    pretrained = model.by_pretrained.tables
     # runtime names are no reason for a folder: from_pretrained ignores buffers that are not saved
     form = SERIALIZED if model.is_folder else None
-    theirs, ours = read(other, section, form), read(own, section, form).match.score
-    differ = any(own.saved.get(key, source) != source for key, source in other.saved.items())
-    preferred = (
-        theirs.form == SERIALIZED
-        and theirs.match.score == ours
-        and (model.is_folder or (has_config and differ))
-    )
-    if model.is_folder and untied_keys(own, section):  # from_pretrained does not tie these
-        preferred = True
-    return model.by_pretrained if theirs.match.score > ours or preferred else model
+    as_pretrained, score = read(pretrained, section, form), read(tables, section, form).match.score
+    if as_pretrained.match.score > score:
+        return model.by_pretrained
+    if model.is_folder and untied_keys(tables, section):  # from_pretrained does not tie these
+        return model.by_pretrained
+    saved = tables.saved
+    differ = any(saved.get(key, source) != source for key, source in pretrained.saved.items())
+    fits_both = as_pretrained.form == SERIALIZED and as_pretrained.match.score == score
+    preferred = model.is_folder or (has_config and differ)
+    return model.by_pretrained if fits_both and preferred else model
 
 
 def untied_keys(tables: NameTables, section: Section) -> list[tuple[str, str]]:
@@ -562,23 +558,22 @@ def _with_dicts_of(model: ModelOperand, checkpoint: Checkpoint) -> Checkpoint:
     if checkpoint.readings is None:
         return checkpoint
     tables = model.tables
-    known = {*tables.serialized_names, *tables.runtime_names}
-    unsure = {
-        path: keys for path, keys in checkpoint.readings.dicts.items() if not known.isdisjoint(keys)
-    }
-    fits = {path: _fit(tables, keys) for path, keys in unsure.items()}
-    state_dicts = checkpoint.state_dicts if unsure else ()
-    others = fits | {section.path: _fit(tables, list(section.by_key())) for section in state_dicts}
+    names = {*tables.serialized_names, *tables.runtime_names}
+    fits: dict[str, Fit] = {}
+    for path, keys in checkpoint.readings.dicts.items():
+        if not names.isdisjoint(keys):
+            fits[path] = _fit(tables, keys)
+    others = dict(fits)
+    for section in checkpoint.state_dicts if fits else ():
+        others[section.path] = _fit(tables, list(section.by_key()))
 
     def is_best(path: str) -> bool:
-        rivals = (
-            fit
-            for other, fit in others.items()
-            if _is_inside(other, path) or _is_inside(path, other)
-        )
-        return all(fits[path] > fit for fit in rivals)
+        for other, fit in others.items():
+            if (_is_inside(other, path) or _is_inside(path, other)) and fit >= fits[path]:
+                return False
+        return True
 
-    chosen = [path for path in unsure if is_best(path)]
+    chosen = list(filter(is_best, fits))
     return with_kinds(checkpoint.read_as(chosen)) if chosen else checkpoint
 
 
@@ -594,16 +589,18 @@ def of_one_model(
     """
     if named is not None:
         return _named(checkpoint, [path.strip() for path in named.split(",")])
-    found = checkpoint.state_dicts
     tables = None if names is None else NameTables(names)
-    is_model = tables is not None and len(found) > 1 and holds_keys(tables, found[0])
-    more = same_model(checkpoint, found[0], names if is_model else None) if found else ()
     try:
         first = model_section(checkpoint, tables)
     except CkptError:
-        if len(more) + 1 != len(found):
+        if not checkpoint.state_dicts:
             raise
-        return (found[0], *more)  # whichever it is, all of them are changed
+        first = checkpoint.state_dicts[0]
+        is_model = tables is not None and holds_keys(tables, first)
+        sections = (first, *same_model(checkpoint, first, names if is_model else None))
+        if len(sections) != len(checkpoint.state_dicts):
+            raise
+        return sections  # whichever it is, all of them are changed
     return (first, *same_model(checkpoint, first, names))
 
 
@@ -615,25 +612,24 @@ def same_model(
     If the model's `names` are known, also return state dicts that hold the complete model in
     another form. A list of tensors has no names of its own: it changes only if it is named.
     """
-    others = [
-        other
-        for other in checkpoint.state_dicts
-        if other.path != section.path and not other.is_list
-    ]
+    others = []
+    for other in checkpoint.state_dicts:
+        if other.path != section.path and not other.is_list:
+            others.append(other)
     if not others:
         return ()
-    lightning, tables = (
-        wrappers.is_lightning(checkpoint),
-        None if names is None else NameTables(names),
-    )
-    own = _likeness(section, lightning)
+    lightning = wrappers.is_lightning(checkpoint)
+    tables = None if names is None else NameTables(names)
+    likeness = _likeness(section, lightning)
+    if not likeness:
+        return ()
 
-    def same(other: Section) -> bool:
-        return _likeness(other, lightning) == own or (
-            tables is not None and holds_keys(tables, _without_counters(other))
-        )
+    def is_same(other: Section) -> bool:
+        if _likeness(other, lightning) == likeness:
+            return True
+        return tables is not None and holds_keys(tables, _without_counters(other))
 
-    return tuple(other for other in others if own and same(other))
+    return tuple(filter(is_same, others))
 
 
 def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list[str]:
@@ -642,15 +638,16 @@ def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list
     """
     lightning, paths = wrappers.is_lightning(checkpoint), [section.path for section in changed]
     others = [section for section in checkpoint.state_dicts if section.path not in paths]
-    own = set(_likeness(changed[0], lightning)) if others else set()
+    changed_names = set(_likeness(changed[0], lightning)) if others else set()
     notes = []
     for other in others:
         names = set(_likeness(other, lightning))
-        if 2 * len(names & own) < min(len(names), len(own)) or not names & own:
+        shared = len(names & changed_names)
+        if not shared or 2 * shared < min(len(names), len(changed_names)):
             continue
         both = ",".join((*paths, other.path))
         notes.append(
-            f"{other.title} has {len(names & own)} of the {len(own)} names of "
+            f"{other.title} has {shared} of the {len(changed_names)} names of "
             f"{changed[0].title} and stays as it is (--sections '{both}' takes it too)"
         )
     return notes
@@ -658,12 +655,12 @@ def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list
 
 def _named(checkpoint: Checkpoint, paths: Sequence[str]) -> tuple[Section, ...]:
     have = {section.path: section for section in checkpoint.state_dicts}
-    strange = [path for path in paths if path not in have]
-    if strange:
+    unknown = [path for path in paths if path not in have]
+    if unknown:
+        titles = ", ".join(section.title for section in have.values()) or "none"
         raise CkptError(
-            f"{checkpoint.source} has no state dict {', '.join(map(repr, strange))}",
-            hint="its state dicts are:"
-            f" {', '.join(section.title for section in have.values()) or 'none'}",
+            f"{checkpoint.source} has no state dict {', '.join(map(repr, unknown))}",
+            hint=f"its state dicts are: {titles}",
         )
     return tuple(have[path] for path in dict.fromkeys(paths))
 
@@ -684,9 +681,8 @@ def _likeness(section: Section, lightning: bool) -> Likeness:
 
 def _fit(tables: NameTables, keys: Sequence[str]) -> Fit:
     """Return how many of the keys the model loads, and how many are its runtime names."""
-    return len(match(keys, tables.serialized_names).names), len(
-        match(keys, tables.runtime_names).names
-    )
+    serialized = match(keys, tables.serialized_names).names
+    return len(serialized), len(match(keys, tables.runtime_names).names)
 
 
 def _is_inside(path: str, outer: str) -> bool:

@@ -49,22 +49,26 @@ def command(verb: str, operands: tuple[str, ...], options: Any) -> str:
     """
     hints = get_type_hints(type(options), include_extras=True)
     late = {field.name for field in fields(OutputOptions)}
-    chosen = [
-        (f.name, getattr(options, f.name))
-        for f in fields(options)
-        if getattr(options, f.name) != f.default
-    ]
+    chosen = []
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value != field.default:
+            chosen.append((field.name, value))
     chosen.sort(key=lambda pair: pair[0] in late)
     if MEMORY.title in operands or not all(isinstance(value, _PLAIN) for _, value in chosen):
-        keywords = (f"{name}={_literal(name, value)}" for name, value in chosen)
-        given = ({MEMORY.title: "ckpt", "CKPT": "CKPT"}.get(one, repr(one)) for one in operands)
-        return f"ckpttool.{verb.replace('-', '_')}({', '.join((*given, *keywords))})"
+        names = {MEMORY.title: "ckpt", "CKPT": "CKPT"}
+        arguments = [names.get(operand, repr(operand)) for operand in operands]
+        arguments += [f"{name}={_literal(name, value)}" for name, value in chosen]
+        return f"ckpttool.{verb.replace('-', '_')}({', '.join(arguments)})"
     words = []
     for name, value in chosen:
         mark = next(part for part in get_args(hints[name]) if isinstance(part, Option))
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            text = json.dumps(dict(one)) if isinstance(one, Mapping) else str(one)
-            words += [mark.flags[0]] if value is True else [mark.flags[0], text]
+        if value is True:
+            words.append(mark.flags[0])
+            continue
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            text = json.dumps(dict(part)) if isinstance(part, Mapping) else str(part)
+            words += [mark.flags[0], text]
     return shell("ckpttool", verb, *operands, *words)
 
 
@@ -74,11 +78,9 @@ def _literal(name: str, value: object) -> str:
     """
     if isinstance(value, str) and value in PLACEHOLDERS:
         return value
-    return (
-        repr(list(value) if isinstance(value, tuple) else value)
-        if isinstance(value, _PLAIN)
-        else name
-    )
+    if not isinstance(value, _PLAIN):
+        return name
+    return repr(list(value) if isinstance(value, tuple) else value)
 
 
 def outputs(source: str, word: str) -> Iterator[str]:
@@ -101,11 +103,11 @@ def free(stem: str, word: str, ending: str) -> str:
     """Return ``stem.word.ending``, with a number if that exists, and without the characters of
     patterns.
     """
-    own = re.sub(r"[*?\[\]{}]+", "", paths_name(stem)).strip("._-") or "checkpoint"
+    plain_stem = re.sub(r"[*?\[\]{}]+", "", paths_name(stem)).strip("._-") or "checkpoint"
     folder = parent(stem)
     for count in range(1, 1000):
-        made = f"{own}.{word}{'' if count == 1 else count}{ending}"
-        path = made if folder == "." else join(folder, made)
+        name = f"{plain_stem}.{word}{'' if count == 1 else count}{ending}"
+        path = name if folder == "." else join(folder, name)
         if is_url(stem) or not os.path.lexists(path.rstrip("/")):
             break
     return path

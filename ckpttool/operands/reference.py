@@ -142,18 +142,17 @@ def _dcp(checkpoint: Checkpoint, path: str) -> tuple[str, Iterator[Pair]]:
 
     folder = str(Path(path).parent) if Path(path).name == ".metadata" else path
     metadata = dcp.FileSystemReader(folder).read_metadata()
-    known = {
-        name
-        for name, one in metadata.state_dict_metadata.items()
-        if isinstance(one, TensorStorageMetadata)
-    }
+    tensors = set()
+    for name, item in metadata.state_dict_metadata.items():
+        if isinstance(item, TensorStorageMetadata):
+            tensors.add(name)
 
     def pairs() -> Iterator[Pair]:
         batch: dict[str, TensorEntry] = {}
         nbytes = 0
         for section, entry in _dense(checkpoint):
             name = dotted(section.path, entry.key)
-            if name in known:
+            if name in tensors:
                 batch[name] = entry
                 nbytes += entry.nbytes
             if nbytes >= _BATCH:
@@ -167,9 +166,9 @@ def _dcp(checkpoint: Checkpoint, path: str) -> tuple[str, Iterator[Pair]]:
 def _loaded(folder: str, batch: Mapping[str, TensorEntry]) -> Iterator[Pair]:
     import torch.distributed.checkpoint as dcp
 
-    state = {
-        name: torch.empty(one.shape, dtype=getattr(torch, one.dtype)) for name, one in batch.items()
-    }
+    state = {}
+    for name, entry in batch.items():
+        state[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

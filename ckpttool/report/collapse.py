@@ -50,7 +50,8 @@ def collapse(items: Iterable[tuple[str, L]]) -> Iterator[KeyPattern[str, L]]:
 
 def patterns(keys: Iterable[str]) -> list[str]:
     """Return the keys, repeated layers as one pattern."""
-    return [group.pattern for group in collapse((key, None) for key in keys)]
+    groups = collapse((key, None) for key in keys)
+    return [group.pattern for group in groups]
 
 
 def _split(key: str) -> tuple[Texts, Texts]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
-from itertools import chain
 from typing import Union
 
 from ckpttool.containers.program import CONSTANTS, replaceable
@@ -57,9 +56,15 @@ def canonical_names(program: Checkpoint) -> dict[str, str]:
     """Return FQN or constant -> its name without the wrappers that were around the exported
     model.
     """
-    keys = [[entry.key for entry in section.tensors] for section in program.sections]
-    paths = wrappers.recognise(keys[0] if keys else ())
-    return {key: strip(key, paths) for key in chain.from_iterable(keys)}
+    if not program.sections:
+        return {}
+    state_dict = program.sections[0]
+    paths = wrappers.recognise([entry.key for entry in state_dict.tensors])
+    names = {}
+    for section in program.sections:
+        for entry in section.tensors:
+            names[entry.key] = strip(entry.key, paths)
+    return names
 
 
 def chosen_constants(program: Checkpoint, weights: Section) -> dict[str, Expression]:

@@ -174,7 +174,8 @@ def test_a_chunk_that_is_not_a_dense_tensor_is_refused(
 def test_empty_chunks_are_not_read(tmp_path: Path) -> None:
     assert (
         data(
-            tmp_path, TensorItem("float32", (0, 4), ((Chunk((0, 0), (0, 4)), FileRange("gone", 0, 9)),))
+            tmp_path,
+            TensorItem("float32", (0, 4), ((Chunk((0, 0), (0, 4)), FileRange("gone", 0, 9)),)),
         )
         == b""
     )

@@ -31,6 +31,6 @@ def command(
     from ckpttool.ruleset.parse import SETS
 
     report.check(())
-    found = ckpttool.rules(name)
-    text = None if name is None else found[0].toml
-    report.emit(partial(presets_document, found), lambda: SETS.write([found]), text)
+    presets = ckpttool.rules(name)
+    text = None if name is None else presets[0].toml
+    report.emit(partial(presets_document, presets), lambda: SETS.write([presets]), text)

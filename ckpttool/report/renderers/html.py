@@ -57,8 +57,9 @@ def render(document: Document) -> str:
         "<main>",
     ]
     for block in document.all_blocks:
-        # not the line that says where a terminal shows more
-        if not (isinstance(block, Facts) and block.is_short and block.pairs[0][0] == "details"):
+        # the line that says where a terminal shows more
+        is_details = isinstance(block, Facts) and [label for label, _ in block.pairs] == ["details"]
+        if not is_details:
             parts += _block(block)
     data = None if document.listing is None else _data(document.listing)
     if data is not None and data["rows"]:
