@@ -106,8 +106,24 @@ def check(
     checkpoints.
 
     A checkpoint fails for each import of its pickles that is dangerous or unknown and that no shell
-    pattern in `allow` names. Raises OSError for a file that cannot be read, and `CkptError` for a
-    model or optimizer that cannot be built: that is not a fault of the files.
+    pattern in `allow` names.
+
+    Args:
+        files: A path, or several.
+        allow: Shell patterns of imports that are accepted.
+        **options: `model`, `optimizer` and `materialize`, as for `trace`.
+
+    Returns:
+        The files with their problems; `ok` if there are none.
+
+    Raises:
+        OSError: A file cannot be read.
+        CkptError: A model or optimizer cannot be built: that is not a fault of the files.
+
+    Example::
+
+        checks = ckpttool.check(["names.json", "train.pt"], model="model.py:build")
+        assert checks.ok
     """
     paths, chosen, allowed = several(files) or (), DiffOptions(**options), several(allow) or ()
     kinds = [_kind(path) for path in paths]

@@ -59,9 +59,27 @@ def swap_weights(
     """Put new weights into an exported program: a file, or a program, module or compiled package in
     memory.
 
-    A file is ``PATH`` or ``PATH::NAME``, and OUT is written if it is named. For an object in
-    memory, `new` is a state dict, and `live.swap_weights` has the same options. Raises
-    `Refused`, all problems at once, if the weights do not fit.
+    Args:
+        program: ``PATH`` or ``PATH::NAME`` of a file, or an object in memory.
+        new: The weights: anything that `open_checkpoint` takes; for an object in memory a state
+            dict.
+        out: The path to write the program to; nothing is written without it.
+        progress: As for `remap`.
+        in_place: Change the object in memory itself; only for objects in memory.
+        **options: `model` has the names of the weights. `cast` converts dtypes; `constants`
+            replaces constants too, `keep_constants` keeps them.
+
+    Returns:
+        What feeds each weight of the program; for an object in memory the new one.
+
+    Raises:
+        Refused: The weights do not fit; all problems at once.
+        CkptError: Something cannot be read or written.
+
+    Example::
+
+        swap = ckpttool.swap_weights("program.pt2", "good.pt", "swapped.pt2")
+        print(len(swap.sources), "weights")
     """
     if isinstance(program, str):
         sources.begin_call()

@@ -27,12 +27,28 @@ def diff(
 ) -> Diff:
     """Return what differs, why, and the commands that fix it; `Diff.identical` is the answer.
 
-    `left` is what there is, `right` what is expected. With `model` alone: what ``state_dict()``
-    writes against the runtime names. With `model` and `left`: identical exactly if
-    ``load_state_dict(strict=True)`` would succeed and convert no dtype (`ignore_dtype` leaves that
-    out). `values` compares the bytes too, `rtol` and `atol` as in ``torch.isclose``; `whole` also
-    compares optimizer state and other entries. Raises `CkptError` if something cannot be read, or
-    if there is nothing to compare.
+    With `model` alone: what ``state_dict()`` writes against the runtime names. With `model` and
+    `left`: identical exactly if ``load_state_dict(strict=True)`` would succeed and convert no dtype
+    (`ignore_dtype` leaves that out).
+
+    Args:
+        left: What there is: anything that `open_checkpoint` takes, or a names file.
+        right: What is expected, if that is another checkpoint.
+        **options: `model` is what is expected otherwise, `optimizer` its optimizer. `values`
+            compares the bytes too, with `rtol` and `atol` as in ``torch.isclose``; `whole` also
+            compares optimizer state and other entries.
+
+    Returns:
+        One entry for each key, with its status and cause, and the suggested commands in `fix`.
+
+    Raises:
+        CkptError: Something cannot be read, or there is nothing to compare.
+
+    Example::
+
+        diff = ckpttool.diff("wrapped.pt", model="model.py:build")
+        if not diff.identical:
+            print(diff.fix[0])
     """
     return diff_with_fixes(left, right, DiffOptions(**options))
 

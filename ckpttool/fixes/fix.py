@@ -43,10 +43,29 @@ def fix(
     **options: Unpack[FixKeywords],
 ) -> Remap:
     """Write the checkpoint as `model` loads it, and `optimizer` if it is named: what `diff`
-    suggests. A checkpoint that already fits is copied.
+    suggests.
 
-    Only a fix that was tried, after which nothing differs, and that guesses no name is applied.
-    Raise `Refused`, with the reasons, if there is none, and otherwise as `remap` does.
+    A checkpoint that already fits is copied. Only a fix that was tried, after which nothing
+    differs, and that guesses no name is applied.
+
+    Args:
+        ckpt: Anything that `open_checkpoint` takes.
+        out: The path to write; nothing is written without it.
+        progress: As for `remap`.
+        **options: `model` and `optimizer` are what loads it; the others are those of `remap` about
+            writing.
+
+    Returns:
+        What `remap` returns; `loads_into` is the model.
+
+    Raises:
+        Refused: No command fixes it completely; the reasons are in the problems.
+        CkptError: Something cannot be read or written.
+
+    Example::
+
+        fixed = ckpttool.fix("wrapped.pt", "fixed.pt", model="model.py:build")
+        print(fixed.loads_into, fixed.written)
     """
     chosen = FixOptions(out=out, **options)
     if chosen.model is None:

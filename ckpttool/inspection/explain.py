@@ -99,9 +99,22 @@ def explain(name: str, model: Any, **options: Unpack[OptimizerKeywords]) -> Expl
     """Return a tensor's name in every form, its aliases, its optimizer id and the hook that renames
     it.
 
-    `name` is its name in any form: runtime, canonical or serialized, inside of wrappers, or as the
-    key of its optimizer's state. Raises `CkptError`, with similar names, if the model has no tensor
-    of this name.
+    Args:
+        name: Its name in any form: runtime, canonical or serialized, inside of wrappers, or as the
+            key of its optimizer's state.
+        model: Anything that `trace` takes.
+        **options: As for `trace`.
+
+    Returns:
+        The names of the one tensor that is called so.
+
+    Raises:
+        CkptError: The model has no tensor of this name; the hint has similar ones.
+
+    Example::
+
+        explanation = ckpttool.explain("0.weight", "model.py:build")
+        print(explanation.tensor.fqn, explanation.serialized)
     """
     names = trace(model, **options)
     tables = NameTables(names)

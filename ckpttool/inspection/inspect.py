@@ -316,9 +316,23 @@ def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> In
     """Return what is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers; with
     `stats` its values.
 
-    `filter` is a pattern, like `drop` of `remap`, that names the tensors to look at; a note says
-    how many there are in all. `stats` reads every dense tensor, in chunks. Raises `CkptError` if
-    something cannot be read.
+    Args:
+        ckpt: Anything that `open_checkpoint` takes.
+        stats: Read every dense tensor, in chunks: minimum, maximum, mean, zeros, NaNs, a digest.
+        filter: A pattern, like `drop` of `remap`, that names the tensors to look at; a note says
+            how many there are in all.
+
+    Returns:
+        The index and what was found in it; ``print(...)`` shows the report of the command line.
+
+    Raises:
+        CkptError: Something cannot be read.
+
+    Example::
+
+        inspection = ckpttool.inspect("train.pt", stats=True)
+        for tensor in inspection.tensors():
+            print(tensor.name, tensor.entry.shape, tensor.stats.maximum)
     """
     checkpoint = open_checkpoint(ckpt)
     if isinstance(ckpt, str) and split(ckpt)[1] is None:

@@ -118,27 +118,35 @@ def load(
     """Load a checkpoint into a live model, and into its optimizer, whatever wrappers and containers
     are between them.
 
-    `ckpt` is anything that `open_checkpoint` takes. Its keys may lack or have the segments of DDP,
-    FSDP, `torch.compile` and Lightning, or be the names of an exported program: the remap that
-    `diff` would suggest is applied, and only if a strict load succeeds after it. Nothing is
-    inferred from shapes, and values that a load hook computes are refused. Optimizer state may be
-    by ids or by names, in the order of this optimizer or another one; a file with an optimizer
-    alone is loaded into `optimizer`. Values are written into the existing tensors. Those of local
-    files are read through a memory map; remote ones are held in memory until all are there. Pickles
-    are read and never run.
+    Its keys may lack or have the segments of DDP, FSDP, `torch.compile` and Lightning, or be the
+    names of an exported program: the remap that `diff` would suggest is applied, and only if a
+    strict load succeeds after it. Nothing is inferred from shapes, and values that a load hook
+    computes are refused. Optimizer state may be by ids or by names, in the order of this optimizer
+    or another one; a file with an optimizer alone is loaded into `optimizer`. Values are written
+    into the existing tensors. Those of local files are read through a memory map; remote ones are
+    held in memory until all are there. Pickles are read and never run.
 
-    A sharded module (`fully_shard`, FSDP1) needs `definition`: the function, class or
-    ``file.py:build`` operand that builds the model before it is sharded. Every rank calls `load`.
-    `cast` allows other dtypes. `partial` loads what fits by name and shape; the result says what
-    did not. `section` is the state dict of the file to load (``"ema"``), `select` the submodule in
-    it that `model` is (``"encoder"``).
+    Args:
+        ckpt: Anything that `open_checkpoint` takes.
+        model: The module. Every rank of a sharded module (`fully_shard`, FSDP1) calls `load`.
+        optimizer: Its optimizer, if its state is loaded too.
+        definition: The function, class or ``file.py:build`` operand that builds a sharded module
+            before it is sharded.
+        cast: Allow other dtypes.
+        partial: Load what fits by name and shape; the result says what did not.
+        section: The state dict of the file to load (``"ema"``).
+        select: The submodule in it that `model` is (``"encoder"``).
 
-    Raise `Refused`, with all problems at once, if the checkpoint does not fit, and `CkptError` if
-    it cannot be read. If anything is raised, model and optimizer are unchanged.
+    Returns:
+        What was loaded, and the call that would write the same keys to a file.
+
+    Raises:
+        Refused: The checkpoint does not fit; all problems at once.
+        CkptError: It cannot be read. If anything is raised, model and optimizer are unchanged.
 
     Example::
 
-        loaded = ckpttool.load("run/last.ckpt", model, optimizer)
+        loaded = ckpttool.load("train.pt", model, optimizer)
         print(loaded.fix)  # the call that would write the same keys to a file, or None
     """
     sources.begin_call()
@@ -306,7 +314,17 @@ def _fitting_state(
 def save_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> None:
     """Write the names file of a model, as ``ckpttool trace MODEL -o PATH --force`` does.
 
-    Raise `CkptError` if the model's own code fails, or if the file cannot be written.
+    Args:
+        model: Anything that `trace` takes.
+        path: The file to write.
+        **options: As for `trace`.
+
+    Raises:
+        CkptError: The model's own code fails, or the file cannot be written.
+
+    Example::
+
+        ckpttool.save_names(build(), "names.json")
     """
     text = json.render(trace(model, **options).to_json())
     preflight(path, (), force=True, in_place=True)
@@ -318,15 +336,21 @@ def save_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> N
 
 
 def check_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> None:
-    """Compare a model with the names file at `path`, which `save_names` wrote: for a unit test.
+    """Compare a model with a names file: for a unit test.
 
-    Raise `Refused`, with every changed name, if they differ, and `CkptError` if there is no such
-    file.
+    Args:
+        model: Anything that `trace` takes.
+        path: The file, which `save_names` wrote.
+        **options: As for `trace`.
+
+    Raises:
+        Refused: Names have changed; every one is a problem.
+        CkptError: There is no such file.
 
     Example::
 
         def test_names_of_checkpoints_stay():
-            ckpttool.check_names(build(), "tests/names.json")
+            ckpttool.check_names(build(), "names.json")
     """
     again = f"ckpttool.save_names(model, {path!r})"
     if not os.path.exists(path):

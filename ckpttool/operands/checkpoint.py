@@ -47,10 +47,23 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
     """Return the index of a checkpoint: keys, dtypes, shapes, and where the bytes are. No tensor is
     read.
 
-    `ckpt` is a path, a URL, ``PATH::SECTION``, or an object in memory: a dict, list or tuple that
-    `torch.save` could save. The index of an object is the one of the file that `torch.save` would
-    write. Raise `CkptError` if it cannot be read, if it has no such section, or if files of the
-    index have changed since.
+    Args:
+        ckpt: A path, a URL, ``PATH::SECTION``, or an object in memory: a dict, list or tuple that
+            `torch.save` could save. The index of an object is the one of the file that `torch.save`
+            would write.
+
+    Returns:
+        The index. `Checkpoint.sections` are its state dicts and optimizers; each has `tensors` with
+        their `shape` in elements and `nbytes`.
+
+    Raises:
+        CkptError: It cannot be read, has no such section, or a file of the index has changed since.
+
+    Example::
+
+        checkpoint = ckpttool.open_checkpoint("train.pt")
+        for tensor in checkpoint.sections[0].tensors:
+            print(tensor.key, tensor.dtype, tensor.shape, tensor.nbytes)
     """
     if isinstance(ckpt, Checkpoint):
         read_on(ckpt.files)

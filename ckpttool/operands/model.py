@@ -474,7 +474,23 @@ def _no_attribute(path: str) -> CkptError:
 def trace(model: Any, **options: Unpack[OptimizerKeywords]) -> Names:
     """Return every name of every tensor of a model, and with `optimizer` the ids of its parameters.
 
-    Raise `CkptError` if the model's own code fails.
+    Args:
+        model: A module, a function or class that builds one, ``file.py:build``, a names file, or an
+            exported program.
+        **options: `optimizer` makes the optimizer of the model's parameters; `materialize` builds
+            the model with real weights instead of on the meta device.
+
+    Returns:
+        The runtime names, the keys of ``state_dict()``, and how each is made of the other.
+
+    Raises:
+        CkptError: The model's own code fails, or there is no such model.
+
+    Example::
+
+        names = ckpttool.trace("model.py:build")
+        for entry in names.serialized:
+            print(entry.key, entry.shape, entry.source)
     """
     return ModelOperand(model, options.get("materialize", False), options.get("optimizer")).names()
 

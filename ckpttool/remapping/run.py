@@ -71,10 +71,25 @@ def remap(
 ) -> Remap:
     """Rewrite the keys, optimizer ids and format of a checkpoint, and write OUT if it is named.
 
-    `progress` is called with a title and a number of bytes, and gives a context manager of a
-    function that is told how many bytes are done. Raise `Refused`, all problems at once, if
-    something would be lost, collide or have to be guessed, and `CkptError` if something cannot be
-    read or written.
+    Args:
+        ckpt: Anything that `open_checkpoint` takes.
+        out: The path to write; its ending chooses the format.
+        progress: Is called with a title and a number of bytes, and gives a context manager of a
+            function that is told how many bytes are done.
+        **options: `rule`, `rules`, `drop`, `select`, `to`, `model` and the others of
+            ``ckpttool remap --help``.
+
+    Returns:
+        The plan, the new index, and what was written.
+
+    Raises:
+        Refused: Something would be lost, collide or have to be guessed; all problems at once.
+        CkptError: Something cannot be read or written.
+
+    Example::
+
+        result = ckpttool.remap("wrapped.pt", "plain.safetensors", rule=["module.{x*} => {x*}"])
+        print(result.counts["renamed"], result.written)
     """
     return remap_by(ckpt, RemapOptions(out=out, **options), progress)
 
@@ -122,9 +137,23 @@ def convert(
 ) -> Remap:
     """Write a checkpoint in another format, dtype or with other shards; its keys stay.
 
-    `dtype` casts the floating-point tensors of all state dicts. `metadata` are texts ``KEY=VALUE``
-    for the header of safetensors. `model` is needed for files of FSDP1 ranks. Raise as `remap`
-    does, and `Refused` if nothing would change.
+    Args:
+        ckpt: Anything that `open_checkpoint` takes.
+        out: The path to write; its ending chooses the format.
+        progress: As for `remap`.
+        **options: `dtype` casts the floating-point tensors of all state dicts. `metadata` are texts
+            ``KEY=VALUE`` for the header of safetensors. `model` is needed for files of FSDP1 ranks.
+
+    Returns:
+        What `remap` returns.
+
+    Raises:
+        Refused: Nothing would change, or the format cannot hold it.
+        CkptError: Something cannot be read or written.
+
+    Example::
+
+        ckpttool.convert("good.pt", "half.safetensors", dtype="bfloat16")
     """
     sources.begin_call()
     chosen = ConvertOptions(out=out, **options)
@@ -152,11 +181,21 @@ WRITTEN = ("force", "dry_run", "verify", "no_fsync", "keep_aliases", "max_shard_
 
 @expand_options(ConvertOptions, only=WRITTEN)
 def write(checkpoint: Checkpoint, out: str, **options: Unpack[WriteKeywords]) -> None:
-    """Write a checkpoint, as `open_checkpoint` or `remap` returned it, to the file or folder OUT,
-    all or nothing.
+    """Write a checkpoint to the file or folder OUT, all or nothing.
 
-    Raise `CkptError` if OUT exists (`force` overwrites it), `Refused` if its format cannot hold the
-    checkpoint.
+    Args:
+        checkpoint: What `open_checkpoint` or `remap` returned.
+        out: The path to write; its ending chooses the format.
+        **options: `force` overwrites OUT; `max_shard_size` is in bytes, or a text such as ``5GB``.
+
+    Raises:
+        Refused: The format cannot hold the checkpoint.
+        CkptError: OUT exists, or cannot be written.
+
+    Example::
+
+        checkpoint = ckpttool.open_checkpoint("good.pt")
+        ckpttool.write(checkpoint, "good.safetensors", force=True)
     """
     sources.begin_call()
     chosen = ConvertOptions(out=out, **options)

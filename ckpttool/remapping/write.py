@@ -333,8 +333,22 @@ def undo_of(path: str, nbytes: int) -> Undo:
 def undo(path: str, *, force: bool = False, no_fsync: bool = False) -> Undone:
     """Roll back an interrupted edit of the file or folder, or else undo its last in-place edit.
 
-    `force`: also an edit that was begun on another machine or in another container, whose process
-    has ended. Raises `CkptError` if there is nothing to undo, or if the file has changed since.
+    Args:
+        path: The file or folder that was edited.
+        force: Also roll back an edit that was begun on another machine or in another container,
+            whose process has ended.
+        no_fsync: Do not wait until the disk has the bytes.
+
+    Returns:
+        What was done: undone, or rolled back.
+
+    Raises:
+        CkptError: There is nothing to undo, or the file has changed since.
+
+    Example::
+
+        ckpttool.remap("good.safetensors", in_place=True, rule=["0.{x*} => a.{x*}"])
+        print(ckpttool.undo("good.safetensors").way)
     """
     sources.begin_call()
     if split(path)[1] is not None:

@@ -89,7 +89,22 @@ SETS = titled("ckpttool.rules/1", row({"sets": list_of(_PRESET)}))
 
 @expand_options()
 def rules(name: str | None = None) -> tuple[Preset, ...]:
-    """Return the preset rules, or the one with this name. Raise `CkptError` if there is none."""
+    """Return the preset rules, or the one with this name.
+
+    Args:
+        name: The name of a preset; None for all.
+
+    Returns:
+        The presets, each with its name, what it is for, and its TOML.
+
+    Raises:
+        CkptError: No preset has the name.
+
+    Example::
+
+        for preset in ckpttool.rules():
+            print(preset.name, preset.about)
+    """
     paths = sorted(_FOLDER.glob("*.toml"))
     presets = tuple(_read_preset(path) for path in paths if name in (None, path.stem))
     if not presets:
