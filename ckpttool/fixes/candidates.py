@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.text import dotted
 from ckpttool.diffing.result import Diff
-from ckpttool.fixes.trial import Question, model_path
+from ckpttool.fixes.trial import DiffQuestion, model_path
 from ckpttool.formats.registry import format_of
 from ckpttool.naming.convert import ModelForm, read
 from ckpttool.naming.match import NameTables
@@ -21,7 +21,7 @@ from ckpttool.ruleset.infer_rules import drops
 Candidate = tuple[str, RemapOptions]  # a word for the output's name, and the options of the remap
 
 
-def to_load(question: Question) -> Iterator[Candidate]:
+def to_load(question: DiffQuestion) -> Iterator[Candidate]:
     """Yield remaps for a checkpoint that a model loads."""
     left, model = question.left, question.model
     assert left is not None
@@ -38,7 +38,7 @@ def to_load(question: Question) -> Iterator[Candidate]:
     yield from _inferred_renames(question)
 
 
-def to_load_model(question: Question) -> Iterator[Candidate]:
+def to_load_model(question: DiffQuestion) -> Iterator[Candidate]:
     """Yield remaps for a file whose optimizer state fits and whose model does not."""
     assert question.left is not None
     for options in own_keys(question.left, RemapOptions(**question.model_options)):
@@ -57,7 +57,7 @@ def own_keys(left: Checkpoint, options: RemapOptions) -> Iterator[RemapOptions]:
             yield replace(options, to="serialized", sections=sections, from_="runtime")
 
 
-def to_compare(question: Question) -> Iterator[Candidate]:
+def to_compare(question: DiffQuestion) -> Iterator[Candidate]:
     """Yield remaps for a checkpoint that should have the keys of another one."""
     (left, right), diff = question.two, question.diff
     base: list[RemapOptions] = []
@@ -86,7 +86,7 @@ def to_compare(question: Question) -> Iterator[Candidate]:
     yield from _inferred_renames(question)
 
 
-def _inferred_renames(question: Question) -> Iterator[Candidate]:
+def _inferred_renames(question: DiffQuestion) -> Iterator[Candidate]:
     """Yield the renames of tensors that are likely the same, by their order, tree and shapes."""
     few = None if question.rules is None else question.rules.few
     if few is not None and few.rule:

@@ -103,15 +103,16 @@ def _diff(
     names = {kind.name for kind in diff.kinds.get("left", ())}
     if diff.identical and second is None and not names.isdisjoint(PACKED):
         from ckpttool.fixes.suggest import unpacked
-        from ckpttool.fixes.trial import Question
+        from ckpttool.fixes.trial import DiffQuestion
 
-        return unpacked(Question(first, None, options, model, diff))
+        return unpacked(DiffQuestion(first, None, options, model, diff))
     if diff.identical or only_other_entries:  # nothing to fix
         return diff
     # a third of the program, which the cases above need not load
     from ckpttool.fixes.suggest import answered
-    from ckpttool.fixes.trial import Question
+    from ckpttool.fixes.trial import DiffQuestion
 
     return answered(
-        Question(first, second, options, model, diff, opened=(opened[0], opened[1])), suggest_rules
+        DiffQuestion(first, second, options, model, diff, opened=(opened[0], opened[1])),
+        suggest_rules,
     )

@@ -11,7 +11,7 @@ from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff
 from ckpttool.fixes.commands import FEW, Fixes
 from ckpttool.fixes.rules_file import by_file, renamed, suggested
-from ckpttool.fixes.trial import Question
+from ckpttool.fixes.trial import DiffQuestion
 from ckpttool.operands.model import ModelOperand, read_names, saved_by
 from ckpttool.operands.output import command, free
 from ckpttool.remapping import run as remap
@@ -23,7 +23,7 @@ CKPT = "CKPT"
 _THEN_OPTIMIZER = "no rule reorders the state of an optimizer: rename the keys first, then run"
 
 
-def model_fixes(question: Question) -> Fixes:
+def model_fixes(question: DiffQuestion) -> Fixes:
     """Return the commands that bring what the model saves to its runtime names; the checkpoint is
     not known.
     """

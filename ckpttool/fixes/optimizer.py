@@ -13,7 +13,7 @@ from ckpttool.diffing.causes import Code
 from ckpttool.diffing.result import Remedy
 from ckpttool.fixes.candidates import Candidate, own_keys
 from ckpttool.fixes.commands import Fixes
-from ckpttool.fixes.trial import Question, Trial, try_remap
+from ckpttool.fixes.trial import DiffQuestion, TriedFix, try_remap
 from ckpttool.operands.checkpoint import open_operand, split
 from ckpttool.operands.output import PLACEHOLDERS, command, outputs
 from ckpttool.remapping.options import RemapOptions
@@ -28,7 +28,7 @@ NO_REMAP = Note(
 )
 
 
-def optimizer_fixes(question: Question, remedy: Remedy) -> Fixes:
+def optimizer_fixes(question: DiffQuestion, remedy: Remedy) -> Fixes:
     """Return the command that fixes the state: tried, unless it names what only the user knows;
     else a note.
     """
@@ -51,7 +51,7 @@ def optimizer_fixes(question: Question, remedy: Remedy) -> Fixes:
     return Fixes((trial.fix,), (Note.about(words, "leaves-state", some(trial.stateless)),))
 
 
-def _try_on_file(question: Question, word: str, options: RemapOptions) -> Trial | None:
+def _try_on_file(question: DiffQuestion, word: str, options: RemapOptions) -> TriedFix | None:
     """Return the remap of the complete file, also if the optimizer alone is compared. It may leave
     state out that no parameter has, and also fixes the keys of the model in the file.
     """
@@ -81,7 +81,7 @@ def _has_placeholder(options: RemapOptions) -> bool:
     return any(isinstance(value, str) and value in PLACEHOLDERS for value in vars(options).values())
 
 
-def known_remap(question: Question, remedy: Remedy) -> Candidate | None:
+def known_remap(question: DiffQuestion, remedy: Remedy) -> Candidate | None:
     """Return the remap of a remedy; None if there is none, or if only the user knows an option."""
     if remedy.way == "drop_state":
         return None
@@ -89,37 +89,37 @@ def known_remap(question: Question, remedy: Remedy) -> Candidate | None:
     return None if _has_placeholder(options) else (word, options)
 
 
-def _remap_for(question: Question, remedy: Remedy) -> Candidate:
+def _remap_for(question: DiffQuestion, remedy: Remedy) -> Candidate:
     """Return the remap of a remedy, with placeholders for what the question does not name."""
     return _REMAPS[remedy.way](question, remedy)
 
 
-def _model(question: Question) -> dict[str, Any]:
+def _model(question: DiffQuestion) -> dict[str, Any]:
     """Return the options that name the model, or a placeholder."""
     return {"model": "MODEL"} if question.options.model is None else question.model_options
 
 
-def _optimizer(question: Question) -> Any:
+def _optimizer(question: DiffQuestion) -> Any:
     return None if question.model is None else question.model.optimizer
 
 
-def _by_name(question: Question, remedy: Remedy) -> Candidate:
+def _by_name(question: DiffQuestion, remedy: Remedy) -> Candidate:
     optimizer = _optimizer(question)
     options = RemapOptions(**_model(question), optimizer=optimizer, optimizer_keys=remedy.form)
     return "ordered", options
 
 
-def _regrouped(question: Question, remedy: Remedy) -> Candidate:
+def _regrouped(question: DiffQuestion, remedy: Remedy) -> Candidate:
     return "mapped", RemapOptions(**_model(question), to_optimizer=_optimizer(question))
 
 
-def _from_old_optimizer(question: Question, remedy: Remedy) -> Candidate:
+def _from_old_optimizer(question: DiffQuestion, remedy: Remedy) -> Candidate:
     to_optimizer = _optimizer(question) or "OPTIMIZER"
     options = RemapOptions(**_model(question), optimizer="OLD_OPTIMIZER", to_optimizer=to_optimizer)
     return "mapped", options
 
 
-def _like_right(question: Question, remedy: Remedy) -> Candidate:
+def _like_right(question: DiffQuestion, remedy: Remedy) -> Candidate:
     """Return the remap to the order of right. Two models are needed if the files' models have their
     parameters in different orders.
     """
@@ -139,17 +139,17 @@ def _like_right(question: Question, remedy: Remedy) -> Candidate:
     return form or "ordered", options
 
 
-def _keys_by_model(question: Question, remedy: Remedy) -> Candidate:
+def _keys_by_model(question: DiffQuestion, remedy: Remedy) -> Candidate:
     optimizer = _optimizer(question)
     options = RemapOptions(**_model(question), optimizer=optimizer, optimizer_keys=remedy.form)
     return remedy.form or "", options
 
 
-def _keys(question: Question, remedy: Remedy) -> Candidate:
+def _keys(question: DiffQuestion, remedy: Remedy) -> Candidate:
     return remedy.form or "", RemapOptions(optimizer_keys=remedy.form)
 
 
-def _from_old_model(question: Question, remedy: Remedy) -> Candidate:
+def _from_old_model(question: DiffQuestion, remedy: Remedy) -> Candidate:
     asked, optimizer = question.options, _optimizer(question)
     old_optimizer = None
     if optimizer is not None and remedy.same_groups is not None:
@@ -165,7 +165,7 @@ def _from_old_model(question: Question, remedy: Remedy) -> Candidate:
     return "mapped", options
 
 
-def _lacks_values(question: Question) -> bool:
+def _lacks_values(question: DiffQuestion) -> bool:
     """Return whether the model has values that no tensor of the file can become, whatever its
     name.
     """
@@ -182,7 +182,7 @@ def _lacks_values(question: Question) -> bool:
 
 
 # by the way of a remedy
-_REMAPS: dict[str, Callable[[Question, Remedy], Candidate]] = {
+_REMAPS: dict[str, Callable[[DiffQuestion, Remedy], Candidate]] = {
     "by_name": _by_name,
     "regroup": _regrouped,
     "old_optimizer": _from_old_optimizer,

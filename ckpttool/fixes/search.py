@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import FQN as FQN_KEYS
 from ckpttool.fixes.candidates import to_compare, to_load, to_load_model
-from ckpttool.fixes.trial import Question, Trial, model_path, try_cast, try_remap
+from ckpttool.fixes.trial import DiffQuestion, TriedFix, model_path, try_cast, try_remap
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import one_rank
 from ckpttool.operands.checkpoint import open_operand, split
@@ -17,7 +17,7 @@ from ckpttool.remapping.planning import plan_remap
 from ckpttool.remapping.resolve import loading_model
 
 
-def best_remap(question: Question) -> Trial | None:
+def best_remap(question: DiffQuestion) -> TriedFix | None:
     """Return the first remap after which the two are the same, or else the remap that leaves the
     fewest differences.
     """
@@ -40,7 +40,7 @@ def best_remap(question: Question) -> Trial | None:
     return _with_rules_after(question, best, fewest) or best
 
 
-def best_cast(question: Question) -> Trial | None:
+def best_cast(question: DiffQuestion) -> TriedFix | None:
     """Return the conversion that fixes everything, if only dtypes differ and right has one."""
     differing = [entry for entry in question.diff.entries if question.diff.is_difference(entry)]
     dtypes = set[str]()
@@ -55,7 +55,7 @@ def best_cast(question: Question) -> Trial | None:
     return try_cast(question, dtype) if dtype in FLOATS else None
 
 
-def _may_help(question: Question) -> bool:
+def _may_help(question: DiffQuestion) -> bool:
     """Return False if no remap can fix the diff: it is not about names, or a choice is a guess."""
     left = question.left
     assert left is not None
@@ -65,7 +65,7 @@ def _may_help(question: Question) -> bool:
     return not _only_tensors_differ(question) or format_of(left).holds.rank_parts
 
 
-def _only_tensors_differ(question: Question) -> bool:
+def _only_tensors_differ(question: DiffQuestion) -> bool:
     """Return whether all names are right, and shapes, dtypes or values differ."""
     statuses: set[str] = set()
     for entry in question.diff.entries:
@@ -77,7 +77,7 @@ def _only_tensors_differ(question: Question) -> bool:
     return bool(statuses) and statuses <= of_tensors
 
 
-def complete_for_model(question: Question) -> Trial | None:
+def complete_for_model(question: DiffQuestion) -> TriedFix | None:
     """Return the remap after which the model loads, in a file whose optimizer state fits."""
     for word, options in to_load_model(question):
         trial = try_remap(question, options, word)
@@ -86,7 +86,7 @@ def complete_for_model(question: Question) -> Trial | None:
     return None
 
 
-def _with_rules_after(question: Question, best: Trial, most: int) -> Trial | None:
+def _with_rules_after(question: DiffQuestion, best: TriedFix, most: int) -> TriedFix | None:
     """Return the same remap with a few inferred renames of the names that it leads to, if that
     fixes everything.
 
@@ -112,7 +112,7 @@ def _with_rules_after(question: Question, best: Trial, most: int) -> Trial | Non
     return trial if trial is not None and trial.after.identical else None
 
 
-def selected(question: Question) -> Trial | None:
+def selected(question: DiffQuestion) -> TriedFix | None:
     """Return the remap that takes the model's keys from below the only prefix under which left has
     all of them.
 
@@ -133,7 +133,7 @@ def selected(question: Question) -> Trial | None:
     return None
 
 
-def _of_section(question: Question) -> Iterator[Question]:
+def _of_section(question: DiffQuestion) -> Iterator[DiffQuestion]:
     """Yield the same question about the section of the model alone, if the file has others."""
     left = question.left
     assert left is not None
@@ -142,13 +142,13 @@ def _of_section(question: Question) -> Iterator[Question]:
         yield replace(question, left=open_operand(left.part(path)), opened=None)
 
 
-def _only_prefixes(question: Question) -> list[str]:
+def _only_prefixes(question: DiffQuestion) -> list[str]:
     """Return the prefixes that are the only one with most names of a form of the model."""
     only = [prefixes[0] for prefixes in question.prefixes if len(prefixes) == 1 and prefixes[0]]
     return list(dict.fromkeys(only))
 
 
-def _taken(question: Question, prefix: str) -> Trial | None:
+def _taken(question: DiffQuestion, prefix: str) -> TriedFix | None:
     """Return the remap that takes what is below the prefix, if the model loads it then."""
     word = prefix.rpartition(".")[2]
     for to in (None, "serialized"):
@@ -158,7 +158,7 @@ def _taken(question: Question, prefix: str) -> Trial | None:
     return None
 
 
-def by_rules(question: Question, rules: str) -> Trial | None:
+def by_rules(question: DiffQuestion, rules: str) -> TriedFix | None:
     """Return the remap by inferred rules; for a model only if it fixes half of the differences or
     more.
 

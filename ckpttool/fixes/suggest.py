@@ -17,7 +17,7 @@ from ckpttool.fixes.names import model_fixes
 from ckpttool.fixes.optimizer import optimizer_fixes
 from ckpttool.fixes.rules_file import Rules, suggested, with_file
 from ckpttool.fixes.search import best_cast, best_remap, by_rules, complete_for_model, selected
-from ckpttool.fixes.trial import Question, Trial, try_remap, try_swap
+from ckpttool.fixes.trial import DiffQuestion, TriedFix, try_remap, try_swap
 from ckpttool.fixes.unfixed import advice_on, unfixed_by
 from ckpttool.fixes.unknown_model import commands_with_a_model
 from ckpttool.formats.remarks import one_rank
@@ -37,7 +37,7 @@ OWN_NAMES = Info(
 _RULES = re.compile(r"\brules?\b")  # in a command or in Python
 
 
-def answered(question: Question, suggests: bool = False) -> Diff:
+def answered(question: DiffQuestion, suggests: bool = False) -> Diff:
     """Return the diff with fixes. `suggests`: also give the rules to a model's keys if no command
     needs their file.
     """
@@ -51,7 +51,7 @@ def answered(question: Question, suggests: bool = False) -> Diff:
     return _with_rules_to_model(question, fixes, suggests)
 
 
-def _with_parts(question: Question, fixes: Fixes) -> Diff:
+def _with_parts(question: DiffQuestion, fixes: Fixes) -> Diff:
     """Return the diff with a note on the parts of left that have the names of right: a choice is a
     guess.
     """
@@ -71,7 +71,7 @@ def _with_parts(question: Question, fixes: Fixes) -> Diff:
     return fixes.added_to(replace(question.diff, inferred=None))
 
 
-def _with_rules_between(question: Question, fixes: Fixes, suggests: bool) -> Diff:
+def _with_rules_between(question: DiffQuestion, fixes: Fixes, suggests: bool) -> Diff:
     """Return the diff of two checkpoints with the commands, and the rules from left's names to
     right's.
     """
@@ -99,7 +99,7 @@ def _with_rules_between(question: Question, fixes: Fixes, suggests: bool) -> Dif
     return replace(fixes.added_to(diff), rules=rules.text(), rules_options=rules_options)
 
 
-def _with_rules_to_model(question: Question, fixes: Fixes, suggests: bool) -> Diff:
+def _with_rules_to_model(question: DiffQuestion, fixes: Fixes, suggests: bool) -> Diff:
     """Return the diff of a checkpoint and a model with the commands; or with a file of inferred
     rules, if that leaves fewer differences or is requested.
     """
@@ -131,7 +131,9 @@ def _untried_rules(diff: Diff, fixes: Fixes, rules: Rules) -> Diff:
     return replace(answer, rules=rules.text())
 
 
-def _by_file(question: Question, trial: Trial, rules: Rules, unfixed: tuple[Unfixed, ...]) -> Diff:
+def _by_file(
+    question: DiffQuestion, trial: TriedFix, rules: Rules, unfixed: tuple[Unfixed, ...]
+) -> Diff:
     """Return the diff with the commands that write the rules to a file, and apply it."""
     left, model = question.left, question.model
     assert left is not None
@@ -145,7 +147,7 @@ def _by_file(question: Question, trial: Trial, rules: Rules, unfixed: tuple[Unfi
     return Fixes(commands, notes, True, True, unfixed).added_to(question.diff)
 
 
-def unpacked(question: Question) -> Diff:
+def unpacked(question: DiffQuestion) -> Diff:
     """Return the diff of a pickled module or a list that fits, with the command that writes a state
     dict.
 
@@ -166,13 +168,13 @@ def _is_fewer(unfixed: Sequence[Unfixed], other: Sequence[Unfixed]) -> bool:
     return sum(len(left.keys) for left in unfixed) < sum(len(left.keys) for left in other)
 
 
-def _printed(trial: Trial) -> RemapOptions:
+def _printed(trial: TriedFix) -> RemapOptions:
     """Return the options of a remap by a rules file, but for the rules and the output."""
     assert isinstance(trial.options, RemapOptions)
     return replace(trial.options, rules=None, out=None)
 
 
-def _fixes(question: Question) -> Fixes:
+def _fixes(question: DiffQuestion) -> Fixes:
     """Return the commands that fix the diff, each tried."""
     left, diff = question.left, question.diff
     if diff.remedy is not None:
@@ -188,7 +190,7 @@ def _fixes(question: Question) -> Fixes:
     return _fixes_of_names(question)
 
 
-def _fixes_of_names(question: Question) -> Fixes:
+def _fixes_of_names(question: DiffQuestion) -> Fixes:
     """Return the swap or the remap after which the names fit."""
     left = question.left
     assert left is not None
@@ -223,7 +225,7 @@ def _fixes_of_names(question: Question) -> Fixes:
     return Fixes(commands_of_all, tuple(notes), is_partial, is_guess, unfixed)
 
 
-def _remap_fix(question: Question) -> Trial | None:
+def _remap_fix(question: DiffQuestion) -> TriedFix | None:
     """Return the best remap, or the conversion if only dtypes differ; one that takes a part of
     left, if the others leave or guess something.
     """
@@ -236,7 +238,7 @@ def _remap_fix(question: Question) -> Trial | None:
     return selected(question) or best
 
 
-def _notes_on(remap: Trial) -> list[Note]:
+def _notes_on(remap: TriedFix) -> list[Note]:
     """Return notes on what the remap leaves out."""
     notes: list[Note] = []
     if remap.drops:
@@ -252,7 +254,7 @@ def _notes_on(remap: Trial) -> list[Note]:
     return notes
 
 
-def _swap_fix(question: Question) -> tuple[Trial | None, list[str]]:
+def _swap_fix(question: DiffQuestion) -> tuple[TriedFix | None, list[str]]:
     """Return the swap that works if one of two checkpoints is a program; else why none does, if
     that is final.
     """
@@ -263,7 +265,7 @@ def _swap_fix(question: Question) -> tuple[Trial | None, list[str]]:
             constants = options.constants or fix.advice == "constants"
             options = replace(options, constants=constants, cast=fix.advice == "cast")
             fix = try_swap(question, options)
-    if isinstance(fix, Trial):
+    if isinstance(fix, TriedFix):
         return fix, []
     if question.options.model is None:
         return None, []

@@ -49,7 +49,7 @@ from ckpttool.swap.swap import SwapOptions
 
 
 @dataclass(frozen=True)
-class Question:
+class DiffQuestion:
     """A diff with its operands and options, to ask the same about other checkpoints. `model` is
     read once.
 
@@ -195,7 +195,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TriedFix:
     """A command that works, as its options, and the answer after it has run.
 
     `stateless` are parameters that it leaves out of an optimizer, with their state, `left_out` are
@@ -236,7 +236,7 @@ class Trial:
 
 
 def try_remap(
-    question: Question,
+    question: DiffQuestion,
     options: RemapOptions,
     word: str,
     most: int | None = None,
@@ -244,7 +244,7 @@ def try_remap(
     loses_state: bool = False,
     loses_keys: bool = False,
     code: tuple[str, ...] = (),
-) -> Trial | None:
+) -> TriedFix | None:
     """Return the remap of the left checkpoint with these options; None if it is refused, if no
     format can hold the result, if it loses something, or if `most` differences or more are left.
     With `loses_state` it may leave parameters of an optimizer out, with `loses_keys` keys of the
@@ -316,11 +316,11 @@ def try_remap(
                     code=(*code, *with_code),
                 )
             continue
-        return Trial("remap", (source.source,), printed, after, stateless, left_out, code=code)
+        return TriedFix("remap", (source.source,), printed, after, stateless, left_out, code=code)
     return None
 
 
-def try_cast(question: Question, dtype: str) -> Trial | None:
+def try_cast(question: DiffQuestion, dtype: str) -> TriedFix | None:
     """Return the conversion of the left checkpoint to one dtype; None if it is refused, or if
     anything differs after it.
     """
@@ -336,11 +336,11 @@ def try_cast(question: Question, dtype: str) -> Trial | None:
         except CkptError:
             continue
         if after.identical:
-            return Trial("convert", (source.source,), options, after)
+            return TriedFix("convert", (source.source,), options, after)
     return None
 
 
-def try_swap(question: Question, options: SwapOptions) -> Trial | CkptError:
+def try_swap(question: DiffQuestion, options: SwapOptions) -> TriedFix | CkptError:
     """Return the swap with these options, or why it is refused."""
     left, right = question.two
     program, weights = program_and_weights(left, right)
@@ -352,7 +352,9 @@ def try_swap(question: Question, options: SwapOptions) -> Trial | CkptError:
     out = next(outputs(program.source, "swapped"))
     swapped = replace(swapped, source=out)
     after = question.ask_again(*((swapped, weights) if program is left else (weights, swapped)))
-    return Trial("swap-weights", (program.source, weights.source), replace(options, out=out), after)
+    return TriedFix(
+        "swap-weights", (program.source, weights.source), replace(options, out=out), after
+    )
 
 
 def model_path(checkpoint: Checkpoint) -> str | None:

@@ -9,7 +9,7 @@ from ckpttool.core.text import Note, plural, some
 from ckpttool.diffing.causes import OBJECTS, Code
 from ckpttool.diffing.result import HARMLESS, Entry, Unfixed
 from ckpttool.fixes.commands import FEW
-from ckpttool.fixes.trial import Question, Trial
+from ckpttool.fixes.trial import DiffQuestion, TriedFix
 
 # Code -> what the keys are; its row says what to do.
 _UNFIXED: dict[str, tuple[str, str]] = {
@@ -36,7 +36,7 @@ _UNFIXED: dict[str, tuple[str, str]] = {
 }
 
 
-def unfixed_by(question: Question, best: Trial | None) -> tuple[Unfixed, ...]:
+def unfixed_by(question: DiffQuestion, best: TriedFix | None) -> tuple[Unfixed, ...]:
     """Return the differences that are left after the best fix, if there is one, by their codes."""
     entries: Sequence[Entry] = question.diff.entries
     if best is not None:  # a rename does not change values that differ

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.diffing.checkpoints import program_and_weights
 from ckpttool.diffing.sections import without_segment
-from ckpttool.fixes.trial import Question
+from ckpttool.fixes.trial import DiffQuestion
 from ckpttool.formats.registry import format_of
 from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.operands.checkpoint import model_section
@@ -18,7 +18,7 @@ _OF_NAMES = frozenset({"same", "alias", "extra_state", "missing", "unexpected"})
 _OF_TIES = frozenset({"same", "alias", "extra_state"})
 
 
-def commands_with_a_model(question: Question, has_program: bool) -> tuple[str, ...]:
+def commands_with_a_model(question: DiffQuestion, has_program: bool) -> tuple[str, ...]:
     """Return commands with the placeholder MODEL if all differences look like the work of a hook,
     or of a rank.
 
@@ -39,7 +39,7 @@ def commands_with_a_model(question: Question, has_program: bool) -> tuple[str, .
     return (command("swap-weights", (program.source, weights.source), swap),)
 
 
-def _lacks_second_names(question: Question) -> bool:
+def _lacks_second_names(question: DiffQuestion) -> bool:
     """Return whether left lacks only second names of tensors that it has: the model ties them."""
     entries = question.diff.entries
     if not {entry.status for entry in entries} <= _OF_TIES:
@@ -47,7 +47,7 @@ def _lacks_second_names(question: Question) -> bool:
     return any(entry.status == "alias" and not entry.left for entry in entries)
 
 
-def _shortened_form(question: Question, has_program: bool) -> str | None:
+def _shortened_form(question: DiffQuestion, has_program: bool) -> str | None:
     """Return the form of right's names if one side's keys are the other's without a segment each,
     as a hook leaves them; else None.
     """
@@ -69,7 +69,7 @@ def _shortened_form(question: Question, has_program: bool) -> str | None:
     return None
 
 
-def _remap(question: Question, to: str) -> str:
+def _remap(question: DiffQuestion, to: str) -> str:
     """Return the remap to the form; a tied model gets a torch file, which holds each of its
     names.
     """

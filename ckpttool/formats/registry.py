@@ -139,7 +139,7 @@ MEMORY = Format(IN_MEMORY, "a checkpoint in memory", "", holds=_TORCH)
 FORMATS = {row.name: row for row in (*TABLE, MEMORY)}
 
 
-class Match(NamedTuple):
+class Recognised(NamedTuple):
     """The format of a checkpoint, and the path to read it by."""
 
     format: Format
@@ -192,7 +192,7 @@ def format_of(checkpoint: Checkpoint) -> Format:
     return named(checkpoint.format)
 
 
-def recognise(path: str) -> Match:
+def recognise(path: str) -> Recognised:
     """Return the format of the file or folder at `path`, or of the only checkpoint in the folder.
 
     Raises `CkptError` if there is none: it says what the file is instead, if its content shows it;
@@ -206,19 +206,19 @@ def recognise(path: str) -> Match:
     if inside is not None:
         return recognise(inside)
     if signatures.is_damaged_safetensors(look):
-        return Match(FORMATS["safetensors"], path)
+        return Recognised(FORMATS["safetensors"], path)
     return _by_package(look)
 
 
-def _first(formats: Iterable[Format], look: Look) -> Match | None:
+def _first(formats: Iterable[Format], look: Look) -> Recognised | None:
     for row in formats:
         path = row.matches(look)
         if path is not None:
-            return Match(row, path)
+            return Recognised(row, path)
     return None
 
 
-def _by_package(look: Look) -> Match:
+def _by_package(look: Look) -> Recognised:
     """Return the match of a format that a package adds. Raises `CkptError` if there is none; it
     names the packages that fail.
     """

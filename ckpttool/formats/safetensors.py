@@ -66,7 +66,7 @@ _MEMBER = re.compile(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class PackedElements:
     """Payload of a tensor whose elements are smaller than a byte: dtype code and shape in the
     header, its bytes.
     """
@@ -324,7 +324,7 @@ def _entry(data: Span, key: str, info: Mapping[str, Any]) -> TensorEntry:
         shape = (*shape[:-1], shape[-1] // 2)
     elif code in _SUB_BYTE:
         name = _SUB_BYTE[code][0]
-        payload = Packed(code, shape, span)
+        payload = PackedElements(code, shape, span)
         return TensorEntry(key, name, shape, (), 0, None, PACKED, span.length, payload)
     dtype = BY_SAFETENSORS[code].name
     return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, Storage(span))
@@ -483,7 +483,7 @@ def tensor_problem(entry: TensorEntry) -> str | None:
     """Return why the format cannot hold this tensor, or None."""
     if entry.key == METADATA:
         return "the name is taken by the format"
-    if isinstance(entry.payload, Packed):
+    if isinstance(entry.payload, PackedElements):
         return None
     if entry.storage is None:
         problem = f"a {entry.layout} tensor has no place in the format"
@@ -582,7 +582,7 @@ def _layout_afresh(tensors: Sequence[TensorEntry], metadata: Any) -> list[Piece]
 
 def _code_and_shape(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:
     """Return the dtype code and the shape for the header."""
-    if isinstance(entry.payload, Packed):
+    if isinstance(entry.payload, PackedElements):
         return entry.payload.code, entry.payload.shape
     code = BY_NAME[entry.dtype].safetensors or ""
     if code == PAIRS_IN_A_BYTE:
@@ -591,7 +591,7 @@ def _code_and_shape(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:
 
 
 def _data_of(entry: TensorEntry) -> Span | Lazy | bytes:
-    if isinstance(entry.payload, Packed):
+    if isinstance(entry.payload, PackedElements):
         return entry.payload.span
     if entry.span is not None:
         return entry.span

@@ -30,7 +30,7 @@ _APART = (
 
 
 @dataclass(frozen=True, slots=True)
-class Part(Payload):
+class SubclassPart(Payload):
     """The payload of a tensor that for torchao is the `part` of the tensor `name`, or `name`
     itself.
 
@@ -47,7 +47,7 @@ class Part(Payload):
 def marked(
     tensors: tuple[TensorEntry, ...], metadata: Mapping[str, str]
 ) -> tuple[TensorEntry, ...]:
-    """Return the tensors of a file, with a `Part` for each that its metadata lists."""
+    """Return the tensors of a file, with a `SubclassPart` for each that its metadata lists."""
     parts = _parts(metadata)
     if not parts:
         return tensors
@@ -60,9 +60,9 @@ def marked(
     return tuple(marked)
 
 
-def _parts(metadata: Mapping[str, str]) -> dict[str, Part]:
+def _parts(metadata: Mapping[str, str]) -> dict[str, SubclassPart]:
     """Return key -> the part that the metadata lists under it."""
-    by_key: dict[str, Part] = {}
+    by_key: dict[str, SubclassPart] = {}
     for name in _listed(metadata):
         described = _json(metadata.get(name, ""))
         if not isinstance(described, dict):
@@ -70,11 +70,11 @@ def _parts(metadata: Mapping[str, str]) -> dict[str, Part]:
         kind, parts = str(described.get(_CLASS)), described.get(_PARTS, [])
         module, _, last = name.rpartition(".")
         if not parts:
-            by_key[name] = Part(name, kind, None, 1)
+            by_key[name] = SubclassPart(name, kind, None, 1)
         elif isinstance(parts, list) and all(isinstance(part, str) for part in parts):
             for part in parts:
                 key = f"{module}._{last}_{part}"
-                by_key[key] = Part(name, kind, part, len(parts), metadata[name])
+                by_key[key] = SubclassPart(name, kind, part, len(parts), metadata[name])
     return by_key
 
 
@@ -91,9 +91,9 @@ def _json(text: str) -> Any:
 
 
 def remark(tensors: Iterable[TensorEntry]) -> tuple[str, ...]:
-    keys_of: dict[Part, list[str]] = {}  # by what the parts of one tensor have in common
+    keys_of: dict[SubclassPart, list[str]] = {}  # by what the parts of one tensor have in common
     for entry in tensors:
-        if isinstance(entry.payload, Part) and entry.payload.part is not None:
+        if isinstance(entry.payload, SubclassPart) and entry.payload.part is not None:
             keys_of.setdefault(replace(entry.payload, part=""), []).append(entry.key)
     if not keys_of:
         return ()
@@ -105,7 +105,7 @@ def remark(tensors: Iterable[TensorEntry]) -> tuple[str, ...]:
 
 def settled(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with the current names of its tensors in the metadata, and without
-    `Part`s.
+    `SubclassPart`s.
 
     Raises `Refused`, all problems at once, if torchao would no longer find the parts of a tensor.
     """
@@ -119,7 +119,7 @@ def settled(checkpoint: Checkpoint) -> Checkpoint:
 def _without_parts(section: Section) -> Section:
     tensors = []
     for entry in section.tensors:
-        is_part = isinstance(entry.payload, Part)
+        is_part = isinstance(entry.payload, SubclassPart)
         tensors.append(replace(entry, payload=None) if is_part else entry)
     return replace(section, tensors=tuple(tensors))
 
@@ -129,10 +129,10 @@ def new_names(checkpoint: Checkpoint) -> dict[str, str] | None:
 
     Raises `Refused` as `settled` does.
     """
-    by_name: dict[str, dict[str, Part]] = {}
+    by_name: dict[str, dict[str, SubclassPart]] = {}
     for section in checkpoint.sections:
         for entry in section.tensors:
-            if isinstance(entry.payload, Part):
+            if isinstance(entry.payload, SubclassPart):
                 by_name.setdefault(entry.payload.name, {})[entry.key] = entry.payload
     problems, names = [], {}
     for name, parts in by_name.items():
@@ -208,6 +208,6 @@ def come_apart(checkpoint: Checkpoint) -> list[Problem]:
     for section in checkpoint.sections:
         for entry in section.tensors:
             part = entry.payload
-            if isinstance(part, Part) and part.part is not None:
+            if isinstance(part, SubclassPart) and part.part is not None:
                 problems[part.name] = Problem(f"a {part.kind} in {part.parts} parts", part.name)
     return list(problems.values())

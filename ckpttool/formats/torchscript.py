@@ -52,7 +52,7 @@ def read(path: str) -> Checkpoint:
     pickle = read_pickle(archive, folder + "data.pkl")
     root = pickle.root
     storages = Storages(partial(find_storage, archive, folder), pickled=pickle.end)
-    reader = _Modules(archive, folder, storages)
+    reader = _ScriptModules(archive, folder, storages)
     tensors = tuple(reader.tensors(root))
     constants = []
     for record in archive.records:
@@ -112,7 +112,7 @@ def layout_program(program: Checkpoint) -> Pieces:
     return pt2.layout(program)
 
 
-class _Modules:
+class _ScriptModules:
     """Walks the modules of the pickle as `state_dict()` does; `attributes` counts the other tensors
     of the modules.
     """

@@ -37,7 +37,7 @@ from ckpttool.fixes.diff import diff as diff_with_fix
 from ckpttool.fixes.fix import applicable
 from ckpttool.fixes.optimizer import known_remap
 from ckpttool.fixes.suggest import answered
-from ckpttool.fixes.trial import Question, try_remap
+from ckpttool.fixes.trial import DiffQuestion, try_remap
 from ckpttool.io import sources
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, comparing_checksums, map_span
@@ -250,7 +250,7 @@ def _fitting_model(
     options = DiffOptions(model=model, ignore_dtype=cast)
     diff, fix = run(source, None, options, model), None
     if not diff.identical:
-        answer = answered(Question(source, None, options, model, diff))
+        answer = answered(DiffQuestion(source, None, options, model, diff))
         try:
             fix = applicable(answer, command("diff", (source.source,), options), casts=False)
         except Refused as error:
@@ -282,7 +282,7 @@ def _fitting_state(
     """
     options = DiffOptions(model=model, optimizer=model.optimizer)
     diff = after = run(source, None, options, model)
-    question = Question(source, None, options, model, diff)
+    question = DiffQuestion(source, None, options, model, diff)
     if diff.remedy is None:
         remap = RemapOptions(model=model, optimizer=model.optimizer, optimizer_keys=ID)
     else:

@@ -37,7 +37,7 @@ from ckpttool.live.model import (
     section_of,
 )
 from ckpttool.operands.model import ModelOperand
-from ckpttool.swap.swap import Advice, Constant, Misfit, SwapOptions, swap
+from ckpttool.swap.swap import Advice, ComparedConstant, Misfit, SwapOptions, swap
 from ckpttool.tracing.instances import layout_of
 from ckpttool.tracing.memory import Token, address, geometry, token
 
@@ -86,7 +86,7 @@ class Swapped:
     ignored: tuple[str, ...]
     constants: tuple[str, ...]
     by_code: tuple[str, ...]
-    compared: tuple[Constant, ...] = ()
+    compared: tuple[ComparedConstant, ...] = ()
 
 
 def swap_weights(

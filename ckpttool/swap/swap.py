@@ -106,7 +106,7 @@ class SwapOptions(ModelOptions, OutputOptions):
 _DEFAULT = SwapOptions()
 
 
-class Constant(NamedTuple):
+class ComparedConstant(NamedTuple):
     """A tensor of the program that is not in NEW, compared with the model's; `reason` says why it
     is not equal.
 
@@ -137,7 +137,7 @@ class Swap:
     form: str
     ignored: tuple[str, ...]
     kept: tuple[str, ...] = ()
-    compared: tuple[Constant, ...] = ()
+    compared: tuple[ComparedConstant, ...] = ()
     cost: Cost | None = None
     verified: Verified | None = None
     source: str = ""
@@ -180,7 +180,7 @@ SWAP = record(
         **dict.fromkeys(("kept", "constants"), TEXTS),
         "constant_values": list_of(
             record(
-                Constant,
+                ComparedConstant,
                 {
                     "name": TEXT,
                     "verdict": one_of("equal", "different", "from_model", "not_compared"),
@@ -378,27 +378,27 @@ def _compared(
     names: Mapping[str, str],
     code: ModelOperand | None,
     if_different: str,
-) -> tuple[list[Constant], dict[str, TensorEntry]]:
+) -> tuple[list[ComparedConstant], dict[str, TensorEntry]]:
     """Compare the program's tensors, by their canonical names, with the model's; also return the
     values that differ. `if_different` is the verdict on these.
     """
     if code is None or not entries:
         reason = "no code of a model was given"
-        return [Constant(entry.key, "not_compared", reason) for entry in entries], {}
+        return [ComparedConstant(entry.key, "not_compared", reason) for entry in entries], {}
     model_values = code.constants([names[entry.key] for entry in entries])
-    compared: list[Constant] = []
+    compared: list[ComparedConstant] = []
     different: dict[str, TensorEntry] = {}
     for entry in entries:
         value = model_values[names[entry.key]]
         if isinstance(value, str):
-            compared.append(Constant(entry.key, "not_compared", value))
+            compared.append(ComparedConstant(entry.key, "not_compared", value))
         elif entry.storage is None:
             reason = "the program does not tell its value"
-            compared.append(Constant(entry.key, "not_compared", reason))
+            compared.append(ComparedConstant(entry.key, "not_compared", reason))
         elif same_values(entry, value):
-            compared.append(Constant(entry.key, "equal"))
+            compared.append(ComparedConstant(entry.key, "equal"))
         else:
-            compared.append(Constant(entry.key, if_different, _difference(entry, value)))
+            compared.append(ComparedConstant(entry.key, if_different, _difference(entry, value)))
             different[_of_model(entry.key)] = value
     return compared, different
 
