@@ -20,8 +20,7 @@ LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 NESTED, NAMES = "comprehensions in comprehensions", "names that say nothing"
 
 # package -> what is left
-LEFT: dict[str, dict[str, int]] = {
-}
+LEFT: dict[str, dict[str, int]] = {}
 
 
 def faults(tree: ast.AST) -> Iterator[tuple[str, int]]:
