@@ -24,6 +24,7 @@ from ckpttool.diffing.sections import (
     compare,
     explain_computed,
     explain_quantized,
+    with_copies_of_ranks,
     without_dtypes,
 )
 from ckpttool.formats.registry import format_of
@@ -145,7 +146,7 @@ def _load_section(
     names = model.names()
     verdict = _verdict(model, checkpoint, section) if model.is_definition else None
     entries = explain_computed(compare_load(names, section, verdict, model.pretrained))
-    entries = explain_quantized(entries, section)
+    entries = with_copies_of_ranks(explain_quantized(entries, section), section)
     entries = without_dtypes(entries) if ignore_dtype else entries
     if verdict is None and loads(entries):
         _check_names_suffice(model, names, checkpoint, section)

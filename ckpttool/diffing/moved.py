@@ -55,6 +55,8 @@ def explain_moved(entries: Iterable[Entry], left: Section, right: Section) -> tu
     explained: dict[Entry, Entry] = {}
     for entry, (old, new) in differing.items():
         keys = places.get((_likeness(old), left_digests(Ref(old.key))), [])
+        if keys == [new.key]:  # the copies of other ranks differ
+            continue
         if len(keys) == 1:
             cause: Cause | None = _moved(old.key, keys[0])
         elif _is_transposed(old, new, left_digests, right_digests):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckpttool.containers.rank_shards import is_of_ranks, ranks_agree
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.names import Names, OptimizerParam
@@ -88,6 +89,7 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
         builder = load_optimizer(model.optimizer)
         verdict = optimizer_verdict(model.definition(), builder, section, by_dcp)
     fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, verdict, by_dcp)
+    fit = _with_copies_of_ranks(fit, section)
     misplaced = _misplaced(checkpoint, section)
     about_model = _model_in_file(model, checkpoint, ignore_dtype)
     notes = [*misplaced, *fit.notes, *about_model.notes]
@@ -162,6 +164,18 @@ def _note_on_stateless(section: Section) -> list[Note]:
     count = plural(len(without), "parameter")
     text = f"{count} without state in the checkpoint: {some(without)}"
     return [Note(text, "no-optimizer-state")]
+
+
+def _with_copies_of_ranks(fit: OptimizerFit, section: Section) -> OptimizerFit:
+    """Return the fit; state of which the ranks hold different copies does not fit."""
+    entries = []
+    for entry in section.tensors:
+        if is_of_ranks(entry) and not ranks_agree(entry):
+            key = (entry.key,)
+            entries.append(Entry("value", key, key, Cause(Code.RANK_VALUE)))
+    if not entries:
+        return fit
+    return replace(fit, entries=(*fit.entries, *entries), fits=False, remedy=None)
 
 
 def _misplaced(checkpoint: Checkpoint, section: Section) -> list[str]:

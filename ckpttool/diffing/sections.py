@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from ckpttool.containers.rank_shards import rank_pairs
+from ckpttool.containers.rank_shards import is_of_ranks, rank_pairs, ranks_agree
 from ckpttool.containers.tensors import is_dense, kind
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.dtypes import PLAIN
@@ -320,6 +320,24 @@ def _schemes(section: Section) -> dict[str, str]:
         for key in (*weight.keys, weight.plain):
             schemes.setdefault(key, weight.scheme)
     return schemes
+
+
+def with_copies_of_ranks(entries: Iterable[Entry], section: Section) -> tuple[Entry, ...]:
+    """Return the entries of a section that is loaded; a tensor of which the ranks hold different
+    copies is not the same. Reads the copies.
+    """
+    differing: set[tuple[str, ...]] = set()
+    for tensor in section.tensors:
+        if is_of_ranks(tensor) and not ranks_agree(tensor):
+            differing.add((tensor.key,))
+    if not differing:
+        return tuple(entries)
+    checked = []
+    for entry in entries:
+        if entry.status == "same" and entry.left in differing:
+            entry = Entry("value", entry.left, entry.right, Cause(Code.RANK_VALUE))
+        checked.append(entry)
+    return tuple(checked)
 
 
 def unpairable(entries: Sequence[Entry]) -> tuple[set[str], set[str]]:

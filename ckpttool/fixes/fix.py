@@ -19,6 +19,7 @@ from ckpttool.core.options import (
 from ckpttool.core.text import Note, code_of
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.diff import diff_with_fixes
+from ckpttool.kinds import parts
 from ckpttool.operands.checkpoint import Ckpt
 from ckpttool.operands.model import operand_of
 from ckpttool.operands.output import command
@@ -78,6 +79,10 @@ def fix(
     answer = diff_with_fixes(ckpt, None, asked, model=model)
     written = _fields_of(EditOptions, chosen)
     has_fix = any(fix.options is not None for fix in answer.fix)
+    kinds = {kind.name for kind in answer.kinds.get("left", ())}
+    if answer.identical and not has_fix and parts.NAME in kinds:  # no format has a place for them
+        request = RemapOptions(model=chosen.model, to="serialized", **written)
+        return replace(remap_by(ckpt, request, progress, model), loads_into=model.called)
     if answer.identical and not has_fix:
         result = copy_by(ckpt, RemapOptions(**written), progress, model)
         return replace(result, loads_into=model.called)

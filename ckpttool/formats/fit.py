@@ -201,7 +201,7 @@ def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
     notes: list[str] = []
     source = format_of(checkpoint)
     if source.succeeded_by == target.name:
-        notes.append(Info(f"written as {target.title}, which succeeds {source.title}", "written"))
+        notes.append(Info(f"written as {target.title}: {source.title} is only read", "written"))
     if source.holds.code_storages:
         notes.append("the state dict alone: the code of the TorchScript archive is left out")
     if loses_versions(checkpoint, target):

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from shlex import quote
 from typing import Any, get_args, get_type_hints
 
 from ckpttool.core.checkpoint import Checkpoint, Span
@@ -141,10 +140,10 @@ class Target:
                 Problem("a file of the folder, which the output has no place for", n)
                 for n in checkpoint.other_files
             ]
-            dropped = " ".join(f"--drop {quote(name)}" for name in checkpoint.other_files)
+            drops = [word for name in checkpoint.other_files for word in ("--drop", name)]
             raise Refused(
                 "not everything would be written",
-                hint=f"leave it out: {dropped}",
+                hint=f"`ckpttool remap` leaves it out with {shell(*drops)}",
                 problems=problems,
             )
         if self.folder is None:

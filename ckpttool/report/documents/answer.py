@@ -69,6 +69,10 @@ def _identical(diff: Diff) -> str:
         loads = f"{subject} loads into {right}"
         return f"{loads}; {plural(harmless, 'harmless difference')}" if harmless else loads
     if harmless and diff.compared.get("values"):
+        statuses = {entry.status for entry in diff.entries} - HARMLESS
+        if statuses == {"dtype"}:
+            count = plural(harmless, "tensor")
+            return f"{left} and {right} have the same values after a conversion of {count}"
         same = f"{left} and {right} have the same weights"
         return f"{same}; {plural(harmless, 'key')} under another name, or computed by a hook"
     subject = f"the models in {left} and {right}" if diff.has_other_notes else f"{left} and {right}"

@@ -120,7 +120,7 @@ def test_conversion_to_a_zip_file_keeps_the_tensors(tmp_path):
     assert found["row"].untyped_storage().data_ptr() == found["whole"].untyped_storage().data_ptr()
     assert torch.load(out, weights_only=True, mmap=True)["whole"][2, 3] == 11
     assert losses(read(path), FORMATS["torch_zip"]) == [
-        "written as torch.save, which succeeds torch.save before torch 1.6"
+        "written as torch.save: torch.save before torch 1.6 is only read"
     ]
 
 
