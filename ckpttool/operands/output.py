@@ -143,7 +143,7 @@ class Target:
             drops = [word for name in checkpoint.other_files for word in ("--drop", name)]
             raise Refused(
                 "not everything would be written",
-                hint=f"`ckpttool remap` leaves it out with {shell(*drops)}",
+                hint=f"leave it out with remap: {shell(*drops)}",
                 problems=problems,
             )
         if self.folder is None:

@@ -30,6 +30,8 @@ def command(
       ckpttool remap train.pt -o runtime.pt --model model.py:build --to runtime
       ckpttool remap train.pt::model -o ema.safetensors --like other.safetensors --dry-run
       ckpttool remap old.pt --in-place --rule 'encoder.{x*} => backbone.{x*}'
+      ckpttool remap hf/ -o native.pt --using convert.py:from_hf
+      ckpttool remap text.pt --model model.py:build --fill-from vision.pt -o all.pt
     """
     from ckpttool.report.documents.remap import document
 

@@ -143,6 +143,30 @@ def slots(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.parametrize("item", ["model", "optim"])
+def test_copies_that_differ_between_ranks_are_not_the_same(
+    folder: Path, run: Run, item: str
+) -> None:
+    """A tensor that every rank holds has one value in the model: which, no rank says."""
+    model, optimizer = trained()
+    for rank in range(RANKS):
+        state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+        for name, content in state.items():
+            torch.save(content, f"run/{name}_world_size_{RANKS}_rank_{rank}.pt")
+    words = ("diff", "--model", "model.py:build", "run")
+    words = words if item == "model" else (*words, "--optimizer", "model.py:adamw")
+    assert run(*words).status == 0
+
+    path = f"run/{item}_world_size_{RANKS}_rank_1.pt"
+    content = torch.load(path)
+    tensor = content["0.weight"] if item == "model" else content["state"][0]["exp_avg"]
+    tensor += 1
+    torch.save(content, path)
+    done = run(*words)
+    assert done.status == 1, done.out
+    assert "different values on another rank" in done.out
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("saver", ["verl", "with-metadata"])
 def test_a_missing_rank_is_named(folder: Path, run: Run, saver: str) -> None:
