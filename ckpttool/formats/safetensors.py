@@ -593,8 +593,9 @@ def _code_and_shape(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:
 def _data_of(entry: TensorEntry) -> Span | Lazy | bytes:
     if isinstance(entry.payload, PackedElements):
         return entry.payload.span
-    if entry.span is not None:
-        return entry.span
+    span = entry.span
+    if span is not None:
+        return span
     assert entry.storage is not None  # `tensor_problem` checks it
     return entry.storage.data
 
