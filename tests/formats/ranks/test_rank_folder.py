@@ -153,7 +153,7 @@ def test_copies_that_differ_between_ranks_are_not_the_same(
         state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
         for name, content in state.items():
             torch.save(content, f"run/{name}_world_size_{RANKS}_rank_{rank}.pt")
-    words = ("diff", "--model", "model.py:build", "run")
+    words: tuple[str, ...] = ("diff", "--model", "model.py:build", "run")
     words = words if item == "model" else (*words, "--optimizer", "model.py:adamw")
     assert run(*words).status == 0
 
