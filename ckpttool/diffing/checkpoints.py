@@ -49,7 +49,7 @@ from ckpttool.diffing.sections import (
     without_dtypes,
 )
 from ckpttool.distributed.job import Question, answers, current, only_first
-from ckpttool.evaluate.compare import Difference
+from ckpttool.evaluate.compare import Change, Difference
 from ckpttool.formats.registry import MEMORY, format_of
 from ckpttool.formats.remarks import one_rank
 from ckpttool.operands.checkpoint import model_section
@@ -254,7 +254,8 @@ def compare_on_ranks(
         answer = answered[identities]
         if answer is None:
             return None
-        return Difference(answer["text"], tuple(map(tuple, answer["spread"])))
+        change = None if answer["change"] is None else Change(**answer["change"])
+        return Difference(answer["text"], tuple(map(tuple, answer["spread"])), change)
 
     return look_up
 

@@ -29,6 +29,7 @@ from ckpttool.core.schema import (
 )
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.causes import NAMES, SIDES, Cause, Code, Sides
+from ckpttool.evaluate.compare import Change
 from ckpttool.kinds.table import KIND_MEMBERS
 from ckpttool.naming.evidence import Ambiguous, Inference, Pair
 
@@ -102,7 +103,7 @@ class Entry:
     entry only.
 
     `ignored` is the reason from an ignore entry. `spread` is how far the values differ, if it was
-    measured: pairs of ``(exponent of 2, elements)``.
+    measured: pairs of ``(exponent of 2, elements)``; `change` has norms and counts of the same.
     """
 
     status: str
@@ -113,6 +114,7 @@ class Entry:
     detail: str | None = None
     spread: tuple[tuple[int, int], ...] | None = None
     ignored: str | None = None
+    change: Change | None = None
 
     @property
     def reason(self) -> str:
@@ -324,6 +326,16 @@ class Diff:
 
 _SIDES: Members = {"left": TEXTS, "right": TEXTS}
 _EXPONENT = plain("an integer", lambda value: type(value) is int, {"type": "integer"})
+_NUMBER = plain("a number", lambda value: type(value) in (int, float), {"type": "number"})
+_CHANGE = record(
+    Change,
+    {
+        **dict.fromkeys(("relative", "norm"), nullable(_NUMBER)),
+        "maximum": _NUMBER,
+        **dict.fromkeys(("differing", "elements"), COUNT),
+        **dict.fromkeys(("nan_left", "nan_right", "infinite_left", "infinite_right"), COUNT),
+    },
+)
 _ENTRY = record(
     Entry,
     {"status": one_of(*STATUSES), **_SIDES, "reason": TEXT},
@@ -331,6 +343,7 @@ _ENTRY = record(
         **dict.fromkeys(("code", "detail", "ignored"), TEXT),
         "hook": HOOK,
         "spread": list_of(row({"exponent": _EXPONENT, "elements": COUNT})),
+        "change": _CHANGE,
     },
     called={"code": lambda entry: entry.cause and entry.cause.code.code},
 )

@@ -105,7 +105,8 @@ def _compare_values(
             return Entry("value", *keys, Cause(Code.DTYPE, dtypes).and_also(Cause(Code.UNREAD)))
         differs = values(part, other)
         if differs is not None:
-            return Entry("value", *keys, cause, None, differs.text, differs.spread or None)
+            entry = Entry("value", *keys, cause, None, differs.text, differs.spread or None)
+            return replace(entry, change=differs.change)
         code = Code.RANK_VALUE
     return None
 

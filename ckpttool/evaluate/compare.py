@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from math import isfinite, sqrt
 from typing import Any, Union
 
 from ckpttool.core.checkpoint import (
@@ -139,16 +140,37 @@ def _in_step(left: Chunks, right: Chunks, size: int) -> Iterator[tuple[bytes, by
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """How far the numbers of a tensor changed from left to right.
+
+    `norm` is that of the difference, `relative` is relative to the norm of left, `maximum` the
+    distance of two elements; `differing` counts those of the `elements` that differ. Norms and
+    distances are of finite elements, and None if they are not finite themselves.
+    """
+
+    relative: float | None
+    norm: float | None
+    maximum: float
+    differing: int
+    elements: int
+    nan_left: int
+    nan_right: int
+    infinite_left: int
+    infinite_right: int
+
+
+@dataclass(frozen=True, slots=True)
 class Difference:
     """How the values of two tensors differ: a text, and the distances.
 
     `spread` are sorted pairs ``(exponent, count)``: the distance of so many elements is at least
     2**exponent, and less than twice that; from 1023 on, it is not a number. Empty if it was not
-    measured.
+    measured. `change` is None for dtypes without numbers.
     """
 
     text: str
     spread: tuple[tuple[int, int], ...] = ()
+    change: Change | None = None
 
 
 def difference(
@@ -181,6 +203,7 @@ def difference_of_elements(
     read, size = reader(dtype), itemsize(dtype)
     count, total, farthest, exponents = 0, 0, 0.0, np.zeros(2048, np.int64)  # of float64
     not_finite = Counter[str]()
+    squares = squares_of_left = 0.0
     if read is None:
         for a, b in _in_step(left, right, size):
             other = np.frombuffer(a, f"u{size}") != np.frombuffer(b, f"u{size}")
@@ -208,6 +231,8 @@ def difference_of_elements(
                 close = equal | (np.isfinite(distance) & within)
             count, total = count + int(np.count_nonzero(~close)), total + x.size
             farthest = max(farthest, float(far[np.isfinite(far)].max(initial=0.0)))
+            squares += _sum_of_squares(far)
+            squares_of_left += _sum_of_squares(x)
             far_exponents = far.view(np.uint64).astype(np.int64).reshape(-1) >> 52
             exponents += np.bincount(far_exponents, minlength=2048)
     if not count:
@@ -220,7 +245,36 @@ def difference_of_elements(
     counts = [f"{number:,} {kind}" for kind, number in not_finite.items() if number]
     if counts:
         text += f"; {', '.join(counts)}"
-    return Difference(text, spread)
+    norm, norm_of_left = sqrt(squares), sqrt(squares_of_left)
+    change = Change(
+        _finite(norm / norm_of_left) if norm_of_left else None,
+        _finite(norm),
+        farthest,
+        count,
+        total,
+        not_finite["NaN in left"],
+        not_finite["NaN in right"],
+        not_finite["infinite in left"],
+        not_finite["infinite in right"],
+    )
+    return Difference(text, spread, change)
+
+
+def _sum_of_squares(values: Any) -> float:
+    """Return the sum for the finite elements of an array."""
+    import numpy as np
+
+    if values.dtype.kind not in "fc":
+        values = values.astype(np.float64)
+    total = float(np.vdot(values, values).real)
+    if isfinite(total):
+        return total
+    finite = values[np.isfinite(values)]
+    return float(np.vdot(finite, finite).real)
+
+
+def _finite(number: float) -> float | None:
+    return number if isfinite(number) else None
 
 
 # Hashes

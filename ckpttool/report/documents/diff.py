@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, groupby
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from ckpttool.core.text import Info, code_of, number, plural
 from ckpttool.diffing.result import ASPECTS, HARMLESS, Asks, Compared, Diff, Entry
+from ckpttool.evaluate.compare import Change
 from ckpttool.naming.evidence import Pair
 from ckpttool.report.collapse import first_pattern, patterns
 from ckpttool.report.document import (
@@ -31,6 +33,7 @@ from ckpttool.report.document import (
     filled,
     key_group,
     noted,
+    shortened,
     with_names,
 )
 from ckpttool.report.documents.answer import (
@@ -65,6 +68,16 @@ _ROLES: dict[str, Role] = {
     "renamed": "warn",
 }
 _LEFT, _RIGHT, _WHY = Column("left", "key"), Column("right", "key"), Column("why")
+_CHANGED = (
+    Column("tensors", "key"),
+    Column("relative", "number"),
+    Column("norm", "number"),
+    Column("maximum", "number"),
+    Column("changed", "number"),
+    Column("not finite"),
+    Column("most in", "key"),
+)
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")  # of a layer
 _STATUS, _ENTRIES = Column("status"), Column("entries", "number")
 
 
@@ -97,6 +110,7 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     blocks: list[Block] = [
         _likely_renames(diff, all),
         Keys("Every key" if all else "", _groups(unpaired, diff, all), is_listed=all),
+        _changes(diff, all),
         Keys("Not counted as differences", _groups(others, diff, all)),
         _ambiguous(diff, all),
         *noted(notes, quiet=diff.identical, names=diff.names),
@@ -111,6 +125,43 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     names = diff.names[:1] if diff.asks == "names" else diff.names
     title = " ".join(("diff", *names))
     return Document(title, answer(diff), diff.passes, filled(blocks), listing, lead.blocks)
+
+
+def _changes(diff: Diff, all: bool) -> Table:
+    """Return how far values changed, the largest relative change first: a row for the tensors of
+    all layers with one name, with the tensor that changed most; with `all` a row for each tensor.
+    """
+    by_name: dict[str, list[tuple[str, Change]]] = {}
+    for entry in diff.entries:
+        if entry.status == "value" and entry.change is not None and entry.right:
+            key = entry.right[0]
+            name = key if all else _NUMBER.sub("{}", key)
+            by_name.setdefault(name, []).append((key, entry.change))
+    rows = []
+    for name, tensors in by_name.items():
+        worst, change = max(tensors, key=lambda tensor: _extent(tensor[1]))
+        rows.append((_extent(change), _change_row(name, worst, change)))
+    rows.sort(key=lambda ranked: ranked[0], reverse=True)
+    table = Table("Values, by relative change", _CHANGED, tuple(row for _, row in rows))
+    return table if all else shortened(table, _ROWS, "--all")
+
+
+def _extent(change: Change) -> float:
+    """Return the relative change; what became NaN or infinite, or was 0, comes first."""
+    new = change.nan_right + change.infinite_right - change.nan_left - change.infinite_left
+    return inf if change.relative is None or new > 0 else change.relative
+
+
+def _change_row(name: str, worst: str, change: Change) -> Row:
+    not_finite = {
+        "NaN": change.nan_left + change.nan_right,
+        "infinite": change.infinite_left + change.infinite_right,
+    }
+    counts = ", ".join(f"{number(count)} {kind}" for kind, count in not_finite.items() if count)
+    sizes = ("-" if size is None else f"{size:.2g}" for size in (change.relative, change.norm))
+    share = f"{change.differing / change.elements:.0%}"
+    most = worst if worst != name else ""
+    return (name, *sizes, f"{change.maximum:.2g}", share, counts, most)
 
 
 def _likely_renames(diff: Diff, all: bool) -> Keys:
