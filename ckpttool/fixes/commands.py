@@ -41,8 +41,8 @@ class Fixes(NamedTuple):
             notes.append(INFERRED)
         notes += self.notes
         if unknown:
-            text = f"not tried, because the result depends on {' and '.join(unknown)}"
-            notes.append(Info(text, "untried"))
+            meanings = [f"{name} is {PLACEHOLDERS[name]}" for name in unknown]
+            notes.append(Info(", and ".join(meanings), "untried"))
         fix = tuple(self._fix(line, words.isdisjoint(unknown)) for line in self.commands)
         return replace(diff, fix=fix, notes=tuple(notes), unfixed=self.unfixed)
 

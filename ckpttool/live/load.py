@@ -256,6 +256,8 @@ def _fitting_model(
         except Refused as error:
             if not cast and any(entry.status == "dtype" for entry in diff.entries):
                 error.hint = f"cast=True converts the dtypes; {error.hint}"
+            elif any(entry.status == "missing" for entry in diff.entries):
+                error.hint = f"partial=True loads what fits, and returns the rest; {error.hint}"
             raise
         source = open_operand(fix.source) if fix.source else source
         saved_by = None if fix.options.model is None else model

@@ -71,7 +71,10 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
     if isinstance(ckpt, str):
         return open_operand(ckpt)
     if not isinstance(ckpt, (Mapping, list, tuple)):
-        raise CkptError(f"{a(ckpt)} is not a checkpoint", hint="pass a path, a URL or a state dict")
+        raise CkptError(
+            f"{a(ckpt)} is not a checkpoint",
+            hint="pass a path, a URL or a state dict; a model is passed as model=",
+        )
     from ckpttool.operands.in_memory import checkpoint_of
 
     return with_kinds(checkpoint_of(ckpt))

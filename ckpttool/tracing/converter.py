@@ -160,6 +160,9 @@ def _tensor(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _pairs(result: Any, title: str) -> list[tuple[Any, Any]]:
     """Return the names and values of a state dict, or of an iterator of pairs."""
+    if result is None:
+        hint = "return the state dict at the end of the function, also if it is changed in place"
+        raise CkptError(f"{title} returns None, not a state dict", hint=hint)
     if isinstance(result, Mapping):
         return list(result.items())
     if isinstance(result, Iterable) and not isinstance(result, (str, torch.Tensor)):
@@ -248,7 +251,7 @@ def _problems_of_reading(
 def _hint(problems: list[Problem]) -> str:
     if all(problem.kind == "unread" for problem in problems):
         return f"leave them out on purpose: {_drops(problems)}"
-    return "fix the function: a plan has each name once, and a tensor for it"
+    return "fix the function: it returns each name once, with a tensor"
 
 
 def _drops(problems: list[Problem]) -> str:

@@ -282,7 +282,7 @@ EXPERT_KEYS = [key for key in decoder() if "w1" in key or "w3" in key]
         ("code.py:value", 2, ["code.py:value is not a function but an int"]),
         ("code.py:fails", 2, ["code.py:fails fails: KeyError: 'absent' (code.py:"]),
         ("code.py:fails(a=1)", 2, ["unexpected keyword argument 'a'"]),
-        ("code.py:none", 2, ["code.py:none returns a NoneType, not a state dict"]),
+        ("code.py:none", 2, ["code.py:none returns None, not a state dict"]),
         ("code.py:nested", 1, ["a dict, not a tensor @ model", "an int, not a tensor @ epoch",
                                "a name that is an int, not a text @ 4"]),
         ("code.py:twice", 1, ["written 2 times @ layers.0.experts.0.w3"]),

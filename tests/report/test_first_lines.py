@@ -140,6 +140,7 @@ details: --all lists every key; `ckpttool explain wrapper-prefix` says more abou
 the optimizer state of resume.pt does not fit model.py:adamw: 4 parameters at another position
 reason: its ids may not be this model's: the file lists the model's keys in another order than model.py:Reordered (4 keys)
 fix (not tried): ckpttool remap resume.pt --model OLD --optimizer model.py:adamw --to-model model.py:Reordered --to-optimizer model.py:adamw -o resume.mapped.pt
+where: OLD is the model that saved the file
 details: --all lists every key; `ckpttool explain doubtful-ids` says more about the reason
 """,
     "diff missing.pt --model model.py:net": """\

@@ -245,6 +245,7 @@ def _lead(diff: Diff) -> _Lead:
         if any(fix.complete for fix in diff.fix):
             label = "fix"
         blocks.append(Commands(label, diff.fix))
+        blocks += [_line("where", note) for note in diff.notes if code_of(note) == "untried"]
     for label, note in _not_fixed(diff):
         blocks.append(_line(label, with_names(note, diff.names)))
         said.add(note)
