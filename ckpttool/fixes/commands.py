@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckpttool.core.text import Info, Note
 from ckpttool.diffing.result import Diff, Fix, Unfixed
-from ckpttool.operands.output import PLACEHOLDERS
+from ckpttool.operands.output import OLD_CODE, PLACEHOLDERS
 
 PART = Note("the suggested command fixes only some of the differences", "partial-fix")
 INFERRED = Note(
@@ -41,8 +41,11 @@ class Fixes(NamedTuple):
             notes.append(INFERRED)
         notes += self.notes
         if unknown:
-            meanings = [f"{name} is {PLACEHOLDERS[name]}" for name in unknown]
-            notes.append(Info(", and ".join(meanings), "untried"))
+            text = f"not tried, because the result depends on {' and '.join(unknown)}"
+            notes.append(Info(text, "untried"))
+        meanings = [f"{name} is {OLD_CODE[name]}" for name in unknown if name in OLD_CODE]
+        if meanings:
+            notes.append(Info(", and ".join(meanings), "old-code"))
         fix = tuple(self._fix(line, words.isdisjoint(unknown)) for line in self.commands)
         return replace(diff, fix=fix, notes=tuple(notes), unfixed=self.unfixed)
 

@@ -150,7 +150,7 @@ def applicable(answer: Diff, shows: str, *, casts: bool = True) -> Fix:
         problems.append(entry.problem((*entry.right, *entry.left)[0], answer.names))
     problems = problems or answer.problems(answer.names)
     hint = f"{shows} shows what differs, why, and what fixes a part of it"
-    unknown = [note for note in answer.notes if code_of(note) == "untried"]
+    unknown = [note for note in answer.notes if code_of(note) == "old-code"]
     if unknown and answer.fix:
         lines = " and ".join(f"`{line}`" for line in answer.fix)
         hint = f"run {lines}, where {unknown[0]}; {hint}"

@@ -33,15 +33,12 @@ from ckpttool.io.paths import name as paths_name
 from ckpttool.io.pieces import Files, Link, Piece, Pieces
 from ckpttool.operands.checkpoint import is_folder, split
 
-# For what only the user knows, and what it is.
-PLACEHOLDERS = {
-    "MODEL": "the model",
+# For what only the user knows; those whose names do not say what it is, with what it is.
+OLD_CODE = {
     "OLD": "the model that saved the file",
-    "OPTIMIZER": "the function that makes the optimizer",
     "OLD_OPTIMIZER": "the function that made the optimizer that saved the file",
-    "PROGRAM.pt2": "the exported program",
-    "CKPT": "the checkpoint",
 }
+PLACEHOLDERS = ("MODEL", "OPTIMIZER", "PROGRAM.pt2", "CKPT", *OLD_CODE)
 _PLAIN = (str, int, float, list, tuple, Mapping)  # values of options that a command line has too
 _WRITABLE = tuple(ending for row in TABLE for ending in row.endings)
 

@@ -151,7 +151,7 @@ def test_printed_command_runs_and_keeps_every_value(
     for line in fixes_in(found):
         parts = shlex.split(line)[1:]
         if "MODEL" in parts:
-            assert any("MODEL is the model" in note for note in notes_in(found))
+            assert any("depends on MODEL" in note for note in notes_in(found))
             continue
         assert main(parts) == (1 if parts[0] == "diff" else 0), (
             words,

@@ -47,7 +47,11 @@ from ckpttool.report.documents.inspection import outlined
 
 _ROWS = 8  # rows of a cause
 _FEW = 2  # details of a change of a step
-_SAID_BY_FIX = ("partial-fix", "untried")  # codes of notes that the label of the fix says
+_SAID_BY_FIX = (
+    "partial-fix",
+    "untried",
+    "old-code",
+)  # codes of notes that the label of the fix says
 # codes of notes on what kind of file it is, which come before everything else
 _OF_KIND = ("adapter", "rank-part", "nothing-matched")
 # codes of differences that no other fact explains: the answer says how many there are
@@ -245,7 +249,7 @@ def _lead(diff: Diff) -> _Lead:
         if any(fix.complete for fix in diff.fix):
             label = "fix"
         blocks.append(Commands(label, diff.fix))
-        blocks += [_line("where", note) for note in diff.notes if code_of(note) == "untried"]
+        blocks += [_line("where", note) for note in diff.notes if code_of(note) == "old-code"]
     for label, note in _not_fixed(diff):
         blocks.append(_line(label, with_names(note, diff.names)))
         said.add(note)
