@@ -53,6 +53,10 @@ def build(layers=4, tie=False):
 def optimizer(model, lr=0.01):
     return torch.optim.AdamW(model.parameters(), lr=lr)
 """
+CONVERTER = """
+def from_hf(state_dict):
+    return {key.removeprefix("module."): value for key, value in state_dict.items()}
+"""
 HEADS, KV_HEADS, WIDTH = 32, 8, 64
 TEXTS = {
     **{name: load(name).function.__doc__ or "" for name in COMMANDS},
@@ -116,6 +120,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save("llama.pt", llama())
     for name, tensors in (("new", parts), ("model", state), ("train", state), ("other", state)):
         save_file(tensors, folder / f"{name}.safetensors")
+    (folder / "convert.py").write_text(CONVERTER)
+    (folder / "hf").mkdir()
+    save_file(prefixed, folder / "hf/model.safetensors")
+    is_head = {key: key.startswith("head.") for key in state}
+    save("text.pt", {key: value for key, value in state.items() if not is_head[key]})
+    save("vision.pt", {key: value for key, value in state.items() if is_head[key]})
     (folder / "checkpoint_folder").mkdir()
     save_file(state, folder / "checkpoint_folder/model.safetensors")
     torch.export.save(torch.export.export(net, (torch.randn(2, 4),)), folder / "deployed.pt2")
