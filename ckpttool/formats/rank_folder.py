@@ -74,7 +74,8 @@ def _check_one_run(folder: str, items: Sequence[RankItem]) -> None:
         raise _several(f"{folder} holds the files of several runs", folder, items)
     ranks = items[0].ranks or _ranks_in_metadata(folder)
     if ranks is None:
-        if len(items[0].files) > 1 and not _is_sharded(join(folder, items[0].files[0])):
+        first_files = [join(folder, item.files[0]) for item in items]
+        if len(items[0].files) > 1 and not any(map(_is_sharded, first_files)):
             raise _several(f"{folder} holds several checkpoints", folder, items)
         return
     problems = [problem for item in items for problem in _missing_files(item, ranks)]

@@ -1,4 +1,4 @@
-"""What a file has in place of a state dict: a pickled module, a list of tensors, or arrays."""
+"""Pickled modules, lists of tensors and arrays, which a file has in place of a state dict."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def is_packed(section: Section) -> bool:
 def unpacked(
     checkpoint: Checkpoint, paths: Collection[str]
 ) -> tuple[Checkpoint, list[Dropped], list[Info]]:
-    """Return the checkpoint with a state dict in place of each pickled module and list at these
-    paths.
+    """Return the checkpoint with a state dict in place of each pickled module, list and dict of
+    arrays at these paths.
 
     Other tensors of the modules are left out, and listed. The notes say what is replaced. Raise
     `Refused` for a list without names.

@@ -87,6 +87,7 @@ def save_items(
                 weights, state = sharded(weights, rank), sharded(state, rank)
             torch.save(weights, f"run/model_{rank}.pt")
             torch.save(state, f"run/optimizer_{rank}.pt")
+            torch.save({"position": rank}, f"run/dataloader_{rank}.pt")
             torch.save(7, f"run/step_{rank}.pt")
     if metadata:
         content = {"metadata": {}, "world_size": ranks, "version": "2.0"}
@@ -116,7 +117,8 @@ def test_a_folder_is_one_checkpoint_of_a_model_and_its_optimizer(
     assert done.out.startswith("run loads into model.py:build (section model)")
 
     written = run("convert", "run", "-o", "all.pt")
-    others = [path.name for path in (*folder.glob("run/extra*"), *folder.glob("run/step*"))]
+    patterns = ("extra*", "step*", "dataloader*")
+    others = [path.name for pattern in patterns for path in folder.glob(f"run/{pattern}")]
     assert written.status == 1
     assert all(f"@ {name}" in written.err for name in others), written.err
     drops = [f"--drop={name}" for name in others]
