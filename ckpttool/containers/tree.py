@@ -585,11 +585,14 @@ def _add_arrays(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> N
     tree.storages.memory.take(_SECTION + (_STEP * len(steps) + _ENTRY) * len(pairs))
     tensors: list[TensorEntry] = []
     places: dict[str, Steps] = {}
+    entries: dict[int, TensorEntry | None] = {}  # by id of the node: two keys may have one array
     for key, value in pairs.items():
         name = str(text_of(key))
-        entry = array_entry(name, value)
+        if id(value) not in entries:
+            entries[id(value)] = array_entry(name, value)
+        entry = entries[id(value)]
         assert entry is not None
-        tensors.append(entry)
+        tensors.append(entry.under(name))
         places[name] = (*steps, ("item", key))
     path_name = free(".".join(path), tree.places)
     section = Section(path_name, "state_dict", tuple(tensors), packed_as="arrays")

@@ -110,6 +110,17 @@ def test_values_shapes_and_orders_are_those_of_numpy(
         assert np.array_equal(array, value), key
 
 
+@pytest.mark.parametrize("saver", SAVERS)
+def test_an_array_under_two_keys_is_one_tensor(folder: Path, run: Run, saver: str) -> None:
+    array = np.arange(6, dtype="f4")
+    SAVERS[saver]({"a": array, "b": array, "c": array.copy()}, folder / "a.pkl")
+    assert run("convert", "a.pkl", "-o", "a.pt").status == 0
+    written = torch.load("a.pt")
+    assert written["a"].data_ptr() == written["b"].data_ptr() != written["c"].data_ptr()
+    assert run("convert", "a.pkl", "-o", "a.safetensors").status == 1
+    assert run("diff", "a.pkl", "a.pt", "--values").status == 0
+
+
 def test_rules_rename_arrays(folder: Path, run: Run) -> None:
     torch.save(arrays(), "a.pt")
     assert run("remap", "a.pt", "--rule", "0.{x*} => up.{x*}", "-o", "b.pt").status == 0
