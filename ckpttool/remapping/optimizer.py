@@ -529,15 +529,18 @@ def _check_none_left_out(state: OptimizerState, narrowed: RuleEffect, where: str
 
 def _is_renamed(state: OptimizerState, request: OptimizerRequest, to: str) -> bool:
     """Return True if parameters change, or their names in the file."""
-    if to != ID and (request.rules or request.form is not None):
+    ruled = request.ruled
+    if ruled is not None and not ruled.keeps_places:
         return True
-    if request.rules and request.ruled is not None and not request.ruled.keeps_places:
+    # a function renames without rules
+    renames = bool(request.rules) or (ruled is not None and ruled.renames(ruled.section.keys))
+    if to != ID and (renames or request.form is not None):
         return True
     listed = in_file(state)[0]
     if listed is None:
         return False
     names = list(listed.values())
-    if request.rules or (request.narrowed is not None and request.narrowed.loses(names)):
+    if renames or (request.narrowed is not None and request.narrowed.loses(names)):
         return True
     return request.model is not None and request.model.renames(names)
 

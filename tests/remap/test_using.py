@@ -371,3 +371,26 @@ def test_errors_in_python() -> None:
     assert caught.value.problems[0].problem == "no output reads it"
     with pytest.raises(CkptError, match="is not a function"):
         ckpttool.remap("a.pt", using=3)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_state_never_stays_with_parameters_that_the_function_changes(named: bool) -> None:
+    """By names the state is split as its parameter; ids have no place for the new parameters."""
+    model = torch.nn.Linear(4, 6, bias=False)
+    params = model.named_parameters() if named else model.parameters()
+    optimizer = torch.optim.AdamW(params, lr=0.1)
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "ids.pt")
+
+    def halves(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        first, second = state["weight"].chunk(2)
+        return {"first": first, "second": second}
+
+    with pytest.raises(ckpttool.Refused, match="the rules make other parameters"):
+        ckpttool.remap("ids.pt", "refused.pt", using=halves)
+    ckpttool.remap("ids.pt", "named.pt", using=halves, optimizer_keys="fqn")
+    expected = optimizer.state_dict()["state"][0]["exp_avg"].chunk(2)
+    state = torch.load("named.pt")["optimizer"]["state"]
+    assert torch.equal(state["first"]["exp_avg"], expected[0])
+    assert torch.equal(state["second"]["exp_avg"], expected[1])
