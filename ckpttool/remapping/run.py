@@ -515,8 +515,8 @@ def _spans(checkpoint: Checkpoint) -> list[tuple[str, Span | None]]:
 
 
 def already_there(options: RemapOptions) -> str | None:
-    """Return what the source already is, if the options name the names that OUT must have; then a
-    copy is an answer.
+    """Return what the source already is, if the options say what OUT must hold; then a copy is an
+    answer.
     """
     if options.like is not None:
         return "the keys are already the keys of --like"
@@ -526,6 +526,8 @@ def already_there(options: RemapOptions) -> str | None:
         return "the keys are already the keys of --to-model"
     if options.optimizer_keys is not None or options.to_optimizer is not None:
         return "the optimizer is already as requested"
+    if options.rule or options.rules is not None:
+        return "the tensors are already what the rules make of them"
     return None
 
 

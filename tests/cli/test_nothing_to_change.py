@@ -57,6 +57,10 @@ def _write() -> None:
         "last.ckpt",
     )
     Path("optional.toml").write_text('[[rule]]\nrename = "nowhere => w"\noptional = true\n')
+    Path("float32.toml").write_text("[[rule]]\ncast = '{x*}'\ndtype = 'float32'\n")
+    Path("multiple.toml").write_text(
+        "[[rule]]\npad = 'weight'\nmultiple = 3\nfrom_size = 3\ndim = 0\n"
+    )
     Path("hf").mkdir()
     save_file(WRAPPED, "hf/model.safetensors")
     Path("hf/config.json").write_text("{}")
@@ -78,7 +82,7 @@ NOTHING = [
     "wrapped.pt -o out.pt --dry-run",
     "wrapped.pt -o out.pt --verify --no-fsync",
     "wrapped.safetensors -o out.safetensors",
-    "wrapped.pt -o out.pt --rules optional.toml",
+    "wrapped.pt --in-place --rules optional.toml",
     "train.pt -o out.pt",
     "train.pt -o out.pt --sections model,ema",
     "last.ckpt -o out.ckpt",
@@ -131,6 +135,10 @@ def test_remap_without_changes_is_refused(line: str, run: Run) -> None:
         "plain.pt -o out.pt --to serialized",
         "plain.pt -o out.pt --to serialized MODEL",
         "plain.pt -o out.pt --to runtime MODEL",
+        "plain.pt -o out.pt --rule 'weight => weight'",
+        "wrapped.pt -o out.pt --rules optional.toml",
+        "plain.pt -o out.pt --rules float32.toml",
+        "plain.pt -o out.pt --rules multiple.toml",
     ],
 )
 def test_requested_names_that_already_match_are_copied_with_a_note(line: str, run: Run) -> None:
