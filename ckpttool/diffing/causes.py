@@ -61,6 +61,8 @@ class Code(Enum):
     # Tensors
     SHAPE = "shape", "different shape"
     RANK_SHAPE = "shape", "different shape on another rank"
+    SPLIT_LEFT = "split-tensor", "split between {0} ranks of {left}"
+    SPLIT_RIGHT = "split-tensor", "split between {0} ranks of {right}"
     PLACEHOLDER = "placeholder", PLACEHOLDER
     KIND = "kind", "different kind of tensor"
     DTYPE = "dtype", "{0} instead of {1}"

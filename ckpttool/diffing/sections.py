@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from ckpttool.containers.rank_shards import is_of_ranks, rank_pairs, ranks_agree
+from ckpttool.containers.rank_shards import is_of_ranks, parts_of, rank_pairs, ranks_agree
 from ckpttool.containers.tensors import is_dense, kind
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.dtypes import PLAIN
@@ -19,6 +19,7 @@ from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import Difference, same_objects
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.kinds.adapters import adapter_of, missing_modules
+from ckpttool.kinds.parts import joined_dimension
 from ckpttool.kinds.quantized import quantized_weights
 from ckpttool.naming.match import aliases, unlike
 
@@ -64,6 +65,9 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     if not _are_of_one_kind(left, right):
         detail = f"{kind(left)} instead of {kind(right)}"
         return Entry("shape", *keys, Cause(Code.KIND), None, detail)
+    parts = _split(Code.SPLIT_RIGHT, right, left.shape)
+    if parts is not None:
+        return Entry("shape", *keys, *parts)
     difference = shape_or_dtype(left, right.dtype, right.shape, *keys)
     if difference is not None and difference.status == "shape":
         return difference
@@ -122,6 +126,9 @@ def shape_or_dtype(
     None is any.
     """
     if shape is not None and left.shape != shape:
+        parts = _split(Code.SPLIT_LEFT, left, shape)
+        if parts is not None:
+            return Entry("shape", keys[0], keys[1], *parts)
         cause = Cause(Code.PLACEHOLDER if is_placeholder(left) else Code.SHAPE)
         return Entry(
             "shape", keys[0], keys[1], cause, None, f"{list(left.shape)} instead of {list(shape)}"
@@ -129,6 +136,22 @@ def shape_or_dtype(
     if left.dtype != dtype:
         return Entry("dtype", keys[0], keys[1], Cause(Code.DTYPE, (left.dtype, dtype)))
     return None
+
+
+def _split(
+    code: Code, entry: TensorEntry, whole: tuple[int, ...]
+) -> tuple[Cause, None, str] | None:
+    """Return the cause, hook and detail of an entry whose parts on the ranks are a tensor of the
+    `whole` shape together; None if they are not.
+    """
+    if entry.shape == whole or not is_of_ranks(entry):
+        return None
+    shapes = [part.shape for part in parts_of(entry) if part is not None]
+    if joined_dimension(shapes, whole) is None:
+        return None
+    alike = "" if len(set(shapes)) == 1 else " and others"
+    detail = f"{len(shapes)} parts {list(shapes[0])}{alike}, together {list(whole)}"
+    return Cause(code, (len(shapes),)), None, detail
 
 
 def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None) -> Entry:

@@ -15,6 +15,7 @@ from ckpttool.fixes.trial import DiffQuestion, TriedFix
 _UNFIXED: dict[str, tuple[str, str]] = {
     "quantized": ("key", "of quantized weights"),
     "missing": ("key", "missing from {left}"),
+    "split-tensor": ("tensor", "split between ranks"),
     "shape": ("tensor", "of a different shape, which no rename fixes"),
     "dtype": ("tensor", "of a different dtype"),
     "value": ("tensor", "with different values, which no rename fixes"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,38 @@ def test_several_weights_in_one_are_not_joined(folder: Path, run: Run) -> None:
     assert "qkv.bias" in done.err
     assert "up.weight" not in done.err
     assert not (folder / "o.pt").exists()
+
+
+def test_the_diff_says_that_tensors_are_split_between_ranks(folder: Path, run: Run) -> None:
+    """Parts are no tensors of another shape, on either side, and are joined before anything
+    else is looked at.
+    """
+    torch.save(split(net(), 2, folder), "whole.pt")
+    for sides in (["consolidated.*.pth", "whole.pt"], ["whole.pt", "consolidated.*.pth"]):
+        done = run("diff", *sides)
+        assert done.status == 1
+        assert done.out.startswith(f"{sides[0]} and {sides[1]} differ: 4 tensors split between")
+        assert "up.weight: 2 parts [8, 8], together [16, 8]" in done.out
+        assert "instead of" not in done.out
+        assert "build the model" not in done.out
+    assert "join the parts of all ranks" in done.out
+    words = ("--model", "whole.py:Net")
+    answer = run("diff", "consolidated.*.pth", *words).out.splitlines()[0]
+    assert answer == "consolidated.*.pth has 4 tensors split between ranks"
+    (command,) = fixes_in(run("diff", "consolidated.*.pth", *words, "--format", "json").data)
+    assert run(*shlex.split(command)[1:]).status == 0
+    done = run("diff", "consolidated.serialized.pth", "whole.pt", "--values")
+    assert done.status == 0
+
+
+def test_parts_that_are_no_tensor_together_are_tensors_of_another_shape(
+    folder: Path, run: Run
+) -> None:
+    split(net(), 2, folder)
+    torch.save({**net().state_dict(), "up.weight": torch.ones(15, 8)}, "other.pt")
+    done = run("diff", "consolidated.*.pth", "other.pt")
+    assert "3 tensors split between ranks, 1 tensor of another shape" in done.out
+    assert "up.weight: [8, 8] instead of [15, 8]" in done.out
 
 
 def test_without_a_model_nothing_is_joined(folder: Path, run: Run) -> None:

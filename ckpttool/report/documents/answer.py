@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from itertools import chain
 
 from ckpttool.core.text import listed, number, plural
+from ckpttool.diffing.causes import Code
 from ckpttool.diffing.result import HARMLESS, Diff, Entry
 from ckpttool.naming.evidence import Pair
 
-_LIKELY = "likely"  # counted like a status: likely renames
+# counted like a status
+_LIKELY, _SPLIT = "likely", "split"
 
 # Status -> noun and the words after it, in the order of the sentence. `plural` gets the noun.
 _COUNTED: dict[str, tuple[str, str]] = {
@@ -20,6 +22,7 @@ _COUNTED: dict[str, tuple[str, str]] = {
     "order": ("parameter", " at another position"),
     "unexpected": ("key", " only in {left}"),
     "missing": ("key", " only in {right}"),
+    _SPLIT: ("tensor", " split between ranks"),
     "shape": ("tensor", " of another shape"),
     "dtype": ("tensor", " of another dtype"),
     "value": ("tensor", " with other values"),
@@ -129,9 +132,16 @@ def _differences(diff: Diff, differing: Sequence[Entry]) -> str:
 
 
 def counted(diff: Diff, entries: Sequence[Entry]) -> dict[str, int]:
-    """Return how many entries have each status; the two keys of a likely rename count as one."""
+    """Return how many entries have each status; the two keys of a likely rename count as one, and
+    tensors that ranks split are counted apart.
+    """
     paired = paired_keys(diff)
-    counts = Counter(entry.status for entry in entries if not is_paired(entry, paired))
+    counts = Counter[str]()
+    for entry in entries:
+        if entry.has(Code.SPLIT_LEFT, Code.SPLIT_RIGHT):
+            counts[_SPLIT] += 1
+        elif not is_paired(entry, paired):
+            counts[entry.status] += 1
     renames = len(likely_renames(diff))
     return {_LIKELY: renames, **counts} if renames else dict(counts)
 
@@ -181,6 +191,7 @@ _UNLOADED = {
     "renamed": ("key", "under another name", "under other names"),
     "transformed": ("value", "in another form", "in another form"),
     "unexpected": ("key", "that {it} does not know", "that {it} does not know"),
+    _SPLIT: ("tensor", "split between ranks", "split between ranks"),
     "shape": ("tensor", "of another shape", "of another shape"),
     "dtype": ("tensor", "of another dtype", "of another dtype"),
     "value": ("tensor", "whose value loading loses", "whose values loading loses"),
