@@ -80,7 +80,7 @@ class Rules:
         """Return the file, as TOML."""
         note = ""
         if self.remaining:
-            keys = visible(", ".join(self.remaining))
+            keys = visible(some(self.remaining))  # a line of too many keys is not read back
             note = f"# Not written, because no tensor of the left side is known to be it: {keys}\n"
         return _HEAD + note + "".join(map(_toml, self.tables))
 

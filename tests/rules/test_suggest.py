@@ -323,6 +323,15 @@ def test_remaining_keys_are_reported(compare: Compare) -> None:
     )
 
 
+def test_rules_are_suggested_though_many_keys_remain(compare: Compare, run: Run) -> None:
+    words = ("q_proj", "k_proj", "v_proj", "embed_tokens", "wpe")
+    left = {f"model.{word}.weight": torch.ones(3, 4) for word in words}
+    right = {f"{word}.net.{n}.weight": torch.ones(3, 4) for n, word in enumerate(words)}
+    remaining = {f"heads.{n}.new.weight": torch.ones(n + 5) for n in range(60)}
+    found = compare(left, {**right, **remaining})
+    assert right.keys() == torch.load(run_fixes(found, run)).keys()
+
+
 def test_different_dtypes_are_reported(compare: Compare, run: Run) -> None:
     left = {f"a.{n}.w": torch.rand(2, n + 1) for n in range(3)}
     found = compare(left, {key.replace("a", "b"): value.half() for key, value in left.items()})
