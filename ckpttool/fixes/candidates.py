@@ -73,7 +73,7 @@ def to_compare(question: DiffQuestion) -> Iterator[Candidate]:
     same_names = [entry.left == entry.right for entry in diff.entries if entry.left and entry.right]
     lost_versions = not model_section(left).modules and bool(model_section(right).modules)
     kind = format_of(left)
-    is_kept = bool(kind.endings) and not kind.folder
+    is_kept = kind.sharded or (bool(kind.endings) and not kind.folder)
     no_change = is_kept and all(same_names) and not lost_versions
     is_idle = not base and (no_change or not same_names)
     base.append(RemapOptions(like=right if right.in_memory else right.source))
