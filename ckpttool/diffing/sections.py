@@ -65,9 +65,9 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     if not _are_of_one_kind(left, right):
         detail = f"{kind(left)} instead of {kind(right)}"
         return Entry("shape", *keys, Cause(Code.KIND), None, detail)
-    parts = _split(Code.SPLIT_RIGHT, right, left.shape)
-    if parts is not None:
-        return Entry("shape", *keys, *parts)
+    split = _split(right, left.shape, Code.SPLIT_RIGHT, *keys)
+    if split is not None:
+        return split
     difference = shape_or_dtype(left, right.dtype, right.shape, *keys)
     if difference is not None and difference.status == "shape":
         return difference
@@ -126,9 +126,9 @@ def shape_or_dtype(
     None is any.
     """
     if shape is not None and left.shape != shape:
-        parts = _split(Code.SPLIT_LEFT, left, shape)
-        if parts is not None:
-            return Entry("shape", keys[0], keys[1], *parts)
+        split = _split(left, shape, Code.SPLIT_LEFT, *keys)
+        if split is not None:
+            return split
         cause = Cause(Code.PLACEHOLDER if is_placeholder(left) else Code.SHAPE)
         return Entry(
             "shape", keys[0], keys[1], cause, None, f"{list(left.shape)} instead of {list(shape)}"
@@ -139,10 +139,10 @@ def shape_or_dtype(
 
 
 def _split(
-    code: Code, entry: TensorEntry, whole: tuple[int, ...]
-) -> tuple[Cause, None, str] | None:
-    """Return the cause, hook and detail of an entry whose parts on the ranks are a tensor of the
-    `whole` shape together; None if they are not.
+    entry: TensorEntry, whole: tuple[int, ...], code: Code, *keys: tuple[str, ...]
+) -> Entry | None:
+    """Return the entry of a tensor whose parts on the ranks are a tensor of the `whole` shape
+    together; None if they are not.
     """
     if entry.shape == whole or not is_of_ranks(entry):
         return None
@@ -151,7 +151,7 @@ def _split(
         return None
     alike = "" if len(set(shapes)) == 1 else " and others"
     detail = f"{len(shapes)} parts {list(shapes[0])}{alike}, together {list(whole)}"
-    return Cause(code, (len(shapes),)), None, detail
+    return Entry("shape", keys[0], keys[1], Cause(code, (len(shapes),)), None, detail)
 
 
 def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None) -> Entry:

@@ -20,6 +20,8 @@ from ckpttool.evaluate.ops import GETITEM, OPS, is_integer, refused, sizes
 from ckpttool.io.pieces import read_all, read_span
 
 Load = Callable[[str], torch.Tensor]
+# Is called with each operator that ran, its arguments and its result.
+Watch = Callable[[Op, list[Any], Any], None]
 
 
 class NeedsValues(Refused):
@@ -48,7 +50,9 @@ class Held:
         )
 
 
-def evaluate(expression: Expression, load: Load, held: Held | None = None) -> torch.Tensor:
+def evaluate(
+    expression: Expression, load: Load, held: Held | None = None, watch: Watch | None = None
+) -> torch.Tensor:
     """Return the value of `expression`. `load(key)` is called once for each key; the result is on
     the same device.
 
@@ -76,6 +80,8 @@ def evaluate(expression: Expression, load: Load, held: Held | None = None) -> to
         args = [value(arg) for arg in node.args]
         kwargs = {name: value(arg) for name, arg in node.kwargs}
         result = _apply(node.op, args, kwargs, device, held)
+        if watch is not None:
+            watch(node, [*args, *kwargs.values()], result)
         if id(node) in repeated:
             results[id(node)] = result
         else:

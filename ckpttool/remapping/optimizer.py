@@ -684,8 +684,8 @@ def _by_rules_file(
     if after is None:
         if not ruled.keeps_places and len(request.state_dicts or ()) == 1:
             raise Refused(
-                f"{where}: none of its parameters is a tensor of the model, so that nothing follows"
-                " the rules",
+                f"{where}: none of its parameters is a tensor of the model, so that it cannot"
+                " follow the model's",
                 hint=AFRESH,
                 problems=[Problem("no tensor of the model", str(param)) for param in named.params],
             )
@@ -711,8 +711,8 @@ def _check_places(
             problems=[Problem("left out of the model", name) for name in left_out],
         )
     raise Refused(
-        f"{where}: the rules make other parameters, and nothing says in which order the new"
-        " model registers them",
+        f"{where}: the model gets other parameters, and nothing says in which order it registers"
+        " them",
         hint="pass --to-model NEW, the model that is to load it; or --optimizer-keys fqn,"
         " which names them",
     )

@@ -526,7 +526,7 @@ def already_there(options: RemapOptions) -> str | None:
         return "the keys are already the keys of --to-model"
     if options.optimizer_keys is not None or options.to_optimizer is not None:
         return "the optimizer is already as requested"
-    if options.rule or options.rules is not None:
+    if options.has_rules:
         return "the tensors are already what the rules make of them"
     return None
 

@@ -606,8 +606,9 @@ def apply_rules(draft: Draft, steps: Sequence[RuleStep], *, is_new: bool = False
 def convert(draft: Draft, converter: Converter) -> Draft:
     """Let the user's function convert the section. Raise as `Converter.plan`."""
     section = draft.section
-    plan = converter.plan(section.path, section.keys)
-    result = replace(draft, plan=plan, ruled=RuleEffect(section, plan))
+    plan, notes = converter.plan(section.path, section.keys)
+    notes = (*draft.notes, *notes)
+    result = replace(draft, plan=plan, ruled=RuleEffect(section, plan), notes=notes)
     after = new_draft(result.evaluated(), None, lightning=False)
     return replace(result, wrappers=after.wrappers, canonical=after.canonical, form=after.form)
 

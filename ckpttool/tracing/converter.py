@@ -16,11 +16,12 @@ from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Expression, Op, Ref, is_opaque, operators, refs
 from ckpttool.core.options import call_of
 from ckpttool.core.plan import Dropped, Output, Plan, module_renames
-from ckpttool.core.text import a, human_bytes, plural, shell
+from ckpttool.core.text import a, human_bytes, plural, shell, some
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.ops import ROW_MAJOR, refused
 from ckpttool.evaluate.torch_eval import storage_of
 from ckpttool.tracing.build_model import find, raised_at, seeded, user_code
+from ckpttool.tracing.coverage import unread_elements
 from ckpttool.tracing.instances import layout_of, memory_available
 from ckpttool.tracing.memory import place_of, token
 from ckpttool.tracing.recorder import Recorder, recording
@@ -43,8 +44,9 @@ class Converter:
     source: Checkpoint
     materialize: bool
 
-    def plan(self, path: str, keys: Collection[str]) -> Plan:
-        """Return the plan of the function for a state dict, from which `--drop` has left `keys`.
+    def plan(self, path: str, keys: Collection[str]) -> tuple[Plan, tuple[str, ...]]:
+        """Return the plan of the function for a state dict, from which `--drop` has left `keys`,
+        and a note on what it leaves out.
 
         Raise `Refused`, all problems at once, if it would lose or collide, and `CkptError` if the
         function fails.
@@ -78,7 +80,8 @@ class Converter:
             if isinstance(output.source, Ref):
                 renames[output.source.key] = output.key
         modules = module_renames(path, section.modules or (), renames)
-        return Plan(tuple(outputs), tuple(dropped), modules)
+        plan = Plan(tuple(outputs), tuple(dropped), modules)
+        return plan, _parts_left_out(self.title, plan, inputs)
 
     def _inputs(self, section: Section) -> dict[str, torch.Tensor]:
         """Return the tensors of the section, which share storages as its entries do."""
@@ -246,6 +249,19 @@ def _problems_of_reading(
             yield Problem("no output reads it", key, "unread")
         if key not in keys and key in read:
             yield Problem(f"--drop names it, and {read[key]} reads it", key)
+
+
+def _parts_left_out(title: str, plan: Plan, inputs: Tensors) -> tuple[str, ...]:
+    """Return a note on the tensors that the outputs read only in part, as a slice does."""
+    unread = unread_elements([output.source for output in plan.outputs], inputs)
+    if not unread:
+        return ()
+    count = f"a part of {plural(len(unread), 'tensor')}"
+    tensors = []
+    for key in inputs:
+        if key in unread:
+            tensors.append(f"{key} ({unread[key]:,} of {inputs[key].numel():,} elements)")
+    return (f"{title} leaves out {count}: {some(tensors)}",)
 
 
 def _hint(problems: list[Problem]) -> str:

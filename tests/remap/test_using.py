@@ -4,6 +4,7 @@ cannot be a plan is refused.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,14 @@ def cast(state: State) -> State:
     }
 
 
+def cuts(state: State) -> State:
+    state["tok_embeddings.weight"] = state["tok_embeddings.weight"][:7]
+    state["layers.0.attention.wqkv.weight"] = state["layers.0.attention.wqkv.weight"].float()[:16]
+    query = state["layers.1.attention.wq.weight"]
+    state["layers.1.attention.wq.weight"] = torch.stack([query[torch.tensor([1])], query[2:3]])
+    return state
+
+
 def computed(state: State) -> State:
     state["tok_embeddings.weight"].mul_(2.0)
     state["steps"] = state["steps"] + 1
@@ -120,7 +129,7 @@ def doubled(state: State) -> State:
 
 
 CONVERTERS: list[Callable[[State], Any]] = [
-    renamed, fused_experts, experts_filled_in_place, rotary, split, cast, computed, in_pairs, doubled,
+    renamed, fused_experts, experts_filled_in_place, rotary, split, cast, cuts, computed, in_pairs, doubled,
 ]  # fmt: skip
 
 
@@ -316,6 +325,20 @@ def test_tensors_that_no_output_reads_are_named_and_dropped_on_purpose(run: Run)
     assert same(load_file("b.safetensors"), {"w": decoder()["tok_embeddings.weight"]})
 
 
+def test_tensors_that_are_read_in_part_are_named(run: Run) -> None:
+    """A slice or an index leaves elements out, also after a cast."""
+    Path("code.py").write_text(f"import torch\nState = dict\n{inspect.getsource(cuts)}")
+    done = run("remap", "a.safetensors", "-o", "b.safetensors", "--using", "code.py:cuts")
+    assert done.status == 0
+    assert (
+        "code.py:cuts leaves out a part of 3 tensors: layers.0.attention.wqkv.weight (64 of 192"
+        " elements), layers.1.attention.wq.weight (48 of 64 elements), tok_embeddings.weight (24"
+        " of 80 elements)"
+    ) in done.out
+    assert same(load_file("b.safetensors"), cuts(decoder()))
+    assert not ckpttool.remap("a.safetensors", using=fused_experts).notes
+
+
 def test_a_dropped_tensor_that_an_output_reads_is_refused(run: Run) -> None:
     Path("code.py").write_text(CODE)
     drops = ("--drop", "layers.*", "--drop", "steps", "--drop", "tok*")
@@ -387,7 +410,7 @@ def test_state_never_stays_with_parameters_that_the_function_changes(named: bool
         first, second = state["weight"].chunk(2)
         return {"first": first, "second": second}
 
-    with pytest.raises(ckpttool.Refused, match="the rules make other parameters"):
+    with pytest.raises(ckpttool.Refused, match="the model gets other parameters"):
         ckpttool.remap("ids.pt", "refused.pt", using=halves)
     ckpttool.remap("ids.pt", "named.pt", using=halves, optimizer_keys="fqn")
     expected = optimizer.state_dict()["state"][0]["exp_avg"].chunk(2)
