@@ -334,7 +334,7 @@ def test_tensors_that_are_read_in_part_are_named(run: Run) -> None:
         "code.py:cuts leaves out a part of 3 tensors: layers.0.attention.wqkv.weight (64 of 192"
         " elements), layers.1.attention.wq.weight (48 of 64 elements), tok_embeddings.weight (24"
         " of 80 elements)"
-    ) in done.out
+    ) in done.err
     assert same(load_file("b.safetensors"), cuts(decoder()))
     assert not ckpttool.remap("a.safetensors", using=fused_experts).notes
 
