@@ -70,6 +70,8 @@ class Code(Enum):
         "quantized",
         ("part of a quantized weight ({0}): its numbers are the values divided by a scale"),
     )
+    SCALED = "quantized", "{0} instead of {1}, with the same values through the scales"
+    SCALED_VALUE = "quantized", "{0} instead of {1}, compared through the scales"
     VALUE = "value", "different values"
     RANK_VALUE = "value", "different values on another rank"
     CONVERTED = "value", "different values even after conversion"

@@ -40,6 +40,7 @@ from ckpttool.diffing.saved_optimizers import (
     is_named,
     optimizer_alone,
 )
+from ckpttool.diffing.scales import through_scales
 from ckpttool.diffing.sections import (
     Values,
     adapter_notes,
@@ -75,8 +76,10 @@ def checkpoints(
         return _optimizers(left, right, optimizers, model, values, options)
     sides = _models(left, right, model)
     left_section, right_section = sides.left_section, sides.right_section
-    entries = sides.compare(values)
-    entries = explain_moved(entries, left_section, right_section)
+    scaled = through_scales(sides, values)
+    entries = scaled.sides.compare(values)
+    entries = explain_moved(entries, scaled.sides.left_section, scaled.sides.right_section)
+    entries = scaled.with_parts(entries)
     entries = explain_quantized(explain_computed(entries), left_section, right_section)
     entries = (*entries, *compare_outside(left, right, values))
     entries = without_dtypes(entries) if options.ignore_dtype else entries
@@ -271,6 +274,6 @@ def read_all_values(
         compare_optimizers(*optimizers, None if model is None else model.names(), values)
     else:
         sides = _models(left, right, model)
-        sides.compare(values)
+        through_scales(sides, values).sides.compare(values)
         compare_sections(sides, values, CompareOptions())
     compare_loose(left, right, values)

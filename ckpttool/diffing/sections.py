@@ -320,21 +320,25 @@ def explain_quantized(
             schemes += [left_schemes.get(key) for key in entry.right]
         elif entry.status == "unexpected":
             schemes += [right_schemes.get(key) for key in entry.left]
-        scheme = next((title for title in schemes if title is not None), None)
-        if (
-            scheme is None
-            or entry.cause is None
-            or entry.status not in ("dtype", "shape", "missing", "unexpected")
-        ):
-            explained.append(entry)
-            continue
-        status = "value" if entry.status == "dtype" and None in schemes else entry.status
-        explained.append(
-            replace(
-                entry, status=status, cause=Cause(Code.QUANTIZED, (scheme,)).and_also(entry.cause)
-            )
-        )
+        explained.append(_of_quantized(entry, schemes))
     return tuple(explained)
+
+
+def _of_quantized(entry: Entry, schemes: Sequence[str | None]) -> Entry:
+    """Return the entry of keys that have these schemes, None for those that are not quantized."""
+    scheme = next((title for title in schemes if title is not None), None)
+    if scheme is None or entry.cause is None or entry.has(Code.SCALED, Code.SCALED_VALUE):
+        return entry
+    cause = Cause(Code.QUANTIZED, (scheme,))
+    if entry.status == "value" and len(set(schemes)) > 1:
+        # numbers are no values
+        return Entry("value", entry.left, entry.right, cause.and_also(Cause(Code.UNREAD)))
+    if entry.status not in ("dtype", "shape", "missing", "unexpected"):
+        return entry
+    if entry.status == "dtype" and None in schemes:
+        cause = cause.and_also(entry.cause, Cause(Code.UNREAD))
+        return replace(entry, status="value", cause=cause)
+    return replace(entry, cause=cause.and_also(entry.cause))
 
 
 def _schemes(section: Section) -> dict[str, str]:

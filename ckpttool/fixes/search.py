@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import FQN as FQN_KEYS
+from ckpttool.diffing.causes import Code
 from ckpttool.fixes.candidates import to_compare, to_load, to_load_model
 from ckpttool.fixes.trial import DiffQuestion, TriedFix, model_path, try_cast, try_remap
 from ckpttool.formats.registry import format_of
@@ -45,7 +46,7 @@ def best_cast(question: DiffQuestion) -> TriedFix | None:
     differing = [entry for entry in question.diff.entries if question.diff.is_difference(entry)]
     dtypes = set[str]()
     for entry in differing:
-        if entry.statuses != {"dtype"}:
+        if entry.statuses != {"dtype"} or entry.has(Code.SCALED):
             return None
         (key,) = entry.right
         dtypes.update(side[key].dtype for side in question.outlines if key in side)

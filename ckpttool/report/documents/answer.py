@@ -12,7 +12,7 @@ from ckpttool.diffing.result import HARMLESS, Diff, Entry
 from ckpttool.naming.evidence import Pair
 
 # counted like a status
-_LIKELY, _SPLIT = "likely", "split"
+_LIKELY, _SPLIT, _UNREAD = "likely", "split", "unread"
 
 # Status -> noun and the words after it, in the order of the sentence. `plural` gets the noun.
 _COUNTED: dict[str, tuple[str, str]] = {
@@ -26,6 +26,7 @@ _COUNTED: dict[str, tuple[str, str]] = {
     "shape": ("tensor", " of another shape"),
     "dtype": ("tensor", " of another dtype"),
     "value": ("tensor", " with other values"),
+    _UNREAD: ("tensor", " with values that were not compared"),
     "alias": ("second name", ""),
 }
 _SINCE_NAMES_FILE = {
@@ -133,13 +134,15 @@ def _differences(diff: Diff, differing: Sequence[Entry]) -> str:
 
 def counted(diff: Diff, entries: Sequence[Entry]) -> dict[str, int]:
     """Return how many entries have each status; the two keys of a likely rename count as one, and
-    tensors that ranks split are counted apart.
+    tensors that ranks split, and values that were not compared, are counted apart.
     """
     paired = paired_keys(diff)
     counts = Counter[str]()
     for entry in entries:
         if entry.has(Code.SPLIT_LEFT, Code.SPLIT_RIGHT):
             counts[_SPLIT] += 1
+        elif entry.has(Code.UNREAD):
+            counts[_UNREAD] += 1
         elif not is_paired(entry, paired):
             counts[entry.status] += 1
     renames = len(likely_renames(diff))
@@ -195,6 +198,7 @@ _UNLOADED = {
     "shape": ("tensor", "of another shape", "of another shape"),
     "dtype": ("tensor", "of another dtype", "of another dtype"),
     "value": ("tensor", "whose value loading loses", "whose values loading loses"),
+    _UNREAD: ("tensor", "whose values were not compared", "whose values were not compared"),
 }
 
 
