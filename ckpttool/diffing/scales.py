@@ -83,10 +83,10 @@ def through_scales(sides: BothSides, values: Values | None) -> Scaled:
     left_only, right_only = _unlike(left, right), _unlike(right, left)
     if not left_only and not right_only:
         return Scaled(sides)
-    left_section, left_known = _plain(sides.left_section, left_only, sides.right_section)
-    right_section, right_known = _plain(sides.right_section, right_only, sides.left_section)
+    left_section, left_plain = _plain(sides.left_section, left_only, sides.right_section)
+    right_section, right_plain = _plain(sides.right_section, right_only, sides.left_section)
     sides = replace(sides, left_section=left_section, right_section=right_section)
-    return Scaled(sides, left_known, right_known)
+    return Scaled(sides, left_plain, right_plain)
 
 
 def _by_plain_key(section: Section) -> Weights:
@@ -113,14 +113,14 @@ def _plain(section: Section, weights: Weights, other: Section) -> tuple[Section,
     entries, other_entries = section.by_key(), other.by_key()
     plain: dict[str, TensorEntry] = {}  # by the key of the numbers
     parts: set[str] = set()
-    known = {}
+    replaced = {}
     for key, weight in weights.items():
         dtype = _dtype_of(other_entries.get(key), other)
         try:
             plain[weight.weight] = _values(weight, key, section, dtype)
         except Refused:
             continue  # a scheme that only its library knows
-        known[key] = weight
+        replaced[key] = weight
         parts.update(weight.keys)
     tensors = []
     for entry in section.tensors:
@@ -130,7 +130,7 @@ def _plain(section: Section, weights: Weights, other: Section) -> tuple[Section,
             tensors.append(entry)
     extras = tuple(extra for extra in section.extras if extra.key not in parts)
     assert entries.keys() >= parts
-    return replace(section, tensors=tuple(tensors), extras=extras), known
+    return replace(section, tensors=tuple(tensors), extras=extras), replaced
 
 
 def _values(weight: QuantizedWeight, key: str, section: Section, dtype: str) -> TensorEntry:
