@@ -21,11 +21,13 @@ from ckpttool.io.files import is_dir, names_in, opened, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.kinds.adapters import Adapter, adapter_of
-from ckpttool.operands.checkpoint import split
+from ckpttool.kinds.quantized import quantized_weights
+from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.output import Target, same_folder
 from ckpttool.remapping.adapter_config import NAME, follow, moved_modules, shown
 
 # whose loaders want the keys that were there
+CONFIG, _QUANTIZATION = "config.json", "quantization_config"
 _DESCRIBES_NAMES = re.compile(r"config\.json|\w*quant\w*_config\.json")
 
 
@@ -108,7 +110,13 @@ def companions_of(
         for name in (names_in(path) if stays else copied)
         if _DESCRIBES_NAMES.fullmatch(name) and changed
     ]
+    is_plain = changed and _is_dequantized(source, plan)
     for name in stale:
+        plain = _without_quantization(join(path, name)) if is_plain and name == CONFIG else None
+        if plain is not None:
+            files[name], before[name] = plain
+            notes.append(f"{name} is written without its {_QUANTIZATION}")
+            continue
         if stays:
             notes.append(
                 f"the keys changed, and {join(path, name)} did not: check that it"
@@ -138,6 +146,41 @@ def companions_of(
     elif not keeps_names and (adapter := adapter_of(old for old, _ in _renames(plan))) is not None:
         notes += _on_target_modules(adapter, moved_modules(_renames(plan)))
     return Companions(files, left_out, tuple(notes), before)
+
+
+def _is_dequantized(source: Checkpoint, plan: Plan) -> bool:
+    """Return True if all that the plan changes are the quantized weights, each of which becomes one
+    tensor under the name that a model without quantization has for it.
+    """
+    section = model_section(source)
+    weights = quantized_weights(section)
+    parts = {key for weight in weights for key in weight.keys}
+    expected = {weight.plain for weight in weights}
+    expected.update(key for key in section.keys if key not in parts)
+    outputs = {output.key: output for output in plan.outputs}
+    if not weights or outputs.keys() != expected:
+        return False
+    changed = {key for key, output in outputs.items() if not output.is_unchanged}
+    return changed == {weight.plain for weight in weights}
+
+
+def _without_quantization(path: str) -> tuple[bytes, bytes] | None:
+    """Return the text of a model's configuration without how it is quantized, and the old text;
+    None if it does not say so.
+    """
+    config = strict_json.read_file(path, "copy it again")
+    if not isinstance(config, dict) or _QUANTIZATION not in config:
+        return None
+    with opened(path) as file:
+        text = file.read(size(path))
+    del config[_QUANTIZATION]
+    return _as_json(config, text), text
+
+
+def _as_json(config: object, old_text: bytes) -> bytes:
+    """Return the file of a configuration, which ends as the old one did."""
+    end = b"\n" if old_text.endswith(b"\n") else b""
+    return json.dumps(config, indent=2, ensure_ascii=False).encode() + end
 
 
 def _others(folder: str, source: Checkpoint, copied: Collection[str]) -> dict[str, str]:
@@ -209,5 +252,4 @@ def _adapter_config(
         notes.append(f"{path} is not changed, and names modules of the old base: {'; '.join(told)}")
     if not changed:
         return text, None
-    end = b"\n" if text.endswith(b"\n") else b""
-    return text, json.dumps(new, indent=2, ensure_ascii=False).encode() + end
+    return text, _as_json(new, text)

@@ -4,6 +4,7 @@ shards.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,59 @@ def test_fields(field: str) -> None:
     rule = f"[[rule]]\ndequantize = '*'\n{field}"
     with pytest.raises(CkptError, match="1 mistake in the rules"):
         ckpttool.remap("a.safetensors", rules=rule)
+
+
+def quantized_llama(folder: str) -> State:
+    """Save a model as transformers' fine-grained FP8 does; return the values of its weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 32}
+    heads: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).bfloat16()
+    model.save_pretrained(folder)
+    path, config = Path(folder, "model.safetensors"), Path(folder, "config.json")
+    oracle: Any = Fp8Dequantize(None)
+    state, values = load_file(path), State()
+    for key, value in list(state.items()):
+        values[key] = value
+        if key.endswith("proj.weight"):
+            scale = torch.rand(value.shape[0] // 128, value.shape[1] // 128)
+            state[key] = value.to(torch.float8_e4m3fn)
+            state[f"{key}_scale_inv"] = scale
+            values[key] = oracle._dequantize_one(state[key], scale, torch.bfloat16)
+    save_file(state, path, {"format": "pt"})
+    described = json.loads(config.read_text())
+    described["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config.write_text(json.dumps(described, indent=2) + "\n")
+    return values
+
+
+def test_a_folder_loads_without_quantization() -> None:
+    from transformers import AutoModelForCausalLM
+
+    values = quantized_llama("fp8")
+    before = json.loads(Path("fp8/config.json").read_text())
+    rule = '[[rule]]\ndequantize = "*"\ndtype = "bfloat16"'
+    done = ckpttool.remap("fp8", "plain/", rules=rule)
+    assert any("config.json is written without" in str(note) for note in done.notes)
+    config = json.loads(Path("plain/config.json").read_text())
+    del before["quantization_config"]
+    assert config == before
+    loaded = AutoModelForCausalLM.from_pretrained("plain").state_dict()
+    assert all(torch.equal(value, loaded[key]) for key, value in values.items())
+
+
+def test_a_configuration_stays_while_weights_are_quantized() -> None:
+    """Renamed weights, or some that are left, are not what `config.json` describes."""
+    quantized_llama("fp8")
+    rule = '[[rule]]\ndequantize = "{x*}.down_proj.{p}"\ndtype = "bfloat16"'
+    done = ckpttool.remap("fp8", "some/", rules=rule)
+    assert not Path("some/config.json").exists()
+    rule = '[[rule]]\ndequantize = "*"\ndtype = "bfloat16"\n[[rule]]\nrename = "model.{x*} => {x*}"'
+    done = ckpttool.remap("fp8", "renamed/", rules=rule)
+    assert not Path("renamed/config.json").exists()
+    assert any("not copied: config.json" in str(note) for note in done.notes)
