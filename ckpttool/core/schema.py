@@ -143,8 +143,9 @@ def map_of(kind: JsonKind) -> JsonKind:
         if not isinstance(value, dict):
             yield from _is_not(value, "an object", path)
             return
+        problems_of = kind.problems
         for name, member in value.items():
-            yield from kind.problems(member, (path, name))
+            yield from problems_of(member, (path, name))
 
     return JsonKind(
         problems,

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, Unreached
+from ckpttool.core.checkpoint import (
+    Checkpoint,
+    ExtraEntry,
+    Section,
+    TensorEntry,
+    Unreached,
+    own_storages,
+)
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.text import Note, plural, some
-from ckpttool.core.values import dataclass
+from ckpttool.core.values import dataclass, many_objects
 from ckpttool.formats import safetensors, torch_zip, torchao
 from ckpttool.formats.folders import shards_of
 from ckpttool.formats.hf_index import read_index
@@ -96,6 +103,7 @@ def shard_names(stem: str, ending: str, count: int) -> list[str]:
 # Reading
 
 
+@many_objects()
 def read(path: str) -> Checkpoint:
     """Read the checkpoint whose ``*.index.json`` is at `path`: one section, with its keys in the
     index's order.
@@ -121,7 +129,7 @@ def read(path: str) -> Checkpoint:
     else:
         index = {"metadata": {}, "weight_map": home}
         notes = [Note(NO_INDEX.format(folder), "no-index"), *_disagreements(home, home, again)]
-    section = _merged(shards, home, index["weight_map"])
+    section = _merged(shards, index["weight_map"])
     unreached: list[Unreached] = []
     for name, shard in shards.items():
         unreached += [storage.of(name) for storage in shard.unreached]
@@ -162,13 +170,15 @@ def _read_shards(
     return shards, problems
 
 
-def _merged(
-    shards: Mapping[str, Checkpoint], home: Mapping[str, str], weight_map: Mapping[str, str]
-) -> Section:
-    """Return the section of all shards, its entries in the order of the index."""
-    entries = {name: shard.sections[0].by_key() for name, shard in shards.items()}
-    listed = [key for key in weight_map if key in home]
-    ordered = [entries[home[key]][key] for key in dict.fromkeys((*listed, *home))]
+def _merged(shards: Mapping[str, Checkpoint], weight_map: Mapping[str, str]) -> Section:
+    """Return the section of all shards, its entries in the order of the index. If several shards
+    have a key, the last one is read.
+    """
+    entries: dict[str, TensorEntry | ExtraEntry] = {}
+    for shard in shards.values():
+        entries.update(shard.sections[0].by_key())
+    ordered = [entries.pop(key) for key in weight_map if key in entries]
+    ordered += entries.values()  # which the index does not list
     modules: dict[str, object] | None = None
     for shard in shards.values():
         if shard.sections[0].modules is not None:
@@ -195,10 +205,9 @@ def _homes(shards: Mapping[str, Checkpoint]) -> tuple[dict[str, str], dict[str, 
     home: dict[str, str] = {}
     again: dict[str, str] = {}
     for name, shard in shards.items():
-        for key in shard.sections[0].keys:
-            if key in home:
-                again[key] = home[key]
-            home[key] = name
+        keys = shard.sections[0].keys
+        again.update((key, home[key]) for key in keys if key in home)
+        home.update(dict.fromkeys(keys, name))
     return home, again
 
 
@@ -206,6 +215,8 @@ def _disagreements(
     weight_map: Mapping[str, str], home: Mapping[str, str], again: Mapping[str, str]
 ) -> list[Note]:
     """Return notes on keys of the index that no shard has, and the other way round."""
+    if home == weight_map and not again:
+        return []
     phantoms = [key for key in weight_map if key not in home]
     unlisted = []
     elsewhere = []
@@ -279,14 +290,19 @@ def _size_notes(index: Mapping[str, Any], tensors: Sequence[TensorEntry]) -> tup
     """Return a note about a wrong ``total_size``. No reader needs it, and many published indexes
     have it wrong.
     """
-    total, size = index.get("metadata", {}).get("total_size"), _total_size(tensors)
-    if total is None or total == size or total == sum(entry.nbytes for entry in tensors):
+    total = index.get("metadata", {}).get("total_size")
+    if total is None:
+        return ()
+    size = _total_size(tensors)
+    if total == size or total == sum(entry.nbytes for entry in tensors):
         return ()
     return (f"the index says total_size {total!r:.40}, the tensors are {size} bytes",)
 
 
-def _total_size(tensors: Iterable[TensorEntry]) -> int:
+def _total_size(tensors: Collection[TensorEntry]) -> int:
     """Return the bytes of the tensors. Tensors with several names count once."""
+    if own_storages(tensors):
+        return sum(entry.nbytes for entry in tensors)
     return sum({entry.identity: entry.nbytes for entry in tensors}.values())
 
 

@@ -124,12 +124,19 @@ class Adapter:
         return f"a {' and '.join(self.kinds)} adapter"
 
 
+def _has_no_other(mark: str) -> bool:
+    return not any(other in mark and other != mark for other in ADAPTERS)
+
+
+# each key of an adapter has one of them
+_MARKS = ("lora.", *filter(_has_no_other, ADAPTERS))
+
+
 def adapter_of(keys: Iterable[str]) -> Adapter | None:
     """Return the adapter among the keys, or None."""
     keys = list(keys)
     text = "\n".join(keys)
-    # in every key of an adapter: most files have none
-    if not any(mark in text for mark in (*ADAPTERS, "lora.")):
+    if not any(mark in text for mark in _MARKS):  # most files have none
         return None
     modules: dict[str, list[str]] = {}
     kinds: dict[str, None] = {}

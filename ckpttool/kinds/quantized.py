@@ -65,6 +65,9 @@ SCHEMES = (
     ),
     Scheme("MLX", "weight", ("uint32",), (), ("scales", "biases")),
 )
+# A weight has one of these dtypes, or one of these leaves.
+_DTYPES = frozenset(dtype for scheme in SCHEMES for dtype in scheme.dtypes)
+_LEAVES = tuple(scheme.leaf for scheme in SCHEMES if not scheme.dtypes)
 # leaf of a quantized weight -> leaf of the same weight in a model that is not quantized
 _PLAIN = {"qweight": "weight", "weight_packed": "weight"}
 _BLOCKS, _SCALES = "_blocks", "_scales"  # of MXFP4: ``down_proj_blocks`` and ``down_proj_scales``
@@ -142,6 +145,12 @@ class QuantizedWeight:
 
 def quantized_weights(section: Section) -> list[QuantizedWeight]:
     """Return the quantized weights of a state dict, by the names and dtypes of their parts."""
+    in_4bit = _parts_in_4bit(section.keys)
+    candidates = [
+        entry for entry in section.tensors if entry.dtype in _DTYPES or entry.key.endswith(_LEAVES)
+    ]
+    if not in_4bit and not candidates:
+        return []
     keys = set(section.keys)
     weights: dict[str, QuantizedWeight] = {}
 
@@ -151,22 +160,10 @@ def quantized_weights(section: Section) -> list[QuantizedWeight]:
             scheme, others = before.scheme, tuple(dict.fromkeys((*before.others, *others)))
         weights[weight] = QuantizedWeight(scheme, weight, tuple(others))
 
-    in_4bit: dict[str, list[str]] = {}  # by the key of a weight, the keys that continue it
-    for key in section.keys:
-        weight, mark, _ = key.partition(_BITSANDBYTES_4BIT)
-        if mark:
-            in_4bit[weight] = []
-    if in_4bit:
-        for key in section.keys:
-            weight, mark, _ = key.partition(_BITSANDBYTES_4BIT)
-            if not mark:
-                weight = key.rpartition(".")[0]
-            if weight in in_4bit:
-                in_4bit[weight].append(key)
     for weight, parts in in_4bit.items():
         add("bitsandbytes, 4 bit", weight, parts)
     parts_by_kind: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for entry in section.tensors:
+    for entry in candidates:
         module, dot, leaf = entry.key.rpartition(".")
         kind = leaf, entry.dtype
         if kind not in parts_by_kind:
@@ -179,6 +176,25 @@ def quantized_weights(section: Section) -> list[QuantizedWeight]:
         return []
     entries = {entry.key: entry for entry in section.tensors}
     return [_with_granularity(weight, entries) for weight in weights.values()]
+
+
+def _parts_in_4bit(keys: Sequence[str]) -> dict[str, list[str]]:
+    """Return the keys of weights that bitsandbytes packed into 4 bits, with the keys next to
+    each.
+    """
+    parts: dict[str, list[str]] = {}
+    for key in keys:
+        if _BITSANDBYTES_4BIT in key:
+            parts[key.partition(_BITSANDBYTES_4BIT)[0]] = []
+    if not parts:
+        return {}
+    for key in keys:
+        weight, mark, _ = key.partition(_BITSANDBYTES_4BIT)
+        if not mark:
+            weight = key.rpartition(".")[0]
+        if weight in parts:
+            parts[weight].append(key)
+    return parts
 
 
 def _with_granularity(
