@@ -30,6 +30,7 @@ from ckpttool.diffing.result import (
     Diff,
     Entry,
     Remedy,
+    alike,
     kinds_by_side,
     outlines,
 )
@@ -100,7 +101,7 @@ def checkpoints(
     return Diff(
         left.source,
         right.source,
-        identical=not failure and all(entry.is_one_of(harmless) for entry in entries),
+        identical=not failure and all(group[0].is_one_of(harmless) for group in alike(entries)),
         entries=entries,
         notes=tuple(notes),
         other_failure=failure.format(left=operands[0], right=operands[1]),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ckpttool.core.checkpoint import Kind, Section
@@ -148,11 +150,19 @@ class Entry:
         if self.cause is None:
             return self.status in kinds
         code = self.cause.code.code
-        return self.statuses <= kinds or (code in kinds and code not in STATUSES)
+        if code in kinds and code not in STATUSES:
+            return True
+        return self.status in kinds and self.statuses <= kinds
 
     def has(self, *codes: Code) -> bool:
         """Return True if one of the codes is among its causes."""
         return self.cause is not None and self.cause.has(*codes)
+
+
+def alike(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """Yield groups of entries with the same status and cause, as they follow each other."""
+    for _, group in groupby(entries, attrgetter("status", "cause")):
+        yield list(group)
 
 
 _UNEXPECTED, _MISSING = Cause(Code.UNEXPECTED), Cause(Code.MISSING)

@@ -24,6 +24,7 @@ from ckpttool.diffing.result import (
     Fix,
     Outline,
     Outlines,
+    alike,
     names_outlines,
     outlines,
 )
@@ -179,11 +180,13 @@ class DiffQuestion:
         """
         harmless = HARMLESS | diff.harmless
         of_one_name = {"shape": 1, "dtype": 1, "value": 1 if self.right is None else 0}
-        differing = [entry for entry in diff.entries if not entry.is_one_of(harmless)]
-        return sum(
-            of_one_name.get(entry.status, 2) if entry.left == entry.right else 2
-            for entry in differing
-        )
+        total = 0
+        for group in alike(diff.entries):
+            if group[0].is_one_of(harmless):
+                continue
+            count = of_one_name.get(group[0].status, 2)
+            total += sum(count if entry.left == entry.right else 2 for entry in group)
+        return total
 
     def different_values(self, diff: Diff) -> list[Entry]:
         """Return the tensors of two checkpoints with different values, under one name or two."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ckpttool.core.codes import CODES
 from ckpttool.core.text import Note, plural, some
 from ckpttool.diffing.causes import OBJECTS, Code
-from ckpttool.diffing.result import HARMLESS, Entry, Unfixed
+from ckpttool.diffing.result import HARMLESS, Entry, Unfixed, alike
 from ckpttool.fixes.commands import FEW
 from ckpttool.fixes.trial import DiffQuestion, TriedFix
 
@@ -45,11 +45,13 @@ def unfixed_by(question: DiffQuestion, best: TriedFix | None) -> tuple[Unfixed, 
         entries = (*left_over, *question.different_values(question.diff))
     accepted = (HARMLESS | question.diff.harmless) - {"alias"}
     keys: dict[str, list[str]] = {}
-    for entry in entries:
-        if entry.is_one_of(accepted):
+    for group in alike(entries):
+        if group[0].is_one_of(accepted):
             continue
-        names = entry.right or entry.left or ("",)
-        keys.setdefault(_code(entry), []).append(names[0])
+        keys_of_code = keys.setdefault(_code(group[0]), [])
+        for entry in group:
+            names = entry.right or entry.left or ("",)
+            keys_of_code.append(names[0])
     in_order = dict.fromkeys([*_UNFIXED, *keys])
     return tuple(Unfixed(code, tuple(keys[code])) for code in in_order if code in keys)
 

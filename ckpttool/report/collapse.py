@@ -96,9 +96,7 @@ def paired(pairs: Iterable[tuple[Texts, Texts, L]]) -> Iterator[tuple[str, str, 
     # the number of keys on the left, the templates of all keys -> the indices of all keys
     groups: dict[tuple[int, tuple[Texts, ...], L], list[tuple[Texts, ...]]] = {}
     for left, right, likeness in pairs:
-        parts = [_split(key) for key in (*left, *right)]
-        templates = tuple(template for template, _ in parts)
-        indices = tuple(indices for _, indices in parts)
+        templates, indices = zip(*map(_split, (*left, *right)))
         groups.setdefault((len(left), templates, likeness), []).append(indices)
     for (count, templates, likeness), rows in groups.items():
         by_first = [(indices[0], indices) for indices in rows]

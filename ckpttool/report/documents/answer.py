@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
+from typing import NamedTuple
 
 from ckpttool.core.text import listed, number, plural
 from ckpttool.diffing.causes import Code
-from ckpttool.diffing.result import HARMLESS, Diff, Entry
+from ckpttool.diffing.result import HARMLESS, Diff, Entry, alike
 from ckpttool.naming.evidence import Pair
 
 # counted like a status
@@ -44,12 +45,38 @@ _OF_OPTIMIZER = {
 }
 
 
-def answer(diff: Diff) -> str:
+class LikelyRenames(NamedTuple):
+    """The inferred pairs of two names, and the keys of each side that they pair."""
+
+    pairs: tuple[Pair, ...]
+    left: frozenset[str]
+    right: frozenset[str]
+
+    @classmethod
+    def of(cls, diff: Diff) -> LikelyRenames:
+        """Return the likely renames of a diff."""
+        pairs = () if diff.inferred is None else diff.inferred.pairs
+        pairs = tuple(pair for pair in pairs if pair.left != pair.right)
+        left = chain.from_iterable(pair.left for pair in pairs)
+        right = chain.from_iterable(pair.right for pair in pairs)
+        return cls(pairs, frozenset(left), frozenset(right))
+
+    def explain(self, entry: Entry) -> bool:
+        """Return True if they pair all keys of the entry: with them it is no difference."""
+        if entry.status not in ("unexpected", "missing", "shape"):
+            return False
+        return self.left.issuperset(entry.left) and self.right.issuperset(entry.right)
+
+
+def answer(diff: Diff, counts: Mapping[str, int]) -> str:
     """Return the answer of a diff as one sentence, with the section that it is about if that is not
-    the complete file.
+    the complete file. `counts` is the result of `counted`.
     """
-    accepted = True if diff.failing_ignores else diff.accepted
-    sentence = _identical(diff) if diff.identical else _with_accepted(diff, accepted=accepted)
+    if diff.identical:
+        sentence = _identical(diff)
+    else:
+        accepted = True if diff.failing_ignores else diff.accepted
+        sentence = _with_accepted(diff, counts, accepted=accepted)
     if diff.section:
         sentence += f" (section {diff.section})"
     if diff.failing_ignores:
@@ -96,12 +123,14 @@ def _same_aspects(diff: Diff) -> str:
 # Something differs
 
 
-def _with_accepted(diff: Diff, *, accepted: bool | None) -> str:
+def _with_accepted(diff: Diff, counts: Mapping[str, int], *, accepted: bool | None) -> str:
     """Return the differences, and how many of them are accepted."""
+    sentence = _differences(diff, {key: counts[key] for key in counts if key != "same"})
+    if accepted is None and all(entry.ignored is None for entry in diff.entries):
+        return sentence
     differing = [entry for entry in diff.entries if diff.is_difference(entry)]
     ignored = sum(entry.ignored is not None for entry in differing)
     others = len(differing) - ignored
-    sentence = _differences(diff, differing)
     if accepted:
         parts = [f"{number(ignored)} ignored"] if ignored else []
         parts += [f"{number(others)} not in --fail-on"] if others else []
@@ -109,9 +138,8 @@ def _with_accepted(diff: Diff, *, accepted: bool | None) -> str:
     return f"{sentence}; {number(ignored)} ignored" if ignored else sentence
 
 
-def _differences(diff: Diff, differing: Sequence[Entry]) -> str:
+def _differences(diff: Diff, counts: dict[str, int]) -> str:
     left, right = diff.names
-    counts = counted(diff, differing)
     if diff.asks == "load":
         return _not_loaded(diff, counts) if counts else f"{left} {diff.other_failure}"
     if diff.asks == "names":
@@ -132,49 +160,26 @@ def _differences(diff: Diff, differing: Sequence[Entry]) -> str:
     return f"{differ}: {details}" if details else differ
 
 
-def counted(diff: Diff, entries: Sequence[Entry]) -> dict[str, int]:
+def counted(entries: Iterable[Entry], renames: LikelyRenames) -> dict[str, int]:
     """Return how many entries have each status; the two keys of a likely rename count as one, and
     tensors that ranks split, and values that were not compared, are counted apart.
     """
-    paired = paired_keys(diff)
     counts = Counter[str]()
-    for entry in entries:
-        if entry.has(Code.SPLIT_LEFT, Code.SPLIT_RIGHT):
-            counts[_SPLIT] += 1
-        elif entry.has(Code.UNREAD):
-            counts[_UNREAD] += 1
-        elif not is_paired(entry, paired):
-            counts[entry.status] += 1
-    renames = len(likely_renames(diff))
-    return {_LIKELY: renames, **counts} if renames else dict(counts)
+    for group in alike(entries):
+        if group[0].has(Code.SPLIT_LEFT, Code.SPLIT_RIGHT):
+            counts[_SPLIT] += len(group)
+        elif group[0].has(Code.UNREAD):
+            counts[_UNREAD] += len(group)
+        else:
+            counts[group[0].status] += len(group) - sum(map(renames.explain, group))
+    counts = +counts
+    return {_LIKELY: len(renames.pairs), **counts} if renames.pairs else dict(counts)
 
 
-def likely_renames(diff: Diff) -> tuple[Pair, ...]:
-    """Return the inferred pairs of two names."""
-    pairs = () if diff.inferred is None else diff.inferred.pairs
-    return tuple(pair for pair in pairs if pair.left != pair.right)
-
-
-def paired_keys(diff: Diff) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the keys of each side that a likely rename pairs."""
-    pairs = likely_renames(diff)
-    left = frozenset(chain(*(pair.left for pair in pairs)))
-    right = frozenset(chain(*(pair.right for pair in pairs)))
-    return left, right
-
-
-def is_paired(entry: Entry, paired: tuple[frozenset[str], frozenset[str]]) -> bool:
-    """Return True if likely renames pair all keys of the entry: with them it is no difference."""
-    if entry.status not in ("unexpected", "missing", "shape"):
-        return False
-    return paired[0].issuperset(entry.left) and paired[1].issuperset(entry.right)
-
-
-def summary(diff: Diff, entries: Sequence[Entry]) -> str:
+def summary(diff: Diff, counts: Mapping[str, int]) -> str:
     """Return how many entries are equal, and how many differ in which way."""
-    counts = counted(diff, entries)
-    same = counts.pop("same", 0)
-    phrases = _phrases(diff, counts)
+    same = counts.get("same", 0)
+    phrases = _phrases(diff, {key: counts[key] for key in counts if key != "same"})
     return ", ".join([f"{number(same)} same", *phrases] if same else phrases)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from math import inf
 from typing import NamedTuple
 
 from ckpttool.core.text import Info, code_of, number, plural
-from ckpttool.diffing.result import ASPECTS, HARMLESS, Asks, Compared, Diff, Entry
+from ckpttool.diffing.result import ASPECTS, HARMLESS, Asks, Compared, Diff, Entry, alike
 from ckpttool.evaluate.compare import Change
 from ckpttool.naming.evidence import Pair
 from ckpttool.report.collapse import first_pattern, patterns
@@ -36,13 +36,7 @@ from ckpttool.report.document import (
     shortened,
     with_names,
 )
-from ckpttool.report.documents.answer import (
-    answer,
-    is_paired,
-    likely_renames,
-    paired_keys,
-    summary,
-)
+from ckpttool.report.documents.answer import LikelyRenames, answer, counted, summary
 from ckpttool.report.documents.inspection import outlined
 
 _ROWS = 8  # rows of a cause
@@ -105,14 +99,17 @@ def coverage(compared: Compared, scope: str) -> tuple[tuple[str, Inline], ...]:
 def document(diff: Diff, *, all: bool = False) -> Document:
     """Return the document; with `all` every key has its own line."""
     uncounted = _uncounted(diff)
-    counted = [entry for entry in diff.entries if not entry.is_one_of(uncounted)]
-    others = [entry for entry in diff.entries if entry.is_one_of(uncounted)]
-    lead = _lead(diff)
-    paired = paired_keys(diff)
-    unpaired = [entry for entry in counted if not is_paired(entry, paired)]
+    entries: list[Entry] = []
+    others: list[Entry] = []
+    for group in alike(diff.entries):
+        (others if group[0].is_one_of(uncounted) else entries).extend(group)
+    renames = LikelyRenames.of(diff)
+    counts = counted(entries, renames)
+    unpaired = [entry for entry in entries if not renames.explain(entry)]
+    lead = _lead(diff, unpaired, renames.pairs)
     notes = [note for note in diff.notes if note not in lead.said]
     blocks: list[Block] = [
-        _likely_renames(diff, all),
+        _likely_renames(diff, renames.pairs, all),
         Keys("Every key" if all else "", _groups(unpaired, diff, all), is_listed=all),
         _changes(diff, all),
         Keys("Not counted as differences", _groups(others, diff, all)),
@@ -121,14 +118,14 @@ def document(diff: Diff, *, all: bool = False) -> Document:
         _accepted(diff, all),
     ]
     blocks += [Paragraph(f"unused ignore entry: {line}", "warning") for line in diff.unused_ignores]
-    blocks += _exchangeable(diff, counted)
-    blocks.append(_compared(diff, counted))
+    blocks += _exchangeable(diff, entries)
+    blocks.append(_compared(diff, counts))
     roles = {status: _ROLES.get(status, "bad") for status in diff.summary}
     quiet = frozenset({"same"} if len(roles) > 1 else ())
     listing = Listing((diff.left, diff.right), roles, partial(findings, diff), quiet)
     names = diff.names[:1] if diff.asks == "names" else diff.names
     title = " ".join(("diff", *names))
-    return Document(title, answer(diff), diff.passes, filled(blocks), listing, lead.blocks)
+    return Document(title, answer(diff, counts), diff.passes, filled(blocks), listing, lead.blocks)
 
 
 def _changes(diff: Diff, all: bool) -> Table:
@@ -168,10 +165,10 @@ def _change_row(name: str, worst: str, change: Change) -> Row:
     return (name, *sizes, f"{change.maximum:.2g}", share, counts, most)
 
 
-def _likely_renames(diff: Diff, all: bool) -> Keys:
+def _likely_renames(diff: Diff, likely: Iterable[Pair], all: bool) -> Keys:
     """Return the pairs of likely renames, a group for each evidence."""
     by_evidence: dict[tuple[str, str], list[Pair]] = {}
-    for pair in likely_renames(diff):
+    for pair in likely:
         by_evidence.setdefault((pair.evidence, pair.transposed), []).append(pair)
     groups = []
     for (evidence, transposed), pairs in by_evidence.items():
@@ -212,12 +209,12 @@ def _exchangeable(diff: Diff, counted: Iterable[Entry]) -> list[Paragraph]:
     return [Paragraph(text)]
 
 
-def _compared(diff: Diff, counted: Sequence[Entry]) -> Facts:
+def _compared(diff: Diff, counts: Mapping[str, int]) -> Facts:
     """Return the footer: the two sides, the counts, and what was compared."""
     sides = zip(_SIDES[diff.asks], (diff.left, diff.right))
     pairs: list[tuple[str, Inline]] = [(label, Cell(side, "key")) for label, side in sides]
-    counts = summary(diff, counted)
-    pairs += [("keys", counts)] if counts else []
+    keys = summary(diff, counts)
+    pairs += [("keys", keys)] if keys else []
     return Facts((*pairs, *coverage(diff.compared, diff.scope)))
 
 
@@ -230,8 +227,11 @@ class _Lead(NamedTuple):
     said: frozenset[str]
 
 
-def _lead(diff: Diff) -> _Lead:
-    """Return the lead of a diff; if nothing differs it says only what kind of file it is."""
+def _lead(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair]) -> _Lead:
+    """Return the lead of a diff; if nothing differs it says only what kind of file it is.
+
+    `unpaired` are the entries that count, but for those that the `likely` renames explain.
+    """
     kinds = [note for note in diff.notes if code_of(note) in _OF_KIND]
     blocks: list[Block] = [_kinds(diff)] if diff.kinds else []
     blocks += noted(kinds, quiet=True, names=diff.names)
@@ -239,7 +239,7 @@ def _lead(diff: Diff) -> _Lead:
     if diff.identical:
         blocks += [Commands("fix", diff.fix)] if diff.fix else []
         return _Lead(tuple(blocks), frozenset(said))
-    reason = _reason(diff)
+    reason = _reason(diff, unpaired, likely)
     if reason.text:
         blocks.append(_line("reason", reason.text))
         said.add(reason.note)
@@ -274,24 +274,17 @@ class _Reason(NamedTuple):
     note: str = ""
 
 
-def _reason(diff: Diff) -> _Reason:
+def _reason(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair]) -> _Reason:
     """Return the cause that explains most keys; a note if no key differs."""
-    harmless = _uncounted(diff) | {"same"}
-    paired = paired_keys(diff)
-    failing = []
-    for entry in diff.entries:
-        is_accepted = entry.ignored is not None or entry.is_one_of(harmless)
-        if not is_accepted and not is_paired(entry, paired):
-            failing.append(entry)
+    failing = [entry for entry in unpaired if entry.ignored is None and entry.status != "same"]
     by_code: dict[str, list[list[Entry]]] = {}
     for group in _by_cause(failing):
         cause = group[0].cause
         by_code.setdefault(cause.code.code if cause else group[0].status, []).append(group)
     counts = {code: sum(map(len, groups)) for code, groups in by_code.items()}
     explained = {code: count for code, count in counts.items() if code not in _UNEXPLAINED}
-    pairs = likely_renames(diff)
-    if pairs and len(pairs) >= max(explained.values(), default=0):
-        return _reason_of_renames(diff, pairs)
+    if likely and len(likely) >= max(explained.values(), default=0):
+        return _reason_of_renames(diff, likely)
     if explained:
         code = max(explained, key=explained.__getitem__)
         largest = max(by_code[code], key=len)

@@ -26,7 +26,6 @@ from ckpttool.report.document import (
     noted,
 )
 from ckpttool.report.documents import diff as diff_report
-from ckpttool.report.documents.answer import answer
 
 _FEW = 3  # files that the first line names
 
@@ -67,7 +66,7 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
         )
         blocks.append(Problems(names.roundtrip_problems, "warning"))
     blocks += noted(names.notes)
-    verdict = answer(diff)
+    verdict = shown.verdict
     if written is not None:
         verdict = f"wrote {written}: {verdict}"
     if not names.roundtrips:
