@@ -136,6 +136,18 @@ _FLAT = re.compile(r"_flat_param|flat_param(_\d+)?")
 NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a segment that is a number, as of a layer
 
 
+_NUMBER_AFTER_DOT = re.compile(r"\.(\d+)(?![^.])")
+
+
+def split_at_numbers(key: str) -> list[str]:
+    """Return the parts of a key between the segments that are numbers, and these numbers, in turn.
+
+    Each part has a dot before it: a search for a dot is faster than one for the beginning of a
+    segment.
+    """
+    return _NUMBER_AFTER_DOT.split(f".{key}")
+
+
 def dotted(*parts: str) -> str:
     """Return the parts joined by dots, without empty ones: the root of a file or a model has no
     name.

@@ -27,7 +27,6 @@ from ckpttool.operands.output import command, free, outputs
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.ruleset.infer_rules import numbered, patterns, renames
 from ckpttool.ruleset.parse import steps_of
-from ckpttool.ruleset.patterns import InTurn, parse
 from ckpttool.ruleset.steps import state_of
 
 Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
@@ -132,6 +131,8 @@ def suggest(
 def _second_names(section: Section, used: Collection[str]) -> list[str]:
     """Return the keys that are not used, and are second names of tensors that are."""
     first = section.aliases()
+    if not first:
+        return []
     held = {first.get(key, key) for key in used}
     return [key for key in section.by_key() if key not in used and first.get(key, key) in held]
 
@@ -239,24 +240,19 @@ def _renaming(
     changed = {old: new for old, new in named.items() if old != new}
     if not changed:
         return
-    texts = renames(changed, [*kept, *(old for old, new in named.items() if old == new)])
+    kept = [*kept, *(old for old, new in named.items() if old == new)]
     evidence = dict.fromkeys(changed, "only the segments of wrappers differ")
     evidence |= {pair.left[0]: pair.evidence for pair in pairs if pair.left[0] in changed}
-    reasons = {text: dict.fromkeys(evidence.values()) for text in texts}
-    if len(set(evidence.values())) > 1:  # find the keys of each rule
-        reasons = {text: {} for text in texts}
-        rules = InTurn([parse(text) for text in texts])
-        for key, why in evidence.items():
-            rule, _ = rules.first(key)
-            if rule is not None:
-                reasons[rule.text][why] = None
+    texts = []
     lines = []
-    for whys in reasons.values():
+    for text, keys in renames(changed, kept).items():
+        whys = dict.fromkeys(evidence[key] for key in keys if key in evidence)
         line = next(iter(whys), "")  # none for a key that reads like a pattern: the file is tried
         if len(whys) > 1:
             line += f"; {plural(len(whys) - 1, 'other reason')}"
+        texts.append(text)
         lines.append(line)
-    yield RuleTable({"rename": list(texts)}, tuple(lines))
+    yield RuleTable({"rename": texts}, tuple(lines))
 
 
 def _toml(table: RuleTable) -> str:

@@ -23,7 +23,7 @@ from typing import Union
 from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.expression import Expression
 from ckpttool.core.text import NUMBER as NUMBER_SEGMENT
-from ckpttool.core.text import Info
+from ckpttool.core.text import Info, split_at_numbers
 from ckpttool.core.values import dataclass
 
 # any layer number in a template; `template` escapes segments of a key that read like it
@@ -189,8 +189,8 @@ def template(key: str) -> tuple[Template, str]:
     """
     if NUMBER in key:
         key = ".".join(map(_escaped, key.split(".")))
-    texts = NUMBER_SEGMENT.split(key)
-    return _segments(NUMBER.join(texts[::2])), ".".join(texts[1::2])
+    texts = split_at_numbers(key)
+    return _segments(f".{NUMBER}".join(texts[::2])[1:]), ".".join(texts[1::2])
 
 
 @lru_cache(maxsize=1 << 16)  # most keys have the segments of another

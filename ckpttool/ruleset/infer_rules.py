@@ -8,7 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ckpttool.core.errors import CkptError
-from ckpttool.core.text import NUMBER
+from ckpttool.core.text import split_at_numbers
 from ckpttool.ruleset.patterns import InTurn, matches, parse, pattern_of
 
 _VARIABLES = ("{n}", "{m}", "{k}", "{j}")  # the layer numbers, the outermost first
@@ -26,8 +26,9 @@ class _Candidate(NamedTuple):
     wrong: frozenset[str]
 
 
-def renames(new_names: Mapping[str, str], kept: Iterable[str]) -> tuple[str, ...]:
-    """Return rules that give the keys of `new_names` these names, and leave the `kept` keys alone.
+def renames(new_names: Mapping[str, str], kept: Iterable[str]) -> dict[str, list[str]]:
+    """Return rules that give the keys of `new_names` these names, and leave the `kept` keys alone;
+    each with the keys that it matches.
 
     The first rule that matches renames a key. The last rule is inferred first: it explains most,
     and its errors are left to the rules before it.
@@ -35,9 +36,10 @@ def renames(new_names: Mapping[str, str], kept: Iterable[str]) -> tuple[str, ...
     names = {**{key: key for key in kept}, **new_names}
     samples = _samples(names)
     rules = _few(names, samples) if len(samples) <= _TOO_MANY * _SAMPLES else []
-    if rules and _are_right(rules, names):
-        return tuple(rules)
-    return tuple(f"{key} => {name}" for key, name in names.items() if key != name)
+    keys_of_rules = _keys_of_rules(rules, names) if rules else None
+    if keys_of_rules is not None:
+        return keys_of_rules
+    return {f"{key} => {name}": [key] for key, name in names.items() if key != name}
 
 
 def _few(names: Mapping[str, str], samples: Mapping[str, str]) -> list[str]:
@@ -61,7 +63,7 @@ def _few(names: Mapping[str, str], samples: Mapping[str, str]) -> list[str]:
         unnamed -= best.right
     for text in list(rules):
         others = [other for other in rules if other != text]
-        if _are_right(others, samples):
+        if _keys_of_rules(others, samples) is not None:
             rules = others
     return rules
 
@@ -154,7 +156,7 @@ def _samples(names: Mapping[str, str]) -> dict[str, str]:
     first: dict[tuple[str, ...], list[str]] = {}
     last: dict[tuple[str, ...], str] = {}
     for key, name in names.items():
-        old, new = NUMBER.split(key), NUMBER.split(name)
+        old, new = split_at_numbers(key), split_at_numbers(name)
         if old[1::2] == new[1::2]:  # as `numbered` tells kinds apart, but faster
             kind = (*old[::2], "=>", *new[::2])
         else:
@@ -218,9 +220,17 @@ def _count_shared(left: Sequence[str], right: Sequence[str]) -> int:
     return count
 
 
-def _are_right(rules: Sequence[str], names: Mapping[str, str]) -> bool:
+def _keys_of_rules(rules: Sequence[str], names: Mapping[str, str]) -> dict[str, list[str]] | None:
+    """Return the keys that each rule matches; None if a key gets another name than it should."""
+    keys_of_rules: dict[str, list[str]] = {rule: [] for rule in rules}
     first = InTurn([parse(rule) for rule in rules]).first
     try:
-        return all((first(key)[1] or key) == name for key, name in names.items())
+        for key, name in names.items():
+            rule, new_name = first(key)
+            if (new_name or key) != name:
+                return None
+            if rule is not None:
+                keys_of_rules[rule.text].append(key)
     except CkptError:
-        return False
+        return None
+    return keys_of_rules

@@ -125,13 +125,17 @@ class Pattern:
         """
         if not self.is_simple:
             return _search(self.tokens, segments)
+        return (self.bound,) if self.fits(segments) else ()
+
+    def fits(self, segments: Sequence[str]) -> bool:
+        """Return whether a simple pattern matches a key of these segments."""
         count = len(self.tokens) - self.has_star
         if len(segments) < count or (len(segments) > count and not self.has_star):
-            return ()
+            return False
         for at, text in self.literals:
             if segments[at] != text:
-                return ()
-        return (self.bound,)
+                return False
+        return True
 
 
 def _tokens(segments: Iterable[str]) -> tuple[Token, ...]:
@@ -324,7 +328,14 @@ class Rule:
 
         Raises `Refused` if it matches in two ways, or if the new name is empty.
         """
-        name = self._expand(key) if isinstance(self.source, Regex) else self._fill(key, self.source)
+        return self.apply_to(key, key.split("."))
+
+    def apply_to(self, key: str, segments: Sequence[str]) -> str | None:
+        """Return what `apply` returns, for a key of these segments."""
+        if isinstance(self.source, Regex):
+            name = self._expand(key)
+        else:
+            name = self._fill(key, segments, self.source)
         if name == "":
             raise Refused(
                 f"the rule {self.text!r} leaves nothing of a key",
@@ -333,22 +344,23 @@ class Rule:
             )
         return name
 
-    def _fill(self, key: str, source: Pattern) -> str | None:
-        segments = key.split(".")
+    def _fill(self, key: str, segments: Sequence[str], source: Pattern) -> str | None:
         if source.is_simple:
-            ways = source.ways(segments)
+            if not source.fits(segments):
+                return None
+            bound = source.bound
         else:
             ways = _two_ways(source, segments, self.text)
-        if not ways:
-            return None
-        bound, *others = ways
-        if others:
-            raise Refused(
-                f"the rule {self.text!r} matches a key in more than one way",
-                hint="write more segments literally, or write the rule as a regular expression"
-                " (re:…)",
-                problems=[Problem("ambiguous match", key)],
-            )
+            if not ways:
+                return None
+            bound = ways[0]
+            if len(ways) > 1:
+                raise Refused(
+                    f"the rule {self.text!r} matches a key in more than one way",
+                    hint="write more segments literally, or write the rule as a regular expression"
+                    " (re:…)",
+                    problems=[Problem("ambiguous match", key)],
+                )
         name: list[str] = []
         for token in self.template:
             assert isinstance(token, Token)
@@ -476,17 +488,19 @@ class InTurn:
     def first(self, key: str) -> tuple[Rule | None, str | None]:
         """Return the rule and the key's new name, or two None. Raises as `Rule.apply` does."""
         literal_index, literal = self._literal.get(key, (self._count, None))
-        for index, rule in self._others if len(self._others) < 2 else self._may_match(key):
+        segments = key.split(".")
+        for index, rule in self._others if len(self._others) < 2 else self._may_match(segments):
             if index > literal_index:
                 break
-            name = rule.apply(key)
+            name = rule.apply_to(key, segments)
             if name is not None:
                 return rule, name
         return (None, None) if literal is None else (literal, literal.apply(key))
 
-    def _may_match(self, key: str) -> list[tuple[int, Rule]]:
-        """Return the patterns that match the key, and those that only trying tells."""
-        segments = key.split(".")
+    def _may_match(self, segments: Sequence[str]) -> list[tuple[int, Rule]]:
+        """Return the patterns that match a key of these segments, and those that only trying
+        tells.
+        """
         words = tuple([segment if segment in self._words else "" for segment in segments])
         rules = self._by_words.get(words)
         if rules is None:
@@ -500,4 +514,4 @@ def _may_match(rule: Rule, segments: Sequence[str]) -> bool:
     source = rule.source
     if isinstance(source, Regex) or not source.is_simple:
         return True
-    return bool(source.ways(segments))
+    return source.fits(segments)
