@@ -309,12 +309,15 @@ def _check_section(
         if ex.is_opaque(output.source):
             text = "computed by code that is not a tensor operator"
             problems.append(Problem(text, output.key, "opaque"))
-    problems += [Problem("neither used nor dropped", key) for key in have if key in left]
+    unused = [key for key in have if key in left] if left else []
+    problems += [Problem("neither used nor dropped", key) for key in unused]
     return problems
 
 
-def _collisions(outputs: Iterable[Output]) -> Iterator[Problem]:
+def _collisions(outputs: Collection[Output]) -> Iterator[Problem]:
     """Yield the keys that several outputs would write."""
+    if len({output.key for output in outputs}) == len(outputs):
+        return
     count = Counter(output.key for output in outputs)
     sources: dict[str, list[str]] = {}
     for output in outputs:

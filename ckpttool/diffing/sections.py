@@ -235,6 +235,8 @@ def leftover(
     (one of the `other_keys`) is an alias.
     """
     first = aliases(section)
+    if not first:
+        return list(map(only, keys))
     # first name of a tensor -> all its names
     names: dict[str, set[str]] = {}
     for key, name in first.items():

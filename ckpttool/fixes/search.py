@@ -68,14 +68,17 @@ def _may_help(question: DiffQuestion) -> bool:
 
 def _only_tensors_differ(question: DiffQuestion) -> bool:
     """Return whether all names are right, and shapes, dtypes or values differ."""
-    statuses: set[str] = set()
-    for entry in question.diff.entries:
-        statuses |= entry.statuses
-    statuses.discard("same")
     of_tensors = {"shape", "dtype"}
     if question.right is not None:
         of_tensors.add("value")
-    return bool(statuses) and statuses <= of_tensors
+    differ = False
+    for entry in question.diff.entries:
+        if entry.status == "same":
+            continue
+        if not entry.statuses <= of_tensors:
+            return False
+        differ = True
+    return differ
 
 
 def complete_for_model(question: DiffQuestion) -> TriedFix | None:

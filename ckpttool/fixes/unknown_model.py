@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Union
+
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.diffing.checkpoints import program_and_weights
 from ckpttool.diffing.sections import without_segment
@@ -61,10 +64,11 @@ def _shortened_form(question: DiffQuestion, has_program: bool) -> str | None:
     only_right = [key for entry in entries if entry.status == "missing" for key in entry.right]
     if not only_left or len(only_left) != len(only_right):
         return None
-    left, right = map(model_section, question.two)
-    if _are_shortened(left, only_left, right, only_right):
+    left_section, right_section = map(model_section, question.two)
+    left, right = _by_name(left_section, only_left), _by_name(right_section, only_right)
+    if _are_shortened(left, right):
         return "exported"
-    if _are_shortened(right, only_right, left, only_left):
+    if _are_shortened(right, left):
         return "serialized"
     return None
 
@@ -80,25 +84,28 @@ def _remap(question: DiffQuestion, to: str) -> str:
     return command("remap", (left.source,), RemapOptions(model="MODEL", to=to, out=out))
 
 
-def _are_shortened(short: Section, shorter: list[str], long: Section, longer: list[str]) -> bool:
-    """Return True if each shorter key is exactly one longer key without a segment, with the same
+Entries = Mapping[str, Union[TensorEntry, ExtraEntry, None]]
+
+
+def _by_name(section: Section, keys: Iterable[str]) -> Entries:
+    """Return the entries of these keys by their names without segments of wrappers."""
+    names, entries = canonical_keys(section.keys), section.by_key()
+    return {names.get(key, key): entries.get(key) for key in keys}
+
+
+def _are_shortened(short: Entries, long: Entries) -> bool:
+    """Return True if each shorter name is exactly one longer name without a segment, with the same
     dtype and shape.
-
-    Segments of wrappers do not count.
     """
-    have, want = _outlines(short, shorter), _outlines(long, longer)
-    others = set()
-    for key, outline in want.items():
-        match = without_segment(key, have)
-        if match is None or match[0] in others or have[match[0]] != outline:
+    shortened: set[str] = set()
+    for name, entry in long.items():
+        match = without_segment(name, short)
+        if match is None or match[0] in shortened:
             return False
-        others.add(match[0])
+        if _outline(short[match[0]]) != _outline(entry):
+            return False
+        shortened.add(match[0])
     return True
-
-
-def _outlines(section: Section, keys: list[str]) -> dict[str, object]:
-    entries, names = section.by_key(), canonical_keys(section.by_key())
-    return {names.get(key, key): _outline(entries.get(key)) for key in keys}
 
 
 def _outline(entry: TensorEntry | ExtraEntry | None) -> object:

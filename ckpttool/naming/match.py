@@ -143,7 +143,7 @@ def _confirmed_base(name: str, names: Collection[str], first: Mapping[str, str])
 _BY_EVIDENCE = ("base_model", "base_layer", "original_module")
 WRAPPER = re.compile("|".join(map(re.escape, SEGMENTS)))  # in every key with a wrapper's segment
 # in every key with a wrapper's segment, and in every call variant
-_MARK = re.compile(f"{WRAPPER.pattern}|@")
+_MARKS = (*SEGMENTS, "@")
 _MOST_SEGMENTS = 8  # a key with more segments that look like wrappers is not searched through
 
 
@@ -381,15 +381,13 @@ def prefixes(keys: Collection[str], names: Collection[str]) -> list[str]:
     than half of them.
     """
     count: Counter[str] = Counter()
-    depths = {name.count(".") for name in names}
+    heads = {name.partition(".")[0] for name in names}
     for key in keys:
-        dots = key.count(".")
-        for depth in depths:
-            if depth > dots:
-                continue
-            name = key.split(".", dots - depth)[-1]
-            if name in names:
-                count[key[: len(key) - len(name)].removesuffix(".")] += 1
+        start = 0
+        for segment in key.split("."):
+            if segment in heads and key[start:] in names:
+                count[key[:start].removesuffix(".")] += 1
+            start += len(segment) + 1
     most = max(count.values(), default=0)
     if 2 * most <= len(names):
         return []
@@ -451,8 +449,9 @@ def _without_segments(lefts: Sequence[str], rights: Sequence[str]) -> dict[str, 
     other side.
     """
     pair = _below_prefix
-    right_names = {key: key for key in rights}
-    if _MARK.search("\n".join((*lefts, *rights))):
+    right_names = dict(zip(rights, rights))
+    text = "\n".join((*lefts, *rights))
+    if any(mark in text for mark in _MARKS):
         pair = _match_names
         right_names = {key: _without_wrappers(key) for key in rights}
     pairs = [*pair(lefts, right_names).items()]
@@ -473,8 +472,12 @@ def _match_names(keys: Sequence[str], names: Mapping[str, str]) -> Mapping[str, 
 
 def _below_prefix(keys: Sequence[str], names: Mapping[str, str]) -> Mapping[str, str]:
     prefix = common_prefix(keys, names)
-    inner = {key: key[len(prefix) + 1 :] for key in keys} if prefix else {}
-    return {key: name for key, name in inner.items() if name in names}
+    pairs: dict[str, str] = {}
+    for key in keys if prefix else ():
+        name = key[len(prefix) + 1 :]
+        if name in names:
+            pairs[key] = name
+    return pairs
 
 
 # The names of a model
