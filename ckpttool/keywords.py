@@ -67,6 +67,7 @@ class RemapKeywords(OptimizerKeywords, OutputKeywords, total=False):
     """Options of `remap`."""
 
     in_place: bool
+    optimizer: Any
     to: str | None
     like: Any
     to_model: Any

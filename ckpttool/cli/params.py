@@ -151,7 +151,8 @@ def _param(hint: Any, default: Any) -> Param:
     kind = _not_none(kind)
     if kind is Any:  # an object in Python
         kind = str
-    return Param(mark, list[str] if get_origin(kind) is Sequence else kind, default)
+    repeats = get_origin(kind) is Sequence or (isinstance(mark, Option) and mark.repeats)
+    return Param(mark, list[str] if repeats else kind, default)
 
 
 def _not_none(hint: Any) -> Any:

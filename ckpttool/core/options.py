@@ -31,7 +31,8 @@ class Option:
 
     The first text has its `flags` and the `metavar` of its value, as in the help; `group` is its
     heading there. `least` is the smallest number that it takes; `check` is called with a value, and
-    raises `CkptError` for an invalid one. `choices` are values that a shell completes.
+    raises `CkptError` for an invalid one. `choices` are values that a shell completes. It `repeats`
+    on the command line, also if a keyword takes one object.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class Option:
         least: float | None = None,
         check: Callable[[Any], object] | None = None,
         choices: Choices | None = None,
+        repeats: bool = False,
     ) -> None:
         words = spelled.split(" ")
         self.flags = tuple(word.rstrip(",") for word in words if word.startswith("-"))
         self.metavar = None if words[-1].startswith("-") else words[-1]
         self.spelled, self.help, self.group = spelled, help, group
         self.least, self.check, self.choices = least, check, choices
+        self.repeats = repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +225,32 @@ def several(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
     if value is None:
         return None
     return (value,) if isinstance(value, str) else tuple(value)
+
+
+class Optimizers(dict[str, Any]):
+    """Optimizers by the sections that hold their state."""
+
+    @property
+    def words(self) -> list[str]:
+        """The values of the option that names them."""
+        return [f"{path}={optimizer}" for path, optimizer in self.items()]
+
+
+# ``muon=opt.py:make``: what is before the sign is no operand itself
+_OF_SECTION = re.compile(r"([^:()=]+)=(.+)")
+
+
+def one_or_named(value: Any) -> Any:
+    """Return one optimizer as it is, and several with the sections that hold their state."""
+    if isinstance(value, Mapping):
+        return Optimizers(value)
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)):
+        return value
+    named = [_OF_SECTION.fullmatch(text) for text in texts if isinstance(text, str)]
+    if len(named) == len(texts) and all(named):
+        return Optimizers((match[1], match[2]) for match in named if match is not None)
+    return texts[0] if len(texts) == 1 else tuple(texts) or None
 
 
 @dataclass(frozen=True, kw_only=True)

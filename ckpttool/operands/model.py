@@ -499,6 +499,8 @@ def operand_of(options: ModelOptions) -> ModelOperand | None:
     if options.model is None or isinstance(options.model, ModelOperand):
         return options.model
     optimizer = options.optimizer if isinstance(options, OptimizerOptions) else None
+    if isinstance(optimizer, Mapping):  # each is the optimizer of a section
+        optimizer = None
     return ModelOperand(options.model, options.materialize, optimizer)
 
 

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from ckpttool.core.checkpoint import Checkpoint, Span
 from ckpttool.core.errors import Problem, Refused
-from ckpttool.core.options import Option, OutputOptions
+from ckpttool.core.options import Optimizers, Option, OutputOptions
 from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass
 from ckpttool.formats.folders import checkpoint_files
@@ -58,7 +58,7 @@ def command(verb: str, operands: tuple[str, ...], options: Any) -> str:
         if value != field.default:
             chosen.append((field.name, value))
     chosen.sort(key=lambda pair: pair[0] in late)
-    if MEMORY.title in operands or not all(isinstance(value, _PLAIN) for _, value in chosen):
+    if MEMORY.title in operands or not all(_is_plain(value) for _, value in chosen):
         names = {MEMORY.title: "ckpt", "CKPT": "CKPT"}
         arguments = [names.get(operand, repr(operand)) for operand in operands]
         arguments += [f"{name}={_literal(name, value)}" for name, value in chosen]
@@ -69,10 +69,18 @@ def command(verb: str, operands: tuple[str, ...], options: Any) -> str:
         if value is True:
             words.append(mark.flags[0])
             continue
-        for part in value if isinstance(value, (list, tuple)) else (value,):
+        several = value.words if isinstance(value, Optimizers) else value
+        for part in several if isinstance(several, (list, tuple)) else (several,):
             text = json.dumps(dict(part)) if isinstance(part, Mapping) else str(part)
             words += [mark.flags[0], text]
     return shell("ckpttool", verb, *operands, *words)
+
+
+def _is_plain(value: object) -> bool:
+    """Return False for objects of the caller, which no text names."""
+    if isinstance(value, Optimizers):
+        return all(isinstance(optimizer, str) for optimizer in value.values())
+    return isinstance(value, _PLAIN)
 
 
 def _literal(name: str, value: object) -> str:
@@ -81,7 +89,7 @@ def _literal(name: str, value: object) -> str:
     """
     if isinstance(value, str) and value in PLACEHOLDERS:
         return value
-    if not isinstance(value, _PLAIN):
+    if not _is_plain(value):
         return name
     return repr(list(value) if isinstance(value, tuple) else value)
 

@@ -170,7 +170,8 @@ class OptimizerRequest:
     of its tensors are left out: then parameters that have names follow their keys. `state_dicts`
     are those of the file as it was saved (`operands.checkpoint.saved_state_dicts`): the order of
     their keys is evidence for the ids. `old_model` is the same command with the model named that
-    saved the file, `output` the file to write.
+    saved the file, `output` the file to write. `of_sections` are `names` and `to_names` for the
+    optimizers that are named by their sections.
     """
 
     keys: str | None = None
@@ -185,6 +186,14 @@ class OptimizerRequest:
     state_dicts: Sequence[Section] | None = None
     old_model: str | None = None
     output: str | None = None
+    of_sections: Mapping[str, tuple[Names | None, Names | None]] = field(default_factory=dict)
+
+    def of(self, section: Section) -> OptimizerRequest:
+        """Return the request with the names for the optimizer of a section."""
+        if section.path not in self.of_sections:
+            return self
+        names, to_names = self.of_sections[section.path]
+        return replace(self, names=names, to_names=to_names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +236,9 @@ def remap_optimizers(
     sections: list[Section] = []
     remaps: list[OptimizerRemap] = []
     for section in source.sections:
-        changed = _remapped(section, request) if section.kind == "optimizer" else None
+        changed = None
+        if section.kind == "optimizer":
+            changed = _remapped(section, request.of(section))
         if changed is None:
             sections.append(section)
         else:

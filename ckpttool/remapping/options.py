@@ -18,9 +18,11 @@ from ckpttool.core.options import (
     EditOptions,
     ModelOptions,
     OptimizerOptions,
+    Optimizers,
     Option,
     OutputOptions,
     call_of,
+    one_or_named,
     several,
 )
 from ckpttool.core.values import dataclass
@@ -49,6 +51,15 @@ def presets() -> list[str]:
 class RemapOptions(OptimizerOptions, EditOptions):
     """All options of a remap. Options that name code (`model`, `optimizer`, …) may be objects."""
 
+    optimizer: Annotated[
+        Any,
+        Option(
+            "--optimizer OPTIMIZER",
+            "Its optimizer: 'model.py:make(lr=1)'. Of several: 'muon=model.py:make'.",
+            IS,
+            repeats=True,
+        ),
+    ] = None
     # What it becomes
     to: Annotated[
         str | None,
@@ -61,7 +72,13 @@ class RemapOptions(OptimizerOptions, EditOptions):
         Any, Option("--to-model MODEL", "Another model, which will load OUT.", BECOMES)
     ] = None
     to_optimizer: Annotated[
-        Any, Option("--to-optimizer OPTIMIZER", "Another optimizer, which will resume.", BECOMES)
+        Any,
+        Option(
+            "--to-optimizer OPTIMIZER",
+            "Another optimizer, which will resume. Of several: 'muon=model.py:make'.",
+            BECOMES,
+            repeats=True,
+        ),
     ] = None
     fill_from: Annotated[
         Sequence[Any] | None,
@@ -134,10 +151,21 @@ class RemapOptions(OptimizerOptions, EditOptions):
     def __post_init__(self) -> None:
         for name in ("rule", "drop"):
             object.__setattr__(self, name, several(getattr(self, name)))
+        for name in ("optimizer", "to_optimizer"):
+            object.__setattr__(self, name, one_or_named(getattr(self, name)))
         fillers = self.fill_from
         if fillers is not None and not isinstance(fillers, (list, tuple)):
             fillers = (fillers,)
         object.__setattr__(self, "fill_from", None if fillers is None else tuple(fillers))
+
+    @property
+    def optimizers(self) -> dict[str, tuple[Any, Any]]:
+        """The optimizer that saved each section and the one that will load it, if they are named by
+        their sections.
+        """
+        saved = self.optimizer if isinstance(self.optimizer, Optimizers) else {}
+        loads = self.to_optimizer if isinstance(self.to_optimizer, Optimizers) else {}
+        return {path: (saved.get(path), loads.get(path)) for path in {**saved, **loads}}
 
     @property
     def source_units(self) -> tuple[str, ...]:
@@ -223,6 +251,15 @@ class RemapOptions(OptimizerOptions, EditOptions):
         )
         both = self.like is not None and self.to
         yield both, "--like and --to both say which names OUT gets", "leave one of them out"
+        for flag, optimizer in (
+            ("--optimizer", self.optimizer),
+            ("--to-optimizer", self.to_optimizer),
+        ):
+            yield (
+                isinstance(optimizer, (list, tuple)),
+                f"{flag} names several optimizers, and not their sections",
+                f"{flag} SECTION=OPTIMIZER for each: `ckpttool inspect` lists the sections",
+            )
         keys = self.optimizer_keys
         yield (
             keys and keys not in KEYS,

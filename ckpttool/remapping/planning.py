@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Section
-from ckpttool.core.text import dotted
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.names import Names
+from ckpttool.core.text import dotted, plural
 from ckpttool.formats.opening import note_on
 from ckpttool.kinds.adapters import adapter_of
 from ckpttool.kinds.table import with_kinds
@@ -103,10 +106,37 @@ def _for_optimizers(inputs: Inputs) -> OptimizerRequest:
         inputs.to_names,
         inputs.request.renamings,
         form,
+        of_sections=_names_of_sections(inputs),
         state_dicts=saved_state_dicts(source),
         old_model=_command_with_old_model(source, options),
         output=options.target(source.source),
     )
+
+
+def _names_of_sections(inputs: Inputs) -> dict[str, tuple[Names | None, Names | None]]:
+    """Return the names of the models that saved and will load the optimizer of each section, if the
+    optimizers are named by their sections. Raise `CkptError` for sections that are none.
+    """
+    named = inputs.options.optimizers
+    paths = [section.path for section in inputs.source.optimizers]
+    problems = [Problem("not an optimizer", path) for path in named if path not in paths]
+    if problems:
+        sections = f"its optimizers are {', '.join(paths)}" if paths else "it holds no optimizer"
+        raise CkptError(
+            f"{inputs.source.source}: {plural(len(problems), 'section')} named, but no optimizer",
+            hint=f"{sections}: `{inputs.source.inspect_call}` lists its sections",
+            problems=problems,
+        )
+    names = {}
+    for path, (optimizer, to_optimizer) in named.items():
+        saved = _with_ids(inputs.model, optimizer)
+        loads = _with_ids(inputs.to_model, to_optimizer)
+        names[path] = saved, loads
+    return names
+
+
+def _with_ids(model: ModelOperand | None, optimizer: Any) -> Names | None:
+    return None if model is None else model.with_optimizer(optimizer).names()
 
 
 def _not_reached(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:

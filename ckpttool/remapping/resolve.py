@@ -99,13 +99,12 @@ def loading_model(options: RemapOptions, model: ModelOperand | None) -> ModelOpe
     """Return what will load the output if that is not `model`: another model, or the same with
     another optimizer.
     """
+    optimizer = None if options.optimizers else options.to_optimizer
     if options.to_model is not None:
-        return ModelOperand(
-            options.to_model, options.materialize, options.to_optimizer, option="--to-model"
-        )
+        return ModelOperand(options.to_model, options.materialize, optimizer, option="--to-model")
     if options.to_optimizer is None or model is None:
         return None
-    return model.with_optimizer(options.to_optimizer)
+    return model.with_optimizer(optimizer)
 
 
 def _plain_request(
