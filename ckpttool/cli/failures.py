@@ -28,7 +28,9 @@ _OS_HINTS = {
     errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-_MOST = 10  # lines of problems; `--format json` has all of them
+# Problems that have a line each, reasons, and keys of all reasons; `--format json` has all of them
+_MOST = 10
+_FEW = 3  # keys with the same problem that repeat it
 _LS_HELPS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
@@ -160,21 +162,31 @@ def say(failure: Failure, form: str = "text") -> int:
 
 
 def problem_lines(problems: Sequence[Problem]) -> list[str]:
-    """Return a line for each problem; if they are many, one line for the same problem in repeated
-    layers.
+    """Return a line for each problem. A problem that many keys have is said once, above its first
+    keys, in which repeated layers are one.
     """
-    if len(problems) <= _MOST:
-        return list(map(str, problems))
-    from ckpttool.report.collapse import collapse
-
-    keys: dict[str, list[str]] = {}
+    by_text: dict[str, list[str]] = {}
     for problem in problems:
-        keys.setdefault(problem.problem, []).append(problem.key)
+        by_text.setdefault(problem.problem, []).append(problem.key)
+    most_keys = max(_FEW, _MOST // (len(by_text) + 1))
     lines: list[str] = []
     hidden = len(problems)
-    for text, keys_of_problem in keys.items():
-        groups = collapse((key, None) for key in keys_of_problem)
-        for group in islice(groups, _MOST - len(lines)):
-            lines.append(f"{text} @ {group.pattern}")
-            hidden -= len(group.keys)
+    for text, keys in islice(by_text.items(), _MOST):
+        shown, count = _of_one_problem(text, keys, most_keys)
+        lines += shown
+        hidden -= count
     return [*lines, f"... and {number(hidden)} more (--format json)"] if hidden else lines
+
+
+def _of_one_problem(text: str, keys: Sequence[str], most: int) -> tuple[list[str], int]:
+    """Return the lines of a problem, and how many of its keys they name."""
+    if len(keys) <= _FEW:
+        return [f"{text} @ {key}" for key in keys], len(keys)
+    from ckpttool.report.collapse import collapse
+
+    groups = list(islice(collapse((key, None) for key in keys), most))
+    count = sum(len(group.keys) for group in groups)
+    if len(groups) == 1 and count == len(keys):
+        return [f"{text} @ {groups[0].pattern}"], count
+    heading = f"{text} ({number(len(keys))}):"
+    return [heading, *(f"  {group.pattern}" for group in groups)], count

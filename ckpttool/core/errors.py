@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from ckpttool.core.values import dataclass, public
 
@@ -30,6 +31,7 @@ class Problem:
 
 
 _SHOWN = 20  # problems in a traceback
+_REPEATED = 3  # keys that repeat the problem that they have
 
 
 class CkptError(Exception):
@@ -50,7 +52,13 @@ class CkptError(Exception):
 
     def _add_notes(self) -> None:
         """Set what a traceback shows after the message, from Python 3.11 on."""
-        self.__notes__ = [f"  {problem}" for problem in self.problems[:_SHOWN]]
+        self.__notes__ = []
+        for text, group in groupby(self.problems[:_SHOWN], key=lambda problem: problem.problem):
+            keys = [problem.key for problem in group]
+            if len(keys) > _REPEATED:
+                self.__notes__ += [f"  {text}:", *(f"    {key}" for key in keys)]
+            else:
+                self.__notes__ += [f"  {text} @ {key}" for key in keys]
         more = len(self.problems) - _SHOWN
         if more > 0:
             self.__notes__.append(f"  and {more} more")

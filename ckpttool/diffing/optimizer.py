@@ -287,14 +287,14 @@ def compare_with_optimizer(
     for entry in entries:
         if entry.status not in HARMLESS and not _is_hyperparameter((*entry.left, *entry.right)[0]):
             differing = True
-    if verdict is not None and failed:
+    if verdict is not None and failed and not differing:  # else the entries say why
         notes.append(Note(f"torch: {verdict.error}", "torch-error"))
     if needs:
         saved_class = class_of(named) or UNKNOWN_CLASS
         new_class = class_of(target.fresh_optimizer) or UNKNOWN_CLASS
         text = (
             f"the state is from {saved_class}, the optimizer is {new_class}: torch loads it and"
-            " fails at the next step. No remap converts it; the optimizer must start from scratch"
+            " fails at the next step"
         )
         notes.append(Note(text, "optimizer-class"))
     if not (differing or failed or param_map.doubt):

@@ -96,7 +96,7 @@ def fix(
         result = remap_by(done.source or ckpt, request, progress, read_already)
     except CkptError as error:
         flags = {f"--{field.name.replace('_', '-')}" for field in fields(chosen)}
-        if flags.issuperset(re.findall(r"--[a-z-]+", error.hint)):
+        if flags.issuperset(re.findall(r"--[a-z-]+", error.hint.partition("ckpttool ")[0])):
             raise
         line = command("remap", (done.source or answer.left,), request)
         hint = f"{error.hint}; `fix` has no such option, add it to: {line}"
@@ -149,9 +149,18 @@ def applicable(answer: Diff, shows: str, *, casts: bool = True) -> Fix:
     for entry in left_over or differences:
         problems.append(entry.problem((*entry.right, *entry.left)[0], answer.names))
     problems = problems or answer.problems(answer.names)
-    hint = f"{shows} shows what differs, why, and what fixes a part of it"
+    message = f"no command fixes {answer.left} completely"
+    classes = [note for note in answer.notes if code_of(note) == "optimizer-class"]
+    if classes:
+        message = f"{message}: {classes[0]}"
+        problems = problems if differences else []
+    hint = f"{shows} shows what differs and why"
+    if answer.fix:
+        hint = f"{shows} shows what differs, why, and what fixes a part of it"
+    advice = [note for note in answer.notes if code_of(note) == "no-fix"]
+    hint = "; ".join((*advice, hint))
     unknown = [note for note in answer.notes if code_of(note) == "old-code"]
     if unknown and answer.fix:
         lines = " and ".join(f"`{line}`" for line in answer.fix)
         hint = f"run {lines}, where {unknown[0]}; {hint}"
-    raise Refused(f"no command fixes {answer.left} completely", hint=hint, problems=problems)
+    raise Refused(message, hint=hint, problems=problems)

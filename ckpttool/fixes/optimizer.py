@@ -18,10 +18,7 @@ from ckpttool.operands.checkpoint import open_operand, split
 from ckpttool.operands.output import PLACEHOLDERS, command, outputs
 from ckpttool.remapping.options import RemapOptions
 
-FOREIGN = (
-    "no fix is suggested because the new model does not have these keys, and their values"
-    " would be lost"
-)
+FOREIGN = "the new model does not have these keys, and a remap would lose their values"
 NO_REMAP = Note(
     "no remap makes this state fit: load the model only, and start the optimizer from scratch",
     "no-fix",

@@ -66,11 +66,20 @@ def _advice(unfixed: Unfixed) -> Note | None:
     """Return the sentence about keys that are left, None if there is nothing to do about them."""
     if unfixed.code not in _UNFIXED:
         return None
-    noun, what = _UNFIXED[unfixed.code]
     advice = CODES[unfixed.code].fix.rstrip(".")
-    words = f"{plural(len(unfixed.keys), noun)} {what} ({{}}): {{}}"
-    keys, advice = some(unfixed.keys, FEW), f"{advice[0].lower()}{advice[1:]}"
-    return Note.about(words, unfixed.code, keys, advice)
+    advice = f"{advice[0].lower()}{advice[1:]}"
+    keys = some(unfixed.keys, FEW)
+    return Note.about(f"{_counted(unfixed)} ({{}}): {{}}", unfixed.code, keys, advice)
+
+
+def described(unfixed: Unfixed) -> Note:
+    """Return which keys are left, without advice."""
+    return Note.about(f"{_counted(unfixed)} ({{}})", unfixed.code, some(unfixed.keys, FEW))
+
+
+def _counted(unfixed: Unfixed) -> str:
+    noun, what = _UNFIXED.get(unfixed.code, ("key", ""))
+    return f"{plural(len(unfixed.keys), noun)} {what or unfixed.code}"
 
 
 def _code(entry: Entry) -> str:

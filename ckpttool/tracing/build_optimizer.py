@@ -19,7 +19,7 @@ from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.names import Names, OptimizerParam
 from ckpttool.core.optimizer_state import FLAT, GROUPS, ID, STATE, Param, rebuilt
 from ckpttool.core.options import call_of
-from ckpttool.core.text import a, plural
+from ckpttool.core.text import a, first_line, plural
 from ckpttool.core.values import dataclass
 from ckpttool.optimizers import forms
 from ckpttool.tracing.build_model import LoadedModel, find, prints_once, says_meta, user_code
@@ -366,7 +366,8 @@ def _raised(run: Callable[[], object]) -> str | None:
             run()
         except ImportError:
             raise
+        except KeyError as error:  # its text is the key alone
+            return f"no entry {first_line(error)}"
         except Exception as error:  # any error is a verdict
-            first_line = str(error).partition("\n")[0]
-            return f"{type(error).__name__}: {first_line}".rstrip(": ")
+            return first_line(error)
     return None

@@ -85,7 +85,8 @@ def test_part_of_the_optimizer_state_is_not_dropped(kind: str, run: Run, tmp_pat
         done = run("remap", path, "--drop", first, "--drop", second, "-o", out)
         assert done.status == 1, (first, second, done.said)
         assert "optimizer state" in done.err
-        assert f"would go @ {state}." in done.err
+        assert "would go" in done.err
+        assert f"{state}." in done.err
         assert not out.exists()
         printed = re.search(r"hint: .*?: (--drop .*);", done.err)
         assert (printed is not None) == bool(optimizer_path)

@@ -153,10 +153,10 @@ def test_traceback_shows_problems_and_hint() -> None:
     text = "".join(
         traceback.format_exception(CkptError("wrong names", hint="pass --rule", problems=problems))
     )
-    lines = text.splitlines()[-23:]
-    assert lines[0] == "ckpttool.core.errors.CkptError: wrong names"
-    assert lines[1:21] == [f"  is missing @ layers.{at}.w" for at in range(20)]
-    assert lines[21:] == ["  and 5 more", "hint: pass --rule"]
+    lines = text.splitlines()[-24:]
+    assert lines[:2] == ["ckpttool.core.errors.CkptError: wrong names", "  is missing:"]
+    assert lines[2:22] == [f"    layers.{at}.w" for at in range(20)]
+    assert lines[22:] == ["  and 5 more", "hint: pass --rule"]
     assert "hint: check it" in "".join(
         traceback.format_exception(CkptError("no file", hint="check it"))
     )

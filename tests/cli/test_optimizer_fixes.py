@@ -240,6 +240,23 @@ def test_state_that_cannot_be_kept_gets_a_reason_instead_of_a_fix(
     assert (NO_REMAP in notes_in(data)) == (reason != FOREIGN)
 
 
+def test_fix_says_once_that_the_state_is_of_another_class(tmp_path: Path, run: Run) -> None:
+    """torch: KeyError: 'step', in the step after the load."""
+    path = save(tmp_path / "sgd.pt", *train(models.Net, models.sgd, 2))
+    words = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw")
+    done = run("fix", path, *words, "-o", tmp_path / "out.pt")
+    assert done.status == 1
+    why = "the state is from SGD, the optimizer is Adam or AdamW"
+    assert done.err.startswith(f"error: no command fixes {path} completely: {why}")
+    assert done.err.count("the next optimizer step needs it") == 1
+    assert "load the model only, and start the optimizer from scratch" in done.err
+    assert "Error" not in done.err
+    out = run("diff", path, *words).out
+    assert out.splitlines()[1].startswith(f"reason: {why}")
+    assert out.count(why) == 1
+    assert "Error" not in out
+
+
 @pytest.mark.parametrize("target", ["backwards", "adamw"])
 def test_other_order_is_read_in_the_model_order_only_if_the_shapes_and_the_keys_confirm_it(
     target: str, tmp_path: Path, run: Run

@@ -69,12 +69,15 @@ def test_repeated_output_of_model_code_is_printed_once(
 
 
 def test_many_problems_are_grouped() -> None:
-    few = [Problem("gone", f"k{i}") for i in range(10)]
+    few = [Problem(f"{i} are gone", f"k{i}") for i in range(10)]
     assert problem_lines(few) == list(map(str, few))
     layers = [Problem("gone", f"layers.{i}.w") for i in range(100)]
     assert problem_lines([*layers, Problem("odd", "x")]) == ["gone @ layers.{0-99}.w", "odd @ x"]
     many = problem_lines([Problem("gone", f"k{i}") for i in range(42)])
-    assert (len(many), many[-1]) == (11, "... and 32 more (--format json)")
+    shown = ["  k0", "  k1", "  k2", "  k3", "  k4"]
+    assert many == ["gone (42):", *shown, "... and 37 more (--format json)"]
+    reasons = problem_lines([Problem(f"reason {i}", "w") for i in range(42)])
+    assert (len(reasons), reasons[-1]) == (11, "... and 32 more (--format json)")
 
 
 def test_json_contains_all_problems(run: Run) -> None:
@@ -91,7 +94,7 @@ def test_json_contains_all_problems(run: Run) -> None:
         "json",
     )
     assert (done.status, len(done.data["problems"])) == (1, 42)
-    assert "... and 32 more (--format json)" in done.err
+    assert "... and 37 more (--format json)" in done.err
 
 
 def test_group_with_several_shapes_shows_them(run: Run) -> None:

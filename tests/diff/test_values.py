@@ -66,3 +66,19 @@ def test_metadata_of_safetensors_is_compared(tmp_path: Path, run: Run) -> None:
         run("diff", tmp_path / "a.safetensors", tmp_path / "c.pt", "--values", "--whole").status
         == 0
     )
+
+
+def test_nothing_is_called_unfixed_if_only_values_differ(tmp_path: Path, run: Run) -> None:
+    """There is nothing to fix in the names; a rename next to it is still suggested."""
+    state = torch.nn.Linear(2, 3).state_dict()
+    torch.save(state, tmp_path / "left.pt")
+    torch.save({key: value + 1 for key, value in state.items()}, tmp_path / "right.pt")
+    done = run("diff", tmp_path / "left.pt", tmp_path / "right.pt", "--values")
+    assert done.status == 1
+    assert "2 tensors with other values" in done.out
+    assert "weight: 6 of 6 elements differ" in done.out
+    assert "fix" not in done.said
+    renamed = {f"net.{key}": value + 1 for key, value in state.items()}
+    torch.save(renamed, tmp_path / "renamed.pt")
+    out = run("diff", tmp_path / "left.pt", tmp_path / "renamed.pt", "--values").out
+    assert "fix: ckpttool remap" in out

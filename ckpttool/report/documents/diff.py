@@ -250,9 +250,12 @@ def _lead(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair]) -> _Lea
             label = "fix"
         blocks.append(Commands(label, diff.fix))
         blocks += [_line("where", note) for note in diff.notes if code_of(note) == "old-code"]
-    for label, note in _not_fixed(diff):
-        blocks.append(_line(label, with_names(note, diff.names)))
-        said.add(note)
+    if _only_values(diff):
+        said.update(note for note in diff.notes if code_of(note) == "value")
+    else:
+        for label, note in _not_fixed(diff):
+            blocks.append(_line(label, with_names(note, diff.names)))
+            said.add(note)
     if reason.code:
         more = "" if reason.note else "--all lists every key; "
         details = f"{more}`ckpttool explain {reason.code}` says more about the reason"
@@ -276,6 +279,9 @@ class _Reason(NamedTuple):
 
 def _reason(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair]) -> _Reason:
     """Return the cause that explains most keys; a note if no key differs."""
+    for note in diff.notes if diff.asks == "optimizer" else ():
+        if code_of(note) == "optimizer-class":
+            return _Reason(note, code_of(note), note)
     failing = [entry for entry in unpaired if entry.ignored is None and entry.status != "same"]
     by_code: dict[str, list[list[Entry]]] = {}
     for group in _by_cause(failing):
@@ -293,7 +299,7 @@ def _reason(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair]) -> _R
     if counts:
         return _Reason("", max(counts, key=counts.__getitem__))
     for note in diff.notes:
-        if not isinstance(note, Info) and code_of(note) not in (*_OF_KIND, *_SAID_BY_FIX):
+        if not isinstance(note, Info) and code_of(note) not in (*_OF_KIND, *_SAID_BY_FIX, "no-fix"):
             return _Reason(with_names(note, diff.names), code_of(note), note)
     return _Reason()
 
@@ -308,16 +314,26 @@ def _reason_of_renames(diff: Diff, pairs: Sequence[Pair]) -> _Reason:
     return _Reason(f"{why} ({plural(len(pairs), 'pair')})", "renamed")
 
 
+def _only_values(diff: Diff) -> bool:
+    """Return True if the names fit and values differ: there is nothing to fix."""
+    return not diff.fix and [unfixed.code for unfixed in diff.unfixed] == ["value"]
+
+
 def _not_fixed(diff: Diff) -> Iterator[tuple[str, str]]:
     """Yield what no command fixes, with a label, and what to do about it."""
     several = next((note for note in diff.notes if code_of(note) == "several-parts"), None)
     if several is not None and not diff.fix:
         yield "fix", several
         return
+    if not diff.fix:
+        for note in diff.notes:
+            if code_of(note) == "no-fix":
+                yield "no fix", note
     for unfixed in diff.unfixed:
+        from ckpttool.fixes.unfixed import described
+
         advice = next((note for note in diff.notes if code_of(note) == unfixed.code), None)
-        count = plural(len(unfixed.keys), "key")
-        yield "not fixed" if diff.fix else "no fix", advice or f"{count} ({unfixed.code})"
+        yield "not fixed" if diff.fix else "no fix", advice or described(unfixed)
 
 
 def _kinds(diff: Diff) -> Facts:
