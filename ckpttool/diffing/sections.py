@@ -460,11 +460,14 @@ def adapter_notes(left: Collection[str], right: Collection[str], sides: Sides) -
             f" the model: {adapter.naming.loader} adds it to its base"
         )
     else:
-        note = (
-            f"{side} has {{}} next to {count}, {touched}; without it the weights are"
-            " not the trained ones: "
-            "PEFT's merge_and_unload() merges it"
-        )
+        note = f"{side} has {{}} next to {count}, {touched}"
+    if not adapter.alone and side == sides[0]:
+        note += "; without it the weights are not the trained ones"
+        if adapter.by_peft:
+            note += (
+                ": load the state dict into get_peft_model(MODEL, config), and save the"
+                " state_dict() of what its merge_and_unload() returns"
+            )
     notes = [Note.about(note, "adapter", adapter.title)]
     if lost:
         words = f"{plural(len(lost), 'adapted module')} not in {other}: {{}}"

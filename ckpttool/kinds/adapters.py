@@ -81,7 +81,9 @@ def recognize(section: Section) -> Kind | None:
         return None
     count = plural(len(adapter.modules), "module")
     if not adapter.alone:
-        text = f"is a model with {adapter.title} next to {count}: merge_and_unload() merges it"
+        text = f"is a model with {adapter.title} next to {count}"
+        if adapter.by_peft:
+            text += ": get_peft_model(MODEL, config) has such a state dict"
         return Kind(NAME, section.path, text, adapter)
     naming = adapter.naming
     text = (
@@ -108,6 +110,12 @@ class Adapter:
         """Whether the weights of the adapted modules are absent."""
         weights = {f"{path}{part}.weight" for path in self.modules for part in ("", ".base_layer")}
         return not any(self.inside(key) in weights for key in self.rest)
+
+    @property
+    def by_peft(self) -> bool:
+        """Whether PEFT saved it, next to the weights of the model."""
+        root = ".".join(PEFT_ROOT)
+        return not self.alone and any(key.startswith(f"{root}.") for key in self.rest)
 
     @property
     def naming(self) -> Naming:

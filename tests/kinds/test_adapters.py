@@ -213,3 +213,53 @@ def test_the_sentence_says_what_reads_the_keys(folder: Path, run: Run, key: str)
     assert "1 module, all of them are in" in done.err + done.out
     assert str(SUPPORT) not in done.out
     assert ("PeftModel" in done.err + done.out) == ("PeftModel" in NAMINGS[key])
+
+
+NETS, MODEL_OF_PEFT = "adapter_nets.py:Net", "adapter_nets.py:adapted"
+
+
+def test_keys_of_an_adapter_that_does_not_fit_are_named(folder: Path, run: Run) -> None:
+    saved(CONFIGS["lora"](), folder / "adapter")
+    (folder / "other_nets.py").write_text(MODELS.replace("query", "proj").replace("value", "gate"))
+    out = run("diff", "adapter", "--model", "other_nets.py:adapted").out
+    lines = [line for line in out.splitlines() if line.startswith("no fix: ")]
+    first = "base_model.model.blocks.0"
+    assert [line.partition(",")[0] for line in lines] == [
+        f"no fix: 8 keys missing from adapter ({first}.proj.lora_A.weight",
+        f"no fix: 8 keys not in other_nets.py:adapted ({first}.query.lora_A.weight",
+    ]
+
+
+def test_advice_on_a_state_dict_with_an_adapter_is_true(folder: Path, run: Run) -> None:
+    """Only the side that has the adapter is merged, and what PEFT returns has the keys of the
+    base.
+    """
+    config = CONFIGS["lora"]()
+    adapted = peft.get_peft_model(nets()["Net"](), config)
+    torch.save(adapted.state_dict(), "adapted.pt")
+    torch.save(nets()["Net"]().state_dict(), "base.pt")
+    for words in (("diff", "base.pt", "adapted.pt"), ("diff", "base.pt", "--model", MODEL_OF_PEFT)):
+        done = run(*words)
+        assert done.status == 1
+        assert "has a LoRA adapter next to 4 modules, all of them are in" in done.out
+        assert "merge_and_unload" not in done.out
+    advice = "get_peft_model(MODEL, config), and save the state_dict() of what its merge_and_unload"
+    for words in (("diff", "adapted.pt", "base.pt"), ("diff", "adapted.pt", "--model", NETS)):
+        done = run(*words)
+        assert done.status == 1
+        assert done.out.count(advice) == 1
+    loaded = peft.get_peft_model(nets()["Net"](), config)
+    loaded.load_state_dict(torch.load("adapted.pt"))
+    torch.save(loaded.merge_and_unload().state_dict(), "merged.pt")
+    assert run("diff", "merged.pt", "--model", NETS).status == 0
+
+
+def test_no_advice_for_an_adapter_that_peft_does_not_know(folder: Path, run: Run) -> None:
+    """As loralib writes it, in the module itself."""
+    state = nets()["Net"]().state_dict()
+    torch.save(state, "base.pt")
+    pair = {"head.lora_A": torch.ones(2, 8), "head.lora_B": torch.ones(3, 2)}
+    torch.save({**state, **pair}, "adapted.pt")
+    out = run("diff", "adapted.pt", "base.pt").out
+    assert "without it the weights are not the trained ones" in out
+    assert "peft" not in out.lower()
