@@ -140,17 +140,27 @@ _FLAGS_WITHOUT_VALUE = {
     *("keep_aliases", "keep_pickled_code", "no_fsync", "fail_on_unused"),
 }
 _OTHER_NAMES = {"output": "out", "from": "from_"}
+_ALL = re.compile(r"(?<![\w-])--(?:all|format json)\b")  # results have a method instead
+# a command without its first word, as in `remap --model MODEL`
+_SHORT = re.compile(r"`(check|convert|diff|explain|fix|inspect|remap|swap-weights|trace) ([^`]+)`")
+_WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
 
 
 def in_python(text: str) -> str:
     """Return the text with keywords instead of flags, except in commands for a shell."""
     parts, begin = list[str](), 0
+    text = _SHORT.sub(_as_call, _ALL.sub("to_json()", text))
     for command in _SHELL.finditer(text):
         if command[0].startswith("`") and not command[0].startswith("`ckpttool "):
             continue
         parts += [_FLAG.sub(_as_keyword, text[begin : command.start()]), command[0]]
         begin = command.end()
     return "".join((*parts, _FLAG.sub(_as_keyword, text[begin:])))
+
+
+def _as_call(command: re.Match[str]) -> str:
+    arguments = _WORD.findall(_FLAG.sub(_as_keyword, command[2]))
+    return f"`{command[1].replace('-', '_')}({', '.join(arguments)})`"
 
 
 def _as_keyword(flag: re.Match[str]) -> str:

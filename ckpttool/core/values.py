@@ -13,7 +13,7 @@ __all__ = ["dataclass", "public"]
 
 Class = TypeVar("Class", bound=type)
 _WIDTH = 200  # characters of the repr of a public value
-_TEXT = 40  # characters of one of its fields
+_TEXT = 80  # characters of one of its fields
 
 # Turns a public value into HTML for a notebook; set by the package itself, which may import the
 # reports.
@@ -87,7 +87,7 @@ def _short_repr(self: Any) -> str:
 
 def _told(value: Any) -> str:
     if isinstance(value, str):
-        return repr(value if len(value) <= _TEXT else f"{value[:_TEXT]}...")
+        return repr(value) if len(value) <= _TEXT else f"<{len(value)} characters>"
     if value is None or isinstance(value, (bool, float)):
         return repr(value)
     if isinstance(value, int):

@@ -27,7 +27,7 @@ from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.optimizer_state import ID, PARAM_NAMES, PARAMS, rebuilt
 from ckpttool.core.options import expand_options
-from ckpttool.core.text import a, code_of, plural
+from ckpttool.core.text import a, code_of, listed, plural, some
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.options import DiffOptions
@@ -101,6 +101,30 @@ class Loaded:
     missing: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return what was loaded, renamed, changed and left out, a line each."""
+        parts = []
+        if self.section is not None:
+            section = f" ({self.section})" if self.section else ""
+            parts.append(f"{plural(self.tensors, 'tensor')}{section}")
+        if self.optimizer is not None:
+            parts.append("the state of the optimizer")
+        lines = [f"loaded from {self.ckpt}: {listed(parts)}"]
+        if self.fix is not None:
+            lines.append(f"its keys were renamed on the way, as {self.fix} does")
+        for change in self.hyperparameters:
+            where = f"param group {change.group}, {change.name}"
+            lines.append(f"{where}: {change.after!r} instead of {change.before!r}")
+        left_out = {
+            f"missing from {self.ckpt}": self.missing,
+            "of another shape": self.mismatched,
+            "not in the model": self.unexpected,
+        }
+        for what, keys in left_out.items():
+            if keys:
+                lines.append(f"{plural(len(keys), 'key')} {what}: {some(keys)}")
+        return "\n".join(lines)
 
 
 @expand_options()

@@ -108,4 +108,49 @@ def _document_of(result: Any) -> Document | None:
         return None
     make = getattr(import_module(f"ckpttool.report.documents.{module}"), function)
     document: Document = make(result)
-    return document
+    return _in_python(document)
+
+
+_CUT = "(--all)"  # ends a cell that does not show everything
+
+
+def _in_python(document: Document) -> Document:
+    """Return the document with keywords instead of flags. Commands, and what comes from a file,
+    stay as they are.
+    """
+    from dataclasses import replace
+
+    from ckpttool.core.options import in_python
+    from ckpttool.report.document import Block, Facts, Inline, Keys, Paragraph, Table, cell
+
+    def shortened_cell(inline: Inline) -> Inline:
+        shown = cell(inline)
+        is_cut = shown.text.endswith(_CUT)
+        text = f"{shown.text.removesuffix(_CUT)}{in_python(_CUT)}"
+        return replace(shown, text=text) if is_cut else inline
+
+    def changed(block: Block) -> Block:
+        if isinstance(block, Paragraph):
+            return replace(block, text=in_python(block.text))
+        if isinstance(block, Table):
+            rows = tuple(tuple(map(shortened_cell, row)) for row in block.rows)
+            return replace(block, rows=rows, footer=in_python(block.footer))
+        if isinstance(block, Facts):
+            pairs = []
+            for label, value in block.pairs:
+                pairs.append((label, in_python(value) if isinstance(value, str) else value))
+            return replace(block, pairs=tuple(pairs))
+        if isinstance(block, Keys):
+            groups = []
+            for group in block.groups:
+                heading, footer = in_python(group.heading), in_python(group.footer)
+                groups.append(replace(group, heading=heading, footer=footer))
+            return replace(block, groups=tuple(groups))
+        return block
+
+    return replace(
+        document,
+        verdict=in_python(document.verdict),
+        lead=tuple(map(changed, document.lead)),
+        blocks=tuple(map(changed, document.blocks)),
+    )
