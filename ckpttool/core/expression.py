@@ -87,6 +87,16 @@ def without_cast(expression: Expression) -> Expression:
     return without_cast(source) if isinstance(source, (Ref, Op)) else expression
 
 
+def cast_dtype(expression: Expression) -> str | None:
+    """Return the dtype to which a tensor is cast; None if the expression is no cast of a tensor."""
+    if not isinstance(expression, Op) or expression.op != CAST:
+        return None
+    options = dict(expression.kwargs)
+    dtype = options.pop("dtype", None)
+    is_cast = isinstance(expression.args[0], Ref) and not options
+    return dtype.name if is_cast and isinstance(dtype, Special) else None
+
+
 def is_constant(expression: Argument) -> bool:
     return next(refs(expression), None) is None
 

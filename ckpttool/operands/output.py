@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from ckpttool.core.checkpoint import Checkpoint, Span
-from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.options import Optimizers, Option, OutputOptions
 from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass
@@ -138,6 +137,11 @@ class Target:
     name: str = ""
     max_shard_size: int | None = None
 
+    def without_place(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """Return the other files of the checkpoint's folder that the output has no place for."""
+        alone = self.folder is None or not _is_folder(checkpoint)
+        return checkpoint.other_files if alone else ()
+
     def lay_out(
         self, checkpoint: Checkpoint, companions: Mapping[str, str | bytes] | None = None
     ) -> Files:
@@ -146,18 +150,6 @@ class Target:
         `companions` are other files for the folder: name -> path of the file to copy, or content.
         Raise `Refused` if the format cannot hold the checkpoint.
         """
-        alone = self.folder is None or not _is_folder(checkpoint)
-        if alone and checkpoint.other_files:
-            problems = [
-                Problem("a file of the folder, which the output has no place for", n)
-                for n in checkpoint.other_files
-            ]
-            drops = [word for name in checkpoint.other_files for word in ("--drop", name)]
-            raise Refused(
-                "not everything would be written",
-                hint=f"leave it out with remap: {shell(*drops)}",
-                problems=problems,
-            )
         if self.folder is None:
             return {paths_name(self.path): self.format.layout(checkpoint)}
         files: dict[str, Pieces | Link] = {}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ckpttool.containers.pickle_write import dangerous_written
@@ -12,7 +15,7 @@ from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import SERIALIZED
 from ckpttool.core.options import expand_options
 from ckpttool.core.pickle_imports import dangerous
-from ckpttool.core.text import Info, dotted, plural, shell, some
+from ckpttool.core.text import Info, Note, dotted, listed, plural, shell, some
 from ckpttool.distributed.job import only_first
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.fit import check_in_place, fit, loses_versions, losses
@@ -235,6 +238,8 @@ def run(
     done = planned or plan_remap(source, options, model, to_model, dtype)
     if conversion is not None and target is not None:
         done = _with_metadata(done, conversion.pairs, target)
+    if dtype is not None:
+        done = replace(done, notes=(*done.notes, *_not_cast(done.result, dtype)))
     done = replace(done, source=source.source, output=out or "", dry_run=options.dry_run)
     done = _checked_by_model(done, options, model, to_model)
     if not (may_copy or done.changes_content):
@@ -253,9 +258,22 @@ def run(
             if already is None or options.in_place:
                 refuse_unchanged(source, options)
             done = replace(done, notes=(*done.notes, Info(f"{already}: nothing renamed", "remap")))
-    return (
-        done if target is None else _write(source, options, writer, target, done, model, to_model)
-    )
+    if target is None:
+        return done
+    output = fitted(done, target, options, to_model or model)
+    _check_other_files(source.source, target, output, options, conversion)
+    return _write(source, output, options, writer, target, done, to_model)
+
+
+def _not_cast(result: Checkpoint, dtype: str) -> list[Note]:
+    """Return a note on what a conversion to `dtype` leaves as it is."""
+    dtypes: Counter[str] = Counter()
+    for section in result.state_dicts:
+        dtypes.update(entry.dtype for entry in section.tensors if entry.dtype != dtype)
+    rest = [plural(count, f"{name} tensor") for name, count in dtypes.items()]
+    if result.optimizers:
+        rest.append("the optimizer state")
+    return [Info(f"not cast: {listed(rest)}", "remap")] if rest else []
 
 
 def _with_metadata(done: Remap, pairs: Mapping[str, str], target: Target) -> Remap:
@@ -315,6 +333,42 @@ def fitted(
     return fit(done.result, target.format, keep_aliases=options.keep_aliases)
 
 
+def _check_other_files(
+    source: str,
+    target: Target,
+    output: Checkpoint,
+    options: RemapOptions,
+    conversion: ConvertOptions | None,
+) -> None:
+    """Raise `Refused`, with the command that leaves them out, if the output has no place for other
+    files of the folder.
+    """
+    names = target.without_place(output)
+    if not names or options.in_place:
+        return
+    without = replace(options, drop=(*(options.drop or ()), *_patterns(names, output)))
+    lines = [command("remap", (source,), without)]
+    if conversion is not None and (conversion.dtype or conversion.metadata):
+        *_, rest = outputs(source, "rest")
+        first = command("remap", (source,), replace(without, out=rest))
+        lines = [first, command("convert", (rest,), conversion)]
+    raise Refused(
+        "not everything would be written",
+        hint=f"to leave {'it' if len(names) == 1 else 'them'} out: {' && '.join(lines)}",
+        problems=[Problem("a file of the folder, which OUT has no place for", n) for n in names],
+    )
+
+
+def _patterns(names: Sequence[str], output: Checkpoint) -> list[str]:
+    """Return names of files with ``*`` for numbers; the names if that would match anything else."""
+    patterns = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
+    kept = [dotted(section.path, key) for section in output.sections for key in section.keys]
+    for path in (*kept, *output.others):
+        if any(fnmatchcase(path, pattern) for pattern in patterns):
+            return list(names)
+    return patterns
+
+
 def _check_versions(model: ModelOperand, target: str, hint: str) -> None:
     """Raise `Refused` if `model`, which will load the output, needs module versions, which `target`
     cannot hold.
@@ -333,17 +387,16 @@ def _check_versions(model: ModelOperand, target: str, hint: str) -> None:
 
 def _write(
     source: Checkpoint,
+    output: Checkpoint,
     options: RemapOptions,
     writer: Writer,
     target: Target,
     done: Remap,
-    model: ModelOperand | None,
     to_model: ModelOperand | None,
 ) -> Remap:
     """Write the output, unless it is a dry run. Return the result with notes on what the output
     does not hold.
     """
-    output = fitted(done, target, options, to_model or model)
     notes = (*done.notes, *losses(done.result, target.format))
     if target.max_shard_size is not None and not target.format.sharded:
         notes = (

@@ -108,7 +108,8 @@ def test_folder_with_other_state_files_needs_a_folder_as_output() -> None:
     with pytest.raises(Refused) as refused:
         ckpttool.remap("saved.dcp", "out/new.pt")
     assert [problem.key for problem in refused.value.problems] == ["common.pt"]
-    assert refused.value.hint == "leave it out with remap: drop='common.pt'"
+    line = "ckpttool remap saved.dcp --drop common.pt -o out/new.pt"
+    assert refused.value.hint == f"to leave it out: {line}"
     ckpttool.remap("saved.dcp", "out/new.pt", drop=["common.pt"])
     ckpttool.remap("saved.dcp", "out/new.dcp", rule="l.{i}.weight => w.{i}")
     assert torch.load("out/new.dcp/common.pt") == {"iteration": 3}

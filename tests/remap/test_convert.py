@@ -111,6 +111,15 @@ def test_nothing_to_cast_is_refused(run: Run) -> None:
     assert "nothing to convert" in done.err
 
 
+def test_report_says_what_was_cast_and_what_was_not(run: Run) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "train.pt")
+    out = run("convert", "train.pt", "--dtype", "bfloat16", "-o", "b.pt").out
+    assert out.startswith("wrote b.pt: 6 keys cast to bfloat16\n")
+    assert "not cast: 1 int64 tensor and the optimizer state" in out
+
+
 def test_other_dtypes_are_an_error(run: Run) -> None:
     torch.save({"w": torch.ones(2)}, "a.pt")
     done = run("convert", "a.pt", "--dtype", "int8", "-o", "b.pt")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckpttool.core.expression import BY_CODE, Ref, refs
+from ckpttool.core.expression import BY_CODE, Ref, cast_dtype, refs
 from ckpttool.core.optimizer_state import FLAT, FQN, ID
 from ckpttool.core.plan import Plan
 from ckpttool.core.text import dotted, number, plural, some
@@ -106,11 +107,15 @@ def _written(done: Remap) -> str:
 
 
 def _counted(done: Remap) -> str:
-    """Return how many keys were renamed, computed and left out, and what became of optimizers."""
+    """Return how many keys were renamed, cast, computed and left out, and what became of
+    optimizers.
+    """
+    casts = Counter(filter(None, (cast_dtype(output.source) for output in done.plan.outputs)))
     counts = done.counts
     kinds = {
         "renamed": counts["renamed"],
-        "computed": counts["transformed"],
+        **{f"cast to {dtype}": count for dtype, count in casts.items()},
+        "computed": counts["transformed"] - casts.total(),
         "taken from others": sum(len(filled.keys) for filled in done.filled),
         "left out": len(done.plan.dropped),
         "missing": len(done.missing),
