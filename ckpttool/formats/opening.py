@@ -10,7 +10,7 @@ from ckpttool.core.checkpoint import Checkpoint, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import limits, one_reading
 from ckpttool.core.pickle_imports import DANGEROUS, UNREADABLE, Import, in_order
-from ckpttool.core.text import Note
+from ckpttool.core.text import Info, Note
 from ckpttool.formats.folders import DCP_METADATA, left_unread, state_files
 from ckpttool.formats.registry import recognise
 from ckpttool.formats.remarks import remarks
@@ -72,7 +72,7 @@ def note_on(names: Sequence[str]) -> tuple[str, ...]:
     if not names:
         return ()
     text = f"{', '.join(names)}: other files in the folder, copied if the output is a folder too"
-    return (text,)
+    return (Info(text, "reader"),)
 
 
 def unsafe_in_folder(path: str) -> tuple[Import, ...]:

@@ -38,7 +38,7 @@ from ckpttool.core.checkpoint import (
 )
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.text import dotted, is_flat, shell, some
+from ckpttool.core.text import Info, dotted, is_flat, shell, some
 from ckpttool.evaluate.chunks import across, concatenated
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats import torch_zip
@@ -92,7 +92,7 @@ def assembled(pattern: str, files: Mapping[str, Checkpoint]) -> Checkpoint:
     for rank, checkpoint in enumerate(ranks):
         unreached += [storage.of(f"rank {rank}") for storage in checkpoint.unreached]
     shown = [f"rank {rank} {os.path.basename(path)}" for rank, path in enumerate(ordered)]
-    notes.append(f"the files of {len(ordered)} ranks: {some(shown, 8)}")
+    notes.append(Info(f"the files of {len(ordered)} ranks: {some(shown, 8)}", "reader"))
     if merge.problems:
         raise CkptError(
             f"the files of {pattern} are not the parts of one checkpoint",

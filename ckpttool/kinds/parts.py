@@ -1,4 +1,4 @@
-"""Tensor-parallel parts: each rank's file has a part of every large tensor."""
+"""Files of ranks without DTensors: each has a copy of every tensor, or a part (tensor-parallel)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def recognize(section: Section) -> Kind | None:
     if not ranks:
         return None
     text = (
-        f"is {plural(ranks, 'rank file')} of a model whose tensors are split or copied between the"
-        " ranks (tensor-parallel parts): --model joins them, because only the model's shapes show"
-        " the dimension"
+        f"is {plural(ranks, 'rank file')}, each with a copy or a part of every tensor"
+        " (tensor-parallel): --model joins the parts, because only its shapes show which it is, and"
+        " along which dimension"
     )
     return Kind(NAME, section.path, text)
 

@@ -59,7 +59,7 @@ def test_parts_are_joined_as_the_shapes_of_the_model_show(
     folder: Path, run: Run, ranks: int, out: str
 ) -> None:
     state = split(net(), ranks, folder)
-    sentence = f"is {ranks} rank files of a model whose tensors are split or copied"
+    sentence = f"is {ranks} rank files, each with a copy or a part of every tensor"
     assert sentence in run("inspect", "consolidated.*.pth").out
     done = run("diff", "consolidated.*.pth", "--model", "whole.py:Net", "--format", "json")
     assert done.status == 1
@@ -72,6 +72,15 @@ def test_parts_are_joined_as_the_shapes_of_the_model_show(
     read = torch.load("check.pt" if out.endswith("s") else out)
     assert sorted(read) == sorted(state)
     assert all(torch.equal(value, read[key]) for key, value in state.items())
+
+
+def test_copies_are_not_said_to_be_parts(folder: Path, run: Run) -> None:
+    for rank in range(2):
+        torch.save(net().state_dict(), f"rank_{rank}.pt")
+    done = run("inspect", "rank_*.pt")
+    assert "each with a copy or a part of every tensor" in done.out
+    assert "the files of 2 ranks: rank 0 rank_0.pt, rank 1 rank_1.pt" in done.out
+    assert done.err == ""  # all of that is information
 
 
 def test_parts_are_renamed_as_they_are_joined(folder: Path, run: Run) -> None:
