@@ -225,8 +225,8 @@ _HINTS: dict[Advice, str] = {
 class Misfit(Refused):
     """The weights do not fit. `advice` is the kind of the hint, for callers with another hint."""
 
-    def __init__(self, advice: Advice, problems: Sequence[Problem]) -> None:
-        message = f"the weights do not fit: {plural(len(problems), 'problem')}"
+    def __init__(self, program: str, advice: Advice, problems: Sequence[Problem]) -> None:
+        message = f"the weights do not fit {program}: {plural(len(problems), 'problem')}"
         super().__init__(message, hint=_HINTS[advice], problems=problems)
         self.advice = advice
 
@@ -305,7 +305,8 @@ def swap(
         problems += _untied(section.aliases().items(), fitted)
     if problems:
         advice = _advice(program, names, problems, options.constants)
-        raise Misfit(advice, [_for_compiled_code(program, problem, have) for problem in problems])
+        problems = [_for_compiled_code(program, problem, have) for problem in problems]
+        raise Misfit(program.source, advice, problems)
     extra_counters = [entry.key for entry in counters[len(old_counters) :]]
     swapped = Swap(
         _with_values(program, fitted),
@@ -424,7 +425,7 @@ def _for_compiled_code(
     if not isinstance(entry, TensorEntry):
         return problem
     if not is_inlined(entry):
-        return replace(problem, problem="left over: the compiled code does not use it")
+        return replace(problem, problem="unexpected: the compiled code does not use it")
     size = plural(entry.numel, "element")
     text = f"{size}: written into the compiled code, and cannot be swapped"
     return replace(problem, problem=text)

@@ -23,7 +23,7 @@ from ckpttool.naming.match import Match, match
 from ckpttool.naming.wrappers import strip
 from ckpttool.operands.model import ModelOperand
 
-_LEFT_OVER = "left over: the program has no such weight"
+_LEFT_OVER = "unexpected: not a weight of the program"
 Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
 
 
@@ -233,7 +233,7 @@ def fit_all(
     for entry in entries:
         source = sources.get(entry.key)
         if source is None:
-            problems.append(Problem("no weight for it", entry.key, "missing"))
+            problems.append(Problem("missing weight", entry.key, "missing"))
             continue
         value = _fit(entry, source, have, cast, packed)
         if isinstance(value, Problem):

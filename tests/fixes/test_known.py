@@ -380,7 +380,7 @@ def test_note_has_three_reasons_why_a_swap_would_be_refused(
     incomplete = {key: state[key] for key in state if key not in absent}
     found = diff_json("--model", "model.py:net", saved(incomplete), "p.pt2")
     (note,) = (note for note in notes_in(found) if note.startswith("swap-weights would be refused"))
-    assert f"the weights do not fit: {missing} problem" in note
+    assert f"the weights do not fit p.pt2: {missing} problem" in note
     assert [key in note for key in state] == [
         number < min(missing, 3) for number in range(len(state))
     ]

@@ -313,10 +313,10 @@ def test_all_problems_are_reported_and_nothing_is_changed() -> None:
     with pytest.raises(Refused) as refused:
         swap_weights(live, state)
     assert problems(refused) == {
-        "left over: the program has no such weight @ spare",
+        "unexpected: not a weight of the program @ spare",
         "shape [5], the program has [4] (from norm.weight) @ norm.weight",
         "dtype float64, the program has float32 (from norm.bias) @ norm.bias",
-        "no weight for it @ norm.running_mean",
+        "missing weight @ norm.running_mean",
         "tied to embed.weight, and its new value is another one @ head.weight",
     }
     assert unchanged(before, live)
@@ -958,7 +958,7 @@ def test_a_loaded_package_accepts_only_valid_weights(package: Any, tmp_path: Pat
             {"inner.bias": torch.ones(16).int()},
             "dtype int32, the program has float32 (from inner.bias) @ inner.bias",
         ),
-        ({"spare": torch.ones(1)}, "left over: the program has no such weight @ spare"),
+        ({"spare": torch.ones(1)}, "unexpected: not a weight of the program @ spare"),
     ):
         with pytest.raises(Refused) as refused:
             swap_weights(compiled, {**good.state_dict(), **broken}, model)

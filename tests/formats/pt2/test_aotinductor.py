@@ -147,7 +147,7 @@ def test_an_inlined_weight_is_refused(package, run: Run, tmp_path):
     assert problems.pop("b.bias") == (
         "4 elements: written into the compiled code, and cannot be swapped"
     )
-    assert problems == {"fixed": "no weight for it"}  # only the model knows that it is not saved
+    assert problems == {"fixed": "missing weight"}  # only the model knows that it is not saved
     assert "in the compiled code itself" in caught.value.hint
     command = shlex.split(caught.value.hint.rpartition(": ")[2])
     words = {"NEW": tmp_path / "new.pt", "KEY": "b.bias", "OUT": tmp_path / "used.pt"}
@@ -168,7 +168,7 @@ def test_an_inlined_weight_is_refused(package, run: Run, tmp_path):
     with pytest.raises(Refused) as caught:
         swap(read(package), weights, names)
     assert [str(problem) for problem in caught.value.problems] == [
-        "left over: the compiled code does not use it @ spare"
+        "unexpected: the compiled code does not use it @ spare"
     ]
 
 
@@ -238,7 +238,7 @@ class Twice(nn.Module):
         ({"again": torch.full((2, 2), 7.0)}, []),
         ({"again": torch.ones(2, 2)}, ["tied to w, and its new value is another one @ again"]),
         ({"fixed": torch.zeros(2, 2)}, []),
-        ({"note": "a word"}, ["left over: the program has no such weight @ note"]),
+        ({"note": "a word"}, ["unexpected: not a weight of the program @ note"]),
     ],
 )
 def test_swap_accepts_names_that_compiled_code_lacks(tmp_path, state, problems):

@@ -135,7 +135,7 @@ def test_swap_weights_changes_only_values(tmp_path: Path, run: Run, traced: bool
     torch.save(model.state_dict(), tmp_path / "new.pt")
     done = run("swap-weights", path, tmp_path / "new.pt", "-o", out)
     assert done.status == 1  # the archive also has non-persistent buffers
-    assert "no weight for it @ blocks.0.mask" in done.err
+    assert "missing weight @ blocks.0.mask" in done.err
     options = ("--model", f"{__file__}:Model", "--verify")
     done = run("swap-weights", path, tmp_path / "new.pt", "-o", out, *options, "--format", "json")
     assert done.status == 0, done.err
@@ -181,7 +181,7 @@ def test_quantized_tensors_are_kept(tmp_path: Path, run: Run) -> None:
     done = run("swap-weights", tmp_path / "p.pt", tmp_path / "p.pt", "-o", tmp_path / "o.pt")
     assert "quantized, and its new value is not pickled as such a tensor" in done.err
     done = run("swap-weights", tmp_path / "p.pt", tmp_path / "new.pt", "-o", tmp_path / "o.pt")
-    assert "no weight for it @ table" in done.err
+    assert "missing weight @ table" in done.err
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path, run: Run) -> None:
