@@ -280,11 +280,14 @@ def key_group(
     """Return at most `most` rows for pairs of keys with their detail; the footer says how many
     pairs are `hidden`.
 
-    Only the `first` pairs are collapsed, all without it.
+    The last row takes the place of a footer. Only the `first` pairs are collapsed, all without it.
     """
     rows = []
     more = len(pairs)
-    for left, right, count, detail in islice(paired(islice(pairs, first)), most):
+    groups = list(islice(paired(islice(pairs, first)), most + 1))
+    if len(groups) > most and sum(count for _, _, count, _ in groups) < more:
+        groups.pop()  # the line of the footer
+    for left, right, count, detail in groups:
         rows.append((left, right, detail))
         more -= count
     footer = f"... {number(more)} {hidden}" if more else ""

@@ -49,3 +49,14 @@ def test_inspect_of_empty_tensors_and_of_an_optimizer(tmp_path: Path, run: Run) 
         ["(root)", "0", "0", "weight"],
         ["(root)", "0", "1", "bias"],
     ]
+
+
+def test_the_last_key_is_not_hidden_behind_a_line_that_says_so(tmp_path: Path, run: Run) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "left.pt")
+    letters = "abcdefghijk"
+    for count, is_hidden in ((9, False), (10, True)):
+        names = {f"{letter}.w": torch.ones(2) for letter in letters[:count]}
+        torch.save({"w": torch.ones(1), **names}, tmp_path / "right.pt")
+        out = run("diff", tmp_path / "left.pt", tmp_path / "right.pt").out
+        assert ("  ... 2 more keys (--all)" in out) == is_hidden
+        assert ("  i.w\n" in out) != is_hidden
