@@ -360,10 +360,30 @@ def test_code_is_not_copied_by_default(tmp_path: Path, run: Run, out: str) -> No
     assert run(*command, "--dry-run").status == 1
     assert run(*command, "--keep-pickled-code").status == 0
     assert run("check", tmp_path / out).status == 1
-    hint = shlex.split(refused.err.partition("leave it out: ")[2].partition(";")[0])
-    assert hint == ["--drop", "x"]
-    assert run(*command, *hint, "--force").status == 0
+    line = shlex.split(refused.err.partition("to leave it out: ckpttool ")[2].partition(";")[0])
+    assert line[-4:] == ["--drop", "x", "-o", str(tmp_path / out)]
+    assert run(*line, "--force").status == 0
     assert run("check", tmp_path / out).status == 0
+
+
+@pytest.mark.parametrize(
+    "words", [("convert", "--dtype", "float16"), ("fix", "--model", "net.py:build")]
+)
+def test_command_that_leaves_code_out_can_be_pasted(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """`convert` and `fix` have no --drop."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text("from torch import nn\ndef build(): return nn.Linear(2, 2)\n")
+    torch.save({"m": nn.Linear(2, 2).state_dict(), "x": Runs(os.getcwd)}, "evil.pt")
+    refused = run(*words, "evil.pt", "-o", "out.pt")
+    assert refused.status == 1
+    lines = refused.err.partition("to leave it out: ")[2].partition(";")[0].split(" && ")
+    for line in lines:
+        assert run(*shlex.split(line)[1:]).status == 0, line
+    assert run("check", "out.pt").status == 0
+    dtypes = {tensor.dtype for tensor in torch.load("out.pt")["m"].values()}
+    assert dtypes == {torch.float16 if "--dtype" in words else torch.float32}
 
 
 def test_code_outside_the_chosen_section_is_not_copied(tmp_path: Path, run: Run) -> None:

@@ -101,9 +101,10 @@ def fix(
         line = command("remap", (done.source or answer.left,), request)
         hint = f"{error.hint}; `fix` has no such option, add it to: {line}"
         raise type(error)(error.message, hint=hint, problems=error.problems) from None
-    about_fix = (
-        note for note in answer.notes if code_of(note) and CODES[code_of(note)].kind == "fix"
-    )
+    about_fix = []
+    for note in answer.notes:
+        if isinstance(note, Note) and CODES[note.code].kind == "fix" and note.code != "leaves-keys":
+            about_fix.append(note.named(*answer.names))
     return replace(result, notes=(*result.notes, *about_fix), loads_into=model.called)
 
 

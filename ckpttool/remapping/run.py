@@ -47,6 +47,7 @@ from ckpttool.remapping.resolve import loading_model
 from ckpttool.remapping.result import Remap
 from ckpttool.remapping.steps import Request
 from ckpttool.remapping.write import (
+    CarriesCode,
     Cost,
     Decided,
     Writer,
@@ -262,7 +263,13 @@ def run(
         return done
     output = fitted(done, target, options, to_model or model)
     _check_other_files(source.source, target, output, options, conversion)
-    return _write(source, output, options, writer, target, done, to_model)
+    try:
+        return _write(source, output, options, writer, target, done, to_model)
+    except CarriesCode as error:
+        if error.paths:
+            line = _command_without(error.paths, source.source, options, conversion)
+            error.hint = f"to leave it out: {line}; {error.hint}"
+        raise
 
 
 def _not_cast(result: Checkpoint, dtype: str) -> list[Note]:
@@ -346,17 +353,29 @@ def _check_other_files(
     names = target.without_place(output)
     if not names or options.in_place:
         return
-    without = replace(options, drop=(*(options.drop or ()), *_patterns(names, output)))
-    lines = [command("remap", (source,), without)]
-    if conversion is not None and (conversion.dtype or conversion.metadata):
-        *_, rest = outputs(source, "rest")
-        first = command("remap", (source,), replace(without, out=rest))
-        lines = [first, command("convert", (rest,), conversion)]
+    line = _command_without(_patterns(names, output), source, options, conversion)
     raise Refused(
         "not everything would be written",
-        hint=f"to leave {'it' if len(names) == 1 else 'them'} out: {' && '.join(lines)}",
+        hint=f"to leave {'it' if len(names) == 1 else 'them'} out: {line}",
         problems=[Problem("a file of the folder, which OUT has no place for", n) for n in names],
     )
+
+
+def _command_without(
+    patterns: Sequence[str],
+    source: str,
+    options: RemapOptions,
+    conversion: ConvertOptions | None,
+) -> str:
+    """Return the command that drops keys and does the same otherwise; two for a conversion that no
+    remap does.
+    """
+    without = replace(options, drop=(*(options.drop or ()), *patterns))
+    if conversion is None or not (conversion.dtype or conversion.metadata):
+        return command("remap", (source,), without)
+    *_, rest = outputs(source, "rest")
+    first = command("remap", (source,), replace(without, out=rest))
+    return f"{first} && {command('convert', (rest,), conversion)}"
 
 
 def _patterns(names: Sequence[str], output: Checkpoint) -> list[str]:

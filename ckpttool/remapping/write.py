@@ -388,9 +388,17 @@ def copied_imports(output: Checkpoint, target: Format, files: Files) -> set[str]
     return names
 
 
+class CarriesCode(Refused):
+    """The output would run code when it is loaded. `paths` are the entries to leave out, if that is
+    enough.
+    """
+
+    paths: tuple[str, ...] = ()
+
+
 def check_code(output: Checkpoint, names: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Raise `Refused` if the output carries dangerous imports with these names, or in the `others`:
-    copied files.
+    """Raise `CarriesCode` if the output carries dangerous imports with these names, or in the
+    `others`: copied files.
     """
     left, in_others = set(names), dangerous(unsafe_in(others))
     if not left and not in_others:
@@ -406,14 +414,14 @@ def check_code(output: Checkpoint, names: Iterable[str], others: Iterable[str] =
         problems.append(Problem("a dangerous import of the file's pickle", name))
     for other in in_others:
         problems.append(Problem(f"imports {other.name}", name_of(other.file)))
-    drop = shell(*(word for path in by_path for word in ("--drop", path)))
-    hint = "carry it on: --keep-pickled-code"
+    hint = "--keep-pickled-code keeps it"
     if in_others:
-        hint = f"name the weights alone as CKPT, without the other files of the folder; or {hint}"
-    elif drop and not left:
-        hint = f"leave it out: {drop}; or {hint}"
-    raise Refused(
+        hint = f"name the weights alone as CKPT, without the other files of the folder; {hint}"
+    error = CarriesCode(
         "the output would run code when it is loaded: dangerous pickle imports",
         hint=hint,
         problems=problems,
     )
+    if not in_others and not left:
+        error.paths = tuple(by_path)
+    raise error

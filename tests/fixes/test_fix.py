@@ -211,6 +211,16 @@ def test_hint_with_a_remap_option_includes_the_command(run: Run) -> None:
     )
 
 
+def test_what_a_fix_leaves_out_is_named_once(run: Run) -> None:
+    state = {f"net.{key}": value for key, value in nn.Linear(2, 3).state_dict().items()}
+    torch.save({**state, "more.weight": torch.ones(2)}, "larger.pt")
+    Path("small.py").write_text("from torch import nn\ndef build(): return nn.Linear(2, 3)\n")
+    done = run("fix", "larger.pt", "--model", "small.py:build", "-o", "out.pt")
+    assert done.status == 0
+    assert done.out.count("more.weight") == 1
+    assert "left" not in done.out.replace("left out", "").replace("Left out", "")
+
+
 def test_an_optimizer_is_fixed_with_its_model(run: Run) -> None:
     net = model()
     optimizer = __import__("fix_net").sgd(net)
