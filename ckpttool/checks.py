@@ -242,10 +242,11 @@ def _names(path: str, model: ModelOperand | None, options: DiffOptions) -> Check
     for entry in diff.entries:
         if diff.is_difference(entry):
             keys = ", ".join(entry.left or entry.right)
-            problems.append(Problem(f"{entry.status}: {entry.reason}", keys, entry.status))
+            why = f"{entry.status}: {entry.why(diff.names)}"
+            problems.append(Problem(why, keys, entry.status))
     if diff.other_failure:
         problems.append(Problem(diff.other_failure, path))
     optimizer = ("--optimizer", options.optimizer) if isinstance(options.optimizer, str) else ()
     line = shell("ckpttool", "diff", path, *model.words, *optimizer)
-    hint = f"{line} (with --update it takes the model's names over)"
+    hint = f"{line} (with --update it writes the names of the model to the file)"
     return Checked(path, "names", tuple(problems), hint, diff.notes)

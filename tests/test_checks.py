@@ -193,7 +193,7 @@ def test_names_are_compared_if_a_model_is_named(run: Run) -> None:
         "check", "names.json", "--model", "model.py:build", "--optimizer", "model.py:optimizer"
     )
     assert done.status == 1
-    assert "unexpected: not in right @ head.weight" in done.out
+    assert "unexpected: not in model.py:build @ head.weight" in done.out
     done = run("check", "names.json")
     assert (done.status, "were not compared with a model's code" in done.err) == (0, True)
 

@@ -57,8 +57,8 @@ Several --rule: the first that matches renames a key. A file has steps, in TOML:
   split = "blocks.{i}.qkv.{p}"
   into = ["blocks.{i}.q.{p}", "blocks.{i}.k.{p}", "blocks.{i}.v.{p}"]
 
-Other operations: join, stack, unstack, transpose, permute, reshape, pad, slice, cast,
-dequantize, drop, check.
+Other operations: join, stack, unstack, transpose, permute, reshape, pad, slice,
+cast, dequantize, drop, check.
 
 --rules FILE applies it, and this writes one that leads from old.pt to new.pt:
 

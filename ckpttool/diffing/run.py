@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
+from ckpttool.core.text import shell
 from ckpttool.diffing.options import CompareOptions, DiffOptions
 from ckpttool.diffing.result import NO_VALUES, Diff
 from ckpttool.diffing.sections import Values
@@ -52,10 +53,7 @@ def run(
             return replace(diff, identical=False, other_failure=failure)
         return diff
     if model is None or right is not None or values is not None:
-        raise CkptError(
-            "nothing to compare",
-            hint="ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]",
-        )
+        raise _nothing_to_compare(left, model is not None and values is not None)
     from ckpttool.diffing.model import load, names_alone
 
     if left is None:
@@ -67,3 +65,15 @@ def run(
 
         diff = optimizer(model, left, options.ignore_dtype)
     return replace(diff, scope=NO_VALUES)
+
+
+def _nothing_to_compare(left: Checkpoint | None, of_values: bool) -> CkptError:
+    """Return the error for one operand; `of_values`: for the values of a model."""
+    if of_values:
+        message = "--values compares two checkpoints: a model's code has no values"
+        return CkptError(message, hint="ckpttool diff LEFT RIGHT --values")
+    hint = "ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]"
+    if left is not None and not left.in_memory:
+        line = shell("ckpttool", "diff", left.source)
+        hint = f"{line} RIGHT, or {line} --model MODEL"
+    return CkptError("nothing to compare", hint=hint)

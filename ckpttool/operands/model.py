@@ -467,7 +467,7 @@ def _no_attribute(path: str) -> CkptError:
     hint = "as in file.py:build"
     if attributes:
         hint = f"name what builds the model: {', '.join(attributes)}"
-    return CkptError(f"{path} is a file of code, and not said which model of it", hint=hint)
+    return CkptError(f"{path} is a file of code: name the model in it", hint=hint)
 
 
 @expand_options(OptimizerOptions)

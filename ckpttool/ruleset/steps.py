@@ -515,15 +515,26 @@ def state_of(
         for value in result.dropped:
             dropped.update(dict.fromkeys(refs(value.source), str(step.where)))
     if problems:
-        meant = (without_wildcards(problem.key) for problem in problems)
         raise Refused(
             f"the rules do not fit the checkpoint: {plural(len(problems), 'problem')}",
-            hint=next(filter(None, meant), "")
-            or "`ckpttool inspect CKPT` lists keys and shapes; a rule sees what the rules before"
-            " it have made",
+            hint=_hint(problems, section.path),
             problems=problems,
         )
     return state, dropped
+
+
+def _hint(problems: Sequence[Problem], path: str) -> str:
+    """Return how to write the first rule that is wrong in a known way; the section is at `path`."""
+    for problem in problems:
+        if path and problem.key.startswith(f"{path}."):
+            return f"rules name keys without their section: leave out `{path}.`"
+        meant = without_wildcards(problem.key)
+        if meant:
+            return meant
+    return (
+        "`ckpttool inspect CKPT` lists keys and shapes; a rule sees what the rules before it have"
+        " made"
+    )
 
 
 def _first_state(section: Section) -> State:

@@ -209,8 +209,8 @@ def test_nothing_to_compare_is_an_error(tmp_path: Path, run: Run) -> None:
         ((o, w), "holds no state dict"),
         (("--model", model, "--whole"), "--whole compares two checkpoints"),
         (("--model", model, w, "--whole"), "--whole compares two checkpoints"),
-        (("--model", model, "--values"), "nothing to compare"),
-        (("--model", model, w, "--values"), "nothing to compare"),
+        (("--model", model, "--values"), "--values compares two checkpoints"),
+        (("--model", model, w, "--values"), "--values compares two checkpoints"),
         (("--model", model, *optimizer_options, w), "has no optimizer"),
         (("--model", model, *optimizer_options, two), "has several optimizers: a, b"),
     ):

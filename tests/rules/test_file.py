@@ -1169,3 +1169,11 @@ def test_a_check_of_anything_else_is_a_mistake(tmp_path: Path, check: str) -> No
         read(rules_in(tmp_path, f"[[rule]]\ncheck = {check}\n"))
     (problem,) = caught.value.problems
     assert problem.problem.startswith("'check' is not a list of tensors with sizes")
+
+
+def test_a_rule_with_the_section_in_its_keys_gets_a_hint(tmp_path: Path) -> None:
+    state = {"model": {"a.w": torch.ones(1)}, "epoch": 1}
+    with pytest.raises(Refused) as refused:
+        ckpttool.remap(state, rule="model.a.{x*} => model.b.{x*}")
+    assert refused.value.hint == "rules name keys without their section: leave out `model.`"
+    assert ckpttool.remap(state, rule="a.{x*} => b.{x*}").counts["renamed"] == 1
