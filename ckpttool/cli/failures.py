@@ -162,31 +162,39 @@ def say(failure: Failure, form: str = "text") -> int:
 
 
 def problem_lines(problems: Sequence[Problem]) -> list[str]:
-    """Return a line for each problem. A problem that many keys have is said once, above its first
+    """Return a line for each problem. A reason that many keys have is said once, above its first
     keys, in which repeated layers are one.
     """
-    by_text: dict[str, list[str]] = {}
+    by_reason: dict[str, list[Problem]] = {}
     for problem in problems:
-        by_text.setdefault(problem.problem, []).append(problem.key)
-    most_keys = max(_FEW, _MOST // (len(by_text) + 1))
+        by_reason.setdefault(problem.problem.partition(": ")[0], []).append(problem)
+    most_keys = max(_FEW, _MOST // (len(by_reason) + 1))
     lines: list[str] = []
     hidden = len(problems)
-    for text, keys in islice(by_text.items(), _MOST):
-        shown, count = _of_one_problem(text, keys, most_keys)
+    for reason, group in islice(by_reason.items(), _MOST):
+        shown, count = _of_one_reason(reason, group, most_keys)
         lines += shown
         hidden -= count
     return [*lines, f"... and {number(hidden)} more (--format json)"] if hidden else lines
 
 
-def _of_one_problem(text: str, keys: Sequence[str], most: int) -> tuple[list[str], int]:
-    """Return the lines of a problem, and how many of its keys they name."""
-    if len(keys) <= _FEW:
-        return [f"{text} @ {key}" for key in keys], len(keys)
+def _of_one_reason(reason: str, problems: Sequence[Problem], most: int) -> tuple[list[str], int]:
+    """Return the lines of problems that begin with the same reason, and how many of them they
+    say.
+    """
+    if len(problems) <= _FEW:
+        return list(map(str, problems)), len(problems)
     from ckpttool.report.collapse import collapse
 
-    groups = list(islice(collapse((key, None) for key in keys), most))
+    texts = {problem.problem for problem in problems}
+    if len(texts) > 1:
+        heading = f"{reason} ({number(len(problems))}):"
+        lines = [str(problem).removeprefix(f"{reason}: ") for problem in problems[:most]]
+        return [heading, *(f"  {line}" for line in lines)], len(lines)
+    (text,) = texts
+    groups = list(islice(collapse((problem.key, None) for problem in problems), most))
     count = sum(len(group.keys) for group in groups)
-    if len(groups) == 1 and count == len(keys):
+    if len(groups) == 1 and count == len(problems):
         return [f"{text} @ {groups[0].pattern}"], count
-    heading = f"{text} ({number(len(keys))}):"
+    heading = f"{text} ({number(len(problems))}):"
     return [heading, *(f"  {group.pattern}" for group in groups)], count

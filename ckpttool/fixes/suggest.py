@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.diffing.adapter import adapter_alone
@@ -220,9 +221,18 @@ def _fixes_of_names(question: DiffQuestion) -> Fixes:
     unfixed: tuple[Unfixed, ...] = ()
     if not one_rank(left):  # else a note of the diff says everything
         unfixed = unfixed_by(question, remap)
-        if remap is not None or adapter_alone(left, model_section(left)) is None:
+        if remap is not None or not _is_adapter_alone(left, question.right):
             notes += advice_on(unfixed)
     return Fixes(commands_of_all, tuple(notes), is_partial, is_guess, unfixed)
+
+
+def _is_adapter_alone(*checkpoints: Checkpoint | None) -> bool:
+    """Return True if one is an adapter without its base: the other one has other keys by nature."""
+    for checkpoint in filter(None, checkpoints):
+        section = model_section(checkpoint) if checkpoint.state_dicts else None
+        if section is not None and adapter_alone(checkpoint, section) is not None:
+            return True
+    return False
 
 
 def _remap_fix(question: DiffQuestion) -> TriedFix | None:

@@ -134,7 +134,7 @@ def carry(
     if problems:
         raise Refused(
             f"{where}: the state of {len(problems)} parameters cannot follow them",
-            hint="convert the model alone (CKPT::SECTION), and start the optimizer afresh",
+            hint="load the model alone (CKPT::SECTION), and start the optimizer from scratch",
             problems=problems,
         )
     return carried

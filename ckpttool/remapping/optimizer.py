@@ -155,7 +155,7 @@ def _in_model_order(
     return [name for name in parameters.shapes if name in sources]
 
 
-AFRESH = "convert the model alone (CKPT::SECTION), and start the optimizer afresh"
+AFRESH = "load the model alone (CKPT::SECTION), and start the optimizer from scratch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -741,7 +741,7 @@ def _check_loads(moved: OptimizerState, old: Names | None, new: Names | None, wh
     names = dict.fromkeys(key.rpartition(".")[2] for key in missing)
     if names:
         saved_class = class_of(moved) or "another optimizer"
-        problem = "the optimizer needs it, and the file's state has none"
+        problem = "the optimizer needs it, and the saved state does not have it"
         raise Refused(
             f"{where}: this is the state of {saved_class}; {target.optimizer_class} loads it, and"
             " fails at the next step",

@@ -128,7 +128,9 @@ def test_remap_refuses_state_of_another_optimizer_class(tmp_path: Path, run: Run
     assert "this is the state of SGD" in data["error"]
     assert {"betas", "step", "exp_avg"} <= {problem["key"] for problem in data["problems"]}
     assert not out.exists()
-    assert data["hint"] == "convert the model alone (CKPT::SECTION), and start the optimizer afresh"
+    assert (
+        data["hint"] == "load the model alone (CKPT::SECTION), and start the optimizer from scratch"
+    )
     assert main(["remap", f"{path}::model", "--to", "compile", "-o", str(out)]) == 0
 
 

@@ -255,8 +255,9 @@ def test_factored_moments_are_left_out_on_request(run: Run) -> None:
     options = ("--to-model", f"{__file__}:Apart")
     done = remap(run, RULES, *options)
     assert done.status == 1
-    assert "row_var: it does not have the shape of its parameter @ q.weight" in done.err
-    assert "start the optimizer afresh" in done.err
+    assert "row_var: it does not have the shape of its parameter" in done.err
+    assert "q.weight" in done.err
+    assert "start the optimizer from scratch" in done.err
     assert "--drop" not in done.err
     assert remap(run, RULES, *options, "--drop", "optimizer").status == 0
 
