@@ -31,6 +31,7 @@ _OS_HINTS = {
 # Problems that have a line each, reasons, and keys of all reasons; `--format json` has all of them
 _MOST = 10
 _FEW = 3  # keys with the same problem that repeat it
+_WORDS = 4  # of a reason before the details of one key
 _LS_HELPS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
@@ -167,8 +168,12 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
     """
     by_reason: dict[str, list[Problem]] = {}
     for problem in problems:
-        by_reason.setdefault(problem.problem.partition(": ")[0], []).append(problem)
-    most_keys = max(_FEW, _MOST // (len(by_reason) + 1))
+        reason = problem.problem.partition(": ")[0]
+        is_sentence = reason.count(" ") >= _WORDS - 1
+        by_reason.setdefault(reason if is_sentence else problem.problem, []).append(problem)
+    most_keys = _MOST
+    if len(problems) > _MOST:
+        most_keys = max(_FEW, _MOST // (len(by_reason) + 1))
     lines: list[str] = []
     hidden = len(problems)
     for reason, group in islice(by_reason.items(), _MOST):

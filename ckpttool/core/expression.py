@@ -88,7 +88,9 @@ def without_cast(expression: Expression) -> Expression:
 
 
 def cast_dtype(expression: Expression) -> str | None:
-    """Return the dtype to which a tensor is cast; None if the expression is no cast of a tensor."""
+    """Return the dtype to which a tensor is cast; None if the expression is not the cast of a
+    tensor.
+    """
     if not isinstance(expression, Op) or expression.op != CAST:
         return None
     options = dict(expression.kwargs)

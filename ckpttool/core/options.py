@@ -149,13 +149,17 @@ _WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
 def in_python(text: str) -> str:
     """Return the text with keywords instead of flags, except in commands for a shell."""
     parts, begin = list[str](), 0
-    text = _SHORT.sub(_as_call, _ALL.sub("to_json()", text))
     for command in _SHELL.finditer(text):
         if command[0].startswith("`") and not command[0].startswith("`ckpttool "):
             continue
-        parts += [_FLAG.sub(_as_keyword, text[begin : command.start()]), command[0]]
+        parts += [_with_keywords(text[begin : command.start()]), command[0]]
         begin = command.end()
-    return "".join((*parts, _FLAG.sub(_as_keyword, text[begin:])))
+    return "".join((*parts, _with_keywords(text[begin:])))
+
+
+def _with_keywords(text: str) -> str:
+    text = _SHORT.sub(_as_call, _ALL.sub("to_json()", text))
+    return _FLAG.sub(_as_keyword, text)
 
 
 def _as_call(command: re.Match[str]) -> str:

@@ -287,8 +287,9 @@ def compare_with_optimizer(
     for entry in entries:
         if entry.status not in HARMLESS and not _is_hyperparameter((*entry.left, *entry.right)[0]):
             differing = True
-    if verdict is not None and failed and not differing:  # else the entries say why
-        notes.append(Note(f"torch: {verdict.error}", "torch-error"))
+    if verdict is not None and failed and not needs:
+        note = Info if differing else Note  # the entries say why
+        notes.append(note(f"torch: {verdict.error}", "torch-error"))
     if needs:
         saved_class = class_of(named) or UNKNOWN_CLASS
         new_class = class_of(target.fresh_optimizer) or UNKNOWN_CLASS

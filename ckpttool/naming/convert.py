@@ -170,7 +170,7 @@ def move(
     `tie`: a tensor with several names in that form gets all of them, also if the checkpoint has
     only one.
     """
-    problems = [Problem("no name of this model", key) for key in reading.match.unmatched]
+    problems = [Problem("not a key of this model", key) for key in reading.match.unmatched]
     keys = {name: key for key, name in reading.match.names.items()}
     draft = _Draft(section.path, keys, [], [], [*problems, *reading.match.problems], [])
     if reading.form == to:

@@ -286,7 +286,7 @@ def _not_its_keys(section: Section, request: Request, names: Names) -> Refused:
             f"{adapter.title} without its model: pass --to-model NEW, the model it will be"
             " put on, or rules"
         )
-    problems = [Problem("no name of this model", key) for key in section.by_key()]
+    problems = [Problem("not a key of this model", key) for key in section.by_key()]
     return Refused(
         f"0 of {len(problems)} keys are names of {names.model}", hint=hint, problems=problems
     )

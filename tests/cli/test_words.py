@@ -76,9 +76,9 @@ def test_many_problems_are_grouped() -> None:
     many = problem_lines([Problem("gone", f"k{i}") for i in range(42)])
     shown = ["  k0", "  k1", "  k2", "  k3", "  k4"]
     assert many == ["gone (42):", *shown, "... and 37 more (--format json)"]
-    details = [Problem(f"other shape: [{i}] instead of [9]", f"k{i}") for i in range(4)]
+    details = [Problem(f"of another shape here: [{i}] instead of [9]", f"k{i}") for i in range(4)]
     assert problem_lines(details) == [
-        "other shape (4):",
+        "of another shape here (4):",
         *(f"  [{i}] instead of [9] @ k{i}" for i in range(4)),
     ]
     reasons = problem_lines([Problem(f"reason {i}", "w") for i in range(42)])

@@ -223,7 +223,7 @@ def _tied() -> nn.Module:
 REFUSED = {
     "another model": (("remap", "two.pt", "--model", "torch.nn:Linear(in_features=4,"
     " out_features=4)",
-                          "-o", "out.pt"), "no name of this model"),
+                          "-o", "out.pt"), "not a key of this model"),
     "another model's": (("remap", "two.pt", "--model", "m.py:two", "--to-model", "m.py:one", "-o", "out.pt"), "do not"),
     "format that holds tensors only": (("remap", "run.pt", "-o", "out.safetensors"), "holds"
     " tensors only"),

@@ -279,6 +279,12 @@ def test_flags_become_keywords_outside_of_commands() -> None:
     for text, expected in (
         ("add --materialize to build it for real", "add materialize=True to build it for real"),
         ("pass --model MODEL too", "pass model=MODEL too"),
+        ("... 2 more (--all)", "... 2 more (to_json())"),
+        ("list them: ckpttool trace M --all", "list them: ckpttool trace M --all"),
+        (
+            "`remap CKPT -o OUT --to runtime`, or (remap --drop 'a b')",
+            "`remap(CKPT, out=OUT, to='runtime')`, or (remap drop='a b')",
+        ),
         ("--like and --to both say it", "like= and to= both say it"),
         ("choose: -o OUT or --from FORM", "choose: out=OUT or from_=FORM"),
         ("leave it out: --drop common.pt", "leave it out: drop='common.pt'"),

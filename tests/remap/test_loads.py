@@ -134,7 +134,7 @@ def test_output_of_rules_is_loaded_by_the_model_that_they_lead_to(
     for rule in ("{x*} => backbone.{x*}", "conv.{x*} => zzz.{x*}", "fc.{x*} => backbone.fc.{x*}"):
         refused = run(*arguments, "--rule", rule)
         assert refused.status == 1
-        assert "missing @ box.weight" in refused.err
+        assert "missing" in refused.err
         assert not (tmp_path / "out.pt").exists()
     done = run(*arguments, "--rule", "{x*} => backbone.{x*}", "--partial")
     if damage in ("extra", "reshaped"):

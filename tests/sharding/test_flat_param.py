@@ -363,7 +363,7 @@ REFUSED: dict[str, tuple[str, Sequence[str], list[str]]] = {
     "a single rank": (
         "2/flat_rank_0.pt",
         MODEL,
-        ["is one rank's part: name the files of all ranks, as in 'rank_*.pt' @ _flat_param"],
+        ["is one rank's part: name the files of all ranks, as in 'rank_*.pt'"],
     ),
     "a model with larger parameters": (
         "2/flat_rank_*.pt",
@@ -473,7 +473,8 @@ def test_optimizers_of_two_steps_are_refused(
     done = run("remap", tmp_path / "r*.pt", *MODEL, "-o", tmp_path / "full.pt")
     assert (done.status, (tmp_path / "full.pt").exists()) == (2, False)
     assert "the files are not of one step" in done.err
-    assert "differs between the ranks @ state." in done.err
+    assert "differs between the ranks" in done.err
+    assert "state." in done.err
 
 
 @pytest.mark.parametrize(("one", "status"), [(0.0, 0), (1.0, 2)])
@@ -511,7 +512,8 @@ def test_damaged_sharded_tensor_is_refused(
     shutil.copy(runs[2] / "flat_rank_1.pt", tmp_path / "r1.pt")
     status, _, error = run("inspect", tmp_path / "r*.pt")
     assert status == 2
-    assert "not as torch.save writes it: the sharded tensor _flat_param" in error
+    assert "not as torch.save writes it" in error
+    assert "the sharded tensor _flat_param" in error
 
 
 def test_globs_of_no_other_or_one_plain_file(run: Run, tmp_path: Path) -> None:

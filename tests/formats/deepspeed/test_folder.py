@@ -227,7 +227,7 @@ def _flat(raw: dict[str, Any]) -> str:
             _rank(1, lambda raw: _set(raw, **{_flat(raw): [torch.ones(9).to_sparse()]})),
             "is not a flat tensor",
         ),
-        (_rank(0, lambda raw: _set(raw, partition_count=1)), "the run had 1 ranks @ rank 1"),
+        (_rank(0, lambda raw: _set(raw, partition_count=1)), "the run had 1 ranks"),
         (_rank(0, lambda raw: _set(raw, partition_count="x")), "'x' partitions"),
         (_rank(0, lambda raw: _set(raw, partition_count=1 << 63)), "None partitions"),
         (
