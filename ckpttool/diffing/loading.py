@@ -331,7 +331,7 @@ def keys_read(verdict: Verdict | None) -> set[str]:
     return keys
 
 
-class _Loading(NamedTuple):
+class _TensorLoad(NamedTuple):
     """What a runtime tensor gets: `usual` by loading the model's own state dict, `source` by
     loading this file (None: nothing). `expected` is the key that saves it, or else the usual value.
     """
@@ -345,7 +345,7 @@ class _Loading(NamedTuple):
         return [] if self.source is None else list(ex.refs(self.source))
 
 
-def _loadings(names: Names, verdict: Verdict) -> Iterator[_Loading]:
+def _loadings(names: Names, verdict: Verdict) -> Iterator[_TensorLoad]:
     """Yield what each tensor of a known kind gets."""
     key_of: dict[Ref, str] = {}
     for key in names.serialized:
@@ -359,7 +359,7 @@ def _loadings(names: Names, verdict: Verdict) -> Iterator[_Loading]:
         saved_by = key_of.get(Ref(tensor.fqn))
         expected = usual if saved_by is None else Ref(saved_by)
         if expected is not None:
-            yield _Loading(usual, expected, source and ex.without_cast(source))
+            yield _TensorLoad(usual, expected, source and ex.without_cast(source))
 
 
 def _read_otherwise(names: Names, saved: Objects, verdict: Verdict) -> dict[str, Entry]:

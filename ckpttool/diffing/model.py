@@ -98,7 +98,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     return _load_section(model, checkpoint, section, ignore_dtype)
 
 
-class _Loading(NamedTuple):
+class _LoadedSection(NamedTuple):
     """A section, the model that loads it, and what differs. `verdict` is torch's own answer; None
     without the model's code, for which the `entries` decide.
     """
@@ -152,7 +152,7 @@ def _load_section(
         _check_names_suffice(model, names, checkpoint, section)
     unreadable, of_shards = _notes_on_reading(model, checkpoint)
     about = (model, checkpoint, section, names)
-    loading = _Loading(*about, verdict, entries, ignore_dtype, unreadable, of_shards)
+    loading = _LoadedSection(*about, verdict, entries, ignore_dtype, unreadable, of_shards)
     torch_says = [] if verdict is None else _torch_says(verdict, entries)
     converted = [] if verdict is None or ignore_dtype else _conversions(verdict, entries)
     notes = [
@@ -204,7 +204,7 @@ def _notes_on_reading(
 
 
 def _notes_on_loading(
-    loading: _Loading, untied: Sequence[tuple[str, str]], torch_says: Sequence[str]
+    loading: _LoadedSection, untied: Sequence[tuple[str, str]], torch_says: Sequence[str]
 ) -> list[str]:
     """Return what the entries do not say about the load: why it fails, and how it goes."""
     verdict, section = loading.verdict, loading.section

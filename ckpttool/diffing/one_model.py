@@ -5,6 +5,8 @@ runtime tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
@@ -46,79 +48,102 @@ def compare_through(
     """
     tables = NameTables(names)
     _check_versions(tables, left, right)
-    left_entries, right_entries = left.by_key(), right.by_key()
-    left_values, right_values = runtime_values(tables, left), runtime_values(tables, right)
-    # pairs of keys with one tensor, in the order of the model
-    direct: dict[tuple[str, str], None] = {}
-    # pairs of keys that both sides compute the same tensor from
-    by_operators: dict[tuple[str, str], None] = {}
-    computed: list[Computed] = []
-    for fqn, source in left_values.items():
-        other = right_values.get(fqn)
-        if other is None:
-            continue
-        if isinstance(source, Ref) and isinstance(other, Ref):
-            direct[source.key, other.key] = None
-            continue
-        keys = other_keys(source, other)
-        if keys is None:
-            computed.append(Computed(fqn, source, other))
-        else:
-            by_operators.update(dict.fromkeys(keys.items()))
-
-    entries = [
-        _same_tensor(left_entries[key], right_entries[name], tables.hooks, values)
-        for key, name in direct
-    ]
-    split_keys = {key for value in computed for key in ex.refs(value.left)}
-    for key, name in by_operators:
-        if key not in split_keys and (key, name) not in direct:
-            entries.append(
-                _same_tensor(left_entries[key], right_entries[name], tables.hooks, values)
-            )
-    entries += _compare_computed(computed, left_entries, right_entries, values)
-    for key, value in _saved_again(tables, left, right, left_values, right_values):
-        difference = _difference(
-            Computed(key, Ref(key), value), left_entries, right_entries, values
-        )
+    sides = _BothFiles(
+        left.by_key(), right.by_key(), runtime_values(tables, left), runtime_values(tables, right)
+    )
+    pairs, computed = sides.pairs()
+    entries: list[Entry] = []
+    for key, name in pairs:
+        old, new = sides.left[key], sides.right[name]
+        entries.append(_same_tensor(old, new, tables.hooks, values))
+    entries += _compare_computed(computed, sides.left, sides.right, values)
+    for key, value in _saved_again(tables, left, right, sides.left_values, sides.right_values):
+        both = Computed(key, Ref(key), value)
+        difference = _difference(both, sides.left, sides.right, values)
         entries.append(_transformed((key,), (), [(key, difference)]))
-    for key, value in _saved_again(tables, right, left, right_values, left_values):
-        difference = _difference(
-            Computed(key, value, Ref(key)), left_entries, right_entries, values
-        )
+    for key, value in _saved_again(tables, right, left, sides.right_values, sides.left_values):
+        both = Computed(key, value, Ref(key))
+        difference = _difference(both, sides.left, sides.right, values)
         entries.append(_transformed((), (key,), [(key, difference)]))
+    entries += _of_no_tensor(sides, left, right, entries, values)
+    named_left = {key for entry in entries for key in entry.left}
+    named_right = {key for entry in entries for key in entry.right}
+    rest_left = [key for key in sides.left if key not in named_left]
+    rest_right = [key for key in sides.right if key not in named_right]
+    entries += leftover(only_left, left, rest_left, named_left)
+    entries += leftover(only_right, right, rest_right, named_right)
+    return tuple(entries)
 
-    # Other keys that both sides have: unknown to the model, or second names of one tensor.
+
+class _BothFiles(NamedTuple):
+    """The entries of two files by key, and the runtime tensors as expressions over these keys."""
+
+    left: Objects
+    right: Objects
+    left_values: Mapping[str, Expression]
+    right_values: Mapping[str, Expression]
+
+    def pairs(self) -> tuple[list[tuple[str, str]], list[Computed]]:
+        """Return the pairs of keys that are one tensor, first those that hold it as it is, in the
+        order of the model; then the tensors that the two compute in different ways.
+        """
+        direct: dict[tuple[str, str], None] = {}
+        by_operators: dict[tuple[str, str], None] = {}
+        computed: list[Computed] = []
+        for fqn, source in self.left_values.items():
+            other = self.right_values.get(fqn)
+            if other is None:
+                continue
+            if isinstance(source, Ref) and isinstance(other, Ref):
+                direct[source.key, other.key] = None
+                continue
+            keys = other_keys(source, other)
+            if keys is None:
+                computed.append(Computed(fqn, source, other))
+            else:
+                by_operators.update(dict.fromkeys(keys.items()))
+        split_keys = {key for value in computed for key in ex.refs(value.left)}
+        pairs = list(direct)
+        for pair in by_operators:
+            if pair[0] not in split_keys and pair not in direct:
+                pairs.append(pair)
+        return pairs, computed
+
+    def keys_of_model(self) -> set[str]:
+        """Return the keys that the model's tensors are computed from."""
+        keys: set[str] = set()
+        for source in (*self.left_values.values(), *self.right_values.values()):
+            keys.update(ex.refs(source))
+        return keys
+
+
+def _of_no_tensor(
+    sides: _BothFiles,
+    left: Section,
+    right: Section,
+    entries: Sequence[Entry],
+    values: Values | None,
+) -> list[Entry]:
+    """Compare other keys that both sides have: unknown to the model, or second names of a tensor
+    that the `entries` compare.
+    """
     named_left = {key for entry in entries for key in entry.left}
     named_right = {key for entry in entries for key in entry.right}
     left_first, right_first = aliases(left), aliases(right)
     tensors = set[tuple[str, str]]()
     for entry in entries:
-        for key in entry.left:
-            tensors.update(
-                (left_first.get(key, key), right_first.get(name, name)) for name in entry.right
-            )
-    of_model = {
-        key
-        for side in (left_values, right_values)
-        for source in side.values()
-        for key in ex.refs(source)
-    }
-    for key in left_entries:
-        if key not in right_entries or key in named_left or key in named_right:
+        for key, name in product(entry.left, entry.right):
+            tensors.add((left_first.get(key, key), right_first.get(name, name)))
+    of_model = sides.keys_of_model()
+    others = []
+    for key in sides.left:
+        if key not in sides.right or key in named_left or key in named_right:
             continue
         first = left_first.get(key), right_first.get(key)
-        if first in tensors or (first == (None, None) and key not in of_model):
-            entries.append(compare_pair(left_entries[key], right_entries[key], values))
-            named_left.add(key)
-            named_right.add(key)
-    entries += leftover(
-        only_left, left, [key for key in left_entries if key not in named_left], named_left
-    )
-    entries += leftover(
-        only_right, right, [key for key in right_entries if key not in named_right], named_right
-    )
-    return tuple(entries)
+        is_unknown = first == (None, None) and key not in of_model
+        if first in tensors or is_unknown:
+            others.append(compare_pair(sides.left[key], sides.right[key], values))
+    return others
 
 
 def other_keys(value: Expression, source: Expression | None) -> dict[str, str] | None:

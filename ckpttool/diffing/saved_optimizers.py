@@ -148,7 +148,7 @@ def _paired_groups(
 # State
 
 
-class _Value(NamedTuple):
+class _StateValue(NamedTuple):
     """A part of the state that contains no other parts; `param` is None if it belongs to no
     parameter.
     """
@@ -182,7 +182,7 @@ def state_entries(
     return entries
 
 
-def _compare_parts(left: _Value, right: _Value, values: Values | None) -> Entry:
+def _compare_parts(left: _StateValue, right: _StateValue, values: Values | None) -> Entry:
     keys = (left.key,), (right.key,)
     if isinstance(left.value, _ENTRIES) and isinstance(right.value, _ENTRIES):
         entry = compare_pair(left.value, right.value, values)
@@ -195,7 +195,7 @@ def _compare_parts(left: _Value, right: _Value, values: Values | None) -> Entry:
 
 
 def _lacking(
-    value: _Value, state: OptimizerState, loose: Code, no_value: Code, no_state: Code
+    value: _StateValue, state: OptimizerState, loose: Code, no_value: Code, no_state: Code
 ) -> Cause:
     """Return why `state` does not have the value."""
     if value.param is None:
@@ -203,7 +203,7 @@ def _lacking(
     return Cause(no_value, (value.name,)) if state.state.get(value.param) else Cause(no_state)
 
 
-def _flat(state: OptimizerState) -> dict[_Path, _Value]:
+def _flat(state: OptimizerState) -> dict[_Path, _StateValue]:
     """Return every part of the state by its path. Names may hold dots, so keys are made unique."""
     roots: list[tuple[Param | None, _Path, Any]] = []
     for param, param_state in state.state.items():
@@ -211,14 +211,14 @@ def _flat(state: OptimizerState) -> dict[_Path, _Value]:
             roots.append((param, (STATE, param, name), value))
     roots += [(None, (STATE, name), value) for name, value in state.loose.items()]
     roots += [(None, (name,), value) for name, value in state.rest.items()]
-    flat: dict[_Path, _Value] = {}
+    flat: dict[_Path, _StateValue] = {}
     taken: set[str] = set()
     for owner, root, whole in roots:
         for path, value in _parts(whole, root):
             words = list(map(str, path))
             key = free(".".join(words), taken)
             taken.add(key)
-            flat[path] = _Value(key, owner, ".".join(words[len(root) - 1 :]), value)
+            flat[path] = _StateValue(key, owner, ".".join(words[len(root) - 1 :]), value)
     return flat
 
 
@@ -290,7 +290,7 @@ def optimizer_alone(checkpoint: Checkpoint) -> Section | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class _SavedSide:
     """A saved optimizer; in `state` its parameters have names if `owners` or the file gives
     them.
     """
@@ -309,11 +309,11 @@ class _Side:
         return self.owners is None or self.owners.evidence == "param_names"
 
     @property
-    def as_saved(self) -> _Side:
+    def as_saved(self) -> _SavedSide:
         return replace(self, state=self.saved, owners=None)
 
     @property
-    def by_position(self) -> _Side:
+    def by_position(self) -> _SavedSide:
         return replace(self, state=numbered(self.state))
 
 
@@ -376,22 +376,22 @@ def compare_optimizers(
 _FORMS = {ID: "id, as torch.optim does", FQN: "name", FLAT: "name, in flat keys"}
 
 
-def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str]) -> _Side:
+def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str]) -> _SavedSide:
     """Return the state with parameters under their names, or as it is if nothing gives them: then
     with a note.
     """
     state = read(saved.section)
     if not state.params:
-        return _Side(replace(state, form=FQN), state, None)
+        return _SavedSide(replace(state, form=FQN), state, None)
     try:
         param_map = owners(state, names, side, saved.models)
     except Refused as error:
         if names is not None:  # without names, a note says that ids are compared
             notes.append(refusal(error, side))
-        return _Side(state, state, None)
+        return _SavedSide(state, state, None)
     if param_map.assumed:
         notes.append(rests_on(param_map, side))
-    return _Side(param_map.state, state, param_map)
+    return _SavedSide(param_map.state, state, param_map)
 
 
 def is_named(saved: SavedOptimizer) -> bool:
@@ -426,11 +426,11 @@ def _at_other_positions(left: OptimizerState, right: OptimizerState) -> Misassig
     return Misassigned(Cause(Code.POSITION), details)
 
 
-def _all_misassigned(side: _Side, cause: Cause) -> Misassigned:
+def _all_misassigned(side: _SavedSide, cause: Cause) -> Misassigned:
     return Misassigned(cause, dict.fromkeys(side.state.params))
 
 
-def _doubted(side: _Side, notes: list[str], name: str) -> Misassigned | None:
+def _doubted(side: _SavedSide, notes: list[str], name: str) -> Misassigned | None:
     """Return all parameters if something in the file contradicts their names."""
     doubt = None if side.owners is None else side.owners.doubt
     if doubt is None:

@@ -199,7 +199,7 @@ class NotOnIndex(Exception):
     """The operator or its arguments need torch."""
 
 
-class _Parts(NamedTuple):
+class _Slices(NamedTuple):
     entry: TensorEntry
     dim: int
     sizes: list[int]
@@ -226,27 +226,27 @@ def _select(entry: TensorEntry, dim: int, index: int) -> TensorEntry:
     return replace(part, shape=shape, stride=stride)
 
 
-def _split(entry: TensorEntry, size: int, dim: int = 0) -> _Parts:
+def _split(entry: TensorEntry, size: int, dim: int = 0) -> _Slices:
     if dim >= len(entry.shape) or size < 1 or -(-entry.shape[dim] // size) > limits().made_parts:
         raise NotOnIndex
     length = entry.shape[dim]
     sizes = [min(size, length - start) for start in range(0, length, size)]
-    return _Parts(entry, dim, sizes)
+    return _Slices(entry, dim, sizes)
 
 
-def _chunk(entry: TensorEntry, count: int, dim: int = 0) -> _Parts:
+def _chunk(entry: TensorEntry, count: int, dim: int = 0) -> _Slices:
     if dim >= len(entry.shape) or count < 1:
         raise NotOnIndex
     return _split(entry, -(-entry.shape[dim] // count), dim)
 
 
-def _split_with_sizes(entry: TensorEntry, sizes: tuple[int, ...], dim: int = 0) -> _Parts:
+def _split_with_sizes(entry: TensorEntry, sizes: tuple[int, ...], dim: int = 0) -> _Slices:
     if dim >= len(entry.shape) or sum(sizes) != entry.shape[dim]:
         raise NotOnIndex
-    return _Parts(entry, dim, list(sizes))
+    return _Slices(entry, dim, list(sizes))
 
 
-def _item(parts: _Parts, index: int) -> TensorEntry:
+def _item(parts: _Slices, index: int) -> TensorEntry:
     if index >= len(parts.sizes):
         raise NotOnIndex
     return _narrow(parts.entry, parts.dim, sum(parts.sizes[:index]), parts.sizes[index])
@@ -333,7 +333,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "T": lambda value: type(value) is tuple and bool(value) and all(map(_is_tensor, value)),
     "i": _is_size,
     "I": lambda value: type(value) is tuple and all(map(_is_size, value)),
-    "p": lambda value: isinstance(value, _Parts),
+    "p": lambda value: isinstance(value, _Slices),
 }
 
 

@@ -34,7 +34,7 @@ _Stat = Union[tuple[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PatchRecord:
     """A patch, and hashes of what the file says about its data `before` the patch and after it
     (`index`).
     """
@@ -52,7 +52,7 @@ class Patched:
     """
 
     name: str
-    back: Change
+    back: PatchRecord
     sample: bytes
     content: bytes
 
@@ -179,7 +179,7 @@ def parse(data: bytes, place: Path) -> list[Row]:
             rest = rest[len(head) + len(tail) :]
             patch = Patch(**{name: int(file[name]) for name in _NUMBERS}, head=head, tail=tail)
             before, index, sample, content = map(bytes.fromhex, file["hashes"])
-            patched = Patched(file["name"], Change(patch, before, index), sample, content)
+            patched = Patched(file["name"], PatchRecord(patch, before, index), sample, content)
             are_sound = are_sound and patched.is_sound()
             rows.append(patched)
         if value["schema"] != _SCHEMA or rest or not rows or not are_sound:
@@ -242,21 +242,21 @@ def _journaled(
                 unlink([record])
 
 
-def edit(folder: Path, changes: Mapping[str, Change], *, fsync: bool) -> None:
+def edit(folder: Path, changes: Mapping[str, PatchRecord], *, fsync: bool) -> None:
     """Patch files of the folder, all or none, and keep the record for `undo`.
 
     A patch that reverts the last edit restores every byte. Raises OSError if all is as it was;
     `CkptError` if another process was faster, and if restoring failed too: the journal then stays.
     """
     last = folder / list(changes)[-1]
-    back: dict[str, Change] = {}
+    back: dict[str, PatchRecord] = {}
     with suppress(CkptError):
         back = _ways_back(last)
     reverts = _indexes(back) == _indexes(changes)
     _edit(last, back if reverts else changes, True, fsync)
 
 
-def _indexes(changes: Mapping[str, Change]) -> dict[str, bytes]:
+def _indexes(changes: Mapping[str, PatchRecord]) -> dict[str, bytes]:
     return {name: change.index for name, change in changes.items()}
 
 
@@ -271,7 +271,7 @@ def undo_edit(path: Path, *, fsync: bool) -> None:
 
 
 def _edit(
-    last: Path, changes: Mapping[str, Change], keep: bool, fsync: bool, is_undo: bool = False
+    last: Path, changes: Mapping[str, PatchRecord], keep: bool, fsync: bool, is_undo: bool = False
 ) -> None:
     folder = last.parent
     with ExitStack() as stack:
@@ -281,7 +281,7 @@ def _edit(
         for name, change in changes.items():
             patch, descriptor = change.patch, files[name]
             sample = patches.sample_of(descriptor, patch.start, patch.length)
-            back = Change(patches.inverse(descriptor, patch), change.index, change.before)
+            back = PatchRecord(patches.inverse(descriptor, patch), change.index, change.before)
             rows.append(Patched(name, back, sample, patches.hash_of(patch)))
             # from now on it is this process that changes the file
             sources.forget(str(folder / name))
@@ -297,7 +297,7 @@ def _edit(
         confirm(str(last), folder)
 
 
-def _ways_back(path: Path) -> dict[str, Change]:
+def _ways_back(path: Path) -> dict[str, PatchRecord]:
     """Return the patches that revert the last edit. Raises `CkptError` if there are none, or a file
     has changed.
     """

@@ -15,7 +15,7 @@ from ckpttool.io.files import places
 from ckpttool.io.patch import hashed, of_pieces
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Edited
-from ckpttool.io.transaction import UNDO, Change
+from ckpttool.io.transaction import UNDO, PatchRecord
 from ckpttool.io.write import failing
 
 _LINKED = "it has a second name (a hard link), which would change too"
@@ -51,7 +51,7 @@ def edit(
     Raises `Refused` if that is not possible, and `CkptError` if the disk fails, or if another
     process was faster: all is as it was.
     """
-    changes: dict[str, Change] = {}
+    changes: dict[str, PatchRecord] = {}
     with failing(os.path.join(folder, [*files][-1])):
         homes = set()
         for name, file in files.items():
@@ -71,7 +71,7 @@ def edit(
                 reason = _APART
             if reason or patch is None:
                 raise not_in_place(link, reason or _LARGE)
-            changes[path.name] = Change(patch, hashed(file.before), hashed(file.index))
+            changes[path.name] = PatchRecord(patch, hashed(file.before), hashed(file.index))
         if all(change.before == change.index for change in changes.values()):
             return Written(0)  # the record of the last edit stays
         (place,) = homes

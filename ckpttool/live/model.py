@@ -53,7 +53,7 @@ Model = Union[
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Target:
+class LiveTarget:
     """`tensors`: canonical FQN -> parameter or persistent buffer. `constants` are in no state dict.
     They stay, except for tensors that the model's loading computes, if these can be changed
     (`remade`). `compared`: whether they are compared with the model's; the constants of a module
@@ -67,7 +67,7 @@ class Target:
     compared: bool = True
 
 
-def module_target(module: nn.Module) -> Target:
+def module_target(module: nn.Module) -> LiveTarget:
     """Return the module's runtime tensors, under names without the segments of wrappers (compile,
     DDP, ...).
     """
@@ -86,17 +86,17 @@ def module_target(module: nn.Module) -> Target:
             hint="run the module once on an example, then swap",
             problems=[Problem("a lazy parameter: it has no shape", name) for name in lazy],
         )
-    return Target(type(module).__name__, tensors, constants, compared=False)
+    return LiveTarget(type(module).__name__, tensors, constants, compared=False)
 
 
-def program_target(program: ExportedProgram) -> Target:
+def program_target(program: ExportedProgram) -> LiveTarget:
     """Return the program's state dict; its constants are lifted from its code and stay."""
-    return Target(
+    return LiveTarget(
         "ExportedProgram", dict(program.state_dict), dict(program.constants), remade=False
     )
 
 
-def package_target(package: Any, model: Model | None) -> Target:
+def package_target(package: Any, model: Model | None) -> LiveTarget:
     """Return the constants of a loaded AOTInductor package that are weights of `model`, with the
     model's shapes, dtypes and strides.
 
@@ -127,7 +127,7 @@ def package_target(package: Any, model: Model | None) -> Target:
             problems=[Problem("no such weight in the model", fqn) for fqn in fqns],
         )
     constants = {fqn: target.constants.get(fqn) for fqn in fqns if fqn not in tensors}
-    return Target(type(package).__name__, tensors, constants)
+    return LiveTarget(type(package).__name__, tensors, constants)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

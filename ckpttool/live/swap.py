@@ -24,8 +24,8 @@ from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.torch_eval import evaluate, same_bits
 from ckpttool.io.syscalls import uninterrupted
 from ckpttool.live.model import (
+    LiveTarget,
     Model,
-    Target,
     at_rest,
     check_replaceable,
     local_part,
@@ -126,7 +126,7 @@ def swap_weights(
 
     options = SwapOptions(cast=cast, constants=constants, keep_constants=keep_constants)
 
-    def planned(goal: Target) -> _Plan:
+    def planned(goal: LiveTarget) -> _PlannedSwap:
         return _planned(goal, state, model, options)
 
     if isinstance(target, nn.Module):
@@ -197,7 +197,7 @@ def _swap_in_package(package: Any, planned: Planned, model: Model | None) -> Swa
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
+class _PlannedSwap:
     """A checked swap: the `sources` of `result`, but with tensors in `state` for what the model's
     code computed.
     """
@@ -206,18 +206,18 @@ class _Plan:
     sources: Mapping[str, Expression]
     state: Mapping[str, object]
 
-    def new_in(self, target: Target) -> dict[str, torch.Tensor]:
+    def new_in(self, target: LiveTarget) -> dict[str, torch.Tensor]:
         """Return the tensors of the target that get new values."""
         every: dict[str, Any] = {**target.tensors, **target.constants}
         return {fqn: old for fqn, old in every.items() if fqn in self.sources}
 
 
-Planned = Callable[[Target], _Plan]
+Planned = Callable[[LiveTarget], _PlannedSwap]
 
 
 def _planned(
-    target: Target, state: Mapping[str, object], model: Model | None, options: SwapOptions
-) -> _Plan:
+    target: LiveTarget, state: Mapping[str, object], model: Model | None, options: SwapOptions
+) -> _PlannedSwap:
     """Plan and refuse as the command does, on an index of what is in memory."""
     sections = (
         section_of(target.tensors),
@@ -251,7 +251,7 @@ def _planned(
     swapped = Swapped(
         result.sources, result.form, result.ignored, kept, result.by_code, result.compared
     )
-    return _Plan(swapped, sources, values)
+    return _PlannedSwap(swapped, sources, values)
 
 
 # Writing

@@ -137,7 +137,7 @@ class FormPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
+class _PlanDraft:
     """A plan under construction. `keys`: name of the form of the checkpoint -> key of the
     checkpoint.
     """
@@ -172,7 +172,7 @@ def move(
     """
     problems = [Problem("not a key of this model", key) for key in reading.match.unmatched]
     keys = {name: key for key, name in reading.match.names.items()}
-    draft = _Draft(section.path, keys, [], [], [*problems, *reading.match.problems], [])
+    draft = _PlanDraft(section.path, keys, [], [], [*problems, *reading.match.problems], [])
     if reading.form == to:
         draft.keep(draft.keys)
     elif to == RUNTIME:
@@ -199,7 +199,7 @@ def move(
     )
 
 
-def _to_runtime(tables: NameTables, draft: _Draft, tie: bool) -> None:
+def _to_runtime(tables: NameTables, draft: _PlanDraft, tie: bool) -> None:
     values = tables.runtime_values(draft.keys)
     by_first = {tables.first[fqn]: source for fqn, source in reversed(values.items())}
     # a program loads its second names strictly, too
@@ -225,7 +225,7 @@ def _to_runtime(tables: NameTables, draft: _Draft, tie: bool) -> None:
     draft.keep(tables.names.extra_state)
 
 
-def _to_serialized(tables: NameTables, draft: _Draft) -> None:
+def _to_serialized(tables: NameTables, draft: _PlanDraft) -> None:
     held = {tables.first[name]: name for name in reversed(list(draft.keys)) if name in tables.first}
     used: set[str] = set()
     for key, source in tables.saved.items():

@@ -6,7 +6,7 @@ import ast
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -25,7 +25,7 @@ from ckpttool.core.checkpoint import (
 )
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.expression import Ref, is_opaque, refs, without_cast
+from ckpttool.core.expression import Expression, Ref, is_opaque, refs, without_cast
 from ckpttool.core.limits import limits
 from ckpttool.core.names import SCHEMA, SERIALIZED, Names
 from ckpttool.core.options import ModelOptions, OptimizerOptions, call_of, expand_options
@@ -348,42 +348,16 @@ class ModelOperand:
             verdict = self.verdict(bare)
         except CkptError:
             return None
-        loads = verdict.ok or not (
-            verdict.errors or verdict.unexpected or {*verdict.missing} - {*self.tables.spare_keys}
-        )
-        if not loads:
+        needed = set(verdict.missing) - set(self.tables.spare_keys)
+        if not verdict.ok and (verdict.errors or verdict.unexpected or needed):
             return None
         keys = bare.by_key()
-        reads = {
-            fqn: without_cast(value)
-            for fqn, value in verdict.reads.items()
-            if value is not None and fqn in self.tables.first
-        }
-        reads |= {
-            key: Ref(key)
-            for key in self.tables.runtime_names
-            if key in keys and key not in self.tables.first
-        }
+        reads = self._read_by_loading(verdict, keys)
+        self._check_decided(verdict, reads, keys)
         used = {key for value in reads.values() for key in refs(value)}
-        if (
-            verdict.by_values
-            or verdict.doubtful
-            or verdict.special
-            or any(map(is_opaque, reads.values()))
-        ):
-            raise Refused(
-                f"{self.title} loads keys that it does not save, and the result depends on their"
-                " values",
-                hint="let it load them, and save that: model.load_state_dict(torch.load(CKPT)); "
-                "torch.save(model.state_dict(), OUT)",
-                problems=[
-                    Problem("not a key that the model saves", key)
-                    for key in keys
-                    if key not in self.tables.saved
-                ],
-            )
         twins = _twins(bare, used)
-        if unused := [key for key in keys if key not in used and key not in twins]:
+        unused = [key for key in keys if key not in used and key not in twins]
+        if unused:
             words = [word for key in unused for word in ("--drop", key)]
             raise Refused(
                 f"{self.title} loads the checkpoint and does not use {plural(len(unused), 'key')}"
@@ -391,23 +365,53 @@ class ModelOperand:
                 hint=f"leave them out: {shell('ckpttool', 'remap', 'CKPT', *words, '-o', 'PART')}",
                 problems=[Problem("not used", key) for key in unused],
             )
-        reads |= {
-            fqn: Ref(fqn)
-            for fqn, value in reads.items()
-            if fqn in twins and value == Ref(twins[fqn])
-        }
+        for fqn, value in reads.items():
+            if fqn in twins and value == Ref(twins[fqn]):
+                reads[fqn] = Ref(fqn)
         place = {key: number for number, key in enumerate(keys)}
-        by_place = sorted(
-            reads.items(), key=lambda read: min(map(place.__getitem__, refs(read[1])))
-        )
-        reason = "the model takes it for a copy of {}".format
-        dropped = (
-            Dropped(path, key, reason(other))
-            for key, other in twins.items()
-            if reads.get(key) != Ref(key)
-        )
-        return compose(
-            unwrapped, Plan(tuple(Output(path, *read) for read in by_place), tuple(dropped))
+
+        def first_place(read: tuple[str, Expression]) -> int:
+            places = [place[key] for key in refs(read[1])]
+            return min(places, default=len(place))
+
+        outputs = [Output(path, *read) for read in sorted(reads.items(), key=first_place)]
+        dropped = []
+        for key, other in twins.items():
+            if reads.get(key) != Ref(key):
+                reason = f"the model takes it for a copy of {other}"
+                dropped.append(Dropped(path, key, reason))
+        return compose(unwrapped, Plan(tuple(outputs), tuple(dropped)))
+
+    def _read_by_loading(
+        self, verdict: Verdict, keys: Mapping[str, object]
+    ) -> dict[str, Expression]:
+        """Return what loading gives each runtime tensor, and the entries that are no tensors."""
+        reads: dict[str, Expression] = {}
+        for fqn, value in verdict.reads.items():
+            if value is not None and fqn in self.tables.first:
+                reads[fqn] = without_cast(value)
+        for key in self.tables.runtime_names:
+            if key in keys and key not in self.tables.first:
+                reads[key] = Ref(key)
+        return reads
+
+    def _check_decided(
+        self, verdict: Verdict, reads: Mapping[str, Expression], keys: Iterable[str]
+    ) -> None:
+        """Raise `Refused` if what loading gives depends on values."""
+        depends = verdict.by_values or verdict.doubtful or verdict.special
+        if not depends and not any(map(is_opaque, reads.values())):
+            return
+        problems = []
+        for key in keys:
+            if key not in self.tables.saved:
+                problems.append(Problem("not a key that the model saves", key))
+        raise Refused(
+            f"{self.title} loads keys that it does not save, and the result depends on their"
+            " values",
+            hint="let it load them, and save that: model.load_state_dict(torch.load(CKPT)); "
+            "torch.save(model.state_dict(), OUT)",
+            problems=problems,
         )
 
     @property

@@ -22,7 +22,7 @@ from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.kinds.adapters import Adapter, adapter_of
 from ckpttool.kinds.quantized import quantized_weights
-from ckpttool.operands.checkpoint import model_section, split
+from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import Target, same_folder
 from ckpttool.remapping.adapter_config import NAME, follow, moved_modules, shown
 
@@ -90,69 +90,93 @@ def companions_of(
     path, section = split(source.source)
     if section is not None or source.in_memory:
         return Companions()
-    folder = path if is_dir(path) else parent(path)
-    to_folder = path == folder and target.folder is not None
+    to_folder = is_dir(path) and target.folder is not None
     stays = to_folder and target.folder is not None and same_folder(path, target.folder)
-    copied: dict[str, str] = {}
-    left_out: dict[str, str] = {}
+    decisions = _Decisions()
     if to_folder and not stays:
-        copied = companions(path)
+        decisions.copy(path, source, other_files)
+    unchanged = {output.key for output in plan.outputs if output.is_unchanged}
+    keeps_names = unchanged == {output.key for output in plan.outputs}
+    if not keeps_names:
+        if not described:
+            is_plain = _is_dequantized(source, plan)
+            decisions.about_configs(path, target.folder or "", stays=stays, is_plain=is_plain)
+        decisions.about_adapter(path, plan, new_base, to_folder=to_folder)
+    return decisions.companions()
+
+
+class _Decisions:
+    """What happens to the files next to the weights, as far as it is decided."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, str | bytes] = {}
+        self.left_out: dict[str, str] = {}
+        self.before: dict[str, bytes] = {}
+        self.notes: list[str] = []
+
+    def companions(self) -> Companions:
+        return Companions(self.files, self.left_out, tuple(self.notes), self.before)
+
+    def copy(self, folder: str, source: Checkpoint, other_files: Sequence[str]) -> None:
+        """Copy the files that belong to the weights in a folder."""
+        self.files.update(companions(folder))
         for name in other_files:
-            copied[name] = join(path, name)
-        left_out = _others(path, source, copied)
-    files: dict[str, str | bytes] = {**copied}
-    before: dict[str, bytes] = {}
-    notes: list[str] = []
-    keeps_names = {o.key for o in plan.outputs} == {o.key for o in plan.outputs if o.is_unchanged}
-    changed = not described and not keeps_names
-    stale = [
-        name
-        for name in (names_in(path) if stays else copied)
-        if _DESCRIBES_NAMES.fullmatch(name) and changed
-    ]
-    is_plain = changed and _is_dequantized(source, plan)
-    for name in stale:
-        plain = _without_quantization(join(path, name)) if is_plain and name == CONFIG else None
-        if plain is not None:
-            files[name], before[name] = plain
-            notes.append(f"{name} is written without its {_QUANTIZATION}")
-            continue
-        if stays:
-            notes.append(
-                f"the keys changed, and {join(path, name)} did not: check that it"
-                " describes the new keys"
-            )
-            continue
-        del files[name]
-        left_out[name] = "it describes the keys of CKPT, and OUT has others"
-        copy = f"cp {quote(copied[name])} {quote(join(target.folder or '', name))}"
-        notes.append(
-            f"not copied: {name}, which describes the keys of {path}. If OUT's keys fit"
-            f" it, run `{copy}`"
-        )
-    if changed and not stays:
-        notes += [
-            f"{name} is copied unchanged: its ids keep the parameter order of the model that saved"
-            " them"
-            for name in optimizers_in(list(copied))
-        ]
-    has_adapter_config = NAME in (names_in(folder) if is_dir(folder) else ())
-    if has_adapter_config and not keeps_names:
-        text, new_text = _adapter_config(
-            join(folder, NAME), list(_renames(plan)), new_base, to_folder, notes
-        )
-        if to_folder and new_text is not None:
-            files[NAME], before[NAME] = new_text, text
-    elif not keeps_names and (adapter := adapter_of(old for old, _ in _renames(plan))) is not None:
-        notes += _on_target_modules(adapter, moved_modules(_renames(plan)))
-    return Companions(files, left_out, tuple(notes), before)
+            self.files[name] = join(folder, name)
+        self.left_out.update(_others(folder, source, self.files))
+
+    def about_configs(self, folder: str, out: str, *, stays: bool, is_plain: bool) -> None:
+        """Leave files out that describe the old keys, or say what to check if the output `stays` in
+        the folder. `is_plain`: the keys are those that the model has without quantization.
+        """
+        names = names_in(folder) if stays else list(self.files)
+        for name in filter(_DESCRIBES_NAMES.fullmatch, names):
+            path = join(folder, name)
+            plain = _without_quantization(path) if is_plain and name == CONFIG else None
+            if plain is not None:
+                self.files[name], self.before[name] = plain
+                self.notes.append(f"{name} is written without its {_QUANTIZATION}")
+            elif stays:
+                self.notes.append(
+                    f"the keys changed, and {path} did not: check that it describes the new keys"
+                )
+            else:
+                del self.files[name]
+                self.left_out[name] = "it describes the keys of CKPT, and OUT has others"
+                self.notes.append(
+                    f"not copied: {name}, which describes the keys of {folder}. If OUT's keys fit"
+                    f" it, run `cp {quote(path)} {quote(join(out, name))}`"
+                )
+        if not stays:
+            for name in optimizers_in(list(self.files)):
+                self.notes.append(
+                    f"{name} is copied unchanged: its ids keep the parameter order of the model"
+                    " that saved them"
+                )
+
+    def about_adapter(
+        self, path: str, plan: Plan, new_base: Sequence[str], *, to_folder: bool
+    ) -> None:
+        """Let an adapter's configuration follow the keys, or say what changes."""
+        folder = path if is_dir(path) else parent(path)
+        renames = list(_renames(plan))
+        if NAME in (names_in(folder) if is_dir(folder) else ()):
+            config = join(folder, NAME)
+            text, new_text = _adapter_config(config, renames, new_base, to_folder, self.notes)
+            if to_folder and new_text is not None:
+                self.files[NAME], self.before[NAME] = new_text, text
+            return
+        adapter = adapter_of(old for old, _ in renames)
+        if adapter is not None:
+            self.notes += _on_target_modules(adapter, moved_modules(renames))
 
 
 def _is_dequantized(source: Checkpoint, plan: Plan) -> bool:
     """Return True if all that the plan changes are the quantized weights, each of which becomes one
     tensor under the name that a model without quantization has for it.
     """
-    section = model_section(source)
+    if len(source.state_dicts) != 1:
+        return False
+    (section,) = source.state_dicts
     weights = quantized_weights(section)
     parts = {key for weight in weights for key in weight.keys}
     expected = {weight.plain for weight in weights}

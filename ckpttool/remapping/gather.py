@@ -295,18 +295,6 @@ def _gather_section(
         section, tensors=tuple(entry for entry in section.tensors if entry.key not in flat_keys)
     )
     reading = read(tables, rest)
-    name_of = reading.match.names
-
-    def runtime_key(key: str) -> str:
-        name = name_of.get(key)
-        return (
-            key
-            if name is None
-            else name
-            if reading.form == RUNTIME
-            else tables.fqn_of.get(name, name)
-        )
-
     paths = unit_paths(flat_keys, rest.by_key())
     if patterns:
         problems += _unit_differences(names, patterns, set(paths.values()))
@@ -320,41 +308,70 @@ def _gather_section(
         entry.key: _from_ranks(entry, tables, reading, is_tensor_parallel, problems, notes)
         for entry in rest.tensors
     }
-    present = {runtime_key(entry.key) for entry in rest.tensors}
+    runtime_names = {key: _runtime_name(key, tables, reading) for key in tensors}
+    present = set(runtime_names.values())
     units = _units(flat, paths, slots(names, set(paths.values()), present), problems)
     if problems:
         return _Gathered(section, {}, {}, (), ())
     # Flat parameters become parameters under their runtime names, and then all keys have these.
-    new_key = {key: runtime_key(key) if units else name_of.get(key) or key for key in tensors}
-    whole_tensors = [replace(tensors[entry.key], key=new_key[entry.key]) for entry in rest.tensors]
+    name_of = reading.match.names
+    new_key = runtime_names if units else {key: name_of.get(key) or key for key in tensors}
+    whole_tensors: list[TensorEntry] = []
     sources: dict[str, Expression] = {}
     for entry in rest.tensors:
-        shape, ref = tensors[entry.key].shape, Ref(entry.key)
-        sources[new_key[entry.key]] = _assembling(ref, entry.shape, shape)
-    sources.update((entry.key, Ref(entry.key)) for entry in rest.extras)
+        tensor, key = tensors[entry.key], new_key[entry.key]
+        whole_tensors.append(replace(tensor, key=key))
+        sources[key] = _assembling(Ref(entry.key), entry.shape, tensor.shape)
+    for extra in rest.extras:
+        sources[extra.key] = Ref(extra.key)
     for unit in units.values():
-        for slot in unit.slots:
-            # Each parameter has its own storage, which its names within the unit share.
-            parameter = cut_out(unit.entry, slot)
-            part = Op("aten.slice.Tensor", (Ref(unit.entry.key), 0, slot.start, slot.end))
-            for fqn in slot.fqns:
-                whole_tensors.append(replace(parameter, key=fqn))
-                sources[fqn] = Op("aten.view.default", (part, slot.shape))
-    reason = "its parameters are in the files under their own names"
-    dropped = tuple(
-        Dropped(section.path, entry.key, reason) for entry in flat if paths[entry.key] not in units
+        for parameter, source in _parameters_of(unit):
+            whole_tensors.append(parameter)
+            sources[parameter.key] = source
+    dropped = []
+    for entry in flat:
+        if paths[entry.key] not in units:
+            reason = "its parameters are in the files under their own names"
+            dropped.append(Dropped(section.path, entry.key, reason))
+    whole = replace(
+        section,
+        tensors=tuple(whole_tensors),
+        form=RUNTIME if units else section.form,
+        modules=_unwrapped_modules(section),
     )
-    modules = section.modules
-    # without the paths of wrappers; of two that become one, the inner module's is kept
-    if modules is not None:
-        wrappers = recognise(path for path in modules if path and isinstance(path, str))
-        modules = {
-            strip(path, wrappers) if isinstance(path, str) else path: payload
-            for path, payload in modules.items()
-        }
-    form = RUNTIME if units else section.form
-    whole = replace(section, tensors=tuple(whole_tensors), form=form, modules=modules)
-    return _Gathered(whole, sources, units, dropped, tuple(notes))
+    return _Gathered(whole, sources, units, tuple(dropped), tuple(notes))
+
+
+def _runtime_name(key: str, tables: NameTables, reading: Reading) -> str:
+    """Return the runtime FQN of a key; the key itself if it is no tensor of the model."""
+    name = reading.match.names.get(key)
+    if name is None:
+        return key
+    return name if reading.form == RUNTIME else tables.fqn_of.get(name, name)
+
+
+def _parameters_of(unit: Unit) -> Iterator[tuple[TensorEntry, Expression]]:
+    """Yield the parameters of a flat parameter under each of their names. Each parameter has its
+    own storage, which its names within the unit share.
+    """
+    for slot in unit.slots:
+        parameter = cut_out(unit.entry, slot)
+        part = Op("aten.slice.Tensor", (Ref(unit.entry.key), 0, slot.start, slot.end))
+        for fqn in slot.fqns:
+            yield replace(parameter, key=fqn), Op("aten.view.default", (part, slot.shape))
+
+
+def _unwrapped_modules(section: Section) -> dict[Any, Any] | None:
+    """Return the versions of modules without the paths of wrappers; of two that become one, the
+    inner module's is kept.
+    """
+    if section.modules is None:
+        return None
+    wrappers = recognise(path for path in section.modules if path and isinstance(path, str))
+    modules = {}
+    for path, payload in section.modules.items():
+        modules[strip(path, wrappers) if isinstance(path, str) else path] = payload
+    return modules
 
 
 def _assembling(ref: Ref, part: tuple[int, ...], whole: tuple[int, ...]) -> Expression:

@@ -126,7 +126,7 @@ def _read_preset(path: Path) -> Preset:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FieldKind:
     """The kind of a field: a phrase for errors, and a test."""
 
     text: str
@@ -161,47 +161,51 @@ def _are_sizes(value: Any, least: int = 1) -> bool:
     return isinstance(value, list) and all(_is_size(size, least) for size in value)
 
 
-_TEXT = Kind("a string", _is_text)
-_TEXTS = Kind("a string or a list of strings", lambda value: _is_text(value) or _are_texts(value))
-_INTEGER = Kind("an integer", _is_number)
-_FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-_FILL = Kind(
+_TEXT = FieldKind("a string", _is_text)
+_TEXTS = FieldKind(
+    "a string or a list of strings", lambda value: _is_text(value) or _are_texts(value)
+)
+_INTEGER = FieldKind("an integer", _is_number)
+_FLAG = FieldKind("true or false", lambda value: isinstance(value, bool))
+_FILL = FieldKind(
     "a number, true or false",
     lambda value: (
         isinstance(value, (bool, float)) or (_is_number(value) and -(2**63) <= value < 2**63)
     ),
 )
-_NAMES = Kind(
+_NAMES = FieldKind(
     "a list of two strings or more, or one name with a variable that counts",
     lambda value: _is_text(value) or (_are_texts(value) and len(value) > 1),
 )
-_START = Kind("an integer of 0 or more", lambda value: _is_number(value) and value >= 0)
-_SIZE = Kind("a positive integer, or a named size", _is_size)
-_SIZES = Kind("a list of positive integers", _are_sizes)
-_TWO_DIMS = Kind("a list of two dimensions", lambda value: _are_numbers(value) and len(value) == 2)
-_ORDER = Kind(
+_START = FieldKind("an integer of 0 or more", lambda value: _is_number(value) and value >= 0)
+_SIZE = FieldKind("a positive integer, or a named size", _is_size)
+_SIZES = FieldKind("a list of positive integers", _are_sizes)
+_TWO_DIMS = FieldKind(
+    "a list of two dimensions", lambda value: _are_numbers(value) and len(value) == 2
+)
+_ORDER = FieldKind(
     "each of the dimensions 0, 1, ... once",
     lambda value: _are_numbers(value) and sorted(value) == list(range(len(value))),
 )
-_SHAPE = Kind(
+_SHAPE = FieldKind(
     "a list of sizes, with one -1 at most",
     lambda value: _are_sizes(value, -1) and value.count(-1) <= 1,
 )
-_FULL_SHAPE = Kind("a list of sizes", lambda value: _are_sizes(value, 0))
-_DTYPE = Kind(
+_FULL_SHAPE = FieldKind("a list of sizes", lambda value: _are_sizes(value, 0))
+_DTYPE = FieldKind(
     "a dtype of torch, as in 'bfloat16'", lambda value: isinstance(value, str) and value in PLAIN
 )
-_FLOAT = Kind(
+_FLOAT = FieldKind(
     "bfloat16, float16 or float32", lambda value: value in ("bfloat16", "float16", "float32")
 )
-_BLOCK = Kind(
+_BLOCK = FieldKind(
     "a list of two positive integers",
     lambda value: _are_numbers(value) and len(value) == 2 and min(value) >= 1,
 )
-_DTYPES = Kind(
+_DTYPES = FieldKind(
     "a dtype of torch, or a list of them", lambda value: all(map(_DTYPE.test, _list(value)))
 )
-_SHAPES = Kind(
+_SHAPES = FieldKind(
     "a list of tensors with sizes, as in ['layers.{i}.weight [{width}, -1]']",
     lambda value: _are_texts(value) and all(map(named_shape, value)),
 )
@@ -222,11 +226,11 @@ class _Operation:
     it.
     """
 
-    kind: Kind
+    kind: FieldKind
     build: Callable[[Where, Any, Fields], Step]
     back: Callable[[Any, Fields], Fields]
-    needs: Mapping[str, Kind] = field(default_factory=dict)
-    may: Mapping[str, Kind] = field(default_factory=dict)
+    needs: Mapping[str, FieldKind] = field(default_factory=dict)
+    may: Mapping[str, FieldKind] = field(default_factory=dict)
 
 
 def _row_of_parts(name: str, back_name: str) -> _Operation:
@@ -410,7 +414,7 @@ _OPERATIONS: Mapping[str, _Operation] = {
         _TEXTS, lambda where, patterns, _: Convert(where, _patterns(patterns)), _no_way_back
     ),
 }
-_OF_ALL: Mapping[str, Kind] = {"optional": _FLAG, "when": _TEXTS, "unless": _TEXTS}
+_OF_ALL: Mapping[str, FieldKind] = {"optional": _FLAG, "when": _TEXTS, "unless": _TEXTS}
 
 
 def faults(table: Any) -> list[str]:

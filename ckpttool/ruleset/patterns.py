@@ -289,7 +289,7 @@ def _shell_pattern(text: str) -> re.Pattern[str]:
     return re.compile(fnmatch.translate(text))
 
 
-class Naming:
+class PatternSet:
     """Patterns, as `matches` takes them. Those that are a single key are looked up."""
 
     def __init__(self, texts: Iterable[str]) -> None:

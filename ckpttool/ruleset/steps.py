@@ -17,7 +17,7 @@ from ckpttool.core.text import plural, shape_text, some
 from ckpttool.core.values import dataclass
 from ckpttool.ruleset import tensor_ops
 from ckpttool.ruleset.dequantize import Block, dequantized, is_without_scale, weights_of
-from ckpttool.ruleset.patterns import VARIABLE, InTurn, Naming, Rule, parse, without_wildcards
+from ckpttool.ruleset.patterns import VARIABLE, InTurn, PatternSet, Rule, parse, without_wildcards
 from ckpttool.ruleset.tensor_ops import (
     DENSE,
     REFUSED,
@@ -225,8 +225,8 @@ class Convert(Step):
     dtypes: tuple[str, ...] | None = None
 
     @cached_property
-    def naming(self) -> Naming:
-        return Naming(self.patterns)
+    def naming(self) -> PatternSet:
+        return PatternSet(self.patterns)
 
     def apply_to(self, key: str, value: Value, result: Result) -> Named:
         hits = self.naming.hits(key)
@@ -247,7 +247,7 @@ class Dequantize(Step):
     block: Block | None
 
     def apply(self, state: State) -> Result:
-        result, naming = Result(), Naming(self.patterns)
+        result, naming = Result(), PatternSet(self.patterns)
         values: dict[str, tuple[str, Value]] = {}
         parts: set[str] = set()
         for weight in weights_of(state):
@@ -295,7 +295,7 @@ class Check(Step):
         # name of a size -> its value, and the tensor that has it
         sizes: dict[str, tuple[int, str]] = {}
         for expected in self.shapes:
-            naming = Naming((expected.pattern,))
+            naming = PatternSet((expected.pattern,))
             for key, value in state.items():
                 if naming.hits(key):
                     result.used.add(expected.pattern)

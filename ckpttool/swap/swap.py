@@ -256,15 +256,9 @@ def swap(
         raise Refused(
             f"{program.source} is compiled code that holds its weights itself", hint=OUTSIDE
         )
-    main = program.section("")
-    weights, counters = _without_counters(weights)
-    target, old_counters = _without_counters(main, (wrappers.COUNTER,) if counters else ())
-    if isinstance(options.source_form, Chain):
-        weights = _unwrapped(weights, options.source_form)
-    constant_entries = constants_of(program)
-    canonical = canonical_names(program)
-    chosen = chosen_constants(program, weights) if options.constants else {}
-    weight_map, weights, by_loading = _map(program, target, weights, model, options, chosen)
+    sides = _sides(program, weights, options)
+    chosen = chosen_constants(program, sides.weights) if options.constants else {}
+    weight_map, weights, by_loading = _map(program, sides, model, options, chosen)
     problems = list(weight_map.problems)
     if not options.keep_constants:
         if options.constants or remade:
@@ -272,17 +266,13 @@ def swap(
         else:
             problems += [Problem(_REMADE, key) for key in weight_map.remade]
     weight_map.sources.update(chosen)
-    weight_map.sources.update((old.key, Ref(new.key)) for old, new in zip(old_counters, counters))
-    runners = {} if code is None else {run.way: code.run for run in weight_map.runs}
-    expressions = list(weight_map.sources.values())
-    results, computed = run_code(weights, expressions, weight_map.runs, runners)
-    sources = dict(zip(weight_map.sources, results))
+    for old, new in zip(sides.old_counters, sides.counters):
+        weight_map.sources[old.key] = Ref(new.key)
+    sources, computed = _evaluated(weight_map, weights, code)
 
-    unsaved = _unsaved(names, target, weight_map.sources)
-    kept = (*(entry.key for entry in old_counters[len(counters) :]), *unsaved)
-    outside = [entry for entry in constant_entries if entry.key not in weight_map.sources]
-    outside += [entry for entry in target.tensors if entry.key in unsaved]
+    kept, outside = _not_in_weights(program, sides, weight_map.sources, names)
     verdict = "from_model" if options.constants else "different"
+    canonical = canonical_names(program)
     compared, values = _compared(outside if compare else [], canonical, code, verdict)
     for constant in compared:
         if constant.verdict == "from_model":
@@ -293,21 +283,18 @@ def swap(
     if options.constants:
         kept = tuple(key for key in kept if key not in sources)
 
-    new_constants = [entry for entry in constant_entries if entry.key in sources]
-    changing = [*target.tensors, *old_counters, *new_constants]
-    changing = [entry for entry in changing if entry.key not in kept]
-    have = {**computed, **{entry.key: entry for entry in counters}, **values}
+    have = {**computed, **{entry.key: entry for entry in sides.counters}, **values}
+    changing = _changing(program, sides, sources, kept)
     fitted, misfits = fit_all(changing, sources, have, options.cast, program.in_memory)
     problems += misfits
-    problems += _untied(main.aliases().items(), fitted)
     problems += _untied(weight_map.twins, {entry.key: entry for entry in weights.tensors})
-    for section in program.sections[1:]:
+    for section in program.sections:
         problems += _untied(section.aliases().items(), fitted)
     if problems:
         advice = _advice(program, names, problems, options.constants)
         problems = [_for_compiled_code(program, problem, have) for problem in problems]
         raise Misfit(program.source, advice, problems)
-    extra_counters = [entry.key for entry in counters[len(old_counters) :]]
+    extra_counters = [entry.key for entry in sides.counters[len(sides.old_counters) :]]
     swapped = Swap(
         _with_values(program, fitted),
         weight_map.sources,
@@ -320,10 +307,59 @@ def swap(
     return swapped if by_loading is None else _over_the_file(swapped, by_loading)
 
 
+class _Sides(NamedTuple):
+    """The weights of the program and the new ones, without the counters of AveragedModels."""
+
+    target: Section
+    old_counters: list[TensorEntry]
+    weights: Section
+    counters: list[TensorEntry]
+
+
+def _sides(program: Checkpoint, weights: Section, options: SwapOptions) -> _Sides:
+    weights, counters = _without_counters(weights)
+    more = (wrappers.COUNTER,) if counters else ()
+    target, old_counters = _without_counters(program.section(""), more)
+    if isinstance(options.source_form, Chain):
+        weights = _unwrapped(weights, options.source_form)
+    return _Sides(target, old_counters, weights, counters)
+
+
+def _evaluated(
+    weight_map: WeightMap, weights: Section, code: ModelOperand | None
+) -> tuple[dict[str, Expression], Mapping[str, Any]]:
+    """Return the sources after the runs of the model's own code, and the entries that they name."""
+    runners = {} if code is None else {run.way: code.run for run in weight_map.runs}
+    expressions = list(weight_map.sources.values())
+    results, computed = run_code(weights, expressions, weight_map.runs, runners)
+    return dict(zip(weight_map.sources, results)), computed
+
+
+def _not_in_weights(
+    program: Checkpoint, sides: _Sides, sources: Mapping[str, Expression], names: Names | None
+) -> tuple[tuple[str, ...], list[TensorEntry]]:
+    """Return the keys of the program that no checkpoint of the model has, and the tensors that the
+    weights do not have: constants, and buffers that are not saved.
+    """
+    unsaved = _unsaved(names, sides.target, sources)
+    kept = [entry.key for entry in sides.old_counters[len(sides.counters) :]]
+    outside = [entry for entry in constants_of(program) if entry.key not in sources]
+    outside += [entry for entry in sides.target.tensors if entry.key in unsaved]
+    return (*kept, *unsaved), outside
+
+
+def _changing(
+    program: Checkpoint, sides: _Sides, sources: Mapping[str, Expression], kept: Sequence[str]
+) -> list[TensorEntry]:
+    """Return the tensors of the program that get a value."""
+    constants = [entry for entry in constants_of(program) if entry.key in sources]
+    tensors = [*sides.target.tensors, *sides.old_counters, *constants]
+    return [entry for entry in tensors if entry.key not in kept]
+
+
 def _map(
     program: Checkpoint,
-    target: Section,
-    weights: Section,
+    sides: _Sides,
     model: ModelOperand | None,
     options: SwapOptions,
     chosen: Mapping[str, Expression],
@@ -333,6 +369,7 @@ def _map(
     Also return the weights under the names that the map uses; and if these come from loading them
     into the model, this load as a plan.
     """
+    target, weights = sides.target, sides.weights
     form, canonical = options.source_form, canonical_names(program)
     used = set(ex.refs(tuple(chosen.values())))
     rest = tuple(entry for entry in weights.tensors if entry.key not in used)

@@ -25,7 +25,7 @@ from ckpttool.tracing.recorder import Recorder
 _Runner = Callable[..., Any]  # runs (function, module path, *arguments)
 
 
-class _Change(NamedTuple):
+class _HookChange(NamedTuple):
     """The last time a key got its value: the value's token, whose code did it, and when."""
 
     token: Any
@@ -60,7 +60,7 @@ class Watcher:
 
     def __init__(self, root: nn.Module, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.changes: dict[str, _Change] = {}
+        self.changes: dict[str, _HookChange] = {}
         self.failed: Hook | None = None
         self.paths = {
             id(module): path
@@ -172,7 +172,7 @@ class Watcher:
                 change = self.changes.get(key)
                 if change is None or change.token != mark or change.clock <= clock:
                     self.recorder.clock += 1
-                    self.changes[key] = _Change(mark, hook, self.recorder.clock)
+                    self.changes[key] = _HookChange(mark, hook, self.recorder.clock)
 
 
 def has_saving_code(root: nn.Module) -> bool:

@@ -53,7 +53,7 @@ from ckpttool.tracing.instances import (
     values_of,
 )
 from ckpttool.tracing.memory import opaque
-from ckpttool.tracing.recorder import NeedsValues, Recorder, recording
+from ckpttool.tracing.recorder import Recorder, ValuesAsked, recording
 from ckpttool.tracing.safe_state_dict import needs_values, stored, versions_of
 
 _TORCH_SAYS = "Error(s) in loading state_dict for"
@@ -332,7 +332,7 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
         with recording(recorder):
             load_strictly(instance, state)
             if recorder.blind:
-                raise NeedsValues
+                raise ValuesAsked
     except CkptError:
         raise
     except (Exception, SystemExit) as error:

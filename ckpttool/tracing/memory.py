@@ -88,7 +88,7 @@ def geometry(tensor: torch.Tensor) -> Geometry:
 
 
 @dataclass(slots=True)
-class Memory:
+class StorageValues:
     """One storage. `roots` are geometries with an independent value, `views` were derived from them
     after a write.
 

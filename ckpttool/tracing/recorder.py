@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Special, refs
 from ckpttool.tracing.build_model import device_for_real, prints_once, says_meta
-from ckpttool.tracing.memory import Memory, Token, inside, meet, opaque, place_of, token
+from ckpttool.tracing.memory import StorageValues, Token, inside, meet, opaque, place_of, token
 
 # Operators that return their first argument's value, perhaps in other memory.
 _SAME = frozenset({
@@ -70,7 +70,7 @@ _LARGEST = 20_000  # nodes; a node that occurs twice counts twice
 _CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 
-class NeedsValues(Exception):
+class ValuesAsked(Exception):
     """Code asked for the values of a tensor that has none (meta)."""
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memories: dict[int, Memory] = {}
+        self.memories: dict[int, StorageValues] = {}
         self.objects: dict[Token, tuple[torch.Tensor, Expression, Any]] = {}
         self.author: Any = None
         self.clock = 0
@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):
         return memory is not None and memory.stale
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that code looked at the values of `tensors`. Raises `NeedsValues` if they have
+        """Note that code looked at the values of `tensors`. Raises `ValuesAsked` if they have
         none.
         """
         names: dict[str, None] = {}
@@ -228,7 +228,7 @@ class Recorder(TorchDispatchMode):
             names.update(dict.fromkeys(refs(self.value(tensor))))
             if self._is_unreal(tensor):
                 self.blind = True
-                raise NeedsValues
+                raise ValuesAsked
         if names:
             self.reads.append((self.author, tuple(names)))
 
@@ -249,10 +249,10 @@ class Recorder(TorchDispatchMode):
         else:
             self.memories[mark[0]].views[mark[1]] = expression
 
-    def _memory(self, tensor: torch.Tensor) -> Memory:
+    def _memory(self, tensor: torch.Tensor) -> StorageValues:
         place = token(tensor)[0]
         if place not in self.memories:
-            self.memories[place] = Memory(tensor.untyped_storage(), author=self.author)
+            self.memories[place] = StorageValues(tensor.untyped_storage(), author=self.author)
         return self.memories[place]
 
     def _inplace(

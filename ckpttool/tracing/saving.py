@@ -35,7 +35,7 @@ from ckpttool.tracing.instances import (
     tensors_in,
 )
 from ckpttool.tracing.memory import Token, opaque
-from ckpttool.tracing.recorder import NeedsValues, Recorder, recording
+from ckpttool.tracing.recorder import Recorder, ValuesAsked, recording
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def save_once(instance: nn.Module, real: bool) -> Saved:
         with seeded(0), recording(recorder):
             state = instance.state_dict()
             if recorder.blind:
-                raise NeedsValues
+                raise ValuesAsked
             if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
                 raise TypeError(f"state_dict() gives {a(state)}, not a mapping from names")
     except CkptError:

@@ -447,7 +447,7 @@ def _like_real(model: LoadedModel) -> tuple[LoadedModel, nn.Module | None, tuple
     return replace(model, materialize=True), None, ()
 
 
-class _Questions(TorchFunctionMode):
+class _DeviceQuestions(TorchFunctionMode):
     """Note whether code may see that it runs on meta: it asks for a device or an address, or torch
     refuses a call.
     """
@@ -481,8 +481,8 @@ class _PlainCopies(TorchFunctionMode):
 
 
 @contextmanager
-def _noted_questions() -> Iterator[_Questions]:
-    questions, library, default = _Questions(), cast(Any, torch), torch.get_default_device
+def _noted_questions() -> Iterator[_DeviceQuestions]:
+    questions, library, default = _DeviceQuestions(), cast(Any, torch), torch.get_default_device
 
     def get_default_device() -> torch.device:
         questions.asked = True

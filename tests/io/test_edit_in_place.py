@@ -551,7 +551,7 @@ def test_undo_of_a_url_is_refused(run: Run) -> None:
 def test_contradictory_record_is_refused(source: Path) -> None:
     """The bytes before those that stay are not as many as the record says."""
     back = patch.Patch(source.stat().st_size, 4096, 10, b"", b"x")
-    row = transaction.Patched(source.name, transaction.Change(back, b"", b""), b"", b"")
+    row = transaction.Patched(source.name, transaction.PatchRecord(back, b"", b""), b"", b"")
     with pytest.raises(CkptError, match="it contradicts itself"):
         transaction.parse(transaction.text([row]), source)
 

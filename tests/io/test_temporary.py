@@ -36,9 +36,9 @@ def name(owner: object, ending: str = "tmp", filename: str = "x") -> str:
     return f".{filename}.{owner}-00000000.ckpttool.{ending}"
 
 
-def _journal(filename: str, descriptor: int, change: transaction.Change) -> bytes:
+def _journal(filename: str, descriptor: int, change: transaction.PatchRecord) -> bytes:
     done = change.patch
-    back = transaction.Change(patch.inverse(descriptor, done), b"", b"")
+    back = transaction.PatchRecord(patch.inverse(descriptor, done), b"", b"")
     sample = patch.sample_of(descriptor, done.start, done.length)
     return transaction.text([transaction.Patched(filename, back, sample, patch.hash_of(done))])
 
@@ -94,7 +94,9 @@ def test_leftovers_are_removed_after_recovery(tmp_path: Path) -> None:
     save_file({"a.w": torch.ones(2)}, tmp_path / "in.safetensors")
     old = (tmp_path / "in.safetensors").read_bytes()
     descriptor = os.open(tmp_path / "in.safetensors", os.O_RDWR)
-    change = transaction.Change(patch.Patch(len(old), 8, len(old) - 8, bytes(8), b""), b"", b"")
+    change = transaction.PatchRecord(
+        patch.Patch(len(old), 8, len(old) - 8, bytes(8), b""), b"", b""
+    )
     (tmp_path / name(DEAD, "edit")).write_bytes(_journal("in.safetensors", descriptor, change))
     patch.apply(descriptor, change.patch, fsync=False)
     os.close(descriptor)

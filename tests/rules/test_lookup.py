@@ -18,7 +18,7 @@ from ckpttool.naming.evidence import Pair, Side, Tensor, groups
 from ckpttool.naming.pairing import infer
 from ckpttool.ruleset import infer_rules
 from ckpttool.ruleset.infer_rules import drops, patterns, renames
-from ckpttool.ruleset.patterns import InTurn, Naming, Rule, matches, parse
+from ckpttool.ruleset.patterns import InTurn, PatternSet, Rule, matches, parse
 
 SEGMENT = st.sampled_from(["a", "b", "layers", "0", "1", "12", "*", "{n}", "re:a", "x[1]"])
 KEYS = st.lists(
@@ -44,7 +44,7 @@ def test_drops_match_only_their_keys(dropped, kept):
 @given(KEYS, st.lists(st.sampled_from(TEXTS), max_size=6))
 def test_pattern_lookup_equals_matching_each_pattern(keys, texts):
     for key in keys:
-        assert set(Naming(texts).hits(key)) == {text for text in texts if matches(text, key)}
+        assert set(PatternSet(texts).hits(key)) == {text for text in texts if matches(text, key)}
 
 
 @given(KEYS, st.lists(st.sampled_from([text for text in TEXTS if text != "*"]), max_size=6))

@@ -20,7 +20,7 @@ from ckpttool.core.expression import Op, Ref, is_opaque, operators, refs
 from ckpttool.evaluate.torch_eval import evaluate, same_bits
 from ckpttool.tracing import memory
 from ckpttool.tracing.memory import inside, token
-from ckpttool.tracing.recorder import NeedsValues, Recorder
+from ckpttool.tracing.recorder import Recorder, ValuesAsked
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
 Tensors = list[torch.Tensor]
@@ -282,7 +282,7 @@ def test_memory_with_a_meta_value_cannot_be_read() -> None:
         result.copy_(weight)
         whole[1:3].add_(weight)
         for tensor in (result, whole, whole[0]):
-            with pytest.raises((NeedsValues, RuntimeError)):
+            with pytest.raises((ValuesAsked, RuntimeError)):
                 tensor.sum().item()
         assert recorder.value(result) == Ref("weight")
         assert torch.zeros(2).sum().item() == 0
@@ -485,7 +485,7 @@ def test_shape_queries_do_not_read_values(device: str) -> None:
         assert torch.ops.aten.is_same_size(weight, weight)
         assert not weight.is_pinned()
     assert (recorder.reads, recorder.blind) == ([], False)
-    with recorder, contextlib.suppress(NeedsValues, RuntimeError):
+    with recorder, contextlib.suppress(ValuesAsked, RuntimeError):
         torch.equal(weight, weight)
     assert (bool(recorder.reads), recorder.blind) == (device == "cpu", device == "meta")
 
@@ -560,7 +560,7 @@ def test_tensors_written_by_custom_operators_are_opaque(
         )
         for tensor in tensors:
             with (
-                pytest.raises((NeedsValues, RuntimeError))
+                pytest.raises((ValuesAsked, RuntimeError))
                 if follows_meta
                 else contextlib.nullcontext()
             ):
