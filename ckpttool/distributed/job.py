@@ -185,27 +185,27 @@ def answers(title: str, questions: Mapping[Key, Question]) -> dict[Key, Any]:
             return {key: question.answer() for key, question in questions.items()}
         import hashlib  # loads OpenSSL
 
-        asked = list(questions.values())
+        pending = list(questions.values())
         # later, each rank has opened files that others have not
         states = {} if job.rounds else sources.states()
-        what = [[question.what, question.nbytes] for question in asked]
+        what = [[question.what, question.nbytes] for question in pending]
         digest = hashlib.sha256(
             json.dumps([job.rounds, list(job.command), states, what]).encode()
         ).hexdigest()
         job.agree(digest)
         name = f"answers/{digest}"
-        sizes = {number: question.nbytes for number, question in enumerate(asked)}
+        sizes = {number: question.nbytes for number, question in enumerate(pending)}
         share = assigned(sizes, job.size)[job.rank]
         # other ranks answer these
         progress.advance(sum(sizes.values()) - sum(sizes[number] for number in share))
         answered = []
         for number in share:
             job.check()
-            answered.append([number, asked[number].answer()])
+            answered.append([number, pending[number].answer()])
         job.tell(f"{name}/{job.rank}", answered)
         if job.is_first:
             told = {number: answer for some in job.heard_of_all(name) for number, answer in some}
-            job.tell(name, [told[number] for number in range(len(asked))])
+            job.tell(name, [told[number] for number in range(len(pending))])
         return dict(zip(questions, job.hear(name)))
 
 

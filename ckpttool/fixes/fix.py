@@ -71,12 +71,12 @@ def fix(
     chosen = FixOptions(out=out, **options)
     if chosen.model is None:
         raise CkptError("a fix is for a model", hint="pass --model MODEL")
-    asked = DiffOptions(
+    diff_options = DiffOptions(
         **{name: getattr(chosen, name) for name in ("model", "materialize", "optimizer")}
     )
-    model = operand_of(asked)
+    model = operand_of(diff_options)
     assert model is not None
-    answer = diff_with_fixes(ckpt, None, asked, model=model)
+    answer = diff_with_fixes(ckpt, None, diff_options, model=model)
     written = _fields_of(EditOptions, chosen)
     has_fix = any(fix.options is not None for fix in answer.fix)
     kinds = {kind.name for kind in answer.kinds.get("left", ())}
@@ -86,19 +86,19 @@ def fix(
     if answer.identical and not has_fix:
         result = copy_by(ckpt, RemapOptions(**written), progress, model)
         return replace(result, loads_into=model.called)
-    done = applicable(answer, command("diff", (answer.left,), asked))
-    if isinstance(done.options, ConvertOptions):
-        result = _converted(ckpt, done.options, chosen, progress)
+    trial = applicable(answer, command("diff", (answer.left,), diff_options))
+    if isinstance(trial.options, ConvertOptions):
+        result = _converted(ckpt, trial.options, chosen, progress)
         return replace(result, loads_into=model.called)
-    request = replace(done.options, **written)
+    request = replace(trial.options, **written)
     try:
         read_already = None if request.model is None else model.with_optimizer(request.optimizer)
-        result = remap_by(done.source or ckpt, request, progress, read_already)
+        result = remap_by(trial.source or ckpt, request, progress, read_already)
     except CkptError as error:
         flags = {f"--{field.name.replace('_', '-')}" for field in fields(chosen)}
         if flags.issuperset(re.findall(r"--[a-z-]+", error.hint.partition("ckpttool ")[0])):
             raise
-        line = command("remap", (done.source or answer.left,), request)
+        line = command("remap", (trial.source or answer.left,), request)
         hint = f"{error.hint}; `fix` has no such option, add it to: {line}"
         raise type(error)(error.message, hint=hint, problems=error.problems) from None
     about_fix = []

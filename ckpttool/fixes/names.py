@@ -31,13 +31,13 @@ def model_fixes(question: DiffQuestion) -> Fixes:
     names = question.model.names()
     options = RemapOptions(model=names, to="exported", partial=True)
     try:
-        done = remap.run(saved_by(names), options, may_copy=True)
+        outcome = remap.run(saved_by(names), options, may_copy=True)
     except CkptError as error:
         problems = "; ".join(map(str, error.problems[:FEW]))
         reason = f"{error.message} ({problems})"
         text = f"no command brings this model's checkpoints to its runtime names: {reason}"
         return Fixes(notes=(Note(text, "no-fix"),))
-    keys = done.result.section("").by_key()
+    keys = outcome.result.section("").by_key()
     lost = [
         t.fqn for t in names.runtime if t.persistent and t.alias_of is None and t.fqn not in keys
     ]
@@ -57,7 +57,7 @@ def model_fixes(question: DiffQuestion) -> Fixes:
     renamed = command(
         "remap",
         (CKPT,),
-        RemapOptions(**model, to="exported", partial=bool(done.missing), out="OUT.pt"),
+        RemapOptions(**model, to="exported", partial=bool(outcome.missing), out="OUT.pt"),
     )
     swap = command("swap-weights", ("PROGRAM.pt2", CKPT), SwapOptions(**model, out="OUT.pt2"))
     return Fixes((renamed,) if lost else (swap, renamed), tuple(notes))

@@ -58,16 +58,16 @@ def _try_on_file(question: DiffQuestion, word: str, options: RemapOptions) -> Tr
     file, opened = left, question.opened
     if optimizer_path is not None:
         file, opened = open_operand(path), None
-    asked = replace(question, left=file, opened=opened, optimizer_path=optimizer_path)
+    file_question = replace(question, left=file, opened=opened, optimizer_path=optimizer_path)
     most = question.remaining(question.diff)
-    trial = try_remap(asked, options, word, most)
+    trial = try_remap(file_question, options, word, most)
     if trial is None:
-        trial = try_remap(asked, options, word, most, loses_state=True)
+        trial = try_remap(file_question, options, word, most, loses_state=True)
     if trial is None or trial.after.identical or trial.stateless:
         return trial
     if file.state_dicts and options.model is not None:
         for with_keys in own_keys(file, options):
-            whole = try_remap(asked, with_keys, word, most)
+            whole = try_remap(file_question, with_keys, word, most)
             if whole is not None and whole.after.identical:
                 return whole
     return trial
@@ -120,7 +120,7 @@ def _like_right(question: DiffQuestion, remedy: Remedy) -> Candidate:
     """Return the remap to the order of right. Two models are needed if the files' models have their
     parameters in different orders.
     """
-    form, asked = remedy.form, question.options
+    form, diff_options = remedy.form, question.options
     to_optimizer = _optimizer(question) or "OPTIMIZER"
     orders_differ = any(e.has(Code.KEY_ORDER, Code.DOUBT) for e in question.diff.entries)
     if not orders_differ:
@@ -128,8 +128,8 @@ def _like_right(question: DiffQuestion, remedy: Remedy) -> Candidate:
         return form or "ordered", options
     options = RemapOptions(
         model="OLD",
-        to_model=asked.model or "MODEL",
-        materialize=asked.materialize,
+        to_model=diff_options.model or "MODEL",
+        materialize=diff_options.materialize,
         to_optimizer=to_optimizer,
         optimizer_keys=form,
     )
@@ -147,15 +147,15 @@ def _keys(question: DiffQuestion, remedy: Remedy) -> Candidate:
 
 
 def _from_old_model(question: DiffQuestion, remedy: Remedy) -> Candidate:
-    asked, optimizer = question.options, _optimizer(question)
+    diff_options, optimizer = question.options, _optimizer(question)
     old_optimizer = None
     if optimizer is not None and remedy.same_groups is not None:
         old_optimizer = optimizer if remedy.same_groups else "OLD_OPTIMIZER"
     options = RemapOptions(
         model="OLD",
         optimizer=old_optimizer,
-        to_model=asked.model,
-        materialize=asked.materialize,
+        to_model=diff_options.model,
+        materialize=diff_options.materialize,
         to_optimizer=optimizer,
         partial=_lacks_values(question),
     )

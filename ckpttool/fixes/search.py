@@ -130,8 +130,8 @@ def selected(question: DiffQuestion) -> TriedFix | None:
         return None
     whole_and_section = [(question, False), *((part, True) for part in _of_section(question))]
     for prefix in _only_prefixes(question):
-        for asked, is_part in whole_and_section:
-            trial = _taken(asked, prefix)
+        for smaller, is_part in whole_and_section:
+            trial = _taken(smaller, prefix)
             if trial is not None:
                 return replace(trial, part=is_part)
     return None
@@ -169,13 +169,15 @@ def by_rules(question: DiffQuestion, rules: str) -> TriedFix | None:
     If the rules make other parameters, the optimizer in the file needs their order from the model
     that loads the output, or their names.
     """
-    asked, plain = question.options, RemapOptions(rules=rules)
+    diff_options, plain = question.options, RemapOptions(rules=rules)
     if question.right is not None:
         most = None
         with_optimizer = replace(plain, optimizer_keys=FQN_KEYS)
     else:
         most = question.remaining(question.diff) // 2 + 1
-        with_optimizer = replace(plain, to_model=asked.model, materialize=asked.materialize)
+        with_optimizer = replace(
+            plain, to_model=diff_options.model, materialize=diff_options.materialize
+        )
     for options in (plain, with_optimizer):
         trial = try_remap(question, options, "renamed", most)
         if trial is not None:

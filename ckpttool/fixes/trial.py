@@ -77,8 +77,8 @@ class DiffQuestion:
     @property
     def model_options(self) -> dict[str, Any]:
         """The options that name the model."""
-        asked = self.options
-        return {"model": asked.model, "materialize": asked.materialize}
+        options = self.options
+        return {"model": options.model, "materialize": options.materialize}
 
     @property
     def outlines(self) -> tuple[Outlines, ...]:
@@ -302,8 +302,8 @@ def try_remap(
             missing = missing if loads is None else loads.missing
         printed = replace(options, out=out, partial=bool(missing))
         try:
-            asked = replace(read, out=out, partial=printed.partial)
-            remap.run(source, asked, model=model, planned=result)
+            write_options = replace(read, out=out, partial=printed.partial)
+            remap.run(source, write_options, model=model, planned=result)
         except CkptError:
             paths = dict.fromkeys(path for path, _ in entries_with_code(fitted))
             with_code = tuple(path for path in paths if path not in code)

@@ -156,8 +156,10 @@ class BoundedResponse(aiohttp.ClientResponse):
     async def read(self) -> bytes:
         """Return the body. Raises `SendsTooMuch` if it is longer than the requested range."""
         if self._body is None:
-            asked = _RANGE.fullmatch(self.request_info.headers.get("Range", ""))
-            most = _LISTING if asked is None else int(asked[2]) - int(asked[1]) + 1
+            bytes_range = _RANGE.fullmatch(self.request_info.headers.get("Range", ""))
+            most = (
+                _LISTING if bytes_range is None else int(bytes_range[2]) - int(bytes_range[1]) + 1
+            )
             body = bytearray()
             async for chunk in self.content.iter_chunked(_CHUNK):
                 body += chunk

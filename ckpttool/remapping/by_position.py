@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 def notes_on_lists(
-    done: Remap, old: Names | None, new: Names | None, rules: Sequence[Renaming]
+    outcome: Remap, old: Names | None, new: Names | None, rules: Sequence[Renaming]
 ) -> tuple[str, ...]:
     """Return a note on each list of the file that no longer fits the parameters after the remap,
     because they change.
@@ -29,7 +29,7 @@ def notes_on_lists(
     A list belongs to the parameters if it has their number and shapes. `old` are the names of the
     model that saved the file, `new` of the model that will load it.
     """
-    effect = done.narrowed or done.model
+    effect = outcome.narrowed or outcome.model
     if old is not None and new is not None:
         changes = not _keeps_order(old, new, rules)
     else:
@@ -40,7 +40,7 @@ def notes_on_lists(
     if effect is not None:
         orders.append(_shapes_of(effect.section))
     notes = []
-    for path, shapes in _lists(done.result).items():
+    for path, shapes in _lists(outcome.result).items():
         if shapes in orders:
             text = (
                 f"{path} is a list of {plural(len(shapes), 'tensor')} with the shapes of the"

@@ -39,7 +39,7 @@ from ckpttool.remapping.steps import (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SectionTask:
     """What the steps of one section are asked for.
 
     `adapter` is what its keys show of one, `start` the draft before the first step, `first` the
@@ -88,10 +88,10 @@ def _draft(section: Section, request: Request, lightning: bool, first: Draft | N
     adapter = adapter_of(section.keys)
     if adapter is not None and adapter.alone and not _is_for_peft(request.options.form):
         start = without_peft(start)
-    asked = Asked(request, section, adapter, start, first)
+    task = SectionTask(request, section, adapter, start, first)
     draft = start
     for step in _STEPS:
-        draft = step(draft, asked)
+        draft = step(draft, task)
     return draft
 
 
@@ -102,30 +102,30 @@ def _is_for_peft(form: Form | None) -> bool:
 # Steps
 
 
-def _by_function(draft: Draft, asked: Asked) -> Draft:
-    converter = asked.request.converter
+def _by_function(draft: Draft, task: SectionTask) -> Draft:
+    converter = task.request.converter
     return draft if converter is None else convert(draft, converter)
 
 
-def _through_models(draft: Draft, asked: Asked) -> Draft:
+def _through_models(draft: Draft, task: SectionTask) -> Draft:
     """Bring the keys to the requested form of a model's names, or to the names of another model."""
-    request = asked.request
+    request = task.request
     saved, loads = request.saved, request.loads
     if saved is None:
         return draft
-    if asked.adapter is not None and loads is not None:
+    if task.adapter is not None and loads is not None:
         return to_other_base(draft, saved.tables, loads.tables, loads.code)
-    draft = _to_form(draft, asked, saved)
+    draft = _to_form(draft, task, saved)
     if loads is not None:
         draft = to_other_model(draft, request, loads)
-    return with_counters(draft, keep=request.like is not None or isinstance(asked.form, Chain))
+    return with_counters(draft, keep=request.like is not None or isinstance(task.form, Chain))
 
 
-def _to_form(draft: Draft, asked: Asked, saved: ModelOperand) -> Draft:
+def _to_form(draft: Draft, task: SectionTask, saved: ModelOperand) -> Draft:
     """Bring the keys to the form, after what the model computes when it loads them: pruned weights
     from their masks, and keys that only its load hooks know.
     """
-    request, section = asked.request, asked.section
+    request, section = task.request, task.section
     counters = tuple(wrappers.counters(section.keys))
     tensors = tuple(entry for entry in section.tensors if entry.key not in counters)
     rest = replace(section, tensors=tensors)
@@ -153,16 +153,16 @@ def _loaded(plan: Plan, section: Section) -> Section:
     return apply(plan, Checkpoint.of(section)).section(section.path)
 
 
-def _submodule(draft: Draft, asked: Asked) -> Draft:
-    prefix = asked.request.options.select
+def _submodule(draft: Draft, task: SectionTask) -> Draft:
+    prefix = task.request.options.select
     if prefix is None:
         return draft
-    return select(draft, prefix, by_model=asked.request.saved is not None)
+    return select(draft, prefix, by_model=task.request.saved is not None)
 
 
-def _names_or_wrappers(draft: Draft, asked: Asked) -> Draft:
+def _names_or_wrappers(draft: Draft, task: SectionTask) -> Draft:
     """Take over the names of another checkpoint, or add and remove wrappers."""
-    request, form = asked.request, asked.form
+    request, form = task.request, task.form
     if request.like is not None:
         return take_names(draft, request.like)
     if isinstance(form, Chain):
@@ -172,39 +172,39 @@ def _names_or_wrappers(draft: Draft, asked: Asked) -> Draft:
     return draft
 
 
-def _rules(draft: Draft, asked: Asked) -> Draft:
+def _rules(draft: Draft, task: SectionTask) -> Draft:
     """Apply the rules; those of an adapter are about its base, those of a further section give the
     names that the first section has got.
     """
-    request = asked.request
+    request = task.request
     if not request.rule_steps:
         return draft
-    if asked.adapter is not None and (request.saved is None or request.loads is None):
+    if task.adapter is not None and (request.saved is None or request.loads is None):
         return apply_rules_of_base(draft, request.rule_steps)
-    if asked.first is not None and request.saved is None:
-        return apply_rules_like_first(draft, request.rule_steps, asked.first, asked.start)
-    return apply_rules(draft, request.rule_steps, is_new=draft is asked.start)
+    if task.first is not None and request.saved is None:
+        return apply_rules_like_first(draft, request.rule_steps, task.first, task.start)
+    return apply_rules(draft, request.rule_steps, is_new=draft is task.start)
 
 
-def _cast(draft: Draft, asked: Asked) -> Draft:
-    dtype = asked.request.dtype
-    return draft if dtype is None else cast_floats(draft, dtype, is_new=draft is asked.start)
+def _cast(draft: Draft, task: SectionTask) -> Draft:
+    dtype = task.request.dtype
+    return draft if dtype is None else cast_floats(draft, dtype, is_new=draft is task.start)
 
 
-def _notes_on_names(draft: Draft, asked: Asked) -> Draft:
-    like = asked.request.like
-    if like is None or asked.request.options.fill_from:  # then the end result is compared
+def _notes_on_names(draft: Draft, task: SectionTask) -> Draft:
+    like = task.request.like
+    if like is None or task.request.options.fill_from:  # then the end result is compared
         return draft
     return replace(draft, notes=(*draft.notes, *notes_on_like(draft.keys, like)))
 
 
-def _unwrapped(draft: Draft, asked: Asked) -> Draft:
-    model = asked.request.unwrapped
+def _unwrapped(draft: Draft, task: SectionTask) -> Draft:
+    model = task.request.unwrapped
     return draft if model is None else unwrap(draft, model.tables)
 
 
 # in their order: rules are about the names that the steps before them lead to
-_STEPS: tuple[Callable[[Draft, Asked], Draft], ...] = (
+_STEPS: tuple[Callable[[Draft, SectionTask], Draft], ...] = (
     _by_function,
     _through_models,
     _submodule,

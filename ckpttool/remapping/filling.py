@@ -47,37 +47,39 @@ def filler_of(operand: Any) -> Filler:
     return Filler(model.title, open_checkpoint(dict(state)))
 
 
-def fill(done: Remap, fillers: Sequence[Filler], request: Request) -> Remap:
+def fill(outcome: Remap, fillers: Sequence[Filler], request: Request) -> Remap:
     """Return the result with the missing keys of its model, or of `--like`: each from the first
     filler that has it. Raise `Refused` if one cannot be brought to the names of the result.
     """
-    sections = {section.path: section for section in done.result.sections}
-    files = dict(done.result.files)
+    sections = {section.path: section for section in outcome.result.sections}
+    files = dict(outcome.result.files)
     filled = []
     for filler in fillers:
         offer = _under_final_names(filler, request)
         files.update(filler.checkpoint.files)
         taken: list[str] = []
         unused = set(offer)
-        for path in done.model_paths:
+        for path in outcome.model_paths:
             lacking = [name for name in _lacking(sections[path], request) if name in offer]
             sections[path] = _with_entries(sections[path], [offer[name] for name in lacking])
             taken += [dotted(path, name) for name in lacking]
             unused.difference_update(lacking)
         filled.append(Filled(filler.title, tuple(taken), len(unused)))
-    result = replace(done.result, sections=tuple(sections.values()), files=files)
+    result = replace(outcome.result, sections=tuple(sections.values()), files=files)
     present = {key for source in filled for key in source.keys}
-    missing = tuple(key for key in done.missing if key not in present)
-    notes = [*done.notes]
+    missing = tuple(key for key in outcome.missing if key not in present)
+    notes = [*outcome.notes]
     for source in filled:
         if not source.keys:
             text = f"{source.source} has no key that is missing: nothing is taken from it"
             notes.append(Note(text, "remap"))
     if request.like is not None:
         notes += notes_on_like(
-            [key for path in done.model_paths for key in sections[path].keys], request.like
+            [key for path in outcome.model_paths for key in sections[path].keys], request.like
         )
-    return replace(done, result=result, missing=missing, filled=tuple(filled), notes=tuple(notes))
+    return replace(
+        outcome, result=result, missing=missing, filled=tuple(filled), notes=tuple(notes)
+    )
 
 
 def _lacking(section: Section, request: Request) -> list[str]:

@@ -153,7 +153,7 @@ class Gathered:
     units: Mapping[str, Unit]
     notes: tuple[str, ...]
 
-    def before(self, done: Remap) -> Remap:
+    def before(self, outcome: Remap) -> Remap:
         """Return a remap of the assembled checkpoint as a remap of the files.
 
         Raises `Refused`, all problems at once, for tensors that differ between ranks and are
@@ -161,7 +161,7 @@ class Gathered:
         """
         differing = [
             (section, entry)
-            for section in done.result.sections
+            for section in outcome.result.sections
             if section.kind != "optimizer"
             for entry in section.tensors
             if not ranks_agree(entry)
@@ -185,11 +185,11 @@ class Gathered:
             replace(o, source=substitute(o.source, self.sections[o.section].sources.__getitem__))
             if o.section in self.sections
             else o
-            for o in done.plan.outputs
+            for o in outcome.plan.outputs
         )
         dropped = (dropped for section in self.sections.values() for dropped in section.dropped)
-        plan = replace(done.plan, outputs=outputs, dropped=(*dropped, *done.plan.dropped))
-        return replace(done, plan=plan, notes=(*self.notes, *done.notes, *remarks))
+        plan = replace(outcome.plan, outputs=outputs, dropped=(*dropped, *outcome.plan.dropped))
+        return replace(outcome, plan=plan, notes=(*self.notes, *outcome.notes, *remarks))
 
 
 def gather_ranks(source: Checkpoint, names: Names | None, units: Sequence[str]) -> Gathered | None:
@@ -530,20 +530,20 @@ def _unit_differences(names: Names, patterns: Sequence[str], paths: set[str]) ->
 _LEAVE_OUT = "convert the model alone: PATTERN::SECTION"
 
 
-def with_gathered_optimizers(done: Remap, gathered: Gathered, names: Names) -> Remap:
+def with_gathered_optimizers(outcome: Remap, gathered: Gathered, names: Names) -> Remap:
     """Return the remap with every optimizer as it would be for the model before it was wrapped.
 
     Ids are numbered in ``model.parameters()`` order again. Raises `Refused`, all problems at once,
     if the owner of some state is unknown, or if it does not fit.
     """
-    done = gathered.before(done)
+    outcome = gathered.before(outcome)
     sections = []
-    for section in done.result.sections:
+    for section in outcome.result.sections:
         is_split = bool(gathered.units) or any(map(is_of_ranks, section.tensors))
         if section.kind == "optimizer" and is_split:
             section = _gathered(section, gathered.units, names)
         sections.append(section)
-    return replace(done, result=replace(done.result, sections=tuple(sections)))
+    return replace(outcome, result=replace(outcome.result, sections=tuple(sections)))
 
 
 def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Section:

@@ -85,7 +85,7 @@ def loaded_by(
     return model
 
 
-def loading(done: Remap, options: RemapOptions, model: ModelOperand | None) -> Loading | None:
+def loading(outcome: Remap, options: RemapOptions, model: ModelOperand | None) -> Loading | None:
     """Return how `model` loads the state dicts that the remap changed; None if it is not asked.
 
     The answer for the model's code is torch's, for a list of names that of keys and shapes.
@@ -94,17 +94,17 @@ def loading(done: Remap, options: RemapOptions, model: ModelOperand | None) -> L
     """
     if model is None:
         return None
-    missing = dict.fromkeys(done.missing)
+    missing = dict.fromkeys(outcome.missing)
     problems: list[Problem] = []
     notes: list[str] = []
-    for path in done.model_paths:
-        section = done.result.section(path)
+    for path in outcome.model_paths:
+        section = outcome.result.section(path)
         if adapter_of(section.keys) is not None:
             continue
         by_code = model if options.form is not ModelForm.PRETRAINED else model.by_pretrained
         if model.is_folder:
-            by_code = as_read(model, section, done.result.source)
-        left_out = _left_out(done, path, by_code)
+            by_code = as_read(model, section, outcome.result.source)
+        left_out = _left_out(outcome, path, by_code)
         is_incomplete = options.partial or options.trainable_only or bool(left_out)
         answer = _loading(section, by_code, options, is_incomplete)
         missing.update(
@@ -113,13 +113,13 @@ def loading(done: Remap, options: RemapOptions, model: ModelOperand | None) -> L
         problems += [replace(problem, key=dotted(path, problem.key)) for problem in answer.problems]
         notes += answer.notes
     if options.trainable_only:
-        missing = dict.fromkeys(done.missing)
+        missing = dict.fromkeys(outcome.missing)
     return Loading(model.title, tuple(missing), tuple(problems), tuple(dict.fromkeys(notes)))
 
 
-def _left_out(done: Remap, path: str, model: ModelOperand) -> set[str]:
+def _left_out(outcome: Remap, path: str, model: ModelOperand) -> set[str]:
     """Return the names of the model that the user left out of a section."""
-    dropped = [gone.key for gone in done.plan.dropped if gone.section == path]
+    dropped = [gone.key for gone in outcome.plan.dropped if gone.section == path]
     by_name = match(dropped, model.tables.serialized_names).names
     return {*dropped, *by_name.values()}
 

@@ -260,31 +260,31 @@ def _narrowing(
     return RuleEffect(source.section(path), plan)
 
 
-def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
-    """Return `done` with the optimizers as requested, and with their changes in the plan.
+def with_optimizers(outcome: Remap, request: OptimizerRequest) -> Remap:
+    """Return `outcome` with the optimizers as requested, and with their changes in the plan.
 
     If ids follow another model's order, the keys next to them get this order too: they are evidence
     for the ids.
     """
-    model, ruled = done.model, done.ruled
-    if ruled is not None and wanted.names is None and model is not None:
+    model, ruled = outcome.model, outcome.ruled
+    if ruled is not None and request.names is None and model is not None:
         ruled = model  # only the file has names: they change as its keys do
-    keys = () if model is None else done.result.section(model.section.path).keys
-    wanted = replace(wanted, ruled=ruled, model=model, narrowed=done.narrowed, model_keys=keys)
-    result, optimizers = remap_optimizers(done.result, wanted)
-    notes = [*done.notes]
-    if model is None and done.narrowed is not None:  # --select
+    keys = () if model is None else outcome.result.section(model.section.path).keys
+    request = replace(request, ruled=ruled, model=model, narrowed=outcome.narrowed, model_keys=keys)
+    result, optimizers = remap_optimizers(outcome.result, request)
+    notes = [*outcome.notes]
+    if model is None and outcome.narrowed is not None:  # --select
         notes += _on_whole_state(result, optimizers)
-    if wanted.rules and (ruled is None or ruled.renames(ruled.section.keys)):
-        notes += _left_in_order(result, optimizers, wanted)
+    if request.rules and (ruled is None or ruled.renames(ruled.section.keys)):
+        notes += _left_in_order(result, optimizers, request)
     if not optimizers:
-        return replace(done, notes=tuple(notes))
+        return replace(outcome, notes=tuple(notes))
     for optimizer in optimizers:
         notes += optimizer.notes
-    result = _in_order(result, optimizers, wanted, done.ruled, ruled)
+    result = _in_order(result, optimizers, request, outcome.ruled, ruled)
     moves = [optimizer.move for optimizer in optimizers if optimizer.move is not None]
-    plan = _with_moves(done.plan, result, moves)
-    return replace(done, result=result, plan=plan, optimizers=optimizers, notes=tuple(notes))
+    plan = _with_moves(outcome.plan, result, moves)
+    return replace(outcome, result=result, plan=plan, optimizers=optimizers, notes=tuple(notes))
 
 
 def _on_whole_state(result: Checkpoint, optimizers: Sequence[OptimizerRemap]) -> Iterator[str]:
@@ -298,7 +298,7 @@ def _on_whole_state(result: Checkpoint, optimizers: Sequence[OptimizerRemap]) ->
 def _in_order(
     result: Checkpoint,
     optimizers: Sequence[OptimizerRemap],
-    wanted: OptimizerRequest,
+    request: OptimizerRequest,
     by_steps: RuleEffect | None,
     ruled: RuleEffect | None,
 ) -> Checkpoint:
@@ -307,8 +307,8 @@ def _in_order(
     """
     loaded_by = [remap.loaded_by for remap in optimizers if remap.loaded_by is not None]
     keeps_places = ruled is None or ruled.keeps_places
-    target = wanted.names if keeps_places else None
-    called = _called(by_steps, wanted.rules)
+    target = request.names if keeps_places else None
+    called = _called(by_steps, request.rules)
     if loaded_by:
         target, called = loaded_by[0], None
     if target is None or all(optimizer.to != ID for optimizer in optimizers):
@@ -321,7 +321,7 @@ def _in_order(
 
 
 def _left_in_order(
-    result: Checkpoint, optimizers: Sequence[OptimizerRemap], wanted: OptimizerRequest
+    result: Checkpoint, optimizers: Sequence[OptimizerRemap], request: OptimizerRequest
 ) -> Iterator[str]:
     """Yield a note on each optimizer with ids, whose order rules do not change to the new
     model's.
@@ -335,7 +335,7 @@ def _left_in_order(
             and not (state.is_stateless and len(state.groups) < 2)
         ):
             ask = shell(
-                "ckpttool", "diff", "--model", "NEW", "--optimizer", "O", wanted.output or "OUT"
+                "ckpttool", "diff", "--model", "NEW", "--optimizer", "O", request.output or "OUT"
             )
             which = "" if section.title == "optimizer" else f"{section.title}: "
             yield (

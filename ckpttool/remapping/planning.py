@@ -43,55 +43,55 @@ def plan_remap(
     what floating-point tensors are cast to.
     """
     inputs = resolve(source, options, model, to_model, dtype)
-    done = remap_index(inputs.whole, inputs.request)
+    outcome = remap_index(inputs.whole, inputs.request)
     if inputs.saved is not None and inputs.saved.pretrained:
-        done = replace(done, source_form=str(ModelForm.PRETRAINED))
+        outcome = replace(outcome, source_form=str(ModelForm.PRETRAINED))
     if inputs.gathered is not None and inputs.names is not None:
-        done = with_gathered_optimizers(done, inputs.gathered, inputs.names)
-    done = replace(done, missing=_missing(done, inputs))
+        outcome = with_gathered_optimizers(outcome, inputs.gathered, inputs.names)
+    outcome = replace(outcome, missing=_missing(outcome, inputs))
     if inputs.fillers:
-        done = fill(done, inputs.fillers, inputs.request)
-    done = _with_versions(done, inputs)
-    done = replace(done, notes=(*_notes_of_source(done, inputs.source), *done.notes))
-    if done.result.optimizers or options.optimizer_keys is not None:
-        done = with_optimizers(done, _for_optimizers(inputs))
+        outcome = fill(outcome, inputs.fillers, inputs.request)
+    outcome = _with_versions(outcome, inputs)
+    outcome = replace(outcome, notes=(*_notes_of_source(outcome, inputs.source), *outcome.notes))
+    if outcome.result.optimizers or options.optimizer_keys is not None:
+        outcome = with_optimizers(outcome, _for_optimizers(inputs))
     other_names = None if inputs.other_model is None else inputs.to_names
-    lists = notes_on_lists(done, inputs.names, other_names, inputs.request.renamings)
-    changes = inputs.gathered is not None or changes_content(inputs.source, done)
-    result = with_kinds(done.result)
-    return replace(done, result=result, notes=(*done.notes, *lists), changes_content=changes)
+    lists = notes_on_lists(outcome, inputs.names, other_names, inputs.request.renamings)
+    changes = inputs.gathered is not None or changes_content(inputs.source, outcome)
+    result = with_kinds(outcome.result)
+    return replace(outcome, result=result, notes=(*outcome.notes, *lists), changes_content=changes)
 
 
-def _missing(done: Remap, inputs: Inputs) -> tuple[str, ...]:
+def _missing(outcome: Remap, inputs: Inputs) -> tuple[str, ...]:
     """Return the keys of the model that the result lacks, and that loading needs."""
     saved, other, request = inputs.saved, inputs.other_model, inputs.request
     if saved is None:
-        return done.missing
+        return outcome.missing
     if other is not None and request.rule_steps:
-        return _not_reached(done, request, other)
-    if done.missing and inputs.gathered is None:
-        return _needed(done, request, other or saved)
-    return done.missing
+        return _not_reached(outcome, request, other)
+    if outcome.missing and inputs.gathered is None:
+        return _needed(outcome, request, other or saved)
+    return outcome.missing
 
 
-def _with_versions(done: Remap, inputs: Inputs) -> Remap:
+def _with_versions(outcome: Remap, inputs: Inputs) -> Remap:
     """Return the result with what older versions of its modules did not save."""
     if not inputs.request.changes or inputs.gathered is not None:
-        return done
-    done = with_steps_of_norms(done)
+        return outcome
+    outcome = with_steps_of_norms(outcome)
     out = inputs.options.target(inputs.source.source)
     if out is not None and not target_for(out, inputs.source).format.holds.versions:
-        return done
-    return with_lost_versions(done, inputs.request, inputs.other_model or inputs.saved)
+        return outcome
+    return with_lost_versions(outcome, inputs.request, inputs.other_model or inputs.saved)
 
 
-def _notes_of_source(done: Remap, source: Checkpoint) -> tuple[str, ...]:
+def _notes_of_source(outcome: Remap, source: Checkpoint) -> tuple[str, ...]:
     """Return the notes of the source; other files of its folder that are dropped are not noted."""
-    if done.result.other_files == source.other_files:
+    if outcome.result.other_files == source.other_files:
         return source.notes
     about_files = note_on(source.other_files)
     notes = [note for note in source.notes if note not in about_files]
-    return (*notes, *note_on(done.result.other_files))
+    return (*notes, *note_on(outcome.result.other_files))
 
 
 def _for_optimizers(inputs: Inputs) -> OptimizerRequest:
@@ -139,10 +139,10 @@ def _with_ids(model: ModelOperand | None, optimizer: Any) -> Names | None:
     return None if model is None else model.with_optimizer(optimizer).names()
 
 
-def _not_reached(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
+def _not_reached(outcome: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
     """Return the keys of the model that will load the output which the rules do not lead to."""
     names, spare = loadable(loads.tables, request.model_form)
-    sections = of_one_model(done.result, request.options.sections)
+    sections = of_one_model(outcome.result, request.options.sections)
     if any(adapter_of(section.keys) is not None for section in sections):
         return ()
     return tuple(
@@ -152,7 +152,7 @@ def _not_reached(done: Remap, request: Request, loads: ModelOperand) -> tuple[st
     )
 
 
-def _needed(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
+def _needed(outcome: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
     """Return the missing keys that the model's own loading needs: some models save keys only
     sometimes.
     """
@@ -164,13 +164,13 @@ def _needed(done: Remap, request: Request, loads: ModelOperand) -> tuple[str, ..
         or options.form not in (None, ModelForm.SERIALIZED)
     )
     if narrowed or renamed or not loads.is_definition or loads.is_folder:
-        return done.missing
+        return outcome.missing
     from ckpttool.tracing.loading import load_verdict
 
     needed = []
-    for path in dict.fromkeys(done.plan.sections):
-        missing = [key for key in done.missing if key.startswith(f"{path}." if path else "")]
-        section = done.result.section(path)
+    for path in dict.fromkeys(outcome.plan.sections):
+        missing = [key for key in outcome.missing if key.startswith(f"{path}." if path else "")]
+        section = outcome.result.section(path)
         if (
             missing
             and section.kind == "state_dict"
@@ -204,11 +204,11 @@ def _command_with_old_model(source: Checkpoint, options: RemapOptions) -> str | 
 # Changes
 
 
-def changes_content(source: Checkpoint, done: Remap) -> bool:
+def changes_content(source: Checkpoint, outcome: Remap) -> bool:
     """Return whether the result holds something else than `source`: other names, values, entries or
     order.
     """
-    plan, result = done.plan, done.result
+    plan, result = outcome.plan, outcome.result
     if plan.dropped or plan.runs or not all(output.is_unchanged for output in plan.outputs):
         return True
     if result.sections is source.sections:

@@ -22,44 +22,44 @@ _LAST_STATISTIC = "running_var"
 _ZERO = Op("aten.full.default", ((), 0), (("dtype", Special("dtype", "int64")),))
 
 
-def with_steps_of_norms(done: Remap) -> Remap:
+def with_steps_of_norms(outcome: Remap) -> Remap:
     """Return the remap with the missing ``num_batches_tracked`` of batch norms that have their
     statistics.
 
     They are 0, as torch sets them for state dicts of the first version of BatchNorm, which had
     none.
     """
-    missing = [key for key in done.missing if key.rpartition(".")[2] == _STEPS]
+    missing = [key for key in outcome.missing if key.rpartition(".")[2] == _STEPS]
     if not missing:
-        return done
-    written = {(output.section, output.key) for output in done.plan.outputs}
+        return outcome
+    written = {(output.section, output.key) for output in outcome.plan.outputs}
     added = []
-    for path in done.plan.sections:
+    for path in outcome.plan.sections:
         for key in missing:
             module = key.removeprefix(f"{path}." if path else "").rpartition(".")[0]
             if (path, dotted(module, _LAST_STATISTIC)) in written:
                 added.append(Output(path, dotted(module, _STEPS), _ZERO))
     if not added:
-        return done
+        return outcome
     after = {
         (output.section, output.key.removesuffix(_STEPS) + _LAST_STATISTIC): output
         for output in added
     }
     outputs = []
-    for output in done.plan.outputs:
+    for output in outcome.plan.outputs:
         outputs.append(output)
         if (output.section, output.key) in after:
             outputs.append(after[output.section, output.key])
-    sections = tuple(_with_steps(section, after) for section in done.result.sections)
+    sections = tuple(_with_steps(section, after) for section in outcome.result.sections)
     restored = {dotted(output.section, output.key) for output in added}
     keys = some([dotted(output.section, output.key) for output in added])
     note = f"{plural(len(added), 'missing key')} set to 0, as torch does for older files: {keys}"
     return replace(
-        done,
-        result=replace(done.result, sections=sections),
-        plan=replace(done.plan, outputs=tuple(outputs)),
-        missing=tuple(key for key in done.missing if key not in restored),
-        notes=(*done.notes, note),
+        outcome,
+        result=replace(outcome.result, sections=sections),
+        plan=replace(outcome.plan, outputs=tuple(outputs)),
+        missing=tuple(key for key in outcome.missing if key not in restored),
+        notes=(*outcome.notes, note),
     )
 
 
@@ -73,7 +73,7 @@ def _with_steps(section: Section, after: dict[tuple[str, str], Output]) -> Secti
     return replace(section, tensors=tuple(tensors))
 
 
-def with_lost_versions(done: Remap, request: Request, loads: ModelOperand | None) -> Remap:
+def with_lost_versions(outcome: Remap, request: Request, loads: ModelOperand | None) -> Remap:
     """Return the remap with the module versions that the file lost, taken from --like or from the
     model.
 
@@ -81,10 +81,10 @@ def with_lost_versions(done: Remap, request: Request, loads: ModelOperand | None
     what it loads.
     """
     if request.like is None and loads is None:
-        return done
+        return outcome
     restored = {}
-    planned = set(done.plan.sections)
-    for section in done.result.sections:
+    planned = set(outcome.plan.sections)
+    for section in outcome.result.sections:
         if section.kind != "state_dict" or section.path not in planned or section.modules:
             continue
         changed = section
@@ -95,12 +95,14 @@ def with_lost_versions(done: Remap, request: Request, loads: ModelOperand | None
         if changed is not section:
             restored[section.path] = changed
     if not restored:
-        return done
-    sections = tuple(restored.get(section.path, section) for section in done.result.sections)
+        return outcome
+    sections = tuple(restored.get(section.path, section) for section in outcome.result.sections)
     count = plural(sum(len(section.modules or ()) for section in restored.values()), "module")
     origin = "the checkpoint of --like" if request.like is not None else "the model"
     note = Info(
         f"the file lost its module versions (_metadata): those of {count} are from {origin}",
         "module-versions",
     )
-    return replace(done, result=replace(done.result, sections=sections), notes=(*done.notes, note))
+    return replace(
+        outcome, result=replace(outcome.result, sections=sections), notes=(*outcome.notes, note)
+    )

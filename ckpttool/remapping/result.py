@@ -114,12 +114,12 @@ class Remap:
         return dict(REMAP.write(self))
 
 
-def _together(done: Remap) -> tuple[object, ...] | None:
-    if not done.optimizers:
+def _together(outcome: Remap) -> tuple[object, ...] | None:
+    if not outcome.optimizers:
         return None
-    first = done.optimizers[0]
-    params = sum(optimizer.params for optimizer in done.optimizers)
-    return first.was, first.to, params, done.optimizers
+    first = outcome.optimizers[0]
+    params = sum(optimizer.params for optimizer in outcome.optimizers)
+    return first.was, first.to, params, outcome.optimizers
 
 
 _COUNTED = ("renamed", "transformed", "unchanged")
@@ -167,12 +167,14 @@ REMAP = record(
     called={
         "from": "source_form",
         "to": "form",
-        "renamed": lambda done: done.counts["renamed"],
-        "transformed": lambda done: done.counts["transformed"],
-        "unchanged": lambda done: done.counts["unchanged"],
-        "by_code": lambda done: [(run.way, run.model, keys) for run, keys in done.plan.by_code],
+        "renamed": lambda outcome: outcome.counts["renamed"],
+        "transformed": lambda outcome: outcome.counts["transformed"],
+        "unchanged": lambda outcome: outcome.counts["unchanged"],
+        "by_code": lambda outcome: [
+            (run.way, run.model, keys) for run, keys in outcome.plan.by_code
+        ],
         "optimizer": _together,
-        "plan": lambda done: done.plan if done.dry_run else None,
+        "plan": lambda outcome: outcome.plan if outcome.dry_run else None,
     },
     title="ckpttool.remap/1",
 )

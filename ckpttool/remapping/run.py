@@ -79,7 +79,7 @@ def remap(
         ckpt: Anything that `open_checkpoint` takes.
         out: The path to write; its ending chooses the format.
         progress: Is called with a title and a number of bytes, and gives a context manager of a
-            function that is told how many bytes are done.
+            function that is told how many bytes are outcome.
         **options: `rule`, `rules`, `drop`, `select`, `to`, `model` and the others of
             ``ckpttool remap --help``.
 
@@ -236,17 +236,17 @@ def run(
     model = model or operand_of(options)
     to_model = loading_model(options, model)
     dtype = None if conversion is None else conversion.dtype
-    done = planned or plan_remap(source, options, model, to_model, dtype)
+    outcome = planned or plan_remap(source, options, model, to_model, dtype)
     if conversion is not None and target is not None:
-        done = _with_metadata(done, conversion.pairs, target)
+        outcome = _with_metadata(outcome, conversion.pairs, target)
     if dtype is not None:
-        done = replace(done, notes=(*done.notes, *_not_cast(done.result, dtype)))
-    done = replace(done, source=source.source, output=out or "", dry_run=options.dry_run)
-    done = _checked_by_model(done, options, model, to_model)
-    if not (may_copy or done.changes_content):
-        is_new = target is not None and changes_form(source, target, done)
+        outcome = replace(outcome, notes=(*outcome.notes, *_not_cast(outcome.result, dtype)))
+    outcome = replace(outcome, source=source.source, output=out or "", dry_run=options.dry_run)
+    outcome = _checked_by_model(outcome, options, model, to_model)
+    if not (may_copy or outcome.changes_content):
+        is_new = target is not None and changes_form(source, target, outcome)
         is_new = is_new or (conversion is not None and format_of(source).holds_unused_bytes(source))
-        is_new = is_new or done.result.metadata != source.metadata
+        is_new = is_new or outcome.result.metadata != source.metadata
         if not is_new and is_as_saved(source):
             if conversion is not None:
                 raise Refused(
@@ -258,13 +258,15 @@ def run(
             already = already_there(options)
             if already is None or options.in_place:
                 refuse_unchanged(source, options)
-            done = replace(done, notes=(*done.notes, Info(f"{already}: nothing renamed", "remap")))
+            outcome = replace(
+                outcome, notes=(*outcome.notes, Info(f"{already}: nothing renamed", "remap"))
+            )
     if target is None:
-        return done
-    output = fitted(done, target, options, to_model or model)
+        return outcome
+    output = fitted(outcome, target, options, to_model or model)
     _check_other_files(source.source, target, output, options, conversion)
     try:
-        return _write(source, output, options, writer, target, done, to_model)
+        return _write(source, output, options, writer, target, outcome, to_model)
     except CarriesCode as error:
         if error.paths:
             line = _command_without(error.paths, source.source, options, conversion)
@@ -283,61 +285,61 @@ def _not_cast(result: Checkpoint, dtype: str) -> list[Note]:
     return [Info(f"not cast: {listed(rest)}", "remap")] if rest else []
 
 
-def _with_metadata(done: Remap, pairs: Mapping[str, str], target: Target) -> Remap:
+def _with_metadata(outcome: Remap, pairs: Mapping[str, str], target: Target) -> Remap:
     """Return the result with more metadata. Raise `Refused` if the output has no place for it, or
     if a pair would be read as a second name of a tensor.
     """
     if not pairs:
-        return done
+        return outcome
     if not target.format.holds.metadata:
         raise Refused(
             f"{target.format.title} has no place for --metadata",
             hint="choose an output that ends in .safetensors",
         )
-    keys = {key for section in done.result.state_dicts for key in section.keys}
+    keys = {key for section in outcome.result.state_dicts for key in section.keys}
     problems = []
     for key, value in pairs.items():
         if value in keys:
             problems.append(Problem(f"{value} is a tensor: {key} would be its second name", key))
     if problems:
         raise Refused("metadata would name tensors", hint="choose another VALUE", problems=problems)
-    result = replace(done.result, metadata={**done.result.metadata, **pairs})
-    return replace(done, result=result)
+    result = replace(outcome.result, metadata={**outcome.result.metadata, **pairs})
+    return replace(outcome, result=result)
 
 
 def _checked_by_model(
-    done: Remap, options: RemapOptions, model: ModelOperand | None, to_model: ModelOperand | None
+    outcome: Remap, options: RemapOptions, model: ModelOperand | None, to_model: ModelOperand | None
 ) -> Remap:
     """Return the result with notes on how a model loads it. Raise `Refused`, all problems at once,
     if it does not.
     """
     loads = loaded_by(options, model, to_model)
-    answer = loading(done, options, loads)
+    answer = loading(outcome, options, loads)
     if answer is None:
         named = to_model or model
-        answer = Loading("the model" if named is None else named.title, done.missing)
+        answer = Loading("the model" if named is None else named.title, outcome.missing)
     answer.check(options.partial)
-    notes = done.notes
+    notes = outcome.notes
     if answer.missing:
         count = plural(len(answer.missing), "key")
         notes = (*notes, f"missing {count} of the model: {some(answer.missing, 20)}")
-    return replace(done, missing=answer.missing, notes=(*notes, *answer.notes))
+    return replace(outcome, missing=answer.missing, notes=(*notes, *answer.notes))
 
 
 # Writing
 
 
 def fitted(
-    done: Remap, target: Target, options: RemapOptions, loads: ModelOperand | None
+    outcome: Remap, target: Target, options: RemapOptions, loads: ModelOperand | None
 ) -> Checkpoint:
     """Return the result as the output can hold it; `loads` will load it. Raise `Refused` if the
     output cannot.
     """
     # no model loads such names
     runtime = isinstance(options.form, ModelForm) and options.form.names != SERIALIZED
-    if loads is not None and not runtime and loses_versions(done.result, target.format):
+    if loads is not None and not runtime and loses_versions(outcome.result, target.format):
         _check_versions(loads, f"{target.format.title} has", "choose an output that ends in .pt")
-    return fit(done.result, target.format, keep_aliases=options.keep_aliases)
+    return fit(outcome.result, target.format, keep_aliases=options.keep_aliases)
 
 
 def _check_other_files(
@@ -410,13 +412,13 @@ def _write(
     options: RemapOptions,
     writer: Writer,
     target: Target,
-    done: Remap,
+    outcome: Remap,
     to_model: ModelOperand | None,
 ) -> Remap:
     """Write the output, unless it is a dry run. Return the result with notes on what the output
     does not hold.
     """
-    notes = (*done.notes, *losses(done.result, target.format))
+    notes = (*outcome.notes, *losses(outcome.result, target.format))
     if target.max_shard_size is not None and not target.format.sharded:
         notes = (
             *notes,
@@ -431,11 +433,11 @@ def _write(
     )
     described = options.form is ModelForm.PRETRAINED
     companions = companions_of(
-        source, done.plan, target, new_base, described, done.result.other_files
+        source, outcome.plan, target, new_base, described, outcome.result.other_files
     )
     notes = (*notes, *companions.notes)
-    done = replace(
-        done,
+    outcome = replace(
+        outcome,
         result=output,
         notes=notes,
         companions=companions if str(companions) else None,
@@ -443,12 +445,14 @@ def _write(
     )
 
     if options.in_place:
-        return _edit_in_place(source, options, writer, target, done, companions)
+        return _edit_in_place(source, options, writer, target, outcome, companions)
     files = _laid_out(options, target, output, companions)
     if options.dry_run:
-        return replace(done, cost=cost_of(files))
-    writer.target(target, files, _decided(done))
-    return replace(done, verified=writer.prove(target.path, output)) if options.verify else done
+        return replace(outcome, cost=cost_of(files))
+    writer.target(target, files, _decided(outcome))
+    return (
+        replace(outcome, verified=writer.prove(target.path, output)) if options.verify else outcome
+    )
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl")  # of the other files of a folder
@@ -483,14 +487,14 @@ def _edit_in_place(
     options: RemapOptions,
     writer: Writer,
     target: Target,
-    done: Remap,
+    outcome: Remap,
     companions: Companions,
 ) -> Remap:
     """Change the source where it is, unless it is a dry run. Raise `Refused` if more than names
     would change.
     """
     only_first()
-    output = done.result
+    output = outcome.result
     with dangerous_written() as names:
         files = target.format.layout_in_place(output, target.name or name_of(target.path))
     if files is None:
@@ -516,26 +520,28 @@ def _edit_in_place(
     }
     expected = fingerprints(output) if options.verify and not options.dry_run else None
     written = edit(files, target.home, fsync=not options.no_fsync, dry_run=options.dry_run)
-    done = replace(
-        done, written=written, undo=undo_of(target.path, written.kept) if written.nbytes else None
+    outcome = replace(
+        outcome,
+        written=written,
+        undo=undo_of(target.path, written.kept) if written.nbytes else None,
     )
     if options.dry_run:
-        return replace(done, cost=Cost(0, written.nbytes, 0))
+        return replace(outcome, cost=Cost(0, written.nbytes, 0))
     if expected is not None:
-        done = replace(done, verified=writer.prove(target.path, expected))
-    if done.plan.dropped:
+        outcome = replace(outcome, verified=writer.prove(target.path, expected))
+    if outcome.plan.dropped:
         kept_bytes = f"{target.path} still holds the bytes of what was left out"
         if target.format.drops_unused_bytes:
             copy = shell(
                 "ckpttool", "convert", target.path, "-o", next(outputs(target.path, "copy"))
             )
             kept_bytes += f"; a copy does not: {copy}"
-        done = replace(done, notes=(*done.notes, Info(kept_bytes, "remap")))
-    return done
+        outcome = replace(outcome, notes=(*outcome.notes, Info(kept_bytes, "remap")))
+    return outcome
 
 
-def _decided(done: Remap) -> Decided | None:
-    return None if done.plan.runs else done.plan.to_json
+def _decided(outcome: Remap) -> Decided | None:
+    return None if outcome.plan.runs else outcome.plan.to_json
 
 
 # Nothing to change
@@ -543,7 +549,7 @@ def _decided(done: Remap) -> Decided | None:
 _WAYS = "--rule, --to FORM, --like CKPT, --drop PATTERN; another ending of OUT converts the format"
 
 
-def changes_form(source: Checkpoint, target: Target, done: Remap) -> bool:
+def changes_form(source: Checkpoint, target: Target, outcome: Remap) -> bool:
     """Return whether OUT is another kind of file or folder than the source, or has other shards, or
     is a part of it.
     """
@@ -555,7 +561,7 @@ def changes_form(source: Checkpoint, target: Target, done: Remap) -> bool:
     if target.max_shard_size is None:
         return False
     home = path if is_dir(path) else parent(path)
-    files = target.format.layout_files(done.result, target.name, target.max_shard_size)
+    files = target.format.layout_files(outcome.result, target.name, target.max_shard_size)
     shards = {name: content for name, content in files.items() if not name.endswith(".json")}
     present = {
         name for name in checkpoint_files(home, target.format.index) if not name.endswith(".json")
@@ -631,10 +637,10 @@ def refuse_unchanged(source: Checkpoint, options: RemapOptions) -> None:
 def _unwrapping(source: Checkpoint, options: RemapOptions) -> str | None:
     """The command that takes the wrappers out; None where it would be refused too."""
     try:
-        done = remap_index(source, Request(RemapOptions(to="serialized"), ""))
+        outcome = remap_index(source, Request(RemapOptions(to="serialized"), ""))
     except CkptError:
         return None
-    if not changes_content(source, done):
+    if not changes_content(source, outcome):
         return None
     out = None if options.in_place else options.out or next(outputs(source.source, "unwrapped"))
     asked = RemapOptions(to="serialized", out=out, in_place=options.in_place)

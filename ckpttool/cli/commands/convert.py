@@ -37,5 +37,5 @@ def command(
     if out is None:
         raise CkptError("no output named", hint="-o OUT, or --dry-run to see what would be written")
     report.check([ckpt], out=out)
-    done = ckpttool.convert(ckpt, **keywords_of(options))
-    report.emit(partial(document, done, "convert"), done.to_json)
+    outcome = ckpttool.convert(ckpt, **keywords_of(options))
+    report.emit(partial(document, outcome, "convert"), outcome.to_json)

@@ -37,5 +37,5 @@ def command(
     if out is None and not options.dry_run:
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
     report.check([ckpt], out=out)
-    done = ckpttool.fix(ckpt, **keywords_of(options))
-    report.emit(partial(document, done, "fix"), done.to_json)
+    outcome = ckpttool.fix(ckpt, **keywords_of(options))
+    report.emit(partial(document, outcome, "fix"), outcome.to_json)

@@ -39,5 +39,5 @@ def command(
     if out is None and not options.dry_run:
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
     report.check([ckpt], out=out)
-    done = ckpttool.remap(ckpt, **keywords_of(options))
-    report.emit(partial(document, done), done.to_json)
+    outcome = ckpttool.remap(ckpt, **keywords_of(options))
+    report.emit(partial(document, outcome), outcome.to_json)

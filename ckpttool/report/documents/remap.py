@@ -45,40 +45,43 @@ _VERDICTS = {
 }
 
 
-def document(done: Remap, command: str = "remap") -> Document:
+def document(outcome: Remap, command: str = "remap") -> Document:
     """Return what a remap did, or would do; `command` is its title."""
     computed = []
-    for run, keys in done.plan.by_code:
+    for run, keys in outcome.plan.by_code:
         text = f"{plural(len(keys), 'tensor')} by running {run.model}.{BY_CODE[run.way]}()"
         computed.append(("computed", text))
     optimizers = []
-    for state in done.optimizers:
+    for state in outcome.optimizers:
         text = f"{state.was} -> {state.to}, {plural(state.params, 'parameter')}"
         if state.evidence is not None:
             text += f", identified by {state.evidence}"
         optimizers.append((f"optimizer {state.section}".strip(), text))
     blocks: list[Block] = [
         facts(
-            ("source", Cell(done.source, "key")),
-            ("output", Cell(done.output, "key")),
-            ("form", " -> ".join(filter(None, (done.form and done.source_form, done.form)))),
-            ("sections", ", ".join(path or "(root)" for path in done.sections)),
+            ("source", Cell(outcome.source, "key")),
+            ("output", Cell(outcome.output, "key")),
+            (
+                "form",
+                " -> ".join(filter(None, (outcome.form and outcome.source_form, outcome.form))),
+            ),
+            ("sections", ", ".join(path or "(root)" for path in outcome.sections)),
             *computed,
-            *((f"from {filled.source}", _from_other(filled)) for filled in done.filled),
+            *((f"from {filled.source}", _from_other(filled)) for filled in outcome.filled),
             *optimizers,
-            ("other files", str(done.companions or "")),
-            ("cost", str(done.cost or "")),
-            ("to be written" if done.dry_run else "written", str(done.written or "")),
-            ("undo", str(done.undo or "")),
-            ("verified", str(done.verified or "")),
+            ("other files", str(outcome.companions or "")),
+            ("cost", str(outcome.cost or "")),
+            ("to be written" if outcome.dry_run else "written", str(outcome.written or "")),
+            ("undo", str(outcome.undo or "")),
+            ("verified", str(outcome.verified or "")),
         )
     ]
-    blocks.append(_changes(done.plan, _ROWS if done.dry_run else _FEW))
-    if done.dry_run:
+    blocks.append(_changes(outcome.plan, _ROWS if outcome.dry_run else _FEW))
+    if outcome.dry_run:
         blocks.append(Paragraph("dry run: nothing was written"))
-    blocks.append(shortened(_dropped(done.plan), _ROWS, "--format json"))
-    blocks += noted(done.notes)
-    return Document(f"{command} {done.source}", _written(done), True, filled(blocks))
+    blocks.append(shortened(_dropped(outcome.plan), _ROWS, "--format json"))
+    blocks += noted(outcome.notes)
+    return Document(f"{command} {outcome.source}", _written(outcome), True, filled(blocks))
 
 
 def _from_other(filled: Filled) -> str:
@@ -87,49 +90,53 @@ def _from_other(filled: Filled) -> str:
     return f"{plural(len(filled.keys), 'key')}: {some(filled.keys, _ROWS)}{unused}"
 
 
-def _written(done: Remap) -> str:
+def _written(outcome: Remap) -> str:
     """Return what was written, or would be: ``wrote OUT: 38 keys renamed, 2 left out``."""
-    source, out, changes = done.source, done.output, _counted(done)
+    source, out, changes = outcome.source, outcome.output, _counted(outcome)
     if out == source:
         if not changes:
-            return f"{source} already loads into {done.loads_into}: nothing was changed"
-        return f"{'would change' if done.dry_run else 'changed'} {source} in place: {changes}"
+            return f"{source} already loads into {outcome.loads_into}: nothing was changed"
+        return f"{'would change' if outcome.dry_run else 'changed'} {source} in place: {changes}"
     if not out:
         return f"not written: {source} with {changes or 'no changes'}"
-    if not changes and not done.changes_content:
-        has = "would have" if done.dry_run else "has"
-        same = f"{out} {has} the same tensors as {source}, in {done.format}"
-        return f"{same}; {source} already loads into {done.loads_into}" if done.loads_into else same
-    loads = f", which loads into {done.loads_into}" if done.loads_into else ""
-    tensors = plural(len(done.plan.outputs), "tensor")
-    wrote = "would write" if done.dry_run else "wrote"
+    if not changes and not outcome.changes_content:
+        has = "would have" if outcome.dry_run else "has"
+        same = f"{out} {has} the same tensors as {source}, in {outcome.format}"
+        return (
+            f"{same}; {source} already loads into {outcome.loads_into}"
+            if outcome.loads_into
+            else same
+        )
+    loads = f", which loads into {outcome.loads_into}" if outcome.loads_into else ""
+    tensors = plural(len(outcome.plan.outputs), "tensor")
+    wrote = "would write" if outcome.dry_run else "wrote"
     return f"{wrote} {out}{loads}: {changes or f'{tensors} of {source}'}"
 
 
-def _counted(done: Remap) -> str:
+def _counted(outcome: Remap) -> str:
     """Return how many keys were renamed, cast, computed and left out, and what became of
     optimizers.
     """
-    casts = Counter(filter(None, (cast_dtype(output.source) for output in done.plan.outputs)))
-    counts = done.counts
+    casts = Counter(filter(None, (cast_dtype(output.source) for output in outcome.plan.outputs)))
+    counts = outcome.counts
     kinds = {
         "renamed": counts["renamed"],
         **{f"cast to {dtype}": count for dtype, count in casts.items()},
         "computed": counts["transformed"] - casts.total(),
-        "taken from others": sum(len(filled.keys) for filled in done.filled),
-        "left out": len(done.plan.dropped),
-        "missing": len(done.missing),
+        "taken from others": sum(len(filled.keys) for filled in outcome.filled),
+        "left out": len(outcome.plan.dropped),
+        "missing": len(outcome.missing),
     }
     phrases: list[str] = []
     for what, count in kinds.items():
         if count:
             phrases.append(f"{number(count) if phrases else plural(count, 'key')} {what}")
     params = 0
-    for state in done.optimizers:
+    for state in outcome.optimizers:
         if state.was != state.to or not phrases:
             params += state.params
     if params:
-        to = done.optimizers[0].to
+        to = outcome.optimizers[0].to
         phrases.append(f"optimizer state of {plural(params, 'parameter')} by {_BY.get(to, to)}")
     return ", ".join(phrases)
 
@@ -145,40 +152,43 @@ def planned(plan: Plan) -> Document:
     )
 
 
-def undone(done: Undone) -> Document:
+def undone(outcome: Undone) -> Document:
     verdicts = {
         "undone": "is as it was before the last edit in place",
         "rolled back": "is as it was before an edit that was interrupted",
     }
-    verdict = f"{done.path} {verdicts[done.way]}"
-    return Document(f"undo {done.path}", verdict, True)
+    verdict = f"{outcome.path} {verdicts[outcome.way]}"
+    return Document(f"undo {outcome.path}", verdict, True)
 
 
-def swapped(done: Swap) -> Document:
+def swapped(outcome: Swap) -> Document:
     """Return what a swap did, or would do."""
     renamed = computed = 0
-    for fqn, source in done.sources.items():
+    for fqn, source in outcome.sources.items():
         if not isinstance(source, Ref):
             computed += 1
         elif source.key != fqn:
             renamed += 1
     blocks: list[Block] = [
         facts(
-            ("program", Cell(done.source, "key")),
-            ("weights", Cell(done.weights, "key")),
-            ("output", Cell(done.output, "key")),
-            ("key form", done.form),
+            ("program", Cell(outcome.source, "key")),
+            ("weights", Cell(outcome.weights, "key")),
+            ("output", Cell(outcome.output, "key")),
+            ("key form", outcome.form),
             ("renamed", number(renamed)),
             ("computed", number(computed)),
-            ("computed by load_state_dict()", number(len(done.by_code)) if done.by_code else ""),
-            ("constants kept", number(len(done.constants))),
-            ("not replaced", ", ".join(done.kept)),
-            ("cost", str(done.cost or "")),
-            ("verified", str(done.verified or "")),
+            (
+                "computed by load_state_dict()",
+                number(len(outcome.by_code)) if outcome.by_code else "",
+            ),
+            ("constants kept", number(len(outcome.constants))),
+            ("not replaced", ", ".join(outcome.kept)),
+            ("cost", str(outcome.cost or "")),
+            ("verified", str(outcome.verified or "")),
         )
     ]
     rows = []
-    for constant in done.compared:
+    for constant in outcome.compared:
         verdict = _VERDICTS[constant.verdict]
         value = f"{verdict}: {constant.reason}" if constant.reason else verdict
         rows.append((constant.name, value))
@@ -187,25 +197,25 @@ def swapped(done: Swap) -> Document:
     ignored = Table(
         "Checkpoint entries that programs do not have",
         (Column("key", "key"),),
-        tuple((key,) for key in done.ignored),
+        tuple((key,) for key in outcome.ignored),
     )
     blocks += [shortened(table, _ROWS, "--format json") for table in (constants, ignored)]
-    blocks += noted(done.notes)
-    if done.cost is not None:
+    blocks += noted(outcome.notes)
+    if outcome.cost is not None:
         blocks.append(Paragraph("dry run: nothing was written"))
-    title = f"swap-weights {done.source} {done.weights}"
-    return Document(title, _swapped(done), True, filled(blocks))
+    title = f"swap-weights {outcome.source} {outcome.weights}"
+    return Document(title, _swapped(outcome), True, filled(blocks))
 
 
-def _swapped(done: Swap) -> str:
+def _swapped(outcome: Swap) -> str:
     """Return ``wrote OUT: PROGRAM with 92 weights of NEW``."""
-    weights = f"{plural(len(done.sources), 'weight')} of {done.weights}"
-    program = f"{done.source} with {weights}"
-    if done.unchanged:
+    weights = f"{plural(len(outcome.sources), 'weight')} of {outcome.weights}"
+    program = f"{outcome.source} with {weights}"
+    if outcome.unchanged:
         program += ", which it had already"
-    if not done.output:
-        return f"{weights} fit {done.source}"
-    return f"{'wrote' if done.cost is None else 'would write'} {done.output}: {program}"
+    if not outcome.output:
+        return f"{weights} fit {outcome.source}"
+    return f"{'wrote' if outcome.cost is None else 'would write'} {outcome.output}: {program}"
 
 
 def presets_document(presets: Sequence[Preset]) -> Document:
