@@ -81,7 +81,7 @@ def checkpoints(
     entries = scaled.sides.compare(values)
     entries = explain_moved(entries, scaled.sides.left_section, scaled.sides.right_section)
     entries = scaled.with_parts(entries)
-    entries = explain_quantized(explain_computed(entries), left_section, right_section)
+    entries = explain_quantized(explain_computed(entries), left_section, right_section, values)
     entries = (*entries, *compare_outside(left, right, values))
     entries = without_dtypes(entries) if options.ignore_dtype else entries
     harmless = EITHER_WAY | ({"dtype"} if options.ignore_dtype else set())

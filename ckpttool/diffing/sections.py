@@ -304,12 +304,16 @@ def explain_computed(entries: Sequence[Entry]) -> tuple[Entry, ...]:
 
 
 def explain_quantized(
-    entries: Sequence[Entry], left: Section, right: Section | None = None
+    entries: Sequence[Entry],
+    left: Section,
+    right: Section | None = None,
+    values: Values | None = None,
 ) -> tuple[Entry, ...]:
     """Return the entries; parts of quantized weights that differ say so, since no cast and no
     rename converts these.
 
-    A weight that only one side has quantized has other values there, whatever its dtype is.
+    A weight that only one side has quantized has other values there, whatever its dtype is. If
+    `values` are compared, say that these were not.
     """
     left_schemes, right_schemes = _schemes(left), {} if right is None else _schemes(right)
     if not left_schemes and not right_schemes:
@@ -322,11 +326,11 @@ def explain_quantized(
             schemes += [left_schemes.get(key) for key in entry.right]
         elif entry.status == "unexpected":
             schemes += [right_schemes.get(key) for key in entry.left]
-        explained.append(_of_quantized(entry, schemes))
+        explained.append(_of_quantized(entry, schemes, reads_values=values is not None))
     return tuple(explained)
 
 
-def _of_quantized(entry: Entry, schemes: Sequence[str | None]) -> Entry:
+def _of_quantized(entry: Entry, schemes: Sequence[str | None], *, reads_values: bool) -> Entry:
     """Return the entry of keys that have these schemes, None for those that are not quantized."""
     scheme = next((title for title in schemes if title is not None), None)
     if scheme is None or entry.cause is None or entry.has(Code.SCALED, Code.SCALED_VALUE):
@@ -338,7 +342,7 @@ def _of_quantized(entry: Entry, schemes: Sequence[str | None]) -> Entry:
     if entry.status not in ("dtype", "shape", "missing", "unexpected"):
         return entry
     if entry.status == "dtype" and None in schemes:
-        cause = cause.and_also(entry.cause, Cause(Code.UNREAD))
+        cause = cause.and_also(entry.cause, Cause(Code.UNREAD) if reads_values else None)
         return replace(entry, status="value", cause=cause)
     return replace(entry, cause=cause.and_also(entry.cause))
 

@@ -43,7 +43,7 @@ from ckpttool.tracing.memory import place_of, token
 T = TypeVar("T")
 _META_SIGNS = (
     "meta tensor", "meta device", "meta kernel", "Meta tensor", "device meta", "device='meta'",
-    "'meta'", "data is not allocated yet", "_local_scalar_dense",
+    "'meta'", "data is not allocated yet", "_local_scalar_dense", "register_meta function",
 )  # fmt: skip
 
 

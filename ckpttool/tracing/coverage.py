@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
+from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import CAST, Argument, Expression, Op, Ref, refs
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.torch_eval import evaluate
@@ -19,6 +20,7 @@ from ckpttool.evaluate.torch_eval import evaluate
 # Operators that read the elements at an index only. Their second argument is a list of indices, or
 # a dimension and then an index.
 _BY_LIST, _BY_DIMENSION = "aten.index.Tensor", "aten.index_select.default"
+_MOST_MARKS = 1 << 28  # bytes of memory
 _COPIES = ("aten.clone.default", CAST)
 
 
@@ -48,9 +50,15 @@ def unread_elements(sources: Iterable[Expression], shapes: Mapping[str, Any]) ->
         else:
             operations.append(source)
     for source in operations:
-        if not complete.issuperset(refs(source)):
-            for key, region in _regions(source, shapes):
-                regions.setdefault(key, set()).add(region)
+        if complete.issuperset(refs(source)):
+            continue
+        try:
+            of_source = _regions(source, shapes)
+        except CkptError:  # what it reads may depend on values: perhaps it is everything
+            complete.update(refs(source))
+            continue
+        for key, region in of_source:
+            regions.setdefault(key, set()).add(region)
     unread = {}
     for key in regions.keys() - complete:
         count = _unread(regions[key], shapes[key].numel())
@@ -123,12 +131,15 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _unread(regions: Iterable[_Region], numel: int) -> int:
     """Return how many of `numel` elements are in no region.
 
-    Runs of elements that all regions have together are marked as one.
+    Runs of elements that all regions have together are marked as one. With too many marks, all
+    elements are taken to be read.
     """
     run = numel
     for region in regions:
         run = gcd(run, *_steps(region))
     run = max(run, 1)
+    if numel // run > _MOST_MARKS:
+        return 0
     marks = np.zeros(numel // run, dtype=bool)
     for region in regions:
         _mark(region, marks, run)

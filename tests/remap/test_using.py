@@ -266,6 +266,9 @@ def unknown(state):
     return {**state, "steps": torch.lgamma(state["layers.0.attention.wq.weight"])}
 def asks(state):
     return {key: value * 2 if value.float().sum() > 0 else value for key, value in state.items()}
+def masks(state):
+    weight = state["tok_embeddings.weight"]
+    return {**state, "tok_embeddings.weight": weight[weight.sum(1) != 0]}
 def asks_item(state):
     return {key: value + state["steps"].item() for key, value in state.items()}
 def asks_quietly(state):
@@ -348,7 +351,7 @@ def test_a_dropped_tensor_that_an_output_reads_is_refused(run: Run) -> None:
     assert "--drop names it, and w reads it @ tok_embeddings.weight" in done.err
 
 
-@pytest.mark.parametrize("name", ["asks", "asks_item", "asks_quietly"])
+@pytest.mark.parametrize("name", ["asks", "asks_item", "asks_quietly", "masks"])
 def test_a_function_that_reads_values_runs_on_real_tensors(run: Run, name: str) -> None:
     Path("code.py").write_text(CODE)
     line = ("remap", "a.safetensors", "-o", "b.safetensors", "--using", f"code.py:{name}")

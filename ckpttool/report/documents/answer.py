@@ -13,7 +13,7 @@ from ckpttool.diffing.result import HARMLESS, Diff, Entry, alike
 from ckpttool.naming.evidence import Pair
 
 # counted like a status
-_LIKELY, _SPLIT, _UNREAD = "likely", "split", "unread"
+_LIKELY, _SPLIT, _UNREAD, _QUANTIZED = "likely", "split", "unread", "quantized"
 
 # Status -> noun and the words after it, in the order of the sentence. `plural` gets the noun.
 _COUNTED: dict[str, tuple[str, str]] = {
@@ -27,6 +27,7 @@ _COUNTED: dict[str, tuple[str, str]] = {
     "shape": ("tensor", " of another shape"),
     "dtype": ("tensor", " of another dtype"),
     "value": ("tensor", " with other values"),
+    _QUANTIZED: ("quantized weight", ""),
     _UNREAD: ("tensor", " with values that were not compared"),
     "alias": ("second name", ""),
 }
@@ -168,12 +169,20 @@ def counted(entries: Iterable[Entry], renames: LikelyRenames) -> dict[str, int]:
     for group in alike(entries):
         if group[0].has(Code.SPLIT_LEFT, Code.SPLIT_RIGHT):
             counts[_SPLIT] += len(group)
+        elif _is_quantized(group[0]):
+            counts[_QUANTIZED] += len(group)
         elif group[0].has(Code.UNREAD):
             counts[_UNREAD] += len(group)
         else:
             counts[group[0].status] += len(group) - sum(map(renames.explain, group))
     counts = +counts
     return {_LIKELY: len(renames.pairs), **counts} if renames.pairs else dict(counts)
+
+
+def _is_quantized(entry: Entry) -> bool:
+    """Return True for the numbers of a quantized weight, whose values were not compared."""
+    is_pair = bool(entry.left and entry.right) and entry.status in ("dtype", "shape", "value")
+    return is_pair and entry.has(Code.QUANTIZED) and not entry.has(Code.UNREAD)
 
 
 def summary(diff: Diff, counts: Mapping[str, int]) -> str:
@@ -203,6 +212,7 @@ _UNLOADED = {
     "shape": ("tensor", "of another shape", "of another shape"),
     "dtype": ("tensor", "of another dtype", "of another dtype"),
     "value": ("tensor", "whose value loading loses", "whose values loading loses"),
+    _QUANTIZED: ("quantized weight", "", ""),
     _UNREAD: ("tensor", "whose values were not compared", "whose values were not compared"),
 }
 
@@ -228,7 +238,7 @@ def _not_loaded(diff: Diff, counts: dict[str, int]) -> str:
         # the noun of the clause before it
         follows = bool(clauses) and not objects and status == "unexpected"
         counted_nouns = number(count) if follows else plural(count, noun)
-        objects.append(f"{total}{counted_nouns}{of} {words}{than}")
+        objects.append(f"{total}{counted_nouns}{of} {words}{than}".rstrip())
     if objects:
         clauses.append(f"has {listed(objects)}")
     if not clauses:
