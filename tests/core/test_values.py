@@ -120,10 +120,10 @@ def test_short_repr_shows_small_values() -> None:
         large: int
         parts: tuple[int, ...]
 
-    assert (
-        repr(Counts("a" * 50, 3, 1 << 200, (1, 2))) == f"Counts(name='{'a' * 40}...', small=3,"
-        " large=<int>, parts=<2>)"
-    )
+    values = "small=3, large=<int>, parts=<2>)"
+    name = "a" * 50
+    assert repr(Counts(name, 3, 1 << 200, (1, 2))) == f"Counts(name='{name}', {values}"
+    assert repr(Counts("a" * 500, 3, 1 << 200, (1, 2))) == f"Counts(name=<500 characters>, {values}"
 
 
 def test_custom_methods_are_kept() -> None:
