@@ -63,6 +63,7 @@ class Code(Enum):
     RANK_SHAPE = "shape", "different shape on another rank"
     SPLIT_LEFT = "split-tensor", "split between {0} ranks of {left}"
     SPLIT_RIGHT = "split-tensor", "split between {0} ranks of {right}"
+    SPLIT_BOTH = "split-tensor", "split between {0} ranks of {left} and {1} of {right}"
     PLACEHOLDER = "placeholder", PLACEHOLDER
     KIND = "kind", "different kind of tensor"
     DTYPE = "dtype", "{0} instead of {1}"

@@ -19,7 +19,7 @@ from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import Difference, same_objects
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.kinds.adapters import adapter_of, missing_modules
-from ckpttool.kinds.parts import joined_dimension
+from ckpttool.kinds.parts import joined_alike, joined_dimension
 from ckpttool.kinds.quantized import quantized_weights
 from ckpttool.naming.match import aliases, unlike
 
@@ -65,7 +65,7 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     if not _are_of_one_kind(left, right):
         detail = f"{kind(left)} instead of {kind(right)}"
         return Entry("shape", *keys, Cause(Code.KIND), None, detail)
-    split = _split(right, left.shape, Code.SPLIT_RIGHT, *keys)
+    split = _split_on_both(left, right, *keys) or _split(right, left.shape, Code.SPLIT_RIGHT, *keys)
     if split is not None:
         return split
     difference = shape_or_dtype(left, right.dtype, right.shape, *keys)
@@ -146,12 +146,36 @@ def _split(
     """
     if entry.shape == whole or not is_of_ranks(entry):
         return None
-    shapes = [part.shape for part in parts_of(entry) if part is not None]
+    shapes = _shapes_of_parts(entry)
     if joined_dimension(shapes, whole) is None:
         return None
-    alike = "" if len(set(shapes)) == 1 else " and others"
-    detail = f"{len(shapes)} parts {list(shapes[0])}{alike}, together {list(whole)}"
+    detail = f"{_counted(shapes)}, together {list(whole)}"
     return Entry("shape", keys[0], keys[1], Cause(code, (len(shapes),)), None, detail)
+
+
+def _split_on_both(left: TensorEntry, right: TensorEntry, *keys: tuple[str, ...]) -> Entry | None:
+    """Return the entry of a tensor that other numbers of ranks have in parts; None if it is not
+    one.
+    """
+    if left.shape == right.shape or not is_of_ranks(left) or not is_of_ranks(right):
+        return None
+    shapes, others = _shapes_of_parts(left), _shapes_of_parts(right)
+    whole = joined_alike(shapes, others)
+    if whole is None:
+        return None
+    cause = Cause(Code.SPLIT_BOTH, (len(shapes), len(others)))
+    detail = f"{_counted(shapes)} and {_counted(others)}, together {list(whole)}"
+    return Entry("shape", keys[0], keys[1], cause, None, detail)
+
+
+def _shapes_of_parts(entry: TensorEntry) -> list[tuple[int, ...]]:
+    return [part.shape for part in parts_of(entry) if part is not None]
+
+
+def _counted(shapes: list[tuple[int, ...]]) -> str:
+    """Return ``2 parts [8, 8]``."""
+    others = "" if len(set(shapes)) == 1 else " and others"
+    return f"{len(shapes)} parts {list(shapes[0])}{others}"
 
 
 def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None) -> Entry:

@@ -42,10 +42,26 @@ def joined_dimension(shapes: list[tuple[int, ...]], whole: tuple[int, ...]) -> i
     """
     if any(len(shape) != len(whole) for shape in shapes):
         return None
-    dimensions = []
-    for dim, size in enumerate(whole):
-        rest = whole[:dim] + whole[dim + 1 :]
-        others_fit = all(shape[:dim] + shape[dim + 1 :] == rest for shape in shapes)
-        if others_fit and sum(shape[dim] for shape in shapes) == size:
-            dimensions.append(dim)
+    dimensions = [dim for dim in range(len(whole)) if _joined(shapes, dim) == whole]
     return dimensions[0] if len(dimensions) == 1 else None
+
+
+def joined_alike(
+    shapes: list[tuple[int, ...]], others: list[tuple[int, ...]]
+) -> tuple[int, ...] | None:
+    """Return the one shape that both lists of parts can have if they are joined; None if there is
+    none, or more than one.
+    """
+    dimensions = range(min(map(len, shapes + others)))
+    wholes = {_joined(shapes, dim) for dim in dimensions}
+    wholes &= {_joined(others, dim) for dim in dimensions}
+    wholes.discard(None)
+    return wholes.pop() if len(wholes) == 1 else None
+
+
+def _joined(shapes: list[tuple[int, ...]], dim: int) -> tuple[int, ...] | None:
+    """Return the shape of parts that are joined along a dimension; None if they do not fit."""
+    before, after = shapes[0][:dim], shapes[0][dim + 1 :]
+    if any(shape[:dim] != before or shape[dim + 1 :] != after for shape in shapes):
+        return None
+    return (*before, sum(shape[dim] for shape in shapes), *after)

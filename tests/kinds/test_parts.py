@@ -126,6 +126,28 @@ def test_the_diff_says_that_tensors_are_split_between_ranks(folder: Path, run: R
     assert done.status == 0
 
 
+def test_parts_on_other_numbers_of_ranks(folder: Path, run: Run) -> None:
+    split(net(), 4, folder)
+    for path in folder.glob("consolidated.*"):
+        path.rename(folder / path.name.replace("consolidated", "four"))
+    split(net(), 2, folder)
+    done = run("diff", "consolidated.*.pth", "four.*.pth")
+    assert done.status == 1
+    assert "differ: 4 tensors split between ranks" in done.out
+    assert "up.weight: 2 parts [8, 8] and 4 parts [4, 8], together [16, 8]" in done.out
+    assert "down.weight: 2 parts [8, 8] and 4 parts [8, 4], together [8, 16]" in done.out
+
+
+def test_parts_along_another_dimension(folder: Path, run: Run) -> None:
+    state = split(net(), 2, folder)
+    for rank, rows in enumerate(state["down.weight"].chunk(2)):
+        columns = torch.load(f"consolidated.{rank:02d}.pth")
+        torch.save({**columns, "down.weight": rows.clone()}, f"rows.{rank:02d}.pth")
+    done = run("diff", "consolidated.*.pth", "rows.*.pth")
+    assert "differ: 1 tensor split between ranks" in done.out
+    assert "down.weight: 2 parts [8, 8] and 2 parts [4, 16], together [8, 16]" in done.out
+
+
 def test_parts_that_are_no_tensor_together_are_tensors_of_another_shape(
     folder: Path, run: Run
 ) -> None:

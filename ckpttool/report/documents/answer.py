@@ -167,7 +167,7 @@ def counted(entries: Iterable[Entry], renames: LikelyRenames) -> dict[str, int]:
     """
     counts = Counter[str]()
     for group in alike(entries):
-        if group[0].has(Code.SPLIT_LEFT, Code.SPLIT_RIGHT):
+        if group[0].has(Code.SPLIT_LEFT, Code.SPLIT_RIGHT, Code.SPLIT_BOTH):
             counts[_SPLIT] += len(group)
         elif _is_quantized(group[0]):
             counts[_QUANTIZED] += len(group)
