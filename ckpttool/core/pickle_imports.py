@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from ckpttool.core.dtypes import BY_NAME, BY_STORAGE
+from ckpttool.core.text import Note, plural, some
 from ckpttool.core.values import dataclass
 
 OWN, KNOWN, UNKNOWN, DANGEROUS = "own", "known", "unknown", "dangerous"
@@ -58,6 +59,19 @@ def in_order(imports: Iterable[Import]) -> tuple[Import, ...]:
 
 def dangerous(imports: Iterable[Import]) -> tuple[Import, ...]:
     return tuple(imported for imported in imports if imported.verdict == DANGEROUS)
+
+
+def note_on_dangerous(imports: Iterable[Import], source: str = "") -> tuple[Note, ...]:
+    """Return a warning of what runs code if a file is loaded without care; with `source`, which
+    file that is.
+    """
+    names = list(dict.fromkeys(imported.name for imported in dangerous(imports)))
+    if not names:
+        return ()
+    count = plural(len(names), "dangerous import")
+    has = f"{source} has {count}" if source else count
+    text = f"{has}, executed if it is loaded with weights_only=False: {some(names)}"
+    return (Note(text, "dangerous-import"),)
 
 
 def _words(text: str) -> frozenset[str]:

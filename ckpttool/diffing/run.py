@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
+from ckpttool.core.pickle_imports import note_on_dangerous
 from ckpttool.core.text import shell
 from ckpttool.diffing.options import CompareOptions, DiffOptions
 from ckpttool.diffing.result import NO_VALUES, Diff
@@ -34,6 +35,22 @@ def run(
     they were read from the options already; unless it `infers`, likely renames are not searched.
     Raises `CkptError` if there is nothing to compare.
     """
+    diff = _compared(left, right, options, model, values, infers)
+    notes = list(diff.notes)
+    for checkpoint in (left, right):
+        if checkpoint is not None:
+            notes += note_on_dangerous(checkpoint.imports, checkpoint.source)
+    return replace(diff, notes=tuple(notes))
+
+
+def _compared(
+    left: Checkpoint | None,
+    right: Checkpoint | None,
+    options: DiffOptions,
+    model: ModelOperand | None,
+    values: Values | None,
+    infers: bool,
+) -> Diff:
     model = operand_of(options) if model is None else model
     values = values or options.comparison
     if options.whole and (left is None or right is None):

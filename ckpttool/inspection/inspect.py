@@ -12,7 +12,7 @@ from ckpttool.core.checkpoint import KINDS, Checkpoint, ExtraEntry, Section, Ten
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import FORMS, OptimizerState, Param
 from ckpttool.core.options import expand_options
-from ckpttool.core.pickle_imports import VERDICTS, Import, dangerous, in_order
+from ckpttool.core.pickle_imports import VERDICTS, Import, in_order, note_on_dangerous
 from ckpttool.core.schema import (
     COUNT,
     FLAG,
@@ -84,13 +84,7 @@ class Inspection:
     def notes(self) -> tuple[str, ...]:
         """Remarks of the reader, and what the values show."""
         checkpoint = self.checkpoint
-        notes: list[str] = []
-        imports = list(dict.fromkeys(imported.name for imported in dangerous(checkpoint.imports)))
-        if imports:
-            count = plural(len(imports), "dangerous import")
-            text = f"{count}, executed if it is loaded with weights_only=False: {some(imports)}"
-            notes.append(Note(text, "dangerous-import"))
-        notes += checkpoint.notes
+        notes: list[str] = [*note_on_dangerous(checkpoint.imports), *checkpoint.notes]
         refusal = format_of(checkpoint).refusal(checkpoint)
         if refusal:
             notes.append(Note(refusal, "unreadable"))
