@@ -261,7 +261,7 @@ def _zip64_field(values: Sequence[int]) -> bytes:
 
 
 def _without(extra: bytes, tags: Sequence[int]) -> bytes:
-    """Return the extra fields without those of these tags."""
+    """Return the extra fields, except for fields with these tags."""
     kept = b""
     for tag, content in za.extra_fields(extra):
         if tag not in tags:

@@ -444,7 +444,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, *sections: Section) -> Checkpoint:
-        """Return a checkpoint of these sections, which is no file."""
+        """Return a checkpoint of these sections, which is not a file."""
         return cls("", IN_MEMORY, 0, sections)
 
     @property

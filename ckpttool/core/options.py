@@ -250,7 +250,7 @@ class Optimizers(dict[str, Any]):
         return [f"{path}={optimizer}" for path, optimizer in self.items()]
 
 
-# ``muon=opt.py:make``: what is before the sign is no operand itself
+# ``muon=opt.py:make``: the text before the sign is a section, not an operand
 _OF_SECTION = re.compile(r"([^:()=]+)=(.+)")
 
 

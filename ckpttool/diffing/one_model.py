@@ -84,8 +84,8 @@ class _BothFiles(NamedTuple):
     right_values: Mapping[str, Expression]
 
     def pairs(self) -> tuple[list[tuple[str, str]], list[Computed]]:
-        """Return the pairs of keys that are one tensor, first those that hold it as it is, in the
-        order of the model; then the tensors that the two compute in different ways.
+        """Return the pairs of keys that are one tensor, and the tensors that the files compute in
+        different ways. Pairs that hold a tensor as it is come first, in the order of the model.
         """
         direct: dict[tuple[str, str], None] = {}
         by_operators: dict[tuple[str, str], None] = {}

@@ -361,7 +361,7 @@ def _of_quantized(entry: Entry, schemes: Sequence[str | None], *, reads_values: 
         return entry
     cause = Cause(Code.QUANTIZED, (scheme,))
     if entry.status == "value" and len(set(schemes)) > 1:
-        # numbers are no values
+        # these numbers are not values
         return Entry("value", entry.left, entry.right, cause.and_also(Cause(Code.UNREAD)))
     if entry.status not in ("dtype", "shape", "missing", "unexpected"):
         return entry

@@ -144,7 +144,7 @@ class Change:
     """How far the numbers of a tensor changed from left to right.
 
     `norm` is that of the difference, `relative` is relative to the norm of left, `maximum` the
-    distance of two elements; `differing` counts those of the `elements` that differ. Norms and
+    distance of two elements; `differing` counts the `elements` that differ. Norms and
     distances are of finite elements, and None if they are not finite themselves.
     """
 

@@ -368,7 +368,7 @@ def with_file(left: str, *right: str, options: RemapOptions) -> tuple[str, str]:
     """Return the commands that write the rules to a file and apply them; `right` are the words of
     the other side.
 
-    `options` are those of the remap.
+    `options` are the options of the remap.
     """
     whole = "checkpoint" if left == MEMORY.title else split(left)[0].rstrip("/")
     path = name(whole) if is_url(whole) else whole

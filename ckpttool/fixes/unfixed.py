@@ -1,4 +1,4 @@
-"""What a fix leaves, and what to do about it."""
+"""The differences that a fix leaves, and advice on them."""
 
 from __future__ import annotations
 

@@ -760,8 +760,8 @@ def _has_current_layout(base: Any, groups: int) -> bool:
 def _option_problems(
     param_groups: Sequence[Sequence[Mapping[str, Any]]], files: Sequence[RankFile]
 ) -> list[Problem]:
-    """Compare the options of each param group between the ranks; `param_groups` has those of each
-    rank.
+    """Compare the options of each param group between the ranks; `param_groups` has the options
+    of each rank.
     """
     problems = []
     for by_rank in zip(*param_groups):

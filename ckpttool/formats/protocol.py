@@ -133,7 +133,7 @@ class Format:
         return str(self._call("refusal", checkpoint)) if self._has("refusal") else ""
 
     def holds_each_option(self, checkpoint: Checkpoint, path: str) -> bool:
-        """Return whether each option of the optimizer at `path` has a key of its own in the file,
+        """Return whether each option of the optimizer at `path` has its own key in the file,
         which its loader asks for.
         """
         return self._has("holds_each_option") and bool(

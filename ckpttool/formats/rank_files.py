@@ -358,7 +358,7 @@ def _described(value: Any) -> str:
 def _assembled(
     entries: Sequence[TensorEntry | ExtraEntry | None], present: Sequence[TensorEntry | ExtraEntry]
 ) -> TensorEntry | None:
-    """Return the tensor of the ranks' parts; None if they are no parts: objects, or not dense.
+    """Return the tensor of the ranks' parts; None if they are objects or not dense.
 
     `present` are the entries of the ranks that have one. Raises `CkptError` for parts that do not
     fit.

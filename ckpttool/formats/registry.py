@@ -1,4 +1,4 @@
-"""The formats: the built-in ones, and those that installed packages add."""
+"""The formats: the built-in ones, and formats that installed packages add."""
 
 from __future__ import annotations
 

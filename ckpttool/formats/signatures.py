@@ -91,7 +91,7 @@ def unknown(look: Look) -> CkptError:
 
 
 def is_damaged_safetensors(look: Look) -> bool:
-    """Return whether JSON follows eight bytes that are no length of it: the reader of safetensors
+    """Return whether JSON follows eight bytes that are not its length: the reader of safetensors
     says what is wrong.
     """
     if look.is_zip or any(matches(look.head) for matches, _, _ in _KNOWN):

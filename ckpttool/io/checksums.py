@@ -41,7 +41,7 @@ class _ArchiveSums:
 
     `name_at` returns the name of the record that begins at a byte. `running`: by record, how far it
     was read from its start on, and the CRC of that. `parts` are records of which other parts were
-    read, `intact` and `damaged` those that were read completely.
+    read, `intact` and `damaged` were read completely.
     """
 
     path: str

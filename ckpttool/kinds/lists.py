@@ -34,7 +34,7 @@ def with_names_of_lists(
 ) -> Checkpoint:
     """Return the checkpoint with the runtime names of the model's parameters for its lists.
 
-    `in_file` are the state dicts of the file, whose order is that of the model that saved it. A
+    `in_file` are the state dicts of the file, which are in the order of the model that saved it. A
     list whose number of tensors or shapes differ from the parameters keeps its numbers, as does one
     next to a state dict: that is the model in question.
     """

@@ -118,7 +118,7 @@ class QuantizedWeight:
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """What the other entries are called next to the weight, or inside of it."""
+        """The names of the other entries, next to the weight or inside of it."""
         names: dict[str, None] = {}
         for key in self.others:
             is_inside = key.startswith(f"{self.weight}.")

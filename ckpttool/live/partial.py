@@ -1,4 +1,4 @@
-"""What a live model can take of a checkpoint that does not have all of its tensors."""
+"""Load the tensors of a checkpoint that a live model can take, and say which are left."""
 
 from __future__ import annotations
 

@@ -385,7 +385,7 @@ class ModelOperand:
     def _read_by_loading(
         self, verdict: Verdict, keys: Mapping[str, object]
     ) -> dict[str, Expression]:
-        """Return what loading gives each runtime tensor, and the entries that are no tensors."""
+        """Return what loading gives each runtime tensor, and the entries that are not tensors."""
         reads: dict[str, Expression] = {}
         for fqn, value in verdict.reads.items():
             if value is not None and fqn in self.tables.first:

@@ -190,7 +190,7 @@ def _is_dequantized(source: Checkpoint, plan: Plan) -> bool:
 
 def _without_quantization(path: str) -> tuple[bytes, bytes] | None:
     """Return the text of a model's configuration without how it is quantized, and the old text;
-    None if it does not say so.
+    None if the configuration has no such entry.
     """
     config = strict_json.read_file(path, "copy it again")
     if not isinstance(config, dict) or _QUANTIZATION not in config:

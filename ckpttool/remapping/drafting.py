@@ -40,7 +40,7 @@ from ckpttool.remapping.steps import (
 
 @dataclass(frozen=True, slots=True)
 class SectionTask:
-    """What the steps of one section are asked for.
+    """A section to rename, for the steps.
 
     `adapter` is what its keys show of one, `start` the draft before the first step, `first` the
     finished draft of the first section, if this is another one.
@@ -173,8 +173,8 @@ def _names_or_wrappers(draft: Draft, task: SectionTask) -> Draft:
 
 
 def _rules(draft: Draft, task: SectionTask) -> Draft:
-    """Apply the rules; those of an adapter are about its base, those of a further section give the
-    names that the first section has got.
+    """Apply the rules. In an adapter, they are about its base. In a further section, they give the
+    names that the first section got.
     """
     request = task.request
     if not request.rule_steps:

@@ -88,7 +88,7 @@ def loaded_by(
 def loading(outcome: Remap, options: RemapOptions, model: ModelOperand | None) -> Loading | None:
     """Return how `model` loads the state dicts that the remap changed; None if it is not asked.
 
-    The answer for the model's code is torch's, for a list of names that of keys and shapes.
+    torch answers for the model's code; for a list of names, keys and shapes decide.
     Wrappers in the keys are left aside. A key that `--drop` or `--trainable-only` leaves out on
     purpose is not missing.
     """

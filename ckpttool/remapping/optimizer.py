@@ -410,7 +410,7 @@ def _without_left_out(
     where = section.title
     param_map = _identified(state, request, where)
     if param_map is None:
-        # else --select: a note says that the state is that of all parameters
+        # else --select: a note says that it is the state of all parameters
         if request.model is not None:
             _check_none_left_out(state, narrowed, where)
         return None

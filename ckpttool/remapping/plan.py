@@ -109,7 +109,7 @@ def remap(source: Checkpoint, request: Request) -> Remap:
 
 
 def _changed_sections(source: Checkpoint, request: Request) -> tuple[Section, ...]:
-    """Return the sections that change: those of the model, or all state dicts if they are cast."""
+    """Return the sections that change: the model's, or all state dicts if they are cast."""
     if request.dtype is not None and request.saved is None:
         return source.state_dicts
     names = None if request.saved is None else request.saved.names()
