@@ -152,13 +152,13 @@ def _steps(region: _Region) -> list[int]:
         return []
     if region.index is not None:
         return [1]
-    steps, has_run = [region.offset], False
+    steps, runs = [region.offset], 0
     for size, step in zip(region.shape, region.stride):
         if size == 1 or step == 0:
             continue
         steps.append(size if step == 1 else step)
-        has_run = has_run or step == 1
-    return steps if has_run else [1]
+        runs += step == 1
+    return steps if runs == 1 else [1]  # windows that overlap have several
 
 
 def _mark(region: _Region, marks: np.ndarray, run: int) -> None:

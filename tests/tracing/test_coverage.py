@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckpttool.core.expression import Op, Ref
@@ -49,6 +49,7 @@ COPIES = ("tensor", ".clone", ".flip", ".reshape", ".flatten", ".unfold", ".as_s
 
 
 @settings(max_examples=300)
+@example(shape=(4,), steps=[[".unfold(0, 2, 1)", ".unfold(0, 2, 1)"]])
 @given(
     shape=st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3).map(tuple),
     steps=st.lists(
@@ -80,6 +81,7 @@ def test_elements_in_no_result_are_unread(shape: tuple[int, ...], steps: list[li
         ["x.index_select(1, torch.tensor([0, 5]))"],
         ["x[:, ::2]", "x[::2, 1::2]"],
         ["x * 2"],
+        ["x.flatten()[:68].unfold(0, 2, 1).unfold(0, 2, 1)"],
         ["x.double()[:3]"],
         ["x.to(torch.int32).clone().as_strided((2, 3), (4, 1), 5)"],
     ],
