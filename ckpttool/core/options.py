@@ -254,7 +254,7 @@ class Optimizers(dict[str, Any]):
 _OF_SECTION = re.compile(r"([^:()=]+)=(.+)")
 
 
-def one_or_named(value: Any) -> Any:
+def single_or_by_section(value: Any) -> Any:
     """Return one optimizer as it is, and several with the sections that hold their state."""
     if isinstance(value, Mapping):
         return Optimizers(value)

@@ -9,7 +9,6 @@ from dataclasses import field, replace
 
 from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.core.errors import Refused
-from ckpttool.core.expression import Ref
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.others import BothSides
@@ -18,7 +17,7 @@ from ckpttool.diffing.sections import Values
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.kinds.quantized import QuantizedWeight, quantized_weights
 from ckpttool.ruleset.dequantize import dequantized
-from ckpttool.ruleset.tensor_ops import DENSE, Value, refusal
+from ckpttool.ruleset.steps import first_state
 
 Weights = Mapping[str, QuantizedWeight]  # by the key that they have if they are not quantized
 
@@ -40,6 +39,7 @@ class Scaled:
         if not self.left and not self.right:
             return tuple(entries)
         result: list[Entry] = []
+        dtypes = _dtypes(self.sides.left_section), _dtypes(self.sides.right_section)
         for entry in entries:
             left, right = _of(self.left, entry.left), _of(self.right, entry.right)
             if left is None and right is None:
@@ -49,28 +49,16 @@ class Scaled:
             elif entry.status == "missing" and right is not None:
                 result += [only_right(key) for key in right.keys]
             else:
-                result.append(self._of_pair(entry, left, right))
+                schemes = (
+                    _scheme(left, dtypes[0], entry.left),
+                    _scheme(right, dtypes[1], entry.right),
+                )
+                keys = (
+                    entry.left if left is None else left.keys,
+                    entry.right if right is None else right.keys,
+                )
+                result.append(_of_pair(entry, schemes, keys))
         return tuple(result)
-
-    def _of_pair(
-        self, entry: Entry, left: QuantizedWeight | None, right: QuantizedWeight | None
-    ) -> Entry:
-        """Return the entry of a weight that both sides have, in different schemes."""
-        is_same = entry.status in ("same", "dtype", "renamed")
-        schemes = (
-            _scheme(left, self.sides.left_section, entry.left),
-            _scheme(right, self.sides.right_section, entry.right),
-        )
-        cause = Cause(Code.SCALED if is_same else Code.SCALED_VALUE, schemes)
-        if entry.cause is not None and entry.status != "dtype":
-            cause = cause.and_also(entry.cause)
-        return replace(
-            entry,
-            status="dtype" if is_same else entry.status,
-            left=entry.left if left is None else left.keys,
-            right=entry.right if right is None else right.keys,
-            cause=cause,
-        )
 
 
 def through_scales(sides: BothSides, values: Values | None) -> Scaled:
@@ -110,14 +98,16 @@ def _plain(section: Section, weights: Weights, other: Section) -> tuple[Section,
     """Return the section with the values of the weights instead of their parts, and the weights of
     which the scheme is known.
     """
-    entries, other_entries = section.by_key(), other.by_key()
+    entries, state = section.by_key(), first_state(section)
+    usual_dtype = _dtype_of_matrices(other)
+    dtypes = {entry.key: entry.dtype for entry in other.tensors if entry.dtype in _FLOATS}
     plain: dict[str, TensorEntry] = {}  # by the key of the numbers
     parts: set[str] = set()
     replaced = {}
     for key, weight in weights.items():
-        dtype = _dtype_of(other_entries.get(key), other)
         try:
-            plain[weight.weight] = _values(weight, key, section, dtype)
+            value = dequantized(weight, state, dtypes.get(key, usual_dtype), None)
+            plain[weight.weight] = entry_of(key, value.source, entries)
         except Refused:
             continue  # a scheme that only its library knows
         replaced[key] = weight
@@ -129,28 +119,14 @@ def _plain(section: Section, weights: Weights, other: Section) -> tuple[Section,
         elif entry.key not in parts:
             tensors.append(entry)
     extras = tuple(extra for extra in section.extras if extra.key not in parts)
-    assert entries.keys() >= parts
     return replace(section, tensors=tuple(tensors), extras=extras), replaced
 
 
-def _values(weight: QuantizedWeight, key: str, section: Section, dtype: str) -> TensorEntry:
-    """Return a tensor with the values of the weight. Raise `Refused` if its scheme is not known."""
-    entries = section.by_key()
-    state = {}
-    for part in weight.keys:
-        entry = entries[part]
-        if not isinstance(entry, TensorEntry):
-            raise refusal(f"{part} is not a tensor")
-        layout = DENSE if entry.storage is not None else entry.layout
-        state[part] = Value(Ref(part), entry.dtype, entry.shape, part, layout)
-    return entry_of(key, dequantized(weight, state, dtype, None).source, entries)
-
-
-def _dtype_of(counterpart: object, other: Section) -> str:
-    """Return the dtype in which the values are compared: the other side's, if it has one."""
-    if isinstance(counterpart, TensorEntry) and counterpart.dtype in _FLOATS:
-        return counterpart.dtype
-    dtypes = {entry.dtype for entry in other.tensors if len(entry.shape) > 1}
+def _dtype_of_matrices(section: Section) -> str:
+    """Return the floating-point dtype of all matrices of a section; float32 if there are several,
+    or none.
+    """
+    dtypes = {entry.dtype for entry in section.tensors if len(entry.shape) > 1}
     dtypes.intersection_update(_FLOATS)
     return dtypes.pop() if len(dtypes) == 1 else "float32"
 
@@ -159,9 +135,28 @@ def _of(weights: Weights, keys: tuple[str, ...]) -> QuantizedWeight | None:
     return weights.get(keys[0]) if len(keys) == 1 else None
 
 
-def _scheme(weight: QuantizedWeight | None, section: Section, keys: tuple[str, ...]) -> str:
+def _scheme(
+    weight: QuantizedWeight | None, dtypes: Mapping[str, str], keys: tuple[str, ...]
+) -> str:
     """Return the scheme of a weight, or the dtype of one that is not quantized."""
     if weight is not None:
         return weight.scheme
-    entry = section.by_key().get(keys[0]) if keys else None
-    return entry.dtype if isinstance(entry, TensorEntry) else "another kind"
+    return dtypes.get(keys[0], "another kind") if keys else "another kind"
+
+
+def _dtypes(section: Section) -> dict[str, str]:
+    return {entry.key: entry.dtype for entry in section.tensors}
+
+
+def _of_pair(
+    entry: Entry, schemes: tuple[str, str], keys: tuple[tuple[str, ...], tuple[str, ...]]
+) -> Entry:
+    """Return the entry of a weight that both sides have, in different schemes, under all keys of
+    its parts.
+    """
+    is_same = entry.status in ("same", "dtype", "renamed")
+    cause = Cause(Code.SCALED if is_same else Code.SCALED_VALUE, schemes)
+    if entry.cause is not None and entry.status != "dtype":
+        cause = cause.and_also(entry.cause)
+    status = "dtype" if is_same else entry.status
+    return replace(entry, status=status, left=keys[0], right=keys[1], cause=cause)

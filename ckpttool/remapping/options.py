@@ -22,8 +22,8 @@ from ckpttool.core.options import (
     Option,
     OutputOptions,
     call_of,
-    one_or_named,
     several,
+    single_or_by_section,
 )
 from ckpttool.core.values import dataclass
 from ckpttool.naming import convert
@@ -152,7 +152,7 @@ class RemapOptions(OptimizerOptions, EditOptions):
         for name in ("rule", "drop"):
             object.__setattr__(self, name, several(getattr(self, name)))
         for name in ("optimizer", "to_optimizer"):
-            object.__setattr__(self, name, one_or_named(getattr(self, name)))
+            object.__setattr__(self, name, single_or_by_section(getattr(self, name)))
         fillers = self.fill_from
         if fillers is not None and not isinstance(fillers, (list, tuple)):
             fillers = (fillers,)

@@ -496,7 +496,7 @@ def state_of(
 
     Raises `Refused` as `plan_of` does. With `whole` each pattern must match some key.
     """
-    state = _first_state(section)
+    state = first_state(section)
     dropped: dict[str, str] = {}
     problems: list[Problem] = []
     for step in steps:
@@ -537,7 +537,7 @@ def _hint(problems: Sequence[Problem], path: str) -> str:
     )
 
 
-def _first_state(section: Section) -> State:
+def first_state(section: Section) -> State:
     state: State = {}
     for key, entry in section.by_key().items():
         if isinstance(entry, ExtraEntry):

@@ -162,6 +162,10 @@ def _steps(region: _Region) -> list[int]:
 
 
 def _mark(region: _Region, marks: np.ndarray, run: int) -> None:
+    """Mark the runs of a region, in which a dimension with stride 1 has fewer steps.
+
+    x[2:4] of [6, 4]:  offset 8, shape [2, 4], stride [4, 1]  ──  runs of 4: 2, [2, 1], [1, 1]
+    """
     shape, stride = [], []
     for size, step in zip(region.shape, region.stride):
         is_run = step == 1 and size > 1

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckpttool
+from ckpttool.core.checkpoint import Section
 from command import Run
 
 State = dict[str, torch.Tensor]
@@ -144,3 +147,27 @@ def test_values_of_a_scheme_that_is_not_known_are_not_compared(number: float, ru
     assert done.status == 1
     assert "values not compared" in done.out
     assert "elements differ" not in done.out
+
+
+def test_each_key_is_looked_up_once_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Section] = []
+    by_key = Section.by_key
+
+    def counting(section: Section) -> Any:
+        calls.append(section)
+        return by_key(section)
+
+    counts = []
+    for number in (2, 20):
+        left: State = {}
+        right: State = {}
+        for layer in range(number):
+            left.update({f"{layer}.{key}": value for key, value in channel().items()})
+            right.update({f"{layer}.{key}": value for key, value in plain(channel()).items()})
+        calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Section, "by_key", counting)
+            diff = ckpttool.diff(left, right, values=True)
+        assert {entry.status for entry in diff.entries} == {"same", "dtype"}
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
