@@ -155,6 +155,8 @@ def _of_pair(
     its parts.
     """
     is_same = entry.status in ("same", "dtype", "renamed")
+    if not is_same and entry.status != "value":  # the values were not compared
+        return replace(entry, left=keys[0], right=keys[1])
     cause = Cause(Code.SCALED if is_same else Code.SCALED_VALUE, schemes)
     if entry.cause is not None and entry.status != "dtype":
         cause = cause.and_also(entry.cause)

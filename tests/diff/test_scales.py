@@ -149,6 +149,16 @@ def test_values_of_a_scheme_that_is_not_known_are_not_compared(number: float, ru
     assert "elements differ" not in done.out
 
 
+def test_values_of_other_shapes_are_not_compared(run: Run) -> None:
+    right = plain(block())
+    save_file(block(), "left.safetensors")
+    save_file({**right, "fc.weight": right["fc.weight"][:7].clone()}, "right.safetensors")
+    done = run("diff", "left.safetensors", "right.safetensors", "--values")
+    assert done.status == 1
+    assert "[256, 384] instead of [7, 384]" in done.out
+    assert "through the scales" not in done.out
+
+
 def test_each_key_is_looked_up_once_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Section] = []
     by_key = Section.by_key
