@@ -16,7 +16,8 @@ from ckpttool.core.values import dataclass
 from ckpttool.naming.wrappers import ADAPTERS, PEFT_ROOT, canonical_keys
 
 _KINDS = {
-    prefix: prefix.rstrip("_").replace("lora", "LoRA").replace("ia3", "IA3") for prefix in ADAPTERS
+    prefix: prefix.partition("_")[0].replace("lora", "LoRA").replace("ia3", "IA3")
+    for prefix in ADAPTERS
 }
 _PAIRS = (["lora", "down"], ["lora", "up"])  # two segments, as in ``to_q.lora.down.weight``
 # next to a low-rank pair, directly in the module's path
@@ -26,6 +27,7 @@ _KOHYA = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_", "lora_te3_", "lora
 
 NAME = "adapter"
 CONFIG = "adapter_config.json"  # PEFT's, next to the weights
+STEM = "adapter_model"  # the start of the name that PEFT gives to the weights
 
 
 class Naming(NamedTuple):
@@ -85,11 +87,21 @@ def recognize(section: Section) -> Kind | None:
         if adapter.by_peft:
             text += ": get_peft_model(MODEL, config) has such a state dict"
         return Kind(NAME, section.path, text, adapter)
+    return _alone(section, adapter, f"{adapter.title} for {count}")
+
+
+def by_config(section: Section, peft_type: str) -> Kind:
+    """Return the kind of a section that PEFT's configuration calls an adapter, though its keys do
+    not show it: a prompt, or a method without modules of its own.
+    """
+    method = peft_type.lower().replace("_", " ")
+    adapter = Adapter((method,), {}, tuple(section.keys))
+    return _alone(section, adapter, adapter.title)
+
+
+def _alone(section: Section, adapter: Adapter, title: str) -> Kind:
     naming = adapter.naming
-    text = (
-        f"is {adapter.title} for {count}, without its base model, in {naming.title} naming:"
-        f" {naming.loader} loads it"
-    )
+    text = f"is {title}, without its base model, in {naming.title} naming: {naming.loader} loads it"
     if not naming.by_peft:
         text += ", PEFT does not"
     return Kind(NAME, section.path, text, adapter)
@@ -129,7 +141,8 @@ class Adapter:
     @property
     def title(self) -> str:
         """``a LoRA adapter``."""
-        return f"a {' and '.join(self.kinds)} adapter"
+        article = "an" if self.kinds[0].startswith(("a", "i", "o", "I", "u")) else "a"
+        return f"{article} {' and '.join(self.kinds)} adapter"
 
 
 def _has_no_other(mark: str) -> bool:

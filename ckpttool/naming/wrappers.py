@@ -81,7 +81,8 @@ _HIDDEN = frozenset(row.segment for row in TABLE if row.hides)
 _AMBIGUOUS = frozenset({"module"})
 COUNTER = "n_averaged"  # AveragedModel's buffer next to the module it wraps
 PEFT_ROOT = ("base_model", "model")  # PeftModel holds a tuner, the tuner holds the user's model
-# The start of PEFT's names for modules next to a `base_layer`; each tuner has its own.
+# The start of PEFT's names for modules next to a `base_layer`; each tuner has its own. Those that
+# could be a user's own names are written out.
 ADAPTERS = (
     "lora_",
     "ia3_",
@@ -94,6 +95,38 @@ ADAPTERS = (
     "randlora_",
     "hra_",
     "delora_",
+    "adamss_",
+    "beft_",
+    "c3a_",
+    "deft_P",
+    "deft_R",
+    "fourierft_",
+    "frod_",
+    "glora_",
+    "gralora_",
+    "hira_",
+    "lily_A",
+    "lily_B",
+    "lily_router",
+    "ln_tuning_",
+    "miss_block",
+    "osf_svd_params",
+    "peanut_A",
+    "peanut_B",
+    "peanut_encoders",
+    "peanut_decoders",
+    "poly_lora_",
+    "poly_router",
+    "psoft_",
+    "pvera_",
+    "road_theta",
+    "road_alpha",
+    "shira_",
+    "supertuning_",
+    "tinylora_",
+    "trainable_tokens_",
+    "unilora_",
+    "waveft_",
 )
 # some key of a wrapped model has one of them
 _MARKS = (*SEGMENTS, PEFT_ROOT[0], "base_layer", "original_module")

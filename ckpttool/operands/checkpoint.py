@@ -18,7 +18,7 @@ from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import read_form
 from ckpttool.io import progress
 from ckpttool.io.files import is_dir, is_file, read_on
-from ckpttool.io.paths import join, parent
+from ckpttool.io.paths import join, name, parent
 from ckpttool.kinds import adapters
 from ckpttool.kinds.table import with_kinds
 from ckpttool.naming.wrappers import is_lightning
@@ -145,13 +145,21 @@ def is_code(operand: str) -> bool:
 
 def _described(checkpoint: Checkpoint, path: str) -> Checkpoint:
     """Return the checkpoint with PEFT's configuration, if it is an adapter and has one."""
-    if not any(kind.name == adapters.NAME for kind in checkpoint.kinds):
+    is_recognized = any(kind.name == adapters.NAME for kind in checkpoint.kinds)
+    has_its_name = any(name(file).startswith(adapters.STEM) for file in checkpoint.files)
+    if not is_recognized and not has_its_name:
         return checkpoint
     config = join(path if is_dir(path) else parent(path), adapters.CONFIG)
     if not is_file(config):
         return checkpoint
     settings = strict_json.read_file(config, "copy it again")
-    return replace(checkpoint, adapter_config=settings if isinstance(settings, dict) else None)
+    if not isinstance(settings, dict):
+        return checkpoint
+    kinds, method = checkpoint.kinds, settings.get("peft_type")
+    if not is_recognized and isinstance(method, str):
+        added = [adapters.by_config(section, method) for section in checkpoint.state_dicts]
+        kinds = (*kinds, *added)
+    return replace(checkpoint, kinds=kinds, adapter_config=settings)
 
 
 def split(operand: str) -> tuple[str, str | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,8 +15,8 @@ from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import first_line
 from ckpttool.core.values import dataclass
-from ckpttool.tracing.build_model import LoadedModel, attempt
-from ckpttool.tracing.instances import dtype_name
+from ckpttool.tracing.build_model import LoadedModel, attempt, failed_on_meta
+from ckpttool.tracing.instances import CodeFailed, dtype_name, on_meta_or_real
 from ckpttool.tracing.safe_state_dict import stored
 
 _ADAPTER = "default"  # PEFT's name of the only adapter
@@ -56,22 +56,38 @@ def load_adapter(
             " installed",
             hint="pip install peft",
         )
-    real = model.materialize
+    return on_meta_or_real(model, partial(_load, model, section, config))
+
+
+def _load(
+    model: LoadedModel, section: Section, config: Mapping[str, Any] | None, real: bool
+) -> AdapterLoad:
+    """Raise `CodeFailed` if PEFT needs values, and `real` is False."""
     instance = model.build(real)
     device = nullcontext() if real else torch.device("meta")
     with device:
         adapted = attempt(partial(_with_adapter, instance, config))
         if isinstance(adapted, Exception):
+            _check_values(adapted, real)
             return AdapterLoad(False, (), (), first_line(adapted), {})
         saved = attempt(partial(_saved_keys, *adapted))
         if isinstance(saved, Exception):
             saved = {}
         state = stored(section, real).state
-        answer = attempt(partial(_loaded, *adapted, dict(state)))
+        answer = attempt(partial(_loaded, *adapted, dict(state), saved))
     if isinstance(answer, Exception):
+        _check_values(answer, real)
         return AdapterLoad(False, (), (), _text_of(answer), saved)
     missing, unexpected = answer
     return AdapterLoad(not missing and not unexpected, missing, unexpected, "", saved)
+
+
+def _check_values(error: Exception, real: bool) -> None:
+    if not real and failed_on_meta(error):
+        raise CodeFailed(
+            f"PEFT cannot put the adapter on a model without values: {first_line(error)}",
+            hint="--materialize builds the model for real",
+        )
 
 
 def _text_of(error: Exception) -> str:
@@ -101,7 +117,9 @@ def _saved_keys(model: Any, name: str) -> dict[str, tuple[str, tuple[int, ...]]]
     return {key: (dtype_name(value.dtype), tuple(value.shape)) for key, value in state.items()}
 
 
-def _loaded(model: Any, name: str, state: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
+def _loaded(
+    model: Any, name: str, state: dict[str, Any], saved: Collection[str]
+) -> tuple[tuple[str, ...], ...]:
     """Return the adapter's missing keys and the unexpected keys, as ``PeftModel.from_pretrained``
     finds them.
     """
@@ -110,5 +128,16 @@ def _loaded(model: Any, name: str, state: dict[str, Any]) -> tuple[tuple[str, ..
 
     result: Any = set_peft_model_state_dict(model, state, adapter_name=name)
     prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(model.peft_config[name].peft_type, "")
-    missing = tuple(key for key in result.missing_keys if prefix in key and name in key)
-    return missing, tuple(result.unexpected_keys)
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    absent = set(result.missing_keys)
+    # some methods have one tensor that all modules share, and save it once
+    loaded = {id(tensor) for key, tensor in tensors.items() if key not in absent}
+    missing = []
+    for key in result.missing_keys:
+        if prefix in key and name in key and id(tensors.get(key)) not in loaded:
+            missing.append(key)
+    unexpected = list(result.unexpected_keys)
+    if model.peft_config[name].is_prompt_learning:
+        # the strict load of the prompt comes after the one that returned `result`
+        unexpected = [key for key in unexpected if key not in saved]
+    return tuple(missing), tuple(unexpected)
