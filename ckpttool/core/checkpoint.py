@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
+from functools import wraps
 from math import prod
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeVar, Union
 
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.pickle_imports import Import
@@ -247,6 +248,24 @@ class Unreached:
 
 KINDS = ("state_dict", "optimizer", "other")
 
+Fact = TypeVar("Fact")
+
+
+def once_per_section(find: Callable[[Section], Fact]) -> Callable[[Section], Fact]:
+    """Decorate a function that finds a fact in a section: it runs once for each section, which
+    keeps the answer. Nobody changes the answer.
+    """
+    name = f"{find.__module__}.{find.__qualname__}"
+
+    @wraps(find)
+    def look_up(section: Section) -> Fact:
+        if name not in section.facts:
+            section.facts[name] = find(section)
+        fact: Fact = section.facts[name]
+        return fact
+
+    return look_up
+
 
 @public
 @dataclass(frozen=True, slots=True)
@@ -277,6 +296,8 @@ class Section:
     in_lightning: bool = field(default=False, compare=False)
     packed_as: Literal["", "module", "list", "arrays"] = ""
     module_class: str = ""
+    # what `once_per_section` keeps
+    facts: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def is_list(self) -> bool:
@@ -304,13 +325,15 @@ class Section:
         """Every key, tensors first; much faster than `by_key` for very many."""
         return list(self.by_key()) if self.extras else [entry.key for entry in self.tensors]
 
-    def by_key(self) -> dict[str, TensorEntry | ExtraEntry]:
+    @once_per_section
+    def by_key(self) -> Mapping[str, TensorEntry | ExtraEntry]:
         """Return every entry by its key, tensors first."""
         entries: dict[str, TensorEntry | ExtraEntry] = {e.key: e for e in self.tensors}
         entries.update((entry.key, entry) for entry in self.extras)
         return entries
 
-    def aliases(self) -> dict[str, str]:
+    @once_per_section
+    def aliases(self) -> Mapping[str, str]:
         """Return the first key of the same tensor, for every other key of it."""
         if own_storages(self.tensors):
             return {}

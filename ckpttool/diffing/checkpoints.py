@@ -54,6 +54,7 @@ from ckpttool.distributed.job import Question, answers, current, only_first
 from ckpttool.evaluate.compare import Change, Difference
 from ckpttool.formats.registry import MEMORY, format_of
 from ckpttool.formats.remarks import one_rank
+from ckpttool.kinds.adapters import adapter_in
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.optimizers import forms
@@ -93,7 +94,9 @@ def checkpoints(
     other_notes = [*tie_notes(sides, entries), *metadata_notes(left, right), *about_others]
     notes = [*one_rank(left), *one_rank(right), *versions]
     notes += [] if has_names else hidden_segments(entries)
-    notes += [*adapter_notes(left_section.keys, right_section.keys, FIELDS), *other_notes]
+    adapters = adapter_in(left_section), adapter_in(right_section)
+    keys = left_section.keys, right_section.keys
+    notes += [*adapter_notes(adapters, keys, FIELDS), *other_notes]
     inferred = None
     if infers and not has_names:
         inferred = suggestions(left, right, entries, values is not None)

@@ -50,7 +50,7 @@ def compare_load(
     `verdict` is what torch says about loading it; without one (a names file) keys and shapes
     decide. `by_pretrained`: it is the answer of from_pretrained, which ignores some keys.
     """
-    saved = section.by_key()
+    saved = dict(section.by_key())
     expected: dict[str, SerializedKey | None] = {key.key: key for key in names.serialized}
     for name in names.extra_state:
         expected.setdefault(name, None)
@@ -362,7 +362,9 @@ def _loadings(names: Names, verdict: Verdict) -> Iterator[_TensorLoad]:
             yield _TensorLoad(usual, expected, source and ex.without_cast(source))
 
 
-def _read_otherwise(names: Names, saved: Objects, verdict: Verdict) -> dict[str, Entry]:
+def _read_otherwise(
+    names: Names, saved: Mapping[str, Union[TensorEntry, ExtraEntry]], verdict: Verdict
+) -> dict[str, Entry]:
     """Return entries of keys that the model saves, and whose values it does not get by loading
     them.
 

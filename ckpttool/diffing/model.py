@@ -29,6 +29,7 @@ from ckpttool.diffing.sections import (
 )
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import one_rank
+from ckpttool.kinds.adapters import adapter_in, adapter_of
 from ckpttool.kinds.lists import parameters_of
 from ckpttool.naming.convert import other_versions
 from ckpttool.naming.convert import read as read_keys
@@ -252,7 +253,9 @@ def _notes_on_names(
 ) -> list[str]:
     """Return notes that explain keys which do not fit."""
     keys = [key.key for key in names.serialized]
-    notes = [*adapter_notes(section.by_key(), keys, ("the checkpoint", "the model"))]
+    adapters = adapter_in(section), adapter_of(keys)
+    sides = "the checkpoint", "the model"
+    notes = [*adapter_notes(adapters, (section.keys, keys), sides)]
     notes += [note for note in names.notes if code_of(note) == ON_PLACE]
     if not model.pretrained and _has_pretrained_keys(model, checkpoint, section):
         notes.append(FROM_PRETRAINED)

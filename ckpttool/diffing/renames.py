@@ -15,7 +15,7 @@ from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.naming.evidence import Ambiguous, Inference, Outlined, Pair, Side, Tensor
 from ckpttool.naming.pairing import infer
-from ckpttool.naming.wrappers import canonical_keys
+from ckpttool.naming.wrappers import canonical_in
 from ckpttool.operands.checkpoint import model_section
 
 Paired = TypeVar("Paired", Pair, Ambiguous)
@@ -84,7 +84,7 @@ def _bare_side(checkpoint: Checkpoint, left_out: Collection[str], values: bool) 
     """Return the tensors of the model's section, without the keys that are `left_out`."""
     section = model_section(checkpoint)
     by_key = section.by_key()
-    bare = canonical_keys(by_key)
+    bare = canonical_in(section)
     if len(set(bare.values())) < len(bare):  # two keys differ in their wrappers only
         bare = {key: key for key in bare}
     tensors: list[Outlined] = []

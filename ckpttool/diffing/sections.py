@@ -18,10 +18,11 @@ from ckpttool.diffing.causes import FIELDS, NAMES, Cause, Code, Sides, wrapper_c
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import Difference, same_objects
 from ckpttool.formats.remarks import is_placeholder
-from ckpttool.kinds.adapters import adapter_of, missing_modules
+from ckpttool.kinds.adapters import Adapter, missing_modules
 from ckpttool.kinds.parts import joined_alike, joined_dimension
 from ckpttool.kinds.quantized import quantized_weights
 from ckpttool.naming.match import aliases, unlike
+from ckpttool.naming.wrappers import evidence_in
 
 # Say how the values of two tensors differ, after the conversion to the right's dtype.
 Values = Callable[[TensorEntry, TensorEntry], Difference | None]
@@ -42,7 +43,8 @@ def compare(left: Section, right: Section, values: Values | None = None) -> tupl
     only_in_right = [key for key in right_entries if key not in left_entries]
     if not only_in_left and not only_in_right:
         return tuple(entries)
-    pairs = unlike(left_entries, right_entries, only_in_left, only_in_right)
+    paths = evidence_in(left).paths, evidence_in(right).paths
+    pairs = unlike(paths, only_in_left, only_in_right)
     for key, other in pairs.items():
         cause = wrapper_cause(key, other)
         entries.append(renamed(left_entries[key], right_entries[other], cause, values))
@@ -58,6 +60,8 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     """Compare one tensor or object, under one key or two."""
     key = (left.key,)
     keys = key, key if left.key == right.key else (right.key,)
+    if values is None and _have_same_outline(left, right):
+        return Entry("same", *keys)
     if not isinstance(left, TensorEntry) or not isinstance(right, TensorEntry):
         if type(left) is type(right):
             return _compare_objects(left, right, values)
@@ -75,6 +79,18 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     if values is not None or of_ranks:
         difference = _compare_values(left, right, of_ranks, values) or difference
     return difference or Entry("same", *keys)
+
+
+def _have_same_outline(left: Any, right: Any) -> bool:
+    """Return whether both are whole dense tensors of one dtype and shape, as almost all are."""
+    return (
+        isinstance(left, TensorEntry)
+        and isinstance(right, TensorEntry)
+        and left.dtype == right.dtype
+        and left.shape == right.shape
+        and left.layout == right.layout == "strided"
+        and not (is_of_ranks(left) or is_of_ranks(right))
+    )
 
 
 def _are_of_one_kind(left: TensorEntry, right: TensorEntry) -> bool:
@@ -468,15 +484,18 @@ def without_segment(key: str, keys: Container[str]) -> tuple[str, str] | None:
     return hits.popitem() if len(hits) == 1 else None
 
 
-def adapter_notes(left: Collection[str], right: Collection[str], sides: Sides) -> tuple[str, ...]:
+def adapter_notes(
+    adapters: tuple[Adapter | None, Adapter | None],
+    keys: tuple[Collection[str], Collection[str]],
+    sides: Sides,
+) -> tuple[str, ...]:
     """Return notes if only one side has an adapter; `sides` may be fields of `Note.about`."""
-    adapters = adapter_of(left), adapter_of(right)
     if (adapters[0] is None) == (adapters[1] is None):
         return ()
     adapter, base, (side, other) = (
-        (adapters[0], right, sides)
+        (adapters[0], keys[1], sides)
         if adapters[0] is not None
-        else (adapters[1], left, (sides[1], sides[0]))
+        else (adapters[1], keys[0], (sides[1], sides[0]))
     )
     assert adapter is not None
     lost = missing_modules(adapter, base)

@@ -130,7 +130,7 @@ def _rewritten(
     if runs:
         sources, entries = run_code(section, [output.source for output in outputs], runs, runners)
         outputs = [replace(output, source=source) for output, source in zip(outputs, sources)]
-    aliases = {}
+    aliases: Mapping[str, str] = {}
     if any(not isinstance(output.source, Ref) for output in outputs):
         aliases = section.aliases()
     return _with_outputs(section, outputs, entries, aliases, modules)

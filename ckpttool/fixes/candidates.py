@@ -12,7 +12,7 @@ from ckpttool.fixes.trial import DiffQuestion, model_path
 from ckpttool.formats.registry import format_of
 from ckpttool.naming.convert import ModelForm, read
 from ckpttool.naming.match import NameTables
-from ckpttool.naming.wrappers import canonical_keys
+from ckpttool.naming.wrappers import canonical_in
 from ckpttool.operands.checkpoint import is_folder, model_section
 from ckpttool.operands.model import as_read
 from ckpttool.remapping.options import RemapOptions
@@ -130,7 +130,7 @@ def _select(source: Checkpoint, prefixes: list[str], options: RemapOptions) -> I
     yield word, RemapOptions(select=prefix)
     yield word, replace(options, select=prefix)
     written = set()  # the prefix as the keys have it, with the segments of wrappers
-    for key, name in canonical_keys(model_section(source).keys).items():
+    for key, name in canonical_in(model_section(source)).items():
         if name.startswith(f"{prefix}."):
             written.add(key.removesuffix(name.removeprefix(prefix)))
     if len(written) == 1:  # a rule keeps what is not below it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -34,7 +33,7 @@ from ckpttool.fixes.rules_file import Rules, suggested
 from ckpttool.kinds.packed import ATTRIBUTE
 from ckpttool.naming.convert import MADE_AGAIN
 from ckpttool.naming.match import aliases, prefixes
-from ckpttool.naming.wrappers import canonical_keys
+from ckpttool.naming.wrappers import canonical_in, canonical_keys
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, operand_of, saved_by
 from ckpttool.operands.output import command, outputs, target_for
@@ -94,14 +93,16 @@ class DiffQuestion:
         of its forms.
         """
         assert self.left is not None
+        wanted: tuple[set[str], ...] = ()
         if self.right is not None:
-            wanted: tuple[Iterable[str], ...] = (model_section(self.right).keys,)
+            wanted = ({*canonical_in(model_section(self.right)).values()},)
         else:
             assert self.model is not None
             tables = self.model.tables
-            wanted = {*tables.serialized_names.values()}, {*tables.runtime_names.values()}
-        keys = {*canonical_keys(model_section(self.left).keys).values()}
-        return tuple(prefixes(keys, {*canonical_keys(names).values()}) for names in wanted)
+            for names in ({*tables.serialized_names.values()}, {*tables.runtime_names.values()}):
+                wanted = (*wanted, {*canonical_keys(names).values()})
+        keys = {*canonical_in(model_section(self.left)).values()}
+        return tuple(prefixes(keys, names) for names in wanted)
 
     @cached_property
     def parts(self) -> list[str]:
@@ -116,7 +117,7 @@ class DiffQuestion:
         if not several:
             return []
         section = model_section(self.left)
-        keys = {name: key for key, name in canonical_keys(section.keys).items()}
+        keys = {name: key for key, name in canonical_in(section).items()}
         tensors = outlines(section)
         expected: dict[str, Outline] = {}
         for side in reversed(self.outlines):

@@ -10,7 +10,7 @@ from ckpttool.diffing.checkpoints import program_and_weights
 from ckpttool.diffing.sections import without_segment
 from ckpttool.fixes.trial import DiffQuestion
 from ckpttool.formats.registry import format_of
-from ckpttool.naming.wrappers import canonical_keys
+from ckpttool.naming.wrappers import canonical_in
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.output import command, outputs
 from ckpttool.remapping.options import RemapOptions
@@ -89,7 +89,7 @@ Entries = Mapping[str, Union[TensorEntry, ExtraEntry, None]]
 
 def _by_name(section: Section, keys: Iterable[str]) -> Entries:
     """Return the entries of these keys by their names without segments of wrappers."""
-    names, entries = canonical_keys(section.keys), section.by_key()
+    names, entries = canonical_in(section), section.by_key()
     return {names.get(key, key): entries.get(key) for key in keys}
 
 

@@ -38,11 +38,11 @@ from ckpttool.evaluate.compare import Statistics, statistics
 from ckpttool.formats.opening import unsafe_in_folder
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import one_rank
-from ckpttool.kinds.adapters import Adapter, adapter_of
+from ckpttool.kinds.adapters import Adapter, adapter_in
 from ckpttool.kinds.table import KIND
 from ckpttool.naming.flat import flat_params
 from ckpttool.naming.match import aliases
-from ckpttool.naming.wrappers import infer, is_lightning, segments
+from ckpttool.naming.wrappers import evidence_in, is_lightning, segments
 from ckpttool.operands.checkpoint import Ckpt, open_checkpoint, split
 from ckpttool.ruleset.patterns import names_entry
 
@@ -148,7 +148,7 @@ class Inspection:
         """The adapters among the keys of state dicts, by section path."""
         adapters = {}
         for section in self.checkpoint.state_dicts:
-            adapter = adapter_of(section.keys)
+            adapter = adapter_in(section)
             if adapter is not None:
                 adapters[section.path] = adapter
         return adapters
@@ -340,7 +340,7 @@ def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> In
     for section in checkpoint.sections:
         wrappers[section.path] = ()
         if section.kind == "state_dict":
-            paths = infer(section.keys, lightning=lightning).paths
+            paths = evidence_in(section, lightning=lightning).paths
             wrappers[section.path] = tuple(segments(paths))
         second_names[section.path] = aliases(section)
     if not stats:

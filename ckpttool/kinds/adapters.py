@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from ckpttool.core.checkpoint import Kind, Section
+from ckpttool.core.checkpoint import Kind, Section, once_per_section
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.naming.wrappers import ADAPTERS, PEFT_ROOT, canonical_keys
@@ -78,7 +78,7 @@ def naming_of(keys: Collection[str]) -> Naming:
 
 
 def recognize(section: Section) -> Kind | None:
-    adapter = adapter_of(section.keys)
+    adapter = adapter_in(section)
     if adapter is None:
         return None
     count = plural(len(adapter.modules), "module")
@@ -177,6 +177,12 @@ def adapter_of(keys: Iterable[str]) -> Adapter | None:
             modules[_without_root(path)].append(key)
             del rest[key]
     return Adapter(tuple(kinds), {path: tuple(keys) for path, keys in modules.items()}, tuple(rest))
+
+
+@once_per_section
+def adapter_in(section: Section) -> Adapter | None:
+    """Return the adapter among the keys of the section, or None."""
+    return adapter_of(section.keys)
 
 
 def path_and_rest(name: str, modules: Collection[str]) -> tuple[str, str]:

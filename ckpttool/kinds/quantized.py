@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import Kind, Section, TensorEntry
+from ckpttool.core.checkpoint import Kind, Section, TensorEntry, once_per_section
 from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Ref
 from ckpttool.core.plan import Output
@@ -143,7 +143,8 @@ class QuantizedWeight:
         return None
 
 
-def quantized_weights(section: Section) -> list[QuantizedWeight]:
+@once_per_section
+def quantized_weights(section: Section) -> Sequence[QuantizedWeight]:
     """Return the quantized weights of a state dict, by the names and dtypes of their parts."""
     in_4bit = _parts_in_4bit(section.keys)
     candidates = [

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import combinations
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import Section
+from ckpttool.core.checkpoint import Section, once_per_section
 from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import Hook, Names, RuntimeTensor
@@ -56,13 +56,14 @@ def base_name(fqn: str, names: Collection[str]) -> str | None:
     return next((name for name in base_names(fqn) if name in names), None)
 
 
-def aliases(section: Section) -> dict[str, str]:
+@once_per_section
+def aliases(section: Section) -> Mapping[str, str]:
     """Return key -> first key of the same tensor: shared storage, and call variants with the bytes
     of their base.
     """
-    firsts = section.aliases()
     if not any("@" in entry.key for entry in section.tensors):
-        return firsts
+        return section.aliases()
+    firsts = dict(section.aliases())
     entries = {entry.key: entry for entry in section.tensors}
     for key in entries:
         base = base_name(key, entries) if key not in firsts else None
@@ -404,21 +405,23 @@ def align(left: Collection[str], right: Collection[str]) -> dict[str, str]:
     lefts, rights = set(left), set(right)
     only_left = [key for key in left if key not in rights]
     only_right = [key for key in right if key not in lefts]
-    renamed = unlike(left, right, only_left, only_right)
+    renamed = unlike((recognise(left), recognise(right)), only_left, only_right)
     return {key: renamed.get(key, key) for key in left if key in renamed or key in rights}
 
 
 def unlike(
-    left: Collection[str],
-    right: Collection[str],
+    wrapper_paths: tuple[Collection[str], Collection[str]],
     only_left: Sequence[str],
     only_right: Sequence[str],
 ) -> dict[str, str]:
-    """Return left key -> right key for keys of one side only, in the order of the left."""
+    """Return left key -> right key for keys of one side only, in the order of the left.
+
+    `wrapper_paths` are those that all keys of each side show.
+    """
     if not only_left or not only_right:
         return {}
     pairs: dict[str, str] = {}
-    left_paths, right_paths = recognise(left), recognise(right)
+    left_paths, right_paths = wrapper_paths
     if left_paths or right_paths:
         pairs = _same_canonical(
             {key: strip(key, left_paths) or key for key in only_left},

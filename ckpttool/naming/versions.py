@@ -99,7 +99,7 @@ def _versions(section: Section) -> dict[str, Mapping[str, object]]:
     its module's.
     """
     modules = section.modules or {}
-    renames = module_renames("", modules, wrappers.canonical_keys(section.keys))
+    renames = module_renames("", modules, wrappers.canonical_in(section))
     moved = {rename.old: rename.new for rename in renames}
     payloads = {}
     for path, payload in modules.items():
@@ -110,7 +110,7 @@ def _versions(section: Section) -> dict[str, Mapping[str, object]]:
 
 def _shapes(section: Section) -> dict[str, tuple[int, ...] | None]:
     shapes = {entry.key: entry.shape for entry in section.tensors}
-    return {name: shapes.get(key) for key, name in wrappers.canonical_keys(section.keys).items()}
+    return {name: shapes.get(key) for key, name in wrappers.canonical_in(section).items()}
 
 
 def _by_module(shapes: Shapes) -> dict[str, dict[str, tuple[int, ...] | None]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.checkpoint import Checkpoint, Section, once_per_section
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Op, Special
 from ckpttool.core.text import dotted
@@ -295,6 +295,16 @@ def recognise(keys: Iterable[str]) -> frozenset[str]:
     return infer(keys).paths
 
 
+def evidence_in(section: Section, *, lightning: bool = False) -> Evidence:
+    """Return the wrappers that the keys of the section alone show, as `infer` does."""
+    return infer(section.keys, lightning=True) if lightning else _evidence_in(section)
+
+
+@once_per_section
+def _evidence_in(section: Section) -> Evidence:
+    return infer(section.keys)
+
+
 def segments(paths: Iterable[str]) -> list[str]:
     """Return the wrapper segments at these paths, each once, the outermost first."""
     ordered = sorted(paths, key=lambda path: (path.count("."), path))
@@ -305,6 +315,14 @@ def canonical_keys(keys: Iterable[str], *, lightning: bool = False) -> dict[str,
     """Return key -> canonical name, by the evidence of the keys alone."""
     keys = list(keys)
     paths = infer(keys, lightning=lightning).paths
+    return {key: strip(key, paths) or key for key in keys} if paths else dict(zip(keys, keys))
+
+
+@once_per_section
+def canonical_in(section: Section) -> Mapping[str, str]:
+    """Return key -> canonical name, by the evidence of the section's keys alone."""
+    paths = _evidence_in(section).paths
+    keys = section.keys
     return {key: strip(key, paths) or key for key in keys} if paths else dict(zip(keys, keys))
 
 

@@ -334,7 +334,7 @@ class ModelOperand:
         return None if plan is None else Plan.from_json(plan)
 
     def _by_loading(self, section: Section) -> Plan | None:
-        canonical = wrappers.canonical_keys(section.keys)
+        canonical = wrappers.canonical_in(section)
         if len(set(canonical.values())) < len(canonical):
             return None
         path = section.path

@@ -11,7 +11,7 @@ from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.plan import Plan, compose
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import apply
-from ckpttool.kinds.adapters import Adapter, adapter_of
+from ckpttool.kinds.adapters import Adapter, adapter_in
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import Form, check_versions, read
 from ckpttool.naming.wrappers import Chain
@@ -85,7 +85,7 @@ def drafts_of(
 def _draft(section: Section, request: Request, lightning: bool, first: Draft | None) -> Draft:
     """Go through the steps; `first` is another section's draft."""
     start = new_draft(section, request.options.source_form, lightning)
-    adapter = adapter_of(section.keys)
+    adapter = adapter_in(section)
     if adapter is not None and adapter.alone and not _is_for_peft(request.options.form):
         start = without_peft(start)
     task = SectionTask(request, section, adapter, start, first)

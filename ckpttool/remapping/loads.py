@@ -12,7 +12,7 @@ from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.text import Info, dotted, plural, some
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import current
-from ckpttool.kinds.adapters import adapter_of
+from ckpttool.kinds.adapters import adapter_in
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import ModelForm, Reading, read
 from ckpttool.naming.match import match
@@ -99,7 +99,7 @@ def loading(outcome: Remap, options: RemapOptions, model: ModelOperand | None) -
     notes: list[str] = []
     for path in outcome.model_paths:
         section = outcome.result.section(path)
-        if adapter_of(section.keys) is not None:
+        if adapter_in(section) is not None:
             continue
         by_code = model if options.form is not ModelForm.PRETRAINED else model.by_pretrained
         if model.is_folder:

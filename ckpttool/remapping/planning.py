@@ -10,7 +10,7 @@ from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.names import Names
 from ckpttool.core.text import dotted, plural
 from ckpttool.formats.opening import note_on
-from ckpttool.kinds.adapters import adapter_of
+from ckpttool.kinds.adapters import adapter_in
 from ckpttool.kinds.table import with_kinds
 from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.match import match
@@ -143,7 +143,7 @@ def _not_reached(outcome: Remap, request: Request, loads: ModelOperand) -> tuple
     """Return the keys of the model that will load the output which the rules do not lead to."""
     names, spare = loadable(loads.tables, request.model_form)
     sections = of_one_model(outcome.result, request.options.sections)
-    if any(adapter_of(section.keys) is not None for section in sections):
+    if any(adapter_in(section) is not None for section in sections):
         return ()
     return tuple(
         dotted(section.path, key)

@@ -29,7 +29,7 @@ from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Link, Piece, nbytes_of
 from ckpttool.io.undo import edit, not_in_place
 from ckpttool.naming.convert import ModelForm
-from ckpttool.naming.wrappers import infer, is_lightning
+from ckpttool.naming.wrappers import evidence_in, is_lightning
 from ckpttool.operands.checkpoint import (
     Ckpt,
     open_checkpoint,
@@ -617,7 +617,7 @@ def refuse_unchanged(source: Checkpoint, options: RemapOptions) -> None:
     forms: list[str] = []
     problems: list[Problem] = []
     for section in source.state_dicts:
-        wrappers = infer(section.keys, lightning=is_lightning(source))
+        wrappers = evidence_in(section, lightning=is_lightning(source))
         if not wrappers.form:
             continue
         forms.append(wrappers.form)

@@ -18,7 +18,7 @@ from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import Runner, apply
 from ckpttool.evaluate.compare import same_values
-from ckpttool.kinds.adapters import adapter_of
+from ckpttool.kinds.adapters import adapter_in
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import (
     NOT_READ_BACK,
@@ -181,7 +181,7 @@ def new_draft(section: Section, form: Form | None, lightning: bool) -> Draft:
     """Return the draft that keeps every key. Wrappers are as `form` says, or as the keys show."""
     keys = section.keys
     if form is None:
-        evidence = wrappers.infer(keys, lightning=lightning)
+        evidence = wrappers.evidence_in(section, lightning=lightning)
     elif isinstance(form, Chain):
         evidence = wrappers.declared(form, keys)
     else:  # these are names without wrappers
@@ -280,7 +280,7 @@ def _adapt_variants(
 def _not_its_keys(section: Section, request: Request, names: Names) -> Refused:
     """Return the error for a section none of whose keys is a name of the model."""
     hint = f"compare them: {request.compare}"
-    adapter = adapter_of(section.by_key())
+    adapter = adapter_in(section)
     if adapter is not None and adapter.alone:
         hint = (
             f"{adapter.title} without its model: pass --to-model NEW, the model it will be"
@@ -340,7 +340,7 @@ def without_pruning(section: Section, tables: NameTables) -> Plan | None:
     weight_orig, weight_mask  ─▶  weight = weight_mask * weight_orig
     """
     entries = section.by_key()
-    canonical = wrappers.canonical_keys(section.keys)
+    canonical = wrappers.canonical_in(section)
     model_names = {*tables.serialized_names.values(), *tables.runtime_names.values()}
     masks: dict[str, str] = {}
     for key, original in entries.items():

@@ -17,7 +17,7 @@ _OF_INPUTS = ("input_scale", "scale_input")  # scales of activations
 _E8M0 = "float8_e8m0fnu"  # a power of two, as MXFP4 and some FP8 write their scales
 
 
-def weights_of(state: Mapping[str, Value]) -> list[QuantizedWeight]:
+def weights_of(state: Mapping[str, Value]) -> Sequence[QuantizedWeight]:
     """Return the quantized weights among the tensors."""
     entries = []
     for key, value in state.items():

@@ -79,7 +79,7 @@ def chosen_constants(program: Checkpoint, weights: Section) -> dict[str, Express
             chosen[name] = Ref(key)
     for section in program.sections:
         if section.path == CONSTANTS:
-            _share(chosen, constants | section.aliases())
+            _share(chosen, {**constants, **section.aliases()})
     return chosen
 
 

@@ -32,7 +32,7 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TensorEntry |
         "s": torch.tensor(1.0),
     }
     torch.save({**state, "sparse": torch.eye(2).to_sparse(), "number": 3}, path)
-    return model_section(open_operand(str(path))).by_key()
+    return dict(model_section(open_operand(str(path))).by_key())
 
 
 def narrow(source: Expression, *args: int) -> Op:

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.fixes import trial
+from ckpttool.kinds import adapters
+from ckpttool.naming import wrappers
 from ckpttool.report.documents.answer import LikelyRenames
 from ckpttool.ruleset.patterns import InTurn
 from command import Run, fixes_in
@@ -91,3 +93,21 @@ def test_a_report_looks_for_likely_renames_once(
     count(LikelyRenames, "of")
     assert "240 likely renames" in run("diff", "left.pt", "right.pt").out
     assert counts["of"] == 1
+
+
+def test_facts_about_a_section_are_found_once(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: tuple[Counter[str], Count]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_shards(Path("left"), keys("model.layers.{}.mlp.{}.weight"))
+    save_shards(Path("right"), keys("model.layers.{}.mlp.{}.weight"))
+    save_shards(Path("renamed"), keys("net.h.{}.ffn.{}.weight"))
+    counts, count = calls
+    count(adapters, "adapter_of")
+    count(wrappers, "infer")
+    run("diff", "left", "right")
+    assert counts == {"adapter_of": 2}
+    counts.clear()
+    assert "--rule" in run("diff", "left", "renamed").out
+    # also of what the fix makes of left, and of the keys that it changes
+    assert counts == {"adapter_of": 4, "infer": 2}

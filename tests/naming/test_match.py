@@ -110,8 +110,8 @@ def test_canonical_names_match_too() -> None:
 
 
 def test_a_name_is_not_below_itself() -> None:
-    assert unlike([""], ["b"], [""], ["b"]) == {}
-    assert unlike(["b", "c"], ["a.b", "a.c"], ["b", "c"], ["a.b", "a.c"]) == {
+    assert unlike((set(), set()), [""], ["b"]) == {}
+    assert unlike((set(), set()), ["b", "c"], ["a.b", "a.c"]) == {
         "b": "a.b",
         "c": "a.c",
     }
