@@ -304,7 +304,7 @@ def try_remap(
         printed = replace(options, out=out, partial=bool(missing))
         try:
             write_options = replace(read, out=out, partial=printed.partial)
-            remap.run(source, write_options, model=model, planned=result)
+            remap.run(source, write_options, model=model, planned=result, lays_out=False)
         except CkptError:
             paths = dict.fromkeys(path for path, _ in entries_with_code(fitted))
             with_code = tuple(path for path in paths if path not in code)

@@ -317,6 +317,11 @@ def _common(metadatas: Sequence[Mapping[str, str]]) -> dict[str, str]:
 # Writing
 
 
+def check_holds(checkpoint: Checkpoint, kind: str) -> bool:
+    """Raise `Refused` as `layout_files` does. False if only `layout_files` tells."""
+    return kind == SAFETENSORS and safetensors.check_holds(checkpoint)
+
+
 def layout_files(
     checkpoint: Checkpoint, kind: str, name: str = "", max_shard_size: int | None = None
 ) -> Files:

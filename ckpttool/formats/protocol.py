@@ -117,6 +117,12 @@ class Format:
         files: Files = self._call("layout_files", checkpoint, self.name, name, max_shard_size)
         return files
 
+    def check_holds(self, checkpoint: Checkpoint) -> bool:
+        """Raise `Refused` for entries that the format cannot hold, if that is known without a
+        layout; else return False.
+        """
+        return self._has("check_holds") and bool(self._call("check_holds", checkpoint, self.name))
+
     def layout_in_place(self, checkpoint: Checkpoint, name: str) -> Mapping[str, Edited] | None:
         """Return the edit of the file `name`, or of the files of the folder, that leaves all
         tensors in place.

@@ -40,6 +40,8 @@ BLANKS = b" \t\n\r"  # a header may be padded with them on both sides
 MAX_HEADER = 100_000_000  # bytes; the reference reader's limit
 PACKED = "packed"  # layout of tensors whose elements are smaller than a byte
 
+# Bytes of a header at most: for a character of a name, and for the rest of a tensor's entry.
+_MOST_ESCAPED, _MOST_OF_ENTRY = 6, 200
 _U64_MAX = 2**64 - 1
 _FIELDS = {"dtype", "shape", "data_offsets"}
 PAIRS_IN_A_BYTE = "F4"  # counts single elements; torch's float4_e2m1fn_x2 counts bytes of two
@@ -412,14 +414,7 @@ def layout(checkpoint: Checkpoint) -> list[Piece]:
     """Return the file of the checkpoint. Raises `Refused`, with every problem, if the format cannot
     hold it.
     """
-    unfit = problems(checkpoint)
-    if unfit:
-        raise Refused(
-            "safetensors cannot hold this checkpoint",
-            hint="write a torch file (OUT ending in .pt)" + torchao.way(checkpoint),
-            problems=unfit,
-        )
-    checkpoint = torchao.settled(checkpoint)
+    checkpoint = _checked(checkpoint)
     tensors = checkpoint.sections[0].tensors
     header = checkpoint.container
     if isinstance(header, Header) and checkpoint.metadata == header.metadata:
@@ -427,6 +422,30 @@ def layout(checkpoint: Checkpoint) -> list[Piece]:
         if raw is not None:
             return _with_data(header, raw, _length(header, raw))
     return _layout_afresh(tensors, checkpoint.metadata)
+
+
+def check_holds(checkpoint: Checkpoint, kind: str = FORMAT) -> bool:
+    """Raise `Refused` as `layout` does. False if only `layout` tells: the header may be too
+    long.
+    """
+    section = _checked(checkpoint).sections[0]
+    text = "".join((*section.keys, *checkpoint.metadata, *checkpoint.metadata.values()))
+    _encoded(text)
+    return _MOST_ESCAPED * len(text) + _MOST_OF_ENTRY * len(section.tensors) < MAX_HEADER
+
+
+def _checked(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint as it is laid out. Raises `Refused`, with every problem, if the format
+    cannot hold it.
+    """
+    unfit = problems(checkpoint)
+    if unfit:
+        raise Refused(
+            "safetensors cannot hold this checkpoint",
+            hint="write a torch file (OUT ending in .pt)" + torchao.way(checkpoint),
+            problems=unfit,
+        )
+    return torchao.settled(checkpoint)
 
 
 def layout_in_place(checkpoint: Checkpoint) -> Edited | None:

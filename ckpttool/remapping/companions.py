@@ -178,11 +178,13 @@ def _is_dequantized(source: Checkpoint, plan: Plan) -> bool:
         return False
     (section,) = source.state_dicts
     weights = quantized_weights(section)
+    if not weights:
+        return False
     parts = {key for weight in weights for key in weight.keys}
     expected = {weight.plain for weight in weights}
     expected.update(key for key in section.keys if key not in parts)
     outputs = {output.key: output for output in plan.outputs}
-    if not weights or outputs.keys() != expected:
+    if outputs.keys() != expected:
         return False
     changed = {key for key, output in outputs.items() if not output.is_unchanged}
     return changed == {weight.plain for weight in weights}

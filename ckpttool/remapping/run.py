@@ -214,15 +214,17 @@ def run(
     conversion: ConvertOptions | None = None,
     model: ModelOperand | None = None,
     planned: Remap | None = None,
+    lays_out: bool = True,
 ) -> Remap:
     """Return the result of `options` for `source`, written if they name an output and request no
     dry run.
 
     A `conversion` changes the format, the shards, dtypes and metadata only. `model` is the model of
     the options, if its names may be read already; `planned` is the result of `plan_remap` for these
-    options, if it is known. Raise `Refused`, all problems at once, if the remap would lose,
-    collide, guess, or change nothing (unless it `may_copy`), and `CkptError` if an operand cannot
-    be read or OUT cannot be written. Then nothing is written.
+    options, if it is known. A dry run that need not know its cost `lays_out` nothing. Raise
+    `Refused`, all problems at once, if the remap would lose, collide, guess, or change nothing
+    (unless it `may_copy`), and `CkptError` if an operand cannot be read or OUT cannot be written.
+    Then nothing is written.
     """
     writer = Writer(split(source.source)[0], options, options.in_place)
     out, target = options.target(source.source), None
@@ -266,7 +268,7 @@ def run(
     output = fitted(outcome, target, options, to_model or model)
     _check_other_files(source.source, target, output, options, conversion)
     try:
-        return _write(source, output, options, writer, target, outcome, to_model)
+        return _write(source, output, options, writer, target, outcome, to_model, lays_out)
     except CarriesCode as error:
         if error.paths:
             line = _command_without(error.paths, source.source, options, conversion)
@@ -414,6 +416,7 @@ def _write(
     target: Target,
     outcome: Remap,
     to_model: ModelOperand | None,
+    lays_out: bool,
 ) -> Remap:
     """Write the output, unless it is a dry run. Return the result with notes on what the output
     does not hold.
@@ -446,6 +449,9 @@ def _write(
 
     if options.in_place:
         return _edit_in_place(source, options, writer, target, outcome, companions)
+    if not lays_out and target.format.check_holds(output):
+        _check_code(options, output, set(), companions)
+        return outcome
     files = _laid_out(options, target, output, companions)
     if options.dry_run:
         return replace(outcome, cost=cost_of(files))
@@ -472,14 +478,24 @@ def _laid_out(
     names |= copied_imports(output, target.format, files)
     if target.format.holds.programs:
         names |= {imported.name for imported in dangerous(output.imports)}
-    if not options.keep_pickled_code:
-        pickles = (
-            path
-            for path in companions.files.values()
-            if isinstance(path, str) and path.endswith(_PICKLES)
-        )
-        check_code(output, names, pickles)
+    _check_code(options, output, names, companions)
     return files
+
+
+def _check_code(
+    options: RemapOptions, output: Checkpoint, names: set[str], companions: Companions
+) -> None:
+    """Raise `Refused` if loading the output, which imports `names`, or a pickle next to it would
+    run code, unless that is requested.
+    """
+    if options.keep_pickled_code:
+        return
+    pickles = (
+        path
+        for path in companions.files.values()
+        if isinstance(path, str) and path.endswith(_PICKLES)
+    )
+    check_code(output, names, pickles)
 
 
 def _edit_in_place(

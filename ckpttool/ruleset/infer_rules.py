@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import split_at_numbers
-from ckpttool.ruleset.patterns import InTurn, matches, parse, pattern_of
+from ckpttool.ruleset.patterns import in_turn, matches, parse, pattern_of
 
 _VARIABLES = ("{n}", "{m}", "{k}", "{j}")  # the layer numbers, the outermost first
 _MOST_KINDS = 400  # kinds of renames beyond which only layer numbers are generalised
@@ -223,7 +223,7 @@ def _count_shared(left: Sequence[str], right: Sequence[str]) -> int:
 def _keys_of_rules(rules: Sequence[str], names: Mapping[str, str]) -> dict[str, list[str]] | None:
     """Return the keys that each rule matches; None if a key gets another name than it should."""
     keys_of_rules: dict[str, list[str]] = {rule: [] for rule in rules}
-    first = InTurn([parse(rule) for rule in rules]).first
+    first = in_turn(tuple([parse(rule) for rule in rules])).first
     try:
         for key, name in names.items():
             rule, new_name = first(key)

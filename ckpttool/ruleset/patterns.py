@@ -323,6 +323,9 @@ class Rule:
     source: Pattern | Regex
     template: tuple[Token, ...] | str
 
+    def __hash__(self) -> int:
+        return hash((self.text, self.template))
+
     def apply(self, key: str) -> str | None:
         """Return the key's new name, or None if the rule does not match.
 
@@ -463,7 +466,8 @@ def parse(text: str, *, reverse: bool = False) -> Rule:
 
 
 class InTurn:
-    """Rules, of which the first that matches renames a key. Rules for a single key are looked up.
+    """Rules, of which the first that matches renames a key. Rules for a single key are looked up,
+    and so is a key that was renamed before.
 
     Most patterns match by the number of segments and by their literal segments: for all other keys
     with the same literal segments at these places, the rules are found once.
@@ -484,9 +488,15 @@ class InTurn:
             if isinstance(source, Pattern):
                 self._words.update(text for _, text in source.literals)
         self._by_words: dict[tuple[str, ...], list[tuple[int, Rule]]] = {}
+        self._renamed: dict[str, tuple[Rule | None, str | None]] = {}
 
     def first(self, key: str) -> tuple[Rule | None, str | None]:
         """Return the rule and the key's new name, or two None. Raises as `Rule.apply` does."""
+        if key not in self._renamed:
+            self._renamed[key] = self._rename(key)
+        return self._renamed[key]
+
+    def _rename(self, key: str) -> tuple[Rule | None, str | None]:
         literal_index, literal = self._literal.get(key, (self._count, None))
         segments = key.split(".")
         for index, rule in self._others if len(self._others) < 2 else self._may_match(segments):
@@ -507,6 +517,14 @@ class InTurn:
             rules = [(index, rule) for index, rule in self._others if _may_match(rule, words)]
             self._by_words[words] = rules
         return rules
+
+
+@lru_cache(maxsize=1)
+def in_turn(rules: tuple[Rule, ...]) -> InTurn:
+    """Return the rules in turn. The last ones are kept: they are inferred, read back from their
+    file, and tried on the same keys.
+    """
+    return InTurn(rules)
 
 
 def _may_match(rule: Rule, segments: Sequence[str]) -> bool:

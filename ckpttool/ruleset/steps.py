@@ -17,7 +17,15 @@ from ckpttool.core.text import plural, shape_text, some
 from ckpttool.core.values import dataclass
 from ckpttool.ruleset import tensor_ops
 from ckpttool.ruleset.dequantize import Block, dequantized, is_without_scale, weights_of
-from ckpttool.ruleset.patterns import VARIABLE, InTurn, PatternSet, Rule, parse, without_wildcards
+from ckpttool.ruleset.patterns import (
+    VARIABLE,
+    InTurn,
+    PatternSet,
+    Rule,
+    in_turn,
+    parse,
+    without_wildcards,
+)
 from ckpttool.ruleset.tensor_ops import (
     DENSE,
     REFUSED,
@@ -201,7 +209,7 @@ class Rename(Step):
 
     @cached_property
     def in_turn(self) -> InTurn:
-        return InTurn(self.rules)
+        return in_turn(self.rules)
 
     def apply_to(self, key: str, value: Value, result: Result) -> Named:
         rule, name = self.in_turn.first(key)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.fixes import trial
+from ckpttool.formats import huggingface, safetensors
 from ckpttool.kinds import adapters
 from ckpttool.naming import wrappers
 from ckpttool.report.documents.answer import LikelyRenames
@@ -53,20 +54,20 @@ def save_shards(folder: Path, names: list[str]) -> None:
     ckpttool.convert(str(path), f"{folder}/", max_shard_size=str(24 * len(names) // 2))
 
 
-def test_rules_are_tried_three_times_on_each_key(
+def test_rules_are_tried_once_on_each_key(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: tuple[Counter[str], Count]
 ) -> None:
-    """When they are inferred, when their file is read back, and when the remap is tried."""
+    """Not again when their file is read back, and when the remap is tried."""
     monkeypatch.chdir(tmp_path)
     left, right = keys("model.layers.{}.mlp.{}.weight"), keys("net.h.{}.ffn.{}.weight")
     torch.save({name: torch.ones(2, 3) for name in left}, "left.pt")
     torch.save({name: torch.ones(2, 3) for name in right}, "right.pt")
     counts, count = calls
-    count(InTurn, "first")
+    count(InTurn, "_rename")
     done = run("diff", "left.pt", "right.pt", "--format", "json")
     assert "--rule" in fixes_in(done.data)[0]
     on_samples = 100
-    assert 3 * len(left) <= counts["first"] <= 3 * len(left) + on_samples
+    assert len(left) <= counts["_rename"] <= len(left) + on_samples
 
 
 def test_no_remap_is_tried_on_shards_whose_common_names_are_equal(
@@ -111,3 +112,34 @@ def test_facts_about_a_section_are_found_once(
     assert "--rule" in run("diff", "left", "renamed").out
     # also of what the fix makes of left, and of the keys that it changes
     assert counts == {"adapter_of": 4, "infer": 2}
+
+
+def test_a_fix_is_tried_without_a_layout(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: tuple[Counter[str], Count]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_shards(Path("left"), keys("model.layers.{}.mlp.{}.weight"))
+    save_shards(Path("right"), keys("net.h.{}.ffn.{}.weight"))
+    counts, count = calls
+    count(safetensors, "layout")
+    count(huggingface, "layout_files")
+    assert "--rule" in fixes_in(run("diff", "left", "right", "--format", "json").data)[0]
+    assert counts == {}
+
+
+def test_a_name_that_is_not_text_is_refused_without_a_layout(tmp_path: Path) -> None:
+    torch.save({"\ud800": torch.ones(2)}, tmp_path / "left.pt")
+    checkpoint = ckpttool.open_checkpoint(str(tmp_path / "left.pt"))
+    for refuses in (safetensors.layout, safetensors.check_holds):
+        with pytest.raises(ckpttool.CkptError, match="not text"):
+            refuses(checkpoint)
+
+
+def test_a_header_that_may_be_too_long_is_laid_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_shards(tmp_path / "left", keys("layers.{}.{}.weight"))
+    checkpoint = ckpttool.open_checkpoint(str(tmp_path / "left"))
+    assert safetensors.check_holds(checkpoint)
+    monkeypatch.setattr(safetensors, "MAX_HEADER", 10_000)
+    assert not safetensors.check_holds(checkpoint)
