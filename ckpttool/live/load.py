@@ -184,17 +184,17 @@ def load(
     operand = _operand_of(core if definition is None else definition)
     source = read_for_model(open_checkpoint(ckpt), operand)
     weights = _narrowed(source, ckpt, section, select)
-    part, fix, state_dict = None, None, None
+    part, fix, state_dict, by_code = None, None, None, False
     if partial:
         part = fitting_part(model_section(weights), core, operand)
         weights = Checkpoint.of(part.section)
     if source.state_dicts or optimizer is None:
-        state_dict, fix = _fitting_model(weights, operand, cast)
+        state_dict, fix, by_code = _fitting_model(weights, operand, cast)
     path, state = None, None
     if optimizer is not None:
         path, state = _fitting_state(source, operand.with_optimizer(like(optimizer, core)), cast)
     before = _hyperparameters(optimizer)
-    count = put(model, state_dict, operand, optimizer, state, cast)
+    count = put(model, state_dict, operand, optimizer, state, cast, by_code)
     loaded_path = section
     if section is None and state_dict is not None:
         loaded_path = model_section(source).path
@@ -269,8 +269,10 @@ def _operand_of(model: Any) -> ModelOperand:
 
 def _fitting_model(
     source: Checkpoint, model: ModelOperand, cast: bool
-) -> tuple[Section, str | None]:
-    """Return a section that a strict load takes, and the command that makes it, if there is one."""
+) -> tuple[Section, str | None, bool]:
+    """Return a section that a strict load takes, the command that makes it, if there is one, and
+    whether only the model's own code loads it: it lacks keys, or has other shapes.
+    """
     options = DiffOptions(model=model, ignore_dtype=cast)
     diff, fix = run(source, None, options, model), None
     if not diff.identical:
@@ -297,7 +299,8 @@ def _fitting_model(
             hint="let the model load the state dict itself, with load_state_dict",
             problems=problems,
         )
-    return model_section(source), None if fix is None else str(fix)
+    by_code = any(entry.status in ("missing", "shape", "unexpected") for entry in diff.entries)
+    return model_section(source), None if fix is None else str(fix), by_code
 
 
 def _fitting_state(
@@ -485,9 +488,10 @@ def put(
     optimizer: Optimizer | None,
     state: Mapping[Any, Any] | None,
     cast: bool,
+    by_code: bool = False,
 ) -> int:
     """Load the section, which `definition` loads, into `model`, and `state`, by ids, into
-    `optimizer`.
+    `optimizer`. `by_code`: only the model's own code loads the section.
 
     Return how many tensors of the model got values. If anything is raised, both are unchanged.
     """
@@ -509,7 +513,7 @@ def put(
     only_extra_state = all(key.rpartition(".")[2] == _EXTRA_STATE for key in objects)
     # Quantized layers keep their weights in objects, which only their code loads; so is the shape
     # of lazy parameters.
-    if not only_extra_state or any(map(is_lazy, innermost(model).parameters())):
+    if by_code or not only_extra_state or any(map(is_lazy, innermost(model).parameters())):
         with (
             _own_loading(innermost(model), stored(section, True).state),
             _optimizer_state(model, optimizer, state),

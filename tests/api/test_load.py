@@ -238,6 +238,60 @@ def test_values_are_those_of_load_state_dict_or_the_file_is_refused(
 
 
 @pytest.mark.filterwarnings("ignore")
+def without_counter(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if "num_batches" not in key}
+
+
+def as_vectors(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the scalars as torch 0.3 wrote them."""
+    return {key: value.reshape(1) if not value.dim() else value for key, value in state.items()}
+
+
+class Forgiving(nn.Linear):
+    """It ignores a key of an earlier version."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_load_state_dict_post_hook(forgive)
+
+
+def forgive(module: nn.Module, keys: Any) -> None:
+    keys.unexpected_keys.clear()
+
+
+def with_old_key(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "old": torch.ones(1)}
+
+
+OTHER_KEYS: dict[str, tuple[Callable[[], nn.Module], Callable[..., dict[str, Any]]]] = {
+    "no counter": (lambda: nn.BatchNorm1d(3), without_counter),
+    "no counter inside": (
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)),
+        without_counter,
+    ),
+    "scalars": (lambda: nn.BatchNorm1d(3), as_vectors),
+    "average": (lambda: AveragedModel(nn.BatchNorm1d(3)), as_vectors),
+    "one more": (Forgiving, with_old_key),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_KEYS)
+def test_what_torch_loads_though_keys_or_shapes_differ_is_loaded(case: str, tmp_path: Path) -> None:
+    build, change = OTHER_KEYS[case]
+    torch.manual_seed(1)
+    saved = build()
+    with torch.no_grad():
+        for tensor in saved.state_dict().values():
+            tensor += 1
+    torch.save(change(dict(saved.state_dict())), tmp_path / "old.pt")
+    expected, model = build(), build()
+    expected.load_state_dict(torch.load(tmp_path / "old.pt"))
+    assert ckpttool.diff(tmp_path / "old.pt", model=build).identical
+    ckpttool.load(tmp_path / "old.pt", model)
+    for key, value in expected.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key
+
+
 def test_formats_without_an_optimizer_are_loaded(tmp_path: Path) -> None:
     old = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     save_file(with_prefix(old.state_dict(), "module."), tmp_path / "one.safetensors")
