@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -64,8 +65,12 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
             replaced.append(place.steps)
         elif section is not before:
             is_plain = section.kind == "state_dict" and not place.tensors
-            change = _state_dict_edits if is_plain else _tensor_edits
-            edits.update(_shared(change(section, place, nodes), place, first_nodes))
+            if is_plain:
+                changes = _state_dict_edits(section, place, nodes)
+            else:
+                alone = state_dict_alone(checkpoint.source, section)
+                changes = _tensor_edits(section, place, nodes, alone)
+            edits.update(_shared(changes, place, first_nodes))
     edits = _outside(edits, replaced)
     kept = set(checkpoint.others)
     edits.update((steps, REMOVE) for path, (steps, _) in tree.others.items() if path not in kept)
@@ -276,17 +281,23 @@ class _Nodes:
 # Changes of what was read
 
 
-def _tensor_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, Any]:
-    """Return the edits for an optimizer, a module or loose tensors: each tensor keeps its place."""
+def state_dict_alone(source: str, section: Section) -> str:
+    """Return the hint that names the state dict inside of a module or a list; empty for others."""
+    if section.kind != "state_dict" or not section.packed_as:
+        return ""
+    return f"name the state dict alone as the source: {shlex.quote(f'{source}::{section.path}')}"
+
+
+def _tensor_edits(section: Section, place: Place, nodes: _Nodes, alone: str) -> dict[Steps, Any]:
+    """Return the edits for an optimizer, a module or loose tensors: each tensor keeps its place.
+    `alone` says how to name the state dict in it.
+    """
     now = {entry.key: entry for entry in section.tensors}
     renamed = [entry.key for entry in section.tensors if entry.key not in place.tensors]
     if renamed:
-        hint = _HINT
-        if section.kind == "state_dict":
-            hint = "take the module's state dict alone: CKPT::SECTION"
         raise Refused(
             "only the keys of state dicts can be renamed",
-            hint=hint,
+            hint=alone or _HINT,
             problems=[Problem("cannot be renamed here", key) for key in renamed],
         )
     edits: dict[Steps, Any] = {}

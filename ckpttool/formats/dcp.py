@@ -29,7 +29,7 @@ from ckpttool.containers.tensors import (
     typed_storage,
 )
 from ckpttool.containers.tree import Container, read_tree
-from ckpttool.containers.write_tree import changed_root, fresh_root
+from ckpttool.containers.write_tree import changed_root, fresh_root, state_dict_alone
 from ckpttool.containers.zip_read import read_archive
 from ckpttool.core import dtypes
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Part, Span, Storage, in_row_major
@@ -121,10 +121,11 @@ def _optimizer(mapping: dict[Any, Any]) -> dict[Any, Any]:
     return mapping
 
 
-def flattened(root: Any, nbytes: int = 0) -> dict[str, tuple[Path, Any]]:
+def flattened(root: Any, nbytes: int = 0, alone: str = "") -> dict[str, tuple[Path, Any]]:
     """Return flat key -> the path and the node of each leaf of the state dict at the node `root`.
 
     `nbytes` is the size of the file. A pickle can share a node, and each place of it takes memory.
+    `alone` is the hint for a root that is no dict.
     Raises `Refused`, all problems at once, if torch cannot flatten it: other keys than text, or a
     key of two leaves.
     """
@@ -136,7 +137,12 @@ def flattened(root: Any, nbytes: int = 0) -> dict[str, tuple[Path, Any]]:
             problems.append(Problem("two entries have this flat key", key))
         leaves[key] = (path, node)
     if pairs_of(root) is None:
-        problems.append(Problem("the file does not hold a dict", "(root)"))
+        problem = Problem("the file does not hold a dict", "(root)")
+        if alone:
+            raise Refused(
+                "torch.distributed.checkpoint cannot hold this", hint=alone, problems=[problem]
+            )
+        problems.append(problem)
     if problems:
         raise Refused(
             "torch.distributed.checkpoint cannot hold this",
@@ -466,9 +472,10 @@ def layout_files(
         root = changed_root(checkpoint, container.pickle.root, container.tree, rebuilder)
     else:
         root = fresh_root(checkpoint, rebuilder)
-    leaves = flattened(
-        root, max(checkpoint.nbytes, sum(section.nbytes for section in checkpoint.sections))
-    )
+    of_root = [section for section in checkpoint.sections if not section.path]
+    alone = state_dict_alone(checkpoint.source, of_root[0]) if of_root else ""
+    nbytes = max(checkpoint.nbytes, sum(section.nbytes for section in checkpoint.sections))
+    leaves = flattened(root, nbytes, alone)
 
     def storage(key: str, nbytes: int) -> Storage:
         if key not in rebuilder.storages and isinstance(container, Container):

@@ -141,3 +141,23 @@ def test_the_verdict_names_the_section(models: Any, run: Run, tmp_path: Path, se
     words = ("diff", "a.pt", "--model", "kind_models.py:Net")
     assert section in run(*words).out.splitlines()[0]
     assert run(*words, "--format", "json").data["section"] == section
+
+
+PACKED = {"alone": "packed.pt::", "of several": "packed.pt::model"}
+
+
+@pytest.mark.parametrize("place", PACKED)
+def test_the_hint_names_the_state_dict_that_can_be_renamed_and_converted(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = nn.Sequential(nn.Linear(2, 2))
+    torch.save(module if place == "alone" else {"model": module, "ema": module}, "packed.pt")
+    commands = [("remap", "--rule", "0.{x*} => 1.{x*}", "-o", "out.pt")]
+    if place == "alone":
+        commands.append(("convert", "-o", "out.dcp"))
+    for command, *words in commands:
+        refused = run(command, "packed.pt", *words)
+        assert refused.status == 1
+        assert refused.err.splitlines()[-1].endswith(f" {PACKED[place]}")
+        assert run(command, PACKED[place], *words).status == 0
