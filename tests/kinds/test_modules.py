@@ -153,7 +153,7 @@ def test_the_hint_names_the_state_dict_that_can_be_renamed_and_converted(
     monkeypatch.chdir(tmp_path)
     module = nn.Sequential(nn.Linear(2, 2))
     torch.save(module if place == "alone" else {"model": module, "ema": module}, "packed.pt")
-    commands = [("remap", "--rule", "0.{x*} => 1.{x*}", "-o", "out.pt")]
+    commands: list[tuple[str, ...]] = [("remap", "--rule", "0.{x*} => 1.{x*}", "-o", "out.pt")]
     if place == "alone":
         commands.append(("convert", "-o", "out.dcp"))
     for command, *words in commands:
