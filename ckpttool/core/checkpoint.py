@@ -333,9 +333,14 @@ class Section:
         return entries
 
     @once_per_section
+    def has_own_storages(self) -> bool:
+        """Return whether each tensor has a storage of its own."""
+        return len({id(entry.storage) for entry in self.tensors}) == len(self.tensors)
+
+    @once_per_section
     def aliases(self) -> Mapping[str, str]:
         """Return the first key of the same tensor, for every other key of it."""
-        if own_storages(self.tensors):
+        if self.has_own_storages():
             return {}
         first: dict[object, str] = {}
         aliases: dict[str, str] = {}
@@ -344,10 +349,6 @@ class Section:
             if key != entry.key:
                 aliases[entry.key] = key
         return aliases
-
-
-def own_storages(tensors: Collection[TensorEntry]) -> bool:
-    return len({id(entry.storage) for entry in tensors}) == len(tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

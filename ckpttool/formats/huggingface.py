@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ from ckpttool.core.checkpoint import (
     Section,
     TensorEntry,
     Unreached,
-    own_storages,
 )
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.text import Note, plural, some
@@ -123,13 +122,12 @@ def read(path: str) -> Checkpoint:
             hint="download or copy all files again; or name the shards one by one",
             problems=problems,
         )
-    home, again = _homes(shards)
+    section, home, again = _merged(shards, index.get("weight_map"))
     if has_index:
         notes = _disagreements(index["weight_map"], home, again)
     else:
         index = {"metadata": {}, "weight_map": home}
         notes = [Note(NO_INDEX.format(folder), "no-index"), *_disagreements(home, home, again)]
-    section = _merged(shards, index["weight_map"])
     unreached: list[Unreached] = []
     for name, shard in shards.items():
         unreached += [storage.of(name) for storage in shard.unreached]
@@ -140,7 +138,7 @@ def read(path: str) -> Checkpoint:
         (section,),
         metadata=_common([shard.metadata for shard in shards.values()]),
         container=Shards(name_of(path), text, index, shards, disagrees=bool(notes)),
-        notes=(*notes, *_size_notes(index, section.tensors), *torchao.remark(section.tensors)),
+        notes=(*notes, *_size_notes(index, section), *torchao.remark(section.tensors)),
         unreached=tuple(unreached),
     )
 
@@ -170,45 +168,43 @@ def _read_shards(
     return shards, problems
 
 
-def _merged(shards: Mapping[str, Checkpoint], weight_map: Mapping[str, str]) -> Section:
-    """Return the section of all shards, its entries in the order of the index. If several shards
-    have a key, the last one is read.
+class _Merged(NamedTuple):
+    """The section of all shards. `home` is the shard that each key is read from; if several shards
+    have a key, the last one. `again` is an earlier one.
     """
+
+    section: Section
+    home: dict[str, str]
+    again: dict[str, str]
+
+
+def _merged(shards: Mapping[str, Checkpoint], weight_map: Mapping[str, str] | None) -> _Merged:
+    """Put the shards together, with their entries in the order of the index, if there is one."""
     entries: dict[str, TensorEntry | ExtraEntry] = {}
-    for shard in shards.values():
-        entries.update(shard.sections[0].by_key())
-    ordered = [entries.pop(key) for key in weight_map if key in entries]
-    ordered += entries.values()  # which the index does not list
+    home: dict[str, str] = {}
+    again: dict[str, str] = {}
     modules: dict[str, object] | None = None
-    for shard in shards.values():
-        if shard.sections[0].modules is not None:
-            modules = {**(modules or {}), **shard.sections[0].modules}
-    return Section(
-        "",
-        "state_dict",
-        tuple(entry for entry in ordered if isinstance(entry, TensorEntry)),
-        tuple(entry for entry in ordered if isinstance(entry, ExtraEntry)),
-        modules,
-    )
+    for name, shard in shards.items():
+        section = shard.sections[0]
+        keys = section.keys
+        if not entries.keys().isdisjoint(keys):
+            again.update((key, home[key]) for key in keys if key in home)
+        entries.update(zip(keys, section.entries))
+        home.update(dict.fromkeys(keys, name))
+        if section.modules is not None:
+            modules = {**(modules or {}), **section.modules}
+    ordered = [entries.pop(key) for key in weight_map or () if key in entries]
+    ordered += entries.values()  # which the index does not list
+    tensors = [entry for entry in ordered if isinstance(entry, TensorEntry)]
+    extras = [entry for entry in ordered if isinstance(entry, ExtraEntry)]
+    section = Section("", "state_dict", tuple(tensors), tuple(extras), modules)
+    return _Merged(section, home, again)
 
 
 NO_INDEX = (
     "{0} holds shards without their index, which from_pretrained does not read: `ckpttool convert"
     " {0} -o OUT/` writes one"
 )
-
-
-def _homes(shards: Mapping[str, Checkpoint]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the shard that each key is read from, and keys that an earlier shard has too; the last
-    one is read.
-    """
-    home: dict[str, str] = {}
-    again: dict[str, str] = {}
-    for name, shard in shards.items():
-        keys = shard.sections[0].keys
-        again.update((key, home[key]) for key in keys if key in home)
-        home.update(dict.fromkeys(keys, name))
-    return home, again
 
 
 def _disagreements(
@@ -286,24 +282,24 @@ def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
     return shard
 
 
-def _size_notes(index: Mapping[str, Any], tensors: Sequence[TensorEntry]) -> tuple[str, ...]:
+def _size_notes(index: Mapping[str, Any], section: Section) -> tuple[str, ...]:
     """Return a note about a wrong ``total_size``. No reader needs it, and many published indexes
     have it wrong.
     """
     total = index.get("metadata", {}).get("total_size")
-    if total is None:
+    if total is None or total == section.nbytes:
         return ()
-    size = _total_size(tensors)
-    if total == size or total == sum(entry.nbytes for entry in tensors):
+    size = _total_size(section)
+    if total == size:
         return ()
     return (f"the index says total_size {total!r:.40}, the tensors are {size} bytes",)
 
 
-def _total_size(tensors: Collection[TensorEntry]) -> int:
+def _total_size(section: Section) -> int:
     """Return the bytes of the tensors. Tensors with several names count once."""
-    if own_storages(tensors):
-        return sum(entry.nbytes for entry in tensors)
-    return sum({entry.identity: entry.nbytes for entry in tensors}.values())
+    if section.has_own_storages():
+        return sum(entry.nbytes for entry in section.tensors)
+    return sum({entry.identity: entry.nbytes for entry in section.tensors}.values())
 
 
 def _common(metadatas: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -477,7 +473,7 @@ def _index(
     for shard, content in shards.items():
         shard_of.update(dict.fromkeys(content.sections[0].keys, shard))
     weight_map = {key: shard_of[key] for key in checkpoint.sections[0].keys}
-    total_size = _total_size(checkpoint.sections[0].tensors)
+    total_size = _total_size(checkpoint.sections[0])
     if source is None or not source.text:  # as transformers writes it
         metadata = {"total_size": total_size}
         index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
@@ -502,8 +498,8 @@ def _index(
 
 def _is_size_before(total_size: int, source: Shards) -> bool:
     """Return whether the index of the source says this size, or no size, and is right."""
-    before = [entry for shard in source.shards.values() for entry in shard.sections[0].tensors]
-    if total_size != _total_size(before):
+    before = [shard.sections[0] for shard in source.shards.values()]
+    if total_size != sum(map(_total_size, before)):
         return False
     told = source.index.get("metadata", {}).get("total_size")
-    return told in (None, total_size) or told == sum(entry.nbytes for entry in before)
+    return told in (None, total_size) or told == sum(section.nbytes for section in before)

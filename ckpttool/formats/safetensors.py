@@ -26,7 +26,6 @@ from ckpttool.core.checkpoint import (
     Storage,
     TensorEntry,
     contiguous_stride,
-    own_storages,
 )
 from ckpttool.core.dtypes import BY_NAME, BY_SAFETENSORS, itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
@@ -348,8 +347,6 @@ def overlapping(tensors: Iterable[TensorEntry]) -> dict[str, str]:
     bytes from its first element to its last.
     """
     tensors = tuple(tensors)
-    if own_storages(tensors):
-        return {}
     # begin and end in bytes, and the position in the section
     by_storage: dict[int, list[tuple[int, int, int]]] = {}
     for position, entry in enumerate(tensors):
@@ -493,8 +490,9 @@ def problems(checkpoint: Checkpoint) -> list[Problem]:
             unfit.append(Problem(problem, entry.key))
     count = Counter(entry.key for entry in section.tensors)
     unfit += [Problem("the name is there twice", key) for key in count if count[key] > 1]
-    for key, other in overlapping(section.tensors).items():
-        unfit.append(Problem(f"shares its bytes with {other}", key))
+    if not section.has_own_storages():
+        for key, other in overlapping(section.tensors).items():
+            unfit.append(Problem(f"shares its bytes with {other}", key))
     return unfit
 
 
