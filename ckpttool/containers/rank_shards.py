@@ -25,7 +25,7 @@ from ckpttool.core import dtypes
 from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
-from ckpttool.evaluate.compare import same_values
+from ckpttool.evaluate.compare import is_constant, same_values
 
 # Hints
 ALL_RANKS = "name the files of all ranks and no others, as in 'rank_*.pt'"
@@ -76,6 +76,18 @@ def ranks_agree(entry: TensorEntry) -> bool:
     same values.
     """
     return all(same_values(first, copy) for first, copy in _copies(entry))
+
+
+def are_copies(entry: TensorEntry) -> bool:
+    """Return whether all ranks hold the same values, and not one value only: they have copies of a
+    tensor, not parts of one. Reads the values until they differ.
+    """
+    if not is_of_ranks(entry) or is_whole(entry):
+        return False
+    first, *others = [part for part in parts_of(entry) if part is not None]
+    if not others or first.storage is None or not first.numel:
+        return False
+    return all(same_values(first, part) for part in others) and not is_constant(first)
 
 
 def rank_pairs(

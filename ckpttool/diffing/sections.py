@@ -8,7 +8,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from ckpttool.containers.rank_shards import is_of_ranks, parts_of, rank_pairs, ranks_agree
+from ckpttool.containers.rank_shards import (
+    are_copies,
+    is_of_ranks,
+    parts_of,
+    rank_pairs,
+    ranks_agree,
+)
 from ckpttool.containers.tensors import is_dense, kind
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.dtypes import PLAIN
@@ -163,7 +169,7 @@ def _split(
     if entry.shape == whole or not is_of_ranks(entry):
         return None
     shapes = _shapes_of_parts(entry)
-    if joined_dimension(shapes, whole) is None:
+    if joined_dimension(shapes, whole) is None or are_copies(entry):
         return None
     detail = f"{_counted(shapes)}, together {list(whole)}"
     return Entry("shape", keys[0], keys[1], Cause(code, (len(shapes),)), None, detail)
@@ -177,7 +183,7 @@ def _split_on_both(left: TensorEntry, right: TensorEntry, *keys: tuple[str, ...]
         return None
     shapes, others = _shapes_of_parts(left), _shapes_of_parts(right)
     whole = joined_alike(shapes, others)
-    if whole is None:
+    if whole is None or are_copies(left) or are_copies(right):
         return None
     cause = Cause(Code.SPLIT_BOTH, (len(shapes), len(others)))
     detail = f"{_counted(shapes)} and {_counted(others)}, together {list(whole)}"

@@ -108,6 +108,16 @@ def elements(entry: TensorEntry) -> Iterator[bytes | memoryview]:
         yield from numpy_eval.in_order(entry)
 
 
+def is_constant(entry: TensorEntry) -> bool:
+    """Return whether all elements of a dense tensor have the same bytes."""
+    size, element = itemsize(entry.dtype), b""
+    for chunk in whole_elements(elements(entry), size):
+        element = element or chunk[:size]
+        if chunk != element * (len(chunk) // size):
+            return False
+    return True
+
+
 def whole_elements(chunks: Chunks, size: int) -> Iterator[bytes]:
     """Yield the bytes in chunks of whole elements of `size` bytes."""
     rest = b""

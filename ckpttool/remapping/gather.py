@@ -12,6 +12,7 @@ from ckpttool.containers.chunks import Chunk, assemble, row_major_data
 from ckpttool.containers.rank_shards import (
     ONE_STEP,
     RankParts,
+    are_copies,
     is_of_ranks,
     is_whole,
     parts_of,
@@ -431,6 +432,10 @@ def assembled(
     parts = [part for part in parts_of(entry) if part is not None]
     if shape is None or all(part.shape == shape for part in parts):
         return parts[0], not ranks_agree(entry)
+    if are_copies(entry):
+        text = f"the ranks hold copies of {list(entry.shape)}, and the model's is {list(shape)}"
+        problems.append(Problem(text, entry.key))
+        return entry, False
     dimension = joined_dimension([part.shape for part in parts], shape)
     if dimension is not None and len({part.dtype for part in parts}) == 1:
         if is_tensor_parallel and is_fused(entry.key):

@@ -176,3 +176,34 @@ def test_parts_that_fit_along_no_dimension_are_refused(folder: Path, run: Run) -
     done = run("convert", "consolidated.*.pth", "--model", "whole.py:Net", "-o", "o.pt")
     assert done.status in (1, 2)
     assert "up.weight" in done.err
+
+
+def test_copies_of_a_smaller_model_are_not_parts_of_a_larger_one(folder: Path, run: Run) -> None:
+    """Each rank of DDP saved the same model, and two copies have the shapes of the larger one."""
+    (folder / "wide.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def build(width=8):\n"
+        "    net = nn.Embedding(width, 3)\n"
+        "    net.scale = nn.Parameter(torch.randn(width))\n"
+        "    return net\n"
+    )
+    names: dict[str, Any] = {}
+    exec((folder / "wide.py").read_text(), names)
+    for rank in range(2):
+        torch.manual_seed(0)
+        torch.save(names["build"](4).state_dict(), f"rank_{rank}.pt")
+    done = run("diff", "rank_*.pt", "--model", "wide.py:build", "--format", "json")
+    assert done.status == 1
+    assert {entry["code"] for entry in done.data["entries"]} == {"shape"}
+    assert fixes_in(done.data) == []
+    torch.save(names["build"](8).state_dict(), "wide.pt")
+    done = run("diff", "rank_*.pt", "wide.pt", "--format", "json")
+    assert {entry["code"] for entry in done.data["entries"]} == {"shape"}
+    for command in ("fix", "convert"):
+        done = run(command, "rank_*.pt", "--model", "wide.py:build", "-o", "out.pt")
+        assert done.status == 1
+        assert not (folder / "out.pt").exists()
+    assert (
+        run("convert", "rank_*.pt", "--model", "wide.py:build(width=4)", "-o", "out.pt").status == 0
+    )
