@@ -130,7 +130,11 @@ def test_status_0_means_that_from_pretrained_loads_it(
     saved: Saved, tmp_path: Path, run: Run
 ) -> None:
     shutil.copy(saved.folder / "config.json", tmp_path)
-    for fault, state in _faults(load_file(saved.folder / "model.safetensors")).items():
+    intact = load_file(saved.folder / "model.safetensors")
+    prefix = f"{saved.model.base_model_prefix}."
+    bare = {key.removeprefix(prefix): value for key, value in intact.items()}
+    assert bare.keys() != intact.keys()
+    for fault, state in {**_faults(intact), "no prefix of the base model": bare}.items():
         path = tmp_path / "model.safetensors"
         save_file(
             {key: value.clone() for key, value in state.items()}, path, metadata={"format": "pt"}

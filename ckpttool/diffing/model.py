@@ -144,8 +144,10 @@ def _load_section(
     if model.is_folder:
         untied = untied_keys(model.tables, section)
         model = as_read(model, section, checkpoint.source)
-    names = model.names()
     verdict = _verdict(model, checkpoint, section) if model.is_definition else None
+    if model.is_folder and verdict is not None and not verdict.ok:
+        model, verdict = _by_from_pretrained(model, checkpoint, section, verdict)
+    names = model.names()
     entries = explain_computed(compare_load(names, section, verdict, model.pretrained))
     entries = with_copies_of_ranks(explain_quantized(entries, section), section)
     entries = without_dtypes(entries) if ignore_dtype else entries
@@ -359,6 +361,20 @@ def _verdict(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> V
     except CkptError as error:
         error.hint = "; ".join(one_rank(checkpoint)) or error.hint
         raise
+
+
+def _by_from_pretrained(
+    model: ModelOperand, checkpoint: Checkpoint, section: Section, verdict: Verdict
+) -> tuple[ModelOperand, Verdict]:
+    """Return the model of a folder as from_pretrained loads it, if that loads the section, which
+    load_state_dict refuses: it accepts keys that it does not write.
+    """
+    from ckpttool.tracing.pretrained import is_pretrained
+
+    if model.pretrained or not is_pretrained(model.definition()):
+        return model, verdict
+    answer = _verdict(model.by_pretrained, checkpoint, section)
+    return (model.by_pretrained, answer) if answer.ok else (model, verdict)
 
 
 def _check_names_suffice(
