@@ -136,6 +136,19 @@ _FLAT = re.compile(r"_flat_param|flat_param(_\d+)?")
 NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a segment that is a number, as of a layer
 
 
+_ZEROS = str.maketrans("123456789", "0" * 9)
+
+
+def may_mention(keys: Iterable[str], words: Iterable[str]) -> bool:
+    """Return False if no key holds one of the words.
+
+    Keys of repeated layers differ in digits only. Without the difference few are left to look at.
+    """
+    distinct = set("\n".join(keys).translate(_ZEROS).split("\n"))
+    text = "\n".join(distinct)
+    return any(word.translate(_ZEROS) in text for word in words)
+
+
 _NUMBER_AFTER_DOT = re.compile(r"\.(\d+)(?![^.])")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from ckpttool.core.checkpoint import Kind, Section, once_per_section
-from ckpttool.core.text import plural
+from ckpttool.core.text import may_mention, plural
 from ckpttool.core.values import dataclass
 from ckpttool.naming.wrappers import ADAPTERS, PEFT_ROOT, canonical_keys
 
@@ -156,8 +156,7 @@ _MARKS = ("lora.", *filter(_has_no_other, ADAPTERS))
 def adapter_of(keys: Iterable[str]) -> Adapter | None:
     """Return the adapter among the keys, or None."""
     keys = list(keys)
-    text = "\n".join(keys)
-    if not any(mark in text for mark in _MARKS):  # most files have none
+    if not may_mention(keys, _MARKS):  # most files have none
         return None
     modules: dict[str, list[str]] = {}
     kinds: dict[str, None] = {}

@@ -15,6 +15,7 @@ from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import Hook, Names, RuntimeTensor
 from ckpttool.core.plan import Dropped, Output
+from ckpttool.core.text import may_mention
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import same_values
 from ckpttool.naming.wrappers import SEGMENTS, infer, recognise, strip, stripped_paths
@@ -453,8 +454,7 @@ def _without_segments(lefts: Sequence[str], rights: Sequence[str]) -> dict[str, 
     """
     pair = _below_prefix
     right_names = dict(zip(rights, rights))
-    text = "\n".join((*lefts, *rights))
-    if any(mark in text for mark in _MARKS):
+    if may_mention((*lefts, *rights), _MARKS):
         pair = _match_names
         right_names = {key: _without_wrappers(key) for key in rights}
     pairs = [*pair(lefts, right_names).items()]

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ckpttool.core.checkpoint import Checkpoint, Section, once_per_section
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Op, Special
-from ckpttool.core.text import dotted
+from ckpttool.core.text import dotted, may_mention
 from ckpttool.core.values import dataclass
 
 
@@ -238,8 +238,7 @@ def infer(keys: Iterable[str], *, lightning: bool = False) -> Evidence:
     the wrapper ``lightning``; otherwise it is the user's own module.
     """
     keys = list(keys)
-    text = "\n".join(keys)
-    if not lightning and not any(mark in text for mark in _MARKS):
+    if not lightning and not may_mention(keys, _MARKS):
         return Evidence((), (), frozenset())
     children = _children(keys)
     words: list[str] = []
