@@ -310,7 +310,6 @@ class _TorchNodes:
         return self.object(_MODULE, "TensorStorageMetadata", tensor)
 
 
-_INFO = "DCP_SHARDING_INFO"
 # bytes that show a safetensors file: the length of its header, and the header's first character
 _HEAD = 9
 _OBJECTS = 1 << 17  # bytes of objects to fetch together with the head
@@ -399,7 +398,7 @@ def read_shards(folder: str, names: Sequence[str]) -> tuple[Metadata, str]:
     problems: list[Problem] = []
     for name in names:
         shard = safetensors.read(join(folder, name))
-        offsets = _offsets(shard.metadata.get(_INFO, "{}"))
+        offsets = _offsets(shard.metadata.get(safetensors.OFFSETS, "{}"))
         for entry in shard.sections[0].tensors:
             at = offsets.get(entry.key)
             if at is None or len(at) != len(entry.shape) or entry.span is None:

@@ -29,9 +29,11 @@ from ckpttool.core.checkpoint import (
 )
 from ckpttool.core.dtypes import BY_NAME, BY_SAFETENSORS, itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.text import Note
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.formats import torchao
 from ckpttool.io.files import opened
+from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import BLOCK, LEAST, Edited, Piece, read_span
 
 METADATA = "__metadata__"
@@ -368,6 +370,9 @@ def overlapping(tensors: Iterable[TensorEntry]) -> dict[str, str]:
 
 
 FORMAT = "safetensors"
+# in the metadata of the files that ranks of torch.distributed.checkpoint write: the places of the
+# chunks in the tensors
+OFFSETS = "DCP_SHARDING_INFO"
 
 # The reference writer's order, by ascending alignment; the data is laid out from the last to the
 # first.
@@ -400,8 +405,18 @@ def read(path: str) -> Checkpoint:
         (Section("", "state_dict", tensors),),
         metadata=metadata,
         container=header,
-        notes=torchao.remark(tensors),
+        notes=(*torchao.remark(tensors), *_of_one_rank(path, metadata)),
     )
+
+
+def _of_one_rank(path: str, metadata: Mapping[str, str]) -> Iterator[Note]:
+    """Yield a note on a file of torch.distributed.checkpoint with chunks of tensors."""
+    if OFFSETS in metadata:
+        text = (
+            f"{name_of(path)} holds one rank's chunks of the tensors, and they may be incomplete:"
+            " name the folder of all ranks"
+        )
+        yield Note(text, "one-rank")
 
 
 # Writing

@@ -63,6 +63,17 @@ def test_a_note_says_that_the_number_of_ranks_is_unknown(
     )
 
 
+def test_a_note_says_that_one_file_holds_one_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard(tmp_path, 1, {"rows": WHOLE[:2].clone()}, {"rows": [0, 0]})
+    (file,) = tmp_path.iterdir()
+    out = tmp_path / "half.pt"
+    for command in (["inspect", str(file)], ["convert", str(file), "-o", str(out)]):
+        assert main(command) == 0
+        assert "holds one rank's chunks of the tensors" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("second", "offsets", "problem"),
     [
