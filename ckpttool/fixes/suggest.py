@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
+from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.diffing.adapter import adapter_alone
 from ckpttool.diffing.checkpoints import is_written_program
@@ -150,18 +151,21 @@ def _by_file(
 
 def unpacked(question: DiffQuestion) -> Diff:
     """Return the diff of a pickled module or a list that fits, with the command that writes a state
-    dict.
+    dict which also fits: under the names that the model saves, or that it has.
 
     A list has no buffers: the output does not have them either.
     """
-    options = RemapOptions(**question.model_options, to="serialized")
-    trial = try_remap(question, options, "serialized")
-    if trial is None:
-        return question.diff
-    differing = [entry for entry in trial.after.entries if trial.after.is_difference(entry)]
-    if differing and all(entry.status == "missing" for entry in differing):
-        trial = replace(trial, after=question.diff)
-    return Fixes((trial.fix,)).added_to(question.diff)
+    for form in (SERIALIZED, RUNTIME):
+        options = RemapOptions(**question.model_options, to=form)
+        trial = try_remap(question, options, form)
+        if trial is None:
+            continue
+        differing = [entry for entry in trial.after.entries if trial.after.is_difference(entry)]
+        if differing and all(entry.status == "missing" for entry in differing):
+            trial = replace(trial, after=question.diff)
+        if trial.after.identical:
+            return Fixes((trial.fix,)).added_to(question.diff)
+    return question.diff
 
 
 def _is_fewer(unfixed: Sequence[Unfixed], other: Sequence[Unfixed]) -> bool:

@@ -161,3 +161,40 @@ def test_the_hint_names_the_state_dict_that_can_be_renamed_and_converted(
         assert refused.status == 1
         assert refused.err.splitlines()[-1].endswith(f" {PACKED[place]}")
         assert run(command, PACKED[place], *words).status == 0
+
+
+HOOKED = """
+from torch import nn
+def rename(module, state, prefix, metadata):
+    for key in list(state):
+        if key.startswith(f"{prefix}head."):
+            state[key.replace("head.", "top.")] = state.pop(key)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+        self.register_state_dict_post_hook(rename)
+"""
+
+
+def test_fix_of_a_module_that_does_not_read_what_it_writes(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keys as saved are renamed, and no load hook renames them back."""
+    (tmp_path / "hooked_net.py").write_text(HOOKED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    net = importlib.import_module("hooked_net").Net()
+    torch.save(net, "net.pt")
+    done = run("diff", "net.pt", "--model", "hooked_net.py:Net", "--format", "json")
+    assert done.status == 0
+    (line,) = fixes_in(done.data)
+    out = line.split()[line.split().index("-o") + 1]
+    commands = [(line.split()[1:], out)]
+    commands.append(
+        (["fix", "net.pt", "--model", "hooked_net.py:Net", "-o", "fixed.pt"], "fixed.pt")
+    )
+    for words, written in commands:
+        assert run(*words).status == 0
+        net.load_state_dict(torch.load(written))
+    sys.modules.pop("hooked_net", None)
