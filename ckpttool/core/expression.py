@@ -103,6 +103,11 @@ def is_constant(expression: Argument) -> bool:
     return next(refs(expression), None) is None
 
 
+def filled(shape: tuple[int, ...], dtype: str, fill: float | bool) -> Op:
+    """Return a tensor whose elements are one number."""
+    return Op("aten.full.default", (shape, fill), (("dtype", Special("dtype", dtype)),))
+
+
 def operators(expression: Argument) -> Iterator[str]:
     return (part.op for part in parts(expression) if isinstance(part, Op))
 

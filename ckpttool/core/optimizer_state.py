@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import chain
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.values import dataclass
@@ -15,6 +15,14 @@ ID, FQN, FLAT = "id", "fqn", "flat"
 FORMS = (ID, FQN, FLAT)
 STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
 Param = Union[int, str]
+
+
+class Filled(NamedTuple):
+    """A tensor of state whose elements are one number."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    fill: float | bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,17 @@ class OptimizerState:
             if isinstance(value, TensorEntry):
                 shapes[str(name)] = value.shape
         return shapes
+
+
+def with_filled(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter with `Filled` tensors, which JSON has as lists."""
+    values = {}
+    for name, value in state.items():
+        if isinstance(value, list):
+            dtype, shape, fill = value
+            value = Filled(dtype, tuple(shape), fill)
+        values[name] = value
+    return values
 
 
 def renamed(state: OptimizerState, names: Mapping[Param, str]) -> OptimizerState:

@@ -85,7 +85,8 @@ class OptimizerMove:
 
     `sources` maps each parameter that has state to what it is of the source's parameters, as these
     are called there (an id as text); `shapes` are the shapes of the source's parameters of which
-    others are made.
+    others are made. `created` are parameters that get the state that the optimizer creates, and the
+    names in it.
     """
 
     section: str
@@ -93,6 +94,7 @@ class OptimizerMove:
     groups: tuple[GroupMove, ...]
     sources: Mapping[str, Expression]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    created: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +238,7 @@ _MOVE = record(
         "groups": list_of(_GROUP),
         "params": _SOURCES,
     },
-    {"shapes": map_of(SHAPE)},
+    {"shapes": map_of(SHAPE), "created": unless_empty(map_of(TEXTS))},
     called={"params": "sources"},
 )
 _RUN = record(

@@ -305,6 +305,8 @@ def compare_with_optimizer(
     remedy = Remedy("drop_state") if is_foreign else _remedy(param_map, named, target, notes)
     if required and remedy.way == "by_name":
         remedy = Remedy("regroup")  # --to-optimizer adds the options
+    if remedy.way in ("by_name", "regroup") and any(e.has(Code.NO_STATE) for e in entries):
+        remedy = Remedy("create_state", state.form)
     fit = OptimizerFit(tuple(entries), tuple(notes), False, remedy)
     return _with_old_model(fit, state, target, saved) if remedy.way == "old_model" else fit
 

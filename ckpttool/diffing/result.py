@@ -187,8 +187,9 @@ class Remedy:
     """How the state of a saved optimizer could be fixed.
 
     `way`: order its parameters by name (``by_name``); put them into the groups of the optimizer
-    that loads it (``regroup``); name the model (``old_model``) or the optimizer (``old_optimizer``)
-    that saved it; leave the state out (``drop_state``). For two saved optimizers: bring the left
+    that loads it (``regroup``), and add the state that it creates (``create_state``); name the
+    model (``old_model``) or the optimizer (``old_optimizer``) that saved it; leave the state out
+    (``drop_state``). For two saved optimizers: bring the left
     into the right's order and groups (``like_right``), or only into its form of keys (``keys``;
     ``keys_by_model`` if that needs a model). `form` is the form of the keys, None if it stays.
 
@@ -200,6 +201,7 @@ class Remedy:
     way: Literal[
         "by_name",
         "regroup",
+        "create_state",
         "old_model",
         "old_optimizer",
         "drop_state",

@@ -110,6 +110,16 @@ def _regrouped(question: DiffQuestion, remedy: Remedy) -> Candidate:
     return "mapped", RemapOptions(**_model(question), to_optimizer=_optimizer(question))
 
 
+def _with_created_state(question: DiffQuestion, remedy: Remedy) -> Candidate:
+    options = RemapOptions(
+        **_model(question),
+        to_optimizer=_optimizer(question),
+        optimizer_keys=remedy.form,
+        partial=True,
+    )
+    return "mapped", options
+
+
 def _from_old_optimizer(question: DiffQuestion, remedy: Remedy) -> Candidate:
     to_optimizer = _optimizer(question) or "OPTIMIZER"
     options = RemapOptions(**_model(question), optimizer="OLD_OPTIMIZER", to_optimizer=to_optimizer)
@@ -182,6 +192,7 @@ def _lacks_values(question: DiffQuestion) -> bool:
 _REMAPS: dict[str, Callable[[DiffQuestion, Remedy], Candidate]] = {
     "by_name": _by_name,
     "regroup": _regrouped,
+    "create_state": _with_created_state,
     "old_optimizer": _from_old_optimizer,
     "like_right": _like_right,
     "keys_by_model": _keys_by_model,

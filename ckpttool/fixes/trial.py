@@ -301,7 +301,8 @@ def try_remap(
         if not after.identical or question.right is not None:
             loads = loading(result, read, loaded_by(read, model, to_model))
             missing = missing if loads is None else loads.missing
-        printed = replace(options, out=out, partial=bool(missing))
+        creates = any(optimizer.move.created for optimizer in result.optimizers if optimizer.move)
+        printed = replace(options, out=out, partial=bool(missing) or creates)
         try:
             write_options = replace(read, out=out, partial=printed.partial)
             remap.run(source, write_options, model=model, planned=result, lays_out=False)

@@ -28,6 +28,7 @@ from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Expression, Ref, is_opaque, refs, without_cast
 from ckpttool.core.limits import limits
 from ckpttool.core.names import SCHEMA, SERIALIZED, Names
+from ckpttool.core.optimizer_state import with_filled
 from ckpttool.core.options import ModelOptions, OptimizerOptions, call_of, expand_options
 from ckpttool.core.plan import Dropped, Output, Plan, compose, module_renames
 from ckpttool.core.text import plural, shell
@@ -261,6 +262,24 @@ class ModelOperand:
         from ckpttool.tracing.model_code import values_of_constants
 
         return values_of_constants(self.definition(), names)
+
+    def initial_states(
+        self, groups: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, str]]:
+        """Return the state that the optimizer creates for parameters without state, by FQN, and why
+        it is not known; see `tracing.initial_state`. `groups` has their hyperparameters.
+        """
+        from ckpttool.tracing.build_optimizer import load_optimizer
+        from ckpttool.tracing.initial_state import initial_states
+
+        def ask() -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, str]]:
+            return initial_states(self.definition(), load_optimizer(self.optimizer), groups)
+
+        job = current()
+        if job is None:
+            return ask()
+        states, unknown = job.of_first(f"initial states {self.optimizer} {sorted(groups)}", ask)
+        return {fqn: with_filled(state) for fqn, state in states.items()}, unknown
 
     def verdict(self, section: Section, *, reads_values: bool = True) -> Verdict:
         """Return what torch says of a strict load of the section, found once for the same entries

@@ -52,6 +52,11 @@ class Parameters:
         return names
 
     @cached_property
+    def fqns(self) -> dict[str, str]:
+        """Return canonical name -> the FQN that the parameter has first."""
+        return {t.canonical: t.fqn for t in self._first}
+
+    @cached_property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Return the canonical names in the groups of the model's optimizer, in its order; empty
         without one.

@@ -321,6 +321,18 @@ def _new_options(
     return options
 
 
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are numbers or other plain values, a tensor of one number as it."""
+    plain = {}
+    for name, value in options.items():
+        number = _number(value)
+        if number is not None:
+            plain[name] = number if isinstance(value, TensorEntry) else value
+        elif not isinstance(value, (TensorEntry, ExtraEntry)):
+            plain[name] = value
+    return plain
+
+
 def _number(value: Any) -> float | None:
     """Return an option that is a number, or a tensor of one; None for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):

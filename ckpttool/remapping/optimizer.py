@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
 from itertools import chain
@@ -13,15 +13,24 @@ from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import SERIALIZED, Names
-from ckpttool.core.optimizer_state import FLAT, ID, OptimizerState, Param, ParamGroup, renamed
+from ckpttool.core.optimizer_state import (
+    FLAT,
+    ID,
+    Filled,
+    OptimizerState,
+    Param,
+    ParamGroup,
+    renamed,
+)
 from ckpttool.core.plan import OptimizerMove, Plan
-from ckpttool.core.text import plural, some
+from ckpttool.core.text import Info, plural, some
 from ckpttool.core.values import dataclass
+from ckpttool.evaluate.apply import entry_of
 from ckpttool.naming import wrappers
 from ckpttool.naming.wrappers import strip
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.optimizers import forms
-from ckpttool.optimizers.forms import class_of, lacking, with_new_options
+from ckpttool.optimizers.forms import WHOLE, class_of, lacking, with_new_options
 from ckpttool.optimizers.identify import (
     Parameters,
     ParamMap,
@@ -44,6 +53,7 @@ from ckpttool.optimizers.transform import (
     in_groups,
     move_of,
     placed,
+    plain_options,
     to_serialized,
 )
 from ckpttool.ruleset.patterns import Renaming
@@ -155,6 +165,11 @@ def _in_model_order(
     return [name for name in parameters.shapes if name in sources]
 
 
+Create = Callable[
+    [Mapping[str, Mapping[str, Any]]], tuple[Mapping[str, Mapping[str, Any]], Mapping[str, str]]
+]
+OfSection = tuple[Names | None, Names | None, Create | None]
+
 AFRESH = "load the model alone (CKPT::SECTION), and start the optimizer from scratch"
 
 
@@ -186,14 +201,15 @@ class OptimizerRequest:
     state_dicts: Sequence[Section] | None = None
     old_model: str | None = None
     output: str | None = None
-    of_sections: Mapping[str, tuple[Names | None, Names | None]] = field(default_factory=dict)
+    create: Create | None = None
+    of_sections: Mapping[str, OfSection] = field(default_factory=dict)
 
     def of(self, section: Section) -> OptimizerRequest:
         """Return the request with the names for the optimizer of a section."""
         if section.path not in self.of_sections:
             return self
-        names, to_names = self.of_sections[section.path]
-        return replace(self, names=names, to_names=to_names)
+        names, to_names, create = self.of_sections[section.path]
+        return replace(self, names=names, to_names=to_names, create=create)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,21 +318,26 @@ def _moved(
     params = map(str, chain.from_iterable(group.params for group in groups))
     held = {name: sources[name] for name in params if name in sources}
     shapes = _shapes(named, request)
-    moved = in_groups(named, groups, carry(named, held, shapes, where))
+    states = carry(named, held, shapes, where)
+    created, notes_on_created = _created(groups, states, request, to, where)
+    moved = in_groups(named, groups, {**states, **created})
     _check_loads(moved, saved_by, to_names, where)
 
     spelled = {param: str(param) for param in moved.params}
     spelled |= _as_the_keys(state, moved, request, to, where)
     new = tuple(spelled[param] for param in moved.params if param not in sources)
+    names_created = {spelled[param]: tuple(created[param]) for param in created}
     moved = renamed(moved, spelled)
     over = {}
     for name, source in held.items():
         over[spelled[name]] = ex.substitute(source, file_sources.__getitem__)
     file_shapes = _file_shapes(file_sources, shapes, request.names)
     move = move_of(section, state, to, moved.groups, over, file_shapes)
+    move = replace(move, created=names_created)
     read = set(ex.refs(tuple(held.values())))
     dropped = tuple(str(param) for param in named.state if param not in read)
-    notes = _notes(where, state, moved, to, new, dropped)
+    without_state = [name for name in new if name not in names_created]
+    notes = _notes(where, state, moved, to, without_state, dropped) + notes_on_created
     changed = changed_options(named, sources, groups)
     if changed:
         notes.append(
@@ -336,6 +357,76 @@ def _moved(
         move=move,
         loaded_by=to_names,
     )
+
+
+def _created(
+    groups: Sequence[ParamGroup],
+    states: Mapping[Param, Mapping[Any, Any]],
+    request: OptimizerRequest,
+    to: str,
+    where: str,
+) -> tuple[dict[Param, Mapping[Any, Any]], list[str]]:
+    """Return the state that the optimizer creates for trainable parameters without state, if that
+    was requested, and notes on it.
+
+    ``Optimizer.load_state_dict``, which reads ids, lets the next step create it.
+    """
+    target = request.to_names or request.names
+    if to == ID or target is None or not target.optimizer:
+        return {}, []
+    parameters = Parameters(target)
+    options_of = _without_state(groups, states, parameters)
+    if not options_of:
+        return {}, []
+    if request.create is None:
+        names = [parameters.canonical[fqn] for fqn in options_of]
+        text = (
+            f"{where}: {plural(len(names), 'trainable parameter')} without state, which"
+            f" set_optimizer_state_dict refuses; with --partial, {target.optimizer_class} creates"
+            f" it: {some(names)}"
+        )
+        return {}, [text]
+    filled, unknown = request.create(options_of)
+    created: dict[Param, Mapping[Any, Any]] = {}
+    for fqn, state in filled.items():
+        name = parameters.canonical[fqn]
+        created[name] = {slot: _entry(value) for slot, value in state.items()}
+    notes: list[str] = []
+    if created:
+        count = plural(len(created), "parameter")
+        text = f"{where}: new state of {count}, as {target.optimizer_class} creates it"
+        notes.append(Info(f"{text}: {some(list(map(str, created)))}", "remap"))
+    for reason in dict.fromkeys(unknown.values()):
+        names = [parameters.canonical[fqn] for fqn in unknown if unknown[fqn] == reason]
+        notes.append(f"{where}: no state is created for {some(names)}: {reason}")
+    return created, notes
+
+
+def _without_state(
+    groups: Sequence[ParamGroup],
+    states: Mapping[Param, Mapping[Any, Any]],
+    parameters: Parameters,
+) -> dict[str, Mapping[str, Any]]:
+    """Return the FQN of each trainable parameter that has no state while others have some, with the
+    hyperparameters of its group.
+    """
+    slots = set(map(str, chain.from_iterable(states.values())))
+    if not slots or slots & WHOLE:
+        return {}
+    trainable = set(parameters.trainable)
+    options_of: dict[str, Mapping[str, Any]] = {}
+    for group in groups:
+        options = plain_options(group.hyperparameters)
+        for param in group.params:
+            if param in trainable and not states.get(param):
+                options_of[parameters.fqns[str(param)]] = options
+    return options_of
+
+
+def _entry(value: Any) -> Any:
+    if not isinstance(value, Filled):
+        return value
+    return entry_of("", ex.filled(value.shape, value.dtype, value.fill), {})
 
 
 def _follow_narrowed(

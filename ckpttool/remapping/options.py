@@ -135,7 +135,12 @@ class RemapOptions(OptimizerOptions, EditOptions):
     )
     partial: Annotated[
         bool,
-        Option("--partial", "Write OUT even if it lacks keys of the model, and name them.", "Keys"),
+        Option(
+            "--partial",
+            "Write OUT even if it lacks keys of the model, and name them. Named optimizer state"
+            " that is lacking is created.",
+            "Keys",
+        ),
     ] = False
     drop: Annotated[
         Sequence[str] | None,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.names import Names
 from ckpttool.core.text import dotted, plural
 from ckpttool.formats.opening import note_on
 from ckpttool.kinds.adapters import adapter_in
@@ -20,7 +18,7 @@ from ckpttool.operands.output import command, target_for
 from ckpttool.remapping.by_position import notes_on_lists
 from ckpttool.remapping.filling import fill
 from ckpttool.remapping.gather import with_gathered_optimizers
-from ckpttool.remapping.optimizer import OptimizerRequest
+from ckpttool.remapping.optimizer import Create, OfSection, OptimizerRequest
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.plan import with_optimizers
@@ -106,16 +104,18 @@ def _for_optimizers(inputs: Inputs) -> OptimizerRequest:
         inputs.to_names,
         inputs.request.renamings,
         form,
-        of_sections=_names_of_sections(inputs),
+        create=_create(inputs.to_model or inputs.model, options),
+        of_sections=_of_sections(inputs),
         state_dicts=saved_state_dicts(source),
         old_model=_command_with_old_model(source, options),
         output=options.target(source.source),
     )
 
 
-def _names_of_sections(inputs: Inputs) -> dict[str, tuple[Names | None, Names | None]]:
-    """Return the names of the models that saved and will load the optimizer of each section, if the
-    optimizers are named by their sections. Raise `CkptError` for sections that are none.
+def _of_sections(inputs: Inputs) -> dict[str, OfSection]:
+    """Return the names of the models that saved and will load the optimizer of each section, and
+    what creates state, if the optimizers are named by their sections. Raise `CkptError` for
+    sections that are none.
     """
     named = inputs.options.optimizers
     paths = [section.path for section in inputs.source.optimizers]
@@ -127,16 +127,23 @@ def _names_of_sections(inputs: Inputs) -> dict[str, tuple[Names | None, Names | 
             hint=f"{sections}: `{inputs.source.inspect_call}` lists its sections",
             problems=problems,
         )
-    names = {}
+    of_sections: dict[str, OfSection] = {}
     for path, (optimizer, to_optimizer) in named.items():
-        saved = _with_ids(inputs.model, optimizer)
-        loads = _with_ids(inputs.to_model, to_optimizer)
-        names[path] = saved, loads
-    return names
+        saved = None if inputs.model is None else inputs.model.with_optimizer(optimizer)
+        loads = None if inputs.to_model is None else inputs.to_model.with_optimizer(to_optimizer)
+        of_sections[path] = (
+            None if saved is None else saved.names(),
+            None if loads is None else loads.names(),
+            _create(loads or saved, inputs.options),
+        )
+    return of_sections
 
 
-def _with_ids(model: ModelOperand | None, optimizer: Any) -> Names | None:
-    return None if model is None else model.with_optimizer(optimizer).names()
+def _create(loads: ModelOperand | None, options: RemapOptions) -> Create | None:
+    """Return what creates state for parameters without any: the optimizer, with --partial."""
+    if not options.partial or loads is None or not loads.is_definition or loads.optimizer is None:
+        return None
+    return loads.initial_states
 
 
 def _not_reached(outcome: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:

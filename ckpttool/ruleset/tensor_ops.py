@@ -13,7 +13,7 @@ from typing import Union
 from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.errors import Refused
-from ckpttool.core.expression import Expression, Op, Special
+from ckpttool.core.expression import Expression, Op, Special, filled
 from ckpttool.core.text import shape_text
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.ops import ROW_MAJOR
@@ -373,8 +373,7 @@ def constant(shape: tuple[int, ...], dtype: str, fill: float | bool) -> Value:
         can_hold = is_whole and (fill >= 0 or not dtype.startswith("uint"))
     if not can_hold:
         raise refusal(f"{dtype} cannot hold {fill}")
-    source = Op("aten.full.default", (shape, fill), (("dtype", Special("dtype", dtype)),))
-    return Value(source, dtype, shape, None, DENSE)
+    return Value(filled(shape, dtype, fill), dtype, shape, None, DENSE)
 
 
 def _check_fit(values: Sequence[Value], layouts: Collection[object]) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from ckpttool import CkptError, Names
 from ckpttool.core.checkpoint import Lazy, Section, Storage, TensorEntry
-from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Ref
-from ckpttool.core.names import Names, OptimizerParam, RuntimeTensor, SerializedKey
+from ckpttool.core.names import OptimizerParam, RuntimeTensor, SerializedKey
 from ckpttool.core.optimizer_state import (
     FLAT,
     FQN,
@@ -238,7 +238,7 @@ def test_extra_and_missing_parameters_are_reported() -> None:
     )
     missing = compare_saved(saved(FQN, "ab"), model("abc"))
     assert ("missing", "param_groups.0.params.c", None) in differences(missing)
-    assert (missing.fits, missing.remedy) == (False, Remedy("regroup"))
+    assert (missing.fits, missing.remedy) == (False, Remedy("create_state", FQN))
     fewer = compare_saved(saved(ID, "ab"), model("abc"))
     assert fewer.notes == (
         "left was not saved by this optimizer: its groups have other sizes: "
