@@ -23,10 +23,13 @@ Severity = Literal["error", "warning", "notice"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A piece of text and its role, which renderers give a style."""
+    """A piece of text and its role, which renderers give a style. A page shows `bar` (0 to 1) as a
+    bar next to the text.
+    """
 
     text: str
     role: Role = "plain"
+    bar: float | None = None
 
 
 Inline = Union[str, Cell]

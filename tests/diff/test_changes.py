@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,16 @@ def test_the_largest_change_of_each_template_comes_first(run: Run, tmp_path: Pat
     ]
     every = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--values", "--all").out
     assert "layers.1.w       0.1" in every.partition("Values, by relative change\n")[2]
+
+
+def test_the_page_shows_the_relative_change_as_a_bar(run: Run, tmp_path: Path) -> None:
+    left = {name: torch.ones(4) for name in ("most", "half", "nan", "same")}
+    right = {name: value.clone() for name, value in left.items()}
+    right["most"] += 1
+    right["half"] += 0.5
+    right["nan"][0] = float("nan")
+    torch.save(left, tmp_path / "a.pt")
+    torch.save(right, tmp_path / "b.pt")
+    page = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--values", "--format", "html").out
+    bars = re.findall(r'key" data-title="tensors">(\w+)<.*?<meter value="([\d.]+)">', page)
+    assert bars == [("nan", "1.000"), ("most", "1.000"), ("half", "0.500")]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
-from math import inf
+from math import inf, isfinite
 from typing import NamedTuple
 
 from ckpttool.core.text import Info, code_of, number, plural
@@ -138,12 +138,15 @@ def _changes(diff: Diff, all: bool) -> Table:
             key = entry.right[0]
             name = key if all else _NUMBER.sub("{}", key)
             by_name.setdefault(name, []).append((key, entry.change))
-    rows = []
+    most_changed = []
     for name, tensors in by_name.items():
         worst, change = max(tensors, key=lambda tensor: _extent(tensor[1]))
-        rows.append((_extent(change), _change_row(name, worst, change)))
-    rows.sort(key=lambda ranked: ranked[0], reverse=True)
-    table = Table("Values, by relative change", _CHANGED, tuple(row for _, row in rows))
+        most_changed.append((name, worst, change))
+    most_changed.sort(key=lambda ranked: _extent(ranked[2]), reverse=True)
+    extents = [_extent(change) for _, _, change in most_changed]
+    largest = max(filter(isfinite, extents), default=0.0)
+    rows = [_change_row(*ranked, largest) for ranked in most_changed]
+    table = Table("Values, by relative change", _CHANGED, tuple(rows))
     return table if all else shortened(table, _ROWS, "--all")
 
 
@@ -153,16 +156,19 @@ def _extent(change: Change) -> float:
     return inf if change.relative is None or new > 0 else change.relative
 
 
-def _change_row(name: str, worst: str, change: Change) -> Row:
+def _change_row(name: str, worst: str, change: Change, largest: float) -> Row:
+    """Return the row of the tensors `name`; `largest` is the largest finite relative change."""
     not_finite = {
         "NaN": change.nan_left + change.nan_right,
         "infinite": change.infinite_left + change.infinite_right,
     }
     counts = ", ".join(f"{number(count)} {kind}" for kind, count in not_finite.items() if count)
-    sizes = ("-" if size is None else f"{size:.2g}" for size in (change.relative, change.norm))
+    relative, norm = ("-" if x is None else f"{x:.2g}" for x in (change.relative, change.norm))
+    bar = min(_extent(change) / largest, 1) if largest else 1.0
     share = f"{change.differing / change.elements:.0%}"
     most = worst if worst != name else ""
-    return (name, *sizes, f"{change.maximum:.2g}", share, counts, most)
+    maximum = f"{change.maximum:.2g}"
+    return (name, Cell(relative, "number", bar), norm, maximum, share, counts, most)
 
 
 def _likely_renames(diff: Diff, likely: Iterable[Pair], all: bool) -> Keys:

@@ -216,7 +216,8 @@ def _cell(tag: str, entry: Cell, title: str = "") -> str:
     text = _escape(entry.text)
     # a name is broken after dots only
     text = text.replace(".", ".<wbr>") if entry.role == "key" else text
-    return f"<{tag}{role}{data}>{text}</{tag}>"
+    bar = "" if entry.bar is None else f'<meter value="{entry.bar:.3f}"></meter>'
+    return f"<{tag}{role}{data}>{bar}{text}</{tag}>"
 
 
 def _table(table: Table) -> list[str]:
