@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError, Diff
 from ckpttool.core.limits import Limits, limited
 from ckpttool.diffing.baseline import _lines, judged
 from ckpttool.diffing.options import DiffOptions
-from ckpttool.diffing.result import HARMLESS, STATUSES, Diff, Entry
+from ckpttool.diffing.result import HARMLESS, STATUSES, Entry
 from command import Run
 
 MODEL = """

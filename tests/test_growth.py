@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.cli.app import main
+from command import main
 
 FEW = 300
 TIMES = 8

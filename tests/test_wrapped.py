@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.cli.app import main
 from ckpttool.naming.wrappers import COUNTER
-from command import Run
+from command import Run, main
 from optimizer_support import same
 from wrapped_ranks import BLOCKS, CHAINS, PLAIN, TRAINED, Net, Wrapped, filename, net, tensors, wrap
 

@@ -27,8 +27,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpttool
-from ckpttool.cli.app import main
 from ckpttool.live import load as live_load
+from command import main
 from drawn_models import MODELS, build
 from places import SUPPORT
 from torch_version import needs_torch

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import ckpttool
+from ckpttool import CkptError, Refused
 from ckpttool.core.codes import CODES
-from ckpttool.core.errors import CkptError, Refused
 
 State = dict[str, Any]
 

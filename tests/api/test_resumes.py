@@ -18,7 +18,7 @@ from torch import nn
 
 import ckpttool
 import optimizer_models
-from ckpttool.cli.app import main
+from command import main
 from drawn_models import MODELS, build
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "12"))

@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from ckpttool import __version__
+from ckpttool import CkptError, Problem, Refused, __version__
 from ckpttool.cli.failures import failure_of
 from ckpttool.cli.params import COMMANDS
-from ckpttool.core.errors import CkptError, Problem, Refused
 from command import Run
 
 AVAILABLE = [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module)]

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from ckpttool import CkptError, Problem
 from ckpttool.cli import ranks
 from ckpttool.cli.failures import Failure, OfAllRanks, failure_of
-from ckpttool.core.errors import CkptError, Problem
 from ckpttool.distributed.job import Job
 from ckpttool.io.syscalls import Terminated
 

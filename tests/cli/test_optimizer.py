@@ -11,8 +11,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import optimizer_models as models
-from ckpttool.cli.app import main
-from command import Run
+from command import Run, main
 from optimizer_support import same, save, train
 
 MODEL = ("--model", "optimizer_models:Net")

@@ -17,10 +17,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import optimizer_models as models
-from ckpttool.cli.app import main
 from ckpttool.diffing.result import HARMLESS
 from ckpttool.fixes.optimizer import FOREIGN, NO_REMAP
-from command import Run, fixes_in, notes_in
+from command import Run, fixes_in, main, notes_in
 from optimizer_support import save, steps, train
 
 # Another class's state

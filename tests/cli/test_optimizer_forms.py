@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.cli.app import main
-from command import Run, fixes_in, notes_in
+from command import Run, fixes_in, main, notes_in
 
 CODE = """
 import torch

@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import optimizer_orders as orders
-from ckpttool.cli.app import main
-from command import Run, fixes_in, notes_in
+from command import Run, fixes_in, main, notes_in
 from optimizer_orders import Spec, spec
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "25"))

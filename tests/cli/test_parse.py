@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool import CkptError
 from ckpttool.cli import params, parser
-from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, Option
 from ckpttool.core.values import dataclass
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ckpttool.cli import streams
-from ckpttool.cli.app import main
+from command import main
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
 KEYS = ["ünter.weight", "名前", "𝛼", "a\n::error::b", "::error::c", "x##[error]d"]

@@ -17,8 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.cli.app import main
-from command import Run
+from command import Run, main
 from places import DATA, DOCS
 
 STATE = {"a.weight": torch.arange(2_000.0), "a.bias": torch.ones(3), "b.weight": torch.zeros(2, 2)}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckpttool import Problem
 from ckpttool.cli import streams
 from ckpttool.cli.failures import problem_lines
-from ckpttool.core.errors import Problem
 from command import Run
 
 pytestmark = pytest.mark.filterwarnings("default")

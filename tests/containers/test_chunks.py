@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool import CkptError
 from ckpttool.containers import chunks as module
 from ckpttool.containers.chunks import Chunk, cover_problem
-from ckpttool.core.errors import CkptError
 from ckpttool.formats.dcp import tensor_data
 from ckpttool.formats.dcp_metadata import FileRange, TensorItem
 from files import content

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool import CkptError
 from ckpttool.containers.strict_json import dumps, loads, quoted, read_file, value_at
-from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Limits, limited
 
 VALUES = st.recursive(

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool import CkptError
 from ckpttool.containers.pickle_read import PickledSet, loads
 from ckpttool.containers.pickle_write import dumps
-from ckpttool.core.errors import CkptError
 from mutate import changed
 
 EXAMPLES = 5_000 if os.environ.get("CKPTTOOL_SUITES") == "all" else 300

@@ -32,9 +32,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool import CkptError
 from ckpttool.containers.pickle_read import ABSENT, Global, loads
 from ckpttool.containers.pickle_write import dumps
-from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Limits, limited
 
 Point = collections.namedtuple("Point", "x y")

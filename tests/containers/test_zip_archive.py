@@ -17,6 +17,7 @@ import fsspec
 import pytest
 import torch
 
+from ckpttool import CkptError
 from ckpttool.containers.zip_read import (
     U32,
     Archive,
@@ -25,7 +26,6 @@ from ckpttool.containers.zip_read import (
     read_archive,
     read_record,
 )
-from ckpttool.core.errors import CkptError
 from ckpttool.io.files import check_assumed
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ckpttool import CkptError
 from ckpttool.core import expression as ex
-from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import ARGUMENT, Op, Ref, Special
 from ckpttool.core.schema import check
 

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpttool
+from ckpttool import CkptError, Names, Plan
 from ckpttool.containers.strict_json import read_file
 from ckpttool.core import schema
-from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import Limits, limited
-from ckpttool.core.names import Names
-from ckpttool.core.plan import Plan
 from ckpttool.operands.model import ModelOperand, read_names
 from ckpttool.tracing.trace import trace
 from zoo import zoo_model

@@ -18,12 +18,12 @@ from threading import Thread
 import pytest
 import torch
 
-from ckpttool.cli.app import main
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.core.limits import Limits, limited, limits, with_memory
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io.files import opened
 from ckpttool.ruleset.parse import read as read_rules
+from command import main
 
 MAX_SECONDS = 2.0
 NEEDS_HTTP = pytest.mark.skipif(not find_spec("aiohttp"), reason="aiohttp is not installed")

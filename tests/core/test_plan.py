@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, TensorEntry
-from ckpttool.core.errors import CkptError
+from ckpttool import Checkpoint, CkptError, Plan
+from ckpttool.core.checkpoint import ExtraEntry, Section, Span, Storage, TensorEntry
 from ckpttool.core.expression import BY_CODE, Expression, Op, Ref, refs
 from ckpttool.core.plan import (
     SCHEMA,
@@ -23,7 +23,6 @@ from ckpttool.core.plan import (
     ModelRun,
     ModuleRename,
     Output,
-    Plan,
     compose,
     in_turn,
     module_renames,

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ckpttool.cli.app import main
-from command import Run
+from command import Run, main
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "60"))
 KEYS = (1, 2, "1", "a", "b", "a.b", "model", "state_dict", "rng", "c d", (1, 2), None, True, 1.5)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import ckpttool
 import hook_zoo
-from ckpttool.cli.app import main
+from ckpttool import CkptError
 from ckpttool.core.checkpoint import (
     ExtraEntry,
     Section,
@@ -28,7 +28,6 @@ from ckpttool.core.checkpoint import (
     TensorEntry,
     contiguous_stride,
 )
-from ckpttool.core.errors import CkptError
 from ckpttool.diffing.loading import compare_load
 from ckpttool.diffing.model import names_alone
 from ckpttool.diffing.names import compare_names
@@ -37,7 +36,7 @@ from ckpttool.diffing.result import STATUSES, Entry
 from ckpttool.diffing.sections import compare
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.operands.model import ModelOperand
-from command import Run, notes_in
+from command import Run, main, notes_in
 from hook_zoo import ZOO
 from zoo import FLAT, randomized, runtime_values, state_of, traced, zoo_model
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.cli.app import main
+from command import main
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "80"))
 KEYS = ("a.w", "a.b", "b.w", "b.b")

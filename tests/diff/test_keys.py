@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from ckpttool import Checkpoint
 from ckpttool.core.checkpoint import (
-    Checkpoint,
     ExtraEntry,
     Lazy,
     Section,

@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckpttool.cli.app import main
-from command import Run
+from command import Run, main
 
 KINDS = ("dense", "conjugated", "sparse", "csr", "sharded")
 MODEL = """

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
+from ckpttool import Names, Problem
 from ckpttool.core.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry
-from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Expression, Op, Ref
-from ckpttool.core.names import Hook, LoadedTensor, Names, RuntimeTensor, SerializedKey
+from ckpttool.core.names import Hook, LoadedTensor, RuntimeTensor, SerializedKey
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.loading import compare_load, loads
 from ckpttool.diffing.names import compare_names

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.core.names import Names
-from ckpttool.diffing.result import Diff
+from ckpttool import Diff, Names
 from command import Run, notes_in
 from zoo import FLAT, state_of, traced
 

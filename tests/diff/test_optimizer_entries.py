@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from ckpttool import Names
 from ckpttool.core.checkpoint import ExtraEntry, Section, Span, Storage, TensorEntry
 from ckpttool.core.expression import Ref
-from ckpttool.core.names import Names, RuntimeTensor, SerializedKey
+from ckpttool.core.names import RuntimeTensor, SerializedKey
 from ckpttool.core.optimizer_state import (
     FLAT,
     FQN,

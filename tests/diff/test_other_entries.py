@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.diffing.result import Diff
+from ckpttool import Diff
 from ckpttool.diffing.run import OTHERS_DIFFER
 from command import Run
 

@@ -15,8 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import hook_zoo
 import real_models
-from ckpttool.cli.app import main
-from command import Run, fixes_in
+from command import Run, fixes_in, main
 from places import SUPPORT
 
 TIED = ["tied_llama", "t5", "bert"]

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from ckpttool.cli.app import main
 from ckpttool.naming.wrappers import canonical_keys, infer, is_lightning
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.tracing.instances import listed, runtime_tensors
+from command import main
 from places import DATA, DOCS, TESTS
 from wrapped_ranks import BLOCKS, CHAINS, PLAIN, Net, Wrapped, filename, net, tensors
 

@@ -17,9 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpttool.cli.app import main
+from ckpttool import Checkpoint
 from ckpttool.core.checkpoint import (
-    Checkpoint,
     ExtraEntry,
     Lazy,
     Payload,
@@ -33,7 +32,7 @@ from ckpttool.core.dtypes import BY_NAME, itemsize
 from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.compare import difference, fingerprint, fingerprints, same_values, verify
 from ckpttool.formats.opening import open_checkpoint
-from command import Run
+from command import Run, main
 
 
 def lazy(data: bytes, cuts: list[int]) -> Lazy:

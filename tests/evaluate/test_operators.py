@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpttool.core.checkpoint import Checkpoint, Section, Span, Storage, TensorEntry
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool import Checkpoint, CkptError, Plan, Refused
+from ckpttool.core.checkpoint import Section, Span, Storage, TensorEntry
 from ckpttool.core.expression import Argument, Op, Ref, Special
 from ckpttool.core.limits import Limits, limited
-from ckpttool.core.plan import Output, Plan
+from ckpttool.core.plan import Output
 from ckpttool.evaluate.apply import apply
 from ckpttool.evaluate.ops import GETITEM, OPS
 from ckpttool.evaluate.torch_eval import entry_of, evaluate, load

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from ckpttool.cli.app import main
 from ckpttool.evaluate.compare import Statistics, statistics
 from ckpttool.live.model import section_of
-from command import notes_in
+from command import main, notes_in
 from files import run_measured
 
 FLOATS = (

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from ckpttool import CkptError, Refused
 from ckpttool.core.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry
-from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.expression import Op, Ref, Special
 from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.torch_eval import evaluate

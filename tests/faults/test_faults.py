@@ -25,7 +25,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from ckpttool.cli.app import main
+from command import main
 from fault_driver import Scenario
 
 ROOT = Path(__file__).resolve().parents[2]

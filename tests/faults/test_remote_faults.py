@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpttool.cli.app import main
+from command import main
 from remote_servers import s3_server
 
 pytestmark = pytest.mark.skipif(

@@ -23,7 +23,6 @@ import ckpttool
 import hook_zoo
 import small_models
 from ckpttool import diff
-from ckpttool.cli.app import main
 from ckpttool.fixes.commands import PART
 from ckpttool.naming.match import prefixes
 from ckpttool.operands.output import command, outputs
@@ -31,7 +30,7 @@ from ckpttool.remapping.options import RemapOptions
 from ckpttool.ruleset.infer_rules import drops
 from ckpttool.ruleset.patterns import matches
 from ckpttool.tracing import trace as tracing
-from command import fixes_in, notes_in
+from command import fixes_in, main, notes_in
 from small_models import hooked, net
 
 State = dict[str, Any]

@@ -21,9 +21,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckpttool.cli.app import main
 from ckpttool.core.options import call_text
-from command import fixes_in, notes_in
+from command import fixes_in, main, notes_in
 
 SEEDS = int(os.environ.get("CKPTTOOL_FIXES", "40"))
 State = dict[str, torch.Tensor]

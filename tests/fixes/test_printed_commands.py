@@ -23,9 +23,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import small_models
-from ckpttool.cli.app import main
 from ckpttool.fixes.suggest import OWN_NAMES
-from command import fixes_in, notes_in
+from command import fixes_in, main, notes_in
 from hook_zoo import ZOO
 
 torch.set_num_threads(1)

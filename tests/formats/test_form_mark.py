@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool import Checkpoint
+from ckpttool.core.checkpoint import Section
 from ckpttool.formats.remarks import MARK, read_form, write_form
 
 

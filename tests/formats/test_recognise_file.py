@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.formats.registry import recognise
 
 

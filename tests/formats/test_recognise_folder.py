@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.formats.folders import (
     checkpoint_files,
     companions,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.core.expression import Argument, Op, Ref, Special
 from ckpttool.core.limits import Limits, limited
 from ckpttool.evaluate.ops import GETITEM, OPS

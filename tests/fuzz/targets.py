@@ -25,14 +25,12 @@ from safetensors.torch import save
 from torch import nn
 
 import in_folders
+from ckpttool import CkptError, Names, Plan
 from ckpttool.cli.app import main
 from ckpttool.containers import pickle_read, strict_json
 from ckpttool.containers.zip_read import read_archive
-from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import ARGUMENT
 from ckpttool.core.limits import Limits, limited, with_memory
-from ckpttool.core.names import Names
-from ckpttool.core.plan import Plan
 from ckpttool.core.schema import check
 from ckpttool.formats.dcp_metadata import parse as parse_metadata
 from ckpttool.formats.hf_index import read_index

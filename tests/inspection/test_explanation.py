@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from ckpttool import CkptError, Names, explain
 from ckpttool.core import expression as ex
-from ckpttool.core.errors import CkptError
-from ckpttool.core.names import Names
-from ckpttool.inspection.explain import explain
 from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import TABLE, Wrapper
 from ckpttool.operands.model import ModelOperand

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 import ckpttool
+from ckpttool import Checkpoint, inspect
 from ckpttool.core.checkpoint import (
-    Checkpoint,
     ExtraEntry,
     Section,
     Span,
@@ -18,7 +18,6 @@ from ckpttool.core.checkpoint import (
     contiguous_stride,
 )
 from ckpttool.core.pickle_imports import Import
-from ckpttool.inspection.inspect import inspect
 from ckpttool.report import render
 from ckpttool.report.documents.inspection import document
 

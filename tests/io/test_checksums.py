@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
+from ckpttool import CkptError, Problem
 from ckpttool.core.checkpoint import Span
-from ckpttool.core.errors import CkptError, Problem
 from ckpttool.io import checksums
 from ckpttool.io.checksums import note_archive, note_bytes
 

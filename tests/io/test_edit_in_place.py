@@ -25,11 +25,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.cli.app import main
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.formats.registry import FORMATS
 from ckpttool.io import patch, syscalls, temporary, transaction, undo
-from command import Run, notes_in
+from command import Run, main, notes_in
 from places import DATA
 
 LONG = "z." + "a.much.longer.name." * 300

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.io import handles
 from ckpttool.io.files import opened
 from command import Run

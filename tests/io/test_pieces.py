@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool import CkptError
 from ckpttool.core.checkpoint import Lazy, Span
-from ckpttool.core.errors import CkptError
 from ckpttool.io.checksums import fastest_crc32 as fastest
 from ckpttool.io.pieces import CHUNK, Piece, digest_on_disk, read_all, read_spans, same_data, stream
 from ckpttool.io.remote import cache, forget

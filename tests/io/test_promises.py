@@ -23,15 +23,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpttool.cli.app import main
+from ckpttool import CkptError
 from ckpttool.core.checkpoint import Lazy, Span
-from ckpttool.core.errors import CkptError
 from ckpttool.evaluate.torch_eval import load
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io import syscalls, temporary, transaction
 from ckpttool.io.pieces import Piece, stream
 from ckpttool.io.write import WriteOptions, write_folder
 from ckpttool.io.write import write_file as write
+from command import main
 
 STATE = {"a.weight": torch.arange(12.0), "b": torch.ones(2)}
 RENAME = ["--rule", "a.{x} => z.{x}"]

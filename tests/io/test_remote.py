@@ -25,9 +25,8 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load, load_file, save, save_file
 
-from ckpttool.cli.app import main
-from ckpttool.core.checkpoint import Checkpoint, Lazy, Span
-from ckpttool.core.errors import CkptError
+from ckpttool import Checkpoint, CkptError
+from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.evaluate.torch_eval import load as tensor_of
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io import remote, remote_errors
@@ -36,7 +35,7 @@ from ckpttool.io.paths import is_url, join, name, parent, safe_path
 from ckpttool.io.pieces import Piece, SpanReader, read_span
 from ckpttool.io.write_remote import PART, _appearing, write
 from ckpttool.operands.checkpoint import open_operand
-from command import fixes_in
+from command import fixes_in, main
 from places import DATA
 from remote_servers import web_server
 

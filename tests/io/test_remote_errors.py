@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fsspec.exceptions import FSTimeoutError
 
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.io.remote_errors import (
     CameShort,
     SendsTooMuch,

@@ -13,8 +13,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import save, save_file
 
 import ckpttool
+from ckpttool import CkptError
 from ckpttool.core.checkpoint import Lazy
-from ckpttool.core.errors import CkptError
 from ckpttool.io.pieces import Link, Piece
 from ckpttool.io.remote import forget
 from ckpttool.io.write import preflight, preflight_folder

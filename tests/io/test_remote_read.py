@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.io import files, remote
 from ckpttool.io.remote import Cache, Stat, Stream, open_file
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load, save, save_file
 
 import ckpttool
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.io import remote, remote_errors, write_remote
 from ckpttool.io.pieces import Piece
 from ckpttool.io.remote import BLOCK

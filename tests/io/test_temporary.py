@@ -18,12 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpttool.cli.app import main
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.io import patch, syscalls, temporary, transaction
 from ckpttool.io.pieces import digest_on_disk
 from ckpttool.io.temporary import me
 from ckpttool.io.write import _can_move
+from command import main
 
 AS_ROOT = pytest.mark.skipif(
     os.name != "posix" or os.geteuid() != 0, reason="only root can be another user"

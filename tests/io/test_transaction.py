@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.io import transaction
 from ckpttool.io.temporary import is_edit, me, owner_of
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpttool import CkptError
 from ckpttool.core.checkpoint import Lazy, Span
-from ckpttool.core.errors import CkptError
 from ckpttool.io import files, progress, sources, syscalls
 from ckpttool.io.files import opened
 from ckpttool.io.pieces import CHUNK, LEAST, Crc, Piece, same_bytes
@@ -392,7 +392,7 @@ def test_spans_are_compared_chunk_by_chunk(tmp_path: Path, source: Path) -> None
 
 RENAME = """
 import os, struct, sys
-from ckpttool.cli.app import main
+from command import main
 path, nbytes = sys.argv[1], int(sys.argv[2])
 header = b'{"a.w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (nbytes, nbytes)
 with open(path, "wb") as file:

@@ -15,8 +15,8 @@ from typing import Any
 import fsspec
 import pytest
 
+from ckpttool import CkptError
 from ckpttool.core.checkpoint import Lazy, Span
-from ckpttool.core.errors import CkptError
 from ckpttool.io import syscalls, temporary
 from ckpttool.io.pieces import Digest, Files, Link, Piece, Ready
 from ckpttool.io.transaction import recover

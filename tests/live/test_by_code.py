@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.core.errors import Refused
+from ckpttool import Refused
 from ckpttool.live import swap_weights
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.instances import filled

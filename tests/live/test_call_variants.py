@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool import CkptError, Refused
 from ckpttool.live import swap_attribute, swap_module, variants
 from ckpttool.naming.match import base_name, base_names, split_call
 from command import Run

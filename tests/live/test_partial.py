@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool import CkptError, Refused
 
 State = dict[str, torch.Tensor]
 

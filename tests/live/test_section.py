@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpttool
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 
 Z = torch.tensor([[1 + 1j, 2 - 3j], [4 + 0.5j, -1j]])
 X = torch.arange(6.0).reshape(2, 3)

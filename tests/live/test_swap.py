@@ -24,7 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 import ckpttool
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool import CkptError, Refused
 from ckpttool.evaluate.torch_eval import same_bits
 from ckpttool.live import swap_weights
 from ckpttool.tracing.build_model import LoadedModel, load

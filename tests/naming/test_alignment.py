@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.cli.app import main
 from ckpttool.naming.match import align
-from command import fixes_in, notes_in
+from command import fixes_in, main, notes_in
 from wrapped_ranks import Net, net, wrap
 
 PLAIN = list(Net().state_dict())

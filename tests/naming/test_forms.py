@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import ckpttool
+from ckpttool import Names
 from ckpttool.core.checkpoint import Section, Span, Storage, TensorEntry
 from ckpttool.core.expression import Ref
-from ckpttool.core.names import RUNTIME, SERIALIZED, Names, RuntimeTensor, SerializedKey
+from ckpttool.core.names import RUNTIME, SERIALIZED, RuntimeTensor, SerializedKey
 from ckpttool.naming.convert import move, read
 from ckpttool.naming.match import NameTables
 from ckpttool.operands.model import ModelOperand

@@ -16,9 +16,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import segment_models
-from ckpttool.cli.app import main
 from ckpttool.fixes.commands import INFERRED
-from command import fixes_in, notes_in
+from command import fixes_in, main, notes_in
 from zoo import randomized, runtime_values
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "5"))

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.core.errors import Refused
+from ckpttool import Refused
 
 ONE, INDEX = ["model.safetensors"], "model.safetensors.index.json"
 TWO = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX]

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.core.errors import CkptError
+from ckpttool import Checkpoint, CkptError
+from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.operands.checkpoint import model_section, open_operand
 from command import Run
 

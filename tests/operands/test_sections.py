@@ -16,8 +16,8 @@ from torch import nn
 
 import loading_zoo
 from ckpttool import open_checkpoint
-from ckpttool.cli.app import main
 from ckpttool.operands.checkpoint import saved_state_dicts
+from command import main
 
 State = dict[str, Any]
 FOLDED = ["dict_next_to_tensors", "dict_of_all_tensors", "dicts_of_layers"]

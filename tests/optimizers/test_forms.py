@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import optimizer_models as models
+from ckpttool import CkptError, Refused
 from ckpttool.core.checkpoint import ExtraEntry, Section
-from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.optimizer_state import FLAT, ParamGroup, numbered, renamed
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import format_for

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from ckpttool import Names, Refused
 from ckpttool.core.checkpoint import Section, Span, Storage, TensorEntry
-from ckpttool.core.errors import Refused
 from ckpttool.core.expression import Ref
-from ckpttool.core.names import Names, RuntimeTensor, SerializedKey
+from ckpttool.core.names import RuntimeTensor, SerializedKey
 from ckpttool.core.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
 from ckpttool.optimizers.identify import in_order_of, own_names, owners, same_key_order, saved_order
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from ckpttool import Names, Refused
 from ckpttool.core.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry
-from ckpttool.core.errors import Refused
 from ckpttool.core.expression import Expression, Op, Ref
-from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import FQN, OptimizerState, ParamGroup
 from ckpttool.io.pieces import read_all
 from ckpttool.operands.model import ModelOperand

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckpttool
-from ckpttool.cli.app import main
-from ckpttool.core.errors import Refused
+from ckpttool import Refused
+from command import main
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

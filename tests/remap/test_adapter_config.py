@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckpttool
-from ckpttool.core.errors import Refused
+from ckpttool import Refused
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpttool
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool import CkptError, Refused
 from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing import instances
 from ckpttool.tracing.build_model import of_object

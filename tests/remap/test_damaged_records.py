@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from command import Run
 from torch_version import needs_torch
 

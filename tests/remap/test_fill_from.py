@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckpttool
-from ckpttool.core.errors import Refused
+from ckpttool import Refused
 from command import Run, notes_in
 
 MODEL = """

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.formats.opening import open_checkpoint
 from command import Run
 

@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim.swa_utils import AveragedModel
 
 import optimizer_models as models
-from ckpttool.cli.app import main
-from command import Run
+from command import Run, main
 from optimizer_support import same
 from wrapped_ranks import Net, net, wrap
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import optimizer_models as models
 import optimizer_support
-from ckpttool.core.errors import Refused
+from ckpttool import Refused
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.remapping.optimizer import OptimizerRequest, remap_optimizers
 from ckpttool.ruleset.patterns import parse

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.remapping.options import RemapOptions
 from command import Run, notes_in
 

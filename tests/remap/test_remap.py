@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckpttool
+from ckpttool import Refused, Remap
 from ckpttool.core import expression as ex
-from ckpttool.core.errors import Refused
 from ckpttool.core.options import call_text
 from ckpttool.evaluate import torch_eval
 from ckpttool.formats.fit import fit
@@ -23,7 +23,6 @@ from ckpttool.formats.registry import format_for
 from ckpttool.formats.remarks import MARK
 from ckpttool.io.write import WriteOptions, write_file
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.remapping.result import Remap
 from command import Run
 from hook_zoo import ZOO
 from zoo import FLAT, State, randomized, runtime_values, state_of, traced, zoo_model

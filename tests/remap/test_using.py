@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckpttool
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool import CkptError, Refused
 from command import Run
 
 State = dict[str, torch.Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.core.checkpoint import Checkpoint
+from ckpttool import Checkpoint
 from command import Run
 
 

@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.checks import Checked, Checks
-from ckpttool.core.checkpoint import Checkpoint
-from ckpttool.core.errors import Problem
+from ckpttool import Checkpoint, Checks, Diff, Plan, Problem, Remap
+from ckpttool.checks import Checked
 from ckpttool.core.expression import LOADED, Op, Ref
 from ckpttool.core.names import Hook
-from ckpttool.core.plan import Dropped, ModelRun, Output, Plan
+from ckpttool.core.plan import Dropped, ModelRun, Output
 from ckpttool.core.text import Info
 from ckpttool.diffing.causes import Cause, Code
-from ckpttool.diffing.result import HARMLESS, Asks, Diff, Entry, Fix
+from ckpttool.diffing.result import HARMLESS, Asks, Entry, Fix
 from ckpttool.naming.evidence import Ambiguous, Inference, Pair
 from ckpttool.remapping.optimizer import OptimizerRemap
-from ckpttool.remapping.result import Remap
 from ckpttool.remapping.write import Cost
 from ckpttool.report import render
 from ckpttool.report.document import Document

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from ckpttool import Problem
 from ckpttool.core.codes import CODES
-from ckpttool.core.errors import Problem
 from ckpttool.diffing.causes import Code
 from ckpttool.report import render
 from ckpttool.report.document import (

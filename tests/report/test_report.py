@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ckpttool.core.errors import CkptError, Problem
+from ckpttool import CkptError, Problem
 from ckpttool.core.text import human_bytes, number, plural, shape_text, shell, visible
 from ckpttool.report import BY_ENDING, FORMATS, format_of, render
 from ckpttool.report.collapse import collapse, first_pattern

@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import ckpttool
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool import CkptError, Refused
 
 State = dict[str, torch.Tensor]
 DTYPES = ["bfloat16", "float16", "float32"]

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.cli.app import main
+from ckpttool import CkptError, Refused
 from ckpttool.core.checkpoint import Lazy
-from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.expression import Op
 from ckpttool.core.limits import Limits, limited
 from ckpttool.formats.fit import fit
@@ -29,7 +28,7 @@ from ckpttool.io.write import WriteOptions
 from ckpttool.io.write import write_file as write
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.ruleset.parse import faults, read, step_of
-from command import Run
+from command import Run, main
 from places import DOCS
 
 torch.set_num_threads(1)

@@ -17,11 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpttool.cli.app import main
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError, rules
 from ckpttool.core.options import call_text
-from ckpttool.ruleset.parse import SETS, read, rules
-from command import Run
+from ckpttool.ruleset.parse import SETS, read
+from command import Run, main
 
 torch.set_num_threads(1)
 State = dict[str, torch.Tensor]

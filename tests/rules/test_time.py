@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool import CkptError, Refused
 from ckpttool.core.limits import Limits, limited, spent
 from ckpttool.ruleset.patterns import Regex, matches, parse, pattern_of
 from ckpttool.ruleset.tensor_ops import shown

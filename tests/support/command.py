@@ -1,10 +1,14 @@
-"""The result of a command line that ran in this process."""
+"""The command line in this process, and the result of a command."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from ckpttool.cli.app import main
+
+__all__ = ["Done", "Run", "fixes_in", "main", "notes_in"]
 
 
 class Done(NamedTuple):

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool import Checkpoint, CkptError, Refused
 from ckpttool.cli.app import main
-from ckpttool.core.checkpoint import Checkpoint, Span
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.checkpoint import Span
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io import sources
 from places import ROOT

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.core.names import Names
+from ckpttool import Names
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import format_for
 from ckpttool.remapping.optimizer import OptimizerRemap, OptimizerRequest, remap_optimizers

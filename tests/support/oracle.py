@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 
+from ckpttool import Checkpoint, CkptError, write
 from ckpttool.cli.app import main as ckpttool
-from ckpttool.core.checkpoint import Checkpoint, TensorEntry
-from ckpttool.core.errors import CkptError
+from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.compare import content_of_storage
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import FORMATS
-from ckpttool.remapping.run import write
 
 Print = tuple[str, tuple[int, ...], str]  # dtype, shape, hash of the elements
 

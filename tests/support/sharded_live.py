@@ -33,7 +33,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpttool.core.errors import Refused
+from ckpttool import Refused
 from ckpttool.live import swap_weights
 
 Build = Callable[[int], Any]

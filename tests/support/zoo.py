@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.core.names import Names
+from ckpttool import Names
 from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.trace import trace
 from hook_zoo import ZOO

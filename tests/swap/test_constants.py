@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.core.errors import Refused
+from ckpttool import Refused
 from ckpttool.core.options import call_text
 from command import Run
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ckpttool
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from command import Run
 from hook_zoo import FusedQKV, StripLayer
 from torch_version import needs_torch

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import hook_zoo
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.tracing.build_model import (
     LoadedModel,
     load,

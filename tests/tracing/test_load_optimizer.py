@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.core.errors import CkptError
-from ckpttool.core.names import Names
+from ckpttool import CkptError, Names
 from ckpttool.operands.model import ModelOperand
 from optimizer_models import Net, decayed
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import loading_zoo
+from ckpttool import CkptError
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import ExtraEntry, Section
-from ckpttool.core.errors import CkptError
 from ckpttool.evaluate.torch_eval import evaluate
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.tracing import instances

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.tracing import pretrained
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.pretrained import as_pretrained, by_transformers, of_folder

@@ -14,7 +14,7 @@ from torch import nn
 
 import loading_zoo
 import small_models
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.tracing import instances
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.instances import same

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import python2
+from ckpttool import CkptError
 from ckpttool.core.checkpoint import Section, TensorEntry
-from ckpttool.core.errors import CkptError
 from ckpttool.live.model import section_of
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.tracing.safe_state_dict import Stored, needs_values, stored

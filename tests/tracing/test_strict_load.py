@@ -27,8 +27,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import loading_zoo
-from ckpttool.cli.app import main
 from ckpttool.tracing import instances
+from command import main
 from drawn_models import MODELS, build, is_safe
 
 torch.set_num_threads(1)

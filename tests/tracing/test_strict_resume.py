@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import optimizer_models
-from ckpttool.cli.app import main
+from command import main
 from drawn_models import MODELS, build, is_safe
 
 PAIRS = int(os.environ.get("CKPTTOOL_PAIRS", "40"))

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from ckpttool import Names
 from ckpttool.core import expression as ex
-from ckpttool.core.names import Names
 from ckpttool.evaluate.torch_eval import evaluate
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.trace import trace

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hook_zoo
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.core.names import Hook
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.trace import trace

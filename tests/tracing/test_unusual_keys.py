@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 import ckpttool
 import fusion_decoder
 import small_models
-from ckpttool.core.names import Names
+from ckpttool import Names
 from command import Run
 from small_models import Absolute
 

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool.cli.app import main
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.operands.model import ModelOperand
+from command import main
 from versioned_zoo import ZOO
 from zoo import randomized, runtime_values
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
+from ckpttool import Refused
 from ckpttool.containers.pickle_read import loads
 from ckpttool.containers.tensors import is_tensor
-from ckpttool.core.errors import Refused
 from ckpttool.formats.dcp import flattened, nested
 
 KEYS = st.sampled_from(["a", "b", "a.b", "", "x"]) | st.integers(-1, 2)

@@ -15,9 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from ckpttool.cli.app import main
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.formats.opening import open_checkpoint
+from command import main
 from torch_version import needs_torch
 
 WHOLE = torch.arange(12.0).reshape(4, 3)

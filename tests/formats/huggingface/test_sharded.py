@@ -24,8 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import real_models
-from ckpttool.cli.app import main
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.core.limits import Limits, limited
 from ckpttool.formats.huggingface import (
     Item,
@@ -37,7 +36,7 @@ from ckpttool.formats.huggingface import (
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import FORMATS
 from ckpttool.remapping.options import parse_size
-from command import Run
+from command import Run, main
 from files import write_pieces
 
 INDEX = "model.safetensors.index.json"

@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.testing._internal.two_tensor import TwoTensor
 
+from ckpttool import Checkpoint, CkptError, Refused
 from ckpttool.containers.zip_read import read_archive
 from ckpttool.containers.zip_write import NewRecord, layout_archive
-from ckpttool.core.checkpoint import Checkpoint, Lazy, Section, Span, Storage, TensorEntry
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.checkpoint import Lazy, Section, Span, Storage, TensorEntry
 from ckpttool.formats.pt2 import layout, names, read, read_program
 from ckpttool.operands.checkpoint import open_operand
 from files import change_archive, write_pieces

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+from ckpttool import Checkpoint, CkptError, Refused
 from ckpttool.containers.zip_read import read_archive
-from ckpttool.core.checkpoint import Checkpoint, Lazy, Storage
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.checkpoint import Lazy, Storage
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.pt2 import layout, names, read
 from ckpttool.operands.checkpoint import model_section

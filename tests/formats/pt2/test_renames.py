@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.core.checkpoint import Checkpoint
-from ckpttool.core.errors import Refused
+from ckpttool import Checkpoint, Refused
 from ckpttool.formats.pt2 import layout, names, read
 from ckpttool.formats.pt2_program import ATTRIBUTES
 from command import Run

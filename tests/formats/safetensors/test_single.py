@@ -15,16 +15,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save, save_file
 
-from ckpttool.core.checkpoint import (
-    Checkpoint,
-    ExtraEntry,
-    Lazy,
-    Section,
-    Span,
-    Storage,
-    TensorEntry,
-)
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool import Checkpoint, CkptError, Refused
+from ckpttool.core.checkpoint import ExtraEntry, Lazy, Section, Span, Storage, TensorEntry
 from ckpttool.core.pickle_imports import Import
 from ckpttool.formats import safetensors as st_format
 from ckpttool.formats.safetensors import layout, layout_in_place, overlapping, read

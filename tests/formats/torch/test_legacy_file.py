@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch._utils import _rebuild_tensor, _rebuild_tensor_v2
 
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.core.limits import Limits, limited
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.fit import fit, losses

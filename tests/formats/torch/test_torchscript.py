@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool import CkptError, Refused
 from ckpttool.evaluate import torch_eval
 from ckpttool.formats.fit import check_in_place
 from ckpttool.formats.opening import open_checkpoint

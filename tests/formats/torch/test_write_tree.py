@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool import Checkpoint
+from ckpttool.core.checkpoint import Section
 from ckpttool.formats.torch_zip import layout, read
 from command import Run
 from files import write_pieces

@@ -19,13 +19,13 @@ import numpy
 import pytest
 import torch
 
+from ckpttool import Checkpoint, CkptError, Refused
 from ckpttool.containers.pickle_read import Call, Global, Persistent, loads
 from ckpttool.containers.pickle_write import dumps
 from ckpttool.containers.tensors import Carried, Rebuilder, kind
 from ckpttool.containers.zip_read import read_archive
 from ckpttool.containers.zip_write import NewRecord, layout_archive
 from ckpttool.core.checkpoint import (
-    Checkpoint,
     ExtraEntry,
     Lazy,
     Section,
@@ -34,7 +34,6 @@ from ckpttool.core.checkpoint import (
     TensorEntry,
     contiguous_stride,
 )
-from ckpttool.core.errors import CkptError, Refused
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.torch_zip import layout, layout_in_place, of_tensor, read
 from command import Run

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from ckpttool import CkptError
 from ckpttool.core.checkpoint import Lazy, Span
-from ckpttool.core.errors import CkptError
 from ckpttool.distributed import files as by_ranks
 from ckpttool.distributed.files import is_staging
 from ckpttool.distributed.job import FailedElsewhere, Job, RankDone

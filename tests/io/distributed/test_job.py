@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from ckpttool.core.errors import CkptError
+from ckpttool import CkptError
 from ckpttool.distributed import job
 from ckpttool.distributed.job import FailedElsewhere, Job, Question, RankDone
 from ckpttool.io import progress

@@ -17,8 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import AveragedModel
 
 import wrapped_definitions
-from ckpttool.cli.app import main
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool import CkptError, Refused
 from ckpttool.naming.match import align
 from ckpttool.naming.wrappers import (
     Chain,
@@ -33,6 +32,7 @@ from ckpttool.naming.wrappers import (
     segments,
 )
 from ckpttool.tracing.instances import listed, runtime_tensors
+from command import main
 from places import DATA
 from wrapped_ranks import Net, net
 
