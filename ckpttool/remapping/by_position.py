@@ -5,7 +5,7 @@ keeps them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.expression import Ref
@@ -13,25 +13,24 @@ from ckpttool.core.names import Names
 from ckpttool.core.text import Note, plural
 from ckpttool.optimizers.identify import Parameters
 from ckpttool.optimizers.transform import between
-from ckpttool.remapping.optimizer import by_rules
 from ckpttool.remapping.result import Remap
-from ckpttool.ruleset.patterns import Renaming
 
 Shape = tuple[int, ...]
 
 
 def notes_on_lists(
-    outcome: Remap, old: Names | None, new: Names | None, rules: Sequence[Renaming]
+    outcome: Remap, old: Names | None, new: Names | None, called: Callable[[str], str] | None
 ) -> tuple[str, ...]:
     """Return a note on each list of the file that no longer fits the parameters after the remap,
     because they change.
 
     A list belongs to the parameters if it has their number and shapes. `old` are the names of the
-    model that saved the file, `new` of the model that will load it.
+    model that saved the file, `new` of the model that will load it, `called` what rules call a
+    name.
     """
     effect = outcome.narrowed or outcome.model
     if old is not None and new is not None:
-        changes = not _keeps_order(old, new, rules)
+        changes = not _keeps_order(old, new, called or str)
     else:
         changes = effect is not None and not effect.keeps_places
     if not changes:
@@ -51,10 +50,10 @@ def notes_on_lists(
     return tuple(notes)
 
 
-def _keeps_order(old: Names, new: Names, rules: Sequence[Renaming]) -> bool:
+def _keeps_order(old: Names, new: Names, called: Callable[[str], str]) -> bool:
     """Return whether the new model has the parameters of the old one, in the same order."""
     before, after = Parameters(old).shapes, Parameters(new).shapes
-    sources = between(old, new, {name: by_rules(name, rules) for name in before})
+    sources = between(old, new, {name: called(name) for name in before})
     return [sources.get(name) for name in after] == [Ref(name) for name in before]
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain as in_turn
 from typing import Any
 
@@ -18,19 +17,15 @@ from ckpttool.evaluate.apply import apply
 from ckpttool.kinds.packed import unpacked
 from ckpttool.kinds.quantized import problems_of_parts
 from ckpttool.naming.match import match
+from ckpttool.naming.model_change import ModelChange
 from ckpttool.naming.wrappers import Chain, is_lightning
 from ckpttool.operands.model import ModelOperand, left_as_they_are, of_one_model
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.identify import in_order_of
+from ckpttool.optimizers.move import remap_optimizers
+from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
 from ckpttool.remapping.drafting import drafts_of
 from ckpttool.remapping.dropping import drop
-from ckpttool.remapping.optimizer import (
-    OptimizerRemap,
-    OptimizerRequest,
-    RuleEffect,
-    by_rules,
-    remap_optimizers,
-)
 from ckpttool.remapping.result import Remap
 from ckpttool.remapping.steps import (
     Draft,
@@ -39,7 +34,6 @@ from ckpttool.remapping.steps import (
     recorded,
     without_pruning,
 )
-from ckpttool.ruleset.patterns import Renaming
 
 
 def check_quantized(drafts: Sequence[Draft]) -> None:
@@ -91,7 +85,7 @@ def remap(source: Checkpoint, request: Request) -> Remap:
     plan = _joined(drafts)
     result = _applied(plan, source, drafts, request)
     plan = _with_dropped(plan, source, paths, dropped)
-    whole = RuleEffect(drafts[0].section, drafts[0].plan)
+    whole = ModelChange(drafts[0].section, drafts[0].plan)
     narrowed = _narrowing(before, whole, dropped)
     is_whole = options.select is None
     return Remap(
@@ -236,19 +230,19 @@ def _not_left_out(draft: Draft, request: Request, dropped: Sequence[str]) -> lis
     return [key for key in draft.missing if key not in left_out and key.startswith(below)]
 
 
-def _as_it_is(source: Checkpoint) -> RuleEffect | None:
+def _as_it_is(source: Checkpoint) -> ModelChange | None:
     if not source.state_dicts:
         return None
     try:
         section = of_one_model(source)[0]
     except CkptError:
         return None
-    return RuleEffect(section, carried([section]))
+    return ModelChange(section, carried([section]))
 
 
 def _narrowing(
-    source: Checkpoint, effect: RuleEffect | None, dropped: Sequence[Dropped]
-) -> RuleEffect | None:
+    source: Checkpoint, effect: ModelChange | None, dropped: Sequence[Dropped]
+) -> ModelChange | None:
     """Return `effect` with the tensors that `--drop` left out of `source`; None if no tensor is
     left out.
     """
@@ -257,7 +251,7 @@ def _narrowing(
     if effect is None or not (of_section or effect.plan.dropped):
         return None
     plan = replace(effect.plan, dropped=(*effect.plan.dropped, *of_section))
-    return RuleEffect(source.section(path), plan)
+    return ModelChange(source.section(path), plan)
 
 
 def with_optimizers(outcome: Remap, request: OptimizerRequest) -> Remap:
@@ -275,7 +269,7 @@ def with_optimizers(outcome: Remap, request: OptimizerRequest) -> Remap:
     notes = [*outcome.notes]
     if model is None and outcome.narrowed is not None:  # --select
         notes += _on_whole_state(result, optimizers)
-    if request.rules and (ruled is None or ruled.renames(ruled.section.keys)):
+    if request.called is not None and (ruled is None or ruled.renames(ruled.section.keys)):
         notes += _left_in_order(result, optimizers, request)
     if not optimizers:
         return replace(outcome, notes=tuple(notes))
@@ -299,8 +293,8 @@ def _in_order(
     result: Checkpoint,
     optimizers: Sequence[OptimizerRemap],
     request: OptimizerRequest,
-    by_steps: RuleEffect | None,
-    ruled: RuleEffect | None,
+    by_steps: ModelChange | None,
+    ruled: ModelChange | None,
 ) -> Checkpoint:
     """Return the result with the keys of its state dicts in the order of the parameters that the
     ids have.
@@ -308,7 +302,9 @@ def _in_order(
     loaded_by = [remap.loaded_by for remap in optimizers if remap.loaded_by is not None]
     keeps_places = ruled is None or ruled.keeps_places
     target = request.names if keeps_places else None
-    called = _called(by_steps, request.rules)
+    called = request.called
+    if by_steps is not None:
+        called = by_steps.name_after
     if loaded_by:
         target, called = loaded_by[0], None
     if target is None or all(optimizer.to != ID for optimizer in optimizers):
@@ -342,12 +338,6 @@ def _left_in_order(
                 f"{which}optimizer ids keep the order of the model that saved them; check with"
                 f" {ask}"
             )
-
-
-def _called(ruled: RuleEffect | None, rules: Sequence[Renaming]) -> Callable[[str], str] | None:
-    if ruled is None:
-        return partial(by_rules, rules=rules) if rules else None
-    return lambda name: ruled.called.get(name, name)
 
 
 def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) -> Plan:

@@ -15,10 +15,10 @@ from ckpttool.naming.match import match
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.operands.model import ModelOperand, of_one_model
 from ckpttool.operands.output import command, target_for
+from ckpttool.optimizers.request import Create, OfSection, OptimizerRequest
 from ckpttool.remapping.by_position import notes_on_lists
 from ckpttool.remapping.filling import fill
 from ckpttool.remapping.gather import with_gathered_optimizers
-from ckpttool.remapping.optimizer import Create, OfSection, OptimizerRequest
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.plan import with_optimizers
@@ -54,7 +54,7 @@ def plan_remap(
     if outcome.result.optimizers or options.optimizer_keys is not None:
         outcome = with_optimizers(outcome, _for_optimizers(inputs))
     other_names = None if inputs.other_model is None else inputs.to_names
-    lists = notes_on_lists(outcome, inputs.names, other_names, inputs.request.renamings)
+    lists = notes_on_lists(outcome, inputs.names, other_names, inputs.request.called)
     changes = inputs.gathered is not None or changes_content(inputs.source, outcome)
     result = with_kinds(outcome.result)
     return replace(outcome, result=result, notes=(*outcome.notes, *lists), changes_content=changes)
@@ -102,7 +102,7 @@ def _for_optimizers(inputs: Inputs) -> OptimizerRequest:
         options.optimizer_keys,
         inputs.names,
         inputs.to_names,
-        inputs.request.renamings,
+        inputs.request.called,
         form,
         create=_create(inputs.to_model or inputs.model, options),
         of_sections=_of_sections(inputs),

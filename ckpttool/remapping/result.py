@@ -23,8 +23,9 @@ from ckpttool.core.schema import (
 from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass, public
 from ckpttool.io.undo import Written
+from ckpttool.naming.model_change import ModelChange
+from ckpttool.optimizers.request import OptimizerRemap
 from ckpttool.remapping.companions import COMPANIONS, Companions
-from ckpttool.remapping.optimizer import OptimizerRemap, RuleEffect
 from ckpttool.remapping.write import COST, UNDO, VERIFIED, Cost, Undo, Verified
 
 
@@ -65,9 +66,9 @@ class Remap:
     form: str | None = None
     notes: tuple[str, ...] = ()
     optimizers: tuple[OptimizerRemap, ...] = ()
-    ruled: RuleEffect | None = None
-    model: RuleEffect | None = None
-    narrowed: RuleEffect | None = None
+    ruled: ModelChange | None = None
+    model: ModelChange | None = None
+    narrowed: ModelChange | None = None
     sections: tuple[str, ...] = ()
     written: Written | None = None
     undo: Undo | None = None

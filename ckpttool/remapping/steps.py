@@ -4,8 +4,9 @@ wrappers, rules.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.core import expression as ex
@@ -38,13 +39,12 @@ from ckpttool.naming.match import (
     with_variants,
     without_variants,
 )
+from ckpttool.naming.model_change import ModelChange
 from ckpttool.naming.wrappers import Chain, Evidence, strip
 from ckpttool.operands.model import ModelOperand
-from ckpttool.remapping.optimizer import RuleEffect
 from ckpttool.remapping.options import RemapOptions
 
 if TYPE_CHECKING:
-    from ckpttool.ruleset.patterns import Renaming
     from ckpttool.ruleset.steps import Step as RuleStep
     from ckpttool.tracing.converter import Converter
 
@@ -90,13 +90,13 @@ class Request:
         return form if isinstance(form, ModelForm) else ModelForm.SERIALIZED
 
     @property
-    def renamings(self) -> tuple[Renaming, ...]:
-        """The rules as renames of single names."""
+    def called(self) -> Callable[[str], str] | None:
+        """What the rules call a name that has no tensor; None without rules."""
         if not self.rule_steps:
-            return ()
-        from ckpttool.ruleset.steps import Renames
+            return None
+        from ckpttool.ruleset.steps import name_after
 
-        return (Renames(tuple(self.rule_steps)),)
+        return partial(name_after, self.rule_steps)
 
     @property
     def form_by_model(self) -> ModelForm:
@@ -129,7 +129,7 @@ class Draft:
     counters: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     runners: Mapping[str, Runner] = field(default_factory=dict)
-    ruled: RuleEffect | None = None
+    ruled: ModelChange | None = None
     missing: tuple[str, ...] = ()
 
     @property
@@ -599,7 +599,7 @@ def apply_rules(draft: Draft, steps: Sequence[RuleStep], *, is_new: bool = False
 
     section = draft.section if is_new else draft.evaluated()
     plan = plan_of(steps, section)
-    ruled = RuleEffect(section, plan)
+    ruled = ModelChange(section, plan)
     return replace(draft, plan=plan if is_new else compose(draft.plan, plan), ruled=ruled)
 
 
@@ -608,7 +608,7 @@ def convert(draft: Draft, converter: Converter) -> Draft:
     section = draft.section
     plan, notes = converter.plan(section.path, section.keys)
     notes = (*draft.notes, *notes)
-    result = replace(draft, plan=plan, ruled=RuleEffect(section, plan), notes=notes)
+    result = replace(draft, plan=plan, ruled=ModelChange(section, plan), notes=notes)
     after = new_draft(result.evaluated(), None, lightning=False)
     return replace(result, wrappers=after.wrappers, canonical=after.canonical, form=after.form)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from time import thread_time
-from typing import Any, Protocol
+from typing import Any
 
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.limits import limits, spent
@@ -304,13 +304,6 @@ class PatternSet:
 
 
 # Rules
-
-
-class Renaming(Protocol):
-    """Anything that gives some keys a new name."""
-
-    def apply(self, key: str) -> str | None:
-        """Return the key's new name, or None if it keeps its name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -457,20 +457,14 @@ def _dense(value: Value) -> Value:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Renames:
-    """The unconditional renames of all steps, one after the other, for names without tensors."""
-
-    steps: tuple[Step, ...]
-
-    def apply(self, key: str) -> str | None:
-        """Return the key's new name, or None if no step renames it."""
-        name = key
-        for step in self.steps:
-            # these depend on tensors
-            if isinstance(step, Rename) and not (step.where.when or step.where.unless):
-                name = step.in_turn.first(name)[1] or name
-        return None if name == key else name
+def name_after(steps: Sequence[Step], name: str) -> str:
+    """Return the name of a key without a tensor after the renames of all steps. Renames with a
+    condition depend on tensors, and are left out.
+    """
+    for step in steps:
+        if isinstance(step, Rename) and not (step.where.when or step.where.unless):
+            name = step.in_turn.first(name)[1] or name
+    return name
 
 
 # Plans

@@ -17,8 +17,8 @@ import optimizer_models as models
 import optimizer_support
 from ckpttool import Refused
 from ckpttool.formats.opening import open_checkpoint
-from ckpttool.remapping.optimizer import OptimizerRequest, remap_optimizers
-from ckpttool.ruleset.patterns import parse
+from ckpttool.optimizers.move import remap_optimizers
+from ckpttool.optimizers.request import OptimizerRequest
 from optimizer_support import equal_weights, remapped, same, save, steps, train
 from torch_version import needs_torch
 
@@ -322,7 +322,7 @@ def test_unchanged_optimizers_are_kept(tmp_path: Path) -> None:
     named, _ = remap_optimizers(source, OptimizerRequest("fqn"))
     for checkpoint, request in (
         (source, OptimizerRequest("id")),
-        (named, OptimizerRequest(rules=[parse("other.{x} => {x}")])),
+        (named, OptimizerRequest(called=lambda name: name.removeprefix("other."))),
     ):
         result, done = remap_optimizers(checkpoint, request)
         assert result is checkpoint
@@ -331,11 +331,14 @@ def test_unchanged_optimizers_are_kept(tmp_path: Path) -> None:
 
 def test_a_resized_layer_is_refused_by_name(tmp_path: Path) -> None:
     path = save(tmp_path / "o.pt", *train(models.Net, models.named))
-    rules = [parse("first.{rest*} => embed.{rest*}"), parse("embed.{rest*} => first.{rest*}")]
+    net, other = names_of("Net"), {"first": "embed", "embed": "first"}
+
+    def called(name: str) -> str:
+        module, _, rest = name.partition(".")
+        return f"{other.get(module, module)}.{rest}"
+
     with pytest.raises(Refused) as refused:
-        remapped(
-            path, tmp_path / "out.pt", names=names_of("Net"), to_names=names_of("Net"), rules=rules
-        )
+        remapped(path, tmp_path / "out.pt", names=net, to_names=net, called=called)
     assert "exp_avg is [4, 3], the parameter [4, 4]" in "".join(map(str, refused.value.problems))
 
 

@@ -15,7 +15,7 @@ from ckpttool.core.text import Info
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.result import HARMLESS, Asks, Entry, Fix
 from ckpttool.naming.evidence import Ambiguous, Inference, Pair
-from ckpttool.remapping.optimizer import OptimizerRemap
+from ckpttool.optimizers.request import OptimizerRemap
 from ckpttool.remapping.write import Cost
 from ckpttool.report import render
 from ckpttool.report.document import Document

@@ -12,7 +12,9 @@ from torch import nn
 from ckpttool import Names
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import format_for
-from ckpttool.remapping.optimizer import OptimizerRemap, OptimizerRequest, remap_optimizers
+from ckpttool.operands.checkpoint import saved_state_dicts
+from ckpttool.optimizers.move import remap_optimizers
+from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
 from ckpttool.tracing.build_model import load
 from ckpttool.tracing.build_optimizer import load_optimizer, with_optimizer
 from ckpttool.tracing.trace import trace
@@ -67,7 +69,8 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def remapped(path: str, out: Path, **options: Any) -> tuple[dict[str, Any], OptimizerRemap]:
     """Remap the file's optimizer; return it as loaded by torch, and the report."""
     source = open_checkpoint(path)
-    result, done = remap_optimizers(source, OptimizerRequest(**options))
+    request = OptimizerRequest(state_dicts=saved_state_dicts(source), **options)
+    result, done = remap_optimizers(source, request)
     write_pieces(format_for(str(out)).layout(result), out)
     return torch.load(out, weights_only=True), done[0]
 

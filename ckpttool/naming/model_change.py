@@ -1,0 +1,162 @@
+"""What a remap does to the model, asked by the names of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from ckpttool.core import expression as ex
+from ckpttool.core.checkpoint import Section, TensorEntry
+from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.expression import Expression, Ref
+from ckpttool.core.plan import Plan
+from ckpttool.core.values import dataclass
+from ckpttool.naming import wrappers
+from ckpttool.naming.wrappers import strip
+
+
+@dataclass(frozen=True)
+class ModelChange:
+    """The section of the model before a change, and the plan of the change: what the rules do, or
+    the complete remap.
+    """
+
+    section: Section
+    plan: Plan
+
+    @cached_property
+    def keeps_places(self) -> bool:
+        """Whether every tensor stays one, of the same elements in the same order: ids stay what
+        they are.
+        """
+        return self.keeps_rest and all(_is_counter(entry.key) for entry in self.plan.dropped)
+
+    @property
+    def keeps_rest(self) -> bool:
+        """Whether every tensor that is not left out stays one, of the same elements in the same
+        order.
+        """
+        return all(
+            is_whole(output.source) for output in self.plan.outputs if not _is_counter(output.key)
+        )
+
+    def renames(self, names: Sequence[str]) -> bool:
+        """Return True if one of the names is a tensor whose key changes."""
+        keys = set(self._keys(names).values())
+        for output in self.plan.outputs:
+            if any(key in keys and key != output.key for key in ex.refs(output.source)):
+                return True
+        return False
+
+    def loses(self, names: Sequence[str]) -> bool:
+        """Return True if one of the names is a tensor that is left out."""
+        first = self.section.aliases()
+        kept: set[str] = set()
+        for output in self.plan.outputs:
+            kept.update(first.get(key, key) for key in ex.refs(output.source))
+        return any(first.get(key, key) not in kept for key in self._keys(names).values())
+
+    @cached_property
+    def after(self) -> Section:
+        entries = self.section.by_key()
+        tensors = []
+        for output in self.plan.outputs:
+            source = ex.without_cast(output.source)
+            entry = entries[source.key] if isinstance(source, Ref) else None
+            if isinstance(entry, TensorEntry):
+                tensors.append(replace(entry, key=output.key))
+        return replace(self.section, tensors=tuple(tensors))
+
+    @cached_property
+    def called(self) -> dict[str, str]:
+        """Old name -> new name of each tensor that stays complete, without the segments of
+        wrappers.
+        """
+        pairs = []
+        for output in self.plan.outputs:
+            pairs += [(key, output.key) for key in ex.refs(output.source)]
+        before = wrappers.canonical_keys([old for old, _ in pairs])
+        after = wrappers.canonical_keys([new for _, new in pairs])
+        return {before[old]: after[new] for old, new in pairs}
+
+    def name_after(self, name: str) -> str:
+        """Return the new name of a tensor that stays complete; any other name as it is."""
+        return self.called.get(name, name)
+
+    def shapes(self, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+        entries = self.section.by_key()
+        shapes = {}
+        for name, key in self._keys(names).items():
+            entry = entries.get(key)
+            if isinstance(entry, TensorEntry):
+                shapes[name] = entry.shape
+        return shapes
+
+    def sources(self, before: Mapping[str, Expression], where: str) -> dict[str, Expression] | None:
+        """The parameters after the rules, from those before them; None where none is a tensor of
+        this model.
+
+        Raise `Refused`, all problems at once, if only some are.
+        """
+        keys = self._keys(list(before))
+        if not keys:
+            return None
+        problems = []
+        for name in before:
+            if name not in keys:
+                problem = "is not a tensor of the model that the rules change"
+                problems.append(Problem(problem, name))
+        first = self.section.aliases()
+        by_first = {first.get(key, key): before[name] for name, key in keys.items()}
+
+        def value_before(key: str) -> Expression:
+            return by_first[first.get(key, key)]
+
+        paths: Collection[str] = ()
+        if any(name != key for name, key in keys.items()):
+            paths = wrappers.recognise([output.key for output in self.plan.outputs])
+        after: dict[Expression, str] = {}
+        for output in self.plan.outputs:
+            read = list(dict.fromkeys(first.get(key, key) for key in ex.refs(output.source)))
+            others = [key for key in read if key not in by_first]
+            if others and len(others) < len(read):
+                problem = f"is made of {', '.join(others)} too, which the optimizer has not"
+                problems.append(Problem(problem, output.key))
+            elif read and not others:
+                source = ex.substitute(output.source, value_before)
+                after.setdefault(source, copied(strip(output.key, paths)))
+        if problems:
+            raise Refused(
+                f"{where}: the rules do not fit its parameters",
+                hint="--model MODEL says which key each parameter has",
+                problems=problems,
+            )
+        return {name: source for source, name in after.items()}
+
+    def _keys(self, names: Sequence[str]) -> dict[str, str]:
+        """Which of the names are which keys: as they are, or without the wrappers' segments of the
+        keys.
+        """
+        keys = self.section.keys
+        paths = wrappers.recognise(keys)
+        by_name = {strip(key, paths): key for key in reversed(keys)}
+        by_name.update(zip(keys, keys))
+        return {name: by_name[name] for name in names if name in by_name}
+
+
+def copied(text: str) -> str:
+    """Return an equal string that is a new object: pickle would write a shared one as a
+    reference.
+    """
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
+
+
+def _is_counter(key: str) -> bool:
+    """Whether it is the counter of an AveragedModel, which wrappers bring and take along."""
+    return key.rpartition(".")[2] == wrappers.COUNTER
+
+
+def is_whole(source: Expression) -> bool:
+    """Whether it is one tensor as it is, but perhaps for a cast."""
+    return isinstance(ex.without_cast(source), Ref)

@@ -1,0 +1,165 @@
+"""An optimizer with ids after parameters of its model were left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.core import expression as ex
+from ckpttool.core.checkpoint import Section, TensorEntry
+from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.expression import Expression, Ref
+from ckpttool.core.names import Names
+from ckpttool.core.optimizer_state import (
+    ID,
+    OptimizerState,
+    Param,
+)
+from ckpttool.core.plan import OptimizerMove
+from ckpttool.naming.model_change import ModelChange
+from ckpttool.optimizers import forms
+from ckpttool.optimizers.groups import notes_on_change
+from ckpttool.optimizers.identify import (
+    Parameters,
+    ParamMap,
+    own_names,
+    owners,
+)
+from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
+from ckpttool.optimizers.transform import (
+    identity,
+    in_form,
+    in_groups,
+    move_of,
+    placed,
+)
+
+
+def without_left_out(
+    section: Section, state: OptimizerState, request: OptimizerRequest, narrowed: ModelChange
+) -> tuple[Section, OptimizerRemap] | None:
+    """Return an optimizer with ids without the parameters whose tensors are left out; None if it
+    keeps all of them.
+
+    The other parameters are numbered again, as an optimizer of the smaller model does. Raise
+    `Refused` if nothing says whose state the ids are, and one of them may belong to a tensor that
+    is left out.
+    """
+    where = section.title
+    param_map = _identified(state, request, where)
+    if param_map is None:
+        # else --select: a note says that it is the state of all parameters
+        if request.model is not None:
+            _check_none_left_out(state, narrowed, where)
+        return None
+    keys_of = _serialized_keys(request.names)
+    left_out = {}
+    for param, name in param_map.names.items():
+        if narrowed.loses([name, *keys_of.get(name, ())]):
+            left_out[param] = name
+    if not left_out:
+        return None
+    if len(left_out) == len(state.params):
+        raise Refused(
+            f"{where}: all of its parameters are left out of the model",
+            hint=f"drop the optimizer too: --drop {where}",
+            problems=[Problem("left out of the model", name) for name in left_out.values()],
+        )
+    named = param_map.state
+    kept: dict[str, Expression] = {}
+    for param in state.params:
+        if param not in left_out:
+            kept[param_map.names[param]] = Ref(str(param))
+    groups = placed(named, identity(list(kept)))
+    kept_state: dict[Param, Any] = {name: named.state[name] for name in kept if name in named.state}
+    rest = in_groups(named, groups, kept_state)
+    dropped = tuple(left_out.values())
+    notes = notes_on_change(where, state, rest, ID, (), dropped)
+    if param_map.assumed:
+        notes.append(param_map.rests_on(where))
+    move = move_of(section, state, ID, rest.groups, kept, {})
+    result = forms.write(in_form(rest, ID), section)
+    report = OptimizerRemap(
+        section.path,
+        was=ID,
+        to=ID,
+        params=len(kept),
+        evidence=param_map.evidence,
+        dropped=dropped,
+        notes=tuple(notes),
+        move=move,
+    )
+    return result, report
+
+
+def one_move(first: OptimizerMove, second: OptimizerMove) -> OptimizerMove:
+    """Return the second move, of the ids that the first gives, as a move of what the first
+    moves.
+    """
+    sources = list(first.sources.values())
+    over = {}
+    for name, source in second.sources.items():
+        over[name] = ex.substitute(source, lambda number: sources[int(number)])
+    groups = []
+    for group in second.groups:
+        if group.like is None:
+            groups.append(group)
+        else:
+            groups.append(replace(first.groups[group.like], params=group.params))
+    return replace(second, sources=over, groups=tuple(groups))
+
+
+def _identified(state: OptimizerState, request: OptimizerRequest, where: str) -> ParamMap | None:
+    """Return whose state the ids are, if the file or the model says it without a contradiction."""
+    state_dicts = request.state_dicts
+    if request.names is None:
+        return own_names(state, state_dicts)
+    try:
+        param_map = owners(state, request.names, where, state_dicts)
+    except Refused:
+        return None
+    return param_map if param_map.doubt is None else None
+
+
+def _serialized_keys(names: Names | None) -> dict[str, list[str]]:
+    """Map the canonical name of each parameter to the serialized keys that are computed from it."""
+    keys: dict[str, list[str]] = {}
+    if names is None:
+        return keys
+    canonical = Parameters(names).canonical
+    for saved in names.serialized:
+        if saved.source is None:
+            continue
+        for fqn in ex.refs(saved.source):
+            if fqn in canonical:
+                keys.setdefault(canonical[fqn], []).append(saved.key)
+    return keys
+
+
+def _check_none_left_out(state: OptimizerState, narrowed: ModelChange, where: str) -> None:
+    """Raise `Refused` if a tensor that is left out may be one of the parameters that the optimizer
+    numbers.
+    """
+    shapes: set[tuple[int, ...]] = set()  # of parameters, as far as their state shows them
+    has_unknown = False
+    for param in state.params:
+        param_shapes = set(filter(None, state.shapes(param).values()))
+        shapes |= param_shapes
+        has_unknown |= not param_shapes
+    entries = narrowed.section.by_key()
+    problems = []
+    for dropped in narrowed.plan.dropped:
+        entry = entries.get(dropped.key)
+        if not isinstance(entry, TensorEntry):
+            continue
+        is_float = entry.dtype.startswith(("float", "bfloat", "complex"))
+        if is_float and (has_unknown or entry.shape in shapes):
+            problems.append(Problem("left out of the model", dropped.key))
+    if problems:
+        raise Refused(
+            f"{where}: parameters may be left out of the model, and nothing says which of its ids"
+            " are theirs",
+            hint="pass --model MODEL (and --optimizer O), which says whose state it is; or drop"
+            f" the optimizer too: --drop {where}",
+            problems=problems,
+        )

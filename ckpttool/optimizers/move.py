@@ -1,0 +1,477 @@
+"""The optimizer part of a remap: whose state it is, and the new names, order and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+
+from ckpttool.core import expression as ex
+from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.expression import Expression, Op, Ref
+from ckpttool.core.names import SERIALIZED, Names
+from ckpttool.core.optimizer_state import (
+    ID,
+    OptimizerState,
+    Param,
+    renamed,
+)
+from ckpttool.core.text import some
+from ckpttool.naming import wrappers
+from ckpttool.naming.model_change import ModelChange, copied, is_whole
+from ckpttool.naming.wrappers import strip
+from ckpttool.optimizers import forms
+from ckpttool.optimizers.created import created_state
+from ckpttool.optimizers.forms import class_of, lacking
+from ckpttool.optimizers.groups import new_groups, notes_on_change, with_new_names
+from ckpttool.optimizers.identify import (
+    Parameters,
+    ParamMap,
+    check,
+    in_file,
+    in_model,
+    own_names,
+    owners,
+    saved_order,
+)
+from ckpttool.optimizers.left_out import one_move, without_left_out
+from ckpttool.optimizers.request import AFRESH, OptimizerRemap, OptimizerRequest
+from ckpttool.optimizers.transform import (
+    between,
+    carry,
+    changed_options,
+    from_serialized,
+    identity,
+    in_form,
+    in_groups,
+    move_of,
+    placed,
+    to_serialized,
+)
+
+
+def remap_optimizers(
+    source: Checkpoint, request: OptimizerRequest
+) -> tuple[Checkpoint, tuple[OptimizerRemap, ...]]:
+    """Return `source` with every optimizer as requested, and a record of each optimizer that
+    changed.
+
+    Raise `Refused` if ids are ambiguous, if state cannot follow its parameter, and if
+    `request.keys` is set but the file has no optimizer.
+    """
+    if request.keys is not None and not source.optimizers:
+        raise Refused(
+            f"{source.source} holds no optimizer",
+            hint=f"`{source.inspect_call}` lists its sections; leave the option out",
+        )
+    sections: list[Section] = []
+    remaps: list[OptimizerRemap] = []
+    for section in source.sections:
+        changed = None
+        if section.kind == "optimizer":
+            changed = _remapped(section, request.of(section))
+        if changed is None:
+            sections.append(section)
+        else:
+            sections.append(changed[0])
+            remaps.append(changed[1])
+    if not remaps:
+        return source, ()
+    return replace(source, sections=tuple(sections)), tuple(remaps)
+
+
+def _remapped(section: Section, request: OptimizerRequest) -> tuple[Section, OptimizerRemap] | None:
+    """Return the section as requested; None if it is so already."""
+    where = section.title
+    state = forms.read(section)
+    to = request.keys or state.form
+    listed = in_file(state)[0]
+    narrowed = request.narrowed
+    if narrowed is not None:
+        if state.form == to == ID and request.to_names is None and narrowed.keeps_rest:
+            rest = without_left_out(section, state, request, narrowed)
+            if rest is not None:
+                return rest if listed is None else _names_after_keys(rest, request, narrowed)
+        request = _follow_narrowed(request, narrowed, listed, to)
+    to_names = request.to_names
+    must_write = to_names is not None or (request.keys is not None and request.names is not None)
+    if not state.params:
+        return None
+    if not must_write and to == state.form and not _is_renamed(state, request, to):
+        return None
+    request = _rules_first(state, request, where)
+    to_names = request.to_names
+    if to_names is not None and request.names is None and request.ruled is None and listed is None:
+        raise Refused(
+            "the names of the model that saved the checkpoint are needed",
+            hint="pass --model MODEL too",
+        )
+    result, report = _moved(section, state, request, to)
+    return None if result == state and not must_write else (forms.write(result, section), report)
+
+
+def _names_after_keys(
+    rest: tuple[Section, OptimizerRemap], request: OptimizerRequest, narrowed: ModelChange
+) -> tuple[Section, OptimizerRemap]:
+    """Return an optimizer without the parameters that were left out, the others named as their
+    keys are after the remap.
+    """
+    section, report = rest
+    by_keys = replace(request, names=None, ruled=narrowed, model=narrowed, narrowed=None)
+    follows = _remapped(section, by_keys)
+    if follows is None or follows[1].move is None:
+        return rest
+    assert report.move is not None
+    move = one_move(report.move, follows[1].move)
+    notes = dict.fromkeys((*report.notes, *follows[1].notes))
+    return follows[0], replace(report, move=move, notes=tuple(notes))
+
+
+def _moved(
+    section: Section, state: OptimizerState, request: OptimizerRequest, to: str
+) -> tuple[OptimizerState, OptimizerRemap]:
+    """Return the state under the requested names, in form `to`, and the record of the change.
+
+    file's name ─ `_named` ─▶ canonical name ─ `_sources` ─▶ new name ─ `_as_the_keys` ─▶ written
+    """
+    where, to_names = section.title, request.to_names
+    named, param_map, file_sources = _named(state, request, where)
+    sources, follow_keys = _sources(named, request, to, where)
+    if to_names is not None:
+        sources = _of_new_model(sources, to_names, where)
+    # the parameters may have other names than this model's
+    saved_by = None if follow_keys else request.names
+    if to == ID and to_names is None:
+        same = identity(named.params)
+        old_groups = new_groups(named, same, request.names, None, state.form, to, where)
+        groups = with_new_names(old_groups, sources)
+    else:
+        groups = new_groups(named, sources, saved_by, to_names, state.form, to, where)
+    params = map(str, chain.from_iterable(group.params for group in groups))
+    held = {name: sources[name] for name in params if name in sources}
+    shapes = _shapes(named, request)
+    states = carry(named, held, shapes, where)
+    created, notes_on_created = created_state(
+        groups, states, to_names or request.names, request.create, to, where
+    )
+    moved = in_groups(named, groups, {**states, **created})
+    _check_loads(moved, saved_by, to_names, where)
+
+    spelled = {param: str(param) for param in moved.params}
+    spelled |= _as_the_keys(state, moved, request, to, where)
+    new = tuple(spelled[param] for param in moved.params if param not in sources)
+    names_created = {spelled[param]: tuple(created[param]) for param in created}
+    moved = renamed(moved, spelled)
+    over = {}
+    for name, source in held.items():
+        over[spelled[name]] = ex.substitute(source, file_sources.__getitem__)
+    file_shapes = _file_shapes(file_sources, shapes, request.names)
+    move = move_of(section, state, to, moved.groups, over, file_shapes)
+    move = replace(move, created=names_created)
+    read = set(ex.refs(tuple(held.values())))
+    dropped = tuple(str(param) for param in named.state if param not in read)
+    without_state = [name for name in new if name not in names_created]
+    notes = notes_on_change(where, state, moved, to, without_state, dropped) + notes_on_created
+    changed = changed_options(named, sources, groups)
+    if changed:
+        notes.append(
+            f"{where}: new param groups have the values that the code sets: {some(changed, 20)}"
+        )
+    if param_map is not None and param_map.assumed:
+        notes.append(param_map.rests_on(where))
+    return in_form(moved, to), OptimizerRemap(
+        section.path,
+        was=state.form,
+        to=to,
+        params=len(moved.params),
+        evidence=None if param_map is None else param_map.evidence,
+        new=new,
+        dropped=dropped,
+        notes=tuple(notes),
+        move=move,
+        loaded_by=to_names,
+    )
+
+
+def _follow_narrowed(
+    request: OptimizerRequest,
+    narrowed: ModelChange,
+    listed: Mapping[Param, str] | None,
+    to: str,
+) -> OptimizerRequest:
+    """Return the request for an optimizer of a model without some of its tensors: its parameters
+    follow their keys, or stay if all of them are kept.
+    """
+    if listed is None:
+        follows = to != ID
+    else:
+        follows = request.model is None or narrowed.loses(list(listed.values()))
+    if follows:
+        return replace(request, ruled=narrowed, model=narrowed)
+    return replace(request, narrowed=None)
+
+
+def _shapes(named: OptimizerState, request: OptimizerRequest) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes of parameters, by canonical name, as far as models or rules say them."""
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    if request.ruled is not None:
+        shapes.update(request.ruled.shapes(list(map(str, named.params))))
+    if request.names is not None:
+        shapes.update(Parameters(request.names).shapes)
+    return shapes
+
+
+def _file_shapes(
+    file_sources: Mapping[str, Expression],
+    shapes: Mapping[str, tuple[int, ...] | None],
+    names: Names | None,
+) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes of parameters by the names that the file gives them."""
+    if names is not None and any(isinstance(source, Op) for source in file_sources.values()):
+        # the keys are the file's parameters
+        return {saved.key: saved.shape for saved in names.serialized}
+    by_file_name = {}
+    for name, source in file_sources.items():
+        for file_name in ex.refs(source):
+            by_file_name[file_name] = shapes.get(name)
+    return by_file_name
+
+
+def _is_renamed(state: OptimizerState, request: OptimizerRequest, to: str) -> bool:
+    """Return True if parameters change, or their names in the file."""
+    ruled = request.ruled
+    if ruled is not None and not ruled.keeps_places:
+        return True
+    renames = request.called is not None
+    if ruled is not None and ruled.renames(ruled.section.keys):  # a function, without rules
+        renames = True
+    if to != ID and (renames or request.form is not None):
+        return True
+    listed = in_file(state)[0]
+    if listed is None:
+        return False
+    names = list(listed.values())
+    if renames or (request.narrowed is not None and request.narrowed.loses(names)):
+        return True
+    return request.model is not None and request.model.renames(names)
+
+
+def _named(
+    state: OptimizerState, request: OptimizerRequest, where: str
+) -> tuple[OptimizerState, ParamMap | None, dict[str, Expression]]:
+    """Return the state under canonical names, how they were identified, and each name as the file
+    has it.
+    """
+    names = request.names
+    if names is not None and state.form != ID:
+        sources = from_serialized(names, state.params)
+        if sources is not None:
+            shapes = {saved.key: saved.shape for saved in names.serialized}
+            named = renamed(state, {param: str(param) for param in state.params})
+            moved = carry(named, sources, shapes, where)
+            return in_groups(named, placed(named, sources), moved), None, sources
+    canonical: Mapping[Param, str] = {param: str(param) for param in state.params}
+    param_map: ParamMap | None = None
+    if names is not None or state.form == ID:
+        param_map = _owners(state, request, where)
+        doubt = param_map.doubt
+        if doubt is not None and doubt.by_another and request.old_model is not None:
+            param_map = replace(param_map, doubt=replace(doubt, hint=request.old_model))
+        canonical = param_map.settled(where).names
+    if names is None and in_file(state)[0] is not None:
+        canonical = _unwrapped(canonical, request)
+    if state.form != ID:
+        param_map = None
+    file_names: dict[str, Expression] = {name: Ref(str(param)) for param, name in canonical.items()}
+    return renamed(state, canonical), param_map, file_names
+
+
+def _unwrapped(names: Mapping[Param, str], request: OptimizerRequest) -> dict[Param, str]:
+    """Return the names without the wrappers that the remap removes from the model's keys, or
+    replaces.
+    """
+    model = request.model
+    if request.ruled is not None or model is None or not model.renames(list(names.values())):
+        return dict(names)
+    paths = wrappers.recognise(model.section.keys)
+    return {param: strip(name, paths) for param, name in names.items()}
+
+
+def _rules_first(state: OptimizerState, request: OptimizerRequest, where: str) -> OptimizerRequest:
+    """Let the named model load the state, if the file has its names only after the rules."""
+    listed, names = in_file(state)[0], request.names
+    if listed is None or names is None or request.to_names is not None or request.called is None:
+        return request
+    if not in_model(listed.values(), names)[1]:
+        return request
+    after = replace(request, names=None, to_names=names)
+    sources, _ = _sources(renamed(state, listed), after, request.keys or state.form, where)
+    return request if in_model(sources, names)[1] else after
+
+
+def _of_new_model(
+    sources: Mapping[str, Expression], names: Names, where: str
+) -> dict[str, Expression]:
+    """Return `sources` under the canonical names of the model that will load them, if it has these
+    names.
+    """
+    canonical, problems = in_model(sources, names)
+    if not canonical:
+        raise Refused(
+            f"{where}: none of its parameters has a name of {names.model}",
+            hint="--rule 'FROM => TO' says which parameter is which",
+            problems=problems,
+        )
+    return {canonical[name]: source for name, source in sources.items() if name in canonical}
+
+
+def _as_the_keys(
+    state: OptimizerState, moved: OptimizerState, request: OptimizerRequest, to: str, where: str
+) -> dict[Param, str]:
+    """Return the parameters whose keys in the model have wrappers, with these keys as their names.
+
+    Raise `Refused` if the names would have no wrappers next to a model whose keys get some.
+    """
+    keys = set(request.model_keys)
+    evidence = wrappers.infer(request.model_keys)
+    prefix = f"{evidence.root[-1]}." if evidence.root else ""
+    by_name = {strip(key, evidence.paths): key for key in request.model_keys}
+    wrapped: dict[Param, str] = {}
+    for param in moved.params:
+        if param in keys or str(param).startswith(prefix or "."):
+            continue
+        name = copied(by_name.get(str(param), "")) or prefix + str(param)
+        if name != param:
+            wrapped[param] = name
+    if to == ID:
+        return wrapped if all(group.param_names for group in moved.nonempty_groups) else {}
+    old_keys = set() if request.model is None else set(request.model.section.keys)
+    # as torch names them next to a wrapped model
+    are_apart = state.form != ID and old_keys.isdisjoint(map(str, state.params))
+    if wrapped and not are_apart:
+        param, name = next(iter(wrapped.items()))
+        raise Refused(
+            f"{where}: the names of its parameters have no wrappers, and the model's keys would"
+            " have some",
+            hint="--to serialized takes wrappers out of the keys, --optimizer-keys id the names"
+            " out of the optimizer",
+            problems=[Problem(f"the key is {name}", str(param))],
+        )
+    return {}
+
+
+def _owners(state: OptimizerState, request: OptimizerRequest, where: str) -> ParamMap:
+    """Identify the parameters of the ids; with rules only, the file's own keys count too if they
+    can be these.
+    """
+    state_dicts = request.state_dicts
+    names, ruled = request.names, request.ruled
+    if ruled is None:
+        return owners(state, names, where, state_dicts)
+    if names is None:
+        by_keys = own_names(state, state_dicts)
+        return by_keys if by_keys is not None else owners(state, None, where, state_dicts)
+    # it may be the model after the rules
+    if saved_order(state_dicts, names, set(Parameters(names).shapes)) is None:
+        state_dicts = (ruled.after,)
+    return owners(state, names, where, state_dicts)
+
+
+def _by_rules_file(
+    named: OptimizerState, request: OptimizerRequest, to: str, where: str
+) -> dict[str, Expression] | None:
+    """Return the parameters after the rules; None without rules, or if no parameter is a tensor of
+    the model.
+    """
+    ruled = request.ruled
+    if ruled is None:
+        return None
+    before = identity(named.params)
+    if request.names is not None:
+        serialized = to_serialized(request.names, named.params)
+        if len(ruled.shapes(list(serialized))) > len(ruled.shapes(list(before))):
+            before = serialized
+    after = ruled.sources(before, where)
+    if after is None:
+        if not ruled.keeps_places and len(request.state_dicts) == 1:
+            raise Refused(
+                f"{where}: none of its parameters is a tensor of the model, so that it cannot"
+                " follow the model's",
+                hint=AFRESH,
+                problems=[Problem("no tensor of the model", str(param)) for param in named.params],
+            )
+        return None
+    if to == ID and request.to_names is None:
+        _check_places(named, after, ruled is request.narrowed, where)
+    return after
+
+
+def _check_places(
+    named: OptimizerState, after: Mapping[str, Expression], is_narrowed: bool, where: str
+) -> None:
+    """Raise `Refused` unless each parameter stays one, so that ids can stay what they are."""
+    kept = set(ex.refs(tuple(after.values())))
+    if len(after) == len(kept) == len(named.params) and all(map(is_whole, after.values())):
+        return
+    if is_narrowed:
+        left_out = [str(param) for param in named.params if str(param) not in kept]
+        raise Refused(
+            f"{where}: parameters of the model are left out, and the optimizer still numbers them",
+            hint=f"drop the optimizer too: --drop {where}; or pass --optimizer-keys fqn, to"
+            " keep the state of the other parameters under their names",
+            problems=[Problem("left out of the model", name) for name in left_out],
+        )
+    raise Refused(
+        f"{where}: the model gets other parameters, and nothing says in which order it registers"
+        " them",
+        hint="pass --to-model NEW, the model that is to load it; or --optimizer-keys fqn,"
+        " which names them",
+    )
+
+
+def _check_loads(moved: OptimizerState, old: Names | None, new: Names | None, where: str) -> None:
+    """Raise `Refused` if the optimizer that will load the state cannot take a step with it."""
+    if new is not None:
+        param_map = ParamMap(moved, {param: str(param) for param in moved.params}, "names")
+        check(param_map, new).settled(where)
+    target = new or old
+    if target is None:
+        return
+    missing = lacking(moved, target.optimizer_groups, Parameters(target).first_step)
+    names = dict.fromkeys(key.rpartition(".")[2] for key in missing)
+    if names:
+        saved_class = class_of(moved) or "another optimizer"
+        problem = "the optimizer needs it, and the saved state does not have it"
+        raise Refused(
+            f"{where}: this is the state of {saved_class}; {target.optimizer_class} loads it, and"
+            " fails at the next step",
+            hint=AFRESH,
+            problems=[Problem(problem, name) for name in names],
+        )
+
+
+def _sources(
+    named: OptimizerState, request: OptimizerRequest, to: str, where: str
+) -> tuple[dict[str, Expression], bool]:
+    """Return the new parameters as expressions over the old ones, and whether they follow the keys
+    of the model.
+    """
+    ruled = _by_rules_file(named, request, to, where)
+    if ruled is not None:
+        return ruled, True
+    names, called = request.names, request.called or str
+    if request.to_names is not None and names is not None:
+        new_names = {str(param): called(str(param)) for param in named.params}
+        return between(names, request.to_names, new_names), False
+    if request.form == SERIALIZED and names is not None and to != ID:
+        before = to_serialized(names, named.params)
+    else:
+        before = identity(named.params)
+    after = {called(name): source for name, source in before.items()}
+    if len(after) < len(before):
+        raise Refused(
+            "the rules give several parameters of the optimizer one name",
+            hint="`--dry-run` shows the names",
+        )
+    return after, False

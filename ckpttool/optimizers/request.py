@@ -1,0 +1,85 @@
+"""What is requested of the optimizers of a remap, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, replace
+from typing import Any
+
+from ckpttool.core.checkpoint import Section
+from ckpttool.core.names import Names
+from ckpttool.core.plan import OptimizerMove
+from ckpttool.core.values import dataclass
+from ckpttool.naming.model_change import ModelChange
+
+Called = Callable[[str], str]
+Create = Callable[
+    [Mapping[str, Mapping[str, Any]]], tuple[Mapping[str, Mapping[str, Any]], Mapping[str, str]]
+]
+
+
+OfSection = tuple[Names | None, Names | None, Create | None]
+
+
+AFRESH = "load the model alone (CKPT::SECTION), and start the optimizer from scratch"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRequest:
+    """The form of the keys that the optimizers get, and the models that saved them and will load
+    them.
+
+    `names` are the names of the model (and the optimizer) that saved the checkpoint, `to_names` of
+    the model that will load it. `form` ``serialized`` gives parameters the names of the model's
+    keys; otherwise they get canonical names. `called` returns the new name that the rules give to a
+    name, None without rules. `ruled` is the effect of the rules on the model,
+    `model` the effect of the complete remap, `model_keys` its keys. `narrowed` is `model` if some
+    of its tensors are left out: then parameters that have names follow their keys. `state_dicts`
+    are those of the file as it was saved (`operands.checkpoint.saved_state_dicts`): the order of
+    their keys is evidence for the ids. `old_model` is the same command with the model named that
+    saved the file, `output` the file to write. `of_sections` are `names` and `to_names` for the
+    optimizers that are named by their sections.
+    """
+
+    keys: str | None = None
+    names: Names | None = None
+    to_names: Names | None = None
+    called: Called | None = None
+    form: str | None = None
+    ruled: ModelChange | None = None
+    model: ModelChange | None = None
+    narrowed: ModelChange | None = None
+    model_keys: Sequence[str] = ()
+    state_dicts: Sequence[Section] = ()
+    old_model: str | None = None
+    output: str | None = None
+    create: Create | None = None
+    of_sections: Mapping[str, OfSection] = field(default_factory=dict)
+
+    def of(self, section: Section) -> OptimizerRequest:
+        """Return the request with the names for the optimizer of a section."""
+        if section.path not in self.of_sections:
+            return self
+        names, to_names, create = self.of_sections[section.path]
+        return replace(self, names=names, to_names=to_names, create=create)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRemap:
+    """The result for one optimizer.
+
+    `evidence` is what identified its ids; `new` are parameters without state, `dropped` are
+    parameters whose state has no place in the new optimizer. `move` is the change as a plan records
+    it. `loaded_by` are the names of the model that will load it, if that is known.
+    """
+
+    section: str
+    was: str
+    to: str
+    params: int
+    evidence: str | None = None
+    new: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    move: OptimizerMove | None = field(default=None, compare=False)
+    loaded_by: Names | None = field(default=None, compare=False)
