@@ -46,6 +46,7 @@ from ckpttool.naming.match import NameTables
 from ckpttool.operands.checkpoint import is_folder
 from ckpttool.operands.model import ModelOperand
 from ckpttool.optimizers.forms import class_of, lacking, read, with_new_options
+from ckpttool.optimizers.groups import arranged
 from ckpttool.optimizers.identify import (
     Parameters,
     ParamMap,
@@ -54,7 +55,7 @@ from ckpttool.optimizers.identify import (
     owners,
     saved_order,
 )
-from ckpttool.optimizers.transform import arranged, carry, identity
+from ckpttool.optimizers.transform import carry, identity
 
 if TYPE_CHECKING:
     from ckpttool.tracing.build_optimizer import OptimizerVerdict

@@ -28,8 +28,8 @@ from ckpttool.diffing.result import HARMLESS, Entry, Outlines, only_left, only_r
 from ckpttool.diffing.sections import Values, compare_pair
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.optimizers.forms import class_of, read, same_option
+from ckpttool.optimizers.groups import different
 from ckpttool.optimizers.identify import ParamMap, owners, same_key_order
-from ckpttool.optimizers.transform import different
 
 _ENTRIES = (TensorEntry, ExtraEntry)
 _CONTAINERS = (*_ENTRIES, Mapping, list, tuple)

@@ -8,22 +8,13 @@ from typing import Any
 
 from ckpttool.core import expression as ex
 from ckpttool.core.names import Names
-from ckpttool.core.optimizer_state import (
-    ID,
-    Filled,
-    Param,
-    ParamGroup,
-)
+from ckpttool.core.optimizer_state import ID, Filled, Param, ParamGroup
 from ckpttool.core.text import Info, plural, some
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.optimizers.forms import WHOLE
-from ckpttool.optimizers.identify import (
-    Parameters,
-)
+from ckpttool.optimizers.groups import plain_options
+from ckpttool.optimizers.identify import Parameters
 from ckpttool.optimizers.request import Create
-from ckpttool.optimizers.transform import (
-    plain_options,
-)
 
 
 def created_state(

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from ckpttool.core import expression as ex
+from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression
 from ckpttool.core.names import Names
-from ckpttool.core.optimizer_state import (
-    FLAT,
-    ID,
-    OptimizerState,
-    Param,
-    ParamGroup,
-)
+from ckpttool.core.optimizer_state import FLAT, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
 from ckpttool.core.text import plural, some
-from ckpttool.optimizers.forms import with_new_options
-from ckpttool.optimizers.identify import (
-    Parameters,
-)
-from ckpttool.optimizers.transform import (
-    arranged,
-    grouped,
-    placed,
-)
+from ckpttool.evaluate.compare import elements
+from ckpttool.optimizers.forms import same_option, same_options, with_new_options
+from ckpttool.optimizers.identify import Parameters
 
 
 def new_groups(
@@ -185,3 +176,205 @@ def notes_on_change(
             f" with the same hyperparameters are one group now ({len(state.groups)} in all)"
         )
     return notes
+
+
+# Groups of parameters
+
+
+def grouped(params: Sequence[Param], options: Mapping[str, Any]) -> ParamGroup:
+    """Return a group of `params` with these options. Its ``param_names``, if any, are updated."""
+    if PARAM_NAMES in options:
+        options = {**options, PARAM_NAMES: [str(param) for param in params]}
+    return ParamGroup(tuple(params), options)
+
+
+def placed(state: OptimizerState, sources: Mapping[str, Expression]) -> tuple[ParamGroup, ...]:
+    """Return the old groups with the new parameters in the old ones' positions. A group that loses
+    all is left out.
+    """
+    home = _homes(state)
+    position = {str(param): index for index, param in enumerate(state.params)}
+
+    def first_position(name: str) -> int:
+        return min(position[ref] for ref in ex.refs(sources[name]))
+
+    members: list[list[Param]] = [[] for _ in state.groups]
+    for name in sorted(sources, key=first_position):
+        refs = list(dict.fromkeys(ex.refs(sources[name])))
+        first, *others = sorted({home[ref] for ref in refs})
+        options = state.groups[first].hyperparameters
+        if not all(same_options(options, state.groups[other].hyperparameters) for other in others):
+            raise Refused(
+                f"{name} is made of parameters of different param groups",
+                hint="pass --to-optimizer O, the function that makes the new optimizer",
+                problems=[Problem(f"param group {home[ref]}", ref) for ref in refs],
+            )
+        members[first].append(name)
+    groups = []
+    for params, group in zip(members, state.groups):
+        if params or not group.params:
+            groups.append(grouped(params, group.options))
+    return tuple(groups)
+
+
+def _homes(state: OptimizerState) -> dict[str, int]:
+    """Return parameter -> the number of its group."""
+    home: dict[str, int] = {}
+    for index, group in enumerate(state.groups):
+        home.update(dict.fromkeys(map(str, group.params), index))
+    return home
+
+
+def arranged(
+    state: OptimizerState,
+    sources: Mapping[str, Expression],
+    layout: Sequence[Sequence[str]],
+    defaults: Sequence[Mapping[str, Any]],
+    *,
+    by_parameter: bool = False,
+) -> tuple[ParamGroup, ...]:
+    """Return the groups of `layout`, which the new optimizer's code makes with the hyperparameters
+    `defaults`.
+
+    A group with the parameters of a saved group keeps that one's hyperparameters, as in
+    ``load_state_dict``. Any other group is new: it takes the fields that the code sets.
+    `by_parameter`: the file has hyperparameters of parameters and not of groups (a flattened
+    optimizer), so no group is new that has one of these. Raises `Refused` if a group gets
+    parameters from groups with different hyperparameters, and nothing says which of them it has.
+    """
+    home = _homes(state)
+    problems: list[Problem] = []
+    groups = []
+    for index, params in enumerate(layout):
+        where = f"param_groups.{index}"
+        expressions = [sources[name] for name in params if name in sources]
+        read = set(ex.refs(tuple(expressions)))
+        homes = sorted({home[ref] for ref in read})
+        saved_groups = [state.groups[number] for number in homes]
+        default = defaults[index] if index < len(defaults) else {}
+        is_saved = len(homes) == 1 and sources.keys() >= {*params}
+        if is_saved:
+            is_saved = read == set(map(str, saved_groups[0].params))
+        old_groups = saved_groups or list(state.groups)
+        if default and not is_saved and not (by_parameter and homes):
+            groups.append(grouped(params, _new_options(default, old_groups, where, problems)))
+            continue
+        options = old_groups[0].options if old_groups else default
+        for number, group in zip(homes[1:], saved_groups[1:]):
+            differing = different(saved_groups[0].hyperparameters, group.hyperparameters)
+            for name, (first, other) in differing.items():
+                problem = f"{name} is {first} in param group {homes[0]} and {other} in {number}"
+                problems.append(Problem(problem, where))
+        groups.append(grouped(params, options))
+    if problems:
+        raise Refused(
+            "parameters of groups with different hyperparameters come together in one group",
+            hint="keep them in separate groups of the new optimizer",
+            problems=problems,
+        )
+    return tuple(groups)
+
+
+LR, INITIAL_LR = "lr", "initial_lr"
+
+
+def _new_options(
+    default: Mapping[str, Any], saved: Sequence[ParamGroup], where: str, problems: list[Problem]
+) -> dict[str, Any]:
+    """Return the options of a new group: what the code sets, then what else the saved groups have.
+
+    If a scheduler changed the saved learning rate, the new one changes by the same factor.
+    """
+    options = dict(saved[0].options) if saved else {}
+    for group in saved[1:]:
+        for name, (first, other) in different(options, group.options).items():
+            if name not in (*default, LR, INITIAL_LR, PARAM_NAMES):
+                problems.append(Problem(f"{name} is {first} and {other} in its groups", where))
+    options.update(default)
+    factors = set[float]()
+    for group in saved:
+        lr, initial_lr = _number(group.options.get(LR)), _number(group.options.get(INITIAL_LR))
+        if lr is not None and initial_lr:
+            factors.add(lr / initial_lr)
+    base = _number(default.get(LR))
+    if base is None or not factors:
+        return options
+    if len(factors) > 1:
+        texts = ", ".join(f"{factor:g}" for factor in sorted(factors))
+        problems.append(Problem(f"its learning rates are {texts} of their initial ones", where))
+        return options
+    (factor,) = factors
+    options[INITIAL_LR] = base
+    options[LR] = base * factor
+    return options
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are numbers or other plain values, a tensor of one number as it."""
+    plain = {}
+    for name, value in options.items():
+        number = _number(value)
+        if number is not None:
+            plain[name] = number if isinstance(value, TensorEntry) else value
+        elif not isinstance(value, (TensorEntry, ExtraEntry)):
+            plain[name] = value
+    return plain
+
+
+def _number(value: Any) -> float | None:
+    """Return an option that is a number, or a tensor of one; None for anything else."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, TensorEntry) and value.numel == 1 and value.storage is not None:
+        from ckpttool.evaluate.numpy_eval import reader
+
+        read = reader(value.dtype)
+        return None if read is None else float(read(b"".join(elements(value)))[0])
+    return None
+
+
+def changed_options(
+    state: OptimizerState, sources: Mapping[str, Expression], groups: Sequence[ParamGroup]
+) -> list[str]:
+    """Return each hyperparameter that a group has and the saved group of its parameters has not, as
+    text.
+    """
+    home = _homes(state)
+    texts = []
+    for index, group in enumerate(groups):
+        expressions = [sources[str(param)] for param in group.params if str(param) in sources]
+        read = list(ex.refs(tuple(expressions)))
+        if not read:
+            continue
+        saved = state.groups[min(home[ref] for ref in read)]
+        differing = different(saved.hyperparameters, group.hyperparameters)
+        for name, (old, new) in differing.items():
+            texts.append(f"param group {index}: {name} {new} ({old} in the file)")
+    return texts
+
+
+def different(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return each option that differs, with its value on both sides as text."""
+    texts = {}
+    for name in dict.fromkeys((*left, *right)):
+        if name not in left or name not in right or not same_option(left[name], right[name]):
+            texts[name] = _option_text(left, name), _option_text(right, name)
+    return texts
+
+
+def _option_text(options: Mapping[str, Any], name: str) -> str:
+    value = options.get(name)
+    if isinstance(value, TensorEntry):
+        return "a tensor"
+    if isinstance(value, ExtraEntry):
+        return "an object"
+    return str(value) if name in options else "absent"
+
+
+def in_groups(
+    state: OptimizerState, groups: tuple[ParamGroup, ...], param_states: Mapping[Param, Any]
+) -> OptimizerState:
+    """Return `state` with these groups and this state, in the order of the groups."""
+    params = chain.from_iterable(group.params for group in groups)
+    ordered = {param: param_states[param] for param in params if param in param_states}
+    return replace(state, groups=groups, state=ordered)

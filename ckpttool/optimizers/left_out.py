@@ -10,29 +10,14 @@ from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import Names
-from ckpttool.core.optimizer_state import (
-    ID,
-    OptimizerState,
-    Param,
-)
+from ckpttool.core.optimizer_state import ID, OptimizerState, Param
 from ckpttool.core.plan import OptimizerMove
 from ckpttool.naming.model_change import ModelChange
 from ckpttool.optimizers import forms
-from ckpttool.optimizers.groups import notes_on_change
-from ckpttool.optimizers.identify import (
-    Parameters,
-    ParamMap,
-    own_names,
-    owners,
-)
+from ckpttool.optimizers.groups import in_groups, notes_on_change, placed
+from ckpttool.optimizers.identify import Parameters, ParamMap, own_names, owners
 from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
-from ckpttool.optimizers.transform import (
-    identity,
-    in_form,
-    in_groups,
-    move_of,
-    placed,
-)
+from ckpttool.optimizers.transform import identity, in_form, move_of
 
 
 def without_left_out(

@@ -11,12 +11,7 @@ from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import SERIALIZED, Names
-from ckpttool.core.optimizer_state import (
-    ID,
-    OptimizerState,
-    Param,
-    renamed,
-)
+from ckpttool.core.optimizer_state import ID, OptimizerState, Param, renamed
 from ckpttool.core.text import some
 from ckpttool.naming import wrappers
 from ckpttool.naming.model_change import ModelChange, copied, is_whole
@@ -24,7 +19,14 @@ from ckpttool.naming.wrappers import strip
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.created import created_state
 from ckpttool.optimizers.forms import class_of, lacking
-from ckpttool.optimizers.groups import new_groups, notes_on_change, with_new_names
+from ckpttool.optimizers.groups import (
+    changed_options,
+    in_groups,
+    new_groups,
+    notes_on_change,
+    placed,
+    with_new_names,
+)
 from ckpttool.optimizers.identify import (
     Parameters,
     ParamMap,
@@ -40,13 +42,10 @@ from ckpttool.optimizers.request import AFRESH, OptimizerRemap, OptimizerRequest
 from ckpttool.optimizers.transform import (
     between,
     carry,
-    changed_options,
     from_serialized,
     identity,
     in_form,
-    in_groups,
     move_of,
-    placed,
     to_serialized,
 )
 
@@ -152,27 +151,28 @@ def _moved(
     held = {name: sources[name] for name in params if name in sources}
     shapes = _shapes(named, request)
     states = carry(named, held, shapes, where)
-    created, notes_on_created = created_state(
-        groups, states, to_names or request.names, request.create, to, where
-    )
+    loaded_by = to_names or request.names
+    created, notes_on_created = created_state(groups, states, loaded_by, request.create, to, where)
     moved = in_groups(named, groups, {**states, **created})
     _check_loads(moved, saved_by, to_names, where)
 
     spelled = {param: str(param) for param in moved.params}
     spelled |= _as_the_keys(state, moved, request, to, where)
-    new = tuple(spelled[param] for param in moved.params if param not in sources)
-    names_created = {spelled[param]: tuple(created[param]) for param in created}
-    moved = renamed(moved, spelled)
+    written = renamed(moved, spelled)
     over = {}
     for name, source in held.items():
         over[spelled[name]] = ex.substitute(source, file_sources.__getitem__)
     file_shapes = _file_shapes(file_sources, shapes, request.names)
-    move = move_of(section, state, to, moved.groups, over, file_shapes)
-    move = replace(move, created=names_created)
+    slots_created = {spelled[param]: tuple(slots) for param, slots in created.items()}
+    move = move_of(section, state, to, written.groups, over, file_shapes)
+    move = replace(move, created=slots_created)
+
     read = set(ex.refs(tuple(held.values())))
     dropped = tuple(str(param) for param in named.state if param not in read)
-    without_state = [name for name in new if name not in names_created]
-    notes = notes_on_change(where, state, moved, to, without_state, dropped) + notes_on_created
+    new = tuple(spelled[param] for param in moved.params if param not in sources)
+    without_state = [name for name in new if name not in slots_created]
+    notes = notes_on_change(where, state, written, to, without_state, dropped)
+    notes += notes_on_created
     changed = changed_options(named, sources, groups)
     if changed:
         notes.append(
@@ -180,11 +180,11 @@ def _moved(
         )
     if param_map is not None and param_map.assumed:
         notes.append(param_map.rests_on(where))
-    return in_form(moved, to), OptimizerRemap(
+    return in_form(written, to), OptimizerRemap(
         section.path,
         was=state.form,
         to=to,
-        params=len(moved.params),
+        params=len(written.params),
         evidence=None if param_map is None else param_map.evidence,
         new=new,
         dropped=dropped,

@@ -13,13 +13,11 @@ from ckpttool.core.values import dataclass
 from ckpttool.naming.model_change import ModelChange
 
 Called = Callable[[str], str]
+# FQN -> hyperparameters; see `tracing.initial_state`
 Create = Callable[
     [Mapping[str, Mapping[str, Any]]], tuple[Mapping[str, Mapping[str, Any]], Mapping[str, str]]
 ]
-
-
 OfSection = tuple[Names | None, Names | None, Create | None]
-
 
 AFRESH = "load the model alone (CKPT::SECTION), and start the optimizer from scratch"
 
@@ -32,13 +30,17 @@ class OptimizerRequest:
     `names` are the names of the model (and the optimizer) that saved the checkpoint, `to_names` of
     the model that will load it. `form` ``serialized`` gives parameters the names of the model's
     keys; otherwise they get canonical names. `called` returns the new name that the rules give to a
-    name, None without rules. `ruled` is the effect of the rules on the model,
-    `model` the effect of the complete remap, `model_keys` its keys. `narrowed` is `model` if some
-    of its tensors are left out: then parameters that have names follow their keys. `state_dicts`
-    are those of the file as it was saved (`operands.checkpoint.saved_state_dicts`): the order of
-    their keys is evidence for the ids. `old_model` is the same command with the model named that
-    saved the file, `output` the file to write. `of_sections` are `names` and `to_names` for the
-    optimizers that are named by their sections.
+    name; it is None without rules.
+
+    `ruled` is the effect of the rules on the model, `model` the effect of the complete remap,
+    `model_keys` its keys. `narrowed` is `model` if some of its tensors are left out: then
+    parameters that have names follow their keys.
+
+    `state_dicts` are those of the file as it was saved (`operands.checkpoint.saved_state_dicts`):
+    the order of their keys is evidence for the ids. `old_model` is the same command with the model
+    named that saved the file, `output` the file to write. `create` returns the state that the
+    optimizer creates for parameters without any, if they get it. `of_sections` are `names`,
+    `to_names` and `create` of the optimizers that are named by their sections.
     """
 
     keys: str | None = None

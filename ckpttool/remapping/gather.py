@@ -43,10 +43,10 @@ from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import recognise, strip
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.optimizers import forms
+from ckpttool.optimizers.groups import grouped
 from ckpttool.optimizers.identify import Parameters, ParamMap, owners
 from ckpttool.optimizers.move import remap_optimizers
 from ckpttool.optimizers.request import OptimizerRequest
-from ckpttool.optimizers.transform import grouped
 from ckpttool.remapping.result import Remap
 
 DIFFERS = "differs between the ranks"  # a problem of a tensor that every rank holds completely

@@ -16,16 +16,8 @@ from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.optimizer_state import FQN, OptimizerState, ParamGroup
 from ckpttool.io.pieces import read_all
 from ckpttool.operands.model import ModelOperand
-from ckpttool.optimizers.transform import (
-    arranged,
-    between,
-    carry,
-    different,
-    from_serialized,
-    move_of,
-    placed,
-    to_serialized,
-)
+from ckpttool.optimizers.groups import arranged, different, placed
+from ckpttool.optimizers.transform import between, carry, from_serialized, move_of, to_serialized
 
 
 def names(*modules: str) -> Names:
