@@ -167,10 +167,18 @@ def _hint(checkpoint: Checkpoint) -> str:
     hint = "choose an output that ends in .pt"
     if takes_part:
         hint = f"take the section alone: {checkpoint.part(named[0].path)}, or {hint}"
-    extras = [extra.key for section in checkpoint.state_dicts[:1] for extra in section.extras]
-    if extras and not checkpoint.in_memory:
+    extras = [extra for section in checkpoint.state_dicts[:1] for extra in section.extras]
+    holds_weights = any(extra.tensors for extra in extras)
+    if extras and not holds_weights and not checkpoint.in_memory:
         source = checkpoint.part(named[0].path) if takes_part else checkpoint.source
-        line = shell("ckpttool", "remap", source, *_dropped(extras), "-o", "OUT.safetensors")
+        line = shell(
+            "ckpttool",
+            "remap",
+            source,
+            *_dropped([extra.key for extra in extras]),
+            "-o",
+            "OUT.safetensors",
+        )
         hint = f"{hint}; to leave out what is not a tensor: {line}"
     return hint
 

@@ -4,6 +4,7 @@ computed with.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_OF_TORCH = "quantized"  # the layout of a tensor that has its own scales
 # ``0.weight.quant_state.bitsandbytes__nf4``, next to ``0.weight``
 _BITSANDBYTES_4BIT = ".quant_state.bitsandbytes__"
 
@@ -78,15 +80,25 @@ NAME = "quantized"
 
 def recognize(section: Section) -> Kind | None:
     weights = quantized_weights(section)
-    if not weights:
+    by_torch = Counter(entry.dtype for entry in _all_tensors(section) if entry.layout == _OF_TORCH)
+    if not weights and not by_torch:
         return None
     by_scheme: dict[str, list[QuantizedWeight]] = {}
     for weight in weights:
         by_scheme.setdefault(weight.scheme, []).append(weight)
     counts = [_described(scheme, group) for scheme, group in by_scheme.items()]
+    for dtype, count in by_torch.items():
+        counts.append(f"by torch.ao.quantization, {plural(count, 'weight')} of {dtype}")
     text = f"is quantized: {'; '.join(counts)}"
     together = tuple(weight.keys for weight in weights)
     return Kind(NAME, section.path, text, tuple(weights), together)
+
+
+def _all_tensors(section: Section) -> Iterator[TensorEntry]:
+    """Yield the tensors of a state dict, and those inside of its other entries."""
+    yield from section.tensors
+    for extra in section.extras:
+        yield from extra.tensors
 
 
 def _described(scheme: str, weights: Sequence[QuantizedWeight]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -121,12 +122,12 @@ class Maker:
         payload = entry.payload
         if isinstance(entry, ExtraEntry):
             if isinstance(payload, Carried):
-                return self.create(payload.node, payload.storages)
+                return self._carried(payload)
             if isinstance(payload, str):
                 raise NotMade("an object in a separate record")
             return entry.value if payload is None else payload
         if isinstance(payload, Carried) and payload.describes(entry):
-            return self.create(payload.node, payload.storages)
+            return self._carried(payload)
         # `live.model` keeps tensors that are not dense
         in_memory = getattr(payload, "tensor", None)
         if isinstance(in_memory, torch.Tensor):
@@ -134,6 +135,12 @@ class Maker:
         if entry.identity not in self.tensors:
             self.tensors[entry.identity] = self._tensor(entry)
         return self.tensors[entry.identity].detach()
+
+    def _carried(self, payload: Carried) -> Any:
+        """Create the object without torch's warnings that its kind is deprecated."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self.create(payload.node, payload.storages)
 
     def _tensor(self, entry: TensorEntry) -> torch.Tensor:
         dtype = getattr(torch, entry.dtype, None)

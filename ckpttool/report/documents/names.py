@@ -55,9 +55,13 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
         ("aliases", number(sum(tensor.alias_of is not None for tensor in names.runtime))),
         ("serialized keys", number(len(names.serialized))),
         ("extra state", number(len(names.extra_state))),
+        ("optimizer", _optimizer(names)),
         ("torch", names.torch),
     )
-    blocks: list[Block] = [*tables, Facts(tuple(pair for pair in counts if pair[1] != "0"))]
+    blocks: list[Block] = [
+        *tables,
+        Facts(tuple(pair for pair in counts if pair[1] not in ("0", ""))),
+    ]
     if names.roundtrips:
         blocks.append(Paragraph("load_state_dict() reads back what state_dict() writes"))
     else:
@@ -72,6 +76,15 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
     if not names.roundtrips:
         verdict += "; it does not load all that it saves"
     return Document(f"trace {names.model}", verdict, names.roundtrips, tuple(blocks), shown.listing)
+
+
+def _optimizer(names: Names) -> str:
+    """Return the class of the optimizer and what it has; empty without an optimizer."""
+    if names.optimizer_class is None:
+        return ""
+    params = plural(len(names.optimizer), "parameter")
+    groups = plural(len(names.optimizer_groups), "param group")
+    return f"{names.optimizer_class} of {params} in {groups}"
 
 
 def explained(explanation: Explanation) -> Document:
