@@ -128,7 +128,7 @@ class Code(Enum):
     GROUP_UNEXPECTED = "group", "{right} does not have this param group"
     OPTION_MISSING = "option", "`{0}` is not in the param groups of {left}"
     OPTION_UNEXPECTED = "option", "`{0}` is not in the param groups of {right}"
-    OPTION = "option", "different `{0}`"
+    OPTION = "option", "different hyperparameter"
     OPTION_REQUIRED = (
         "option-required",
         ("`{0}` is not in the param groups of {left}, and loading by name needs it"),

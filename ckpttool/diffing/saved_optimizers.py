@@ -118,8 +118,7 @@ def _option_entries(
             yield only_right(other_key, Cause(Code.OPTION_MISSING, (name,)))
         else:
             detail = "{} instead of {}".format(*differing[name])
-            cause = Cause(Code.OPTION, (name,))
-            yield Entry("value", (key,), (other_key,), cause, None, detail)
+            yield Entry("value", (key,), (other_key,), Cause(Code.OPTION), None, detail)
 
 
 def _paired_groups(

@@ -125,7 +125,12 @@ def test_values_are_compared_only_if_requested(tmp_path: Path) -> None:
     right = optimizer_alone(save(tmp_path / "b.pt", model, optimizer))
     without = differences(compare_optimizers(left, right)[0])
     assert without == [
-        ("value", "param_groups.0.lr param_groups.0.lr", "different `lr`", "0.01 instead of 0.5")
+        (
+            "value",
+            "param_groups.0.lr param_groups.0.lr",
+            "different hyperparameter",
+            "0.01 instead of 0.5",
+        )
     ]
     entries, *_ = compare_optimizers(left, right, values=lambda a, b: difference(a, b, 0.0, 0.0))
     assert ("value", "state.head.weight.step state.head.weight.step") in [

@@ -65,7 +65,11 @@ def differences(entries: Iterable[Entry]) -> list[tuple[str, str, str]]:
 def test_hyperparameters_are_compared_by_name() -> None:
     left, right = optimizer("a", lr=1, eps=2, old=0), optimizer("a", lr=1, eps=3, new=None)
     assert differences(group_entries(left, right)) == [
-        ("value", "param_groups.0.eps param_groups.0.eps", "different `eps`: 2 instead of 3"),
+        (
+            "value",
+            "param_groups.0.eps param_groups.0.eps",
+            "different hyperparameter: 2 instead of 3",
+        ),
         ("unexpected", "param_groups.0.old", "`old` is not in the param groups of right"),
         ("missing", "param_groups.0.new", "`new` is not in the param groups of left"),
     ]

@@ -14,6 +14,7 @@ from ckpttool.naming.evidence import Pair
 
 # counted like a status
 _LIKELY, _SPLIT, _UNREAD, _QUANTIZED = "likely", "split", "unread", "quantized"
+_OPTION = "option"
 
 # Status -> noun and the words after it, in the order of the sentence. `plural` gets the noun.
 _COUNTED: dict[str, tuple[str, str]] = {
@@ -29,6 +30,7 @@ _COUNTED: dict[str, tuple[str, str]] = {
     "value": ("tensor", " with other values"),
     _QUANTIZED: ("quantized weight", ""),
     _UNREAD: ("tensor", " with values that were not compared"),
+    _OPTION: ("different hyperparameter", ""),
     "alias": ("second name", ""),
 }
 _SINCE_NAMES_FILE = {
@@ -163,7 +165,7 @@ def _differences(diff: Diff, counts: dict[str, int]) -> str:
 
 def counted(entries: Iterable[Entry], renames: LikelyRenames) -> dict[str, int]:
     """Return how many entries have each status; the two keys of a likely rename count as one, and
-    tensors that ranks split, and values that were not compared, are counted apart.
+    tensors that ranks split, values that were not compared, and hyperparameters are counted apart.
     """
     counts = Counter[str]()
     for group in alike(entries):
@@ -173,6 +175,8 @@ def counted(entries: Iterable[Entry], renames: LikelyRenames) -> dict[str, int]:
             counts[_QUANTIZED] += len(group)
         elif group[0].has(Code.UNREAD):
             counts[_UNREAD] += len(group)
+        elif group[0].has(Code.OPTION):
+            counts[_OPTION] += len(group)
         else:
             counts[group[0].status] += len(group) - sum(map(renames.explain, group))
     counts = +counts
