@@ -531,7 +531,7 @@ COMMANDS = {
 }
 CHILD = """
 import sys
-from command import main
+from ckpttool.cli.app import main
 status = main(sys.argv[1:])
 (peak,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")]
 print("took", status, int(peak) * 1024, file=sys.stderr)

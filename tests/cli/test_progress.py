@@ -26,7 +26,7 @@ SLOW = """
 import os, sys, time
 import fsspec
 from ckpttool.cli import progress
-from command import main
+from ckpttool.cli.app import main
 
 progress.PATIENCE = float(sys.argv[1])
 read, ranges = os.preadv, fsspec.filesystem("memory").cat_ranges

@@ -392,7 +392,7 @@ def test_spans_are_compared_chunk_by_chunk(tmp_path: Path, source: Path) -> None
 
 RENAME = """
 import os, struct, sys
-from command import main
+from ckpttool.cli.app import main
 path, nbytes = sys.argv[1], int(sys.argv[2])
 header = b'{"a.w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (nbytes, nbytes)
 with open(path, "wb") as file:
