@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ckpttool.core.checkpoint import Kind, Section
+from ckpttool.core.checkpoint import Kind, Section, once_per_section
 from ckpttool.core.errors import Problem
 from ckpttool.core.names import HOOK, Hook, Names
 from ckpttool.core.schema import (
@@ -87,6 +87,7 @@ def kinds_by_side(**kinds: tuple[Kind, ...]) -> dict[str, tuple[Kind, ...]]:
     return {side: side_kinds for side, side_kinds in kinds.items() if side_kinds}
 
 
+@once_per_section
 def outlines(section: Section) -> Outlines:
     """Return the tensors of a section by key."""
     return {entry.key: entry for entry in section.tensors}

@@ -113,8 +113,10 @@ def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpo
             continue
         dense = entry.payload.resolved(entry) if isinstance(entry.payload, Payload) else entry
         tensors.append(dense if target.holds.aliases else row_major(dense))
-    section = replace(section, path="", tensors=tuple(tensors), modules=None)
-    return replace(checkpoint, sections=(section,), metadata={**checkpoint.metadata, **aliases})
+    fitted = replace(section, path="", tensors=tuple(tensors), modules=None)
+    if fitted == section:
+        return checkpoint  # and what is known about its section
+    return replace(checkpoint, sections=(fitted,), metadata={**checkpoint.metadata, **aliases})
 
 
 def _more_than_tensors(checkpoint: Checkpoint) -> list[Problem]:
