@@ -221,10 +221,10 @@ def run(
 
     A `conversion` changes the format, the shards, dtypes and metadata only. `model` is the model of
     the options, if its names may be read already; `planned` is the result of `plan_remap` for these
-    options, if it is known. A dry run that need not know its cost `lays_out` nothing. Raise
-    `Refused`, all problems at once, if the remap would lose, collide, guess, or change nothing
-    (unless it `may_copy`), and `CkptError` if an operand cannot be read or OUT cannot be written.
-    Then nothing is written.
+    options, if it is known, and known to load. A dry run that need not know its cost `lays_out`
+    nothing. Raise `Refused`, all problems at once, if the remap would lose, collide, guess, or
+    change nothing (unless it `may_copy`), and `CkptError` if an operand cannot be read or OUT
+    cannot be written. Then nothing is written.
     """
     writer = Writer(split(source.source)[0], options, options.in_place)
     out, target = options.target(source.source), None
@@ -244,7 +244,8 @@ def run(
     if dtype is not None:
         outcome = replace(outcome, notes=(*outcome.notes, *_not_cast(outcome.result, dtype)))
     outcome = replace(outcome, source=source.source, output=out or "", dry_run=options.dry_run)
-    outcome = _checked_by_model(outcome, options, model, to_model)
+    if planned is None:
+        outcome = _checked_by_model(outcome, options, model, to_model)
     if not (may_copy or outcome.changes_content):
         is_new = target is not None and changes_form(source, target, outcome)
         is_new = is_new or (conversion is not None and format_of(source).holds_unused_bytes(source))

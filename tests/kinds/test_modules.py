@@ -194,6 +194,10 @@ def test_fix_of_a_module_that_does_not_read_what_it_writes(
     commands.append(
         (["fix", "net.pt", "--model", "hooked_net.py:Net", "-o", "fixed.pt"], "fixed.pt")
     )
+    state = dict(net.named_parameters())
+    torch.save(state, "state.pt")
+    words = ["fix", "state.pt", "--model", "hooked_net.py:Net", "-o", "copy.pt"]
+    commands.append((words, "copy.pt"))
     for words, written in commands:
         assert run(*words).status == 0
         net.load_state_dict(torch.load(written))
