@@ -17,7 +17,7 @@ STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_n
 Param = Union[int, str]
 
 
-class Filled(NamedTuple):
+class FilledTensor(NamedTuple):
     """A tensor of state whose elements are one number."""
 
     dtype: str
@@ -92,12 +92,12 @@ class OptimizerState:
 
 
 def with_filled(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter with `Filled` tensors, which JSON has as lists."""
+    """Return the state of a parameter with `FilledTensor` tensors, which JSON has as lists."""
     values = {}
     for name, value in state.items():
         if isinstance(value, list):
             dtype, shape, fill = value
-            value = Filled(dtype, tuple(shape), fill)
+            value = FilledTensor(dtype, tuple(shape), fill)
         values[name] = value
     return values
 

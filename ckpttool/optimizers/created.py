@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpttool.core import expression as ex
 from ckpttool.core.names import Names
-from ckpttool.core.optimizer_state import ID, Filled, Param, ParamGroup
+from ckpttool.core.optimizer_state import ID, FilledTensor, Param, ParamGroup
 from ckpttool.core.text import Info, plural, some
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.optimizers.forms import WHOLE
@@ -82,6 +82,6 @@ def _without_state(
 
 
 def _entry(value: Any) -> Any:
-    if not isinstance(value, Filled):
+    if not isinstance(value, FilledTensor):
         return value
     return entry_of("", ex.filled(value.shape, value.dtype, value.fill), {})

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpttool.core.errors import CkptError
-from ckpttool.core.optimizer_state import Filled
+from ckpttool.core.optimizer_state import FilledTensor
 from ckpttool.core.text import first_line
 from ckpttool.core.values import dataclass
 from ckpttool.tracing.build_model import LoadedModel, prints_once
@@ -36,9 +36,9 @@ def initial_states(
     """Return FQN -> the state that the optimizer creates for a parameter without state, and FQN ->
     why it is not known.
 
-    `groups` has the hyperparameters for each of the parameters. Tensors are `Filled`. The state is
-    right if the optimizer takes the same steps with it as without it, which is tried. A parameter
-    for which the optimizer keeps no state is in neither of the two.
+    `groups` has the hyperparameters for each of the parameters. Tensors are `FilledTensor`. The
+    state is right if the optimizer takes the same steps with it as without it, which is tried. A
+    parameter for which the optimizer keeps no state is in neither of the two.
     """
     instance = model.build()
     answers: dict[object, dict[str, Any] | str] = {}
@@ -103,7 +103,7 @@ def _initial_state(
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _LoneParameter:
     """An optimizer that has one parameter only. `at_start` is the state that its constructor
     created.
     """
@@ -176,7 +176,7 @@ def _trial(
     parameter: nn.Parameter,
     value: torch.Tensor,
     options: Mapping[str, Any],
-) -> _Trial:
+) -> _LoneParameter:
     """Return a trial of an optimizer that gets a tensor like `value` in place of the parameter."""
     tried = nn.Parameter(value.clone())
     _put(instance, parameter, tried)
@@ -191,7 +191,7 @@ def _trial(
     if value.is_meta and group.get("fused"):
         group["fused"] = False  # such kernels need data
     optimizer.param_groups[:] = [group]
-    return _Trial(optimizer, tried, value, copy.deepcopy(optimizer.state.get(tried, {})))
+    return _LoneParameter(optimizer, tried, value, copy.deepcopy(optimizer.state.get(tried, {})))
 
 
 def _put(instance: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
@@ -206,7 +206,7 @@ def _holds(parameters: Sequence[nn.Parameter], parameter: nn.Parameter) -> bool:
     return any(other is parameter for other in parameters)
 
 
-def _checked(trial: _Trial) -> dict[str, Any]:
+def _checked(trial: _LoneParameter) -> dict[str, Any]:
     """Return the state with which two steps do the same as without any state."""
     shape, dtype = trial.value.shape, trial.value.dtype
     generator = torch.Generator().manual_seed(1)
@@ -224,7 +224,7 @@ def _checked(trial: _Trial) -> dict[str, Any]:
     raise _NotKnown(f"{name} creates it and changes it in one step")
 
 
-def _shapes_of_state(trial: _Trial, small: Mapping[str, Any]) -> dict[str, torch.Size]:
+def _shapes_of_state(trial: _LoneParameter, small: Mapping[str, Any]) -> dict[str, torch.Size]:
     """Return the shapes of the state of a parameter without data; `small` are those of a small
     part of it.
     """
@@ -244,13 +244,13 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _filled(name: str, value: torch.Tensor, shape: torch.Size) -> Filled:
+def _filled(name: str, value: torch.Tensor, shape: torch.Size) -> FilledTensor:
     """Return the tensor with this shape, if all of its elements are one number."""
     elements = value.flatten()
     is_one_number = elements.numel() > 0 and bool((elements == elements[0]).all())
     if type(value) is not torch.Tensor or value.is_complex() or not is_one_number:
         raise _NotKnown(f"the elements of {name} are not one number")
-    return Filled(dtype_name(value.dtype), tuple(shape), elements[0].item())
+    return FilledTensor(dtype_name(value.dtype), tuple(shape), elements[0].item())
 
 
 def _same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
