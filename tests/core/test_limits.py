@@ -18,9 +18,8 @@ from threading import Thread
 import pytest
 import torch
 
-from ckpttool import CkptError
+from ckpttool import CkptError, open_checkpoint
 from ckpttool.core.limits import Limits, limited, limits, with_memory
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io.files import opened
 from ckpttool.ruleset.parse import read as read_rules
 from command import main

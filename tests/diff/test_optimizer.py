@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import optimizer_models as models
+from ckpttool import open_checkpoint
 from ckpttool.diffing.optimizer import compare_with_optimizer
 from ckpttool.diffing.result import HARMLESS, Entry
 from ckpttool.diffing.saved_optimizers import SavedOptimizer, compare_optimizers
 from ckpttool.evaluate.compare import difference
-from ckpttool.formats.opening import open_checkpoint
 from command import Run
 from optimizer_support import names_of, remapped, save, steps, train
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from ckpttool.formats.opening import open_checkpoint
+from ckpttool import open_checkpoint
 from ckpttool.formats.protocol import Format
 from ckpttool.formats.registry import TABLE
 from command import Done, Run

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpttool import Checkpoint
+from ckpttool import Checkpoint, open_checkpoint
 from ckpttool.core.checkpoint import (
     ExtraEntry,
     Lazy,
@@ -31,7 +31,6 @@ from ckpttool.core.checkpoint import (
 from ckpttool.core.dtypes import BY_NAME, itemsize
 from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.compare import difference, fingerprint, fingerprints, same_values, verify
-from ckpttool.formats.opening import open_checkpoint
 from command import Run, main
 
 

@@ -15,9 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckpttool import Refused
+from ckpttool import Refused, open_checkpoint
 from ckpttool.formats.fit import check_in_place
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import FORMATS
 from command import Run
 

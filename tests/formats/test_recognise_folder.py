@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpttool import CkptError
+from ckpttool import CkptError, open_checkpoint
 from ckpttool.formats.folders import (
     checkpoint_files,
     companions,
@@ -17,7 +17,6 @@ from ckpttool.formats.folders import (
     other_weights,
     state_files,
 )
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import recognise
 from ckpttool.io.paths import safe_path
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.formats.opening import open_checkpoint
+from ckpttool import open_checkpoint
 from command import Run
 
 

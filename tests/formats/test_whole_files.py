@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 
 import oracle
 import python2
-from ckpttool.formats.opening import open_checkpoint
+from ckpttool import open_checkpoint
 from command import Run
 
 pytestmark = pytest.mark.filterwarnings(

@@ -23,10 +23,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpttool import CkptError
+from ckpttool import CkptError, open_checkpoint
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.evaluate.torch_eval import load
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io import syscalls, temporary, transaction
 from ckpttool.io.pieces import Piece, stream
 from ckpttool.io.write import WriteOptions, write_folder

@@ -25,10 +25,9 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load, load_file, save, save_file
 
-from ckpttool import Checkpoint, CkptError
+from ckpttool import Checkpoint, CkptError, open_checkpoint
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.evaluate.torch_eval import load as tensor_of
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io import remote, remote_errors
 from ckpttool.io.files import opened
 from ckpttool.io.paths import is_url, join, name, parent, safe_path

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 import optimizer_models as models
+from ckpttool import open_checkpoint
 from ckpttool.core.optimizer_state import ID, OptimizerState, Param, ParamGroup
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.optimizers.forms import class_of, fits, lacking, read
 from torch_version import needs_torch
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import optimizer_models as models
-from ckpttool import CkptError, Refused
+from ckpttool import CkptError, Refused, open_checkpoint
 from ckpttool.core.checkpoint import ExtraEntry, Section
 from ckpttool.core.optimizer_state import FLAT, ParamGroup, numbered, renamed
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import format_for
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.optimizers import forms

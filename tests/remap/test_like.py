@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool import CkptError
-from ckpttool.formats.opening import open_checkpoint
+from ckpttool import CkptError, open_checkpoint
 from command import Run
 
 GATE = {"gate.weight": torch.ones(2), "head.weight": torch.zeros(3)}

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import optimizer_models as models
 import optimizer_support
-from ckpttool import Refused
-from ckpttool.formats.opening import open_checkpoint
+from ckpttool import Refused, open_checkpoint
 from ckpttool.optimizers.move import remap_optimizers
 from ckpttool.optimizers.request import OptimizerRequest
 from optimizer_support import equal_weights, remapped, same, save, steps, train

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ckpttool import Names, Plan, Remap
+from ckpttool import Names, Plan, Remap, open_checkpoint
 from ckpttool.containers.rank_shards import RankParts
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.expression import Ref
@@ -27,7 +27,6 @@ from ckpttool.core.plan import Output
 from ckpttool.core.text import is_flat
 from ckpttool.diffing.causes import Code
 from ckpttool.evaluate.torch_eval import evaluate
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.naming.flat import misfit, slots, unit_paths
 from ckpttool.remapping.gather import gather
 from ckpttool.tracing.build_model import load

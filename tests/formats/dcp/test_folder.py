@@ -29,11 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import dcp_ranks
-from ckpttool import CkptError
+from ckpttool import CkptError, open_checkpoint
 from ckpttool.core.limits import Limits, limited
 from ckpttool.core.pickle_imports import KNOWN
 from ckpttool.formats.dcp_metadata import parse
-from ckpttool.formats.opening import open_checkpoint
 from command import main
 from torch_version import needs_torch
 

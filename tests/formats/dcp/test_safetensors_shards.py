@@ -15,8 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from ckpttool import CkptError
-from ckpttool.formats.opening import open_checkpoint
+from ckpttool import CkptError, open_checkpoint
 from command import main
 from torch_version import needs_torch
 

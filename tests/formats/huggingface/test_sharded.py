@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import real_models
-from ckpttool import CkptError
+from ckpttool import CkptError, open_checkpoint
 from ckpttool.core.limits import Limits, limited
 from ckpttool.formats.huggingface import (
     Item,
@@ -33,7 +33,6 @@ from ckpttool.formats.huggingface import (
     plan_shards,
     shard_names,
 )
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import FORMATS
 from ckpttool.remapping.options import parse_size
 from command import Run, main

@@ -16,11 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool import CkptError, Refused
+from ckpttool import CkptError, Refused, open_checkpoint
 from ckpttool.containers.program import is_inlined
 from ckpttool.core.checkpoint import in_row_major
 from ckpttool.core.limits import Limits, limited
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.pt2 import layout, read, read_program
 from ckpttool.formats.registry import recognise
 from ckpttool.operands.checkpoint import model_section

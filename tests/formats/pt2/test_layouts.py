@@ -16,10 +16,9 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ckpttool import Checkpoint, CkptError, Refused
+from ckpttool import Checkpoint, CkptError, Refused, open_checkpoint
 from ckpttool.containers.zip_read import read_archive
 from ckpttool.core.checkpoint import Lazy, Storage
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.pt2 import layout, names, read
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand

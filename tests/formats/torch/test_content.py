@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from ckpttool import open_checkpoint
 from ckpttool.containers.nodes import content_of
 from ckpttool.containers.pickle_read import Call, Global, PickledSet
 from ckpttool.core.checkpoint import Payload
-from ckpttool.formats.opening import open_checkpoint
 
 
 class Own:

@@ -19,11 +19,10 @@ import torch
 from torch import nn
 from torch._utils import _rebuild_tensor, _rebuild_tensor_v2
 
-from ckpttool import CkptError
+from ckpttool import CkptError, open_checkpoint
 from ckpttool.core.limits import Limits, limited
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.fit import fit, losses
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import FORMATS, recognise
 from ckpttool.formats.torch_legacy import read
 from ckpttool.io.files import check_assumed

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool import CkptError
+from ckpttool import CkptError, open_checkpoint
 from ckpttool.containers import tree
 from ckpttool.containers.pickle_read import Call, Global, PickledSet
 from ckpttool.containers.tree import class_of, is_module, slots_of
-from ckpttool.formats.opening import open_checkpoint
 from crafted_zip import GOOD, crafted, tensor_node
 
 

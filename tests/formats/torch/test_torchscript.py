@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool import CkptError, Refused
+from ckpttool import CkptError, Refused, open_checkpoint
 from ckpttool.evaluate import torch_eval
 from ckpttool.formats.fit import check_in_place
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import FORMATS, recognise
 from ckpttool.formats.torchscript import layout, read
 from command import Run

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool import Checkpoint, CkptError
+from ckpttool import Checkpoint, CkptError, open_checkpoint
 from ckpttool.containers.nodes import text_of
 from ckpttool.containers.pickle_read import Call, Global, Persistent
 from ckpttool.containers.tensors import Storages, storage_key
 from ckpttool.containers.tree import find_sections
 from ckpttool.core.checkpoint import Payload, Span, Storage
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.torch_zip import read
 from crafted_zip import GOOD, crafted, tensor_node
 

@@ -19,7 +19,7 @@ import numpy
 import pytest
 import torch
 
-from ckpttool import Checkpoint, CkptError, Refused
+from ckpttool import Checkpoint, CkptError, Refused, open_checkpoint
 from ckpttool.containers.pickle_read import Call, Global, Persistent, loads
 from ckpttool.containers.pickle_write import dumps
 from ckpttool.containers.tensors import Carried, Rebuilder, kind
@@ -34,7 +34,6 @@ from ckpttool.core.checkpoint import (
     TensorEntry,
     contiguous_stride,
 )
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.torch_zip import layout, layout_in_place, of_tensor, read
 from command import Run
 from crafted_zip import GOOD, crafted, tensor_node
