@@ -10,7 +10,7 @@ from ckpttool.diffing.names_file import compare_with_code, renamable
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff
 from ckpttool.fixes.commands import FEW, Fixes
-from ckpttool.fixes.rules_file import by_file, renamed, suggested
+from ckpttool.fixes.rules_file import Rules, by_file, renamed, suggested
 from ckpttool.fixes.trial import DiffQuestion
 from ckpttool.operands.model import ModelOperand, read_names, saved_by
 from ckpttool.operands.output import command, free
@@ -19,8 +19,6 @@ from ckpttool.remapping.options import RemapOptions
 from ckpttool.swap.swap import SwapOptions
 
 CKPT = "CKPT"
-
-_THEN_OPTIMIZER = "no rule reorders the state of an optimizer: rename the keys first, then run"
 
 
 def model_fixes(question: DiffQuestion) -> Fixes:
@@ -79,30 +77,60 @@ def diff_names_file(path: str, model: ModelOperand | None, options: DiffOptions)
     rules = suggested(
         renamable(diff.entries), diff.inferred, saved_by(old), saved_by(model.names())
     )
-    commands: tuple[str, ...] = ()
-    if rules is not None and rules.few is not None:
-        commands = (renamed(CKPT, rules.few),)
-    elif rules is not None:
+    fixes = _fixes_of_drift(diff, path, model, options, rules)
+    if rules is None:
+        return fixes.added_to(diff)
+    rules_options = _options_with_rules(diff, path, model, options, rules)
+    return replace(fixes.added_to(diff), rules=rules.text(), rules_options=rules_options)
+
+
+def _fixes_of_drift(
+    diff: Diff, path: str, model: ModelOperand, options: DiffOptions, rules: Rules | None
+) -> Fixes:
+    """Return the commands that bring a checkpoint with the names of the file `path` to the names
+    that the model has now.
+    """
+    if rules is None:
+        if not _has_other_order(diff):
+            return Fixes()
+        migration = replace(_migration(path, model, options), out=free(CKPT, "migrated", ".pt"))
+        return Fixes((command("remap", (CKPT,), migration),))
+    by_rules = _options_with_rules(diff, path, model, options, rules)
+    if rules.few is not None:
+        few = replace(by_rules, rule=rules.few.rule, drop=rules.few.drop)
+        commands: tuple[str, ...] = (renamed(CKPT, few),)
+    else:
         file = free(path.removesuffix(".json"), "rules", ".toml")
+        optimizer = options.optimizer if isinstance(options.optimizer, str) else None
+        words = [*model.words, *(["--optimizer", optimizer] if optimizer else [])]
         commands = (
-            shell("ckpttool", "diff", path, *model.words, "--suggest", file),
-            by_file(CKPT, file, RemapOptions()),
+            shell("ckpttool", "diff", path, *words, "--suggest", file),
+            by_file(CKPT, file, by_rules),
         )
-    notes = () if rules is None else rules.undone
-    optimizer = model.optimizer if isinstance(model.optimizer, str) else None
-    if any(entry.status == "order" for entry in diff.entries):
-        if commands:
-            words = [*model.words, *(["--optimizer", optimizer] if optimizer else [])]
-            text = (
-                f"{_THEN_OPTIMIZER}:"
-                f" {shell('ckpttool', 'diff', free(CKPT, 'renamed', '.pt'), *words)}"
-            )
-            notes = (*notes, Note(text, "optimizer-order"))
-        else:
-            words = ["--model", path, "--to-model", model.words[1]]
-            words += ["--to-optimizer", optimizer] if optimizer else []
-            commands = (
-                shell("ckpttool", "remap", CKPT, *words, "-o", free(CKPT, "migrated", ".pt")),
-            )
-    fixes = Fixes(commands, notes, bool(rules and rules.undone), rules is not None)
-    return replace(fixes.added_to(diff), rules=None if rules is None else rules.text())
+    return Fixes(commands, rules.undone, bool(rules.undone), is_inferred=True)
+
+
+def _options_with_rules(
+    diff: Diff, path: str, model: ModelOperand, options: DiffOptions, rules: Rules
+) -> RemapOptions:
+    """Return the options of a remap by the rules, but for these. If they split or join tensors, or
+    if ids change, the state of an optimizer needs the names of both sides.
+    """
+    needs_names = rules.few is None or _has_other_order(diff)
+    if rules.left_over or not needs_names:
+        return RemapOptions()
+    return replace(_migration(path, model, options), partial=bool(rules.remaining))
+
+
+def _has_other_order(diff: Diff) -> bool:
+    return any(entry.status == "order" for entry in diff.entries)
+
+
+def _migration(path: str, model: ModelOperand, options: DiffOptions) -> RemapOptions:
+    """Return the options that name what a checkpoint has, and what it will have."""
+    return RemapOptions(
+        model=path,
+        to_model=model.model,
+        materialize=options.materialize,
+        to_optimizer=options.optimizer,
+    )

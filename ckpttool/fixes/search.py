@@ -162,9 +162,9 @@ def _taken(question: DiffQuestion, prefix: str) -> TriedFix | None:
     return None
 
 
-def by_rules(question: DiffQuestion, rules: str) -> TriedFix | None:
-    """Return the remap by inferred rules; for a model only if it fixes half of the differences or
-    more.
+def by_rules(question: DiffQuestion, rules: str, *, at_least_half: bool = True) -> TriedFix | None:
+    """Return the remap by inferred rules; with `at_least_half`, for a model only if it fixes half
+    of the differences or more.
 
     If the rules make other parameters, the optimizer in the file needs their order from the model
     that loads the output, or their names.
@@ -174,9 +174,12 @@ def by_rules(question: DiffQuestion, rules: str) -> TriedFix | None:
         most = None
         with_optimizer = replace(plain, optimizer_keys=FQN_KEYS)
     else:
-        most = question.remaining(question.diff) // 2 + 1
+        most = question.remaining(question.diff) // 2 + 1 if at_least_half else None
         with_optimizer = replace(
-            plain, to_model=diff_options.model, materialize=diff_options.materialize
+            plain,
+            to_model=diff_options.model,
+            materialize=diff_options.materialize,
+            to_optimizer=diff_options.optimizer,
         )
     for options in (plain, with_optimizer):
         trial = try_remap(question, options, "renamed", most)

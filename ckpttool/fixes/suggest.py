@@ -17,7 +17,7 @@ from ckpttool.diffing.result import Diff, Fix, Unfixed
 from ckpttool.fixes.commands import FEW, Fixes
 from ckpttool.fixes.names import model_fixes
 from ckpttool.fixes.optimizer import optimizer_fixes
-from ckpttool.fixes.rules_file import Rules, suggested, with_file
+from ckpttool.fixes.rules_file import Rules, by_file, suggested, with_file
 from ckpttool.fixes.search import best_cast, best_remap, by_rules, complete_for_model, selected
 from ckpttool.fixes.trial import DiffQuestion, TriedFix, try_remap, try_swap
 from ckpttool.fixes.unfixed import advice_on, unfixed_by
@@ -26,6 +26,7 @@ from ckpttool.formats.remarks import one_rank
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.output import command, outputs
 from ckpttool.remapping.options import RemapOptions
+from ckpttool.remapping.planning import plan_remap
 from ckpttool.swap.swap import Misfit, SwapOptions
 
 DROPPED = Info(
@@ -86,8 +87,10 @@ def _with_rules_between(question: DiffQuestion, fixes: Fixes, suggests: bool) ->
         return fixes.added_to(diff)
     trial = None
     needs_file = rules.few is None and (not fixes.commands or fixes.is_partial)
-    if needs_file and not is_written_program(left) and not is_written_program(right):
+    if suggests or (needs_file and not is_written_program(left) and not is_written_program(right)):
         trial = by_rules(question, rules.text())
+    if suggests and trial is None:
+        return _untried_rules(question, fixes, rules)
     if trial is not None:
         flags = ["--values"] if compares_values else []
         commands = with_file(left.source, right.source, *flags, options=_printed(trial))
@@ -114,9 +117,11 @@ def _with_rules_to_model(question: DiffQuestion, fixes: Fixes, suggests: bool) -
     about_optimizer = diff.remedy is not None or question.options.optimizer is not None
     if rules is None or (not suggests and (about_optimizer or left.in_memory)):
         return fixes.added_to(diff)
-    trial = None if about_optimizer else by_rules(question, rules.text())
+    trial = by_rules(question, rules.text(), at_least_half=not suggests)
+    if about_optimizer and trial is not None and not trial.after.identical:
+        trial = None  # only the old model's code knows whose state is left
     if trial is None:
-        return _untried_rules(diff, fixes, rules) if suggests else fixes.added_to(diff)
+        return _untried_rules(question, fixes, rules) if suggests else fixes.added_to(diff)
     unfixed = unfixed_by(question, trial)
     if suggests or not fixes.commands or _is_fewer(unfixed, fixes.unfixed):
         answer = _by_file(question, trial, rules, unfixed)
@@ -126,11 +131,39 @@ def _with_rules_to_model(question: DiffQuestion, fixes: Fixes, suggests: bool) -
     return fixes.added_to(diff)
 
 
-def _untried_rules(diff: Diff, fixes: Fixes, rules: Rules) -> Diff:
-    """Return the diff with rules that no remap could try."""
-    notes = (*fixes.notes, *rules.undone) if rules.undone else ()
-    answer = Fixes(fixes.commands, notes, is_inferred=True).added_to(diff)
-    return replace(answer, rules=rules.text())
+def _untried_rules(question: DiffQuestion, fixes: Fixes, rules: Rules) -> Diff:
+    """Return the diff with rules that no remap could try. If left has the state of an optimizer,
+    the command names the old model, whose keys have no wrappers: the rules are about these keys.
+    """
+    left, diff = question.left, question.diff
+    assert left is not None
+    optimizers = [section for section in left.sections if section.kind == "optimizer"]
+    if not optimizers:
+        fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
+        return replace(fixes.added_to(diff), rules=rules.text())
+    rules = _without_wrappers(question) or rules
+    diff_options = question.options
+    options = RemapOptions(
+        model="OLD",
+        to_model=diff_options.model or "MODEL",
+        materialize=diff_options.materialize,
+        to_optimizer=diff_options.optimizer or ("OPTIMIZER" if len(optimizers) == 1 else None),
+        partial=bool(rules.remaining),
+    )
+    answer = Fixes((by_file(left.source, "RULES", options),), rules.undone, is_inferred=True)
+    return replace(answer.added_to(diff), rules=rules.text(), rules_options=options)
+
+
+def _without_wrappers(question: DiffQuestion) -> Rules | None:
+    """Return the rules from left's names without wrappers; None if there are none."""
+    left = question.left
+    assert left is not None
+    section = replace(model_section(left), path="")
+    try:
+        plan = plan_remap(Checkpoint.of(section), RemapOptions(to=SERIALIZED), None, None)
+    except CkptError:
+        return None
+    return question.rules_from(replace(plan.result, source=left.source, format=left.format))
 
 
 def _by_file(

@@ -141,10 +141,16 @@ class DiffQuestion:
         assert self.left is not None
         if self.right is not None:
             return suggested(self.diff.entries, self.diff.inferred, self.left, self.right)
-        assert self.model is not None
-        saved = saved_by(self.model.names())
-        entries = explain_computed(compare(model_section(self.left), model_section(saved)))
-        return suggested(entries, suggestions(self.left, saved, entries, False), self.left, saved)
+        return self.rules_from(self.left)
+
+    def rules_from(self, left: Checkpoint) -> Rules | None:
+        """Return the rules that lead from the names of this checkpoint instead of left."""
+        right = self.right
+        if right is None:
+            assert self.model is not None
+            right = saved_by(self.model.names())
+        entries = explain_computed(compare(model_section(left), model_section(right)))
+        return suggested(entries, suggestions(left, right, entries, False), left, right)
 
     def ask_again(
         self, left: Checkpoint, right: Checkpoint | None, *, reads_values: bool = False

@@ -43,10 +43,15 @@ class Lm(nn.Module):
 
 def adam(model):
     return torch.optim.Adam(model.parameters())
+
+def grouped(model):
+    weights = [value for value in model.parameters() if value.ndim > 1]
+    biases = [value for value in model.parameters() if value.ndim < 2]
+    return torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}])
 """
 scope: dict[str, Any] = {}
 exec(CODE, scope)
-Net, Lm, adam = scope["Net"], scope["Lm"], scope["adam"]
+Net, Lm, adam, grouped = scope["Net"], scope["Lm"], scope["adam"], scope["grouped"]
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +157,111 @@ def test_rules_between_two_files_with_an_optimizer(suggests: bool, run: Run) -> 
     out = paste(run, run("diff", "fused.pt", "plain.pt", *words, "--format", "json"))
     Lm().load_state_dict(torch.load(out)["model"], strict=True)
     assert run("diff", out, "plain.pt").status == 0
+
+
+FUSED_TO_PARTS = {
+    "OLD": "net.py:Lm(fused=True)",
+    "MODEL": "net.py:Lm",
+    "OPTIMIZER": "net.py:grouped",
+    "CKPT": "fused.pt",
+}
+
+
+def save_fused_with_groups(prefix: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Save a wrapped model whose projections are fused, with an optimizer of two groups. Return the
+    state of each parameter of the model with separate projections.
+    """
+    model = Lm(fused=True)
+    optimizer = grouped(model)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    state = {prefix + key: value for key, value in model.state_dict().items()}
+    saved = {"model": state, "optim": optimizer.state_dict(), "step": 2}
+    torch.save(saved, "fused.pt")
+    expected: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        values = {**optimizer.state[parameter], "value": parameter.detach()}
+        if "qkv" not in name:
+            expected[name] = values
+            continue
+        for number, part in enumerate("qkv"):
+            rows = slice(6 * number, 6 * number + 6)
+            part_values = {slot: v if slot == "step" else v[rows] for slot, v in values.items()}
+            expected[name.replace("qkv", part)] = part_values
+    return expected
+
+
+def check_parts(out: str, expected: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Check that torch loads the file, and that each parameter has its value and its state."""
+    content = torch.load(out, weights_only=True)
+    assert content["step"] == 2
+    model = Lm()
+    model.load_state_dict(content["model"], strict=True)
+    optimizer = grouped(model)
+    optimizer.load_state_dict(content["optim"])
+    assert {name for name, _ in model.named_parameters()} == set(expected)
+    for name, parameter in model.named_parameters():
+        values = {**optimizer.state[parameter], "value": parameter.detach()}
+        assert values.keys() == expected[name].keys()
+        for slot, value in values.items():
+            assert torch.equal(value, expected[name][slot]), (name, slot)
+
+
+def fill_and_run(run: Run, done: Done) -> str:
+    """Run the printed commands, which were not tried, with what only the user knows."""
+    for fix in done.data["fix"]:
+        assert not fix["tried"]
+        line = [FUSED_TO_PARTS.get(word, word) for word in shlex.split(fix["command"])]
+        result = run(*line[1:])
+        assert result.status == (1 if line[1] == "diff" else 0), result.said
+    return line[line.index("-o") + 1]
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
+@pytest.mark.parametrize(
+    "right",
+    [
+        ("--model", "net.py:Lm"),
+        ("--model", "net.py:Lm", "--optimizer", "net.py:grouped"),
+        ("parts.pt",),
+    ],
+)
+def test_rules_for_ids_that_only_the_old_model_tells(
+    prefix: str, right: tuple[str, ...], run: Run
+) -> None:
+    expected = save_fused_with_groups(prefix)
+    torch.save(Lm().state_dict(), "parts.pt")
+    done = run("diff", "fused.pt", *right, "--suggest", "rules.toml", "--format", "json")
+    check_parts(fill_and_run(run, done), expected)
+    assert any("OLD is the model that saved the file" in note for note in notes_in(done.data))
+
+
+@pytest.mark.parametrize("suggests", [False, True])
+def test_rules_of_two_definitions_move_the_optimizer_too(suggests: bool, run: Run) -> None:
+    expected = save_fused_with_groups("module.")
+    old = ("net.py:Lm(fused=True)", "--optimizer", "net.py:grouped")
+    assert run("trace", *old, "-o", "names.json").status == 0
+    words = ("--suggest", "rules.toml") if suggests else ()
+    new = ("--model", "net.py:Lm", "--optimizer", "net.py:grouped")
+    done = run("diff", "names.json", *new, *words, "--format", "json")
+    check_parts(fill_and_run(run, done), expected)
+
+
+def test_rules_that_leave_keys_were_tried_and_say_what_is_left(run: Run) -> None:
+    """Here they fix less than half of the differences."""
+    torch.save({"embedding.weight": torch.ones(7, 6)}, "some.pt")
+    words = ("diff", "some.pt", "--model", "net.py:Lm", "--suggest", "rules.toml")
+    done = run(*words, "--format", "json")
+    (fix,) = done.data["fix"]
+    assert (fix["tried"], fix["complete"]) == (True, False)
+    line = shlex.split(fix["command"])
+    assert run(*line[1:]).status == 0
+    missing = Lm().load_state_dict(torch.load(line[line.index("-o") + 1]), strict=False)
+    assert missing.unexpected_keys == []
+    left = {key for group in done.data["unfixed"] for key in group["keys"]}
+    assert left == set(missing.missing_keys)
 
 
 @pytest.mark.parametrize("with_model", [False, True])

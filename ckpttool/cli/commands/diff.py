@@ -124,7 +124,6 @@ def _with_rules_written(result: Diff, path: str, of_names: bool) -> Diff:
     another's file.
     """
     from ckpttool.fixes.rules_file import by_file
-    from ckpttool.remapping.options import RemapOptions
 
     if result.rules is None:
         words = (
@@ -139,9 +138,10 @@ def _with_rules_written(result: Diff, path: str, of_names: bool) -> Diff:
             f"{path} is there, and has other content", hint="give another FILE, or remove it first"
         )
     write_text(path, result.rules, force=True)  # what is there is the same
-    complete = not of_names and bool(result.fix) and all(fix.complete for fix in result.fix)
-    line = by_file(
-        "CKPT" if of_names else result.left, path, result.rules_options or RemapOptions()
-    )
-    fix = Fix(line, complete=complete, tried=not of_names)
-    return replace(result, fix=(fix,))
+    if result.rules_options is None:
+        words = "{} has the rules, which no remap applies to {left} as it is"
+        return replace(result, notes=(*result.notes, Note.about(words, "no-fix", path)))
+    ckpt = "CKPT" if of_names else result.left
+    fix = result.fix[-1]
+    line = by_file(ckpt, path, result.rules_options)
+    return replace(result, fix=(Fix(line, complete=fix.complete, tried=fix.tried),))
