@@ -33,6 +33,7 @@ class Code(Enum):
     TIED = "tied", "tied: saved under only one of its names, as save_pretrained does"
     SECOND_NAME = "second-name", "second name of a tensor that both sides have"
     CALL_VARIANT = "call-variant", "call variant of a tensor that both sides have"
+    COUNTER = "counter", "the counter of an AveragedModel, which programs do not have"
     STORAGE = "storage", "a storage that belongs to no known tensor"
     FLAT = (
         "flat-parameter",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, TensorEntry
 from ckpttool.core.optimizer_state import GROUPS
 from ckpttool.core.text import Info, Note
-from ckpttool.diffing.causes import FIELDS, SIDES, Sides
+from ckpttool.diffing.causes import FIELDS, SIDES, Cause, Code, Sides
 from ckpttool.diffing.moved import explain_moved
 from ckpttool.diffing.options import CompareOptions
 from ckpttool.diffing.others import (
@@ -55,12 +55,15 @@ from ckpttool.evaluate.compare import Change, Difference
 from ckpttool.formats.registry import MEMORY, format_of
 from ckpttool.formats.remarks import one_rank
 from ckpttool.kinds.adapters import adapter_in
+from ckpttool.naming import wrappers
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.optimizers import forms
 
 # Statuses of equal weights: what a program has under other names, or with another number of names.
-OTHER_NAMES = frozenset({"renamed", "transformed", "alias"})
+_OTHER_NAMES = frozenset({"renamed", "transformed", "alias"})
+# What does not count if a program has the weights of a checkpoint.
+OF_PROGRAMS = _OTHER_NAMES | {Code.COUNTER.code}
 
 
 def checkpoints(
@@ -87,8 +90,10 @@ def checkpoints(
     entries = without_dtypes(entries) if options.ignore_dtype else entries
     harmless = EITHER_WAY | ({"dtype"} if options.ignore_dtype else set())
     has_names = sides.names is not None
-    if has_names and values is not None and sides.has_program:
-        harmless |= OTHER_NAMES
+    if has_names and sides.has_program:
+        entries = _with_counters(entries, sides)
+        if values is not None:
+            harmless |= OF_PROGRAMS
     versions, failure = compare_versions(sides)
     about_others, compared = compare_others(sides, values, options)
     other_notes = [*tie_notes(sides, entries), *metadata_notes(left, right), *about_others]
@@ -137,6 +142,19 @@ def _models(left: Checkpoint, right: Checkpoint, model: ModelOperand | None) -> 
 
 
 # Programs
+
+
+def _with_counters(entries: Sequence[Entry], sides: BothSides) -> tuple[Entry, ...]:
+    """Return the entries; those of counters of AveragedModels say that programs have none."""
+    counters = {*wrappers.counters(sides.left_section.keys)}
+    counters.update(wrappers.counters(sides.right_section.keys))
+    explained = []
+    for entry in entries:
+        keys = (*entry.left, *entry.right)
+        if entry.status in ("unexpected", "missing") and counters.issuperset(keys):
+            entry = replace(entry, cause=Cause(Code.COUNTER))
+        explained.append(entry)
+    return tuple(explained)
 
 
 def program_and_weights(left: Checkpoint, right: Checkpoint) -> tuple[Checkpoint, Checkpoint]:

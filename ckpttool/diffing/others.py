@@ -324,7 +324,7 @@ def compare_versions(sides: BothSides) -> tuple[list[str], str]:
     not count as a difference.
     """
     others = other_versions_of(sides.left_section, sides.right_section)
-    if not others:
+    if not others or sides.has_program:  # programs have no versions
         return [], ""
     left_has = sides.left_section.modules or format_of(sides.left).holds.versions
     right_has = sides.right_section.modules or format_of(sides.right).holds.versions

@@ -13,7 +13,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import refs
 from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
-from ckpttool.diffing.checkpoints import program_and_weights
+from ckpttool.diffing.checkpoints import OF_PROGRAMS, program_and_weights
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.renames import suggestions
 from ckpttool.diffing.result import (
@@ -363,6 +363,11 @@ def try_swap(question: DiffQuestion, options: SwapOptions) -> TriedFix | CkptErr
     out = next(outputs(program.source, "swapped"))
     swapped = replace(swapped, source=out)
     after = question.ask_again(*((swapped, weights) if program is left else (weights, swapped)))
+    if question.options.comparison is not None and question.model is not None:
+        # the swap gives the program the values, which are not read again
+        harmless = after.harmless | OF_PROGRAMS
+        if all(entry.is_one_of(harmless) for entry in after.entries):
+            after = replace(after, identical=True, harmless=harmless)
     return TriedFix(
         "swap-weights", (program.source, weights.source), replace(options, out=out), after
     )

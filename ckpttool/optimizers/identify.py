@@ -205,6 +205,13 @@ class Doubt:
     by_another: bool = False
 
 
+def identified_by(evidence: str) -> str:
+    """Return what identified the ids of an optimizer; that an order is assumed is said."""
+    if evidence.startswith("model"):
+        return f"{evidence}, which is assumed without --optimizer"
+    return evidence
+
+
 @dataclass(frozen=True, slots=True)
 class ParamMap:
     """The canonical name of each parameter of an optimizer, whose state is `saved`.
@@ -231,8 +238,8 @@ class ParamMap:
         """
         if not self.assumed:
             return (
-                f"{where}: its ids are those of the {self.evidence}: the file lists the model's"
-                " keys in this order"
+                f"{where}: its ids are read as those of the {identified_by(self.evidence)}; the"
+                " file lists the model's keys in this order"
             )
         return (
             f"{where}: the file says neither whose state its ids are nor in which order its model"
@@ -449,7 +456,7 @@ def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Para
             f"{where} has {len(state.groups)} param groups, and {reason}",
             hint=_SETTLE,
         )
-    evidence = "model.parameters() order within each group, the only one that the shapes allow"
+    evidence = "model.parameters() order within each group, for which the shapes allow one way"
     return ParamMap(state, names, evidence)
 
 

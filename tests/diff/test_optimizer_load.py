@@ -127,7 +127,8 @@ def test_keys_of_the_state_dict_confirm_or_contradict_ids() -> None:
     fit = compare_saved(saved(ID, "abc"), model("abc"), ["abc"])
     assert fit.fits
     assert fit.notes == (
-        "left: its ids are those of the optimizer: the file lists the model's keys in this order",
+        "left: its ids are read as those of the optimizer; the file lists the model's keys in this"
+        " order",
     )
     other = compare_saved(saved(ID, "abc"), model("abc"), ["acb"])
     assert not other.fits

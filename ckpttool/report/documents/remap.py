@@ -10,6 +10,7 @@ from ckpttool.core.expression import BY_CODE, Ref, cast_dtype, refs
 from ckpttool.core.optimizer_state import FLAT, FQN, ID
 from ckpttool.core.plan import Plan
 from ckpttool.core.text import dotted, number, plural, some
+from ckpttool.optimizers.identify import identified_by
 from ckpttool.report.collapse import patterns
 from ckpttool.report.document import (
     Block,
@@ -55,7 +56,7 @@ def document(outcome: Remap, command: str = "remap") -> Document:
     for state in outcome.optimizers:
         text = f"{state.was} -> {state.to}, {plural(state.params, 'parameter')}"
         if state.evidence is not None:
-            text += f", identified by {state.evidence}"
+            text += f", identified by {identified_by(state.evidence)}"
         optimizers.append((f"optimizer {state.section}".strip(), text))
     blocks: list[Block] = [
         facts(
