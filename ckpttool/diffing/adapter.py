@@ -58,7 +58,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, section: Section, kind: Ki
         entries=entries,
         notes=() if any(entry.status != "same" for entry in entries) else tuple(_notes(answer)),
         harmless=frozenset(STATUSES) if answer.ok else HARMLESS,
-        other_failure="" if answer.ok else "PEFT does not load it completely",
+        asks="adapter",
         compared={"keys": True, "shapes": True, "dtypes": False, "values": False},
         outlines=(outlines(section), outlines(saved)),
         kinds=kinds_by_side(left=(replace(kind, text=kind.text + _QUESTION),)),

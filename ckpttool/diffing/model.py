@@ -316,7 +316,7 @@ def load_list(
         identical=all(entry.status == "same" for entry in entries),
         entries=entries,
         notes=tuple(notes),
-        compared=compared_by_loading(checkpoint, ignore_dtype),
+        compared=compared_by_loading(checkpoint, ignore_dtype) | {"keys": False},
         outlines=(outlines(section), outlines(params)),
         kinds=kinds_by_side(left=checkpoint.kinds_of(section)),
         section=section.path,

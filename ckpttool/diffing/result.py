@@ -57,8 +57,9 @@ Compared = Mapping[str, bool]
 
 # What a diff asks: does a model load a checkpoint (`load`), under which names does a model save its
 # tensors (`names`), what has changed since a names file (`drift`), how do two checkpoints differ
-# (`pair`), or does an optimizer load a saved state (`optimizer`)?
-Asks = Literal["load", "names", "drift", "pair", "optimizer"]
+# (`pair`), does an optimizer load a saved state (`optimizer`), or does PEFT load an adapter onto a
+# model (`adapter`)?
+Asks = Literal["load", "names", "drift", "pair", "optimizer", "adapter"]
 NO_VALUES = "use `diff LEFT RIGHT --values`"
 
 

@@ -97,6 +97,8 @@ def _identical(diff: Diff) -> str:
         return f"{right} saves its tensors under their runtime names"
     if diff.asks == "drift":
         return f"{right} has the names in {left}"
+    if diff.asks == "adapter":
+        return f"PEFT loads {left} onto {right}"
     harmless = sum(
         entry.status not in HARMLESS and not entry.has(Code.COUNTER) for entry in diff.entries
     )
@@ -156,6 +158,9 @@ def _differences(diff: Diff, counts: dict[str, int]) -> str:
     details = ", ".join(phrases)
     if diff.asks == "drift":
         return f"{right} has changed since {left}: {details}"
+    if diff.asks == "adapter":
+        fails = f"PEFT does not load {left} completely onto {right}"
+        return f"{fails}: {details}" if details else fails
     if diff.asks == "optimizer":
         subject = f"the optimizer state of {left}"
         if not counts:

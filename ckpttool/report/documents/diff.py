@@ -57,6 +57,7 @@ _SIDES: dict[Asks, tuple[str, str]] = {
     "drift": ("names file", "model"),
     "optimizer": ("checkpoint", "optimizer"),
     "pair": ("left", "right"),
+    "adapter": ("adapter", "model"),
 }
 _ROLES: dict[str, Role] = {
     "same": "ok",
