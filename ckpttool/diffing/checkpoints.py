@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, TensorEntry
 from ckpttool.core.optimizer_state import GROUPS
-from ckpttool.core.text import Info, Note
+from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.diffing.causes import FIELDS, SIDES, Cause, Code, Sides
 from ckpttool.diffing.moved import explain_moved
 from ckpttool.diffing.options import CompareOptions
@@ -54,7 +54,7 @@ from ckpttool.distributed.job import Question, answers, current, only_first
 from ckpttool.evaluate.compare import Change, Difference
 from ckpttool.formats.registry import MEMORY, format_of
 from ckpttool.formats.remarks import one_rank
-from ckpttool.kinds.adapters import adapter_in
+from ckpttool.kinds.adapters import adapter_in, misfits
 from ckpttool.naming import wrappers
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, as_read
@@ -101,7 +101,7 @@ def checkpoints(
     notes += [] if has_names else hidden_segments(entries)
     adapters = adapter_in(left_section), adapter_in(right_section)
     keys = left_section.keys, right_section.keys
-    notes += [*adapter_notes(adapters, keys, FIELDS), *other_notes]
+    notes += [*adapter_notes(adapters, keys, FIELDS), *_adapter_misfits(sides), *other_notes]
     inferred = None
     if infers and not has_names:
         inferred = suggestions(left, right, entries, values is not None)
@@ -139,6 +139,25 @@ def _models(left: Checkpoint, right: Checkpoint, model: ModelOperand | None) -> 
         model = as_read(model, left_section, left.source)
         names = as_read(model, right_section, right.source).names()
     return BothSides(left, right, left_section, right_section, names)
+
+
+def _adapter_misfits(sides: BothSides) -> list[str]:
+    """Return a note on modules of an adapter that have another shape in its base."""
+    pairs = (
+        (sides.left_section, sides.right_section, "{right}"),
+        (sides.right_section, sides.left_section, "{left}"),
+    )
+    notes: list[str] = []
+    for section, base, other in pairs:
+        adapter, of_base = adapter_in(section), adapter_in(base)
+        if adapter is None or of_base is not None:
+            continue
+        wrong = misfits(adapter, section, base)
+        if wrong:
+            count = plural(len(wrong), "adapted module")
+            words = f"{count} of another shape in {other}: {{}}"
+            notes.append(Note.about(words, "adapter", some(wrong)))
+    return notes
 
 
 # Programs

@@ -508,10 +508,7 @@ def adapter_notes(
     count = plural(len(adapter.modules), "module")
     touched = f"{len(adapter.modules) - len(lost) if lost else 'all'} of them are in {other}"
     if adapter.alone:
-        note = (
-            f"{side} is {{}} for {count}, {touched}; it does not have the weights of"
-            f" the model: {adapter.naming.loader} adds it to its base"
-        )
+        note = f"{side} is {{}} for {count}, {touched}; it does not have the weights of the model"
     else:
         note = f"{side} has {{}} next to {count}, {touched}"
     if not adapter.alone and side == sides[0]:

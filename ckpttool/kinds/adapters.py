@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from ckpttool.core.checkpoint import Kind, Section, once_per_section
-from ckpttool.core.text import may_mention, plural
+from ckpttool.core.text import may_mention, plural, shape_text
 from ckpttool.core.values import dataclass
 from ckpttool.naming.wrappers import ADAPTERS, PEFT_ROOT, canonical_keys
 
@@ -193,6 +193,25 @@ def path_and_rest(name: str, modules: Collection[str]) -> tuple[str, str]:
         path, _, last = path.rpartition(".")
         rest = f"{last}.{rest}"
     return path, rest
+
+
+def misfits(adapter: Adapter, own: Section, base: Section) -> list[str]:
+    """Return the modules whose LoRA matrices give an update of another shape than the weight in
+    `base`. A weight may be transposed, as in Conv1D of transformers.
+    """
+    shapes = {entry.key: entry.shape for entry in own.tensors}
+    weights = {adapter.inside(entry.key): entry.shape for entry in base.tensors}
+    wrong = []
+    for path, keys in adapter.modules.items():
+        weight = weights.get(f"{path}.weight", ())
+        rows = [shapes[key][0] for key in keys if "lora_B" in key.split(".") and key in shapes]
+        columns = [shapes[key][-1] for key in keys if "lora_A" in key.split(".") and key in shapes]
+        if len(weight) != 2 or not rows or not columns:
+            continue
+        update = rows[0], columns[0]
+        if update not in (weight, weight[::-1]):
+            wrong.append(f"{path} {shape_text(update)} instead of {shape_text(weight)}")
+    return wrong
 
 
 def missing_modules(adapter: Adapter, base: Collection[str]) -> tuple[str, ...]:
