@@ -195,11 +195,11 @@ def path_and_rest(name: str, modules: Collection[str]) -> tuple[str, str]:
     return path, rest
 
 
-def misfits(adapter: Adapter, own: Section, base: Section) -> list[str]:
+def misfits(adapter: Adapter, section: Section, base: Section) -> list[str]:
     """Return the modules whose LoRA matrices give an update of another shape than the weight in
     `base`. A weight may be transposed, as in Conv1D of transformers.
     """
-    shapes = {entry.key: entry.shape for entry in own.tensors}
+    shapes = {entry.key: entry.shape for entry in section.tensors}
     weights = {adapter.inside(entry.key): entry.shape for entry in base.tensors}
     wrong = []
     for path, keys in adapter.modules.items():

@@ -215,14 +215,27 @@ def facts(*pairs: tuple[str, Inline]) -> Facts:
 
 
 def filled(blocks: Iterable[Block]) -> tuple[Block, ...]:
-    """Return the blocks without empty tables and lists."""
+    """Return the blocks without empty tables, columns and lists."""
     kept: list[Block] = []
     for block in blocks:
+        if isinstance(block, Table):
+            block = _without_empty_columns(block)
         is_empty_table = isinstance(block, Table) and not block.rows
         is_empty_list = isinstance(block, Keys) and not block.groups
         if not is_empty_table and not is_empty_list:
             kept.append(block)
     return tuple(kept)
+
+
+def _without_empty_columns(table: Table) -> Table:
+    """Return the table without columns in which no row has a text."""
+    full: set[int] = set()
+    for row in table.cells:
+        full.update(index for index, entry in enumerate(row) if entry.text)
+    indices = sorted(full)
+    columns = tuple(table.columns[index] for index in indices)
+    rows = tuple(tuple(row[index] for index in indices) for row in table.rows)
+    return replace(table, columns=columns, rows=rows)
 
 
 def noted(

@@ -162,6 +162,10 @@ def undone(outcome: Undone) -> Document:
     return Document(f"undo {outcome.path}", verdict, True)
 
 
+def _if_any(count: int) -> str:
+    return number(count) if count else ""
+
+
 def swapped(outcome: Swap) -> Document:
     """Return what a swap did, or would do."""
     renamed = computed = 0
@@ -176,13 +180,10 @@ def swapped(outcome: Swap) -> Document:
             ("weights", Cell(outcome.weights, "key")),
             ("output", Cell(outcome.output, "key")),
             ("key form", outcome.form),
-            ("renamed", number(renamed)),
-            ("computed", number(computed)),
-            (
-                "computed by load_state_dict()",
-                number(len(outcome.by_code)) if outcome.by_code else "",
-            ),
-            ("constants kept", number(len(outcome.constants))),
+            ("renamed", _if_any(renamed)),
+            ("computed", _if_any(computed)),
+            ("computed by load_state_dict()", _if_any(len(outcome.by_code))),
+            ("constants kept", _if_any(len(outcome.constants))),
             ("not replaced", ", ".join(outcome.kept)),
             ("cost", str(outcome.cost or "")),
             ("verified", str(outcome.verified or "")),
