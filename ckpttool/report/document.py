@@ -234,7 +234,7 @@ def _without_empty_columns(table: Table) -> Table:
         full.update(index for index, entry in enumerate(row) if entry.text)
     indices = sorted(full)
     columns = tuple(table.columns[index] for index in indices)
-    rows = []
+    rows: list[Row] = []
     for row in table.rows:
         rows.append(tuple(row[index] for index in indices))
     return replace(table, columns=columns, rows=tuple(rows))
