@@ -235,8 +235,8 @@ def _without_empty_columns(table: Table) -> Table:
     indices = sorted(full)
     columns = tuple(table.columns[index] for index in indices)
     rows: list[Row] = []
-    for row in table.rows:
-        rows.append(tuple(row[index] for index in indices))
+    for inlines in table.rows:
+        rows.append(tuple(inlines[index] for index in indices))
     return replace(table, columns=columns, rows=tuple(rows))
 
 
