@@ -221,8 +221,8 @@ def run(
 
     A `conversion` changes the format, the shards, dtypes and metadata only. `model` is the model of
     the options, if its names may be read already; `planned` is the result of `plan_remap` for these
-    options, if it is known, and known to load. A dry run that need not know its cost `lays_out`
-    nothing. Raise `Refused`, all problems at once, if the remap would lose, collide, guess, or
+    options, if it is known; if it `may_copy` too, it is known to load. A dry run that need not know
+    its cost `lays_out` nothing. Raise `Refused`, all problems at once, if the remap would lose, collide, guess, or
     change nothing (unless it `may_copy`), and `CkptError` if an operand cannot be read or OUT
     cannot be written. Then nothing is written.
     """
@@ -244,7 +244,8 @@ def run(
     if dtype is not None:
         outcome = replace(outcome, notes=(*outcome.notes, *_not_cast(outcome.result, dtype)))
     outcome = replace(outcome, source=source.source, output=out or "", dry_run=options.dry_run)
-    if planned is None:
+    is_copy_of_what_loads = may_copy and planned is not None
+    if not is_copy_of_what_loads:
         outcome = _checked_by_model(outcome, options, model, to_model)
     if not (may_copy or outcome.changes_content):
         is_new = target is not None and changes_form(source, target, outcome)
