@@ -222,9 +222,11 @@ def run(
     A `conversion` changes the format, the shards, dtypes and metadata only. `model` is the model of
     the options, if its names may be read already; `planned` is the result of `plan_remap` for these
     options, if it is known; if it `may_copy` too, it is known to load. A dry run that need not know
-    its cost `lays_out` nothing. Raise `Refused`, all problems at once, if the remap would lose, collide, guess, or
-    change nothing (unless it `may_copy`), and `CkptError` if an operand cannot be read or OUT
-    cannot be written. Then nothing is written.
+    its cost `lays_out` nothing.
+
+    Raise `Refused`, all problems at once, if the remap would lose, collide, guess, or change
+    nothing (unless it `may_copy`), and `CkptError` if an operand cannot be read or OUT cannot be
+    written. Then nothing is written.
     """
     writer = Writer(split(source.source)[0], options, options.in_place)
     out, target = options.target(source.source), None
