@@ -22,6 +22,7 @@ MODEL = """
 import torch
 from torch import nn
 def build(): return nn.ModuleDict({"head": nn.Linear(2, 2), "body": nn.Linear(2, 2)})
+def wide(): return nn.ModuleDict({"head": nn.Linear(2, 2), "body": nn.Linear(3, 2)})
 class Strict(nn.Linear):
     def __init__(self): super().__init__(2, 2)
     def _load_from_state_dict(self, state, prefix, meta, strict, missing, unexpected, errors):
@@ -146,6 +147,20 @@ def test_what_torch_refuses_without_strict_always_fails(run: Run, fail_on: str |
             assert status == int(fail_on is None or name in fail_on.split(",")), name
     accepted = ("--ignore", "shape head.weight # another number of classes", "--ignore", HEAD)
     assert run("diff", "state.pt", "--model", "model.py:build", *words, *accepted).status == 0
+
+
+@pytest.mark.parametrize("line", [["names.json", "--model", "model.py:wide"], ["old.pt", "new.pt"]])
+def test_a_shape_fails_whatever_is_compared(run: Run, line: list[str]) -> None:
+    scope: dict[str, Any] = {}
+    exec(MODEL, scope)
+    for build, path in (("build", "old.pt"), ("wide", "new.pt")):
+        torch.save(scope[build]().state_dict(), path)
+    assert run("trace", "model.py:build", "-o", "names.json").status == 0
+    assert run("diff", *line, "--fail-on", "missing").status == 1
+    accepted = ("--ignore", "shape body.weight # more features")
+    assert run("diff", *line, "--fail-on", "missing", *accepted).status == 0
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        scope["wide"]().load_state_dict(torch.load("old.pt"), strict=False)
 
 
 def test_error_raised_by_the_model_is_not_accepted(run: Run) -> None:

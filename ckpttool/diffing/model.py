@@ -185,7 +185,6 @@ def _load_section(
         other_failure=failure,
         compared=compared,
         outlines=(outlines(section), names_outlines(names)[0]),
-        refused=frozenset({"shape"}),
         kinds=kinds_by_side(left=checkpoint.kinds_of(section)),
         section=section.path,
         asks="load",

@@ -266,9 +266,8 @@ class Diff:
     `failing_ignores` counts them if they are the only failure. `has_other_notes`: some notes are
     about differences outside of the two models. `compared` says whether a difference in each of the
     `ASPECTS` would be found, and `scope` how exactly values were compared, or what compares them.
-    `refused` are statuses that torch refuses even with ``strict=False``, which `--fail-on` cannot
-    leave out. `outlines` are the known tensors of each side by key, in its order. `kinds` say what
-    the compared sections of each side are; `section` is the path of the left's if the right is a
+    `outlines` are the known tensors of each side by key, in its order. `kinds` say what the
+    compared sections of each side are; `section` is the path of the left's if the right is a
     model. `asks` is the question, and `names` are the names of the two sides as the user wrote
     them.
     """
@@ -293,7 +292,6 @@ class Diff:
     scope: str = ""
     outlines: tuple[Outlines, Outlines] = field(default=({}, {}), compare=False, repr=False)
     unfixed: tuple[Unfixed, ...] = ()
-    refused: frozenset[str] = frozenset()
     rules_options: Any = field(default=None, compare=False, repr=False)
     kinds: Mapping[str, tuple[Kind, ...]] = field(default_factory=dict)
     section: str = ""
