@@ -60,9 +60,13 @@ def length_of(part: Part) -> int:
 class Storage:
     """The bytes behind one or more tensors. Tensors that share a storage hold the same `Storage`
     object.
+
+    `origin` is the storage of a tensor that it is computed from: where that one was, a writer can
+    put it.
     """
 
     data: Span | Lazy
+    origin: Storage | None = None
 
     @property
     def held(self) -> int:

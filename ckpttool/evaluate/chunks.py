@@ -29,9 +29,8 @@ def row_major(entry: TensorEntry) -> TensorEntry:
     from ckpttool.evaluate.numpy_eval import TILE, in_order
 
     tiles = 3 * min(entry.nbytes, TILE)  # one that is read, in its new order, and the one before it
-    storage = Storage(
-        Lazy(entry.nbytes, lambda: in_order(entry), memory=tiles + 2 * entry.storage.held)
-    )
+    lazy = Lazy(entry.nbytes, lambda: in_order(entry), memory=tiles + 2 * entry.storage.held)
+    storage = Storage(lazy, entry.storage)
     return replace(entry, stride=contiguous_stride(entry.shape), offset=0, storage=storage)
 
 
@@ -60,14 +59,14 @@ def across(entries: Iterable[TensorEntry], start: int, count: int) -> list[Part]
     return parts
 
 
-def concatenated(parts: Sequence[Part]) -> Storage:
-    """Return one storage of these bytes; a span of a file if they are one, else read when it is
-    written.
+def concatenated(parts: Sequence[Part], origin: Storage | None = None) -> Storage:
+    """Return one storage of these bytes, which are in `origin` now; a span of a file if they are
+    one, else read when it is written.
     """
     if len(parts) == 1 and isinstance(parts[0], (Span, Lazy)):
-        return Storage(parts[0])
+        return Storage(parts[0], origin)
     memory = max((part.held for part in parts if isinstance(part, Lazy)), default=0)
-    return Storage(Lazy(sum(map(length_of, parts)), lambda: parts, memory=memory))
+    return Storage(Lazy(sum(map(length_of, parts)), lambda: parts, memory=memory), origin)
 
 
 def in_own_storage(entry: TensorEntry) -> TensorEntry:
@@ -77,9 +76,8 @@ def in_own_storage(entry: TensorEntry) -> TensorEntry:
     if entry.storage is None:
         return entry
     ordered = row_major(entry)
-    return replace(
-        ordered, storage=concatenated([window(ordered, 0, ordered.numel)]), offset=0, payload=None
-    )
+    storage = concatenated([window(ordered, 0, ordered.numel)], entry.storage)
+    return replace(ordered, storage=storage, offset=0, payload=None)
 
 
 def _cut(part: Part, start: int, nbytes: int) -> Part:

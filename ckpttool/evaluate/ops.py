@@ -271,7 +271,7 @@ def _clone(entry: TensorEntry, memory_format: Special | None = None) -> TensorEn
         entry = row_major(entry)
     elif memory_format is not None or not entry.is_contiguous:
         raise NotOnIndex
-    storage = concatenated([window(entry, 0, entry.numel)])
+    storage = concatenated([window(entry, 0, entry.numel)], entry.storage)
     return replace(entry, stride=contiguous_stride(entry.shape), offset=0, storage=storage)
 
 
@@ -288,7 +288,7 @@ def _to_copy(entry: TensorEntry, dtype: Special) -> TensorEntry:
         reads=entry.nbytes,
         memory=entry.storage.held,
     )
-    return in_row_major(entry.key, dtype.name, entry.shape, Storage(lazy))
+    return in_row_major(entry.key, dtype.name, entry.shape, Storage(lazy, entry.storage))
 
 
 def _cat(parts: tuple[TensorEntry, ...], dim: int = 0) -> TensorEntry:
@@ -305,7 +305,7 @@ def _cat(parts: tuple[TensorEntry, ...], dim: int = 0) -> TensorEntry:
             raise NotOnIndex
         length += part.shape[dim]
     shape = (*head, length, *tail)
-    storage = concatenated([window(part, 0, part.numel) for part in parts])
+    storage = concatenated([window(part, 0, part.numel) for part in parts], first.storage)
     return replace(first, shape=shape, stride=contiguous_stride(shape), offset=0, storage=storage)
 
 

@@ -314,7 +314,8 @@ def entry_of(
     copied = 0 if result.is_contiguous() else nbytes
     memory = reads + held.peak + copied + held_by_source
     lazy = Lazy(nbytes, lambda: [to_bytes(compute())], reads=reads, memory=memory)
-    return in_row_major(key, dtype_name, shape, Storage(lazy))
+    origin = next((entry.storage for entry in read.values()), None)
+    return in_row_major(key, dtype_name, shape, Storage(lazy, origin))
 
 
 def _dtype(name: str) -> torch.dtype:

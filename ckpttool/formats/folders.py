@@ -199,6 +199,12 @@ def shards_of(index: str) -> list[str]:
     return shards
 
 
+def stem_of_shards(names: Iterable[str]) -> str:
+    """Return STEM if all names are ``STEM-00001-of-00002.safetensors``; else nothing."""
+    stems = {match["stem"] if match else "" for match in map(_SHARD.fullmatch, names)}
+    return stems.pop() if len(stems) == 1 else ""
+
+
 # what transformers looks for in a folder, in this order
 _PRETRAINED = (
     *("model.safetensors", "model.safetensors.index.json"),

@@ -20,7 +20,7 @@ from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.text import Note, plural, some
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.formats import safetensors, torch_zip, torchao
-from ckpttool.formats.folders import shards_of
+from ckpttool.formats.folders import shards_of, stem_of_shards
 from ckpttool.formats.hf_index import read_index
 from ckpttool.formats.registry import named, recognise
 from ckpttool.io.files import is_file, look_ahead
@@ -323,14 +323,18 @@ def layout_files(
 ) -> Files:
     """Return the files of the sharded checkpoint, shards first and the index last.
 
-    `kind` is `SAFETENSORS` or `BIN`. Tensors stay in their shards. They are sharded again with
-    `max_shard_size` (bytes), and if they come from no shards. One shard gets an index only if
-    `name` asks for one. Raises `Refused` for entries that the shards' format cannot hold.
+    `kind` is `SAFETENSORS` or `BIN`. Tensors stay in their shards, which get new numbers if one has
+    none left. They are sharded again with `max_shard_size` (bytes), and if they come from no
+    shards. One shard that is new gets an index only if `name` asks for one. Raises `Refused` for
+    entries that the shards' format cannot hold.
     """
     checkpoint, source = _with_new_names(checkpoint)
     stem, ending, layout = _LAYOUT[kind]
     if source is not None and max_shard_size is None:
         shards = _kept(checkpoint, source)
+        if len(shards) < len(source.shards):
+            stem = stem_of_shards(source.shards)
+            shards = _numbered_again(shards, stem, ending, bool(name)) if stem else shards
     else:
         stem = name.partition(f"{ending}.index")[0] or stem
         shards = _sharded_again(
@@ -382,16 +386,17 @@ def _with_new_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Shards | None]:
 
 def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
     """Return the shards with their entries in the order of each shard, which may not be that of the
-    index. A computed entry follows the entry before it.
+    index. A computed entry is where a tensor that it is computed from was; without one it follows
+    the entry before it.
     """
     places: dict[int, tuple[str, int]] = {}
     for name, shard in source.shards.items():
         for number, entry in enumerate(shard.sections[0].tensors):
-            places.setdefault(_origin(entry), (name, number))
+            places.setdefault(_identity(entry), (name, number))
     placed: dict[str, list[tuple[int, TensorEntry]]] = {name: [] for name in source.shards}
     name, number = next(iter(placed)), 0
     for entry in checkpoint.sections[0].tensors:
-        name, number = places.get(_origin(entry), (name, number))
+        name, number = _place(entry, places) or (name, number)
         placed[name].append((number, entry))
     common = _common([shard.metadata for shard in source.shards.values()])
     modules = checkpoint.sections[0].modules
@@ -419,7 +424,19 @@ def _metadata_of(
     return metadata | added
 
 
-def _origin(entry: TensorEntry) -> int:
+def _place(entry: TensorEntry, places: Mapping[int, tuple[str, int]]) -> tuple[str, int] | None:
+    """Return the shard and the number that `places` has for the entry, or for its origin."""
+    storage = entry.storage
+    if storage is None:
+        return places.get(_identity(entry))
+    while id(storage) not in places:
+        if storage.origin is None:
+            return None
+        storage = storage.origin
+    return places[id(storage)]
+
+
+def _identity(entry: TensorEntry) -> int:
     return id(entry.payload if entry.storage is None else entry.storage)
 
 
@@ -430,12 +447,23 @@ def _shard(
     return replace(checkpoint, sections=(section,))
 
 
+def _names(stem: str, ending: str, count: int, indexed: bool) -> list[str]:
+    """Return the names of so many shards; one that no index names has no number."""
+    return shard_names(stem, ending, count) if count > 1 or indexed else [stem + ending]
+
+
+def _numbered_again(
+    shards: Mapping[str, Checkpoint], stem: str, ending: str, indexed: bool
+) -> dict[str, Checkpoint]:
+    return dict(zip(_names(stem, ending, len(shards), indexed), shards.values()))
+
+
 def _sharded_again(
     checkpoint: Checkpoint, stem: str, ending: str, limit: int, indexed: bool
 ) -> dict[str, Checkpoint]:
     by_key = {entry.key: entry for entry in checkpoint.sections[0].tensors}
     plan = plan_shards(_items(checkpoint, by_key), limit)
-    names = shard_names(stem, ending, len(plan)) if len(plan) > 1 or indexed else [stem + ending]
+    names = _names(stem, ending, len(plan), indexed)
     complete = replace(checkpoint, container=None)
     if ending == ".safetensors":
         # transformers assumes another framework if __metadata__ has no format
@@ -460,8 +488,8 @@ def _items(checkpoint: Checkpoint, by_key: Mapping[str, TensorEntry]) -> list[It
         if key == parts[0]:
             # the first one has the size of all of them, the others are placed next to it
             nbytes = sum(by_key[part].nbytes for part in parts)
-            items.append(Item(key, nbytes, _origin(entry)))
-            items += [Item(part, 0, _origin(entry)) for part in parts[1:]]
+            items.append(Item(key, nbytes, _identity(entry)))
+            items += [Item(part, 0, _identity(entry)) for part in parts[1:]]
     return items
 
 

@@ -210,6 +210,47 @@ def test_a_single_file_has_no_index(
     assert loads(tmp_path / "again", expected)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["convert", "--dtype", "bfloat16"],
+        ["remap", "--rules", "cast.toml"],
+        ["remap", "--rules", "moved.toml"],
+    ],
+)
+def test_computed_tensors_stay_in_their_shards(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cast.toml").write_text('[[rule]]\ncast = "{x*}"\ndtype = "bfloat16"\n')
+    rename = f'[[rule]]\nrename = "{RULE}"\n'
+    Path("moved.toml").write_text(Path("cast.toml").read_text() + rename)
+    assert main([words[0], str(llama), "-o", "out/", *words[1:], "--verify"]) == 0
+    before, after = (json.loads((folder / INDEX).read_text()) for folder in (llama, Path("out")))
+    shards = {key.replace("trunk.", "model."): name for key, name in after["weight_map"].items()}
+    assert shards == before["weight_map"]
+    assert after["metadata"]["total_size"] * 2 == before["metadata"]["total_size"]
+    for name in set(shards.values()):
+        old, new = load_file(llama / name), load_file(f"out/{name}")
+        assert [value.tolist() for value in new.values()] == [
+            value.bfloat16().tolist() for value in old.values()
+        ]
+
+
+@pytest.mark.parametrize(("dropped", "names"), [("b", (1, 2)), ("[bc]", ())])
+def test_shards_that_are_left_get_new_numbers(
+    tmp_path: Path, dropped: str, names: tuple[int, ...]
+) -> None:
+    shards = {f"model-0000{n}-of-00003.safetensors": key for n, key in enumerate("abc", 1)}
+    write(tmp_path / "in", {name: {key: torch.ones(2)} for name, key in shards.items()})
+    remap(tmp_path / "in", "-o", f"{tmp_path}/out/", "--drop", dropped, "--verify")
+    expected = {f"model-0000{n}-of-00002.safetensors" for n in names} | {INDEX}
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == (expected if names else {"model.safetensors"})
+    kept = set("abc") - set(dropped)
+    assert {entry.key for entry in open_checkpoint(f"{tmp_path}/out").sections[0].tensors} == kept
+
+
 def test_tied_weights_are_saved_once_or_under_both_names(tmp_path: Path) -> None:
     model = real_models.build("tied_llama", 0)
     torch.save(model.state_dict(), tmp_path / "tied.pt")
