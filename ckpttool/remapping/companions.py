@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from shlex import quote
+from typing import Any
 
 from ckpttool.containers import strict_json
 from ckpttool.core import expression as ex
@@ -14,6 +15,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import Refused
 from ckpttool.core.plan import Plan
 from ckpttool.core.schema import TEXT, TEXTS, list_of, record, row
+from ckpttool.core.text import Info
 from ckpttool.core.values import dataclass
 from ckpttool.formats.folders import companions, optimizers_in
 from ckpttool.formats.registry import recognise
@@ -25,9 +27,11 @@ from ckpttool.kinds.quantized import quantized_weights
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import Target, same_folder
 from ckpttool.remapping.adapter_config import NAME, follow, moved_modules, shown
+from ckpttool.remapping.options import FLOATS
 
 # whose loaders want the keys that were there
 CONFIG, _QUANTIZATION = "config.json", "quantization_config"
+_DTYPE = ("dtype", "torch_dtype")  # the second one up to transformers 4.55
 _DESCRIBES_NAMES = re.compile(r"config\.json|\w*quant\w*_config\.json")
 
 
@@ -75,17 +79,17 @@ COMPANIONS = record(
 def companions_of(
     source: Checkpoint,
     plan: Plan,
+    result: Checkpoint,
     target: Target,
     new_base: Sequence[str] = (),
     described: bool = False,
-    other_files: Sequence[str] = (),
 ) -> Companions:
-    """Return what goes along with the weights of `source`, whose keys `plan` changes, to `target`.
+    """Return what goes along with the weights of `source`, which `plan` makes to `result`, to
+    `target`.
 
     `new_base` are the tensors of the model that loads the output, if another one. `described`: the
-    keys of the output are described by ``config.json``. `other_files` are the other files of the
-    checkpoint that remain. Raise `Refused` if an adapter's configuration cannot follow into the
-    folder of the output.
+    keys of the output are described by ``config.json``. Raise `Refused` if an adapter's
+    configuration cannot follow into the folder of the output.
     """
     path, section = split(source.source)
     if section is not None or source.in_memory:
@@ -94,11 +98,15 @@ def companions_of(
     stays = to_folder and target.folder is not None and same_folder(path, target.folder)
     decisions = _Decisions()
     if to_folder and not stays:
-        decisions.copy(path, source, other_files)
+        decisions.copy(path, source, result.other_files)
     unchanged = {output.key for output in plan.outputs if output.is_unchanged}
     keeps_names = unchanged == {output.key for output in plan.outputs}
     if not keeps_names:
-        if not described:
+        if described or _keeps_keys(plan):
+            before, after = _float_dtypes(source), _float_dtypes(result)
+            if before != after:
+                decisions.about_dtype(path, after, stays=stays)
+        else:
             is_plain = _is_dequantized(source, plan)
             decisions.about_configs(path, target.folder or "", stays=stays, is_plain=is_plain)
         decisions.about_adapter(path, plan, new_base, to_folder=to_folder)
@@ -153,6 +161,28 @@ class _Decisions:
                     " that saved them"
                 )
 
+    def about_dtype(self, folder: str, dtypes: Collection[str], *, stays: bool) -> None:
+        """Let the dtype of a model's configuration follow the weights, which have `dtypes` now."""
+        if CONFIG not in (names_in(folder) if stays else self.files):
+            return
+        config, old_text = _read_config(join(folder, CONFIG))
+        name = next((name for name in _DTYPE if name in config), None)
+        old = config.get(name or "")
+        if name is None or old is None or list(dtypes) == [old]:
+            return
+        if old not in FLOATS or len(dtypes) != 1:
+            dtypes_text = ", ".join(sorted(dtypes))
+            self.notes.append(
+                f"{CONFIG} still says {name} {old}, to which from_pretrained converts the weights;"
+                f" they are {dtypes_text}"
+            )
+            return
+        (new,) = dtypes
+        _set_dtype(config, old, new)
+        self.files[CONFIG], self.before[CONFIG] = _as_json(config, old_text), old_text
+        text = f"{CONFIG} is written with {name} {new} instead of {old}"
+        self.notes.append(Info(text, "remap"))
+
     def about_adapter(
         self, path: str, plan: Plan, new_base: Sequence[str], *, to_folder: bool
     ) -> None:
@@ -168,6 +198,22 @@ class _Decisions:
         adapter = adapter_of(old for old, _ in renames)
         if adapter is not None:
             self.notes += _on_target_modules(adapter, moved_modules(renames))
+
+
+def _keeps_keys(plan: Plan) -> bool:
+    """Return True if each tensor has the key that it had; its dtype may be another one."""
+    for output in plan.outputs:
+        if ex.without_cast(output.source) != ex.Ref(output.key):
+            return False
+    return True
+
+
+def _float_dtypes(checkpoint: Checkpoint) -> set[str]:
+    """Return the plain floating-point dtypes of the tensors in its state dicts."""
+    dtypes = set[str]()
+    for section in checkpoint.state_dicts:
+        dtypes.update(entry.dtype for entry in section.tensors if entry.dtype in FLOATS)
+    return dtypes
 
 
 def _is_dequantized(source: Checkpoint, plan: Plan) -> bool:
@@ -194,13 +240,28 @@ def _without_quantization(path: str) -> tuple[bytes, bytes] | None:
     """Return the text of a model's configuration without how it is quantized, and the old text;
     None if the configuration has no such entry.
     """
-    config = strict_json.read_file(path, "copy it again")
-    if not isinstance(config, dict) or _QUANTIZATION not in config:
+    config, text = _read_config(path)
+    if _QUANTIZATION not in config:
         return None
-    with opened(path) as file:
-        text = file.read(size(path))
     del config[_QUANTIZATION]
     return _as_json(config, text), text
+
+
+def _read_config(path: str) -> tuple[dict[str, Any], bytes]:
+    """Return a model's configuration and its text; nothing if it is not an object."""
+    config = strict_json.read_file(path, "copy it again")
+    with opened(path) as file:
+        text = file.read(size(path))
+    return config if isinstance(config, dict) else {}, text
+
+
+def _set_dtype(config: dict[str, Any], old: str, new: str) -> None:
+    """Write `new` for the dtype `old` in a configuration, and in those of its parts."""
+    for name, value in config.items():
+        if name in _DTYPE and value == old:
+            config[name] = new
+        elif isinstance(value, dict) and name.endswith("_config") and name != _QUANTIZATION:
+            _set_dtype(value, old, new)
 
 
 def _as_json(config: object, old_text: bytes) -> bytes:

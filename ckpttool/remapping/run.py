@@ -439,9 +439,7 @@ def _write(
         else [tensor.canonical for tensor in loaded_by_other.names().runtime]
     )
     described = options.form is ModelForm.PRETRAINED
-    companions = companions_of(
-        source, outcome.plan, target, new_base, described, outcome.result.other_files
-    )
+    companions = companions_of(source, outcome.plan, outcome.result, target, new_base, described)
     notes = (*notes, *companions.notes)
     outcome = replace(
         outcome,

@@ -137,6 +137,55 @@ def test_transformers_ties_weights_missing_from_the_folder(
         assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
+CAST = '[[rule]]\ncast = "{pattern}"\ndtype = "bfloat16"\n'
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("words", [["convert", "--dtype", "bfloat16"], ["remap", "--rules", "all"]])
+def test_from_pretrained_loads_the_dtype_of_a_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, field: str, words: list[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    Path("all").write_text(CAST.format(pattern="{x*}"))
+    model = real_models.build("llama", 0)
+    model.save_pretrained("hf", max_shard_size="20KB")
+    config = json.loads(Path("hf/config.json").read_text())
+    config = {field if name == "dtype" else name: value for name, value in config.items()}
+    config["audio_config"] = {"dtype": "float32", "quantization_config": {"dtype": "float32"}}
+    config["vision_config"] = {"dtype": "float16", "size": 1e-06}
+    Path("hf/config.json").write_text(json.dumps(config))
+    done = run(words[0], "hf", "-o", "out/", *words[1:], "--format", "json")
+    assert done.status == 0, done.err
+    assert f"config.json is written with {field} bfloat16 instead of float32" in notes_in(done.data)
+    assert done.data["companions"]["rewritten"] == ["config.json"]
+    written = json.loads(Path("out/config.json").read_text())
+    config[field] = config["audio_config"]["dtype"] = "bfloat16"
+    assert list(written.items()) == list(config.items())
+    loaded = AutoModelForCausalLM.from_pretrained("out")
+    assert loaded.dtype == torch.bfloat16
+    for key, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", ["float32", {"": "float32"}])
+def test_a_cast_of_some_weights_leaves_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, dtype: object
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pattern = "{x*}.weight" if dtype == "float32" else "{x*}"
+    Path("some.toml").write_text(CAST.format(pattern=pattern))
+    Path("hf").mkdir()
+    torch.save(nn.ModuleDict({"body": nn.Linear(2, 2)}).state_dict(), "hf/pytorch_model.bin")
+    Path("hf/config.json").write_text(json.dumps({"dtype": dtype}))
+    done = run("remap", "hf", "-o", "out/", "--rules", "some.toml", "--format", "json")
+    assert done.status == 0, done.err
+    (note,) = [note for note in notes_in(done.data) if "config.json" in note]
+    assert note.startswith(f"config.json still says dtype {dtype}, to which")
+    assert Path("out/config.json").read_text() == Path("hf/config.json").read_text()
+
+
 def test_quantization_config_is_not_copied_after_a_rename(tmp_path: Path, run: Run) -> None:
     """`modules_to_not_convert` names modules, so a rename omits config.json and reports it."""
     from safetensors.torch import save_file
