@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Ref, substitute
 from ckpttool.core.names import Names
@@ -13,7 +13,15 @@ from ckpttool.core.optimizer_state import GROUPS
 from ckpttool.core.text import Info, Note, shell
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.renames import suggestions
-from ckpttool.diffing.result import EITHER_WAY, NO_VALUES, Diff, Entry, only_left, only_right
+from ckpttool.diffing.result import (
+    EITHER_WAY,
+    NO_VALUES,
+    Diff,
+    Entry,
+    only_left,
+    only_right,
+    outlines,
+)
 from ckpttool.diffing.sections import compare
 from ckpttool.naming.evidence import Inference
 from ckpttool.operands.checkpoint import model_section
@@ -40,8 +48,9 @@ def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
         )
     left, right = saved_by(old), saved_by(new)
     renames = _runtime_names(old, new)
-    keys = compare(model_section(left), model_section(right))
-    keys = tuple(_with_sources(keys, old, new, renames))
+    was_section, now_section = model_section(left), model_section(right)
+    compared = _with_sources(compare(was_section, now_section), old, new, renames)
+    keys = tuple(_new_first(entry, was_section, now_section) for entry in compared)
     inferred = suggestions(left, right, keys, False)
     entries = [*keys]
     for was, now in renames.items():
@@ -136,6 +145,18 @@ def _with_sources(
             yield entry
         else:
             yield Entry("transformed", (key,), (key,), Cause(Code.RECOMPUTED), now[key].hook)
+
+
+def _new_first(entry: Entry, old: Section, new: Section) -> Entry:
+    """Return the entry in the words of a change: what is new instead of what was."""
+    cause = entry.cause
+    if cause is None or not cause.has(Code.DTYPE, Code.SHAPE):
+        return entry
+    was, now = outlines(old)[entry.left[0]], outlines(new)[entry.right[0]]
+    if cause.code is Code.DTYPE:
+        return replace(entry, cause=replace(cause, args=(now.dtype, was.dtype)))
+    detail = f"{list(now.shape or ())} instead of {list(was.shape or ())}"
+    return replace(entry, detail=detail)
 
 
 def _optimizer_ids(

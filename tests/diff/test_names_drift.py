@@ -360,3 +360,29 @@ def test_a_single_missing_and_a_single_unexpected_buffer_are_a_suggested_rename(
     assert fixes_in(done.data) == [
         f"ckpttool remap CKPT --rule '1.{old} => 1.{new}' -o CKPT.renamed.pt"
     ]
+
+
+CHANGED = """
+import torch
+from torch import nn
+def build(): return nn.ModuleDict({"a": nn.Linear(4, 8), "b": nn.Linear(4, 5, bias=False)})
+def new():
+    a, b = nn.Linear(4, 8, dtype=torch.bfloat16), nn.Linear(4, 6, bias=False)
+    return nn.ModuleDict({"a": a, "b": b})
+"""
+
+
+def test_a_change_of_dtype_or_shape_says_what_is_new_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(CHANGED)
+    assert run("trace", "model.py:build", "-o", "names.json").status == 0
+    line = ("diff", "names.json", "--model", "model.py:new")
+    done = run(*line)
+    assert "dtype: 2 keys, bfloat16 instead of float32" in done.out
+    assert "reason: bfloat16 instead of float32 (2 keys)" in done.out
+    assert "b.weight: [6, 4] instead of [5, 4]" in done.out
+    entries = {entry["left"][0]: entry for entry in run(*line, "--format", "json").data["entries"]}
+    assert entries["a.weight"]["reason"] == "bfloat16 instead of float32"
+    assert entries["b.weight"]["detail"] == "[6, 4] instead of [5, 4]"
