@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -23,13 +24,16 @@ def main() -> int:
         reports = ["--format", "github", "--report", str(text), "--report", str(data)]
         command = [sys.executable, "-m", "ckpttool", *words, *reports]
         done = subprocess.run(
-            command, stderr=subprocess.PIPE, text=True, errors="backslashreplace", check=False
+            command, capture_output=True, text=True, errors="backslashreplace", check=False
         )
+        sys.stdout.write(done.stdout)
         sys.stderr.write(done.stderr)
         answer: dict[str, Any] = (
             json.loads(data.read_text(encoding="utf-8")) if data.exists() else {}
         )
-        shown = text.read_text(encoding="utf-8") if text.exists() else _failed(done.stderr)
+        shown = text.read_text(encoding="utf-8") if text.exists() else _fenced(done.stderr)
+        if done.returncode and not re.search("^::error ", done.stdout, re.MULTILINE):
+            print(f"::error title=ckpttool::no answer: exit status {done.returncode}")
     _append("GITHUB_STEP_SUMMARY", shown)
     identical = answer.get("identical")
     outputs = {
@@ -41,15 +45,8 @@ def main() -> int:
     return 0 if os.environ["FAIL"] == "report" and done.returncode == 1 else done.returncode
 
 
-def _failed(said: str) -> str:
-    """The summary of a command that has no report; its error as an annotation too, since there is
-    no other.
-    """
-    error = next(
-        (line for line in said.splitlines() if line.startswith("error: ")), "error: no answer"
-    )
-    escaped = error.removeprefix("error: ").replace("%", "%25").replace("\r", "%0D")
-    print(f"::error title=ckpttool::{escaped}")
+def _fenced(said: str) -> str:
+    """The summary of a command that has no report."""
     fence = "`" * max(3, 1 + max((len(run) for run in _backticks(said)), default=0))
     return f"{fence}text\n{said.rstrip()}\n{fence}\n"
 

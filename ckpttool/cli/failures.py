@@ -140,8 +140,8 @@ def say(failure: Failure, form: str = "text") -> int:
             from ckpttool.report.renderers import github
 
             hints = [f"hint: {failure.hint}"] if failure.hint else []
-            lines = [failure.message, *problem_lines(failure.problems), *hints]
-            sys.stdout.write(github.failure("ckpttool", lines))
+            more = [*problem_lines(failure.problems), *hints]
+            sys.stdout.write(github.failure(failure.message, more))
         if form == "json" and failure.message:
             from ckpttool.core.schema import ERROR
             from ckpttool.report.renderers import json

@@ -41,20 +41,21 @@ def test_an_error_is_an_annotation(
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     done = run(*line, "--format", "github")
     assert done.status == 2
-    assert done.out.startswith("::error title=ckpttool::")
-    assert done.err.splitlines()[0].removeprefix("error: ") in done.out
+    error, hint = done.err.splitlines()
+    title = error.removeprefix("error: ").replace(":", "%3A")
+    assert done.out == f"::error title={title}::{hint}\n"
 
 
 def test_an_annotation_lists_at_most_ten_keys(run: Run) -> None:
     done = run("diff", "old.pt", "new.pt", "--values", "--format", "github")
     first = done.out.splitlines()[0]
     assert first.startswith(
-        "::error title=diff old.pt new.pt::old.pt and new.pt differ: 30 tensors with other values%0Avalue: w0%0Avalue: w1%0A"
+        "::error title=old.pt and new.pt differ%3A 30 tensors with other values::value: w0%0Avalue: w1%0A"
     )
-    assert (first.count("%0Avalue: "), "... 20 more" in first) == (10, True)
+    assert (first.count("value: "), "... 20 more" in first) == (10, True)
     same = run("diff", "old.pt", "old.pt", "--values", "--format", "github")
     assert same.out.startswith(
-        "::notice title=diff old.pt old.pt::old.pt and old.pt have the same keys, shapes, dtypes and values\n"
+        "::notice title=old.pt and old.pt have the same keys%2C shapes%2C dtypes and values::old.pt"
     )
 
 
@@ -64,7 +65,7 @@ def test_an_annotation_points_to_the_line_of_the_hook(run: Run) -> None:
     line = next(at for at, text in enumerate(HOOKED.splitlines(), 1) if "def rename" in text)
     (annotation,) = (text for text in done.out.splitlines() if text.startswith("::error file="))
     assert (
-        annotation.startswith(f"::error file=net.py,line={line},title=diff net.py:Net::")
+        annotation.startswith(f"::error file=net.py,line={line},title=net.py%3ANet saves ")
         or f",line={line - 1}," in annotation
     )
     assert "renamed: kernel" in annotation

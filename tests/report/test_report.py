@@ -112,9 +112,9 @@ ckpttool remap a.pt -o b.pt
 """
 
 GITHUB = f"""\
-::error title=diff a.pt b.pt::1 key is missing%0Ackpttool remap a.pt -o b.pt
-::error title=diff a.pt b.pt::missing @ w.bias
-::warning title=diff a.pt b.pt::dtypes are not compared
+::error title=1 key is missing::ckpttool remap a.pt -o b.pt
+::error title=1 key is missing::missing @ w.bias
+::warning title=1 key is missing::dtypes are not compared
 ::group::diff a.pt b.pt
 {PLAIN}::endgroup::
 """
@@ -363,10 +363,11 @@ def test_github_runs_no_command_from_a_key(key: str) -> None:
 
 
 def test_github_escapes_data_and_properties() -> None:
-    document = Document("a: 1, 2\n%", "100%: a, b", True)
-    assert render("github", document, {}).splitlines()[0] == (
-        "::notice title=a%3A 1%2C 2\\n%25::100%25: a, b"
-    )
+    document = Document("title", "a: 1, 2\n%", True, (Paragraph("100%: a, b", "warning"),))
+    assert render("github", document, {}).splitlines()[:2] == [
+        "::warning title=a%3A 1%2C 2\\n%25::100%25: a, b",
+        "::notice title=a%3A 1%2C 2\\n%25::a: 1, 2\\n%25",
+    ]
 
 
 @pytest.mark.parametrize(

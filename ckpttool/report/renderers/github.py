@@ -28,8 +28,8 @@ _PROPERTY = _DATA | str.maketrans({":": "%3A", ",": "%2C"})
 
 
 def render(document: Document) -> str:
-    """Return one annotation for the verdict with its commands, one for each problem, then
-    everything in a group.
+    """Return one annotation with the commands, one for each problem, then everything in a group.
+    The title of each annotation is the verdict.
     """
     failing = list(document.failing)
     # the findings whose reason is a hook, by its line
@@ -42,7 +42,7 @@ def render(document: Document) -> str:
         messages = []
         if level == ("notice" if document.ok else "error"):
             keys = _keys([finding for finding in failing if finding.place is None])
-            answer = [document.verdict, *keys, *_reasons_and_commands(document)]
+            answer = [*keys, *_reasons_and_commands(document)] or [document.verdict]
             messages.append("\n".join(map(visible, answer)))
         for block in document.blocks:
             if isinstance(block, Problems) and block.severity == level:
@@ -54,11 +54,11 @@ def render(document: Document) -> str:
             messages[_SHOWN - 1 :] = [
                 f"... {count - _SHOWN + 1} more, listed in the log of this step"
             ]
-        lines += [_annotation(level, document.title, message) for message in messages]
+        lines += [_annotation(level, document.verdict, message) for message in messages]
         at_hooks = list(hooks.items())[: max(0, _SHOWN - count)] if level == "error" else []
         for place, findings in at_hooks:
             message = "\n".join(map(visible, [findings[0].why, *_keys(findings)]))
-            lines.append(_annotation(level, document.title, message, place))
+            lines.append(_annotation(level, document.verdict, message, place))
     lines.append(f"::group::{visible(document.title).translate(_DATA)}")
     lines += [inert(text.render(document).rstrip("\n")), "::endgroup::"]
     return _no_old_commands("\n".join(lines)) + "\n"
@@ -77,9 +77,10 @@ def _reasons_and_commands(document: Document) -> list[str]:
     return reasons + commands
 
 
-def failure(title: str, messages: Sequence[str]) -> str:
-    """Return one annotation for an error that ended a command."""
-    return _no_old_commands(_annotation("error", title, "\n".join(map(visible, messages)))) + "\n"
+def failure(message: str, more: Sequence[str]) -> str:
+    """Return one annotation for an error that ended a command; `more` lines are below its title."""
+    below = "\n".join(map(visible, more or [message]))
+    return _no_old_commands(_annotation("error", message, below)) + "\n"
 
 
 def inert(text: str) -> str:
