@@ -242,7 +242,7 @@ class _Hasher:
     def _of_parts(self, node: Any, depth: int) -> bytes:
         if type(node) is Call:
             pairs_of(node)  # puts the items of a dict where all dicts have them
-            node = _as_later_protocols(node)
+            node = as_later_protocols(node)
         if type(node) is bytes:
             return self.of(node, depth)
         name, parts = _name_and_parts(node)
@@ -268,7 +268,7 @@ def _name_and_parts(node: Any) -> tuple[tuple[object, ...], Iterable[Any]]:
     return (type(node).__name__, len(node)), children(node)
 
 
-def _as_later_protocols(node: Call) -> Any:
+def as_later_protocols(node: Call) -> Any:
     """Return a set or bytes as later protocols write them, for the call that protocol 2 writes;
     other calls as is.
     """

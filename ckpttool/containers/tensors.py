@@ -9,9 +9,10 @@ from math import prod
 from typing import Any
 
 from ckpttool.containers.nodes import content_of, walk
+from ckpttool.containers.objects import described
 from ckpttool.containers.pickle_read import Call, Global, Persistent, PickledSet
 from ckpttool.core import dtypes
-from ckpttool.core.checkpoint import Payload, Storage, TensorEntry
+from ckpttool.core.checkpoint import Described, Payload, Storage, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.limits import Memory
@@ -113,6 +114,9 @@ class Carried(Payload):
         if entry.layout == "subclass":
             return f"its class {kind(entry)}, and what each tensor in it is for"
         return _LOST.get(entry.layout, "how its values are made of what is stored")
+
+    def described(self) -> Described:
+        return described(self.node)
 
     def resolved(self, entry: TensorEntry) -> TensorEntry:
         if entry.layout not in _FLAGS:

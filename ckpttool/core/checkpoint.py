@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import wraps
 from math import prod
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.pickle_imports import Import
@@ -183,6 +183,13 @@ def in_row_major(
     return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage, payload=payload)
 
 
+class Described(NamedTuple):
+    """The type of an object that is not a tensor, and its value in short; empty if unknown."""
+
+    type: str = ""
+    value: str = ""
+
+
 class Payload:
     """A reader's own record of an entry, for the writer of the same format, and what its bytes
     alone do not tell.
@@ -208,6 +215,10 @@ class Payload:
         """Return a text about what a format of plain tensors would lose."""
         return ""
 
+    def described(self) -> Described:
+        """Return the type and the value of the object, without executing anything."""
+        return Described()
+
 
 @dataclass(frozen=True, slots=True)
 class ExtraEntry:
@@ -227,6 +238,12 @@ class ExtraEntry:
     def under(self, key: str) -> ExtraEntry:
         """Return the same entry with another key."""
         return replace(self, key=key)
+
+    def described(self) -> Described:
+        """Return its type and value, as far as they are known without executing anything."""
+        if isinstance(self.payload, Payload):
+            return self.payload.described()
+        return Described() if self.value is None else Described(type(self.value).__name__)
 
     def inside(self) -> tuple[TensorEntry, ...]:
         """Return the tensors inside it with complete keys: ``KEY.0``, ``KEY.weight``."""

@@ -144,11 +144,14 @@ Aliases (second names of a tensor)
   key                       same tensor as
   model.module.head.weight  model.module.embed.weight
 
+Non-tensor entries (copied unchanged)
+  key                            type  value
+  model.module.fp8._extra_state
+  epoch
+
 Pickle imports (never executed)
   name                verdict  where                   called
   argparse.Namespace  unknown  train/data.pkl, byte 7  argparse.Namespace()
-
-2 non-tensor entries, copied unchanged (--all lists them): model.module.fp8._extra_state, epoch
 """
 
 

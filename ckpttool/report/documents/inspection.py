@@ -8,10 +8,10 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, Described, Section, TensorEntry
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.pickle_imports import DANGEROUS, KNOWN, UNKNOWN
-from ckpttool.core.text import dotted, human_bytes, listed, number, plural, shape_text, some
+from ckpttool.core.text import dotted, human_bytes, listed, number, plural, shape_text
 from ckpttool.core.values import dataclass
 from ckpttool.formats.registry import format_of
 from ckpttool.inspection.inspect import Inspection, names_in_file
@@ -28,7 +28,6 @@ from ckpttool.report.document import (
     Inline,
     Listing,
     Named,
-    Paragraph,
     Role,
     Row,
     Table,
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from ckpttool.diffing.result import Outline
 
 _ROWS = 40
+_FEW_ROWS = 8  # of entries that are not tensors
 _DIGITS = 12  # of a hash; JSON has all of them
 _VALUE_WIDTH = 200  # characters of a long text that are shown
 _ROOT = "(root)"
@@ -81,13 +81,7 @@ def document(
     if all or not checkpoint.state_dicts:
         tables.append(shortened(_optimizer_params(inspection), limit))
     tables.append(shortened(_aliases(inspection), limit))
-    extras: list[str] = []
-    for section in checkpoint.sections:
-        extras += [dotted(section.path, extra.key) for extra in section.extras]
-    others = (*extras, *checkpoint.others)
-    if all:
-        rows = tuple((key,) for key in others)
-        tables.append(Table("Non-tensor entries (copied unchanged)", (_KEY,), rows))
+    tables.append(shortened(_extras(checkpoint, all), None if all else _FEW_ROWS))
     if any(imported.verdict == DANGEROUS for imported in checkpoint.imports):
         tables.insert(0, _imports(checkpoint))
     else:
@@ -95,18 +89,30 @@ def document(
     metadata = tuple((key, _cut(value, all)) for key, value in checkpoint.metadata.items())
     tables.append(shortened(Table("Metadata", (_KEY, Column("value")), metadata), limit))
     blocks: list[Block] = [table for table in tables if table.rows]
-    if not all and others:
-        names = patterns(extras)
-        names += dict.fromkeys(key.split(".")[0] for key in checkpoint.others)
-        count = plural(len(others), "non-tensor entry")
-        text = f"{count}, copied unchanged (--all lists them): {some(names, 8)}"
-        blocks.append(Paragraph(text))
     blocks += noted(inspection.notes)
     kinds = tuple(("kind", kind.sentence(checkpoint.source)) for kind in checkpoint.kinds)
     lead = (Facts(kinds, is_short=True),) if kinds else ()
     listing = Listing((checkpoint.source,), {"tensor": "plain"}, partial(_findings, inspection))
     title = f"inspect {checkpoint.source}"
     return Document(title, _contents(inspection), True, tuple(blocks), listing, lead)
+
+
+def _extras(checkpoint: Checkpoint, all: bool) -> Table:
+    """Return a line for each entry that is not a tensor, with its type and value; equal ones of
+    repeated layers are one.
+    """
+    items: list[tuple[str, Described]] = []
+    for section in checkpoint.sections:
+        items += [(dotted(section.path, extra.key), extra.described()) for extra in section.extras]
+    objects = {extra.key: extra.described() for extra in checkpoint.objects}
+    items += [(path, objects.get(path, Described())) for path in checkpoint.others]
+    groups = [KeyPattern(key, (key,), likeness) for key, likeness in items]
+    rows: list[Row] = []
+    for group in groups if all else collapse(items):
+        kind, value = group.likeness
+        rows.append((group.pattern, kind, _cut(value, all)))
+    columns = (_KEY, Column("type"), Column("value"))
+    return Table("Non-tensor entries (copied unchanged)", columns, tuple(rows))
 
 
 def _aliases(inspection: Inspection) -> Table:
