@@ -96,7 +96,7 @@ def _with_rules_between(question: DiffQuestion, fixes: Fixes, suggests: bool) ->
         commands = with_file(left.source, right.source, *flags, options=_printed(trial))
         unfixed = unfixed_by(question, trial)
         is_partial = bool(rules.undone) or not trial.after.identical
-        advice = () if rules.undone else tuple(advice_on(unfixed))
+        advice = () if rules.undone else tuple(advice_on(question, unfixed))
         fixes = Fixes(commands, advice, is_partial, bool(diff.inferred.pairs), unfixed)
     if suggests or not fixes.commands or any(map(_RULES.search, fixes.commands)):
         fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
@@ -178,7 +178,7 @@ def _by_file(
     commands = (to_file, fix)
     if trial.after.identical and not rules.undone:
         return Fixes(commands, is_inferred=True).added_to(question.diff)
-    notes = (*advice_on(unfixed), *rules.undone)
+    notes = (*advice_on(question, unfixed), *rules.undone)
     return Fixes(commands, notes, True, True, unfixed).added_to(question.diff)
 
 
@@ -259,8 +259,17 @@ def _fixes_of_names(question: DiffQuestion) -> Fixes:
     if not one_rank(left):  # else a note of the diff says everything
         unfixed = unfixed_by(question, remap)
         if remap is not None or not _is_adapter_alone(left, question.right):
-            notes += advice_on(unfixed)
+            notes += advice_on(question, unfixed, _open_rules(question))
     return Fixes(commands_of_all, tuple(notes), is_partial, is_guess, unfixed)
+
+
+def _open_rules(question: DiffQuestion) -> Rules | None:
+    """Return the rules that `--suggest` would write; None if there are none."""
+    left = question.left
+    assert left is not None
+    if left.in_memory or question.parts or is_written_program(left):
+        return None
+    return question.rules
 
 
 def _is_adapter_alone(*checkpoints: Checkpoint | None) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ckpttool.core.codes import CODES
-from ckpttool.core.text import Note, plural, some
+from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.diffing.causes import OBJECTS, Code
 from ckpttool.diffing.result import HARMLESS, Entry, Unfixed, alike
 from ckpttool.fixes.commands import FEW
+from ckpttool.fixes.rules_file import Rules, renamed, with_file
 from ckpttool.fixes.trial import DiffQuestion, TriedFix
+from ckpttool.remapping.options import RemapOptions
 
 # Code -> what the keys are; its row says what to do.
 _UNFIXED: dict[str, tuple[str, str]] = {
@@ -56,10 +58,33 @@ def unfixed_by(question: DiffQuestion, best: TriedFix | None) -> tuple[Unfixed, 
     return tuple(Unfixed(code, tuple(keys[code])) for code in in_order if code in keys)
 
 
-def advice_on(unfixed: Iterable[Unfixed]) -> list[Note]:
-    """Return the sentences about keys that are left, if there is something to do about them."""
+def advice_on(
+    question: DiffQuestion, unfixed: Sequence[Unfixed], rules: Rules | None = None
+) -> list[Note]:
+    """Return the sentences about keys that are left, if there is something to do about them.
+    `rules` are not applied yet.
+    """
     advice = [_advice(group) for group in unfixed]
+    keys = {group.code: group.keys for group in unfixed}
+    if "missing" in keys and "unexpected" in keys:
+        advice.append(_other_names(question, keys["missing"], rules))
     return [note for note in advice if note is not None]
+
+
+def _other_names(question: DiffQuestion, missing: Sequence[str], rules: Rules | None) -> Note:
+    """Return the command that shows likely renames if the rules write missing keys, else the remap
+    by the user's own rules.
+    """
+    left, right = question.left, question.right
+    assert left is not None
+    if rules is not None and not set(rules.remaining).issuperset(missing):
+        words = question.model.words if question.model is not None else ()
+        words = words if right is None else (right.source,)
+        line, _ = with_file(left.source, *words, options=RemapOptions())
+        return Info(f"to see likely pairs, run {line}", "other-names")
+    options = RemapOptions(rule=("FROM => TO",))
+    line = renamed(left.source, options)
+    return Info(f"for tensors that only have another name, run {line}", "other-names")
 
 
 def _advice(unfixed: Unfixed) -> Note | None:

@@ -238,6 +238,22 @@ def test_rules_for_ids_that_only_the_old_model_tells(
     assert any("OLD is the model that saved the file" in note for note in notes_in(done.data))
 
 
+def test_the_way_to_likely_renames_is_said_once_and_works(run: Run) -> None:
+    save_fused_with_groups("module.")
+    done = run("diff", "fused.pt", "--model", "net.py:Lm")
+    (line,) = [line for line in done.out.splitlines() if line.startswith("rename: ")]
+    assert (done.out + done.err).count("--suggest") == 1
+    assert "--rule" not in done.out + done.err
+    printed = line.partition("run ")[2]
+    assert run(*shlex.split(printed)[1:]).status == 1
+    assert "qkv" in Path(shlex.split(printed)[-1]).read_text()
+    torch.save({"some.weight": torch.ones(2, 9)}, "other.pt")
+    done = run("diff", "other.pt", "--model", "net.py:Net")
+    (line,) = [line for line in done.out.splitlines() if line.startswith("rename: ")]
+    assert line.endswith("run ckpttool remap other.pt --rule 'FROM => TO' -o other.renamed.pt")
+    assert (done.out + done.err).count("--rule") == 1
+
+
 @pytest.mark.parametrize("suggests", [False, True])
 def test_rules_of_two_definitions_move_the_optimizer_too(suggests: bool, run: Run) -> None:
     expected = save_fused_with_groups("module.")

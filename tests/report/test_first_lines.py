@@ -145,7 +145,7 @@ details: --all lists every key; `ckpttool explain doubtful-ids` says more about 
 """,
     "diff missing.pt --model model.py:net": """\
 missing.pt lacks 1 key of model.py:net
-no fix: 1 key missing from missing.pt (2.bias): copy the values from another checkpoint (remap --fill-from CKPT), or load with strict=False and initialize them. If they are there under other names, pass --rule 'FROM => TO'
+no fix: 1 key missing from missing.pt (2.bias): copy the values from another checkpoint (remap --fill-from CKPT), or load with strict=False and initialize them
 details: --all lists every key; `ckpttool explain missing` says more about the reason
 
 missing: 1 key, missing from missing.pt
@@ -159,8 +159,9 @@ shape: 2 keys, different shape
 """,
     "diff renamed.pt net.pt": """\
 renamed.pt and net.pt differ: 2 keys only in renamed.pt, 2 keys only in net.pt
-no fix: 2 keys missing from renamed.pt (2.weight, 2.bias): copy the values from another checkpoint (remap --fill-from CKPT), or load with strict=False and initialize them. If they are there under other names, pass --rule 'FROM => TO'
-no fix: 2 keys not in net.pt (head.weight, head.bias): no fix is suggested because it would lose values. If they are expected under other names, pass --rule 'FROM => TO'
+no fix: 2 keys missing from renamed.pt (2.weight, 2.bias): copy the values from another checkpoint (remap --fill-from CKPT), or load with strict=False and initialize them
+no fix: 2 keys not in net.pt (head.weight, head.bias): no fix is suggested because it would lose values
+rename: for tensors that only have another name, run ckpttool remap renamed.pt --rule 'FROM => TO' -o renamed.renamed.pt
 details: --all lists every key; `ckpttool explain unexpected` says more about the reason
 """,
     "diff net.pt net.pt --values": """\

@@ -341,6 +341,9 @@ def _not_fixed(diff: Diff) -> Iterator[tuple[str, str]]:
 
         advice = next((note for note in diff.notes if code_of(note) == unfixed.code), None)
         yield "not fixed" if diff.fix else "no fix", advice or described(unfixed)
+    for note in diff.notes:
+        if code_of(note) == "other-names":
+            yield "rename", note
 
 
 def _kinds(diff: Diff) -> Facts:
