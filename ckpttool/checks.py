@@ -174,7 +174,8 @@ def _pickles(path: str, checkpoint: Checkpoint, allow: Sequence[str]) -> Checked
     if imports:
         names = dict.fromkeys(imported.name for imported in imports)
         words = [word for name in (*allow, *names) for word in ("--allow", name)]
-        hint = f"if you trust all of them: {shell('ckpttool', 'check', path, *words)}"
+        trusted = "it" if len(names) == 1 else "all of them"
+        hint = f"if you trust {trusted}: {shell('ckpttool', 'check', path, *words)}"
     if any(imported.verdict == DANGEROUS for imported in imports):
         line = _weights_alone(checkpoint)
         hint = f"do not load it; to take the weights only, run {line}" if line else "do not load it"
@@ -227,8 +228,10 @@ def _weights_alone(checkpoint: Checkpoint) -> str | None:
 
 
 def _detail(imported: Import) -> str:
-    """Return the first call of the import, or why the pickle was not read."""
+    """Return the first call of the import if it has arguments, or why the pickle was not read."""
     detail = imported.calls[0] if imported.calls else imported.reason
+    if detail == f"{imported.name}()":
+        return ""
     return f": {visible(detail)}" if detail else ""
 
 

@@ -134,6 +134,9 @@ def test_pickle_imports_must_be_allowed(run: Run) -> None:
     done = run("check", "args.pt", "--format", "json")
     assert (done.status, done.data["files"][0]["problems"][0]["key"]) == (1, "argparse.Namespace")
     assert run("check", "args.pt", "--allow", "argparse.*").status == 0
+    said = run("check", "args.pt").said[1]
+    assert said.count("argparse.Namespace") == 2  # the problem, and the command
+    assert "if you trust it: ckpttool check args.pt --allow argparse.Namespace\n" in said
     assert run("check", "none.pt").status == 2
 
 

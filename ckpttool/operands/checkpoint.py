@@ -88,7 +88,7 @@ def open_operand(operand: str) -> Checkpoint:
     """
     if is_code(operand):
         raise CkptError(
-            f"{operand} is a MODEL, and stands where a checkpoint is to stand",
+            f"{operand} is a model, and a checkpoint is expected there",
             hint=f"--model {operand}",
         )
     path, picked = split(operand)

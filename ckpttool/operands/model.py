@@ -240,7 +240,7 @@ class ModelOperand:
 
         if not isinstance(self.model, str):
             definition = of_object(self.model, self.arguments, self.materialize)
-        elif os.path.isfile(self.model):
+        elif os.path.exists(self.model):
             raise _no_attribute(self.model)
         elif self.is_folder:
             definition = of_folder(self._call[0], self.arguments, self.materialize)
@@ -474,10 +474,15 @@ def _twins(section: Section, used: Collection[str]) -> dict[str, str]:
 
 
 def _no_attribute(path: str) -> CkptError:
+    if os.path.isfile(os.path.join(path, "config.json")):
+        return CkptError(
+            f"{path} is a folder, and not a model's code",
+            hint=f"the model that its config.json describes: --model {shell(f'{HF}{path}')}",
+        )
     if not path.endswith(".py"):
         return CkptError(
             f"{path} is not a model",
-            hint=f"a checkpoint stands without --model; see `{shell('ckpttool', 'inspect', path)}`",
+            hint=f"name a checkpoint without --model; see `{shell('ckpttool', 'inspect', path)}`",
         )
     try:
         body = ast.parse(Path(path).read_bytes()).body

@@ -123,7 +123,7 @@ def test_dry_run_groups_repeated_layers(run: Run) -> None:
     [
         (
             ["diff", "noisy.py:build", "a.pt"],
-            "noisy.py:build is a MODEL, and stands where a checkpoint is to stand",
+            "noisy.py:build is a model, and diff compares checkpoints",
         ),
         (["diff", "--model", "a.pt", "b.pt"], "a.pt is not a model"),
         (
@@ -145,6 +145,41 @@ def test_hint_names_the_operand(args: list[str], hint: str, run: Run) -> None:
     Path("pkg/model.py").write_text("from .parts import nn\ndef build(): return nn.Linear(2, 2)\n")
     done = run(*args)
     assert (done.status, hint in done.err) == (2, True)
+
+
+def test_models_as_checkpoints_get_a_command_that_compares_them(run: Run) -> None:
+    Path("two.py").write_text(
+        "from torch import nn\ndef old(): return nn.Linear(2, 2)\n"
+        "def new(): return nn.Linear(2, 3)\n"
+    )
+    done = run("diff", "two.py:old", "two.py:new")
+    assert done.status == 2
+    trace, diff = done.err.splitlines()[-1].removeprefix("hint: ").split(" && ")
+    assert run(*trace.split()[1:]).status == 0
+    compared = run(*diff.split()[1:])
+    assert compared.status == 1
+    assert "[3, 2] instead of [2, 2]" in compared.out
+    done = run("diff", "two.py:old", "two.py:new")
+    assert "-o names.old.json" in done.err
+    torch.save(torch.nn.Linear(2, 2).state_dict(), "linear.pt")
+    for words in (["linear.pt", "two.py:old"], ["two.py:old", "linear.pt"], ["two.py:old"]):
+        hint = run("diff", *words).err.splitlines()[-1]
+        assert run(*hint.split()[2:]).status == 0
+
+
+def test_a_folder_as_a_model_gets_a_command_that_builds_its_model(run: Run) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    config = transformers.LlamaConfig(
+        **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8),
+        **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1),
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained("folder")
+    done = run("diff", "folder", "--model", "folder")
+    assert done.status == 2
+    words = done.err.splitlines()[-1].split()[-2:]
+    assert words == ["--model", "hf:folder"]
+    assert run("diff", "folder", *words).status == 0
 
 
 def test_swapped_operands_get_a_corrected_command(run: Run) -> None:

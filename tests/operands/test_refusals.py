@@ -47,7 +47,10 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 REFUSED = {
     # command line: (error, hint)
-    "inspect m.py:build": ("m.py:build is a MODEL, and stands where", "--model m.py:build"),
+    "inspect m.py:build": (
+        "m.py:build is a model, and a checkpoint is expected",
+        "--model m.py:build",
+    ),
     "inspect lin.pt::ema": ("lin.pt has no section 'ema'", "its sections are: (root)"),
     "inspect empty.pt::ema": ("empty.pt has no section 'ema'", "its sections are: none"),
     "remap two.pt --model m.py:build --to runtime -o o.pt": (
@@ -194,7 +197,7 @@ def test_file_named_like_a_model_operand_is_read(
     monkeypatch.chdir(tmp_path)
     torch.save({"w": torch.ones(1)}, "model.py:build")
     assert [entry.key for entry in open_operand("model.py:build").sections[0].tensors] == ["w"]
-    with pytest.raises(CkptError, match="is a MODEL"):
+    with pytest.raises(CkptError, match="is a model"):
         open_operand("model.py:other")
 
 

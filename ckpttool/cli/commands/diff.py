@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,9 @@ from ckpttool.core.options import Argument, Option
 from ckpttool.core.text import Info, Note, shell
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff, Fix
-from ckpttool.operands.checkpoint import is_folder
+from ckpttool.operands.checkpoint import is_code, is_folder
 from ckpttool.operands.model import is_names_file, operand_of
+from ckpttool.operands.output import free
 
 
 def command(
@@ -69,10 +71,26 @@ def command(
             "diff compares two checkpoints",
             hint=f"name two: {shell('ckpttool', 'diff', named[0], 'RIGHT')}",
         )
+    if options.model is None:
+        _check_models(named)
     left, right = (*named, None, None)[:2]
     result = _diff_of_two(options, left, right, suggest, update)
     report.emit(partial(document, result, all=all), result.to_json)
     return 0 if result.passes or exit_zero or update else 1
+
+
+def _check_models(operands: Sequence[str]) -> None:
+    """Raise `CkptError`, with the command that compares them, if operands are models."""
+    models = [operand for operand in operands if is_code(operand)]
+    if not models:
+        return
+    checkpoints = [operand for operand in operands if operand not in models]
+    command = shell("ckpttool", "diff", *checkpoints, "--model", models[-1])
+    if len(models) > 1:
+        file = free("names", "old", ".json") if os.path.lexists("names.json") else "names.json"
+        trace = shell("ckpttool", "trace", models[0], "-o", file)
+        command = f"{trace} && {shell('ckpttool', 'diff', file, '--model', models[1])}"
+    raise CkptError(f"{models[0]} is a model, and diff compares checkpoints", hint=command)
 
 
 def _diff_of_two(
