@@ -30,6 +30,9 @@ INSTEAD = {
     r"simply|obviously|of course": "(nothing)",
     r"utili[sz]e(s|d)?": "use",
     r"in order to": "to",
+    r"\w*(recogn|initial|serial|normal|organ|optim|material|general|quant|token|minim|maxim)is"
+    r"(e[sd]?|ing|ation)": "-ize (American spelling)",
+    r"(behavi|col|fav|neighb)our\w*|licences?|centre|artefacts?|labelled": "American spelling",
     r"hence|thereof|therein|whereof|wherein|whereby|hereby|thus": "so",
 }
 PATTERNS = {

@@ -1,4 +1,4 @@
-"""What a format is: how its files are recognised, what it can hold, and the module that reads and
+"""What a format is: how its files are recognized, what it can hold, and the module that reads and
 writes it.
 """
 

@@ -82,7 +82,7 @@ def module_target(module: nn.Module) -> LiveTarget:
     lazy = [name for name, tensor in tensors.items() if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise Refused(
-            f"the module is not initialised yet: it has {plural(len(lazy), 'lazy parameter')}",
+            f"the module is not initialized yet: it has {plural(len(lazy), 'lazy parameter')}",
             hint="run the module once on an example, then swap",
             problems=[Problem("a lazy parameter: it has no shape", name) for name in lazy],
         )

@@ -54,7 +54,7 @@ from ckpttool.naming.evidence import (
     transposed,
 )
 
-_DEPTHS = (3, 2, 1, 0)  # layer numbers that are generalised: models have up to three
+_DEPTHS = (3, 2, 1, 0)  # layer numbers that are generalized: models have up to three
 # The budget of an inference: a comparison of two groups costs `_COST`, a step 1 for each tensor
 # that is left. Real models need far less; thousands of tensors of one shape under unrelated names
 # would take hours, and find nothing.

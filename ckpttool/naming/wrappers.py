@@ -392,7 +392,7 @@ def declared(form: Chain, keys: Collection[str]) -> Evidence:
     if odd:
         raise Refused(
             f"{len(odd)} of {len(keys)} keys do not begin with {form.prefix}",
-            hint="leave --from out: wrappers are recognised; `ckpttool inspect` shows which",
+            hint="leave --from out: wrappers are recognized; `ckpttool inspect` shows which",
             problems=[Problem("not inside of it", key) for key in odd],
         )
     parts = form.prefix.split(".")[:-1]

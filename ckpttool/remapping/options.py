@@ -108,7 +108,7 @@ class RemapOptions(OptimizerOptions, EditOptions):
     # What it is
     from_: Annotated[
         str | None,
-        Option("--from FORM", "Its naming; default: recognised.", IS, choices=convert.words),
+        Option("--from FORM", "Its naming; default: recognized.", IS, choices=convert.words),
     ] = None
     # Which keys
     select: Annotated[

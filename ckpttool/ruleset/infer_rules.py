@@ -12,7 +12,7 @@ from ckpttool.core.text import split_at_numbers
 from ckpttool.ruleset.patterns import in_turn, matches, parse, pattern_of
 
 _VARIABLES = ("{n}", "{m}", "{k}", "{j}")  # the layer numbers, the outermost first
-_MOST_KINDS = 400  # kinds of renames beyond which only layer numbers are generalised
+_MOST_KINDS = 400  # kinds of renames beyond which only layer numbers are generalized
 _TOO_MANY = 4000  # kinds of renames beyond which every key gets a rule
 _MOST_DROPS = 24  # --drop options on one command line
 _SAMPLES = 2  # keys of each kind that a rule is tried on; all are checked at the end

@@ -72,7 +72,7 @@ class SwapOptions(ModelOptions, OutputOptions):
     ] = None
     from_: Annotated[
         str | None,
-        Option("--from FORM", "NEW's naming; default: recognised.", IS, choices=convert.words),
+        Option("--from FORM", "NEW's naming; default: recognized.", IS, choices=convert.words),
     ] = None
     cast: Annotated[
         bool, Option("--cast", "Convert weights of another dtype to the program's.")

@@ -356,7 +356,7 @@ def test_model_resolves_keys_that_hooks_rename() -> None:
         (object(), {}, "an object holds no weights that can be swapped"),
         (nn.Linear(1, 1), [1], "a list is not a state_dict"),
         (nn.Linear(1, 1), {1: torch.ones(1)}, "the state dict has a key that is not a string: 1"),
-        (nn.LazyLinear(1), {}, "the module is not initialised yet: it has 2 lazy parameters"),
+        (nn.LazyLinear(1), {}, "the module is not initialized yet: it has 2 lazy parameters"),
     ],
 )
 def test_invalid_targets_and_states_are_refused(target: Any, state: Any, expected: str) -> None:
