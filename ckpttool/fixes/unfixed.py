@@ -81,10 +81,10 @@ def _other_names(question: DiffQuestion, missing: Sequence[str], rules: Rules | 
         words = question.model.words if question.model is not None else ()
         words = words if right is None else (right.source,)
         line, _ = with_file(left.source, *words, options=RemapOptions())
-        return Info(f"to see likely pairs, run {line}", "other-names")
+        return Info(f"to see likely pairs, run `{line}`", "other-names")
     options = RemapOptions(rule=("FROM => TO",))
     line = renamed(left.source, options)
-    return Info(f"for tensors that only have another name, run {line}", "other-names")
+    return Info(f"for tensors that only have another name, run `{line}`", "other-names")
 
 
 def _advice(unfixed: Unfixed) -> Note | None:

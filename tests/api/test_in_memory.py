@@ -132,7 +132,7 @@ def _without_names(value: Any) -> Any:
     if isinstance(value, list):  # notes about placeholders
         return [_without_names(item) for item in value if not str(item).startswith("not tried")]
     if isinstance(value, str):  # the rest is a command or a Python call
-        return value.partition("was not compared: ")[0]
+        return value.partition("was not compared: ")[0].partition(", run `")[0]
     return value
 
 

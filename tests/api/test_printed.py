@@ -129,7 +129,7 @@ def test_the_command_line_names_flags(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["diff", "layers.pt", "--model", "net.py:build"]) == 1
     out = capsys.readouterr().out
     assert "--all lists every key" in out
-    assert "pass --rule" in out
+    assert "remap --fill-from CKPT" in out
 
 
 def test_loaded_is_printed_in_complete_texts() -> None:

@@ -244,13 +244,13 @@ def test_the_way_to_likely_renames_is_said_once_and_works(run: Run) -> None:
     (line,) = [line for line in done.out.splitlines() if line.startswith("rename: ")]
     assert (done.out + done.err).count("--suggest") == 1
     assert "--rule" not in done.out + done.err
-    printed = line.partition("run ")[2]
+    printed = line.partition("run ")[2].strip("`")
     assert run(*shlex.split(printed)[1:]).status == 1
     assert "qkv" in Path(shlex.split(printed)[-1]).read_text()
     torch.save({"some.weight": torch.ones(2, 9)}, "other.pt")
     done = run("diff", "other.pt", "--model", "net.py:Net")
     (line,) = [line for line in done.out.splitlines() if line.startswith("rename: ")]
-    assert line.endswith("run ckpttool remap other.pt --rule 'FROM => TO' -o other.renamed.pt")
+    assert line.endswith("run `ckpttool remap other.pt --rule 'FROM => TO' -o other.renamed.pt`")
     assert (done.out + done.err).count("--rule") == 1
 
 
