@@ -1,4 +1,4 @@
-"""What an object of a pickle is, in words: its type, and its value if that is short."""
+"""Describe an object of a pickle: its type, and its value if that is short."""
 
 from __future__ import annotations
 

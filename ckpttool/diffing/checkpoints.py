@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, TensorEntry
 from ckpttool.core.optimizer_state import GROUPS
-from ckpttool.core.text import Info, Note, plural, some
-from ckpttool.diffing.causes import FIELDS, SIDES, Cause, Code, Sides
+from ckpttool.core.text import Info, Note
+from ckpttool.diffing.causes import FIELDS, SIDES, Code, Sides
 from ckpttool.diffing.moved import explain_moved
+from ckpttool.diffing.one_model import explain_counters
 from ckpttool.diffing.options import CompareOptions
 from ckpttool.diffing.others import (
     BothSides,
@@ -54,8 +55,7 @@ from ckpttool.distributed.job import Question, answers, current, only_first
 from ckpttool.evaluate.compare import Change, Difference
 from ckpttool.formats.registry import MEMORY, format_of
 from ckpttool.formats.remarks import one_rank
-from ckpttool.kinds.adapters import adapter_in, misfits
-from ckpttool.naming import wrappers
+from ckpttool.kinds.adapters import adapter_in
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.optimizers import forms
@@ -91,7 +91,7 @@ def checkpoints(
     harmless = EITHER_WAY | ({"dtype"} if options.ignore_dtype else set())
     has_names = sides.names is not None
     if has_names and sides.has_program:
-        entries = _with_counters(entries, sides)
+        entries = explain_counters(entries, left_section, right_section)
         if values is not None:
             harmless |= OF_PROGRAMS
     versions, failure = compare_versions(sides)
@@ -101,7 +101,8 @@ def checkpoints(
     notes += [] if has_names else hidden_segments(entries)
     adapters = adapter_in(left_section), adapter_in(right_section)
     keys = left_section.keys, right_section.keys
-    notes += [*adapter_notes(adapters, keys, FIELDS), *_adapter_misfits(sides), *other_notes]
+    notes += adapter_notes(adapters, keys, FIELDS, (left_section, right_section))
+    notes += other_notes
     inferred = None
     if infers and not has_names:
         inferred = suggestions(left, right, entries, values is not None)
@@ -141,39 +142,7 @@ def _models(left: Checkpoint, right: Checkpoint, model: ModelOperand | None) -> 
     return BothSides(left, right, left_section, right_section, names)
 
 
-def _adapter_misfits(sides: BothSides) -> list[str]:
-    """Return a note on modules of an adapter that have another shape in its base."""
-    pairs = (
-        (sides.left_section, sides.right_section, "{right}"),
-        (sides.right_section, sides.left_section, "{left}"),
-    )
-    notes: list[str] = []
-    for section, base, other in pairs:
-        adapter, of_base = adapter_in(section), adapter_in(base)
-        if adapter is None or of_base is not None:
-            continue
-        wrong = misfits(adapter, section, base)
-        if wrong:
-            count = plural(len(wrong), "adapted module")
-            words = f"{count} of another shape in {other}: {{}}"
-            notes.append(Note.about(words, "adapter", some(wrong)))
-    return notes
-
-
 # Programs
-
-
-def _with_counters(entries: Sequence[Entry], sides: BothSides) -> tuple[Entry, ...]:
-    """Return the entries; those of counters of AveragedModels say that programs have none."""
-    counters = {*wrappers.counters(sides.left_section.keys)}
-    counters.update(wrappers.counters(sides.right_section.keys))
-    explained = []
-    for entry in entries:
-        keys = (*entry.left, *entry.right)
-        if entry.status in ("unexpected", "missing") and counters.issuperset(keys):
-            entry = replace(entry, cause=Cause(Code.COUNTER))
-        explained.append(entry)
-    return tuple(explained)
 
 
 def program_and_weights(left: Checkpoint, right: Checkpoint) -> tuple[Checkpoint, Checkpoint]:

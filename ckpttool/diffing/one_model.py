@@ -5,6 +5,7 @@ runtime tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.diffing.sections import Values, compare_pair, leftover, renamed
 from ckpttool.evaluate.apply import entry_of
+from ckpttool.naming import wrappers
 from ckpttool.naming.convert import other_versions, read, with_keys
 from ckpttool.naming.match import NameTables, aliases
 
@@ -115,6 +117,18 @@ class _BothFiles(NamedTuple):
         for source in (*self.left_values.values(), *self.right_values.values()):
             keys.update(ex.refs(source))
         return keys
+
+
+def explain_counters(entries: Sequence[Entry], left: Section, right: Section) -> tuple[Entry, ...]:
+    """Return the entries; those of counters of AveragedModels say that programs have none."""
+    counters = {*wrappers.counters(left.keys), *wrappers.counters(right.keys)}
+    explained = []
+    for entry in entries:
+        is_counter = counters.issuperset((*entry.left, *entry.right))
+        if is_counter and entry.status in ("unexpected", "missing"):
+            entry = replace(entry, cause=Cause(Code.COUNTER))
+        explained.append(entry)
+    return tuple(explained)
 
 
 def _of_no_tensor(

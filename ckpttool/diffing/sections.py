@@ -24,7 +24,7 @@ from ckpttool.diffing.causes import FIELDS, NAMES, Cause, Code, Sides, wrapper_c
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import Difference, same_objects
 from ckpttool.formats.remarks import is_placeholder
-from ckpttool.kinds.adapters import Adapter, missing_modules
+from ckpttool.kinds.adapters import Adapter, misfits, missing_modules
 from ckpttool.kinds.parts import joined_alike, joined_dimension
 from ckpttool.kinds.quantized import quantized_weights
 from ckpttool.naming.match import aliases, unlike
@@ -494,17 +494,17 @@ def adapter_notes(
     adapters: tuple[Adapter | None, Adapter | None],
     keys: tuple[Collection[str], Collection[str]],
     sides: Sides,
+    sections: tuple[Section, Section] | None = None,
 ) -> tuple[str, ...]:
-    """Return notes if only one side has an adapter; `sides` may be fields of `Note.about`."""
+    """Return notes if only one side has an adapter; `sides` may be fields of `Note.about`. The
+    shapes in the adapter and in its base are compared if the `sections` are given.
+    """
     if (adapters[0] is None) == (adapters[1] is None):
         return ()
-    adapter, base, (side, other) = (
-        (adapters[0], keys[1], sides)
-        if adapters[0] is not None
-        else (adapters[1], keys[0], (sides[1], sides[0]))
-    )
+    adapted, base = (1, 0) if adapters[0] is None else (0, 1)
+    adapter, side, other = adapters[adapted], sides[adapted], sides[base]
     assert adapter is not None
-    lost = missing_modules(adapter, base)
+    lost = missing_modules(adapter, keys[base])
     count = plural(len(adapter.modules), "module")
     touched = f"{len(adapter.modules) - len(lost) if lost else 'all'} of them are in {other}"
     if adapter.alone:
@@ -522,4 +522,20 @@ def adapter_notes(
     if lost:
         words = f"{plural(len(lost), 'adapted module')} not in {other}: {{}}"
         notes.append(Note.about(words, "adapter", some(lost)))
+    wrong: list[str] = []
+    if sections is not None:
+        wrong = misfits(adapter, _plain_shapes(sections[adapted]), _plain_shapes(sections[base]))
+    if wrong:
+        words = f"{plural(len(wrong), 'adapted module')} of another shape in {other}: {{}}"
+        notes.append(Note.about(words, "adapter", some(wrong)))
     return tuple(notes)
+
+
+def _plain_shapes(section: Section) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors that are whole, and not quantized: others may be packed."""
+    packed = {weight.weight for weight in quantized_weights(section)}
+    shapes = {}
+    for entry in section.tensors:
+        if entry.key not in packed and not is_of_ranks(entry):
+            shapes[entry.key] = entry.shape
+    return shapes

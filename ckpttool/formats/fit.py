@@ -173,14 +173,8 @@ def _hint(checkpoint: Checkpoint) -> str:
     holds_weights = any(extra.tensors for extra in extras)
     if extras and not holds_weights and not checkpoint.in_memory:
         source = checkpoint.part(named[0].path) if takes_part else checkpoint.source
-        line = shell(
-            "ckpttool",
-            "remap",
-            source,
-            *_dropped([extra.key for extra in extras]),
-            "-o",
-            "OUT.safetensors",
-        )
+        drops = _dropped([extra.key for extra in extras])
+        line = shell("ckpttool", "remap", source, *drops, "-o", "OUT.safetensors")
         hint = f"{hint}; to leave out what is not a tensor: {line}"
     return hint
 

@@ -15,6 +15,7 @@ from ckpttool.core.text import may_mention, plural, shape_text
 from ckpttool.core.values import dataclass
 from ckpttool.naming.wrappers import ADAPTERS, PEFT_ROOT, canonical_keys
 
+Shapes = Mapping[str, tuple[int, ...]]
 _KINDS = {
     prefix: prefix.partition("_")[0].replace("lora", "LoRA").replace("ia3", "IA3")
     for prefix in ADAPTERS
@@ -195,23 +196,37 @@ def path_and_rest(name: str, modules: Collection[str]) -> tuple[str, str]:
     return path, rest
 
 
-def misfits(adapter: Adapter, section: Section, base: Section) -> list[str]:
-    """Return the modules whose LoRA matrices give an update of another shape than the weight in
-    `base`. A weight may be transposed, as in Conv1D of transformers.
+def misfits(adapter: Adapter, shapes: Shapes, base: Shapes) -> list[str]:
+    """Return the modules for which LoRA's update has another shape than the weight in `base`.
+
+    `shapes` are those of the adapter's tensors. A weight may be transposed, as in Conv1D of
+    transformers.
     """
-    shapes = {entry.key: entry.shape for entry in section.tensors}
-    weights = {adapter.inside(entry.key): entry.shape for entry in base.tensors}
+    weights = {adapter.inside(key): shape for key, shape in base.items()}
     wrong = []
     for path, keys in adapter.modules.items():
-        weight = weights.get(f"{path}.weight", ())
-        rows = [shapes[key][0] for key in keys if "lora_B" in key.split(".") and key in shapes]
-        columns = [shapes[key][-1] for key in keys if "lora_A" in key.split(".") and key in shapes]
-        if len(weight) != 2 or not rows or not columns:
+        update, weight = _shape_of_update(keys, shapes), weights.get(f"{path}.weight", ())
+        if update is None or len(weight) != 2:
             continue
-        update = rows[0], columns[0]
         if update not in (weight, weight[::-1]):
             wrong.append(f"{path} {shape_text(update)} instead of {shape_text(weight)}")
     return wrong
+
+
+def _shape_of_update(keys: Iterable[str], shapes: Shapes) -> tuple[int, int] | None:
+    """Return the shape of B x A, of the matrices that LoRA has for a linear module; None without
+    them.
+    """
+    rows = columns = None
+    for key in keys:
+        segments, shape = key.split("."), shapes.get(key, ())
+        if len(shape) != 2:
+            continue
+        if "lora_A" in segments:
+            columns = shape[1]
+        elif "lora_B" in segments:
+            rows = shape[0]
+    return None if rows is None or columns is None else (rows, columns)
 
 
 def missing_modules(adapter: Adapter, base: Collection[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a remap does to the model, asked by the names of its tensors."""
+"""The change that a remap makes to a model, looked up by the names of its tensors."""
 
 from __future__ import annotations
 

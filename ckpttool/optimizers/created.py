@@ -38,6 +38,10 @@ def created_state(
         return {}, []
     if create is None:
         names = [parameters.canonical[fqn] for fqn in options_of]
+        # the others may be parameters for which the optimizer keeps no state
+        names = [name for name in names if name in parameters.first_step]
+        if not names:
+            return {}, []
         text = (
             f"{where}: {plural(len(names), 'trainable parameter')} without state, which"
             f" set_optimizer_state_dict refuses; with --partial, {target.optimizer_class} creates"

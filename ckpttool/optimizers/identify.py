@@ -206,7 +206,7 @@ class Doubt:
 
 
 def identified_by(evidence: str) -> str:
-    """Return what identified the ids of an optimizer; that an order is assumed is said."""
+    """Return what identified the ids of an optimizer, and whether it is an assumption."""
     if evidence.startswith("model"):
         return f"{evidence}, which is assumed without --optimizer"
     return evidence

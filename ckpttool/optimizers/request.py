@@ -1,4 +1,4 @@
-"""What is requested of the optimizers of a remap, and what became of them."""
+"""The request to the optimizers of a remap, and the result for each of them."""
 
 from __future__ import annotations
 
