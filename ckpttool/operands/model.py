@@ -156,7 +156,8 @@ class ModelOperand:
         from ckpttool.tracing.build_optimizer import load_optimizer, with_optimizer
 
         return self._once(
-            lambda: with_optimizer(self._bare, self.definition(), load_optimizer(self.optimizer))
+            lambda: with_optimizer(self._bare, self.definition(), load_optimizer(self.optimizer)),
+            self.optimizer,
         )
 
     @cached_property
@@ -174,7 +175,7 @@ class ModelOperand:
             if kind is None:
                 return read_names(self.model)
             return kind.program_names(path, program)
-        return self._once(self._traced)
+        return self._once(self._traced, None)
 
     def _traced(self) -> Names:
         begun = time.monotonic()
@@ -190,14 +191,14 @@ class ModelOperand:
 
         return by_transformers(names)
 
-    def _once(self, ask: Callable[[], Names]) -> Names:
-        """Return the names. With several ranks, the model's code runs on the first one, which tells
-        the others.
+    def _once(self, ask: Callable[[], Names], optimizer: Any) -> Names:
+        """Return the names, with the ids of `optimizer` if it is given. With several ranks, the
+        model's code runs on the first one, which tells the others.
         """
         job = current()
         if job is None:
             return ask()
-        key = f"names {[self.model, self.materialize, self.pretrained, self.optimizer]}"
+        key = f"names {[self.model, self.materialize, self.pretrained, optimizer]}"
         names, read = job.of_first(key, lambda: (ask().to_json(), sources.others_read()))
         for path in read:
             sources.note_read(path)

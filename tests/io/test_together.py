@@ -306,6 +306,46 @@ def test_model_code_runs_on_one_rank(tmp_path: Path, run: Run) -> None:
     assert {*(tmp_path / "ran").read_text().split()} == {"0"}
 
 
+OPTIMIZER = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.expert = nn.Linear(3, 3), nn.Linear(3, 3)
+    def forward(self, x):
+        return self.body(x)
+def adam(model):
+    biases = [p for p in model.parameters() if p.ndim < 2]
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    return torch.optim.Adam([{"params": biases}, {"params": weights, "lr": 0.1}])
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--partial",)])
+def test_all_ranks_have_the_ids_and_the_new_state_of_the_optimizer(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """The first rank alone runs the optimizer's code, after the model's. Both have answers."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(OPTIMIZER)
+    code: dict[str, Any] = {"__name__": "net"}
+    exec(OPTIMIZER, code)
+    model = code["Net"]()
+    optimizer = code["adam"](model)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "a.pt")
+    command = ["remap", "a.pt", "--model", "net.py:Net", "--optimizer", "net.py:adam"]
+    command += ["--optimizer-keys", "flat", *options, "-o"]
+    done = run_ranks(tmp_path, 2, *command, "out.dcp")
+    assert [rank.status for rank in done] == [0, 0], done
+    assert run(*command, "alone.dcp").status == 0
+    assert run("diff", "out.dcp", "alone.dcp", "--values", "--whole").status == 0
+    loads = run("diff", "out.dcp", "--model", "net.py:Net", "--optimizer", "net.py:adam")
+    assert loads.status == (0 if options else 1)
+
+
 # Resharding
 
 
