@@ -157,6 +157,10 @@ def _extent(change: Change) -> float:
     return inf if change.relative is None or new > 0 else change.relative
 
 
+def _short(size: float | None) -> str:
+    return "-" if size is None else f"{size:.2g}"
+
+
 def _change_row(name: str, worst: str, change: Change, largest: float) -> Row:
     """Return the row of the tensors `name`; `largest` is the largest finite relative change."""
     not_finite = {
@@ -164,11 +168,11 @@ def _change_row(name: str, worst: str, change: Change, largest: float) -> Row:
         "infinite": change.infinite_left + change.infinite_right,
     }
     counts = ", ".join(f"{number(count)} {kind}" for kind, count in not_finite.items() if count)
-    relative, norm = ("-" if x is None else f"{x:.2g}" for x in (change.relative, change.norm))
+    relative, norm = _short(change.relative), _short(change.norm)
     bar = min(_extent(change) / largest, 1) if largest else 1.0
     share = f"{change.differing / change.elements:.0%}"
     most = worst if worst != name else ""
-    maximum = f"{change.maximum:.2g}"
+    maximum = _short(change.maximum)
     return (name, Cell(relative, "number", bar), norm, maximum, share, counts, most)
 
 

@@ -163,6 +163,7 @@ def undone(outcome: Undone) -> Document:
 
 
 def _if_any(count: int) -> str:
+    """Return the number as text; nothing for 0, which `facts` leaves out."""
     return number(count) if count else ""
 
 
