@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Never raise.
     """
     set_up()
+    # an index is many small values without cycles: searching them is half the time
+    gc.set_threshold(100_000, 50, 100)
     args = sys.argv[1:] if argv is None else list(argv)
     try:
         sources.forget_all()
