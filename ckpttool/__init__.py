@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from ckpttool.fixes.fix import fix
     from ckpttool.inspection.explain import Explanation, explain
     from ckpttool.inspection.inspect import Inspection, inspect
-    from ckpttool.live.load import HyperparameterChange, Loaded, check_names, load, save_names
+    from ckpttool.live.load import HyperparameterChange, Loaded, load
+    from ckpttool.live.names_file import check_names, save_names
     from ckpttool.live.swap import Swapped
     from ckpttool.operands.checkpoint import open_checkpoint
     from ckpttool.operands.model import trace
@@ -80,9 +81,8 @@ _MODULES = {
     "fix": "fixes.fix",
     **dict.fromkeys(("Explanation", "explain"), "inspection.explain"),
     **dict.fromkeys(("Inspection", "inspect"), "inspection.inspect"),
-    **dict.fromkeys(
-        ("HyperparameterChange", "Loaded", "check_names", "load", "save_names"), "live.load"
-    ),
+    **dict.fromkeys(("HyperparameterChange", "Loaded", "load"), "live.load"),
+    **dict.fromkeys(("check_names", "save_names"), "live.names_file"),
     "Swapped": "live.swap",
     "open_checkpoint": "operands.checkpoint",
     "trace": "operands.model",

@@ -15,6 +15,7 @@ from typing import Any, Union
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.optim.swa_utils import AveragedModel
 
 from ckpttool.containers.tree import Container
 from ckpttool.core.checkpoint import (
@@ -28,7 +29,7 @@ from ckpttool.core.checkpoint import (
 )
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import Names
-from ckpttool.core.text import first_line, plural
+from ckpttool.core.text import a, first_line, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate import torch_eval
 from ckpttool.naming.wrappers import strip
@@ -65,6 +66,24 @@ class LiveTarget:
     constants: Mapping[str, object] = field(default_factory=dict)
     remade: bool = True
     compared: bool = True
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """Return the module inside of the wrappers around all of it: DDP, `torch.compile`, FSDP1.
+
+    An AveragedModel is another model, with a counter in its state dict. Raise `CkptError` if it is
+    not a module.
+    """
+    if not isinstance(module, nn.Module):
+        raise CkptError(
+            f"{a(module)} is not a module", hint="ckpttool.swap_weights puts weights into a program"
+        )
+    while not isinstance(module, AveragedModel):
+        wrapped = [path for path in wrapper_paths(module) if "." not in path]
+        if not wrapped:
+            break
+        module = module.get_submodule(wrapped[0])
+    return module
 
 
 def module_target(module: nn.Module) -> LiveTarget:

@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpttool
 from ckpttool.live import load as live_load
+from ckpttool.live import put as live_put
+from ckpttool.live.optimizer_copy import like
 from command import main
 from drawn_models import MODELS, build
 from places import SUPPORT
@@ -376,7 +378,7 @@ def test_an_error_does_not_change_model_or_optimizer(
         def fail(*_: object, **__: object) -> None:
             raise RuntimeError("the disk failed")
 
-        monkeypatch.setattr("ckpttool.live.load.swap_weights", fail)
+        monkeypatch.setattr("ckpttool.live.put.swap_weights", fail)
     before = copy.deepcopy((new.state_dict(), optimizer.state_dict()))
     with pytest.raises((ckpttool.CkptError, RuntimeError)) as error:
         ckpttool.load(tmp_path / "run.pt", new, optimizer)
@@ -495,7 +497,7 @@ def test_weights_of_a_local_file_are_not_copied_into_memory(
 ) -> None:
     old, new = nn.Linear(1000, 1000), nn.Linear(1000, 1000)
     save_file(old.state_dict(), tmp_path / "big.safetensors")
-    allocated, put = CountAllocations(), live_load.put
+    allocated, put = CountAllocations(), live_put.put
 
     def count_put(*args: Any) -> int:
         with allocated:
@@ -541,7 +543,7 @@ def test_a_copy_of_an_optimizer_for_a_model_on_meta_has_real_counters() -> None:
     net(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     on_meta = nn.Linear(3, 2, device="meta")
-    twin = live_load.like(optimizer, net)(on_meta)
+    twin = like(optimizer, net)(on_meta)
     state = twin.state[on_meta.weight]
     assert {name: value.is_meta for name, value in state.items()} == {
         "step": False,

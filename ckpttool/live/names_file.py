@@ -1,0 +1,75 @@
+"""The names of a model in a file, for a unit test: `save_names` and `check_names`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.text import plural
+from ckpttool.fixes.diff import diff
+from ckpttool.io.pieces import Piece
+from ckpttool.io.write import WriteOptions, preflight, write_file
+from ckpttool.operands.model import trace
+from ckpttool.report.renderers import json
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckpttool.keywords import OptimizerKeywords
+
+
+def save_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> None:
+    """Write the names file of a model, as ``ckpttool trace MODEL -o PATH --force`` does.
+
+    Args:
+        model: Anything that `trace` takes.
+        path: The file to write.
+        **options: As for `trace`.
+
+    Raises:
+        CkptError: The model's own code fails, or the file cannot be written.
+
+    Example::
+
+        ckpttool.save_names(build(), "names.json")
+    """
+    text = json.render(trace(model, **options).to_json())
+    preflight(path, (), force=True, in_place=True)
+    write_file(
+        [Piece(text.encode("utf-8", "backslashreplace"))],
+        path,
+        WriteOptions(replace=True, in_place=True),
+    )
+
+
+def check_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> None:
+    """Compare a model with a names file: for a unit test.
+
+    Args:
+        model: Anything that `trace` takes.
+        path: The file, which `save_names` wrote.
+        **options: As for `trace`.
+
+    Raises:
+        Refused: Names have changed; every one is a problem.
+        CkptError: There is no such file.
+
+    Example::
+
+        def test_names_of_checkpoints_stay():
+            ckpttool.check_names(build(), "names.json")
+    """
+    again = f"ckpttool.save_names(model, {path!r})"
+    if not os.path.exists(path):
+        raise CkptError(f"{path} does not exist", hint=f"{again} writes it")
+    changes = diff(path, model=model, **options)
+    if not changes.identical:
+        problems = changes.problems((path, "the model"))
+        count = sum(map(changes.is_difference, changes.entries))
+        message = f"{plural(count, 'name')} of the model changed since {path} was written"
+        if not count:
+            message = f"the model is not as it was when {path} was written: {changes.other_failure}"
+        raise Refused(
+            message, hint=f"if checkpoints may change, {again} accepts it", problems=problems
+        )
