@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.nodes import entries_with_code
@@ -163,22 +164,24 @@ def _checked(
 
 def _pickles(path: str, checkpoint: Checkpoint, allow: Sequence[str]) -> Checked:
     """Check the imports of a checkpoint's pickles, and of files that a trainer saves next to it."""
-    imports = [
-        imported
-        for imported in (*checkpoint.imports, *unsafe_in_folder(path))
-        if imported.verdict in _SAYS and not _is_allowed(imported, allow)
-    ]
-    names_files = {imported.file for imported in imports} - {path} != set()
+    imports = []
+    for imported in (*checkpoint.imports, *unsafe_in_folder(path)):
+        if imported.verdict in _SAYS and not _is_allowed(imported, allow):
+            imports.append(imported)
+    if not imports:
+        return Checked(path, "checkpoint", (), "", (_NOT_READ,))
+    names_files = any(imported.file != path for imported in imports)
     problems = tuple(_of_import(imported, names_files) for imported in imports)
-    hint = ""
-    if imports:
-        names = dict.fromkeys(imported.name for imported in imports)
-        words = [word for name in (*allow, *names) for word in ("--allow", name)]
-        trusted = "it" if len(names) == 1 else "all of them"
-        hint = f"if you trust {trusted}: {shell('ckpttool', 'check', path, *words)}"
     if any(imported.verdict == DANGEROUS for imported in imports):
         line = _weights_alone(checkpoint)
         hint = f"do not load it; to take the weights only, run {line}" if line else "do not load it"
+        return Checked(path, "checkpoint", problems, hint, (_NOT_READ,))
+    names = dict.fromkeys(imported.name for imported in imports)
+    words = ["ckpttool", "check", path]
+    for name in (*allow, *names):
+        words += ["--allow", name]
+    trusted = "it" if len(names) == 1 else "all of them"
+    hint = f"if you trust {trusted}: {shell(*words)}"
     return Checked(path, "checkpoint", problems, hint, (_NOT_READ,))
 
 
@@ -212,18 +215,15 @@ def _weights_alone(checkpoint: Checkpoint) -> str | None:
     out = "weights.safetensors"
     if os.path.lexists(out):
         out = free("weights", "clean", ".safetensors")
-    for drop in ((), tuple(inside), tuple(objects)):
-        for keep_aliases in (False, True):
-            options = RemapOptions(
-                out=out, drop=drop or None, keep_aliases=keep_aliases, dry_run=True
-            )
-            try:
-                run(open_operand(source), options, may_copy=True)
-            except CkptError:
-                continue
-            if drop:
-                return command("remap", (source,), replace(options, dry_run=False))
-            return command("convert", (source,), ConvertOptions(out=out, keep_aliases=keep_aliases))
+    for drop, keep_aliases in product(([], inside, objects), (False, True)):
+        options = RemapOptions(out=out, drop=drop or None, keep_aliases=keep_aliases, dry_run=True)
+        try:
+            run(open_operand(source), options, may_copy=True)
+        except CkptError:
+            continue
+        if drop:
+            return command("remap", (source,), replace(options, dry_run=False))
+        return command("convert", (source,), ConvertOptions(out=out, keep_aliases=keep_aliases))
     return None
 
 

@@ -131,26 +131,21 @@ def say(failure: Failure, form: str = "text") -> int:
     If `form` is ``json``, also print it on stdout as one object, ``ckpttool.error/1``; if
     ``github``, as an annotation.
     """
-    lines = [f"error: {visible(failure.message)}"] if failure.message else []
-    lines += [f"  {visible(line)}" for line in problem_lines(failure.problems)]
-    lines += [f"hint: {visible(failure.hint)}"] if failure.hint else []
+    problems = problem_lines(failure.problems)
+    hints = [f"hint: {failure.hint}"] if failure.hint else []
+    lines = [f"error: {failure.message}"] if failure.message else []
+    lines += [f"  {line}" for line in problems]
+    lines += hints
     with suppress(OSError):
-        sys.stderr.writelines(f"{for_log(clipped(line), 'text')}\n" for line in lines)
+        for line in lines:
+            shown = for_log(clipped(visible(line)), "text")
+            sys.stderr.write(f"{shown}\n")
         if form == "github" and failure.message:
             from ckpttool.report.renderers import github
 
-            hints = [f"hint: {failure.hint}"] if failure.hint else []
-            more = [*problem_lines(failure.problems), *hints]
-            sys.stdout.write(github.failure(failure.message, more))
+            sys.stdout.write(github.failure(failure.message, [*problems, *hints]))
         if form == "json" and failure.message:
-            from ckpttool.core.schema import ERROR
-            from ckpttool.report.renderers import json
-
-            code = "refused" if failure.status == 1 else "error"
-            said = ERROR.write(
-                (failure.status, code, failure.message, failure.problems, failure.hint)
-            )
-            sys.stdout.write(for_log(json.render(said), "json"))
+            sys.stdout.write(_as_json(failure))
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
             stream.flush()
@@ -160,6 +155,15 @@ def say(failure: Failure, form: str = "text") -> int:
             os.dup2(nowhere, descriptor)
             os.close(nowhere)
     return failure.status
+
+
+def _as_json(failure: Failure) -> str:
+    from ckpttool.core.schema import ERROR
+    from ckpttool.report.renderers import json
+
+    code = "refused" if failure.status == 1 else "error"
+    members = (failure.status, code, failure.message, failure.problems, failure.hint)
+    return for_log(json.render(ERROR.write(members)), "json")
 
 
 def problem_lines(problems: Sequence[Problem]) -> list[str]:
@@ -191,15 +195,18 @@ def _of_one_reason(reason: str, problems: Sequence[Problem], most: int) -> tuple
         return list(map(str, problems)), len(problems)
     from ckpttool.report.collapse import collapse
 
-    texts = {problem.problem for problem in problems}
-    if len(texts) > 1:
-        heading = f"{reason} ({number(len(problems))}):"
-        lines = [str(problem).removeprefix(f"{reason}: ") for problem in problems[:most]]
-        return [heading, *(f"  {line}" for line in lines)], len(lines)
-    (text,) = texts
-    groups = list(islice(collapse((problem.key, None) for problem in problems), most))
-    count = sum(len(group.keys) for group in groups)
-    if len(groups) == 1 and count == len(problems):
-        return [f"{text} @ {groups[0].pattern}"], count
-    heading = f"{text} ({number(len(problems))}):"
-    return [heading, *(f"  {group.pattern}" for group in groups)], count
+    total = number(len(problems))
+    text = problems[0].problem
+    if any(problem.problem != text for problem in problems):
+        lines = [f"{reason} ({total}):"]
+        for problem in problems[:most]:
+            rest = str(problem).removeprefix(f"{reason}: ")
+            lines.append(f"  {rest}")
+        return lines, len(lines) - 1
+    lines, count = [f"{text} ({total}):"], 0
+    for group in islice(collapse((problem.key, None) for problem in problems), most):
+        if len(group.keys) == len(problems):
+            return [f"{text} @ {group.pattern}"], len(problems)
+        lines.append(f"  {group.pattern}")
+        count += len(group.keys)
+    return lines, count

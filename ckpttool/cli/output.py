@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -69,11 +70,13 @@ class Report:
         from ckpttool.io.files import files_of
         from ckpttool.operands.checkpoint import split
 
-        read = [path for operand in operands for path in files_of(split(operand)[0])]
+        read: list[str] = []
+        for operand in operands:
+            read += files_of(split(operand)[0])
         paths = [path for path in (*others, *(self.report or ())) if path is not None]
-        named = paths if out is None else [*paths, out]
+        named = Counter(os.path.realpath(path) for path in (*paths, out) if path is not None)
         for path in paths:
-            if sum(os.path.realpath(path) == os.path.realpath(other) for other in named) > 1:
+            if named[os.path.realpath(path)] > 1:
                 raise CkptError(f"{path} is named for two outputs", hint="give each its own name")
             _check_no_source(path, read)
             if os.path.isfile(path) and not self.force:

@@ -311,24 +311,35 @@ def _error_of(error: Any, args: Sequence[str]) -> CkptError:
     context = error.ctx
     if context is None:
         return CkptError(message, hint="see ckpttool --help")
-    # A command that writes, called as `cp` is: -o is missing before the argument that is too many.
-    extra = "".join(_EXTRA.findall(message))
-    outs = [param.opts for param in context.command.params if param.name == "out"]
-    if outs and set(outs[0]).isdisjoint(args) and args.count(extra) == 1:
-        place = args.index(extra)
-        fixed = shell("ckpttool", *args[:place], "-o", *args[place:])
-        return CkptError(message, hint=f"-o names the output: {fixed}")
-    is_unknown = hasattr(error, "possibilities") and context.parent is not None
-    flag = getattr(error, "option_name", "") if is_unknown else ""
-    usage = " ".join(context.get_usage().split())[len("Usage:") :]
-    hint = f"usage:{usage}"
-    other = next((name for name in COMMANDS if flag and _takes(name, flag)), None)
-    near = get_close_matches(flag, getattr(error, "possibilities", None) or (), 1)
-    if other is not None:
-        hint = f"it is for `ckpttool {other}`; {hint}"
-    elif near:
-        hint = f"did you mean {near[0]}?"
+    with_out = _with_out(message, context, args)
+    if with_out:
+        return CkptError(message, hint=f"-o names the output: {with_out}")
+    usage = " ".join(context.get_usage().split())
+    hint = usage.replace("Usage:", "usage:", 1)
+    if hasattr(error, "possibilities") and context.parent is not None:
+        flag = getattr(error, "option_name", "")
+        others = [name for name in COMMANDS if flag and _takes(name, flag)]
+        near = get_close_matches(flag, error.possibilities or (), 1)
+        if others:
+            hint = f"it is for `ckpttool {others[0]}`; {hint}"
+        elif near:
+            hint = f"did you mean {near[0]}?"
     return CkptError(message, hint=f"{hint} (more: {context.command_path} --help)")
+
+
+def _with_out(message: str, context: Any, args: Sequence[str]) -> str:
+    """Return the line with -o before the argument that is too many, for a command that writes and
+    was called as `cp` is; empty if that is not the error.
+    """
+    extra = "".join(_EXTRA.findall(message))
+    outs: list[str] = []
+    for param in context.command.params:
+        if param.name == "out":
+            outs += param.opts
+    if not outs or not set(outs).isdisjoint(args) or args.count(extra) != 1:
+        return ""
+    place = args.index(extra)
+    return shell("ckpttool", *args[:place], "-o", *args[place:])
 
 
 def _takes(command: str, flag: str) -> bool:

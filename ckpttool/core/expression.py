@@ -256,15 +256,22 @@ def _problems(value: Any, path: Path, depth: int = 0) -> Iterator[Problem]:
     elif isinstance(value, list):
         for number, item in enumerate(value):
             yield from _problems(item, (path, number), depth + 1)
-    elif isinstance(value, dict) and _is_op(value):
-        for number, item in enumerate(value.get("args", [])):
-            yield from _problems(item, ((path, "args"), number), depth + 1)
-        for name, item in value.get("kwargs", {}).items():
-            yield from _problems(item, ((path, "kwargs"), name), depth + 1)
-    elif isinstance(value, dict) and not _is_leaf(value):
-        yield Problem(f"not an expression: {str(value)[:80]}", at(path))
-    elif not isinstance(value, (dict, bool, int, float, str, type(None))):
+    elif isinstance(value, dict):
+        yield from _problems_of_object(value, path, depth)
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
         yield Problem("not an expression", at(path))
+
+
+def _problems_of_object(value: dict[str, Any], path: Path, depth: int) -> Iterator[Problem]:
+    if not _is_op(value):
+        if not _is_leaf(value):
+            yield Problem(f"not an expression: {str(value)[:80]}", at(path))
+        return
+    of_args, of_kwargs = (path, "args"), (path, "kwargs")
+    for number, item in enumerate(value.get("args", [])):
+        yield from _problems(item, (of_args, number), depth + 1)
+    for name, item in value.get("kwargs", {}).items():
+        yield from _problems(item, (of_kwargs, name), depth + 1)
 
 
 def _is_op(value: dict[str, Any]) -> bool:

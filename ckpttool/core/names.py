@@ -214,27 +214,33 @@ NAMES = record(
 def _unknown_names(value: Any) -> Iterator[Problem]:
     """Yield a problem for every reference in a names file to a name that it does not have."""
     runtime = {tensor["fqn"] for tensor in value["runtime"]}
-    keys = {entry["key"] for entry in value["serialized"]}.union(value["extra_state"])
-    groups = len(value.get("optimizer_groups", ()))
+    keys = {entry["key"] for entry in value["serialized"]}
+    keys.update(value["extra_state"])
 
-    def unknown(names: Iterable[str], all_names: set[str], path: str) -> Iterator[Problem]:
+    def check(names: Iterable[str], all_names: set[str], path: str) -> Iterator[Problem]:
         for name in names:
             if name not in all_names:
                 yield Problem(f"{name!r:.100} is not a name in this file", path)
 
     for number, tensor in enumerate(value["runtime"]):
-        if tensor["alias_of"] is not None:
-            yield from unknown([tensor["alias_of"]], runtime, f"$.runtime[{number}].alias_of")
+        first = tensor["alias_of"]
+        if first is not None:
+            yield from check([first], runtime, f"$.runtime[{number}].alias_of")
     for number, entry in enumerate(value["serialized"]):
-        yield from unknown(_refs(entry["from"]), runtime, f"$.serialized[{number}].from")
+        sources = _refs(entry["from"])
+        yield from check(sources, runtime, f"$.serialized[{number}].from")
     for number, tensor in enumerate(value["load"]):
-        yield from unknown([tensor["fqn"]], runtime, f"$.load[{number}].fqn")
-        yield from unknown(_refs(tensor["from"]), keys, f"$.load[{number}].from")
+        path = f"$.load[{number}]"
+        yield from check([tensor["fqn"]], runtime, f"{path}.fqn")
+        yield from check(_refs(tensor["from"]), keys, f"{path}.from")
+    group_count = len(value.get("optimizer_groups", ()))
     for number, param in enumerate(value["optimizer"]):
-        yield from unknown([param["fqn"]], runtime, f"$.optimizer[{number}].fqn")
-        if groups and param["group"] >= groups:
-            yield Problem(f"there is no group {param['group']}", f"$.optimizer[{number}].group")
+        path, group = f"$.optimizer[{number}]", param["group"]
+        yield from check([param["fqn"]], runtime, f"{path}.fqn")
+        if group_count and group >= group_count:
+            yield Problem(f"there is no group {group}", f"{path}.group")
 
 
 def _refs(value: Any) -> Iterator[str]:
-    return iter(()) if value is None else ex.refs(EXPRESSION.read(value))
+    if value is not None:
+        yield from ex.refs(EXPRESSION.read(value))

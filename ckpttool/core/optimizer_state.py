@@ -146,8 +146,10 @@ def kept(mapping: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:
         if isinstance(value, Mapping):
             result[name] = kept(value, keys)
         elif name == GROUPS and isinstance(value, list):
-            groups = (kept(part, keys) if isinstance(part, Mapping) else part for part in value)
-            result[name] = list(groups)
+            groups = []
+            for part in value:
+                groups.append(kept(part, keys) if isinstance(part, Mapping) else part)
+            result[name] = groups
         elif not isinstance(value, TensorEntry) or value.key in keys:
             result[name] = value
     return result

@@ -261,10 +261,14 @@ def single_or_by_section(value: Any) -> Any:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)):
         return value
-    named = [_OF_SECTION.fullmatch(text) for text in texts if isinstance(text, str)]
-    if len(named) == len(texts) and all(named):
-        return Optimizers((match[1], match[2]) for match in named if match is not None)
-    return texts[0] if len(texts) == 1 else tuple(texts) or None
+    by_section: list[tuple[str, str]] = []
+    for text in texts:
+        match = _OF_SECTION.fullmatch(text) if isinstance(text, str) else None
+        if match is not None:
+            by_section.append((match[1], match[2]))
+    if len(by_section) == len(texts):
+        return Optimizers(by_section)
+    return texts[0] if len(texts) == 1 else tuple(texts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,7 +156,11 @@ class Plan:
         for output in self.computed:
             for call in ex.calls(output.source):
                 keys.setdefault((output.section, call.op), {})[output.key] = None
-        return [(run, list(keys.get((run.section, run.way), ()))) for run in self.runs]
+        computed = []
+        for run in self.runs:
+            of_run = keys.get((run.section, run.way), {})
+            computed.append((run, list(of_run)))
+        return computed
 
     def check(self, source: Checkpoint) -> list[Problem]:
         """Return why the plan does not fit `source`: unknown refs, collisions, entries neither used
@@ -358,9 +362,12 @@ def compose(first: Plan, second: Plan) -> Plan:
     for drop in second.dropped:
         for key in ex.refs(sources[drop.section][drop.key]):
             reasons[drop.section, key] = drop.reason
-    late = (Dropped(*place, reason) for place, reason in reasons.items() if place not in used)
+    dropped = list(first.dropped)
+    for (section, key), reason in reasons.items():
+        if (section, key) not in used:
+            dropped.append(Dropped(section, key, reason))
     modules = in_turn(first.modules, second.modules)
-    return Plan(tuple(outputs), (*first.dropped, *late), modules, (*first.runs, *runs))
+    return Plan(tuple(outputs), tuple(dropped), modules, (*first.runs, *runs))
 
 
 def in_turn(
@@ -389,23 +396,27 @@ def module_renames(
     """
     moved: dict[str, tuple[int, str]] = {}
     for old, new in renames.items():
-        old_parts, new_parts = old.split("."), new.split(".")
-        for depth in range(1, min(len(old_parts), len(new_parts)) + 1):
-            if old_parts[-depth] != new_parts[-depth]:
+        old_path, new_path = old, new
+        depth = 0
+        while old_path and new_path:
+            old_path, _, old_segment = old_path.rpartition(".")
+            new_path, _, new_segment = new_path.rpartition(".")
+            if old_segment != new_segment:
                 break
-            path, target = ".".join(old_parts[:-depth]), ".".join(new_parts[:-depth])
-            if path not in moved or depth < moved[path][0]:
-                moved[path] = (depth, target)
+            depth += 1
+            if old_path not in moved or depth < moved[old_path][0]:
+                moved[old_path] = (depth, new_path)
     followers = []
     for path in modules:
         if not isinstance(path, str):  # torch loads any path, but only looks up strings
             continue
-        parts = path.split(".") if path else []
-        for length in range(len(parts), -1, -1):
-            ancestor = ".".join(parts[:length])
-            if ancestor in moved:
-                new = dotted(moved[ancestor][1], *parts[length:])
-                if new != path:
-                    followers.append(ModuleRename(section, path, new))
-                break
+        ancestor, below = path, list[str]()
+        while ancestor and ancestor not in moved:
+            ancestor, _, segment = ancestor.rpartition(".")
+            below.insert(0, segment)
+        if ancestor not in moved:
+            continue
+        new = dotted(moved[ancestor][1], *below)
+        if new != path:
+            followers.append(ModuleRename(section, path, new))
     return tuple(followers)

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from operator import attrgetter
 from typing import Any, Union
 
@@ -97,20 +97,13 @@ def list_of(kind: JsonKind, unique: str = "") -> JsonKind:
 
     def problems(value: Any, path: Path) -> _Problems:
         if not isinstance(value, list):
-            return _is_not(value, "a list", path)
-        return chain(of_items(value, path), repeated(value, path) if unique else ())
-
-    def of_items(value: list[Any], path: Path) -> _Problems:
+            yield from _is_not(value, "a list", path)
+            return
+        problems_of = kind.problems
         for number, item in enumerate(value):
-            yield from kind.problems(item, (path, number))
-
-    def repeated(value: list[Any], path: Path) -> _Problems:
-        names = [item.get(unique) if isinstance(item, dict) else None for item in value]
-        counts = Counter(name for name in names if isinstance(name, (str, int)))
-        for number, name in enumerate(names if len(counts) < len(names) else ()):
-            if isinstance(name, (str, int)) and counts[name] > 1:
-                text = f"{_shown(name)} stands {counts[name]} times"
-                yield Problem(text, at(((path, number), unique)))
+            yield from problems_of(item, (path, number))
+        if unique:
+            yield from _repeated(value, unique, path)
 
     return JsonKind(
         problems,
@@ -118,6 +111,21 @@ def list_of(kind: JsonKind, unique: str = "") -> JsonKind:
         lambda value: tuple(map(kind.read, value)),
         lambda items: list(map(kind.write, items)),
     )
+
+
+def _repeated(objects: list[Any], member: str, path: Path) -> _Problems:
+    """Yield a problem for each object whose `member` has the value of another one's."""
+    values: list[Any] = []
+    for value in objects:
+        name = value.get(member) if isinstance(value, dict) else None
+        values.append(name if isinstance(name, (str, int)) else None)
+    counts = Counter(values)
+    if len(counts) == len(values):
+        return
+    for number, name in enumerate(values):
+        if name is not None and counts[name] > 1:
+            text = f"{_shown(name)} stands {counts[name]} times"
+            yield Problem(text, at(((path, number), member)))
 
 
 def items(*kinds: JsonKind) -> JsonKind:

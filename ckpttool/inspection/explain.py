@@ -119,17 +119,14 @@ def explain(name: str, model: Any, **options: Unpack[OptimizerKeywords]) -> Expl
     names = trace(model, **options)
     tables = NameTables(names)
     tensor, *others = _named(names, tables, name)
-    first = tables.first[tensor.fqn]
-    held = [
-        key
-        for key, source in tables.saved.items()
-        if source is not None and first in ex.refs(source)
-    ]
-    of_others = {key for key, fqn in tables.fqn_of.items() if fqn != tensor.fqn}
+    group = tables.groups[tables.first[tensor.fqn]]
+    keys = _keys_with(tensor, tables)
     forms = {"runtime": tensor.fqn, "exported": tensor.fqn, "canonical": tensor.canonical}
-    forms.update(("serialized", key) for key, fqn in tables.fqn_of.items() if fqn == tensor.fqn)
-    keys = tuple(key for key in held if key not in of_others) or tuple(held)
-    group = tables.groups[first]
+    for key, fqn in tables.fqn_of.items():
+        if fqn == tensor.fqn:
+            forms["serialized"] = key
+    hooks = [tables.hooks[key] for key in tables.saved if key in keys]
+    params = [param for param in names.ids if param.fqn in group]
     return Explanation(
         name=name,
         tensor=tensor,
@@ -137,9 +134,22 @@ def explain(name: str, model: Any, **options: Unpack[OptimizerKeywords]) -> Expl
         forms=forms,
         aliases=tuple(fqn for fqn in group if fqn != tensor.fqn),
         also=tuple(other.fqn for other in others if other.fqn not in group),
-        optimizer=next((p for p in names.ids if p.fqn in group), None),
-        hook=next((s.hook for s in names.serialized if s.key in keys and s.hook is not None), None),
+        optimizer=params[0] if params else None,
+        hook=next(filter(None, hooks), None),
     )
+
+
+def _keys_with(tensor: RuntimeTensor, tables: NameTables) -> tuple[str, ...]:
+    """Return the keys that hold the tensor, completely or in part; without those that are another
+    name of it, if there are others.
+    """
+    first = tables.first[tensor.fqn]
+    keys = []
+    for key, source in tables.saved.items():
+        if source is not None and first in ex.refs(source):
+            keys.append(key)
+    by_this_name = [key for key in keys if tables.fqn_of.get(key, tensor.fqn) == tensor.fqn]
+    return tuple(by_this_name or keys)
 
 
 def _named(names: Names, tables: NameTables, name: str) -> list[RuntimeTensor]:
@@ -187,11 +197,12 @@ def _readings(names: Names, name: str) -> Iterator[list[str]]:
     for inner in dict.fromkeys((name, *base_names(name))):
         yield [inner]
         parts = inner.split(".")
-        places = [at for at, part in enumerate(parts[:-1]) if part in _SEGMENTS][:_MOST_SEGMENTS]
+        places = [place for place, part in enumerate(parts[:-1]) if part in _SEGMENTS]
+        del places[_MOST_SEGMENTS:]
         for count in range(1, len(places) + 1):
             yield [_without(parts, removed) for removed in combinations(places, count)]
     of_state = _STATE.fullmatch(name)
     if of_state is not None:  # the key of an optimizer's state, by FQN or by id
-        inner = of_state[1]
-        yield [p.fqn for p in names.ids if str(p.id) == inner]
-        yield from _readings(names, inner)
+        param_name = of_state[1]
+        yield [param.fqn for param in names.ids if str(param.id) == param_name]
+        yield from _readings(names, param_name)

@@ -365,14 +365,18 @@ def _filtered(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
     """Return the checkpoint with the entries that match the pattern, and with matching tensors
     inside other entries.
     """
-    sections = tuple(_named_entries(section, pattern) for section in checkpoint.sections)
-    count = sum(len(section.all_tensors()) for section in sections)
-    of_all = plural(sum(len(section.all_tensors()) for section in checkpoint.sections), "tensor")
+    sections, count, count_of_all = [], 0, 0
+    for section in checkpoint.sections:
+        named = _named_entries(section, pattern)
+        sections.append(named)
+        count += len(named.all_tensors())
+        count_of_all += len(section.all_tensors())
+    of_all = plural(count_of_all, "tensor")
     if not count:
         hint = f"`{checkpoint.inspect_call}` lists what is there"
         raise CkptError(f"{pattern!r} names none of {of_all}", hint=hint)
     note = Info(f"only what {pattern!r} names: {number(count)} of {of_all}", "filter")
-    return replace(checkpoint, sections=sections, notes=(*checkpoint.notes, note))
+    return replace(checkpoint, sections=tuple(sections), notes=(*checkpoint.notes, note))
 
 
 def _named_entries(section: Section, pattern: str) -> Section:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -89,13 +88,56 @@ def swap_attribute(
     old one. Raises `Refused`, with nothing changed, if the value does not fit or the variants hold
     different ones.
     """
-    path, _, name = fqn.rpartition(".")
+    places = _places(module, fqn, shared)
+    first = places[0]
+    problems = []
+    for place in places:
+        if not _same_value(place.value, first.value):
+            text = f"not the value of {first.path}.{first.name}"
+            problems.append(Problem(text, f"{place.path}.{place.name}"))
+    if problems:
+        raise Refused(
+            f"the variants of {fqn} hold different values",
+            hint="set them one by one",
+            problems=problems,
+        )
+    is_function = callable(new) and not isinstance(new, (nn.Module, type))
+    value = _fitted(first.value, new(first.value) if is_function else new, fqn, first.kind)
+    fqns: dict[str, None] = {}
+    for place in places:
+        place.table[place.name] = value
+        if place.path is not None:
+            fqns[f"{place.path}.{place.name}".lstrip(".")] = None
+    return tuple(fqns)
+
+
+class _Place(NamedTuple):
+    """Where a variant of a submodule keeps an attribute: a table of its parameters, of its buffers,
+    or of other attributes. `path` is None for a variant without an FQN.
+    """
+
+    path: str | None
+    table: dict[str, Any]
+    name: str
+    kind: type
+
+    @property
+    def value(self) -> Any:
+        return self.table[self.name]
+
+
+def _places(module: nn.Module, fqn: str, shared: bool) -> list[_Place]:
+    """Return where all variants keep the attribute. Raises `CkptError` if it is a submodule, or if
+    none has it.
+    """
+    parent, _, name = fqn.rpartition(".")
     holders: list[tuple[str | None, nn.Module]] = [("", module)]
-    if path:
-        homes = _homes(module, path, shared)
-        holders = [*chain.from_iterable(_bodies(home.fqn, home.module) for home in homes)]
-    places: list[tuple[str | None, dict[str, Any], type]] = []
-    for where, holder in holders:
+    if parent:
+        holders = []
+        for home in _homes(module, parent, shared):
+            holders += _bodies(home.fqn, home.module)
+    places = []
+    for path, holder in holders:
         if name in holder._modules:
             raise CkptError(f"{fqn} is a submodule", hint="swap_module changes it")
         tables: tuple[tuple[Any, type], ...] = (
@@ -105,32 +147,12 @@ def swap_attribute(
         )
         for table, kind in tables:
             if name in table:
-                places.append((where, table, kind))
+                places.append(_Place(path, table, name, kind))
                 break
     if not places:
-        raise CkptError(
-            f"{path or 'the module'} has no attribute {name!r}", hint="variants() lists submodules"
-        )
-    first, table, kind = places[0]
-    old = table[name]
-    problems = []
-    for where, other, _ in places:
-        if not _same_value(other[name], old):
-            problems.append(Problem(f"not the value of {first}.{name}", f"{where}.{name}"))
-    if problems:
-        raise Refused(
-            f"the variants of {fqn} hold different values",
-            hint="set them one by one",
-            problems=problems,
-        )
-    is_function = callable(new) and not isinstance(new, (nn.Module, type))
-    value = _fitted(old, new(old) if is_function else new, fqn, kind)
-    fqns: dict[str, None] = {}
-    for where, table, _ in places:
-        table[name] = value
-        if where is not None:
-            fqns[f"{where}.{name}".lstrip(".")] = None
-    return tuple(fqns)
+        text = f"{parent or 'the module'} has no attribute {name!r}"
+        raise CkptError(text, hint="variants() lists submodules")
+    return places
 
 
 # Which submodules are variants

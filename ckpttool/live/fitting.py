@@ -14,6 +14,7 @@ from ckpttool.core.optimizer_state import ID
 from ckpttool.core.text import code_of, plural
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.options import DiffOptions
+from ckpttool.diffing.result import Diff
 from ckpttool.diffing.run import run
 from ckpttool.fixes.fix import applicable
 from ckpttool.fixes.optimizer import known_remap
@@ -49,18 +50,23 @@ def fitting_model(
         saved_by = None if fix.options.model is None else model
         source = plan_remap(source, fix.options, saved_by, None).result
         diff = run(source, None, options, model, infers=False)
-    computed = [entry for entry in diff.entries if entry.has(Code.LOAD_HOOK_CHANGES)]
-    if computed:
-        problems = []
-        for entry in computed:
+    _check_values_stay(diff)
+    by_code = any(entry.status in ("missing", "shape", "unexpected") for entry in diff.entries)
+    return model_section(source), None if fix is None else str(fix), by_code
+
+
+def _check_values_stay(diff: Diff) -> None:
+    """Raise `Refused` if a load hook computes other values than the file has."""
+    problems = []
+    for entry in diff.entries:
+        if entry.has(Code.LOAD_HOOK_CHANGES):
             problems += [Problem(entry.why(), key, "opaque") for key in entry.left]
+    if problems:
         raise Refused(
-            f"only the model's own code loads {plural(len(computed), 'tensor')} of this file",
+            f"only the model's own code loads {plural(len(problems), 'tensor')} of this file",
             hint="let the model load the state dict itself, with load_state_dict",
             problems=problems,
         )
-    by_code = any(entry.status in ("missing", "shape", "unexpected") for entry in diff.entries)
-    return model_section(source), None if fix is None else str(fix), by_code
 
 
 def fitting_state(
@@ -78,14 +84,7 @@ def fitting_state(
         candidate = known_remap(question, diff.remedy)
         fix = None if candidate is None else try_remap(question, candidate[1], candidate[0])
         if candidate is None or fix is None or fix.after.remedy is not None:
-            answer = answered(question)
-            # `fitting_model` fixes that
-            notes = [note for note in answer.notes if code_of(note) != "other-sections"]
-            hint = "; ".join((*answer.fix, *notes[-2:])) or "start the optimizer from scratch"
-            message = f"the optimizer state of {source.source} does not fit this optimizer"
-            raise Refused(
-                message, hint=hint, problems=diff.problems((source.source, "the optimizer"))
-            )
+            raise _no_fix(question)
         remap, after = replace(candidate[1], optimizer_keys=ID), fix.after
     converts = [note for note in after.notes if code_of(note) == "converts"]
     if converts and not cast:
@@ -95,6 +94,19 @@ def fitting_state(
         )
     saved_by = model.with_optimizer(remap.optimizer)
     result = plan_remap(source, remap, saved_by, loading_model(remap, saved_by)).result
-    (section,) = (section for section in result.sections if section.kind == "optimizer")
+    (section,) = result.optimizers
     assert section.mapping is not None
     return section.path, section.mapping
+
+
+def _no_fix(question: DiffQuestion) -> Refused:
+    """Return the refusal of a state that no remap brings into the form of the optimizer."""
+    answer, title = answered(question), question.diff.left
+    # `fitting_model` fixes what other sections lack
+    notes = [note for note in answer.notes if code_of(note) != "other-sections"]
+    hint = "; ".join((*answer.fix, *notes[-2:])) or "start the optimizer from scratch"
+    return Refused(
+        f"the optimizer state of {title} does not fit this optimizer",
+        hint=hint,
+        problems=question.diff.problems((title, "the optimizer")),
+    )

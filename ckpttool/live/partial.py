@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch.nn import Module
 
-from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.text import plural, some
 from ckpttool.core.values import dataclass
@@ -48,7 +48,8 @@ def fitting_part(section: Section, model: Module, operand: ModelOperand) -> Part
     matched = tuple(entry for entry in section.tensors if entry.key in names)
     unexpected = tuple(key for key in section.keys if key not in names)
     shapes = {saved.key: saved.shape for saved in operand.names().serialized}
-    kept, mismatched = [], []
+    kept: list[TensorEntry] = []
+    mismatched: list[str] = []
     for entry in _serialized(replace(section, tensors=matched, extras=()), operand).tensors:
         if shapes.get(entry.key) in (None, entry.shape):
             kept.append(entry)
@@ -62,9 +63,9 @@ def fitting_part(section: Section, model: Module, operand: ModelOperand) -> Part
     loaded = tuple(entry.key for entry in kept)
     lacking = match(loaded, *loadable(operand.tables, ModelForm.SERIALIZED)).missing
     live = section_of(model.state_dict())
-    values = [entry for entry in live.tensors if entry.key in lacking]
+    kept += [entry for entry in live.tensors if entry.key in lacking]
     objects = tuple(extra for extra in live.extras if extra.key in lacking)
-    complete = replace(section, path="", tensors=(*kept, *values), extras=objects)
+    complete = replace(section, path="", tensors=tuple(kept), extras=objects)
     missing = tuple(key for key in lacking if key not in mismatched)
     return Part(complete, loaded, missing, tuple(mismatched), unexpected)
 

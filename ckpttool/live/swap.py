@@ -307,29 +307,39 @@ def _replacements(news: Sequence[New]) -> dict[int, torch.Tensor]:
     `requires_grad`, without a gradient, and in new memory that is shared if the old tensors share
     theirs.
     """
-    fresh = {id(new.old): new.value for new in news if new.whole}
-    groups: defaultdict[int, list[New]] = defaultdict(list)
+    fresh: dict[int, torch.Tensor] = {}
+    by_memory: defaultdict[int, list[New]] = defaultdict(list)
     for new in news:
-        if not new.whole:
-            groups[address(new.old) if new.old.numel() else id(new.old)].append(new)
+        if new.whole:
+            fresh[id(new.old)] = new.value
+        else:
+            memory = address(new.old) if new.old.numel() else id(new.old)
+            by_memory[memory].append(new)
     with torch.no_grad():
-        for group in groups.values():
-            if len({token(new.old) for new in group}) > 1:
-                values = arranged(group)
-            else:
-                old, value = group[0].old, group[0].value
-                if not group[0].is_own or value.stride() != old.stride():
-                    value = torch.empty_like(old, requires_grad=False).copy_(value).detach()
-                values = [value.detach() for _ in group]
-            for new, value in zip(group, values):
-                old = new.old
-                # The class of `old` adds no behavior to a plain tensor.
-                tensor: torch.Tensor = torch.Tensor._make_subclass(
-                    type(old), value, old.requires_grad
-                )
-                tensor.__dict__.update(old.__dict__)
-                fresh[id(old)] = tensor
+        for group in by_memory.values():
+            for new, value in zip(group, _in_new_memory(group)):
+                fresh[id(new.old)] = _in_place_of(new.old, value)
     return fresh
+
+
+def _in_new_memory(group: list[New]) -> Sequence[torch.Tensor]:
+    """Return the new values of tensors that share memory, in other memory that they share."""
+    if len({token(new.old) for new in group}) > 1:
+        return arranged(group)
+    first = group[0]
+    value = first.value
+    if not first.is_own or value.stride() != first.old.stride():
+        value = torch.empty_like(first.old, requires_grad=False).copy_(value)
+    return [value.detach() for _ in group]
+
+
+def _in_place_of(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the value as a tensor of the old one's class, which adds no behavior to a plain
+    tensor.
+    """
+    tensor: torch.Tensor = torch.Tensor._make_subclass(type(old), value, old.requires_grad)
+    tensor.__dict__.update(old.__dict__)
+    return tensor
 
 
 def _put(fresh: Mapping[int, torch.Tensor], module: nn.Module) -> None:
