@@ -128,12 +128,23 @@ def check(
     """
     paths, chosen, allowed = several(files) or (), DiffOptions(**options), several(allow) or ()
     kinds = [_kind(path) for path in paths]
-    model = operand_of(chosen) if "names" in kinds else None
-    if model is not None:
+    model = operand_of(chosen)
+    if model is not None and "names" in kinds:
         model.names()
-    return Checks(
-        tuple(_checked(path, kind, model, chosen, allowed) for path, kind in zip(paths, kinds))
-    )
+    elif model is not None:
+        path = next((path for path, kind in zip(paths, kinds) if kind == "checkpoint"), "CKPT")
+        raise CkptError(
+            "`check` compares names files with --model, and none is among the files",
+            hint=f"whether a checkpoint loads: {_diff_line(path, model)}",
+        )
+    files_checked = []
+    for path, kind in zip(paths, kinds):
+        files_checked.append(_checked(path, kind, model, chosen, allowed))
+    return Checks(tuple(files_checked))
+
+
+def _diff_line(path: str, model: ModelOperand) -> str:
+    return shell("ckpttool", "diff", path, *model.words)
 
 
 def _kind(path: str) -> str:
@@ -155,7 +166,11 @@ def _checked(
         elif kind == "names":
             read_names(path)
         else:
-            return _pickles(path, open_operand(path), allow)
+            checked = _pickles(path, open_operand(path), allow)
+            if model is None:
+                return checked
+            text = f"whether it loads was not checked: {_diff_line(path, model)}"
+            return replace(checked, notes=(*checked.notes, Info(text, "not-checked")))
     except CkptError as error:
         of_file = Problem(error.message.removeprefix(path).lstrip(": "), path, "invalid-file")
         return Checked(path, kind, error.problems or (of_file,), error.hint)

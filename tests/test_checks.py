@@ -474,3 +474,15 @@ def test_mistyped_operand_is_an_error_not_a_difference(run: Run, line: tuple[str
     done = run(*line)
     assert (done.status, done.out) == (2, "")
     assert done.err.startswith("error: ")
+
+
+def test_a_checkpoint_is_not_compared_with_the_model_and_check_says_so(run: Run) -> None:
+    line = "ckpttool diff good.pt --model model.py:build"
+    done = run("check", "good.pt", "--model", "model.py:build")
+    assert (done.status, done.err.count(line)) == (2, 1)
+    assert "none is among the files" in done.err
+    words = ("--model", "model.py:build", "--optimizer", "model.py:optimizer")
+    done = run("check", "names.json", "good.pt", *words)
+    assert done.status == 0
+    assert f"whether it loads was not checked: {line}" in done.out
+    assert run(*shlex.split(line)[1:]).status == 1

@@ -37,7 +37,7 @@ from ckpttool.live.model import (
     section_of,
 )
 from ckpttool.operands.model import ModelOperand
-from ckpttool.swap.swap import Advice, ComparedConstant, Misfit, SwapOptions, swap
+from ckpttool.swap.swap import HINTS, Advice, ComparedConstant, Misfit, SwapOptions, swap
 from ckpttool.tracing.instances import layout_of
 from ckpttool.tracing.memory import Token, address, geometry, token
 
@@ -53,6 +53,7 @@ class Package(Protocol):
 
 Swappable = Union[nn.Module, ExportedProgram, Package]
 
+_OF_KINDS: tuple[Advice, ...] = ("adapter", "quantized")
 _HINTS: dict[Advice, str] = {
     "cast": "cast=True converts them to the dtypes that are there",
     "code": "a list of names cannot compute them, the model's code can: model=module, or a"
@@ -61,6 +62,7 @@ _HINTS: dict[Advice, str] = {
     "values": "constants=True takes the model's values, keep_constants=True keeps the program's",
     "model": "state_dict hooks may rename keys when a model is saved: pass the model, as in"
     " model=module",
+    **{advice: HINTS[advice] for advice in _OF_KINDS},
     "left_over": "everything that is there gets a value: leave the other keys out",
 }
 

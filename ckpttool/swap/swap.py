@@ -36,6 +36,8 @@ from ckpttool.evaluate.compare import difference, same_values
 from ckpttool.formats.opening import not_looked_into
 from ckpttool.formats.registry import format_of, recognise
 from ckpttool.io.files import look_anew
+from ckpttool.kinds.adapters import adapter_of
+from ckpttool.kinds.quantized import quantized_weights
 from ckpttool.naming import convert, wrappers
 from ckpttool.naming.convert import Form, ModelForm
 from ckpttool.naming.match import match
@@ -204,14 +206,28 @@ SWAP = record(
 _REMADE = "a constant of the program, which the model's loading computes from the checkpoint"
 # What to do about weights that do not fit: a kind, and the hint of the command line.
 Advice = Literal[
-    "constants", "values", "code", "compiled", "left_over", "model", "alone", "cast", "compare"
+    "constants",
+    "values",
+    "code",
+    "compiled",
+    "adapter",
+    "quantized",
+    "left_over",
+    "model",
+    "alone",
+    "cast",
+    "compare",
 ]
-_HINTS: dict[Advice, str] = {
+HINTS: dict[Advice, str] = {
     "constants": "some of them are constants of the program: --constants swaps these too",
     "values": "--constants takes the model's values, --keep-constants keeps the program's",
     "code": "a list of names cannot compute them, the model's code can: --model"
     " package.module:attr, or file.py:attr",
     "compiled": INSIDE,
+    "adapter": "the weights have an adapter that is not merged into them: merge it first (PEFT's"
+    " merge_and_unload() returns the merged model), save its state_dict(), and swap that",
+    "quantized": "the weights are quantized: `dequantize` in a rules file of `ckpttool remap`"
+    " writes their values (FP8, scaled int8, MXFP4)",
     "left_over": "all weights of the program are there: leave the other keys out, and try again",
     "model": "state_dict hooks may rename keys when a model is saved: pass the model's definition, "
     "--model file.py:build",
@@ -227,7 +243,7 @@ class Misfit(Refused):
 
     def __init__(self, program: str, advice: Advice, problems: Sequence[Problem]) -> None:
         message = f"the weights do not fit {program}: {plural(len(problems), 'problem')}"
-        super().__init__(message, hint=_HINTS[advice], problems=problems)
+        super().__init__(message, hint=HINTS[advice], problems=problems)
         self.advice = advice
 
 
@@ -291,7 +307,7 @@ def swap(
     for section in program.sections:
         problems += _untied(section.aliases().items(), fitted)
     if problems:
-        advice = _advice(program, names, problems, options.constants)
+        advice = _advice(program, names, sides.weights, problems, options.constants)
         problems = [_for_compiled_code(program, problem, have) for problem in problems]
         raise Misfit(program.source, advice, problems)
     extra_counters = [entry.key for entry in sides.counters[len(sides.old_counters) :]]
@@ -514,7 +530,11 @@ def _with_values(program: Checkpoint, fitted: Mapping[str, TensorEntry]) -> Chec
 
 
 def _advice(
-    program: Checkpoint, names: Names | None, problems: Sequence[Problem], constants: bool
+    program: Checkpoint,
+    names: Names | None,
+    weights: Section,
+    problems: Sequence[Problem],
+    constants: bool,
 ) -> Advice:
     file = program_of(program)
     keys: defaultdict[str, set[str]] = defaultdict(set)  # by the kind of problem
@@ -522,6 +542,12 @@ def _advice(
         keys[problem.kind].add(problem.key)
     if keys.keys() == {"value"}:
         return "values"
+    left_over = keys.get("left_over", set())
+    # without these keys the other weights are not what was trained
+    if adapter_of(left_over) is not None:
+        return "adapter"
+    if any(not left_over.isdisjoint(weight.keys) for weight in quantized_weights(weights)):
+        return "quantized"
     constant_names = {entry.key for entry in constants_of(program)}
     if not constants and any(problem.key in constant_names for problem in problems):
         return "constants"
