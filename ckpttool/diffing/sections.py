@@ -483,7 +483,9 @@ def without_segment(key: str, keys: Container[str]) -> tuple[str, str] | None:
     hits, start = {}, 0
     for segment in key.split("."):
         end = start + len(segment) + 1
-        name = key[:start] + key[end:] if end < len(key) else key[: start - 1]
+        name = key[:start] + key[end:]
+        if end > len(key):  # the last segment: the dot before it goes
+            name = name[:-1]
         if name in keys:
             hits[name] = segment
         start = end

@@ -176,3 +176,11 @@ def test_an_incomplete_or_misshapen_submodule_is_not_taken(run: Run) -> None:
             for command in fixes_in(done.data)
         )
         assert run("fix", "x.pt", "--model", "net.py:Net", "-o", "fixed.pt").status == 1
+
+
+def test_plural_of_a_name_is_no_hidden_segment(tmp_path: Path) -> None:
+    left, right = str(tmp_path / "left.pt"), str(tmp_path / "right.pt")
+    torch.save({"scales": torch.ones(3)}, left)
+    torch.save({"scale": torch.ones(3)}, right)
+    assert ckpttool.diff(left, right).fix == ()
+    assert ckpttool.diff(right, left).fix == ()
