@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from ckpttool.core.errors import CkptError, Problem
@@ -60,20 +61,22 @@ def judged(diff: Diff, options: DiffOptions) -> Diff:
             left_over = statuses.difference(*(ignore.statuses for ignore in covering))
             remaining |= left_over
             if not left_over:
-                entry = replace(
-                    entry, ignored="; ".join(dict.fromkeys(ignore.reason for ignore in covering))
-                )
+                reasons = dict.fromkeys(ignore.reason for ignore in covering)
+                entry = replace(entry, ignored="; ".join(reasons))
         entries.append(entry)
-    failing = remaining if options.fail_on is None else statuses_in(options.fail_on) | _REFUSED
+    failing: Collection[str] = remaining
+    if options.fail_on is not None:
+        failing = statuses_in(options.fail_on) | _REFUSED
     fails = bool(diff.other_failure) or not remaining.isdisjoint(failing)
     ok = diff.identical or not fails
     unused = tuple(f"{ignore.text} ({ignore.place})" for ignore in ignores if ignore not in used)
+    unused_fail = bool(unused) and options.fail_on_unused
     return replace(
         diff,
         entries=tuple(entries),
-        accepted=ok and not (unused and options.fail_on_unused),
+        accepted=ok and not unused_fail,
         unused_ignores=unused,
-        failing_ignores=len(unused) if options.fail_on_unused and ok else 0,
+        failing_ignores=len(unused) if unused_fail and ok else 0,
     )
 
 
@@ -82,25 +85,31 @@ def _ignores(options: DiffOptions) -> tuple[Ignore, ...]:
     line.
     """
     lines = [("--ignore", text) for text in options.ignore or ()]
-    lines += [] if options.ignore_file is None else _lines(options.ignore_file)
+    if options.ignore_file is not None:
+        lines += _lines(options.ignore_file)
     ignores, problems = [], []
-    for place, text in lines:
+    for place, line in lines:
+        text = line.strip()
         try:
-            words, _, reason = text.strip().partition(" # ")
-            statuses, _, pattern = (part.strip() for part in words.strip().partition(" "))
-            if not pattern:
-                raise CkptError("not of the form STATUS PATTERN # REASON", hint=_SYNTAX)
-            if not reason.strip():
-                raise CkptError("has no reason", hint=_SYNTAX)
-            matches(pattern, "")  # raises if it is not a pattern
-            ignores.append(
-                Ignore(text.strip(), statuses_in(statuses), pattern, reason.strip(), place)
-            )
+            ignores.append(_ignore(text, place))
         except CkptError as error:
-            problems.append(Problem(error.message, f"{place}: {text.strip():.100}"))
+            problems.append(Problem(error.message, f"{place}: {text:.100}"))
     if problems:
         raise CkptError("invalid ignore lines", hint=_SYNTAX, problems=problems)
     return tuple(ignores)
+
+
+def _ignore(text: str, place: str) -> Ignore:
+    """Read one line. Raises `CkptError` if it is invalid."""
+    words, _, reason = text.partition(" # ")
+    statuses, _, pattern = words.strip().partition(" ")
+    pattern, reason = pattern.strip(), reason.strip()
+    if not pattern:
+        raise CkptError("not of the form STATUS PATTERN # REASON", hint=_SYNTAX)
+    if not reason:
+        raise CkptError("has no reason", hint=_SYNTAX)
+    matches(pattern, "")  # raises if it is not a pattern
+    return Ignore(text, statuses_in(statuses), pattern, reason, place)
 
 
 def _lines(path: str) -> list[tuple[str, str]]:
@@ -108,12 +117,11 @@ def _lines(path: str) -> list[tuple[str, str]]:
     with opened(path) as file:
         content = file.read(limits().rules_bytes + 1)
     if len(content) > limits().rules_bytes:
-        raise CkptError(
-            f"{path} is too large for an ignore file: {limits().named('rules_bytes')}", hint=_SYNTAX
-        )
-    lines = enumerate(content.decode("utf-8", "replace").splitlines(), 1)
-    return [
-        (f"{path}:{n}", line)
-        for n, line in lines
-        if line.strip() and not line.lstrip().startswith("#")
-    ]
+        limit = limits().named("rules_bytes")
+        raise CkptError(f"{path} is too large for an ignore file: {limit}", hint=_SYNTAX)
+    lines = []
+    for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), 1):
+        text = line.strip()
+        if text and not text.startswith("#"):
+            lines.append((f"{path}:{number}", line))
+    return lines

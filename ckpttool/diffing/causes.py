@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 from functools import cache
@@ -223,9 +222,8 @@ class Cause:
 
     def and_also(self, *causes: Cause | None) -> Cause:
         """Return this cause with more causes."""
-        return Cause(
-            self.code, self.args, (*self.also, *(cause for cause in causes if cause is not None))
-        )
+        more = [cause for cause in causes if cause is not None]
+        return Cause(self.code, self.args, (*self.also, *more))
 
 
 def segment_change(old: str, new: str) -> str:
@@ -237,14 +235,25 @@ def segment_change(old: str, new: str) -> str:
 
 
 def _changed(old: str, new: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the segments of each name between the first and the last that both share."""
-    a, b = old.split("."), new.split(".")
-    start, end, most = 0, 0, min(len(a), len(b))
-    while start < most and a[start] == b[start]:
-        start += 1
-    while end < most - start and a[-1 - end] == b[-1 - end]:
-        end += 1
-    return tuple(a[start : len(a) - end]), tuple(b[start : len(b) - end])
+    """Return the segments of each name between the first and the last that both share::
+
+    encoder.attn.weight, encoder.mixer.attn.weight     (), (mixer)
+    """
+    left, right = old.split("."), new.split(".")
+    start = _count_shared(left, right)
+    left, right = left[start:], right[start:]
+    end = _count_shared(left[::-1], right[::-1])
+    return tuple(left[: len(left) - end]), tuple(right[: len(right) - end])
+
+
+def _count_shared(left: Sequence[str], right: Sequence[str]) -> int:
+    """Return how many first segments are the same."""
+    count = 0
+    for segment, other in zip(left, right):
+        if segment != other:
+            break
+        count += 1
+    return count
 
 
 def wrapper_cause(left: str, right: str) -> Cause | None:
@@ -256,25 +265,23 @@ def wrapper_cause(left: str, right: str) -> Cause | None:
 
 @cache
 def _wrapper_cause(left: tuple[str, ...], right: tuple[str, ...]) -> Cause:
-    causes = [
-        Cause(code, (_wrapped_in(segments),))
-        for code, segments in (
-            (Code.WRAPPED_LEFT, _more(left, right)),
-            (Code.WRAPPED_RIGHT, _more(right, left)),
-        )
-        if segments
-    ]
-    return causes[0].and_also(*causes[1:]) if causes else Cause(Code.WRAPPERS_REORDERED)
+    causes = []
+    in_left, in_right = _more(left, right), _more(right, left)
+    if in_left:
+        causes.append(Cause(Code.WRAPPED_LEFT, (_wrapped_in(in_left),)))
+    if in_right:
+        causes.append(Cause(Code.WRAPPED_RIGHT, (_wrapped_in(in_right),)))
+    if not causes:
+        return Cause(Code.WRAPPERS_REORDERED)
+    return causes[0].and_also(*causes[1:])
 
 
 def _more(segments: Sequence[str], others: Sequence[str]) -> list[str]:
     """Return the segments that the others have less often."""
-    rest, more = Counter(others), []
-    for segment in segments:
-        if rest[segment]:
-            rest[segment] -= 1
-        else:
-            more.append(segment)
+    more = list(segments)
+    for segment in others:
+        if segment in more:
+            more.remove(segment)
     return more
 
 
@@ -283,16 +290,19 @@ def _wrapped_in(segments: Sequence[str]) -> str:
     by_title: dict[str, list[str]] = {}
     prefix = []
     for segment in segments:
-        title = " or ".join(row.title for row in TABLE if row.segment == segment)
+        titles = [row.title for row in TABLE if row.segment == segment]
         # PEFT's only below its `base_model`
-        if segment == "model" and "base_model" not in segments:
-            title = ""
-        if title:
-            by_title.setdefault(title, []).append(segment)
-        else:
+        if not titles or (segment == "model" and "base_model" not in segments):
             prefix.append(segment)
-    titles = [f"{title} (`{'.'.join(dict.fromkeys(names))}`)" for title, names in by_title.items()]
-    phrases = ["is wrapped in " + " and ".join(titles)] if titles else []
+        else:
+            by_title.setdefault(" or ".join(titles), []).append(segment)
+    wrappers = []
+    for title, names in by_title.items():
+        path = ".".join(dict.fromkeys(names))
+        wrappers.append(f"{title} (`{path}`)")
+    phrases = []
+    if wrappers:
+        phrases.append("is wrapped in " + " and ".join(wrappers))
     if prefix:
         phrases.append(f"has the prefix `{'.'.join(prefix)}`")
     return " and ".join(phrases)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.optimizer_state import GROUPS
 from ckpttool.core.text import Info, Note
 from ckpttool.diffing.causes import FIELDS, SIDES, Code, Sides
 from ckpttool.diffing.moved import explain_moved
+from ckpttool.diffing.on_ranks import compare_on_ranks
 from ckpttool.diffing.one_model import explain_counters
 from ckpttool.diffing.options import CompareOptions
 from ckpttool.diffing.others import (
@@ -51,8 +50,6 @@ from ckpttool.diffing.sections import (
     hidden_segments,
     without_dtypes,
 )
-from ckpttool.distributed.job import Question, answers, current, only_first
-from ckpttool.evaluate.compare import Change, Difference
 from ckpttool.formats.registry import MEMORY, format_of
 from ckpttool.formats.remarks import one_rank
 from ckpttool.kinds.adapters import adapter_in
@@ -87,8 +84,9 @@ def checkpoints(
     entries = scaled.with_parts(entries)
     entries = explain_quantized(explain_computed(entries), left_section, right_section, values)
     entries = (*entries, *compare_outside(left, right, values))
-    entries = without_dtypes(entries) if options.ignore_dtype else entries
-    harmless = EITHER_WAY | ({"dtype"} if options.ignore_dtype else set())
+    harmless = EITHER_WAY
+    if options.ignore_dtype:
+        entries, harmless = without_dtypes(entries), harmless | {"dtype"}
     has_names = sides.names is not None
     if has_names and sides.has_program:
         entries = explain_counters(entries, left_section, right_section)
@@ -98,29 +96,29 @@ def checkpoints(
     about_others, compared = compare_others(sides, values, options)
     other_notes = [*tie_notes(sides, entries), *metadata_notes(left, right), *about_others]
     notes = [*one_rank(left), *one_rank(right), *versions]
-    notes += [] if has_names else hidden_segments(entries)
+    inferred = None
+    if not has_names:
+        notes += hidden_segments(entries)
+        if infers:
+            inferred = suggestions(left, right, entries, values is not None)
     adapters = adapter_in(left_section), adapter_in(right_section)
     keys = left_section.keys, right_section.keys
     notes += adapter_notes(adapters, keys, FIELDS, (left_section, right_section))
-    notes += other_notes
-    inferred = None
-    if infers and not has_names:
-        inferred = suggestions(left, right, entries, values is not None)
-    operands = names_of(left, right)
+    names = names_of(left, right)
     return Diff(
         left.source,
         right.source,
         identical=not failure and all(group[0].is_one_of(harmless) for group in alike(entries)),
         entries=entries,
-        notes=tuple(notes),
-        other_failure=failure.format(left=operands[0], right=operands[1]),
+        notes=(*notes, *other_notes),
+        other_failure=failure.format(left=names[0], right=names[1]),
         inferred=inferred,
         harmless=harmless,
         has_other_notes=any(not isinstance(note, Info) for note in other_notes),
         compared={"keys": True, "shapes": True, "dtypes": not options.ignore_dtype, **compared},
         outlines=(outlines(left_section), outlines(right_section)),
         kinds=kinds_by_side(left=left.kinds_of(left_section), right=right.kinds_of(right_section)),
-        names=operands,
+        names=names,
     )
 
 
@@ -185,9 +183,10 @@ def _optimizers(
     if diff.by_id:
         text = "parameters are compared by id: pass --model MODEL to compare them by name"
         notes.append(Info(text, "compared-by"))
-    if diff.classes[0] != diff.classes[1]:
-        classes = [title or UNKNOWN_CLASS for title in diff.classes]
+    left_class, right_class = diff.classes
+    if left_class != right_class:
         words = "{left} is the state of {}, {right} of {}: neither loads the other's"
+        classes = (left_class or UNKNOWN_CLASS, right_class or UNKNOWN_CLASS)
         notes.append(Note.about(words, "optimizer-class", *classes))
     sides = BothSides(left, right, saved[0].section, saved[1].section, names)
     other_notes, compared = compare_others(sides, values, options)
@@ -225,52 +224,6 @@ def _remedy(
 
 
 # The same comparison shared by the ranks of a job
-
-
-def compare_on_ranks(
-    values: Values | None, *comparisons: Callable[[Values], object]
-) -> Values | None:
-    """Return `values` with all answers that the comparisons need, found by the ranks of the job;
-    then rank 0 goes on.
-
-    Every rank runs the comparisons once, as if all values were equal, to learn which tensors they
-    compare. What they compare only if values differ is computed when it is needed. Without a job,
-    return `values`.
-    """
-    if values is None or current() is None:
-        return values
-    compute = values
-    # keeps alive what the keys are ids of
-    pairs: dict[tuple[object, object], tuple[TensorEntry, TensorEntry]] = {}
-
-    def note(left: TensorEntry, right: TensorEntry) -> None:
-        if left.storage is not None and right.storage is not None:
-            pairs.setdefault((left.identity, right.identity), (left, right))
-
-    def as_json(left: TensorEntry, right: TensorEntry) -> dict[str, Any] | None:
-        difference = compute(left, right)
-        return None if difference is None else asdict(difference)
-
-    for comparison in comparisons:
-        comparison(note)
-    questions = {}
-    for identities, (left, right) in pairs.items():
-        nbytes = left.nbytes + right.nbytes
-        questions[identities] = Question(left.key, nbytes, partial(as_json, left, right))
-    answered = answers("comparing values", questions)
-    only_first()
-
-    def look_up(left: TensorEntry, right: TensorEntry) -> Difference | None:
-        identities = left.identity, right.identity
-        if identities not in pairs:
-            return compute(left, right)
-        answer = answered[identities]
-        if answer is None:
-            return None
-        change = None if answer["change"] is None else Change(**answer["change"])
-        return Difference(answer["text"], tuple(map(tuple, answer["spread"])), change)
-
-    return look_up
 
 
 def read_all_values(

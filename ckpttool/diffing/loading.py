@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Union
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.expression import Expression, Op, Ref
-from ckpttool.core.names import RUNTIME, SERIALIZED, Names, SerializedKey
+from ckpttool.core.names import RUNTIME, SERIALIZED, Hook, Names, SerializedKey
 from ckpttool.core.text import is_flat
 from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
 from ckpttool.diffing.names import computed_cause
@@ -64,9 +64,10 @@ def compare_load(
     entries += _call_variants(names, section, unpaired)
     if verdict is not None:
         entries += _by_load_hook(names, verdict, unpaired)
-    entries += _only_in_file(unpaired.saved, names, verdict, by_pretrained)
+    readers = _readers(verdict)
+    entries += _only_in_file(unpaired.saved, names, verdict, readers, by_pretrained)
     entries += _only_in_model(unpaired.expected, names, saved, verdict)
-    return tuple(_with_lost_values(entries, names, section, verdict))
+    return tuple(_with_lost_values(entries, names, saved, verdict, readers))
 
 
 def _under_one_key(
@@ -101,10 +102,11 @@ def _only_in_model(
             present.setdefault(source, key)
     for key in keys:
         other = present.get(sources.get(key))
-        code, detail = Code.MISSING, None
-        if other is not None:
-            code, detail = Code.TIED, f"same as {other}"
-        yield only_right(key, Cause(code).and_also(optional), None, detail)
+        if other is None:
+            yield only_right(key, Cause(Code.MISSING).and_also(optional))
+        else:
+            cause = Cause(Code.TIED).and_also(optional)
+            yield only_right(key, cause, None, f"same as {other}")
 
 
 # Keys that name a tensor in another way
@@ -116,31 +118,26 @@ def _in_other_form(tables: NameTables, section: Section, unpaired: Unpaired) -> 
     wrapped = read(tables, section, SERIALIZED).match.names
     for key, name in wrapped.items():
         if key in unpaired.saved and name in unpaired.expected:
-            entries.append(_renamed(key, name, wrapper_cause(key, name), tables, unpaired))
+            entries.append(_renamed(key, name, wrapper_cause(key, name), unpaired))
     runtime = read(tables, section, RUNTIME).match.names
     for key, fqn in runtime.items():
         targets = tables.keys_of.get(tables.first.get(fqn, fqn), ())
-        target = next((name for name in targets if name in unpaired.expected), None)
-        if target is None or key not in unpaired.saved:
+        open_targets = [name for name in targets if name in unpaired.expected]
+        if not open_targets or key not in unpaired.saved:
             continue
-        cause = None if key == fqn else wrapper_cause(key, fqn)
+        target, cause = open_targets[0], wrapper_cause(key, fqn)
         if fqn == target:
-            entries.append(_renamed(key, target, cause, tables, unpaired))
+            entries.append(_renamed(key, target, cause, unpaired))
             continue
-        cause = Cause(Code.RUNTIME_KEY, (segment_change(fqn, target),)).and_also(cause)
-        entries.append(_renamed(key, target, cause, tables, unpaired, has_hook=True))
+        change = segment_change(fqn, target)
+        cause = Cause(Code.RUNTIME_KEY, (change,)).and_also(cause)
+        entries.append(_renamed(key, target, cause, unpaired, tables.hooks.get(target)))
     keys = {fqn: key for key, fqn in runtime.items()}
     return entries + _computed_from(tables, keys, unpaired)
 
 
 def _renamed(
-    key: str,
-    target: str,
-    cause: Cause | None,
-    tables: NameTables,
-    unpaired: Unpaired,
-    *,
-    has_hook: bool = False,
+    key: str, target: str, cause: Cause | None, unpaired: Unpaired, hook: Hook | None = None
 ) -> Entry:
     """Return the entry of a tensor under another key than `target`, and remove both keys."""
     entry, expected = unpaired.saved[key], unpaired.expected[target]
@@ -148,7 +145,6 @@ def _renamed(
     unlike = None
     if isinstance(entry, TensorEntry) and expected is not None:
         unlike = shape_or_dtype(entry, expected.dtype, expected.shape, (key,), (target,))
-    hook = tables.hooks.get(target) if has_hook else None
     return under_another_name(unlike or Entry("renamed", (key,), (target,)), cause, hook)
 
 
@@ -167,7 +163,8 @@ def _computed_from(tables: NameTables, keys: Mapping[str, str], unpaired: Unpair
             links[key] = list(ex.refs(source))
     entries = []
     for targets, fqns in components(links):
-        lefts = [first_keys[fqn] for fqn in fqns if first_keys.get(fqn) in unpaired.saved]
+        file_keys = [first_keys[fqn] for fqn in fqns if fqn in first_keys]
+        lefts = [key for key in file_keys if key in unpaired.saved]
         source = tables.saved[targets[0]]
         if not lefts or source is None:
             continue
@@ -189,7 +186,9 @@ def _call_variants(names: Names, section: Section, unpaired: Unpaired) -> list[E
             unpaired.take([key], [])
             entries.append(Entry("alias", (key,), (), cause, None, f"same as {first[key]}"))
     for key in [*unpaired.expected]:
-        base = None if sources.get(key) is None else base_name(key, saved)
+        if sources.get(key) is None:
+            continue
+        base = base_name(key, saved)
         if base is None or base in unpaired.saved:
             continue
         if sources.get(base) == sources[key]:
@@ -206,16 +205,15 @@ def _by_load_hook(names: Names, verdict: Verdict, unpaired: Unpaired) -> list[En
     for loading in _loadings(names, verdict):
         others = other_keys(loading.expected, loading.source)
         for key in ex.refs(loading.expected):
-            lefts = loading.keys_read if others is None else [others[key]]
-            lefts = [name for name in lefts if name in unpaired.saved]
+            file_keys = loading.keys_read if others is None else [others[key]]
+            lefts = [name for name in file_keys if name in unpaired.saved]
+            targets = [name for name in tied.get(key, ()) if name in unpaired.expected]
             if not lefts:
                 continue
-            for name in tied.get(key, ()):
-                if name not in unpaired.expected:
-                    continue
+            for name in targets:
                 links.setdefault(name, []).extend(lefts)
-                if others is None:
-                    computed.add(name)
+            if others is None:
+                computed.update(targets)
     entries = []
     for keys, lefts in components(links):
         is_whole = len(keys) == len(lefts) == 1 and computed.isdisjoint(keys)
@@ -226,7 +224,11 @@ def _by_load_hook(names: Names, verdict: Verdict, unpaired: Unpaired) -> list[En
 
 
 def _only_in_file(
-    keys: Iterable[str], names: Names, verdict: Verdict | None, lists_all: bool
+    keys: Iterable[str],
+    names: Names,
+    verdict: Verdict | None,
+    readers: Mapping[str, Sequence[str]],
+    lists_all: bool,
 ) -> list[Entry]:
     """Return entries of keys that the model does not write: unexpected, unless its load hooks
     accept them.
@@ -235,7 +237,6 @@ def _only_in_file(
     """
     unexpected = set(keys if verdict is None else verdict.unexpected)
     not_saved = {tensor.fqn for tensor in names.runtime if not tensor.persistent}
-    readers = _readers(verdict)
     cause = Cause(Code.UNEXPECTED)
     entries = []
     for key in keys:
@@ -258,9 +259,12 @@ def _only_in_file(
 def _readers(verdict: Verdict | None) -> dict[str, list[str]]:
     """Return the runtime tensors that loading makes from each key of the file."""
     readers: dict[str, list[str]] = {}
-    for fqn, source in () if verdict is None else verdict.reads.items():
-        for key in dict.fromkeys(() if source is None else ex.refs(source)):
-            readers.setdefault(key, []).append(fqn)
+    if verdict is None:
+        return readers
+    for fqn, source in verdict.reads.items():
+        if source is not None:
+            for key in dict.fromkeys(ex.refs(source)):
+                readers.setdefault(key, []).append(fqn)
     return readers
 
 
@@ -268,14 +272,19 @@ def _readers(verdict: Verdict | None) -> dict[str, list[str]]:
 
 
 def _with_lost_values(
-    entries: Iterable[Entry], names: Names, section: Section, verdict: Verdict | None
+    entries: Iterable[Entry],
+    names: Names,
+    saved: Objects,
+    verdict: Verdict | None,
+    readers: Container[str],
 ) -> Iterator[Entry]:
     """Yield the entries; a key whose value the model does not get by loading it is not the same."""
-    lost = _overwritten(names, section, verdict)
+    lost: dict[str, Entry] = {}
     altered: Collection[str] = ()
     if verdict is not None:
-        lost = {**_read_otherwise(names, section.by_key(), verdict), **lost}
+        lost = _read_otherwise(names, saved, verdict, readers)
         altered = set(verdict.altered)
+    lost |= _overwritten(names, saved, verdict, readers)
     for entry in entries:
         key = entry.left[0] if len(entry.left) == 1 else ""
         if entry.status == "same" and key in lost:
@@ -293,42 +302,37 @@ def _tied(names: Names) -> dict[str, list[str]]:
     groups: dict[Expression | str, list[str]] = {}
     tied: dict[str, list[str]] = {}
     for key in names.serialized:
-        is_alone = key.source is None or ex.is_opaque(key.source)
-        value = key.key if is_alone or key.source is None else key.source
+        value: Expression | str = key.key
+        if key.source is not None and not ex.is_opaque(key.source):
+            value = key.source
         tied[key.key] = groups.setdefault(value, [])
         tied[key.key].append(key.key)
     return tied
 
 
-def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dict[str, Entry]:
+def _overwritten(
+    names: Names, saved: Objects, verdict: Verdict | None, readers: Container[str]
+) -> dict[str, Entry]:
     """Return entries of tied keys for which the file has different values: loading keeps one of
     them.
     """
-    saved = section.by_key()
     sources = {key.key: key.source for key in names.serialized}
-    kept = keys_read(verdict)
     entries: dict[str, Entry] = {}
     for first, group in _tied(names).items():
-        keys, source = [key for key in group if key in saved], sources[first]
-        if first != group[0] or len(keys) < 2 or source is None:
+        source = sources[first]
+        if first != group[0] or len(group) < 2 or source is None:
+            continue
+        keys = [key for key in group if key in saved]
+        if len(keys) < 2:
             continue
         loaded = None if verdict is None else verdict.reads.get(next(ex.refs(source), ""))
-        read_keys = () if loaded is None else ex.refs(loaded)
-        last = next((key for key in read_keys if key in keys), keys[-1])
+        used = [] if loaded is None else [key for key in ex.refs(loaded) if key in keys]
+        kept = used[0] if used else keys[-1]
         for key in keys:
-            if key not in kept and not same_values(saved[key], saved[last]):
-                detail = f"loading keeps {last}"
+            if key not in readers and not same_values(saved[key], saved[kept]):
+                detail = f"loading keeps {kept}"
                 entries[key] = Entry("value", (key,), (key,), Cause(Code.TIED_VALUE), None, detail)
     return entries
-
-
-def keys_read(verdict: Verdict | None) -> set[str]:
-    """Return the keys that a runtime tensor has after loading."""
-    keys: set[str] = set()
-    for value in () if verdict is None else verdict.reads.values():
-        if value is not None:
-            keys.update(ex.refs(value))
-    return keys
 
 
 class _TensorLoad(NamedTuple):
@@ -363,7 +367,7 @@ def _loadings(names: Names, verdict: Verdict) -> Iterator[_TensorLoad]:
 
 
 def _read_otherwise(
-    names: Names, saved: Mapping[str, Union[TensorEntry, ExtraEntry]], verdict: Verdict
+    names: Names, saved: Objects, verdict: Verdict, readers: Container[str]
 ) -> dict[str, Entry]:
     """Return entries of keys that the model saves, and whose values it does not get by loading
     them.
@@ -372,42 +376,52 @@ def _read_otherwise(
     dict.
     """
     tied = _tied(names)
-    used = keys_read(verdict)
-    fqn_of = {key.key: key.source.key for key in names.serialized if isinstance(key.source, Ref)}
-
-    def is_same(key: str, other: str) -> bool:
-        return other in saved and same_values(saved[key], saved[other])
-
+    fqn_of: dict[str, str] = {}
+    for serialized in names.serialized:
+        if isinstance(serialized.source, Ref):
+            fqn_of[serialized.key] = serialized.source.key
     entries: dict[str, Entry] = {}
     for loading in _loadings(names, verdict):
-        source, expected = loading.source, loading.expected
-        if source == expected or (source is None and not verdict.ok):
+        if _takes_the_same(loading, tied, saved) or (loading.source is None and not verdict.ok):
             continue
-        twins_of = tied.get(expected.key, ()) if isinstance(expected, Ref) else ()
-        if isinstance(source, Ref) and source.key in twins_of:
-            continue
-        others = other_keys(expected, source)
-        if others is not None and all(
-            key in saved and is_same(key, other) for key, other in others.items()
-        ):
-            continue
-        keys, taken = list(dict.fromkeys(ex.refs(expected))), loading.keys_read
-        is_other = not set(taken) <= set(keys)
-        detail = f"it takes {', '.join(dict.fromkeys(taken))}" if is_other else None
+        keys, taken = dict.fromkeys(ex.refs(loading.expected)), dict.fromkeys(loading.keys_read)
+        detail = None
+        if not taken.keys() <= keys.keys():
+            detail = f"it takes {', '.join(taken)}"
         for key in keys:
             if key not in saved or verdict.reads.get(fqn_of.get(key, "")) == Ref(key):
                 # its own tensor has it, and another one of the tied tensors has another key
                 continue
             twins = [name for name in tied.get(key, ()) if name != key and name in taken]
-            if any(is_same(key, twin) for twin in twins):
+            if any(_have_same_values(saved, key, twin) for twin in twins):
                 # its module is at several paths, and the file has the same for two of them
                 continue
-            is_dropped = source is None and key not in verdict.replaced
+            is_dropped = loading.source is None and key not in verdict.replaced
             status, code = "value", Code.LOST_VALUE
-            if source == loading.usual or key in used or is_dropped:
+            if loading.source == loading.usual or key in readers or is_dropped:
                 status, code = "transformed", Code.LOAD_HOOK_CHANGES
             entries[key] = Entry(status, (key,), (key,), Cause(code), None, detail)
     return entries
+
+
+def _takes_the_same(loading: _TensorLoad, tied: Mapping[str, list[str]], saved: Objects) -> bool:
+    """Return whether the tensor gets what saves it, a tied key, or other keys with the same
+    values.
+    """
+    source, expected = loading.source, loading.expected
+    if source == expected:
+        return True
+    twins = tied.get(expected.key, ()) if isinstance(expected, Ref) else ()
+    if isinstance(source, Ref) and source.key in twins:
+        return True
+    others = other_keys(expected, source)
+    if others is None:
+        return False
+    return all(_have_same_values(saved, key, other) for key, other in others.items())
+
+
+def _have_same_values(saved: Objects, key: str, other: str) -> bool:
+    return key in saved and other in saved and same_values(saved[key], saved[other])
 
 
 def loads(entries: Iterable[Entry]) -> bool:

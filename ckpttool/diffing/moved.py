@@ -39,33 +39,60 @@ def explain_moved(entries: Iterable[Entry], left: Section, right: Section) -> tu
     if not differing:
         return entries
     left_digests, right_digests = Digests(left_entries), Digests(right_entries)
+    # A tensor that is the same under its own name did not move: many hold nothing but ones.
+    skipped = set(right.aliases())
+    for entry in entries:
+        if entry.status == "same":
+            skipped.update(entry.right)
+    candidates = [tensor for tensor in right.tensors if tensor.key not in skipped]
+    places = _places(candidates, [old for old, _ in differing.values()], right_digests)
 
-    # (dtype, shape, hash) -> keys of the right. A tensor that is the same under its own name did
-    # not move: many hold nothing but ones.
-    in_place = {key for entry in entries if entry.status == "same" for key in entry.right}
-    beginnings = {_beginning(old) for old, _ in differing.values()}
-    likenesses, second_names = {likeness for likeness, _ in beginnings}, right.aliases()
+    explained = []
+    for entry in entries:
+        if entry in differing and entry.cause is not None:
+            old, new = differing[entry]
+            keys = places.get((_likeness(old), left_digests(Ref(old.key))), [])
+            if len(keys) != 1:
+                cause = _transposed_or_reordered(old, new, left_digests, right_digests)
+            elif keys[0] != new.key:
+                cause = _moved(old.key, keys[0])
+            else:  # the copies of other ranks differ
+                cause = None
+            entry = replace(entry, cause=entry.cause.and_also(cause))
+        explained.append(entry)
+    return tuple(explained)
+
+
+def _places(
+    candidates: Iterable[TensorEntry], tensors: Iterable[TensorEntry], digests: Digests
+) -> dict[Hashable, list[str]]:
+    """Map dtype, shape and hash of each tensor to the keys of the candidates that have them.
+
+    Most candidates are not read: only those that have dtype, shape and first bytes of one.
+    """
+    beginnings = {_beginning(tensor) for tensor in tensors}
+    likenesses = {likeness for likeness, _ in beginnings}
     places: defaultdict[Hashable, list[str]] = defaultdict(list)
-    for tensor in right.tensors:
-        if tensor.storage is None or tensor.key in second_names or tensor.key in in_place:
+    for tensor in candidates:
+        likeness = _likeness(tensor)
+        if tensor.storage is None or likeness not in likenesses:
             continue
-        if _likeness(tensor) in likenesses and _beginning(tensor) in beginnings:
-            places[_likeness(tensor), right_digests(Ref(tensor.key))].append(tensor.key)
+        if _beginning(tensor) in beginnings:
+            places[likeness, digests(Ref(tensor.key))].append(tensor.key)
+    return places
 
-    explained: dict[Entry, Entry] = {}
-    for entry, (old, new) in differing.items():
-        keys = places.get((_likeness(old), left_digests(Ref(old.key))), [])
-        if keys == [new.key]:  # the copies of other ranks differ
-            continue
-        if len(keys) == 1:
-            cause: Cause | None = _moved(old.key, keys[0])
-        elif _is_transposed(old, new, left_digests, right_digests):
-            cause = Cause(Code.TRANSPOSED)
-        else:
-            cause = _row_order(old, new)
-        if cause is not None and entry.cause is not None:
-            explained[entry] = replace(entry, cause=entry.cause.and_also(cause))
-    return tuple(explained.get(entry, entry) for entry in entries)
+
+def _transposed_or_reordered(
+    left: TensorEntry, right: TensorEntry, left_digests: Digests, right_digests: Digests
+) -> Cause | None:
+    """Return the cause if a square matrix is the transpose of the other, or has its rows in another
+    order.
+    """
+    if len(left.shape) == 2 and left.shape[0] == left.shape[1]:
+        transpose = Op("aten.permute.default", (Ref(left.key), (1, 0)))
+        if left_digests(transpose) == right_digests(Ref(right.key)):
+            return Cause(Code.TRANSPOSED)
+    return _row_order(left, right)
 
 
 def _is_dense(entry: object) -> TypeGuard[TensorEntry]:
@@ -95,21 +122,12 @@ def _moved(left: str, right: str) -> Cause:
     return Cause(Code.MOVED, (".".join(path), ".".join(other_path)))
 
 
-def _is_transposed(
-    left: TensorEntry, right: TensorEntry, left_digests: Digests, right_digests: Digests
-) -> bool:
-    """Return True if a square matrix is the transpose of the other."""
-    if len(left.shape) != 2 or left.shape[0] != left.shape[1]:
-        return False
-    transpose = Op("aten.permute.default", (Ref(left.key), (1, 0)))
-    return left_digests(transpose) == right_digests(Ref(right.key))
-
-
 def _row_order(left: TensorEntry, right: TensorEntry) -> Cause | None:
     """Return the cause if the two have the same rows in another order."""
-    if not left.shape or not 1 < left.shape[0] <= _ROWS:
+    count = left.shape[0] if left.shape else 0
+    if not 1 < count <= _ROWS:
         return None
-    left_rows, right_rows = _rows(left, left.shape[0]), _rows(right, left.shape[0])
+    left_rows, right_rows = _rows(left, count), _rows(right, count)
     if sorted(left_rows) != sorted(right_rows):
         return None
     order = _rotary(left_rows, right_rows)
@@ -167,9 +185,9 @@ def _rotary(left: Sequence[bytes], right: Sequence[bytes]) -> Rotary | None:
 
 
 def _are_rotary(adjacent: Sequence[bytes], apart: Sequence[bytes], size: int) -> bool:
-    for begin in range(0, len(adjacent), size):
-        head = adjacent[begin : begin + size]
-        if [*head[::2], *head[1::2]] != [*apart[begin : begin + size]]:
+    for start in range(0, len(adjacent), size):
+        head, other_head = adjacent[start : start + size], apart[start : start + size]
+        if [*head[::2], *head[1::2]] != [*other_head]:
             return False
     return True
 
@@ -182,10 +200,9 @@ def _rows(entry: TensorEntry, count: int) -> list[bytes]:
     hashes = []
     for chunk in elements(entry):
         data = rest + bytes(chunk)
-        complete = len(data) // size
-        for at in range(complete):
-            hashes.append(
-                hashlib.blake2b(data[at * size : (at + 1) * size], digest_size=12).digest()
-            )
-        rest = data[complete * size :]
+        end = len(data) - len(data) % size
+        for start in range(0, end, size):
+            row = data[start : start + size]
+            hashes.append(hashlib.blake2b(row, digest_size=12).digest())
+        rest = data[end:]
     return hashes

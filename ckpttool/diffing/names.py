@@ -7,16 +7,70 @@ from collections.abc import Collection, Mapping
 from ckpttool.core import expression as ex
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import Hook, Names, RuntimeTensor
+from ckpttool.core.text import Note
 from ckpttool.diffing.causes import Cause, Code, segment_change
 from ckpttool.diffing.one_model import components
-from ckpttool.diffing.result import Entry, only_left
+from ckpttool.diffing.result import HARMLESS, Diff, Entry, names_outlines, only_left
+from ckpttool.naming.evidence import Tensor, exchangeable
 from ckpttool.naming.match import NameTables
+from ckpttool.operands.model import ModelOperand
+
+FQN_MODIFIERS = Note(
+    "torch.distributed.checkpoint's get_model_state_dict raises an AttributeError for keys that"
+    " hooks rename, unless "
+    "the module has a method `_fqn_modifiers` (pytorch#146557)",
+    "fqn-modifiers",
+)
+
+
+def names_alone(model: ModelOperand) -> Diff:
+    """Compare a model's serialized keys with its runtime names."""
+    names = model.names()
+    entries = compare_names(names)
+    notes: list[str] = []
+    for problem in names.roundtrip_problems:
+        notes.append(Note(f"does not load what it saves: {problem}", "roundtrip"))
+    notes += names.notes
+    if any(entry.hook and entry.status in ("renamed", "transformed") for entry in entries):
+        notes.append(FQN_MODIFIERS)
+    loses = False
+    for entry in entries:
+        if entry.status == "not_serialized" and not entry.has(Code.NON_PERSISTENT):
+            loses = True
+    return Diff(
+        f"{names.model} (serialized)",
+        f"{names.model} (runtime)",
+        identical=not loses and all(entry.status in HARMLESS for entry in entries),
+        entries=entries,
+        notes=tuple(notes),
+        other_failure="does not load what it saves" if loses else "",
+        asks="names",
+        names=(names.model, names.model),
+        compared=dict.fromkeys(("keys", "shapes", "dtypes", "aliases"), True) | {"values": False},
+        outlines=names_outlines(names),
+    )
+
+
+def exchangeable_keys(names: Names) -> tuple[tuple[str, ...], ...]:
+    """Return the keys whose tensors have one shape in the same layers, a tuple for each shape.
+
+    Of tied keys only the first counts.
+    """
+    tensors, seen = [], set[object]()
+    for key in names.serialized:
+        if key.shape is not None and key.source not in seen:
+            tensors.append(Tensor(key.key, key.dtype, key.shape))
+        if key.source is not None and not ex.is_opaque(key.source):
+            seen.add(key.source)
+    return exchangeable(tensors)
 
 
 def compare_names(names: Names) -> tuple[Entry, ...]:
     """Compare what the model's ``state_dict()`` writes (left) with its runtime names (right)."""
     tables = NameTables(names)
-    entries = [_renamed(key, fqn, tables.hooks.get(key)) for key, fqn in tables.fqn_of.items()]
+    entries = []
+    for key, fqn in tables.fqn_of.items():
+        entries.append(_renamed(key, fqn, tables.hooks.get(key)))
     entries += _computed_keys(tables)
     for key, source in tables.saved.items():
         if source is None:
@@ -26,7 +80,9 @@ def compare_names(names: Names) -> tuple[Entry, ...]:
     for key in names.extra_state:
         entries.append(Entry("extra_state", (key,), (), Cause(Code.EXTRA_STATE)))
 
-    named = {fqn for entry in entries for fqn in entry.right}
+    named: set[str] = set()
+    for entry in entries:
+        named.update(entry.right)
     problems = {problem.key: str(problem) for problem in reversed(names.roundtrip_problems)}
     left_out = set(names.not_serialized)
     for tensor in names.runtime:
@@ -39,7 +95,8 @@ def _renamed(key: str, fqn: str, hook: Hook | None) -> Entry:
     if key == fqn:
         return Entry("same", (key,), (fqn,))
     code = Code.SAVING if hook is None else Code.HOOK
-    return Entry("renamed", (key,), (fqn,), Cause(code, (segment_change(fqn, key),)), hook)
+    cause = Cause(code, (segment_change(fqn, key),))
+    return Entry("renamed", (key,), (fqn,), cause, hook)
 
 
 def _computed_keys(tables: NameTables) -> list[Entry]:
@@ -51,10 +108,9 @@ def _computed_keys(tables: NameTables) -> list[Entry]:
             links[key] = list(ex.refs(source))
     entries = []
     for keys, fqns in components(links):
-        source = tables.saved[keys[0]]
+        source, hook = tables.saved[keys[0]], tables.hooks[keys[0]]
         assert source is not None
         right = tuple(fqn for fqn in fqns if fqn not in taken)
-        hook = tables.hooks[keys[0]]
         entries.append(Entry("transformed", tuple(keys), right, computed_cause(source), hook))
     return entries
 

@@ -118,12 +118,12 @@ def _runtime_names(old: Names, new: Names, inferred: Inference | None = None) ->
     for pair in () if inferred is None else inferred.pairs:
         if len(pair.left) == len(pair.right) == 1:
             likely[pair.left[0]] = pair.right[0]
-    now = {key.key: key for key in new.serialized}
+    sources = {key.key: key.source for key in new.serialized}
     names = {}
     for key in old.serialized:
-        other = now.get(likely.get(key.key, key.key))
-        if other is not None and isinstance(key.source, Ref) and isinstance(other.source, Ref):
-            names[key.source.key] = other.source.key
+        source = sources.get(likely.get(key.key, key.key))
+        if isinstance(key.source, Ref) and isinstance(source, Ref):
+            names[key.source.key] = source.key
     return names
 
 
@@ -155,29 +155,32 @@ def _new_first(entry: Entry, old: Section, new: Section) -> Entry:
     was, now = outlines(old)[entry.left[0]], outlines(new)[entry.right[0]]
     if cause.code is Code.DTYPE:
         return replace(entry, cause=replace(cause, args=(now.dtype, was.dtype)))
-    detail = f"{list(now.shape or ())} instead of {list(was.shape or ())}"
-    return replace(entry, detail=detail)
+    old_shape, new_shape = list(was.shape or ()), list(now.shape or ())
+    return replace(entry, detail=f"{new_shape} instead of {old_shape}")
 
 
 def _optimizer_ids(
     old: Names, new: Names, keys: Iterable[Entry], renames: Mapping[str, str]
 ) -> Iterator[Entry]:
-    """Yield parameters with another id, and parameters that only one optimizer has."""
+    """Yield parameters with another id, and parameters that only one optimizer has.
+
+    If keys differ, only parameters that both models have tell what the optimizers lack.
+    """
     if old.optimizer_class is None:
         new = replace(new, optimizer_class=None, optimizer=())
-    was = {renames.get(fqn, fqn): id_key for fqn, id_key in _id_keys(old).items()}
-    now = _id_keys(new)
-    has_other_keys = any(entry.status in ("missing", "unexpected") for entry in keys)
-    in_both = set(Parameters(old).canonical) & set(Parameters(new).canonical)
-    for name, id_key in was.items():
-        if name in now:
-            if now[name] != id_key:
-                cause = Cause(Code.OPTIMIZER_ID)
-                yield Entry("order", (id_key,), (now[name],), cause, None, name)
-        elif name in in_both or not has_other_keys:
-            yield only_left(id_key, Cause(Code.PARAM_REMOVED), None, name)
-    for name, id_key in now.items():
-        if name not in was and (name in in_both or not has_other_keys):
+    old_ids = {renames.get(fqn, fqn): id_key for fqn, id_key in _id_keys(old).items()}
+    new_ids = _id_keys(new)
+    decisive = {*old_ids, *new_ids}
+    if any(entry.status in ("missing", "unexpected") for entry in keys):
+        decisive = Parameters(old).canonical.keys() & Parameters(new).canonical.keys()
+    for name, id_key in old_ids.items():
+        if name not in new_ids:
+            if name in decisive:
+                yield only_left(id_key, Cause(Code.PARAM_REMOVED), None, name)
+        elif new_ids[name] != id_key:
+            yield Entry("order", (id_key,), (new_ids[name],), Cause(Code.OPTIMIZER_ID), None, name)
+    for name, id_key in new_ids.items():
+        if name not in old_ids and name in decisive:
             yield only_right(id_key, Cause(Code.PARAM_ADDED), None, name)
 
 

@@ -4,9 +4,9 @@ runtime tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 from ckpttool.core import expression as ex
@@ -50,31 +50,36 @@ def compare_through(
     """
     tables = NameTables(names)
     _check_versions(tables, left, right)
-    sides = _BothFiles(
-        left.by_key(), right.by_key(), runtime_values(tables, left), runtime_values(tables, right)
-    )
+    left_values, right_values = runtime_values(tables, left), runtime_values(tables, right)
+    sides = _BothFiles(left.by_key(), right.by_key(), left_values, right_values)
     pairs, computed = sides.pairs()
     entries: list[Entry] = []
     for key, name in pairs:
-        old, new = sides.left[key], sides.right[name]
-        entries.append(_same_tensor(old, new, tables.hooks, values))
-    entries += _compare_computed(computed, sides.left, sides.right, values)
-    for key, value in _saved_again(tables, left, right, sides.left_values, sides.right_values):
-        both = Computed(key, Ref(key), value)
-        difference = _difference(both, sides.left, sides.right, values)
+        entries.append(_same_tensor(sides.left[key], sides.right[name], tables.hooks, values))
+    entries += _compare_computed(computed, sides, values)
+    for key, value in _saved_again(tables, left, right, left_values, right_values):
+        difference = _difference(Computed(key, Ref(key), value), sides, values)
         entries.append(_transformed((key,), (), [(key, difference)]))
-    for key, value in _saved_again(tables, right, left, sides.right_values, sides.left_values):
-        both = Computed(key, value, Ref(key))
-        difference = _difference(both, sides.left, sides.right, values)
+    for key, value in _saved_again(tables, right, left, right_values, left_values):
+        difference = _difference(Computed(key, value, Ref(key)), sides, values)
         entries.append(_transformed((), (key,), [(key, difference)]))
     entries += _of_no_tensor(sides, left, right, entries, values)
-    named_left = {key for entry in entries for key in entry.left}
-    named_right = {key for entry in entries for key in entry.right}
+    named_left, named_right = _named_keys(entries)
     rest_left = [key for key in sides.left if key not in named_left]
     rest_right = [key for key in sides.right if key not in named_right]
     entries += leftover(only_left, left, rest_left, named_left)
     entries += leftover(only_right, right, rest_right, named_right)
     return tuple(entries)
+
+
+def _named_keys(entries: Iterable[Entry]) -> tuple[set[str], set[str]]:
+    """Return the keys of each side that the entries name."""
+    left: set[str] = set()
+    right: set[str] = set()
+    for entry in entries:
+        left.update(entry.left)
+        right.update(entry.right)
+    return left, right
 
 
 class _BothFiles(NamedTuple):
@@ -92,6 +97,7 @@ class _BothFiles(NamedTuple):
         direct: dict[tuple[str, str], None] = {}
         by_operators: dict[tuple[str, str], None] = {}
         computed: list[Computed] = []
+        split_keys: set[str] = set()
         for fqn, source in self.left_values.items():
             other = self.right_values.get(fqn)
             if other is None:
@@ -102,9 +108,9 @@ class _BothFiles(NamedTuple):
             keys = other_keys(source, other)
             if keys is None:
                 computed.append(Computed(fqn, source, other))
+                split_keys.update(ex.refs(source))
             else:
                 by_operators.update(dict.fromkeys(keys.items()))
-        split_keys = {key for value in computed for key in ex.refs(value.left)}
         pairs = list(direct)
         for pair in by_operators:
             if pair[0] not in split_keys and pair not in direct:
@@ -113,10 +119,8 @@ class _BothFiles(NamedTuple):
 
     def keys_of_model(self) -> set[str]:
         """Return the keys that the model's tensors are computed from."""
-        keys: set[str] = set()
-        for source in (*self.left_values.values(), *self.right_values.values()):
-            keys.update(ex.refs(source))
-        return keys
+        sources = chain(self.left_values.values(), self.right_values.values())
+        return set(chain.from_iterable(map(ex.refs, sources)))
 
 
 def explain_counters(entries: Sequence[Entry], left: Section, right: Section) -> tuple[Entry, ...]:
@@ -141,8 +145,7 @@ def _of_no_tensor(
     """Compare other keys that both sides have: unknown to the model, or second names of a tensor
     that the `entries` compare.
     """
-    named_left = {key for entry in entries for key in entry.left}
-    named_right = {key for entry in entries for key in entry.right}
+    named_left, named_right = _named_keys(entries)
     left_first, right_first = aliases(left), aliases(right)
     tensors = set[tuple[str, str]]()
     for entry in entries:
@@ -150,13 +153,13 @@ def _of_no_tensor(
             tensors.add((left_first.get(key, key), right_first.get(name, name)))
     of_model = sides.keys_of_model()
     others = []
-    for key in sides.left:
+    for key, tensor in sides.left.items():
         if key not in sides.right or key in named_left or key in named_right:
             continue
         first = left_first.get(key), right_first.get(key)
         is_unknown = first == (None, None) and key not in of_model
         if first in tensors or is_unknown:
-            others.append(compare_pair(sides.left[key], sides.right[key], values))
+            others.append(compare_pair(tensor, sides.right[key], values))
     return others
 
 
@@ -167,7 +170,8 @@ def other_keys(value: Expression, source: Expression | None) -> dict[str, str] |
     if source is None:
         return None
     keys = dict(zip(ex.refs(value), ex.refs(source)))
-    return keys if substitute(value, lambda key: Ref(keys.get(str(key), ""))) == source else None
+    renamed_value = substitute(value, lambda key: Ref(keys.get(str(key), "")))
+    return keys if renamed_value == source else None
 
 
 def runtime_values(tables: NameTables, section: Section) -> dict[str, Expression]:
@@ -178,33 +182,33 @@ def runtime_values(tables: NameTables, section: Section) -> dict[str, Expression
     keys = {name: key for key, name in reading.match.names.items()}
     if reading.form == RUNTIME:
         return {name: Ref(key) for name, key in keys.items()}
-    values: dict[str, Expression] = {
-        fqn: with_keys(source, keys) for fqn, source in tables.runtime_values(keys).items()
-    }
-    extras = (
-        *tables.names.extra_state,
-        *(key for key, source in tables.saved.items() if source is None),
-    )
-    return values | {name: Ref(keys[name]) for name in extras if name in keys}
+    values: dict[str, Expression] = {}
+    for fqn, source in tables.runtime_values(keys).items():
+        values[fqn] = with_keys(source, keys)
+    added_by_hooks = [key for key, source in tables.saved.items() if source is None]
+    for name in (*tables.names.extra_state, *added_by_hooks):
+        if name in keys:
+            values[name] = Ref(keys[name])
+    return values
 
 
-def _check_versions(tables: NameTables, *sections: Section) -> None:
+def _check_versions(tables: NameTables, left: Section, right: Section) -> None:
+    """Raise `CkptError` if the two have module versions that the model reads differently."""
     if tables.names.versions is None:
         return
-    saved = [
-        (section, reading)
-        for section in sections
-        if (reading := read(tables, section)).form == SERIALIZED
-    ]
-    others = [other_versions(tables.names, section, reading) for section, reading in saved]
-    if any(others) and (len(saved) < len(sections) or others[0] != others[1]):
-        raise CkptError(
-            f"{tables.names.model} reads other versions of its modules differently, and the two"
-            " files have different "
-            "versions",
-            hint="load both into the model and save them again: then they can be compared",
-            problems=[problem for problems in others for problem in problems],
-        )
+    others = []
+    for section in (left, right):
+        reading = read(tables, section)
+        if reading.form == SERIALIZED:
+            others.append(other_versions(tables.names, section, reading))
+    if not any(others) or (len(others) == 2 and others[0] == others[1]):
+        return
+    raise CkptError(
+        f"{tables.names.model} reads other versions of its modules differently, and the two"
+        " files have different versions",
+        hint="load both into the model and save them again: then they can be compared",
+        problems=[*chain(*others)],
+    )
 
 
 def _same_tensor(
@@ -242,15 +246,17 @@ def _saved_again(
     reading = read(tables, section)
     if reading.form != SERIALIZED or read(tables, other).form == SERIALIZED:
         return
-    loaded = {key for source in section_values.values() for key in ex.refs(source)}
+    loaded = set(chain.from_iterable(map(ex.refs, section_values.values())))
     for key, name in reading.match.names.items():
         source = tables.saved.get(name)
-        if key not in loaded and source is not None and other_values.keys() >= set(ex.refs(source)):
+        if key in loaded or source is None:
+            continue
+        if other_values.keys() >= set(ex.refs(source)):
             yield key, substitute(source, lambda fqn: other_values[str(fqn)])
 
 
 def _compare_computed(
-    computed: Sequence[Computed], left: Objects, right: Objects, values: Values | None
+    computed: Sequence[Computed], sides: _BothFiles, values: Values | None
 ) -> Iterator[Entry]:
     """Yield an entry for each group of keys that compute the same tensors."""
     links: dict[str, list[str]] = {}
@@ -258,16 +264,16 @@ def _compare_computed(
         for key in ex.refs(value.left):
             links.setdefault(key, []).extend(ex.refs(value.right))
     groups = components(links)
-    group_of = {key: number for number, (left_keys, _) in enumerate(groups) for key in left_keys}
-    differences: list[list[tuple[str, Entry]]] = [[] for _ in groups]
+    differences: dict[str, list[tuple[str, Entry]]] = {}
+    for left_keys, _ in groups:
+        of_group: list[tuple[str, Entry]] = []
+        differences.update(dict.fromkeys(left_keys, of_group))
     for value in computed:
         first = next(ex.refs(value.left), None)
         if first is not None:
-            differences[group_of[first]].append(
-                (value.name, _difference(value, left, right, values))
-            )
-    for (left_keys, right_keys), of_group in zip(groups, differences):
-        yield _transformed(tuple(left_keys), tuple(right_keys), of_group)
+            differences[first].append((value.name, _difference(value, sides, values)))
+    for left_keys, right_keys in groups:
+        yield _transformed(tuple(left_keys), tuple(right_keys), differences[left_keys[0]])
 
 
 def _transformed(
@@ -287,28 +293,22 @@ def _transformed(
     return Entry("transformed", left, right, cause)
 
 
-def _difference(value: Computed, left: Objects, right: Objects, values: Values | None) -> Entry:
+def _difference(value: Computed, sides: _BothFiles, values: Values | None) -> Entry:
     """Compute both sides and compare them. A value that cannot be computed is reported as not
     compared.
     """
     key = (value.name,)
-    if ex.is_opaque(value.left) or ex.is_opaque(value.right):
-        if values is None:
-            return Entry("same", key, key)
-        return Entry(
-            "value",
-            key,
-            key,
-            Cause(Code.UNREAD),
-            None,
-            "it is computed by code outside of torch operators",
-        )
-    try:
-        return compare_pair(
-            _entry(value.name, value.left, left), _entry(value.name, value.right, right), values
-        )
-    except Refused as error:
-        return Entry("value", key, key, Cause(Code.UNREAD), None, error.message)
+    reason = "it is computed by code outside of torch operators"
+    if not ex.is_opaque(value.left) and not ex.is_opaque(value.right):
+        try:
+            left = _entry(value.name, value.left, sides.left)
+            right = _entry(value.name, value.right, sides.right)
+            return compare_pair(left, right, values)
+        except Refused as error:
+            reason = error.message
+    elif values is None:
+        return Entry("same", key, key)
+    return Entry("value", key, key, Cause(Code.UNREAD), None, reason)
 
 
 def _entry(name: str, source: Expression, entries: Objects) -> TensorEntry | ExtraEntry:
@@ -319,17 +319,25 @@ def _entry(name: str, source: Expression, entries: Objects) -> TensorEntry | Ext
 
 def components(links: Mapping[str, Sequence[str]]) -> list[tuple[list[str], list[str]]]:
     """Group left names with the right names that they are linked to, so that no link leaves its
-    group.
+    group::
+
+        a -> x, y
+        b -> y        [a, b] with [x, y]
+        c -> z        [c] with [z]
     """
     groups: list[tuple[list[str], list[str]]] = []
     group_of: dict[str, tuple[list[str], list[str]]] = {}  # by right name
     for left, rights in links.items():
-        group: tuple[list[str], list[str]] = (
-            [left],
-            list(dict.fromkeys(r for r in rights if r not in group_of)),
-        )
-        for other in {id(group_of[r]): group_of[r] for r in rights if r in group_of}.values():
-            group = (other[0] + group[0], other[1] + group[1])
+        new_names: list[str] = []
+        linked = {}
+        for name in dict.fromkeys(rights):
+            if name in group_of:
+                linked[id(group_of[name])] = group_of[name]
+            else:
+                new_names.append(name)
+        group = [left], new_names
+        for other in linked.values():
+            group = other[0] + group[0], other[1] + group[1]
             groups.remove(other)
         groups.append(group)
         group_of.update(dict.fromkeys(group[1], group))

@@ -67,11 +67,8 @@ class CompareOptions:
 
         def compare(left: TensorEntry, right: TensorEntry) -> Difference | None:
             if left.dtype != right.dtype:
-                cast = Op(
-                    "aten._to_copy.default",
-                    (Ref(left.key),),
-                    (("dtype", Special("dtype", right.dtype)),),
-                )
+                dtype = Special("dtype", right.dtype)
+                cast = Op("aten._to_copy.default", (Ref(left.key),), (("dtype", dtype),))
                 left = entry_of("", cast, {left.key: left})
             with progress.part(left.nbytes + right.nbytes):
                 return difference(left, right, self.rtol, self.atol)
@@ -84,10 +81,10 @@ class CompareOptions:
         """
         if self.comparison is None:
             return nullcontext()
-        sections = [
-            section for checkpoint in checkpoints if checkpoint for section in checkpoint.sections
-        ]
-        return progress.doing("comparing values", sum(section.nbytes for section in sections))
+        nbytes = 0
+        for checkpoint in filter(None, checkpoints):
+            nbytes += sum(section.nbytes for section in checkpoint.sections)
+        return progress.doing("comparing values", nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)

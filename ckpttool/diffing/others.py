@@ -4,7 +4,8 @@ dicts, entries outside of them, ties, metadata and module versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, Unreached
 from ckpttool.core.errors import CkptError
@@ -223,11 +224,11 @@ def _compare_storages(left: Iterable[Unreached], right: Iterable[Unreached]) -> 
             yield Entry("same", (storage.path,), (same.pop(0).path,))
         else:
             alone.append(storage)
+    storage_of_no_tensor = Cause(Code.STORAGE)
     for storage in alone:
-        yield only_left(storage.path, Cause(Code.STORAGE).and_also(Cause(Code.UNEXPECTED)))
-    for storages in by_content.values():
-        for storage in storages:
-            yield only_right(storage.path, Cause(Code.STORAGE).and_also(Cause(Code.MISSING)))
+        yield only_left(storage.path, storage_of_no_tensor.and_also(Cause(Code.UNEXPECTED)))
+    for storage in chain(*by_content.values()):
+        yield only_right(storage.path, storage_of_no_tensor.and_also(Cause(Code.MISSING)))
 
 
 def _content(storage: Unreached) -> bytes | None:
@@ -270,24 +271,36 @@ def tie_notes(sides: BothSides, entries: Sequence[Entry]) -> Iterator[str]:
     if not left_first and not right_first:
         return
     right_of: dict[str, str] = {}
+    left_of: dict[str, str] = {}
     for entry in entries:
         if len(entry.left) == len(entry.right) == 1:
-            right_of[entry.left[0]] = entry.right[0]
-    left_of = {right_key: left_key for left_key, right_key in right_of.items()}
-    for side, first, counterpart, other_first, other in (
-        (FIELDS[0], left_first, right_of, right_first, sides.right),
-        (FIELDS[1], right_first, left_of, left_first, sides.left),
-    ):
-        untied = []
-        for key, first_key in first.items():
-            name, first_name = counterpart.get(key), counterpart.get(first_key)
-            if name is None or first_name is None:
-                continue
-            if other_first.get(name, name) != other_first.get(first_name, first_name):
-                untied.append(f"{key} = {first_key}")
-        if untied:
-            kind = Note if format_of(other).holds.aliases else Info
-            yield kind.about(f"tied in {side} only: {{}}", "ties", some(untied))
+            left_key, right_key = entry.left[0], entry.right[0]
+            right_of[left_key] = right_key
+            left_of[right_key] = left_key
+    yield from _tied_here(FIELDS[0], left_first, right_of, right_first, sides.right)
+    yield from _tied_here(FIELDS[1], right_first, left_of, left_first, sides.left)
+
+
+def _tied_here(
+    side: str,
+    first: Mapping[str, str],
+    counterpart: Mapping[str, str],
+    other_first: Mapping[str, str],
+    other: Checkpoint,
+) -> Iterator[str]:
+    """Yield a note on the second names of a side whose counterparts are separate tensors. `first`:
+    second name -> first name.
+    """
+    untied = []
+    for key, first_key in first.items():
+        name, first_name = counterpart.get(key), counterpart.get(first_key)
+        if name is None or first_name is None:
+            continue
+        if other_first.get(name, name) != other_first.get(first_name, first_name):
+            untied.append(f"{key} = {first_key}")
+    if untied:
+        kind = Note if format_of(other).holds.aliases else Info
+        yield kind.about(f"tied in {side} only: {{}}", "ties", some(untied))
 
 
 # Metadata and versions
@@ -326,27 +339,30 @@ def compare_versions(sides: BothSides) -> tuple[list[str], str]:
     others = other_versions_of(sides.left_section, sides.right_section)
     if not others or sides.has_program:  # programs have no versions
         return [], ""
-    left_has = sides.left_section.modules or format_of(sides.left).holds.versions
-    right_has = sides.right_section.modules or format_of(sides.right).holds.versions
-    decisive = []
-    for version in others:
-        is_unknown = version.effect is Effect.UNKNOWN and left_has and right_has
-        if version.effect is Effect.LOADING or is_unknown:
-            decisive.append(version)
     cause = "the module versions differ"
     if others[0].is_lost:
         lost = FIELDS[1] if sides.left_section.modules else FIELDS[0]
         cause = f"{lost} lost its module versions"
-    modules = some(list(map(str, others)))
+    subject, modules = f"{cause} (_metadata)", some(list(map(str, others)))
     if sides.names is not None:  # the model's own loading was compared
-        return [Info.about(f"{cause} (_metadata): {{}}", "module-versions", modules)], ""
-    if not decisive:
-        effect = "only the model's code tells if loading depends on them"
-        if all(version.effect is Effect.NOTHING for version in others):
-            effect = "loading these keys is the same"
-        words = f"{cause} (_metadata); {effect}: {{}}"
-        return [Info.about(words, "module-versions", modules)], ""
-    certain = all(version.effect is Effect.LOADING for version in decisive)
-    how = "loads" if certain else "may load"
-    words = f"{cause} (_metadata), and torch {how} these keys differently: {{}}"
-    return [Note.about(words, "module-versions", some(list(map(str, decisive))))], cause
+        return [Info.about(f"{subject}: {{}}", "module-versions", modules)], ""
+    effects = {version.effect for version in others}
+    decisive = {Effect.LOADING}
+    if _has_versions(sides.left, sides.left_section) and _has_versions(
+        sides.right, sides.right_section
+    ):
+        decisive.add(Effect.UNKNOWN)
+    if effects.isdisjoint(decisive):
+        how = "only the model's code tells if loading depends on them"
+        if effects == {Effect.NOTHING}:
+            how = "loading these keys is the same"
+        return [Info.about(f"{subject}; {how}: {{}}", "module-versions", modules)], ""
+    how = "loads" if Effect.UNKNOWN not in effects & decisive else "may load"
+    words = f"{subject}, and torch {how} these keys differently: {{}}"
+    modules = some([str(version) for version in others if version.effect in decisive])
+    return [Note.about(words, "module-versions", modules)], cause
+
+
+def _has_versions(checkpoint: Checkpoint, section: Section) -> bool:
+    """Return whether the section has module versions, or could have them."""
+    return bool(section.modules) or format_of(checkpoint).holds.versions

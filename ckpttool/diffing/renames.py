@@ -55,11 +55,10 @@ def suggestions(
     inference = infer(left_names.side, right_names.side, same)
     if not left_names.has_wrappers and not right_names.has_wrappers:
         return inference
-    left_keys, right_keys = left_names.keys, right_names.keys
-    return Inference(
-        tuple(_with_keys(pair, left_keys, right_keys) for pair in inference.pairs),
-        tuple(_with_keys(pair, left_keys, right_keys) for pair in inference.ambiguous),
-    )
+    keys = left_names.keys, right_names.keys
+    pairs = [_with_keys(pair, *keys) for pair in inference.pairs]
+    ambiguous = [_with_keys(pair, *keys) for pair in inference.ambiguous]
+    return Inference(tuple(pairs), tuple(ambiguous))
 
 
 class _BareSide(NamedTuple):
@@ -83,7 +82,6 @@ class _BareSide(NamedTuple):
 def _bare_side(checkpoint: Checkpoint, left_out: Collection[str], values: bool) -> _BareSide:
     """Return the tensors of the model's section, without the keys that are `left_out`."""
     section = model_section(checkpoint)
-    by_key = section.by_key()
     bare = canonical_in(section)
     if len(set(bare.values())) < len(bare):  # two keys differ in their wrappers only
         bare = {key: key for key in bare}
@@ -94,8 +92,11 @@ def _bare_side(checkpoint: Checkpoint, left_out: Collection[str], values: bool) 
         name = bare[entry.key]
         is_bare = name == entry.key
         tensors.append(entry if is_bare else Tensor(name, entry.dtype, entry.shape))
-    digests = Digests({bare[key]: entry for key, entry in by_key.items()}) if values else None
-    return _BareSide(Side(tensors, format_of(checkpoint).holds.order, digests), bare)
+    digests = None
+    if values:
+        digests = Digests({bare[key]: entry for key, entry in section.by_key().items()})
+    has_order = format_of(checkpoint).holds.order
+    return _BareSide(Side(tensors, has_order, digests), bare)
 
 
 def _with_keys(pair: Paired, left_keys: Mapping[str, str], right_keys: Mapping[str, str]) -> Paired:

@@ -96,9 +96,8 @@ def outlines(section: Section) -> Outlines:
 
 def names_outlines(names: Names) -> tuple[Outlines, Outlines]:
     """Return the tensors that a model saves, by key, and its runtime tensors, by FQN."""
-    return {key.key: key for key in names.serialized}, {
-        tensor.fqn: tensor for tensor in names.runtime
-    }
+    saved = {key.key: key for key in names.serialized}
+    return saved, {tensor.fqn: tensor for tensor in names.runtime}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +126,26 @@ class Entry:
 
     def why(self, sides: Sides = SIDES) -> str:
         """Return the cause in words, with the hook that is responsible."""
-        reason, hook = "" if self.cause is None else self.cause.text(sides), self.hook
-        return reason if hook is None else f"{reason}: {hook.function} ({hook.file}:{hook.line})"
+        reason = "" if self.cause is None else self.cause.text(sides)
+        if self.hook is None:
+            return reason
+        return f"{reason}: {self.hook.function} ({self.hook.file}:{self.hook.line})"
 
     def problem(self, key: str, sides: Sides = SIDES) -> Problem:
         """Return it as a problem of an error; its kind is the status."""
-        text = ": ".join(filter(None, (self.why(sides), self.detail))) or self.status
-        return Problem(text, key, self.status)
+        text = ": ".join(filter(None, (self.why(sides), self.detail)))
+        return Problem(text or self.status, key, self.status)
 
     @property
     def statuses(self) -> frozenset[str]:
         """Its status, and what else differs: the dtype, the name."""
-        if self.cause is None or self.status not in ("shape", "dtype", "value"):
-            return frozenset({self.status})
-        also = {"dtype": (Code.DTYPE,), "renamed": NAMES}
-        return frozenset(
-            {self.status, *(status for status, codes in also.items() if self.cause.has(*codes))}
-        )
+        statuses = {self.status}
+        if self.status in ("shape", "dtype", "value"):
+            if self.has(Code.DTYPE):
+                statuses.add("dtype")
+            if self.has(*NAMES):
+                statuses.add("renamed")
+        return frozenset(statuses)
 
     def is_one_of(self, kinds: frozenset[str]) -> bool:
         """Return True if all its statuses, or its code, are among these; a status is not taken for
@@ -316,10 +318,11 @@ class Diff:
         """Return everything that differs as problems of an error, what no entry shows under the
         name of the left.
         """
-        differing = filter(self.is_difference, self.entries)
-        problems = [
-            entry.problem(" -> ".join((*entry.left, *entry.right)), sides) for entry in differing
-        ]
+        problems = []
+        for entry in self.entries:
+            if self.is_difference(entry):
+                key = " -> ".join((*entry.left, *entry.right))
+                problems.append(entry.problem(key, sides))
         return problems or [Problem(self.other_failure or "different", self.left, "torch-error")]
 
     @property
@@ -327,9 +330,8 @@ class Diff:
         """Status -> number of ignored entries; None if no option accepts differences."""
         if self.accepted is None:
             return None
-        return count_of(
-            STATUSES, Counter(entry.status for entry in self.entries if entry.ignored is not None)
-        )
+        statuses = [entry.status for entry in self.entries if entry.ignored is not None]
+        return count_of(STATUSES, Counter(statuses))
 
     def to_json(self) -> dict[str, Any]:
         """Return the `diff` object of the contract."""

@@ -71,9 +71,11 @@ def _compared(
         return diff
     if model is None or right is not None or values is not None:
         raise _nothing_to_compare(left, model is not None and values is not None)
-    from ckpttool.diffing.model import load, names_alone
+    from ckpttool.diffing.model import load
 
     if left is None:
+        from ckpttool.diffing.names import names_alone
+
         diff = names_alone(model)
     elif model.optimizer is None and (left.state_dicts or len(left.optimizers) != 1):
         diff = load(model, left, options.ignore_dtype)

@@ -55,46 +55,55 @@ def group_entries(
     """Compare hyperparameters and parameters group by group; misassigned parameters have the status
     ``order``.
     """
-    home, other_home = _group_of_params(left), _group_of_params(right)
-    pairs = _paired_groups(left, right, other_home)
+    pairs = _paired_groups(left, right)
     entries: list[Entry] = []
     for index, group in enumerate(left.groups):
-        other = pairs.get(index)
-        if other is None:
-            entries.append(only_left(f"{GROUPS}.{index}", Cause(Code.GROUP_UNEXPECTED)))
+        path = f"{GROUPS}.{index}"
+        if index not in pairs:
+            entries.append(only_left(path, Cause(Code.GROUP_UNEXPECTED)))
             continue
-        entries += _option_entries(
-            (f"{GROUPS}.{index}", group.hyperparameters),
-            (f"{GROUPS}.{other}", right.groups[other].hyperparameters),
-        )
+        other = pairs[index]
+        other_options = right.groups[other].hyperparameters
+        entries += _option_entries(path, group.hyperparameters, f"{GROUPS}.{other}", other_options)
     paired = set(pairs.values())
     for index in range(len(right.groups)):
         if index not in paired:
             entries.append(only_right(f"{GROUPS}.{index}", Cause(Code.GROUP_MISSING)))
-
-    # Every parameter: in the same group on both sides, at another place, or on one side only.
-    details = {} if misassigned is None else misassigned.details
-    for param, index in home.items():
-        key = f"{GROUPS}.{index}.{PARAMS}.{param}"
-        if param not in other_home:
-            entries.append(only_left(key, Cause(Code.PARAM_UNEXPECTED, (index,))))
-            continue
-        other = other_home[param]
-        keys = (key,), (f"{GROUPS}.{other}.{PARAMS}.{param}",)
-        if misassigned is not None and param in details:
-            entries.append(Entry("order", *keys, misassigned.cause, None, details[param]))
-        elif pairs.get(index) == other:
-            entries.append(Entry("same", *keys))
-        else:
-            entries.append(Entry("renamed", *keys, Cause(Code.OTHER_GROUP, (index, other))))
-    for param, other in other_home.items():
-        if param not in home:
-            key = f"{GROUPS}.{other}.{PARAMS}.{param}"
-            entries.append(only_right(key, Cause(Code.PARAM_MISSING, (other,))))
+    entries += _param_entries(left, right, pairs, misassigned)
     return entries
 
 
-def _group_of_params(state: OptimizerState) -> dict[Param, int]:
+def _param_entries(
+    left: OptimizerState,
+    right: OptimizerState,
+    pairs: Mapping[int, int],
+    misassigned: Misassigned | None,
+) -> Iterator[Entry]:
+    """Yield an entry for every parameter: in the same group on both sides, at another place, or on
+    one side only.
+    """
+    group_of, other_group_of = group_of_params(left), group_of_params(right)
+    details = {} if misassigned is None else misassigned.details
+    for param, group in group_of.items():
+        key = f"{GROUPS}.{group}.{PARAMS}.{param}"
+        if param not in other_group_of:
+            yield only_left(key, Cause(Code.PARAM_UNEXPECTED, (group,)))
+            continue
+        other = other_group_of[param]
+        keys = (key,), (f"{GROUPS}.{other}.{PARAMS}.{param}",)
+        if misassigned is not None and param in details:
+            yield Entry("order", *keys, misassigned.cause, None, details[param])
+        elif pairs.get(group) == other:
+            yield Entry("same", *keys)
+        else:
+            yield Entry("renamed", *keys, Cause(Code.OTHER_GROUP, (group, other)))
+    for param, other in other_group_of.items():
+        if param not in group_of:
+            key = f"{GROUPS}.{other}.{PARAMS}.{param}"
+            yield only_right(key, Cause(Code.PARAM_MISSING, (other,)))
+
+
+def group_of_params(state: OptimizerState) -> dict[Param, int]:
     """Return the number of each parameter's group."""
     home = {}
     for index, group in enumerate(state.groups):
@@ -103,40 +112,38 @@ def _group_of_params(state: OptimizerState) -> dict[Param, int]:
 
 
 def _option_entries(
-    left: tuple[str, Mapping[str, Any]], right: tuple[str, Mapping[str, Any]]
+    path: str, options: Mapping[str, Any], other_path: str, other_options: Mapping[str, Any]
 ) -> Iterator[Entry]:
     """Compare the hyperparameters of two groups, each with the path of its group."""
-    (left_path, left_options), (right_path, right_options) = left, right
-    differing = different(left_options, right_options)
-    for name in dict.fromkeys((*left_options, *right_options)):
-        key, other_key = f"{left_path}.{name}", f"{right_path}.{name}"
+    differing = different(options, other_options)
+    for name in dict.fromkeys((*options, *other_options)):
+        key, other_key = f"{path}.{name}", f"{other_path}.{name}"
         if name not in differing:
             yield Entry("same", (key,), (other_key,))
-        elif name not in right_options:
+        elif name not in other_options:
             yield only_left(key, Cause(Code.OPTION_UNEXPECTED, (name,)))
-        elif name not in left_options:
+        elif name not in options:
             yield only_right(other_key, Cause(Code.OPTION_MISSING, (name,)))
         else:
             detail = "{} instead of {}".format(*differing[name])
             yield Entry("value", (key,), (other_key,), Cause(Code.OPTION), None, detail)
 
 
-def _paired_groups(
-    left: OptimizerState, right: OptimizerState, home: Mapping[Param, int]
-) -> dict[int, int]:
-    """Pair the groups that share most parameters, and the rest by position. `home`: the group of
-    right's parameters.
+def _paired_groups(left: OptimizerState, right: OptimizerState) -> dict[int, int]:
+    """Pair the groups that share most parameters, and the rest by position.
 
     One group that is split keeps its position.
     """
     taken: set[int] = set()
     pairs: dict[int, int] = {}
-    for index, group in enumerate(left.groups if len(left.groups) > 1 else ()):
-        shared = Counter(home[param] for param in group.params if param in home)
-        best = next((other for other, _ in shared.most_common() if other not in taken), None)
-        if best is not None:
-            pairs[index] = best
-            taken.add(best)
+    if len(left.groups) > 1:
+        group_of = group_of_params(right)
+        for index, group in enumerate(left.groups):
+            shared = Counter(group_of[param] for param in group.params if param in group_of)
+            others = [other for other, _ in shared.most_common() if other not in taken]
+            if others:
+                pairs[index] = others[0]
+                taken.add(others[0])
     for index in range(min(len(left.groups), len(right.groups))):
         if index not in pairs and index not in taken:
             pairs[index] = index
@@ -183,12 +190,13 @@ def state_entries(
 
 def _compare_parts(left: _StateValue, right: _StateValue, values: Values | None) -> Entry:
     keys = (left.key,), (right.key,)
-    if isinstance(left.value, _ENTRIES) and isinstance(right.value, _ENTRIES):
-        entry = compare_pair(left.value, right.value, values)
+    value, other = left.value, right.value
+    if isinstance(value, _ENTRIES) and isinstance(other, _ENTRIES):
+        entry = compare_pair(value, other, values)
         return replace(entry, left=keys[0], right=keys[1])
-    if isinstance(left.value, TensorEntry) or isinstance(right.value, TensorEntry):
+    if isinstance(value, TensorEntry) or isinstance(other, TensorEntry):
         return Entry("dtype", *keys, Cause(Code.PYTHON_VALUE))
-    if same_option(left.value, right.value):
+    if same_option(value, other):
         return Entry("same", *keys)
     return Entry("value", *keys, Cause(Code.OTHER_VALUE))
 
@@ -199,26 +207,34 @@ def _lacking(
     """Return why `state` does not have the value."""
     if value.param is None:
         return Cause(loose)
-    return Cause(no_value, (value.name,)) if state.state.get(value.param) else Cause(no_state)
+    if state.state.get(value.param):
+        return Cause(no_value, (value.name,))
+    return Cause(no_state)
 
 
 def _flat(state: OptimizerState) -> dict[_Path, _StateValue]:
     """Return every part of the state by its path. Names may hold dots, so keys are made unique."""
-    roots: list[tuple[Param | None, _Path, Any]] = []
-    for param, param_state in state.state.items():
-        for name, value in param_state.items():
-            roots.append((param, (STATE, param, name), value))
-    roots += [(None, (STATE, name), value) for name, value in state.loose.items()]
-    roots += [(None, (name,), value) for name, value in state.rest.items()]
     flat: dict[_Path, _StateValue] = {}
     taken: set[str] = set()
-    for owner, root, whole in roots:
+    for param, root, whole in _roots(state):
         for path, value in _parts(whole, root):
             words = list(map(str, path))
             key = free(".".join(words), taken)
             taken.add(key)
-            flat[path] = _StateValue(key, owner, ".".join(words[len(root) - 1 :]), value)
+            name = ".".join(words[len(root) - 1 :])
+            flat[path] = _StateValue(key, param, name, value)
     return flat
+
+
+def _roots(state: OptimizerState) -> Iterator[tuple[Param | None, _Path, Any]]:
+    """Yield each value of the state with its parameter, if it belongs to one, and its path."""
+    for param, slots in state.state.items():
+        for name, value in slots.items():
+            yield param, (STATE, param, name), value
+    for name, value in state.loose.items():
+        yield None, (STATE, name), value
+    for name, value in state.rest.items():
+        yield None, (name,), value
 
 
 def _parts(value: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
@@ -334,17 +350,17 @@ def compare_optimizers(
     forms = left_side.saved.form, right_side.saved.form
     same_order = same_key_order(left.models, right.models)
     misassigned, by_id = None, False
-    if forms == (ID, ID) and not (left_side.is_named and right_side.is_named):
-        left_side, right_side = left_side.as_saved, right_side.as_saved
+    if forms == (ID, ID):
+        has_names = left_side.is_named and right_side.is_named
+        if not has_names:
+            left_side, right_side = left_side.as_saved, right_side.as_saved
+        by_file = has_names and left_side.is_named_by_file and right_side.is_named_by_file
         # of models that were registered in different orders no id is known to be the same parameter
-        if same_order is False:
-            misassigned = _all_misassigned(left_side, Cause(Code.KEY_ORDER))
-        by_id = misassigned is None
-    elif forms == (ID, ID):
-        by_file = left_side.is_named_by_file and right_side.is_named_by_file
         if same_order is False and not by_file:
             misassigned = _all_misassigned(left_side, Cause(Code.KEY_ORDER))
-        misassigned = misassigned or _at_other_positions(left_side.state, right_side.state)
+        elif has_names:
+            misassigned = _at_other_positions(left_side.state, right_side.state)
+        by_id = not has_names and misassigned is None
     if left_side.is_named != right_side.is_named:
         left_side, right_side = left_side.by_position, right_side.by_position
         notes.append(Info("parameters are compared by position in the param groups", "compared-by"))
@@ -401,9 +417,11 @@ def is_named(saved: SavedOptimizer) -> bool:
 def refusal(error: Refused, side: str) -> Note:
     """Return a refusal as a note; its message begins with the name of the `side`."""
     words = error.message.removeprefix(side)
-    start = f"{{{side}}}" if words != error.message else ""
-    more = f": {error.problems[0]}" if error.problems else f" ({error.hint})"
-    return Note.about(f"{start}{{}}{{}}", "optimizer-names", words, more)
+    more = f" ({error.hint})"
+    if error.problems:
+        more = f": {error.problems[0]}"
+    field = f"{{{side}}}" if words != error.message else ""
+    return Note.about(f"{field}{{}}{{}}", "optimizer-names", words, more)
 
 
 def rests_on(param_map: ParamMap, side: str) -> Info:
@@ -431,9 +449,9 @@ def _all_misassigned(side: _SavedSide, cause: Cause) -> Misassigned:
 
 def _doubted(side: _SavedSide, notes: list[str], name: str) -> Misassigned | None:
     """Return all parameters if something in the file contradicts their names."""
-    doubt = None if side.owners is None else side.owners.doubt
-    if doubt is None:
+    if side.owners is None or side.owners.doubt is None:
         return None
+    doubt = side.owners.doubt
     text = f"{doubt.message}: {doubt.problems[0]} ({doubt.hint})"
     notes.append(Note.about(f"{{{name}}}: {{}}", "doubtful-ids", text))
     return _all_misassigned(side, Cause(Code.DOUBT, (doubt.message,)))

@@ -39,7 +39,8 @@ class Scaled:
         if not self.left and not self.right:
             return tuple(entries)
         result: list[Entry] = []
-        dtypes = _dtypes(self.sides.left_section), _dtypes(self.sides.right_section)
+        left_dtypes = _dtypes(self.sides.left_section)
+        right_dtypes = _dtypes(self.sides.right_section)
         for entry in entries:
             left, right = _of(self.left, entry.left), _of(self.right, entry.right)
             if left is None and right is None:
@@ -49,15 +50,12 @@ class Scaled:
             elif entry.status == "missing" and right is not None:
                 result += [only_right(key) for key in right.keys]
             else:
-                schemes = (
-                    _scheme(left, dtypes[0], entry.left),
-                    _scheme(right, dtypes[1], entry.right),
-                )
-                keys = (
-                    entry.left if left is None else left.keys,
-                    entry.right if right is None else right.keys,
-                )
-                result.append(_of_pair(entry, schemes, keys))
+                left_scheme = _scheme(left, left_dtypes, entry.left)
+                right_scheme = _scheme(right, right_dtypes, entry.right)
+                entry = _of_pair(entry, left_scheme, right_scheme)
+                left_keys = entry.left if left is None else left.keys
+                right_keys = entry.right if right is None else right.keys
+                result.append(replace(entry, left=left_keys, right=right_keys))
         return tuple(result)
 
 
@@ -67,12 +65,14 @@ def through_scales(sides: BothSides, values: Values | None) -> Scaled:
     """
     if values is None:
         return Scaled(sides)
-    left, right = _by_plain_key(sides.left_section), _by_plain_key(sides.right_section)
-    left_only, right_only = _unlike(left, right), _unlike(right, left)
+    left, right = sides.left_section, sides.right_section
+    left_weights, right_weights = _by_plain_key(left), _by_plain_key(right)
+    left_only = _unlike(left_weights, right_weights)
+    right_only = _unlike(right_weights, left_weights)
     if not left_only and not right_only:
         return Scaled(sides)
-    left_section, left_plain = _plain(sides.left_section, left_only, sides.right_section)
-    right_section, right_plain = _plain(sides.right_section, right_only, sides.left_section)
+    left_section, left_plain = _plain(left, left_only, right)
+    right_section, right_plain = _plain(right, right_only, left)
     sides = replace(sides, left_section=left_section, right_section=right_section)
     return Scaled(sides, left_plain, right_plain)
 
@@ -141,24 +141,22 @@ def _scheme(
     """Return the scheme of a weight, or the dtype of one that is not quantized."""
     if weight is not None:
         return weight.scheme
-    return dtypes.get(keys[0], "another kind") if keys else "another kind"
+    if not keys:
+        return "another kind"
+    return dtypes.get(keys[0], "another kind")
 
 
 def _dtypes(section: Section) -> dict[str, str]:
     return {entry.key: entry.dtype for entry in section.tensors}
 
 
-def _of_pair(
-    entry: Entry, schemes: tuple[str, str], keys: tuple[tuple[str, ...], tuple[str, ...]]
-) -> Entry:
-    """Return the entry of a weight that both sides have, in different schemes, under all keys of
-    its parts.
-    """
+def _of_pair(entry: Entry, left_scheme: str, right_scheme: str) -> Entry:
+    """Return the entry of a weight that both sides have, in different schemes."""
     is_same = entry.status in ("same", "dtype", "renamed")
     if not is_same and entry.status != "value":  # the values were not compared
-        return replace(entry, left=keys[0], right=keys[1])
-    cause = Cause(Code.SCALED if is_same else Code.SCALED_VALUE, schemes)
-    if entry.cause is not None and entry.status != "dtype":
+        return entry
+    code = Code.SCALED if is_same else Code.SCALED_VALUE
+    cause = Cause(code, (left_scheme, right_scheme))
+    if entry.status != "dtype":
         cause = cause.and_also(entry.cause)
-    status = "dtype" if is_same else entry.status
-    return replace(entry, status=status, left=keys[0], right=keys[1], cause=cause)
+    return replace(entry, status="dtype" if is_same else "value", cause=cause)

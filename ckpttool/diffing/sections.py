@@ -42,10 +42,12 @@ def compare(left: Section, right: Section, values: Values | None = None) -> tupl
     """
     left_entries, right_entries = left.by_key(), right.by_key()
     entries: list[Entry] = []
+    only_in_left = []
     for key, entry in left_entries.items():
         if key in right_entries:
             entries.append(compare_pair(entry, right_entries[key], values))
-    only_in_left = [key for key in left_entries if key not in right_entries]
+        else:
+            only_in_left.append(key)
     only_in_right = [key for key in right_entries if key not in left_entries]
     if not only_in_left and not only_in_right:
         return tuple(entries)
@@ -151,10 +153,9 @@ def shape_or_dtype(
         split = _split(left, shape, Code.SPLIT_LEFT, *keys)
         if split is not None:
             return split
-        cause = Cause(Code.PLACEHOLDER if is_placeholder(left) else Code.SHAPE)
-        return Entry(
-            "shape", keys[0], keys[1], cause, None, f"{list(left.shape)} instead of {list(shape)}"
-        )
+        code = Code.PLACEHOLDER if is_placeholder(left) else Code.SHAPE
+        detail = f"{list(left.shape)} instead of {list(shape)}"
+        return Entry("shape", keys[0], keys[1], Cause(code), None, detail)
     if left.dtype != dtype:
         return Entry("dtype", keys[0], keys[1], Cause(Code.DTYPE, (left.dtype, dtype)))
     return None
@@ -205,35 +206,43 @@ def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None)
     everything else.
     """
     keys = (left.key,), (right.key,)
+    unlike = _compare_inside(left, right, values)
+    if unlike is not None:
+        return unlike
+    if values is None:
+        return Entry("extra_state", *keys, Cause(Code.OBJECT_UNREAD))
+    if same_objects(left, right):
+        return Entry("same", *keys)
+    return Entry("value", *keys, Cause(Code.OBJECT_VALUE))
+
+
+def _compare_inside(left: ExtraEntry, right: ExtraEntry, values: Values | None) -> Entry | None:
+    """Return how the tensors inside two objects differ: the first that differs in more than its
+    dtype, else the first with another dtype. Loading converts no tensors inside objects.
+    """
+    keys = (left.key,), (right.key,)
     left_parts = {part.key: part for part in left.tensors}
     right_parts = {part.key: part for part in right.tensors}
     other_dtype = None
     for key in {**left_parts, **right_parts}:
         path = f"{left.key}.{key}"
         if key not in left_parts or key not in right_parts:
-            detail = f"{path}: only in {'left' if key in left_parts else 'right'}"
+            side = "left" if key in left_parts else "right"
+            detail = f"{path}: only in {side}"
             return Entry("shape", *keys, Cause(Code.OBJECT_TENSORS), None, detail)
         part, other = left_parts[key], right_parts[key]
-        # loading converts no tensors inside objects
         entry = compare_pair(part, other, values if part.dtype == other.dtype else None)
         if entry.cause is None:
             continue
-        cause = Cause(Code.OBJECT_TENSOR).and_also(entry.cause)
+        status, cause = entry.status, Cause(Code.OBJECT_TENSOR).and_also(entry.cause)
         detail = f"{path}: {entry.detail}" if entry.detail else path
-        if entry.status != "dtype":
-            return Entry(entry.status, *keys, cause, None, detail)
-        if other_dtype is None and values is None:
-            other_dtype = Entry("dtype", *keys, cause, None, detail)
-        elif other_dtype is None:
-            cause = cause.and_also(Cause(Code.UNREAD))
-            other_dtype = Entry("value", *keys, cause, None, detail)
-    if other_dtype is not None:
-        return other_dtype
-    if values is None:
-        return Entry("extra_state", *keys, Cause(Code.OBJECT_UNREAD))
-    if same_objects(left, right):
-        return Entry("same", *keys)
-    return Entry("value", *keys, Cause(Code.OBJECT_VALUE))
+        if status != "dtype":
+            return Entry(status, *keys, cause, None, detail)
+        if values is not None:
+            status, cause = "value", cause.and_also(Cause(Code.UNREAD))
+        if other_dtype is None:
+            other_dtype = Entry(status, *keys, cause, None, detail)
+    return other_dtype
 
 
 def renamed(
@@ -260,17 +269,15 @@ def without_dtypes(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     """Return the entries if dtypes do not count: a tensor with another dtype and another name is
     only renamed.
     """
-    return tuple(_only_renamed(entry) if entry.status == "dtype" else entry for entry in entries)
+    return tuple(map(_only_renamed, entries))
 
 
 def _only_renamed(entry: Entry) -> Entry:
-    if entry.cause is None or entry.statuses != {"dtype", "renamed"}:
+    if entry.status != "dtype" or entry.cause is None or not entry.has(*NAMES):
         return entry
     of_name = next(cause for cause in entry.cause.also if cause.code in NAMES)
-    others = [
-        replace(entry.cause, also=()),
-        *(cause for cause in entry.cause.also if cause is not of_name),
-    ]
+    others = [replace(entry.cause, also=())]
+    others += [cause for cause in entry.cause.also if cause is not of_name]
     return replace(entry, status="renamed", cause=of_name.and_also(*others))
 
 
@@ -293,8 +300,8 @@ def leftover(
         all_names = names.get(first.get(key, key), ())
         others = [name for name in all_names if name in other_keys]
         if others:
-            cause = Cause(Code.SECOND_NAME)
-            entry = Entry("alias", entry.left, entry.right, cause, None, f"same as {min(others)}")
+            detail = f"same as {min(others)}"
+            entry = Entry("alias", entry.left, entry.right, Cause(Code.SECOND_NAME), None, detail)
         entries.append(entry)
     return entries
 
@@ -322,14 +329,15 @@ def parts(keys: Collection[str]) -> dict[str, tuple[str, str]]:
         segments = key.split(".")
         if _PARAMETRIZED in segments[:-2]:
             at = segments.index(_PARAMETRIZED)
-            parameters[key] = ".".join((*segments[:at], segments[at + 1])), "a parametrization"
+            parameter = ".".join((*segments[:at], segments[at + 1]))
+            parameters[key] = parameter, "a parametrization"
         for needed, optional, how in _SUFFIXES:
             name = key.removesuffix(needed[0])
-            if name != key and all(name + suffix in keys for suffix in needed):
-                present = [
-                    name + suffix for suffix in (*needed, *optional) if name + suffix in keys
-                ]
-                parameters.update(dict.fromkeys(present, (name, how)))
+            if name == key or not all(name + suffix in keys for suffix in needed):
+                continue
+            for suffix in (*needed, *optional):
+                if name + suffix in keys:
+                    parameters[name + suffix] = name, how
     return parameters
 
 
@@ -337,16 +345,22 @@ def explain_computed(entries: Sequence[Entry]) -> tuple[Entry, ...]:
     """Return the entries; parts and parameters without a counterpart say that one is computed from
     the other.
     """
-    left, right = _only(entries, "unexpected"), _only(entries, "missing")
-    causes = {}
-    for side, other in ((left, right), (right, left)):
+    unexpected, missing = _only(entries, "unexpected"), _only(entries, "missing")
+    codes: dict[str, Cause] = {}  # by the only key of an entry
+    for side, other in ((unexpected, missing), (missing, unexpected)):
         for part, (name, how) in parts(side).items():
             if name in other:
-                causes[id(side[part])] = Cause(Code.PART, (how,))
-                causes[id(other[name])] = Cause(Code.COMPUTED_FROM, (how,))
-    if not causes:
+                codes[part] = Cause(Code.PART, (how,))
+                codes[name] = Cause(Code.COMPUTED_FROM, (how,))
+    if not codes:
         return tuple(entries)
-    return tuple(replace(entry, cause=causes.get(id(entry), entry.cause)) for entry in entries)
+    explained = []
+    for entry in entries:
+        if entry.status in ("unexpected", "missing"):
+            key = (entry.left or entry.right)[0]
+            entry = replace(entry, cause=codes.get(key, entry.cause))
+        explained.append(entry)
+    return tuple(explained)
 
 
 def explain_quantized(
@@ -378,19 +392,21 @@ def explain_quantized(
 
 def _of_quantized(entry: Entry, schemes: Sequence[str | None], *, reads_values: bool) -> Entry:
     """Return the entry of keys that have these schemes, None for those that are not quantized."""
-    scheme = next((title for title in schemes if title is not None), None)
-    if scheme is None or entry.cause is None or entry.has(Code.SCALED, Code.SCALED_VALUE):
+    titles = [scheme for scheme in schemes if scheme is not None]
+    if not titles or entry.cause is None or entry.has(Code.SCALED, Code.SCALED_VALUE):
         return entry
-    cause = Cause(Code.QUANTIZED, (scheme,))
+    cause = Cause(Code.QUANTIZED, (titles[0],))
     if entry.status == "value" and len(set(schemes)) > 1:
-        # these numbers are not values
-        return Entry("value", entry.left, entry.right, cause.and_also(Cause(Code.UNREAD)))
+        cause = cause.and_also(Cause(Code.UNREAD))  # these numbers are not values
+        return Entry("value", entry.left, entry.right, cause)
     if entry.status not in ("dtype", "shape", "missing", "unexpected"):
         return entry
-    if entry.status == "dtype" and None in schemes:
-        cause = cause.and_also(entry.cause, Cause(Code.UNREAD) if reads_values else None)
-        return replace(entry, status="value", cause=cause)
-    return replace(entry, cause=cause.and_also(entry.cause))
+    cause = cause.and_also(entry.cause)
+    if entry.status != "dtype" or None not in schemes:
+        return replace(entry, cause=cause)
+    if reads_values:
+        cause = cause.and_also(Cause(Code.UNREAD))
+    return replace(entry, status="value", cause=cause)
 
 
 def _schemes(section: Section) -> dict[str, str]:
@@ -424,14 +440,15 @@ def unpairable(entries: Sequence[Entry]) -> tuple[set[str], set[str]]:
     """Return the keys of each side that cannot be renamed keys of the other: parts, if the other
     side has none.
     """
-    sides = [_only(entries, status) for status in ("unexpected", "missing")]
+    unexpected, missing = _only(entries, "unexpected"), _only(entries, "missing")
     computed: set[str] = set()
-    for side in sides:
-        for key, entry in side.items():
-            if entry.cause and entry.cause.code in (Code.PART, Code.COMPUTED_FROM):
-                computed.add(key)
-    left, right = (set(parts(side)) for side in sides)
-    return computed | (left if not right else set()), computed | (right if not left else set())
+    for key, entry in chain(unexpected.items(), missing.items()):
+        if entry.has(Code.PART, Code.COMPUTED_FROM):
+            computed.add(key)
+    left_parts, right_parts = set(parts(unexpected)), set(parts(missing))
+    if left_parts and right_parts:
+        return computed, computed
+    return computed | left_parts, computed | right_parts
 
 
 def _only(entries: Iterable[Entry], status: str) -> dict[str, Entry]:
@@ -504,33 +521,41 @@ def adapter_notes(
     if (adapters[0] is None) == (adapters[1] is None):
         return ()
     adapted, base = (1, 0) if adapters[0] is None else (0, 1)
-    adapter, side, other = adapters[adapted], sides[adapted], sides[base]
+    adapter, other = adapters[adapted], sides[base]
     assert adapter is not None
     lost = missing_modules(adapter, keys[base])
-    count = plural(len(adapter.modules), "module")
-    touched = f"{len(adapter.modules) - len(lost) if lost else 'all'} of them are in {other}"
-    if adapter.alone:
-        note = f"{side} is {{}} for {count}, {touched}; it does not have the weights of the model"
-    else:
-        note = f"{side} has {{}} next to {count}, {touched}"
-    if not adapter.alone and side == sides[0]:
-        note += "; without it the weights are not the trained ones"
-        if adapter.by_peft:
-            note += (
-                ": load the state dict into get_peft_model(MODEL, config), and save the"
-                " state_dict() of what its merge_and_unload() returns"
-            )
-    notes = [Note.about(note, "adapter", adapter.title)]
-    if lost:
-        words = f"{plural(len(lost), 'adapted module')} not in {other}: {{}}"
-        notes.append(Note.about(words, "adapter", some(lost)))
     wrong: list[str] = []
     if sections is not None:
         wrong = misfits(adapter, _plain_shapes(sections[adapted]), _plain_shapes(sections[base]))
-    if wrong:
-        words = f"{plural(len(wrong), 'adapted module')} of another shape in {other}: {{}}"
-        notes.append(Note.about(words, "adapter", some(wrong)))
+    notes = [
+        Note.about(_about_adapter(adapter, sides, adapted, len(lost)), "adapter", adapter.title)
+    ]
+    for modules, problem in ((lost, "not"), (wrong, "of another shape")):
+        if modules:
+            words = f"{plural(len(modules), 'adapted module')} {problem} in {other}: {{}}"
+            notes.append(Note.about(words, "adapter", some(modules)))
     return tuple(notes)
+
+
+def _about_adapter(adapter: Adapter, sides: Sides, adapted: int, lost: int) -> str:
+    """Return the words on the adapter of one side, with a field for its title; the other side does
+    not have `lost` of its modules.
+    """
+    side, other = sides[adapted], sides[1 - adapted]
+    total = len(adapter.modules)
+    present = str(total - lost) if lost else "all"
+    count, touched = plural(total, "module"), f"{present} of them are in {other}"
+    if adapter.alone:
+        return f"{side} is {{}} for {count}, {touched}; it does not have the weights of the model"
+    words = f"{side} has {{}} next to {count}, {touched}"
+    if adapted == 0:
+        words += "; without it the weights are not the trained ones"
+        if adapter.by_peft:
+            words += (
+                ": load the state dict into get_peft_model(MODEL, config), and save the"
+                " state_dict() of what its merge_and_unload() returns"
+            )
+    return words
 
 
 def _plain_shapes(section: Section) -> dict[str, tuple[int, ...]]:

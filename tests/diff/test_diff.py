@@ -29,8 +29,7 @@ from ckpttool.core.checkpoint import (
     contiguous_stride,
 )
 from ckpttool.diffing.loading import compare_load
-from ckpttool.diffing.model import names_alone
-from ckpttool.diffing.names import compare_names
+from ckpttool.diffing.names import compare_names, names_alone
 from ckpttool.diffing.one_model import compare_through
 from ckpttool.diffing.result import STATUSES, Entry
 from ckpttool.diffing.sections import compare

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import optimizer_models as models
 from ckpttool import open_checkpoint
-from ckpttool.diffing.optimizer import compare_with_optimizer
+from ckpttool.diffing.optimizer_load import compare_with_optimizer
 from ckpttool.diffing.result import HARMLESS, Entry
 from ckpttool.diffing.saved_optimizers import SavedOptimizer, compare_optimizers
 from ckpttool.evaluate.compare import difference

@@ -21,11 +21,8 @@ from ckpttool.core.optimizer_state import (
     Param,
     ParamGroup,
 )
-from ckpttool.diffing.optimizer import (
-    OptimizerFit,
-    compare_with_optimizer,
-    in_model_order,
-)
+from ckpttool.diffing.optimizer import in_model_order
+from ckpttool.diffing.optimizer_load import OptimizerFit, compare_with_optimizer
 from ckpttool.diffing.result import HARMLESS, Remedy
 from ckpttool.diffing.saved_optimizers import SavedOptimizer
 from ckpttool.optimizers.forms import write
