@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.text import dotted
 from ckpttool.diffing.result import Diff
-from ckpttool.fixes.trial import DiffQuestion, model_path
+from ckpttool.fixes.question import DiffQuestion, model_path
 from ckpttool.formats.registry import format_of
 from ckpttool.naming.convert import ModelForm, read
 from ckpttool.naming.match import NameTables
@@ -50,8 +50,11 @@ def own_keys(left: Checkpoint, options: RemapOptions) -> Iterator[RemapOptions]:
     """Yield `options` with the keys that the model saves, for all state dicts, or else for the one
     in question.
     """
-    path = model_path(left) if len(left.state_dicts) > 1 else None
-    for sections in (None, path) if path else (None,):
+    choices: list[str | None] = [None]
+    if len(left.state_dicts) > 1:
+        path = model_path(left)
+        choices += [path] if path else []
+    for sections in choices:
         yield replace(options, to="serialized", sections=sections)
         if options.model is not None:
             yield replace(options, to="serialized", sections=sections, from_="runtime")
@@ -60,30 +63,48 @@ def own_keys(left: Checkpoint, options: RemapOptions) -> Iterator[RemapOptions]:
 def to_compare(question: DiffQuestion) -> Iterator[Candidate]:
     """Yield remaps for a checkpoint that should have the keys of another one."""
     (left, right), diff = question.two, question.diff
-    base: list[RemapOptions] = []
-    if question.model is not None:
-        section = model_section(right)
-        form = read(NameTables(question.model.names()), section).form
-        if as_read(question.model, section, right.source).pretrained:
-            form = str(ModelForm.PRETRAINED)
-        for to in dict.fromkeys((form, "serialized", "runtime", "exported")):
-            base.append(RemapOptions(**question.model_options, to=to))
-    # --like is refused if no name is common. If all common names are equal, it changes nothing, and
-    # these formats would be written the same again, except for module versions that left lost.
-    same_names = [entry.left == entry.right for entry in diff.entries if entry.left and entry.right]
+    forms = [RemapOptions(**question.model_options, to=to) for to in _forms_of(question)]
+    like = RemapOptions(like=right if right.in_memory else right.source)
+    options_of_names = [*forms, like]
+    if forms or _may_change_names(question):
+        for options in options_of_names:
+            yield options.to or "renamed", options
+        options_of_names.append(RemapOptions())
+    yield from _without_second_names(left, diff, *options_of_names)
+    for prefixes in list(question.prefixes):
+        yield from _select(left, prefixes, like)
+    yield from _inferred_renames(question)
+
+
+def _forms_of(question: DiffQuestion) -> list[str]:
+    """Return the form of right's names if a model is named, and all other forms."""
+    if question.model is None:
+        return []
+    right = question.two[1]
+    section = model_section(right)
+    form = read(NameTables(question.model.names()), section).form
+    if as_read(question.model, section, right.source).pretrained:
+        form = str(ModelForm.PRETRAINED)
+    return list(dict.fromkeys((form, "serialized", "runtime", "exported")))
+
+
+def _may_change_names(question: DiffQuestion) -> bool:
+    """Return whether ``--like`` may change something.
+
+    It is refused if no name is common. If all common names are equal, it changes nothing, and a
+    format that is written the same again stays as it is, except for module versions that left lost.
+    """
+    left, right = question.two
+    same_names = []
+    for entry in question.diff.entries:
+        if entry.left and entry.right:
+            same_names.append(entry.left == entry.right)
+    if not same_names:
+        return False
     lost_versions = not model_section(left).modules and bool(model_section(right).modules)
     kind = format_of(left)
     is_kept = kind.sharded or (bool(kind.endings) and not kind.folder)
-    no_change = is_kept and all(same_names) and not lost_versions
-    is_idle = not base and (no_change or not same_names)
-    base.append(RemapOptions(like=right if right.in_memory else right.source))
-    for options in () if is_idle else base:
-        yield options.to or "renamed", options
-    without_other = [] if is_idle else [RemapOptions()]
-    yield from _without_second_names(left, diff, *base, *without_other)
-    for prefixes in list(question.prefixes):
-        yield from _select(left, prefixes, base[-1])
-    yield from _inferred_renames(question)
+    return lost_versions or not is_kept or not all(same_names)
 
 
 def _inferred_renames(question: DiffQuestion) -> Iterator[Candidate]:
@@ -113,10 +134,11 @@ def _without_second_names(
         keys.update(section.keys)
         paths.update(dotted(section.path, key) for key in section.keys)
     kept = keys.difference(extra)
-    texts = drops(extra, {*kept, *(paths - dropped), *source.others}) if kept else None
-    if texts:
-        for remap in options:
-            yield remap.to or "without", replace(remap, drop=texts)
+    if not kept:
+        return
+    texts = drops(extra, {*kept, *(paths - dropped), *source.others})
+    for remap in options if texts else ():
+        yield remap.to or "without", replace(remap, drop=texts)
 
 
 def _select(source: Checkpoint, prefixes: list[str], options: RemapOptions) -> Iterator[Candidate]:

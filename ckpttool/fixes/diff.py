@@ -102,15 +102,15 @@ def _diff(
     only_other_entries = options.whole and not any(map(diff.is_difference, diff.entries))
     names = {kind.name for kind in diff.kinds.get("left", ())}
     if diff.identical and second is None and not names.isdisjoint(PACKED):
+        from ckpttool.fixes.question import DiffQuestion
         from ckpttool.fixes.suggest import unpacked
-        from ckpttool.fixes.trial import DiffQuestion
 
         return unpacked(DiffQuestion(first, None, options, model, diff))
     if diff.identical or only_other_entries:  # nothing to fix
         return diff
     # a third of the program, which the cases above need not load
+    from ckpttool.fixes.question import DiffQuestion
     from ckpttool.fixes.suggest import answered
-    from ckpttool.fixes.trial import DiffQuestion
 
     return answered(
         DiffQuestion(first, second, options, model, diff, opened=(opened[0], opened[1])),

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.core.codes import CODES
-from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.options import (
     EditOptions,
     FixOptions,
@@ -72,19 +72,19 @@ def fix(
     if chosen.model is None:
         raise CkptError("a fix is for a model", hint="pass --model MODEL")
     diff_options = DiffOptions(
-        **{name: getattr(chosen, name) for name in ("model", "materialize", "optimizer")}
+        model=chosen.model, materialize=chosen.materialize, optimizer=chosen.optimizer
     )
     model = operand_of(diff_options)
     assert model is not None
     answer = diff_with_fixes(ckpt, None, diff_options, model=model)
     written = _fields_of(EditOptions, chosen)
-    has_fix = any(fix.options is not None for fix in answer.fix)
-    kinds = {kind.name for kind in answer.kinds.get("left", ())}
-    if answer.identical and not has_fix and parts.NAME in kinds:  # no format has a place for them
-        request = RemapOptions(model=chosen.model, to="serialized", **written)
-        return replace(remap_by(ckpt, request, progress, model), loads_into=model.called)
-    if answer.identical and not has_fix:
-        result = copy_by(ckpt, RemapOptions(**written), progress, model)
+    if answer.identical and not any(fix.options for fix in answer.fix):
+        kinds = {kind.name for kind in answer.kinds.get("left", ())}
+        if parts.NAME in kinds:  # no format has a place for them
+            request = RemapOptions(model=chosen.model, to="serialized", **written)
+            result = remap_by(ckpt, request, progress, model)
+        else:
+            result = copy_by(ckpt, RemapOptions(**written), progress, model)
         return replace(result, loads_into=model.called)
     trial = applicable(answer, command("diff", (answer.left,), diff_options))
     if isinstance(trial.options, ConvertOptions):
@@ -95,17 +95,27 @@ def fix(
         read_already = None if request.model is None else model.with_optimizer(request.optimizer)
         result = remap_by(trial.source or ckpt, request, progress, read_already)
     except CkptError as error:
-        flags = {f"--{field.name.replace('_', '-')}" for field in fields(chosen)}
-        if flags.issuperset(re.findall(r"--[a-z-]+", error.hint.partition("ckpttool ")[0])):
-            raise
         line = command("remap", (trial.source or answer.left,), request)
-        hint = f"{error.hint}; `fix` has no such option, add it to: {line}"
+        hint = _hint_on_options(error.hint, line)
+        if hint == error.hint:
+            raise
         raise type(error)(error.message, hint=hint, problems=error.problems) from None
-    about_fix = []
+    notes = [*result.notes]
     for note in answer.notes:
         if isinstance(note, Note) and CODES[note.code].kind == "fix" and note.code != "leaves-keys":
-            about_fix.append(note.named(*answer.names))
-    return replace(result, notes=(*result.notes, *about_fix), loads_into=model.called)
+            notes.append(note.named(*answer.names))
+    return replace(result, notes=tuple(notes), loads_into=model.called)
+
+
+def _hint_on_options(hint: str, line: str) -> str:
+    """Return the hint; if it names an option that `fix` does not have, with the command that has
+    it.
+    """
+    flags = {f"--{field.name.replace('_', '-')}" for field in fields(FixOptions)}
+    flags_in_hint = re.findall(r"--[a-z-]+", hint.partition("ckpttool ")[0])
+    if flags.issuperset(flags_in_hint):
+        return hint
+    return f"{hint}; `fix` has no such option, add it to: {line}"
 
 
 def _converted(
@@ -135,33 +145,38 @@ def applicable(answer: Diff, shows: str, *, casts: bool = True) -> Fix:
     for fix in answer.fix:
         if fix.options is not None and (casts or isinstance(fix.options, RemapOptions)):
             return fix
-    is_guess = any(code_of(note) == "inferred-fix" for note in answer.notes)
-    if is_guess and answer.fix and answer.fix[-1].complete:
+    notes: dict[str, list[str]] = {}  # by code
+    for note in answer.notes:
+        notes.setdefault(code_of(note), []).append(note)
+    if "inferred-fix" in notes and answer.fix and answer.fix[-1].complete:
         message = f"{answer.left} fits only by renames that are guessed from names and shapes"
         raise Refused(message, hint=f"if they are right, run {'; '.join(answer.fix)}")
-    several = next((note for note in answer.notes if code_of(note) == "several-parts"), None)
-    if several is not None:
-        hint = several.named(*answer.names) if isinstance(several, Note) else several
+    if "several-parts" in notes:
+        note = notes["several-parts"][0]
+        hint = note.named(*answer.names) if isinstance(note, Note) else note
         raise Refused(f"{answer.left} has the names of the model several times", hint=hint)
+    message, problems = f"no command fixes {answer.left} completely", _unfixed_problems(answer)
+    if "optimizer-class" in notes:
+        message = f"{message}: {notes['optimizer-class'][0]}"
+    elif not problems:
+        problems = answer.problems(answer.names)
+    hint = f"{shows} shows what differs and why"
+    if answer.fix:
+        hint = f"{shows} shows what differs, why, and what fixes a part of it"
+    hint = "; ".join((*notes.get("no-fix", ()), hint))
+    if "old-code" in notes and answer.fix:
+        lines = " and ".join(f"`{line}`" for line in answer.fix)
+        hint = f"run {lines}, where {notes['old-code'][0]}; {hint}"
+    raise Refused(message, hint=hint, problems=problems)
+
+
+def _unfixed_problems(answer: Diff) -> list[Problem]:
+    """Return the differences that no command fixes, or all if that is unknown."""
     keys = set(chain(*(unfixed.keys for unfixed in answer.unfixed)))
     differences = list(filter(answer.is_difference, answer.entries))
     left_over = [entry for entry in differences if keys.intersection((*entry.left, *entry.right))]
     problems = []
     for entry in left_over or differences:
-        problems.append(entry.problem((*entry.right, *entry.left)[0], answer.names))
-    problems = problems or answer.problems(answer.names)
-    message = f"no command fixes {answer.left} completely"
-    classes = [note for note in answer.notes if code_of(note) == "optimizer-class"]
-    if classes:
-        message = f"{message}: {classes[0]}"
-        problems = problems if differences else []
-    hint = f"{shows} shows what differs and why"
-    if answer.fix:
-        hint = f"{shows} shows what differs, why, and what fixes a part of it"
-    advice = [note for note in answer.notes if code_of(note) == "no-fix"]
-    hint = "; ".join((*advice, hint))
-    unknown = [note for note in answer.notes if code_of(note) == "old-code"]
-    if unknown and answer.fix:
-        lines = " and ".join(f"`{line}`" for line in answer.fix)
-        hint = f"run {lines}, where {unknown[0]}; {hint}"
-    raise Refused(message, hint=hint, problems=problems)
+        key = (*entry.right, *entry.left)[0]
+        problems.append(entry.problem(key, answer.names))
+    return problems

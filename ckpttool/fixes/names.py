@@ -10,8 +10,8 @@ from ckpttool.diffing.names_file import compare_with_code, renamable
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff
 from ckpttool.fixes.commands import FEW, Fixes
+from ckpttool.fixes.question import DiffQuestion
 from ckpttool.fixes.rules_file import Rules, by_file, renamed, suggested
-from ckpttool.fixes.trial import DiffQuestion
 from ckpttool.operands.model import ModelOperand, read_names, saved_by
 from ckpttool.operands.output import command, free
 from ckpttool.remapping import run as remap
@@ -101,12 +101,11 @@ def _fixes_of_drift(
         commands: tuple[str, ...] = (renamed(CKPT, few),)
     else:
         file = free(path.removesuffix(".json"), "rules", ".toml")
-        optimizer = options.optimizer if isinstance(options.optimizer, str) else None
-        words = [*model.words, *(["--optimizer", optimizer] if optimizer else [])]
-        commands = (
-            shell("ckpttool", "diff", path, *words, "--suggest", file),
-            by_file(CKPT, file, by_rules),
-        )
+        words = [*model.words]
+        if isinstance(options.optimizer, str):
+            words += ["--optimizer", options.optimizer]
+        show = shell("ckpttool", "diff", path, *words, "--suggest", file)
+        commands = (show, by_file(CKPT, file, by_rules))
     return Fixes(commands, rules.undone, bool(rules.undone), is_inferred=True)
 
 

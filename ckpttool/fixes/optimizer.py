@@ -13,7 +13,8 @@ from ckpttool.diffing.causes import Code
 from ckpttool.diffing.result import Remedy
 from ckpttool.fixes.candidates import Candidate, own_keys
 from ckpttool.fixes.commands import Fixes
-from ckpttool.fixes.trial import DiffQuestion, TriedFix, try_remap
+from ckpttool.fixes.question import DiffQuestion
+from ckpttool.fixes.trial import TriedFix, try_remap
 from ckpttool.operands.checkpoint import open_operand, split
 from ckpttool.operands.output import PLACEHOLDERS, command, outputs
 from ckpttool.remapping.options import RemapOptions
@@ -180,9 +181,11 @@ def _lacks_values(question: DiffQuestion) -> bool:
     if question.model is None or left is None or not left.state_dicts:
         return False
     largest = max(left.state_dicts, key=lambda section: len(section.keys))
-    in_file = Counter(entry.shape for entry in largest.tensors)
-    serialized = question.model.names().serialized
-    in_model = Counter(key.shape for key in serialized if key.shape is not None)
+    in_file, in_model = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+    in_file.update(entry.shape for entry in largest.tensors)
+    for key in question.model.names().serialized:
+        if key.shape is not None:
+            in_model[key.shape] += 1
     missing = sum(map(math.prod, (in_model - in_file).elements()))
     left_over = sum(map(math.prod, (in_file - in_model).elements()))
     return missing > left_over

@@ -97,31 +97,33 @@ def suggest(
     `orders`: keys of the left whose rows the right has in another order. None if there is nothing
     to rewrite, or no rules can express it.
     """
-    have, want = left.by_key(), right.by_key()
+    left_entries, right_entries = left.by_key(), right.by_key()
     named = dict(same)
     fused = []
     new_names: list[str] = []  # of fused tensors
+    used, written = set(same), set(same.values())
     for pair in pairs:
+        used.update(pair.left)
+        written.update(pair.right)
         if len(pair.left) == len(pair.right) == 1:
             named[pair.left[0]] = pair.right[0]
         elif len(pair.left) != len(pair.right):
             fused.append(pair)
             new_names += pair.right
-    used = same.keys() | chain(*(pair.left for pair in pairs))
-    written = set(same.values()).union(*(pair.right for pair in pairs))
-    aliases = right.aliases()
-    remaining = tuple(key for key in want if key not in written and key not in aliases)
+    written.update(right.aliases())
+    remaining = tuple(key for key in right_entries if key not in written)
     dropped = [] if remaining else _second_names(left, used)
-    kept = [key for key in have if key not in used and key not in dropped]
+    used.update(dropped)
+    kept = [key for key in left_entries if key not in used]
 
     with suppress(CkptError):  # names that a rule cannot express
         evidence = "second names of tensors that are kept; the right does not have these names"
-        tables = [*_of_patterns("drop", dropped, have, evidence)]
-        tables += _transposing(pairs, "left", have)
-        tables += _reordering(orders or {}, have)
-        tables += _fusing(fused, have, want)
+        tables = [*_of_patterns("drop", dropped, left_entries, evidence)]
+        tables += _transposing(pairs, "left", left_entries)
+        tables += _reordering(orders or {}, left_entries)
+        tables += _fusing(fused, left_entries, right_entries)
         tables += _renaming(named, [*kept, *new_names], pairs)
-        tables += _transposing(pairs, "right", want)
+        tables += _transposing(pairs, "right", right_entries)
         rules = Rules(tuple(tables), remaining, tuple(kept))
         if tables and _are_right(rules, pairs, same, left):
             return rules
@@ -143,8 +145,10 @@ def _are_right(rules: Rules, pairs: Sequence[Pair], same: Mapping[str, str], lef
     expected: dict[str, tuple[str, ...]] = {}
     for pair in pairs:
         expected.update(dict.fromkeys(pair.right, pair.left))
-    expected |= {new: (old,) for old, new in same.items()}
-    expected |= {key: (key,) for key in rules.left_over}
+    for old, new in same.items():
+        expected[new] = (old,)
+    for key in rules.left_over:
+        expected[key] = (key,)
     return {key: tuple(refs(value.source)) for key, value in state.items()} == expected
 
 
@@ -168,42 +172,41 @@ def _of_patterns(
         yield RuleTable({operation: list(texts)}, (evidence,))
 
 
-def _reordering(orders: Mapping[str, Rotary], have: Iterable[str]) -> Iterator[RuleTable]:
+def _reordering(orders: Mapping[str, Rotary], names: Iterable[str]) -> Iterator[RuleTable]:
     """Yield one rule for all layers, and for queries and keys: the number of heads is not part of
     it.
     """
-    have = list(have)
+    names = list(names)
     for order in dict.fromkeys(orders.values()):
-        chosen = [key for key in have if orders.get(key) == order]
+        keys = [key for key in names if orders.get(key) == order]
         evidence = (
             f"rows are in the other rotary-embedding order, heads of {order.size}, as the"
             " values show"
         )
-        for table in _of_patterns("permute", chosen, have, evidence):
+        for table in _of_patterns("permute", keys, names, evidence):
             fields = {**table.fields, "rows": list(order.rows), "dims": [0, 2, 1]}
             yield replace(table, fields=fields)
 
 
-def _fusing(pairs: Sequence[Pair], have: Entries, want: Entries) -> Iterator[RuleTable]:
+def _fusing(pairs: Sequence[Pair], left: Entries, right: Entries) -> Iterator[RuleTable]:
     """Yield splits and joins, all layers in one rule, and weight and bias together if their names
     end alike.
     """
-    rules: dict[_Fusion, list[Pair]] = {}
+    rules: dict[_Fusion, list[str]] = {}  # with the evidence
     for pair in pairs:
         if len(pair.left) == 1:
-            fusion = _fusion(True, pair.left, pair.right, want, pair.transposed == "right")
+            fusion = _fusion(True, pair.left, pair.right, right, pair.transposed == "right")
         else:
-            fusion = _fusion(False, pair.right, pair.left, have, pair.transposed == "left")
-        rules.setdefault(fusion, []).append(pair)
-    for rule, pairs_of_rule in rules.items():
+            fusion = _fusion(False, pair.right, pair.left, left, pair.transposed == "left")
+        rules.setdefault(fusion, []).append(pair.evidence)
+    for rule, evidence in rules.items():
         whole_name, part_names = rule.names[0], list(rule.names[1:])
         fields: dict[str, object] = {"join": part_names, "into": whole_name}
         if rule.splits:
             fields = {"split": whole_name, "into": part_names}
         if rule.sizes is not None:
             fields["sizes"] = list(rule.sizes)
-        evidence = dict.fromkeys(pair.evidence for pair in pairs_of_rule)
-        yield RuleTable(fields, tuple(evidence))
+        yield RuleTable(fields, tuple(dict.fromkeys(evidence)))
 
 
 class _Fusion(NamedTuple):
@@ -240,16 +243,19 @@ def _renaming(
     changed = {old: new for old, new in named.items() if old != new}
     if not changed:
         return
-    kept = [*kept, *(old for old, new in named.items() if old == new)]
+    kept = [*kept, *(old for old in named if old not in changed)]
     evidence = dict.fromkeys(changed, "only the segments of wrappers differ")
-    evidence |= {pair.left[0]: pair.evidence for pair in pairs if pair.left[0] in changed}
+    for pair in pairs:
+        if pair.left[0] in changed:
+            evidence[pair.left[0]] = pair.evidence
     texts = []
     lines = []
     for text, keys in renames(changed, kept).items():
-        whys = dict.fromkeys(evidence[key] for key in keys if key in evidence)
-        line = next(iter(whys), "")  # none for a key that reads like a pattern: the file is tried
-        if len(whys) > 1:
-            line += f"; {plural(len(whys) - 1, 'other reason')}"
+        # none for a key that reads like a pattern: the file is tried
+        reasons = list(dict.fromkeys(evidence[key] for key in keys if key in evidence))
+        line = reasons[0] if reasons else ""
+        if len(reasons) > 1:
+            line += f"; {plural(len(reasons) - 1, 'other reason')}"
         texts.append(text)
         lines.append(line)
     yield RuleTable({"rename": texts}, tuple(lines))
@@ -259,15 +265,18 @@ def _toml(table: RuleTable) -> str:
     """Return one rule; renames have their evidence at the end of each line, other rules above
     them.
     """
+    comments = [f"# {visible(reason)}" for reason in table.evidence]
     renames = table.fields.get("rename")
     if isinstance(renames, list):
-        rows = [
-            f"    {_value(text)},  # {visible(why)}" for text, why in zip(renames, table.evidence)
-        ]
-        return "\n".join(["", "[[rule]]", "rename = [", *rows, "]"]) + "\n"
-    comments = [f"# {visible(why)}" for why in table.evidence]
-    fields = (f"{name} = {_value(value)}" for name, value in table.fields.items())
-    return "\n".join(["", *comments, "[[rule]]", *fields]) + "\n"
+        lines = ["", "[[rule]]", "rename = ["]
+        for text, comment in zip(renames, comments):
+            lines.append(f"    {_value(text)},  {comment}")
+        lines.append("]")
+    else:
+        lines = ["", *comments, "[[rule]]"]
+        for name, value in table.fields.items():
+            lines.append(f"{name} = {_value(value)}")
+    return "\n".join(lines) + "\n"
 
 
 def _value(value: object) -> str:
@@ -279,7 +288,8 @@ def _value(value: object) -> str:
         short = f"[{', '.join(items)}]"
         if len(short) < 100:
             return short
-        return "\n".join(["[", *(f"    {item}," for item in items), "]"])
+        lines = [f"    {item}," for item in items]
+        return "\n".join(["[", *lines, "]"])
     text = json.dumps(value, ensure_ascii=False)
     return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)
 
@@ -298,8 +308,9 @@ def suggested(
     """
     if inferred is None:
         return None
-    paired = set(chain(*(pair.left for pair in inferred.pairs)))
-    same = {old: new for old, new in same_tensors(entries).items() if old not in paired}
+    same = same_tensors(entries)
+    for key in chain(*(pair.left for pair in inferred.pairs)):
+        same.pop(key, None)
     left_section, right_section = model_section(left), model_section(right)
     orders = {}
     if values:
@@ -333,18 +344,19 @@ def _orders(
     """Return the keys of the left whose rows the right has in the other rotary order. Reads their
     values.
     """
-    differing: set[str] = set()
+    names: dict[str, str] = {}
     for entry in entries:
         if entry.status == "value":
-            differing.update(entry.left)
-    names = {old: new for old, new in same.items() if old in differing}
-    names |= {pair.left[0]: pair.right[0] for pair in inferred.pairs}
-    have, want = left.by_key(), right.by_key()
+            names.update((key, same[key]) for key in entry.left if key in same)
+    for pair in inferred.pairs:
+        names[pair.left[0]] = pair.right[0]
+    left_entries, right_entries = left.by_key(), right.by_key()
     orders = {}
     for old, new in names.items():
-        order = rotary(have[old], want[new]) if old in have and new in want else None
-        if order is not None:
-            orders[old] = order
+        if old in left_entries and new in right_entries:
+            order = rotary(left_entries[old], right_entries[new])
+            if order is not None:
+                orders[old] = order
     return orders
 
 
@@ -370,8 +382,11 @@ def with_file(left: str, *right: str, options: RemapOptions) -> tuple[str, str]:
 
     `options` are the options of the remap.
     """
-    whole = "checkpoint" if left == MEMORY.title else split(left)[0].rstrip("/")
-    path = name(whole) if is_url(whole) else whole
+    path = "checkpoint"
+    if left != MEMORY.title:
+        path = split(left)[0].rstrip("/")
+    if is_url(path):
+        path = name(path)
     rules = free(path.removesuffix(Path(path).suffix), "rules", ".toml")
     apply_rules = by_file(left, rules, options)
     if MEMORY.title not in (left, *right):

@@ -9,7 +9,8 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import FQN as FQN_KEYS
 from ckpttool.diffing.causes import Code
 from ckpttool.fixes.candidates import to_compare, to_load, to_load_model
-from ckpttool.fixes.trial import DiffQuestion, TriedFix, model_path, try_cast, try_remap
+from ckpttool.fixes.question import DiffQuestion, model_path
+from ckpttool.fixes.trial import TriedFix, try_cast, try_remap
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import one_rank
 from ckpttool.operands.checkpoint import open_operand, split
@@ -43,9 +44,8 @@ def best_remap(question: DiffQuestion) -> TriedFix | None:
 
 def best_cast(question: DiffQuestion) -> TriedFix | None:
     """Return the conversion that fixes everything, if only dtypes differ and right has one."""
-    differing = [entry for entry in question.diff.entries if question.diff.is_difference(entry)]
     dtypes = set[str]()
-    for entry in differing:
+    for entry in filter(question.diff.is_difference, question.diff.entries):
         if entry.statuses != {"dtype"} or entry.has(Code.SCALED):
             return None
         (key,) = entry.right
@@ -148,8 +148,8 @@ def _of_section(question: DiffQuestion) -> Iterator[DiffQuestion]:
 
 def _only_prefixes(question: DiffQuestion) -> list[str]:
     """Return the prefixes that are the only one with most names of a form of the model."""
-    only = [prefixes[0] for prefixes in question.prefixes if len(prefixes) == 1 and prefixes[0]]
-    return list(dict.fromkeys(only))
+    only = [prefixes[0] for prefixes in question.prefixes if len(prefixes) == 1]
+    return list(dict.fromkeys(filter(None, only)))
 
 
 def _taken(question: DiffQuestion, prefix: str) -> TriedFix | None:

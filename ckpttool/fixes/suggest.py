@@ -1,4 +1,4 @@
-"""Suggest the commands that fix a diff, and say why if there are none."""
+"""Add the commands that fix a diff to it, and inferred rules if they fix more."""
 
 from __future__ import annotations
 
@@ -9,34 +9,21 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import RUNTIME, SERIALIZED
-from ckpttool.core.text import Info, Note, plural, some
-from ckpttool.diffing.adapter import adapter_alone
+from ckpttool.core.text import Note
 from ckpttool.diffing.checkpoints import is_written_program
-from ckpttool.diffing.others import is_program
 from ckpttool.diffing.result import Diff, Fix, Unfixed
-from ckpttool.fixes.commands import FEW, Fixes
-from ckpttool.fixes.names import model_fixes
-from ckpttool.fixes.optimizer import optimizer_fixes
+from ckpttool.fixes.choose import tried_fixes
+from ckpttool.fixes.commands import Fixes
+from ckpttool.fixes.question import DiffQuestion
 from ckpttool.fixes.rules_file import Rules, by_file, suggested, with_file
-from ckpttool.fixes.search import best_cast, best_remap, by_rules, complete_for_model, selected
-from ckpttool.fixes.trial import DiffQuestion, TriedFix, try_remap, try_swap
+from ckpttool.fixes.search import by_rules
+from ckpttool.fixes.trial import TriedFix, try_remap
 from ckpttool.fixes.unfixed import advice_on, unfixed_by
-from ckpttool.fixes.unknown_model import commands_with_a_model
-from ckpttool.formats.remarks import one_rank
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.output import command, outputs
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.planning import plan_remap
-from ckpttool.swap.swap import Misfit, SwapOptions
 
-DROPPED = Info(
-    "--drop leaves out second names only: their values are in the output under another name",
-    "drops-names",
-)
-OWN_NAMES = Info(
-    "swap-weights gives the program all of the weights; the program keeps its names",
-    "program-names",
-)
 _RULES = re.compile(r"\brules?\b")  # in a command or in Python
 
 
@@ -44,7 +31,7 @@ def answered(question: DiffQuestion, suggests: bool = False) -> Diff:
     """Return the diff with fixes. `suggests`: also give the rules to a model's keys if no command
     needs their file.
     """
-    fixes = _fixes(question)
+    fixes = tried_fixes(question)
     if fixes.unfixed and question.parts:
         return _with_parts(question, fixes)
     if question.left is None:
@@ -60,12 +47,8 @@ def _with_parts(question: DiffQuestion, fixes: Fixes) -> Diff:
     """
     left, parts = question.left, question.parts
     assert left is not None
-    word = parts[0].rpartition(".")[2]
-    line = command(
-        "remap",
-        (left.source,),
-        RemapOptions(select=parts[0], out=next(outputs(left.source, word))),
-    )
+    out = next(outputs(left.source, parts[0].rpartition(".")[2]))
+    line = command("remap", (left.source,), RemapOptions(select=parts[0], out=out))
     words = "{left} has the names and shapes of {right} below {}; to take them: {}"
     if len(parts) > 1:
         words = "{left} has names of {right} below each of {}; to take one: {}"
@@ -87,20 +70,22 @@ def _with_rules_between(question: DiffQuestion, fixes: Fixes, suggests: bool) ->
         return fixes.added_to(diff)
     trial = None
     needs_file = rules.few is None and (not fixes.commands or fixes.is_partial)
-    if suggests or (needs_file and not is_written_program(left) and not is_written_program(right)):
+    has_program = is_written_program(left) or is_written_program(right)
+    if suggests or (needs_file and not has_program):
         trial = by_rules(question, rules.text())
     if suggests and trial is None:
         return _untried_rules(question, fixes, rules)
+    rules_options = None
     if trial is not None:
+        rules_options = _printed(trial)
         flags = ["--values"] if compares_values else []
-        commands = with_file(left.source, right.source, *flags, options=_printed(trial))
+        commands = with_file(left.source, right.source, *flags, options=rules_options)
         unfixed = unfixed_by(question, trial)
         is_partial = bool(rules.undone) or not trial.after.identical
         advice = () if rules.undone else tuple(advice_on(question, unfixed))
         fixes = Fixes(commands, advice, is_partial, bool(diff.inferred.pairs), unfixed)
     if suggests or not fixes.commands or any(map(_RULES.search, fixes.commands)):
         fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
-    rules_options = None if trial is None else _printed(trial)
     return replace(fixes.added_to(diff), rules=rules.text(), rules_options=rules_options)
 
 
@@ -123,11 +108,11 @@ def _with_rules_to_model(question: DiffQuestion, fixes: Fixes, suggests: bool) -
     if trial is None:
         return _untried_rules(question, fixes, rules) if suggests else fixes.added_to(diff)
     unfixed = unfixed_by(question, trial)
-    if suggests or not fixes.commands or _is_fewer(unfixed, fixes.unfixed):
+    if suggests:
         answer = _by_file(question, trial, rules, unfixed)
-        if suggests:
-            return replace(answer, rules=rules.text(), rules_options=_printed(trial))
-        return answer
+        return replace(answer, rules=rules.text(), rules_options=_printed(trial))
+    if not fixes.commands or _count_keys(unfixed) < _count_keys(fixes.unfixed):
+        return _by_file(question, trial, rules, unfixed)
     return fixes.added_to(diff)
 
 
@@ -175,11 +160,11 @@ def _by_file(
     assert model is not None
     to_file, line = with_file(left.source, *model.words, options=_printed(trial))
     fix = Fix(line, complete=trial.after.identical, options=trial.options)
-    commands = (to_file, fix)
-    if trial.after.identical and not rules.undone:
-        return Fixes(commands, is_inferred=True).added_to(question.diff)
-    notes = (*advice_on(question, unfixed), *rules.undone)
-    return Fixes(commands, notes, True, True, unfixed).added_to(question.diff)
+    fixes = Fixes((to_file, fix), is_inferred=True)
+    if not trial.after.identical or rules.undone:
+        notes = (*advice_on(question, unfixed), *rules.undone)
+        fixes = fixes._replace(notes=notes, is_partial=True, unfixed=unfixed)
+    return fixes.added_to(question.diff)
 
 
 def unpacked(question: DiffQuestion) -> Diff:
@@ -193,7 +178,7 @@ def unpacked(question: DiffQuestion) -> Diff:
         trial = try_remap(question, options, form)
         if trial is None:
             continue
-        differing = [entry for entry in trial.after.entries if trial.after.is_difference(entry)]
+        differing = list(filter(trial.after.is_difference, trial.after.entries))
         if differing and all(entry.status == "missing" for entry in differing):
             trial = replace(trial, after=question.diff)
         if trial.after.identical:
@@ -201,139 +186,11 @@ def unpacked(question: DiffQuestion) -> Diff:
     return question.diff
 
 
-def _is_fewer(unfixed: Sequence[Unfixed], other: Sequence[Unfixed]) -> bool:
-    """Return True if fewer keys are left than by the other command."""
-    return sum(len(left.keys) for left in unfixed) < sum(len(left.keys) for left in other)
+def _count_keys(unfixed: Sequence[Unfixed]) -> int:
+    return sum(len(group.keys) for group in unfixed)
 
 
 def _printed(trial: TriedFix) -> RemapOptions:
     """Return the options of a remap by a rules file, but for the rules and the output."""
     assert isinstance(trial.options, RemapOptions)
     return replace(trial.options, rules=None, out=None)
-
-
-def _fixes(question: DiffQuestion) -> Fixes:
-    """Return the commands that fix the diff, each tried."""
-    left, diff = question.left, question.diff
-    if diff.remedy is not None:
-        return optimizer_fixes(question, diff.remedy)
-    if left is None:
-        return model_fixes(question)
-    if not left.state_dicts:
-        return Fixes()
-    if question.options.optimizer is not None and question.right is None:
-        # the state fits, the model may not
-        trial = None if diff.identical else complete_for_model(question)
-        return Fixes() if trial is None else Fixes((trial.fix,))
-    return _fixes_of_names(question)
-
-
-def _fixes_of_names(question: DiffQuestion) -> Fixes:
-    """Return the swap or the remap after which the names fit."""
-    left = question.left
-    assert left is not None
-    has_program = question.right is not None and is_program(left, question.right)
-    swap, notes = _swap_fix(question) if has_program else (None, [])
-    if swap is not None and swap.after.identical:
-        return Fixes((swap.fix,))
-    remap = _remap_fix(question)
-    if swap is not None and remap is not None and remap.drops:
-        remap = None  # the program takes what only a remap would drop
-    is_guess = remap is not None and remap.infers
-    commands = [trial.fix for trial in (swap, remap) if trial is not None]
-    with_model: tuple[str, ...] = ()
-    is_whole = remap is not None and remap.after.identical and not is_guess
-    if not commands or (has_program and not is_whole):  # the program's own model knows better
-        with_model = commands_with_a_model(question, has_program)
-        if with_model and swap is None and not is_guess:
-            commands = []
-    if swap is not None:
-        notes.append(OWN_NAMES)
-    if remap is not None:
-        notes += _notes_on(remap)
-    commands_of_all = (*with_model, *commands)
-    if with_model or swap is not None:
-        return Fixes(commands_of_all, tuple(notes), is_inferred=is_guess)
-    is_partial = remap is not None and not remap.after.identical
-    unfixed: tuple[Unfixed, ...] = ()
-    if not one_rank(left):  # else a note of the diff says everything
-        unfixed = unfixed_by(question, remap)
-        if remap is not None or not _is_adapter_alone(left, question.right):
-            notes += advice_on(question, unfixed, _open_rules(question))
-    return Fixes(commands_of_all, tuple(notes), is_partial, is_guess, unfixed)
-
-
-def _open_rules(question: DiffQuestion) -> Rules | None:
-    """Return the rules that `--suggest` would write; None if there are none."""
-    left = question.left
-    assert left is not None
-    if left.in_memory or question.parts or is_written_program(left):
-        return None
-    return question.rules
-
-
-def _is_adapter_alone(*checkpoints: Checkpoint | None) -> bool:
-    """Return True if one is an adapter without its base: the other one has other keys by nature."""
-    for checkpoint in filter(None, checkpoints):
-        section = model_section(checkpoint) if checkpoint.state_dicts else None
-        if section is not None and adapter_alone(checkpoint, section) is not None:
-            return True
-    return False
-
-
-def _remap_fix(question: DiffQuestion) -> TriedFix | None:
-    """Return the best remap, or the conversion if only dtypes differ; one that takes a part of
-    left, if the others leave or guess something.
-    """
-    cast = best_cast(question)
-    if cast is not None:
-        return cast
-    best = best_remap(question)
-    if best is not None and best.after.identical and not best.infers:
-        return best
-    return selected(question) or best
-
-
-def _notes_on(remap: TriedFix) -> list[Note]:
-    """Return notes on what the remap leaves out."""
-    notes: list[Note] = []
-    if remap.drops:
-        notes.append(DROPPED)
-    if remap.code:
-        text = f"the command leaves out {some(remap.code)}, which would run code when it is loaded"
-        notes.append(Info(text, "drops-code"))
-    takes_part = isinstance(remap.options, RemapOptions) and remap.options.select
-    if takes_part and remap.left_out:
-        count = plural(len(remap.left_out), "entry")
-        words = f"the command leaves out {count} of {{left}} that the model does not have: {{}}"
-        notes.append(Info.about(words, "leaves-keys", some(remap.left_out)))
-    return notes
-
-
-def _swap_fix(question: DiffQuestion) -> tuple[TriedFix | None, list[str]]:
-    """Return the swap that works if one of two checkpoints is a program; else why none does, if
-    that is final.
-    """
-    options = SwapOptions(**question.model_options)
-    fix = try_swap(question, options)
-    for _ in range(2):  # constants, and then another dtype
-        if isinstance(fix, Misfit) and fix.advice in ("constants", "cast"):
-            constants = options.constants or fix.advice == "constants"
-            options = replace(options, constants=constants, cast=fix.advice == "cast")
-            fix = try_swap(question, options)
-    if isinstance(fix, TriedFix):
-        return fix, []
-    if question.options.model is None:
-        return None, []
-    return None, [Note(_refusal(fix), "no-fix")]
-
-
-def _refusal(error: CkptError) -> str:
-    """Return why swap-weights is refused, with the first problems."""
-    if not error.problems:
-        return error.message
-    problems = "; ".join(map(str, error.problems[:FEW]))
-    if len(error.problems) > FEW:
-        problems += f"; and {plural(len(error.problems) - FEW, 'problem')} more"
-    hint = f"; {error.hint}" if isinstance(error, Misfit) and error.advice == "values" else ""
-    return f"swap-weights would be refused: {error.message} ({problems}){hint}"

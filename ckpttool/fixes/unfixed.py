@@ -9,8 +9,9 @@ from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.diffing.causes import OBJECTS, Code
 from ckpttool.diffing.result import HARMLESS, Entry, Unfixed, alike
 from ckpttool.fixes.commands import FEW
+from ckpttool.fixes.question import DiffQuestion
 from ckpttool.fixes.rules_file import Rules, renamed, with_file
-from ckpttool.fixes.trial import DiffQuestion, TriedFix
+from ckpttool.fixes.trial import TriedFix
 from ckpttool.remapping.options import RemapOptions
 
 # Code -> what the keys are; its row says what to do.
@@ -43,10 +44,10 @@ def unfixed_by(question: DiffQuestion, best: TriedFix | None) -> tuple[Unfixed, 
     """Return the differences that are left after the best fix, if there is one, by their codes."""
     entries: Sequence[Entry] = question.diff.entries
     if best is not None:  # a rename does not change values that differ
-        left_over = () if best.after.identical else best.after.entries
-        entries = (*left_over, *question.different_values(question.diff))
+        entries = () if best.after.identical else best.after.entries
+        entries = (*entries, *question.different_values(question.diff))
     accepted = (HARMLESS | question.diff.harmless) - {"alias"}
-    keys: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {code: [] for code in _UNFIXED}
     for group in alike(entries):
         if group[0].is_one_of(accepted):
             continue
@@ -54,8 +55,7 @@ def unfixed_by(question: DiffQuestion, best: TriedFix | None) -> tuple[Unfixed, 
         for entry in group:
             names = entry.right or entry.left or ("",)
             keys_of_code.append(names[0])
-    in_order = dict.fromkeys([*_UNFIXED, *keys])
-    return tuple(Unfixed(code, tuple(keys[code])) for code in in_order if code in keys)
+    return tuple(Unfixed(code, tuple(names)) for code, names in keys.items() if names)
 
 
 def advice_on(
@@ -75,16 +75,18 @@ def _other_names(question: DiffQuestion, missing: Sequence[str], rules: Rules | 
     """Return the command that shows likely renames if the rules write missing keys, else the remap
     by the user's own rules.
     """
-    left, right = question.left, question.right
+    left, right, model = question.left, question.right, question.model
     assert left is not None
-    if rules is not None and not set(rules.remaining).issuperset(missing):
-        words = question.model.words if question.model is not None else ()
-        words = words if right is None else (right.source,)
-        line, _ = with_file(left.source, *words, options=RemapOptions())
-        return Info(f"to see likely pairs, run `{line}`", "other-names")
-    options = RemapOptions(rule=("FROM => TO",))
-    line = renamed(left.source, options)
-    return Info(f"for tensors that only have another name, run `{line}`", "other-names")
+    if rules is None or set(rules.remaining).issuperset(missing):
+        line = renamed(left.source, RemapOptions(rule=("FROM => TO",)))
+        return Info(f"for tensors that only have another name, run `{line}`", "other-names")
+    words: Sequence[str] = ()
+    if right is not None:
+        words = (right.source,)
+    elif model is not None:
+        words = model.words
+    line, _ = with_file(left.source, *words, options=RemapOptions())
+    return Info(f"to see likely pairs, run `{line}`", "other-names")
 
 
 def _advice(unfixed: Unfixed) -> Note | None:
@@ -109,16 +111,13 @@ def _counted(unfixed: Unfixed) -> str:
 
 def _code(entry: Entry) -> str:
     """Return the code that says best what could fix the entry."""
-    if (
-        entry.status in ("shape", "dtype", "value")
-        and entry.cause is not None
-        and entry.cause.code in OBJECTS
-    ):
+    if entry.cause is None:
+        return entry.status
+    if entry.status in ("shape", "dtype", "value") and entry.cause.code in OBJECTS:
         return "object"
     if entry.has(Code.QUANTIZED):
         return "quantized"
-    codes = () if entry.cause is None else entry.cause.codes
-    for code in reversed(codes):
+    for code in reversed(entry.cause.codes):
         if code in _UNFIXED:
             return code
     return entry.status

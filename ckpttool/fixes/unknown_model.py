@@ -8,7 +8,7 @@ from typing import Union
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.diffing.checkpoints import program_and_weights
 from ckpttool.diffing.sections import without_segment
-from ckpttool.fixes.trial import DiffQuestion
+from ckpttool.fixes.question import DiffQuestion
 from ckpttool.formats.registry import format_of
 from ckpttool.naming.wrappers import canonical_in
 from ckpttool.operands.checkpoint import model_section
@@ -16,9 +16,7 @@ from ckpttool.operands.output import command, outputs
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.swap.swap import SwapOptions
 
-# what a hook, a program or a rank changes: names, not values
-_OF_NAMES = frozenset({"same", "alias", "extra_state", "missing", "unexpected"})
-_OF_TIES = frozenset({"same", "alias", "extra_state"})
+_EQUAL = frozenset({"same", "alias", "extra_state"})
 
 
 def commands_with_a_model(question: DiffQuestion, has_program: bool) -> tuple[str, ...]:
@@ -45,7 +43,7 @@ def commands_with_a_model(question: DiffQuestion, has_program: bool) -> tuple[st
 def _lacks_second_names(question: DiffQuestion) -> bool:
     """Return whether left lacks only second names of tensors that it has: the model ties them."""
     entries = question.diff.entries
-    if not {entry.status for entry in entries} <= _OF_TIES:
+    if any(entry.status not in _EQUAL for entry in entries):
         return False
     return any(entry.status == "alias" and not entry.left for entry in entries)
 
@@ -54,14 +52,17 @@ def _shortened_form(question: DiffQuestion, has_program: bool) -> str | None:
     """Return the form of right's names if one side's keys are the other's without a segment each,
     as a hook leaves them; else None.
     """
-    entries = question.diff.entries
-    statuses = {entry.status for entry in entries}
-    if has_program:
-        statuses.discard("renamed")
-    if not statuses <= _OF_NAMES:
-        return None
-    only_left = [key for entry in entries if entry.status == "unexpected" for key in entry.left]
-    only_right = [key for entry in entries if entry.status == "missing" for key in entry.right]
+    # a hook, a program or a rank changes names, not values
+    equal = _EQUAL | {"renamed"} if has_program else _EQUAL
+    only_left: list[str] = []
+    only_right: list[str] = []
+    for entry in question.diff.entries:
+        if entry.status == "unexpected":
+            only_left += entry.left
+        elif entry.status == "missing":
+            only_right += entry.right
+        elif entry.status not in equal:
+            return None
     if not only_left or len(only_left) != len(only_right):
         return None
     left_section, right_section = map(model_section, question.two)

@@ -18,8 +18,9 @@ from ckpttool.diffing.result import Diff
 from ckpttool.diffing.run import run
 from ckpttool.fixes.fix import applicable
 from ckpttool.fixes.optimizer import known_remap
+from ckpttool.fixes.question import DiffQuestion
 from ckpttool.fixes.suggest import answered
-from ckpttool.fixes.trial import DiffQuestion, try_remap
+from ckpttool.fixes.trial import try_remap
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.output import command

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import small_models
-from ckpttool.fixes.suggest import OWN_NAMES
+from ckpttool.fixes.choose import OWN_NAMES
 from command import fixes_in, main, notes_in
 from hook_zoo import ZOO
 

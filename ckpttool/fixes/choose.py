@@ -1,0 +1,167 @@
+"""Choose the commands that fix a diff, each tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.errors import CkptError
+from ckpttool.core.text import Info, Note, plural, some
+from ckpttool.diffing.adapter import adapter_alone
+from ckpttool.diffing.checkpoints import is_written_program
+from ckpttool.diffing.others import is_program
+from ckpttool.diffing.result import Unfixed
+from ckpttool.fixes.commands import FEW, Fixes
+from ckpttool.fixes.names import model_fixes
+from ckpttool.fixes.optimizer import optimizer_fixes
+from ckpttool.fixes.question import DiffQuestion
+from ckpttool.fixes.rules_file import Rules
+from ckpttool.fixes.search import best_cast, best_remap, complete_for_model, selected
+from ckpttool.fixes.trial import TriedFix, try_swap
+from ckpttool.fixes.unfixed import advice_on, unfixed_by
+from ckpttool.fixes.unknown_model import commands_with_a_model
+from ckpttool.formats.remarks import one_rank
+from ckpttool.operands.checkpoint import model_section
+from ckpttool.remapping.options import RemapOptions
+from ckpttool.swap.swap import Misfit, SwapOptions
+
+DROPPED = Info(
+    "--drop leaves out second names only: their values are in the output under another name",
+    "drops-names",
+)
+
+
+OWN_NAMES = Info(
+    "swap-weights gives the program all of the weights; the program keeps its names",
+    "program-names",
+)
+
+
+def tried_fixes(question: DiffQuestion) -> Fixes:
+    """Return the commands that fix the diff, each tried."""
+    left, diff = question.left, question.diff
+    if diff.remedy is not None:
+        return optimizer_fixes(question, diff.remedy)
+    if left is None:
+        return model_fixes(question)
+    if not left.state_dicts:
+        return Fixes()
+    if question.options.optimizer is None or question.right is not None:
+        return _fixes_of_names(question)
+    # the state fits, the model may not
+    trial = None if diff.identical else complete_for_model(question)
+    return Fixes() if trial is None else Fixes((trial.fix,))
+
+
+def _fixes_of_names(question: DiffQuestion) -> Fixes:
+    """Return the swap or the remap after which the names fit."""
+    left, right = question.left, question.right
+    assert left is not None
+    has_program = right is not None and is_program(left, right)
+    swap, notes = _swap_fix(question) if has_program else (None, [])
+    if swap is not None and swap.after.identical:
+        return Fixes((swap.fix,))
+    remap = _remap_fix(question)
+    if swap is not None and remap is not None and remap.drops:
+        remap = None  # the program takes what only a remap would drop
+    is_guess = remap is not None and remap.infers
+    is_whole = remap is not None and remap.after.identical and not is_guess
+    commands = [trial.fix for trial in (swap, remap) if trial is not None]
+    with_model: tuple[str, ...] = ()
+    if not commands or (has_program and not is_whole):  # the program's own model knows better
+        with_model = commands_with_a_model(question, has_program)
+        if with_model and swap is None and not is_guess:
+            commands = []
+    all_commands = (*with_model, *commands)
+    if swap is not None:
+        notes.append(OWN_NAMES)
+    if remap is not None:
+        notes += _notes_on(remap)
+    if with_model or swap is not None:
+        return Fixes(all_commands, tuple(notes), is_inferred=is_guess)
+    is_partial = remap is not None and not remap.after.identical
+    unfixed: tuple[Unfixed, ...] = ()
+    if not one_rank(left):  # else a note of the diff says everything
+        unfixed = unfixed_by(question, remap)
+        if remap is not None or not _is_adapter_alone(left, right):
+            notes += advice_on(question, unfixed, _open_rules(question))
+    return Fixes(all_commands, tuple(notes), is_partial, is_guess, unfixed)
+
+
+def _open_rules(question: DiffQuestion) -> Rules | None:
+    """Return the rules that `--suggest` would write; None if there are none."""
+    left = question.left
+    assert left is not None
+    if left.in_memory or question.parts or is_written_program(left):
+        return None
+    return question.rules
+
+
+def _is_adapter_alone(*checkpoints: Checkpoint | None) -> bool:
+    """Return True if one is an adapter without its base: the other one has other keys by nature."""
+    for checkpoint in filter(None, checkpoints):
+        section = model_section(checkpoint) if checkpoint.state_dicts else None
+        if section is not None and adapter_alone(checkpoint, section) is not None:
+            return True
+    return False
+
+
+def _remap_fix(question: DiffQuestion) -> TriedFix | None:
+    """Return the best remap, or the conversion if only dtypes differ; one that takes a part of
+    left, if the others leave or guess something.
+    """
+    cast = best_cast(question)
+    if cast is not None:
+        return cast
+    best = best_remap(question)
+    if best is not None and best.after.identical and not best.infers:
+        return best
+    return selected(question) or best
+
+
+def _notes_on(remap: TriedFix) -> list[Note]:
+    """Return notes on what the remap leaves out."""
+    notes: list[Note] = []
+    if remap.drops:
+        notes.append(DROPPED)
+    if remap.code:
+        text = f"the command leaves out {some(remap.code)}, which would run code when it is loaded"
+        notes.append(Info(text, "drops-code"))
+    takes_part = isinstance(remap.options, RemapOptions) and remap.options.select
+    if takes_part and remap.left_out:
+        count = plural(len(remap.left_out), "entry")
+        words = f"the command leaves out {count} of {{left}} that the model does not have: {{}}"
+        notes.append(Info.about(words, "leaves-keys", some(remap.left_out)))
+    return notes
+
+
+def _swap_fix(question: DiffQuestion) -> tuple[TriedFix | None, list[str]]:
+    """Return the swap that works if one of two checkpoints is a program; else why none does, if
+    that is final.
+    """
+    options = SwapOptions(**question.model_options)
+    trial = try_swap(question, options)
+    for _ in range(2):  # constants, and then another dtype
+        if isinstance(trial, Misfit) and trial.advice in ("constants", "cast"):
+            constants = options.constants or trial.advice == "constants"
+            options = replace(options, constants=constants, cast=trial.advice == "cast")
+            trial = try_swap(question, options)
+    if isinstance(trial, TriedFix):
+        return trial, []
+    if question.options.model is None:
+        return None, []
+    return None, [Note(_refusal(trial), "no-fix")]
+
+
+def _refusal(error: CkptError) -> str:
+    """Return why swap-weights is refused, with the first problems."""
+    if not error.problems:
+        return error.message
+    problems = "; ".join(map(str, error.problems[:FEW]))
+    others = len(error.problems) - FEW
+    if others > 0:
+        problems += f"; and {plural(others, 'problem')} more"
+    text = f"swap-weights would be refused: {error.message} ({problems})"
+    if isinstance(error, Misfit) and error.advice == "values":
+        text += f"; {error.hint}"
+    return text
