@@ -555,7 +555,14 @@ def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> N
         tree.loose_steps[key] = inner.loose_steps[entry.key]
     name = free(".".join(path), tree.places)
     tensors = tuple(entry_of(tensor.key, tensor.node, tree.storages) for tensor in saved)
-    section = Section(name, "state_dict", tensors, packed_as="module", module_class=class_of(node))
+    section = Section(
+        name,
+        "state_dict",
+        tensors,
+        has_runtime_names=True,
+        packed_as="module",
+        module_class=class_of(node),
+    )
     tree.places[name] = Place(section, steps, node, {tensor.key: tensor.steps for tensor in saved})
 
 

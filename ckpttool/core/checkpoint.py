@@ -302,6 +302,7 @@ class Section:
     kinds. `form` is the form of a model's names that is recorded in the file, because the names
     alone do not tell it (`formats.form_mark`). `in_lightning`: the section was picked from a
     Lightning checkpoint, so a common prefix of its keys is the LightningModule's attribute.
+    `has_runtime_names`: no state_dict hook made it, as in exported programs and pickled modules.
     `packed_as` says what the file has in place of a state dict: a pickled ``module`` of the class
     `module_class`, a ``list`` of tensors, whose keys are their numbers, or a dict of NumPy
     ``arrays``.
@@ -315,6 +316,7 @@ class Section:
     mapping: Mapping[Any, Any] | None = field(default=None, compare=False)
     form: str | None = None
     in_lightning: bool = field(default=False, compare=False)
+    has_runtime_names: bool = field(default=False, compare=False)
     packed_as: Literal["", "module", "list", "arrays"] = ""
     module_class: str = ""
     # what `once_per_section` keeps

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.expression import refs
-from ckpttool.core.names import ON_PLACE, Names
+from ckpttool.core.names import ON_PLACE, RUNTIME, Names
 from ckpttool.core.text import Note, code_of, plural, shell, some
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.loading import loads
@@ -16,6 +16,7 @@ from ckpttool.diffing.sections import adapter_notes
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import one_rank
 from ckpttool.kinds.adapters import adapter_in, adapter_of
+from ckpttool.naming.convert import read
 from ckpttool.operands.checkpoint import saved_state_dicts, split
 from ckpttool.operands.model import ModelOperand, as_read, same_model
 from ckpttool.operands.output import outputs
@@ -97,11 +98,27 @@ def notes_on_load(
             " model's"
         )
         notes.append(Note(text, "assign"))
-    notes += converted
+    notes += [*_note_on_form(loading), *converted]
     if not loading.identical:
         notes += _notes_on_names(loading)
     notes += [*_order_notes(loading), *_not_compared(loading)]
     return notes, bool(loading.unreadable or torch_says or converted)
+
+
+def _note_on_form(loading: LoadedSection) -> list[Note]:
+    """Return a warning if torch loads the model's runtime tensors as what the model saves, with
+    other values.
+    """
+    tables = loading.model.tables
+    if not loading.identical or tables.forms_agree:
+        return []
+    if read(tables, loading.section).form != RUNTIME:
+        return []
+    text = (
+        "the file has the runtime tensors, and load_state_dict() takes them for what state_dict()"
+        " returns, with other values: `ckpttool remap --to serialized` converts them first"
+    )
+    return [Note(text, "other-form")]
 
 
 def notes_on_reading(

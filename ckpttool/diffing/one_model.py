@@ -286,7 +286,8 @@ def _transformed(
     for status in ("shape", "value", "dtype"):
         for name, entry in differences:
             if entry.status == status and entry.cause is not None:
-                detail = f"{name}: {entry.detail}" if entry.detail else name
+                shown = None if left == (name,) else name  # a report begins with the key
+                detail = ": ".join(filter(None, (shown, entry.detail)))
                 return Entry(
                     status, left, right, entry.cause.and_also(cause), None, detail, entry.spread
                 )

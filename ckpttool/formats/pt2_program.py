@@ -109,7 +109,7 @@ Entries = tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]
 
 def _sections(weights: Entries, constants: Entries) -> tuple[Section, ...]:
     """Return the sections of a program; the constants are one only if there are some."""
-    state_dict = Section("", "state_dict", *weights)
+    state_dict = Section("", "state_dict", *weights, has_runtime_names=True)
     if not any(constants):
         return (state_dict,)
     return state_dict, Section(CONSTANTS, "other", *constants)

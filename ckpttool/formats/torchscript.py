@@ -20,6 +20,7 @@ from ckpttool.containers.tree import unreached
 from ckpttool.containers.zip_read import Archive, read_archive, read_record
 from ckpttool.core.checkpoint import Checkpoint, Section, Storage, TensorEntry, Unreached
 from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.text import plural
 from ckpttool.core.values import many_objects
 from ckpttool.formats.torch_zip import (
     check_byteorder,
@@ -60,12 +61,14 @@ def read(path: str) -> Checkpoint:
             path_inside = record.name.removeprefix(folder)
             constants.append(Unreached(path_inside, Storage(archive.span(record))))
     left = reader.attributes + len(constants)
-    notes = (f"{left} more tensors are plain attributes or constants of its code",) if left else ()
+    notes = (
+        (f"plain attributes and constants of its code: {plural(left, 'tensor')}",) if left else ()
+    )
     return Checkpoint(
         path,
         "torchscript",
         archive.length,
-        (Section("", "state_dict", tensors),),
+        (Section("", "state_dict", tensors, has_runtime_names=True),),
         notes=notes,
         unreached=(*unreached(root, storages, sizes_in(archive, folder)), *constants),
     )

@@ -81,7 +81,8 @@ class Reading:
 def read(tables: NameTables, section: Section, form: str | None = None) -> Reading:
     """Recognize the form of `section`, unless it is given or recorded in the section.
 
-    Keys that fit both forms are read as serialized, which is what ``state_dict()`` returns.
+    Keys that fit both forms are read as serialized, which is what ``state_dict()`` returns; those
+    of programs and pickled modules as runtime names.
     """
     form = form or section.form
     keys = list(section.by_key())
@@ -102,9 +103,11 @@ def read(tables: NameTables, section: Section, form: str | None = None) -> Readi
 
     as_serialized = score(serialized, tables.serialized_likeness)
     as_runtime = score(runtime, tables.runtime_likeness)
-    if as_serialized < as_runtime:
-        return runtime
-    return replace(serialized, ambiguous=as_serialized == as_runtime and not tables.forms_agree)
+    if as_serialized == as_runtime:
+        if section.has_runtime_names:
+            return runtime
+        return replace(serialized, ambiguous=not tables.forms_agree)
+    return serialized if as_serialized > as_runtime else runtime
 
 
 def holds(tables: NameTables, section: Section) -> bool:

@@ -397,7 +397,7 @@ def lacking(tables: NameTables, to: ModelForm, plan: Plan) -> tuple[str, ...]:
 
 def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Checkpoint:
     """Return `result` with its form recorded if the names, dtypes and shapes do not show it."""
-    section = replace(result.section(path), form=None)
+    section = replace(result.section(path), form=None, has_runtime_names=False)
     is_either = tables.forms_agree and tables.serialized_names.keys() <= section.by_key().keys()
     if not is_either and read(tables, section).form != form:
         section = replace(section, form=form)
