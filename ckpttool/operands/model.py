@@ -256,13 +256,15 @@ class ModelOperand:
 
         return ModelCode(self.definition())
 
-    def constants(self, names: Sequence[str]) -> Mapping[str, TensorEntry | str]:
-        """Return the values that the model gives to tensors outside of its state dict, or why they
-        are not known.
+    def constants(
+        self, names: Sequence[str], state_dict: Section | None
+    ) -> Mapping[str, TensorEntry | str]:
+        """Return the values of tensors outside of the state dict after the model has loaded
+        `state_dict`, or why they are not known.
         """
         from ckpttool.tracing.model_code import values_of_constants
 
-        return values_of_constants(self.definition(), names)
+        return values_of_constants(self.definition(), names, state_dict)
 
     def initial_states(
         self, groups: Mapping[str, Mapping[str, Any]]

@@ -29,7 +29,7 @@ from ckpttool.core.schema import (
     record,
     unless_empty,
 )
-from ckpttool.core.text import Note, plural, shell
+from ckpttool.core.text import Info, Note, plural, shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import apply, run_code
 from ckpttool.evaluate.compare import difference, same_values
@@ -276,11 +276,8 @@ def swap(
     chosen = chosen_constants(program, sides.weights) if options.constants else {}
     weight_map, weights, by_loading = _map(program, sides, model, options, chosen)
     problems = list(weight_map.problems)
-    if not options.keep_constants:
-        if options.constants or remade:
-            weight_map.sources.update(weight_map.remade)
-        else:
-            problems += [Problem(_REMADE, key) for key in weight_map.remade]
+    if (options.constants or remade) and not options.keep_constants:
+        weight_map.sources.update(weight_map.remade)
     weight_map.sources.update(chosen)
     for old, new in zip(sides.old_counters, sides.counters):
         weight_map.sources[old.key] = Ref(new.key)
@@ -289,13 +286,17 @@ def swap(
     kept, outside = _not_in_weights(program, sides, weight_map.sources, names)
     verdict = "from_model" if options.constants else "different"
     canonical = canonical_names(program)
-    compared, values = _compared(outside if compare else [], canonical, code, verdict)
+    state_dict = weight_map.state_dict
+    remade_constants = set() if options.keep_constants else set(weight_map.remade)
+    compared, values = _compared(outside if compare else [], canonical, code, state_dict, verdict)
     for constant in compared:
         if constant.verdict == "from_model":
             sources[constant.name] = Ref(_of_model(constant.name))
         elif constant.verdict == "different" and not options.keep_constants:
             text = f"the model has another value for it ({constant.reason})"
             problems.append(Problem(text, constant.name, "value"))
+        elif constant.verdict == "not_compared" and constant.name in remade_constants:
+            problems.append(Problem(_REMADE, constant.name))
     if options.constants:
         kept = tuple(key for key in kept if key not in sources)
 
@@ -431,15 +432,16 @@ def _compared(
     entries: Sequence[TensorEntry],
     names: Mapping[str, str],
     code: ModelOperand | None,
+    state_dict: Section | None,
     if_different: str,
 ) -> tuple[list[ComparedConstant], dict[str, TensorEntry]]:
-    """Compare the program's tensors, by their canonical names, with the model's; also return the
-    values that differ. `if_different` is the verdict on these.
+    """Compare the program's tensors, by their canonical names, with the model's after it has loaded
+    `state_dict`; also return the values that differ. `if_different` is the verdict on these.
     """
     if code is None or not entries:
         reason = "no code of a model was given"
         return [ComparedConstant(entry.key, "not_compared", reason) for entry in entries], {}
-    model_values = code.constants([names[entry.key] for entry in entries])
+    model_values = code.constants([names[entry.key] for entry in entries], state_dict)
     compared: list[ComparedConstant] = []
     different: dict[str, TensorEntry] = {}
     for entry in entries:
@@ -603,6 +605,8 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
             hint="compare the two: " + shell("ckpttool", "diff", program, weights.source),
         )
     notes = [*weights.notes, *not_looked_into(imports)]
+    if format_of(deployed).holds.code_storages:
+        notes += [Info(f"kept, not compared: {note}", "constants") for note in deployed.notes]
     for other in same_model(weights, new, None if model is None else model.names()):
         same = f"{weights.part(other.path)} holds the same model too"
         notes.append(Note(f"the weights are those of {new.title}; {same}", "same-model"))

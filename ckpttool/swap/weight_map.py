@@ -12,14 +12,14 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, Storage, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Op, Ref, Special
-from ckpttool.core.names import RUNTIME, Names
+from ckpttool.core.names import RUNTIME, SERIALIZED, Names
 from ckpttool.core.plan import ModelRun, Output, Plan
 from ckpttool.core.values import dataclass
-from ckpttool.evaluate.apply import entry_of
+from ckpttool.evaluate.apply import apply, entry_of
 from ckpttool.evaluate.chunks import in_own_storage
 from ckpttool.naming import wrappers
-from ckpttool.naming.convert import check_versions, left_to_code, read, with_keys
-from ckpttool.naming.match import Match, match
+from ckpttool.naming.convert import Reading, check_versions, left_to_code, move, read, with_keys
+from ckpttool.naming.match import Match, NameTables, match
 from ckpttool.naming.wrappers import strip
 from ckpttool.operands.model import ModelOperand
 
@@ -33,7 +33,8 @@ class WeightMap:
 
     `twins` are keys that must hold the same value, `runs` those runs of the model's own code that
     compute a part. `remade` are constants of the program, buffers that no checkpoint has, with
-    their values after the model's loading.
+    their values after the model's loading. `state_dict` is what the model loads; None if that is
+    not known.
     """
 
     sources: dict[str, Expression]
@@ -43,6 +44,7 @@ class WeightMap:
     twins: list[tuple[str, str]] = field(default_factory=list)
     runs: tuple[ModelRun, ...] = ()
     remade: dict[str, Expression] = field(default_factory=dict)
+    state_dict: Section | None = None
 
 
 def constants_of(program: Checkpoint) -> tuple[TensorEntry, ...]:
@@ -146,12 +148,22 @@ def map_by_model(
         twins=_variants(reading.match),
         runs=plan.runs,
         remade=_remade(constants, names, values),
+        state_dict=_state_dict(tables, weights, reading),
     )
     for fqn in matched.unmatched:
         problem = "the model has no tensor of this name: is it another model?"
         weight_map.problems.append(Problem(problem, fqn))
     _add_unused(weight_map, keys, meaning)
     return weight_map
+
+
+def _state_dict(tables: NameTables, weights: Section, reading: Reading) -> Section | None:
+    """Return the weights as the model loads them; None if only its own code can compute them."""
+    moved = move(tables, weights, reading, SERIALIZED)
+    try:
+        return apply(moved.plan, Checkpoint.of(weights)).section(weights.path)
+    except Refused:
+        return None
 
 
 def _remade(

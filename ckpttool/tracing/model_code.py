@@ -146,12 +146,15 @@ def _entry(name: str, value: torch.Tensor, memory: int | None = None) -> TensorE
     return in_row_major(name, dtype_name(value.dtype), tuple(value.shape), storage)
 
 
-def values_of_constants(model: LoadedModel, names: Iterable[str]) -> dict[str, TensorEntry | str]:
-    """Return the value that the constructor gives to each tensor, or the reason why it is not
+def values_of_constants(
+    model: LoadedModel, names: Iterable[str], state_dict: Section | None
+) -> dict[str, TensorEntry | str]:
+    """Return the value of each tensor in a new model that has loaded `state_dict`, or why it is not
     known.
 
     The tensors are outside of the state dict (buffers that are not saved, plain attributes), and
-    have their names without wrappers.
+    have their names without wrappers. If there is no `state_dict`, or the model does not load it,
+    their values are those of the constructor.
     """
     names = list(names)
     try:
@@ -160,8 +163,9 @@ def values_of_constants(model: LoadedModel, names: Iterable[str]) -> dict[str, T
             return dict.fromkeys(
                 names, f"the model takes {need >> 20} MiB: --materialize builds it"
             )
-        check_memory(model, 0, "the model's constants were not computed")
-        first, second = (_attributes(model.build(True, seed)) for seed in _SEEDS)
+        extra = 0 if state_dict is None else state_dict.nbytes
+        check_memory(model, extra, "the model's constants were not computed")
+        first, second = (_attributes(_loaded(model, seed, state_dict)) for seed in _SEEDS)
     except CkptError as error:
         return dict.fromkeys(names, error.message)
     values: dict[str, TensorEntry | str] = {}
@@ -176,6 +180,19 @@ def values_of_constants(model: LoadedModel, names: Iterable[str]) -> dict[str, T
         else:
             values[name] = _entry("", value.detach().cpu().contiguous())
     return values
+
+
+def _loaded(model: LoadedModel, seed: int, state_dict: Section | None) -> nn.Module:
+    """Return a new instance that has loaded `state_dict`, if there is one and it loads."""
+    instance = model.build(True, seed)
+    if state_dict is None:
+        return instance
+    given = stored(state_dict, True)
+    if given.unknown:
+        return instance
+    with seeded(seed):
+        failure = failure_of_loading(instance, given.state)
+    return instance if failure is None else model.build(True, seed)
 
 
 def _attributes(model: nn.Module) -> Mapping[str, torch.Tensor]:

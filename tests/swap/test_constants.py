@@ -18,7 +18,9 @@ from ckpttool.core.options import call_text
 from command import Run
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
-PARTS = ("buffer", "attribute", "literal", "random", "of_weights", "remade", "nested")
+BY_CONSTRUCTOR = {"buffer", "attribute", "nested"}
+BY_LOADING = {"remade", "view", "cached"}  # they follow the weights
+PARTS = ("literal", "random", "of_weights", *sorted(BY_CONSTRUCTOR), *sorted(BY_LOADING))
 
 
 class Model(nn.Module):
@@ -42,6 +44,11 @@ class Model(nn.Module):
         if "remade" in parts:
             self.register_buffer("mean", torch.zeros(3), persistent=False)
             self.register_load_state_dict_post_hook(_remake)
+        if "view" in parts:
+            self.row = self.fc.weight.detach()[0]
+        if "cached" in parts:
+            self.sum = torch.zeros(3)
+            self.register_load_state_dict_post_hook(_cache)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.fc(x)
@@ -50,6 +57,8 @@ class Model(nn.Module):
             ("random", "noise"),
             ("of_weights", "norm"),
             ("remade", "mean"),
+            ("view", "row"),
+            ("cached", "sum"),
         ):
             x = x * getattr(self, name) if part in self.parts else x
         x = x + self.shift if "attribute" in self.parts else x
@@ -60,6 +69,10 @@ class Model(nn.Module):
 def _remake(module: Any, _: object) -> None:
     with torch.no_grad():
         module.mean.copy_(module.fc.weight.mean(0))
+
+
+def _cache(module: Any, _: object) -> None:
+    module.sum = module.fc.weight.detach().sum(0)
 
 
 def build(parts: str, k: float) -> nn.Module:
@@ -86,16 +99,16 @@ def outputs(path: str) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(8))
 def test_outputs_are_correct_if_constants_are_reported_as_equal(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     parts = " ".join(part for part in PARTS if rng.random() < 0.5) or "buffer"
     old, new = 2.0, rng.choice([2.0, 3.0])
     program, weights, expected = saved(parts, old, new, tmp_path)
     model: dict[str, Any] = {"model": call_text(f"{__file__}:build", {"parts": parts, "k": new})}
-    decided = {
-        part for part in ("buffer", "attribute", "nested") if part in parts.split() and old != new
-    }
+    decided = BY_LOADING.intersection(parts.split())
+    if old != new:
+        decided |= BY_CONSTRUCTOR.intersection(parts.split())
     ways: list[dict[str, Any]] = [{}, {"constants": True}, {"keep_constants": True}]
     for options in ways:
         out = str(tmp_path / f"{'-'.join(options) or 'none'}.pt2")
@@ -103,15 +116,13 @@ def test_outputs_are_correct_if_constants_are_reported_as_equal(seed: int, tmp_p
             done: Any = ckpttool.swap_weights(program, weights, out, **model, **options)
         except Refused:
             assert not options
-            assert decided or "remade" in parts
+            assert decided
             continue
         verdicts = {one.verdict for one in done.compared}
         assert bool(verdicts & {"different"}) == (bool(decided) and "keep_constants" in options)
         unknown = {one.name for one in done.compared if one.verdict == "not_compared"}
         assert {name.partition("_")[0] for name in unknown} <= {"noise", "norm", "lifted"}
-        if verdicts <= {"equal", "from_model"} and not (
-            "keep_constants" in options and "remade" in parts
-        ):
+        if verdicts <= {"equal", "from_model"}:
             assert torch.equal(outputs(out), expected)
         if {"noise", "norm"} & unknown or verdicts & {"different"}:
             continue
@@ -146,6 +157,16 @@ def test_constants_are_listed_but_not_compared_without_a_model(tmp_path: Path, r
     assert done.status == 0
     assert "scale" in done.out
     assert "not compared" in done.out
+
+
+def test_constants_of_torchscript_are_reported_as_not_compared(tmp_path: Path, run: Run) -> None:
+    program, new = tmp_path / "old.pt", tmp_path / "new.pt"
+    torch.jit.trace(build("cached", 2.0), (X,), check_trace=False).save(str(program))
+    torch.save(build("cached", 2.0).state_dict(), new)
+    model = call_text(f"{__file__}:build", {"parts": "cached", "k": 2.0})
+    done = run("swap-weights", program, new, "--model", model, "--dry-run")
+    assert done.status == 0
+    assert "kept, not compared: plain attributes and constants of its code: 1 tensor" in done.out
 
 
 @pytest.mark.parametrize("in_place", [False, True])
