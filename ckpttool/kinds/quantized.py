@@ -14,13 +14,16 @@ from ckpttool.core.checkpoint import Kind, Section, TensorEntry, once_per_sectio
 from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Ref
 from ckpttool.core.plan import Output
-from ckpttool.core.text import plural
+from ckpttool.core.text import plural, some
 from ckpttool.core.values import dataclass
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _OF_TORCH = "quantized"  # the layout of a tensor that has its own scales
 # ``0.weight.quant_state.bitsandbytes__nf4``, next to ``0.weight``
 _BITSANDBYTES_4BIT = ".quant_state.bitsandbytes__"
+# of quanto: ``0.weight._data``, or packed ``0.weight._data._data``, next to ``0.weight._scale``
+_DATA = "._data"
+_QUANTO_PARTS = ("._scale", "._shift")
 
 
 class Scheme(NamedTuple):
@@ -66,12 +69,38 @@ SCHEMES = (
         ),
     ),
     Scheme("MLX", "weight", ("uint32",), (), ("scales", "biases")),
+    Scheme(
+        "HQQ",
+        "W_q",
+        (),
+        (),
+        (
+            "scale",
+            "zero",
+            "shape",
+            "nbits",
+            "group_size",
+            "axis",
+            "packing",
+            "unpack_view_dtype",
+            "view_as_float",
+            "quant_scale",
+            "quant_zero",
+            "compute_dtype",
+            "offload_meta",
+            "encoded_state_dict",
+            "stores_quant_config",
+            "channel_wise",
+            "optimize",
+            "round_zero",
+        ),
+    ),
 )
 # A weight has one of these dtypes, or one of these leaves.
 _DTYPES = frozenset(dtype for scheme in SCHEMES for dtype in scheme.dtypes)
 _LEAVES = tuple(scheme.leaf for scheme in SCHEMES if not scheme.dtypes)
 # leaf of a quantized weight -> leaf of the same weight in a model that is not quantized
-_PLAIN = {"qweight": "weight", "weight_packed": "weight"}
+_PLAIN = {"qweight": "weight", "weight_packed": "weight", "W_q": "weight"}
 _BLOCKS, _SCALES = "_blocks", "_scales"  # of MXFP4: ``down_proj_blocks`` and ``down_proj_scales``
 
 
@@ -103,7 +132,7 @@ def _all_tensors(section: Section) -> Iterator[TensorEntry]:
 
 def _described(scheme: str, weights: Sequence[QuantizedWeight]) -> str:
     parts = dict.fromkeys(part for weight in weights for part in weight.part_names)
-    names = ", ".join(f"`{part}`" for part in parts)
+    names = some([f"`{part}`" for part in parts])
     return f"{scheme}, {plural(len(weights), 'weight')} with {names}"
 
 
@@ -125,6 +154,8 @@ class QuantizedWeight:
     @property
     def plain(self) -> str:
         """The key of the weight in a model that is not quantized."""
+        if self.weight.endswith(_DATA):
+            return _without_data(self.weight)
         module, dot, leaf = self.weight.rpartition(".")
         return module + dot + _PLAIN.get(leaf, leaf.removesuffix(_BLOCKS))
 
@@ -143,6 +174,9 @@ class QuantizedWeight:
         """
         if other.startswith(f"{self.weight}."):
             return new_weight + other[len(self.weight) :]
+        if self.weight.endswith(_DATA):
+            plain = _without_data(self.weight)
+            return _without_data(new_weight) + other[len(plain) :]
         module, _, leaf = self.weight.rpartition(".")
         new_module, dot, new_leaf = new_weight.rpartition(".")
         other_leaf = other[len(module) + 1 :] if module else other
@@ -155,14 +189,19 @@ class QuantizedWeight:
         return None
 
 
+def _without_data(key: str) -> str:
+    """Return the key of a weight of quanto in a model that is not quantized."""
+    return key.removesuffix(_DATA).removesuffix(_DATA)
+
+
 @once_per_section
 def quantized_weights(section: Section) -> Sequence[QuantizedWeight]:
     """Return the quantized weights of a state dict, by the names and dtypes of their parts."""
-    in_4bit = _parts_in_4bit(section.keys)
+    in_4bit, of_quanto = _parts_in_4bit(section.keys), _parts_of_quanto(section.keys)
     candidates = [
         entry for entry in section.tensors if entry.dtype in _DTYPES or entry.key.endswith(_LEAVES)
     ]
-    if not in_4bit and not candidates:
+    if not in_4bit and not of_quanto and not candidates:
         return []
     keys = set(section.keys)
     weights: dict[str, QuantizedWeight] = {}
@@ -175,6 +214,8 @@ def quantized_weights(section: Section) -> Sequence[QuantizedWeight]:
 
     for weight, parts in in_4bit.items():
         add("bitsandbytes, 4 bit", weight, parts)
+    for weight, parts in of_quanto.items():
+        add("quanto", weight, parts)
     parts_by_kind: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for entry in candidates:
         module, dot, leaf = entry.key.rpartition(".")
@@ -207,6 +248,21 @@ def _parts_in_4bit(keys: Sequence[str]) -> dict[str, list[str]]:
             weight = key.rpartition(".")[0]
         if weight in parts:
             parts[weight].append(key)
+    return parts
+
+
+def _parts_of_quanto(keys: Sequence[str]) -> dict[str, list[str]]:
+    """Return the keys of weights that quanto quantized, with the keys next to each."""
+    weights = [key for key in keys if key.endswith(_DATA)]
+    if not weights:
+        return {}
+    all_keys = set(keys)
+    parts = {}
+    for weight in weights:
+        names = [_without_data(weight) + part for part in _QUANTO_PARTS]
+        present = [name for name in names if name in all_keys]
+        if present:
+            parts[weight] = present
     return parts
 
 

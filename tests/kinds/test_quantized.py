@@ -83,6 +83,24 @@ LAYOUTS: dict[str, tuple[Any, str]] = {
         },
         "MLX, 3 weights with `scales`, `biases`",
     ),
+    "HQQ": (
+        lambda: {
+            "W_q": zeros(16, 64, dtype=UINT8), "scale": zeros(32, 1), "zero": zeros(32, 1),
+            "shape": torch.tensor([32, 64]), "nbits": torch.tensor(4),
+        },
+        "HQQ, 3 weights with `scale`, `zero`, `shape`, `nbits`",
+    ),
+    "quanto": (
+        lambda: {"weight._data": zeros(32, 64, dtype=torch.int8), "weight._scale": zeros(32, 1)},
+        "quanto, 3 weights with `_scale`",
+    ),
+    "packed by quanto": (
+        lambda: {
+            "weight._data._data": zeros(16, 64, dtype=UINT8), "weight._scale": zeros(32, 1),
+            "weight._shift": zeros(32, 1),
+        },
+        "quanto, 3 weights with `_scale`, `_shift`",
+    ),
 }  # fmt: skip
 MODEL = """
 from torch import nn
@@ -121,6 +139,16 @@ def test_a_plain_model_is_told_that_the_file_is_quantized(
     assert {key for entry in differing for key in entry["left"]} == {
         key for key in state if not key.startswith("norm")
     }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cast_of_the_scales_is_refused(layout: str, run: Run, tmp_path: Path) -> None:
+    saved(layout, tmp_path / "q.safetensors")
+    out = tmp_path / "out.safetensors"
+    done = run("convert", tmp_path / "q.safetensors", "-o", out, "--dtype", "bfloat16")
+    assert done.status == 1, done.said
+    assert "a cast is wrong" in done.err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
