@@ -42,7 +42,7 @@ class DiffKeywords(CheckKeywords, CompareKeywords, total=False):
     whole: bool
     fail_on: str | Sequence[str] | None
     ignore: str | Sequence[str] | None
-    ignore_file: str | None
+    ignore_file: str | Sequence[str] | None
     fail_on_unused: bool
 
 

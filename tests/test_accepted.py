@@ -225,3 +225,15 @@ def test_only_accepted_differences_pass(
     ]
     assert done.passes is (not unaccepted and not other_failure)
     assert (done.identical, done.summary) == (diff.identical, diff.summary)
+
+
+def test_every_ignore_file_counts(run: Run, folder: Path) -> None:
+    line = ("diff", "body.pt", "--model", "model.py:build")
+    files = []
+    for key in ("head.weight", "head.bias"):
+        path = folder / f"{key}.txt"
+        path.write_text(f"missing {key} # the head is retrained\n")
+        files.append(("--ignore-file", path.name))
+    assert run(*line, *files[0], *files[1]).status == 0
+    assert run(*line, *files[0]).status == 1
+    assert run(*line, *files[1]).status == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -192,7 +193,9 @@ class _AllCommands(_WithoutPydantic, TyperGroup):
         if args[0] not in COMMANDS and not ctx.resilient_parsing:
             hint = f"the commands are {', '.join(COMMANDS)}"
             near = get_close_matches(args[0], COMMANDS, 1)
-            if near:
+            if args[0] in _COMMANDS_MEANT:
+                hint = _COMMANDS_MEANT[args[0]]
+            elif near:
                 hint = f"did you mean `ckpttool {near[0]}`?"
             raise CkptError(f"no such command: {args[0]}", hint=f"{hint} (more: ckpttool --help)")
         return super().resolve_command(ctx, args)
@@ -204,6 +207,19 @@ class _OneCommand(_WithoutPydantic, TyperCommand):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [param for param in self.described.values() if not param.flags]
         return ["[OPTIONS]", *(str(param.mark.metavar) for param in arguments)]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words. Raises `CkptError` for an option that takes one value and has two; of the
+        common options the last one counts.
+        """
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for param, count in Counter(param for param in given if not param.multiple).items():
+            mark = self.described[param.name].mark if param.name in self.described else None
+            if count > 1 and isinstance(mark, Option) and mark.metavar and mark.group != COMMON:
+                flag = param.opts[-1]
+                raise CkptError(f"{flag} is given {count} times", hint=f"give {flag} once")
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
 
     def get_help(self, ctx: Any) -> str:
         return _fitted(super().get_help(ctx))
@@ -302,6 +318,21 @@ def _completion(choices: Choices | None) -> Callable[[str], list[str]] | None:
     return beginning
 
 
+# What other tools call it -> what it is called here.
+_OPTIONS_MEANT = {
+    "--json": "--format json",
+    "--rename": "--rule",
+    "--tolerance": "--rtol or --atol",
+    "--out": "-o",
+    "--output": "-o",
+}
+_COMMANDS_MEANT = {
+    "swap": "did you mean `ckpttool swap-weights`?",
+    "rename": "did you mean `ckpttool remap`?",
+    "load": "in Python: ckpttool.load(CKPT, model)",
+}
+_LIKENESS = 0.7  # of a mistyped option
+
 _EXTRA = re.compile(r"extra argument(?:\(s\))? \((.*)\)$", re.DOTALL)
 
 
@@ -319,9 +350,12 @@ def _error_of(error: Any, args: Sequence[str]) -> CkptError:
     if hasattr(error, "possibilities") and context.parent is not None:
         flag = getattr(error, "option_name", "")
         others = [name for name in COMMANDS if flag and _takes(name, flag)]
-        near = get_close_matches(flag, error.possibilities or (), 1)
+        near = get_close_matches(flag, error.possibilities or (), 1, _LIKENESS)
+        meant = _OPTIONS_MEANT.get(flag, "")
         if others:
             hint = f"it is for `ckpttool {others[0]}`; {hint}"
+        elif meant and _takes(context.info_name, meant.split()[0]):
+            hint = f"did you mean {meant}?"
         elif near:
             hint = f"did you mean {near[0]}?"
     return CkptError(message, hint=f"{hint} (more: {context.command_path} --help)")

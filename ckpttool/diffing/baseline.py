@@ -85,8 +85,8 @@ def _ignores(options: DiffOptions) -> tuple[Ignore, ...]:
     line.
     """
     lines = [("--ignore", text) for text in options.ignore or ()]
-    if options.ignore_file is not None:
-        lines += _lines(options.ignore_file)
+    for path in options.ignore_file or ():
+        lines += _lines(path)
     ignores, problems = [], []
     for place, line in lines:
         text = line.strip()

@@ -112,7 +112,8 @@ class DiffOptions(OptimizerOptions, CompareOptions):
         ),
     ] = None
     ignore_file: Annotated[
-        str | None, Option("--ignore-file FILE", "File with lines as in --ignore.", "What fails")
+        Sequence[str] | None,
+        Option("--ignore-file FILE", "File with lines as in --ignore. Repeatable.", "What fails"),
     ] = None
     fail_on_unused: Annotated[
         bool,
@@ -120,7 +121,7 @@ class DiffOptions(OptimizerOptions, CompareOptions):
     ] = False
 
     def __post_init__(self) -> None:
-        for name in ("fail_on", "ignore"):
+        for name in ("fail_on", "ignore", "ignore_file"):
             object.__setattr__(self, name, several(getattr(self, name)))
 
     @property

@@ -79,7 +79,7 @@ def remap(
         ckpt: Anything that `open_checkpoint` takes.
         out: The path to write; its ending chooses the format.
         progress: Is called with a title and a number of bytes, and gives a context manager of a
-            function that is told how many bytes are outcome.
+            function that is told how many bytes are done.
         **options: `rule`, `rules`, `drop`, `select`, `to`, `model` and the others of
             ``ckpttool remap --help``.
 

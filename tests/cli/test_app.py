@@ -101,6 +101,19 @@ def test_version() -> None:
     ("args", "message", "hint"),
     [
         (["inspct", "x.pt"], "no such command: inspct", "did you mean `ckpttool inspect`?"),
+        (["swap", "x.pt2"], "no such command: swap", "did you mean `ckpttool swap-weights`?"),
+        (["load", "x.pt"], "no such command: load", "in Python: ckpttool.load(CKPT, model)"),
+        (["inspect", "x.pt", "--json"], "no such option", "did you mean --format json?"),
+        (
+            ["diff", "x.pt", "y.pt", "--tolerance", "1"],
+            "no such option",
+            "did you mean --rtol or --atol?",
+        ),
+        (
+            ["diff", "x.pt", "--model", "a", "--model", "b"],
+            "--model is given 2 times",
+            "give --model once",
+        ),
         (
             ["--all", "inspect", "x.pt"],
             "no such option",

@@ -152,7 +152,7 @@ missing: 1 key, missing from missing.pt
 """,
     "diff net.pt --model model.py:three": """\
 net.pt has 2 tensors of another shape than model.py:three
-no fix: 2 tensors of a different shape, which no rename fixes (2.weight, 2.bias): build the model as it was when this was saved (`--model 'model.py:build(classes=10)'`), or write rules (`pad`, `slice`, `reshape`)
+no fix: 2 tensors of a different shape, which no rename fixes (2.weight, 2.bias): build the model as it was when this was saved (with its old arguments, or its old code), or write rules (`pad`, `slice`, `reshape`)
 details: --all lists every key; `ckpttool explain shape` says more about the reason
 
 shape: 2 keys, different shape
