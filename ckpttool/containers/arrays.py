@@ -50,14 +50,15 @@ def array_entry(key: str, node: Call) -> TensorEntry | None:
         is_fortran = order == "F"
     else:  # the state is (version, shape, dtype, whether it is in Fortran's order, data)
         _, shape, dtype_node, is_fortran, data = _arguments(node.state, 5)
-    dtype, content = _dtype(dtype_node), bytes_of(data)
+    dtype = _dtype(dtype_node)
+    content = bytes_of(data)
     if dtype is None or content is None or not _is_shape(shape):
         return None
     if len(content) != prod(shape) * itemsize(dtype):
         return None
     stride = contiguous_stride(shape)
     if is_fortran:
-        stride = tuple(reversed(contiguous_stride(tuple(reversed(shape)))))
+        stride = contiguous_stride(shape[::-1])[::-1]
     storage = Storage(Lazy(len(content), partial(_parts, data), reads=0))
     return TensorEntry(key, dtype, shape, stride, 0, storage)
 
@@ -88,11 +89,13 @@ def _dtype(node: Any) -> str | None:
     """Return torch's name of ``numpy.dtype("f4")`` with the byte order in its state."""
     if type(node) is not Call or node.func != Global("numpy", "dtype") or not node.args:
         return None
-    code = node.args[0]
-    order = node.state[1] if isinstance(node.state, tuple) and len(node.state) > 1 else None
-    return _DTYPES.get(code) if type(code) is str and order in ("<", "|") else None
+    code, state = node.args[0], node.state
+    if type(code) is not str or not isinstance(state, tuple) or len(state) < 2:
+        return None
+    return _DTYPES.get(code) if state[1] in ("<", "|") else None
 
 
 def _is_shape(shape: Any) -> bool:
-    is_tuple = type(shape) is tuple and len(shape) <= _MOST_DIMS
-    return is_tuple and all(type(size) is int and size >= 0 for size in shape)
+    if type(shape) is not tuple or len(shape) > _MOST_DIMS:
+        return False
+    return all(type(size) is int and size >= 0 for size in shape)

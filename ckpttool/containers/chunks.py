@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from math import prod
+from operator import add
 from typing import Union
 
 from ckpttool.core.checkpoint import Part, Span, TensorEntry
@@ -15,6 +16,7 @@ from ckpttool.io.pieces import read_span
 SLAB = 1 << 24  # bytes that are assembled in memory at a time
 
 Data = Union[Span, bytes]  # elements in row-major order
+ChunkData = tuple["Chunk", Data]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,7 @@ def cover_problem(shape: tuple[int, ...], chunks: Collection[Chunk]) -> str | No
     do.
     """
     for chunk in chunks:
-        ranks_fit = len(chunk.offsets) == len(chunk.sizes) == len(shape)
-        if not ranks_fit or any(
-            at + size > extent for at, size, extent in zip(chunk.offsets, chunk.sizes, shape)
-        ):
+        if not _is_inside(chunk, shape):
             return (
                 f"a chunk at {list(chunk.offsets)} of {list(chunk.sizes)} elements is not"
                 f" inside {list(shape)}"
@@ -47,17 +46,32 @@ def cover_problem(shape: tuple[int, ...], chunks: Collection[Chunk]) -> str | No
     if len(filled) < 2:
         return None
     # Sweep along the dimension in which the chunks begin at the most places.
-    along = max(range(len(shape)), key=lambda dim: len({chunk.offsets[dim] for chunk in filled}))
+    starts = zip(*[chunk.offsets for chunk in filled])
+    counts = [len(set(offsets)) for offsets in starts]
+    dim = counts.index(max(counts))
     active: list[Chunk] = []
-    for chunk in sorted(filled, key=lambda chunk: chunk.offsets[along]):
-        begin = chunk.offsets[along]
-        active = [other for other in active if other.offsets[along] + other.sizes[along] > begin]
-        for other in active:
-            dims = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes)
-            if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in dims):
-                return "two of its chunks overlap"
+    for chunk in sorted(filled, key=lambda chunk: chunk.offsets[dim]):
+        begin = chunk.offsets[dim]
+        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > begin]
+        if any(_overlap(chunk, other) for other in active):
+            return "two of its chunks overlap"
         active.append(chunk)
     return None
+
+
+def _is_inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+    if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
+        return False
+    ends = map(add, chunk.offsets, chunk.sizes)
+    return all(end <= extent for end, extent in zip(ends, shape))
+
+
+def _overlap(left: Chunk, right: Chunk) -> bool:
+    dims = zip(left.offsets, left.sizes, right.offsets, right.sizes)
+    return all(
+        start < other + other_size and other < start + size
+        for start, size, other, other_size in dims
+    )
 
 
 def row_major_data(entry: TensorEntry) -> Data:
@@ -67,9 +81,7 @@ def row_major_data(entry: TensorEntry) -> Data:
     return entry.span if entry.span is not None else b"".join(map(bytes, elements(entry)))
 
 
-def assemble(
-    shape: tuple[int, ...], itemsize: int, chunks: Sequence[tuple[Chunk, Data]]
-) -> Iterator[Part]:
+def assemble(shape: tuple[int, ...], itemsize: int, chunks: Sequence[ChunkData]) -> Iterator[Part]:
     """Yield the bytes of the tensor that the chunks cover. No chunk is empty."""
     if len(chunks) == 1:
         yield chunks[0][1]
@@ -85,30 +97,34 @@ def assemble(
 
 
 def _bands(
-    chunks: Sequence[tuple[Chunk, Data]],
-) -> Iterator[tuple[int, int, list[tuple[Chunk, Data]]]]:
-    """Yield ranges of rows (first dimension) that the same chunks hold, in order."""
-    edges = {chunk.offsets[0] for chunk, _ in chunks} | {
-        chunk.offsets[0] + chunk.sizes[0] for chunk, _ in chunks
-    }
+    chunks: Sequence[ChunkData],
+) -> Iterator[tuple[int, int, list[ChunkData]]]:
+    """Yield ranges of rows (first dimension) that the same chunks hold, in order::
+
+    AAAB    rows 0 to 2: A and B
+    AAAB
+    CCCB    row 2: C and B
+    """
+    edges: set[int] = set()
+    for chunk, _ in chunks:
+        edges.update((chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]))
     waiting = sorted(chunks, key=lambda pair: pair[0].offsets, reverse=True)
-    active: list[tuple[Chunk, Data]] = []
+    active: list[ChunkData] = []
     for first, last in pairwise(sorted(edges)):
-        active = [
-            (chunk, data) for chunk, data in active if chunk.offsets[0] + chunk.sizes[0] > first
-        ]
+        active = [pair for pair in active if pair[0].offsets[0] + pair[0].sizes[0] > first]
         while waiting and waiting[-1][0].offsets[0] == first:
             active.append(waiting.pop())
         yield first, last, active
 
 
-def _rows(member: tuple[Chunk, Data], first: int, last: int, itemsize: int) -> Data:
+def _rows(member: ChunkData, first: int, last: int, itemsize: int) -> Data:
     chunk, data = member
     row = prod(chunk.sizes[1:]) * itemsize
-    begin, length = (first - chunk.offsets[0]) * row, (last - first) * row
+    begin = (first - chunk.offsets[0]) * row
+    end = (last - chunk.offsets[0]) * row
     if isinstance(data, Span):
-        return Span(data.path, data.offset + begin, length)
-    return data[begin : begin + length]
+        return Span(data.path, data.offset + begin, end - begin)
+    return data[begin:end]
 
 
 def _slab(
@@ -116,7 +132,7 @@ def _slab(
     itemsize: int,
     first: int,
     last: int,
-    members: Sequence[tuple[Chunk, Data]],
+    members: Sequence[ChunkData],
 ) -> memoryview:
     import numpy as np
 
@@ -125,9 +141,8 @@ def _slab(
     for chunk, data in members:
         rows = _rows((chunk, data), first, last, itemsize)
         elements = np.frombuffer(read_span(rows) if isinstance(rows, Span) else rows, element)
-        box = [
-            slice(None),
-            *(slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.sizes[1:])),
-        ]
+        box = [slice(None)]
+        for at, size in zip(chunk.offsets[1:], chunk.sizes[1:]):
+            box.append(slice(at, at + size))
         slab[tuple(box)] = elements.reshape(last - first, *chunk.sizes[1:])
     return slab.reshape(-1).view(np.uint8).data

@@ -85,10 +85,19 @@ def entries_with_code(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         payloads += [(dotted(section.path, entry.key), entry.payload) for entry in section.entries]
     seen: set[int] = set()
     for path, payload in payloads:
-        root = getattr(payload, "node", None)
-        for node in chain([root], chain.from_iterable(map(children, walk(root, seen=seen)))):
-            if type(node) is Global and verdict(node.module, node.name) == DANGEROUS:
-                yield path, str(node)
+        for name in _imports_in(getattr(payload, "node", None), seen):
+            if verdict(name.module, name.name) == DANGEROUS:
+                yield path, str(name)
+
+
+def _imports_in(root: Any, seen: set[int]) -> Iterator[Global]:
+    """Yield the imports in the tree, without those in containers that are in `seen`."""
+    if type(root) is Global:
+        yield root
+    for container in walk(root, seen=seen):
+        for part in children(container):
+            if type(part) is Global:
+                yield part
 
 
 def made_of(kind: Any, state: Any) -> Call:
@@ -256,33 +265,36 @@ def _name_and_parts(node: Any) -> tuple[tuple[object, ...], Iterable[Any]]:
     """Return what tells two nodes of the same parts apart, and the parts."""
     if type(node) is dict:
         return ("dict", len(node)), chain(*node.items())
-    if type(node) is Call:
-        state = [] if node.state is ABSENT else [node.state, node.setter]
-        items, pairs = node.items or [], list(chain(*(node.pairs or {}).items()))
-        parts = [node.func, node.args, node.kwargs, *items, *pairs, *state]
-        return ("call", node.how, len(items), len(pairs), len(state)), parts
     if type(node) is PickledSet:
         return ("set", node.frozen), children(node)
     if type(node) is Persistent:
         return ("reference",), children(node)
-    return (type(node).__name__, len(node)), children(node)
+    if type(node) is not Call:
+        return (type(node).__name__, len(node)), children(node)
+    items = node.items or ()
+    pairs = list(chain(*(node.pairs or {}).items()))
+    state = () if node.state is ABSENT else (node.state, node.setter)
+    counts = len(items), len(pairs), len(state)
+    parts = (node.func, node.args, node.kwargs, *items, *pairs, *state)
+    return ("call", node.how, *counts), parts
 
 
 def as_later_protocols(node: Call) -> Any:
     """Return a set or bytes as later protocols write them, for the call that protocol 2 writes;
     other calls as is.
     """
-    name, args = str(node.func).replace("__builtin__", "builtins"), node.args
     if node.how != "REDUCE" or node.items or node.pairs or node.state is not ABSENT:
         return node
-    types = [type(argument) for argument in args]
-    if name in ("builtins.set", "builtins.frozenset") and types == [list]:
-        return PickledSet(args[0], name == "builtins.frozenset")
-    if name == "builtins.bytes" and not args:
+    name = str(node.func).replace("__builtin__", "builtins")
+    if name == "builtins.bytes" and not node.args:
         return b""
-    if name == "_codecs.encode" and types == [str, str] and args[1] == "latin1":
-        is_latin = max(args[0], default="") <= "\xff"
-        return args[0].encode("latin1") if is_latin else node
+    types = [type(argument) for argument in node.args]
+    if name in ("builtins.set", "builtins.frozenset") and types == [list]:
+        return PickledSet(node.args[0], name == "builtins.frozenset")
+    if name == "_codecs.encode" and types == [str, str] and node.args[1] == "latin1":
+        text = node.args[0]
+        is_latin = max(text, default="") <= "\xff"
+        return text.encode("latin1") if is_latin else node
     return node
 
 

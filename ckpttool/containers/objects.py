@@ -47,7 +47,9 @@ def _items(node: list[Any] | tuple[Any, ...]) -> str:
     if len(node) > _SHORT or any(type(item) not in _PLAIN for item in node):
         return _count(node)
     text = ", ".join(map(_text, node))
-    return f"[{text}]" if isinstance(node, list) else f"({text})"
+    if isinstance(node, list):
+        return f"[{text}]"
+    return f"({text})"
 
 
 def _text(value: object) -> str:
@@ -72,6 +74,7 @@ def _mapping_or_object(node: dict[Any, Any] | Call) -> Described:
     kind = node.func
     is_call = node.how == "REDUCE" and pairs is None  # of a class, or of any function
     if str(kind) in _NEW_OBJECT and node.args:
-        kind, is_call = node.args[0], False
+        kind = node.args[0]
+        is_call = False
     name = str(kind).removeprefix("builtins.") if type(kind) is Global else "object"
     return Described(f"{name}(...)" if is_call else name, keys)

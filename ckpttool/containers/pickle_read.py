@@ -229,13 +229,14 @@ class _Machine:
         """
         sizes: dict[int, int] = {}
         for call in self.copies:  # one that is an argument of another comes before it
-            part, size = call.args[-1], 0
+            part = call.args[-1]
+            size = len(call.pairs or ())
             if type(part) is Call:
-                size = sizes.get(id(part), len(part.pairs or ()))
+                size += sizes.get(id(part), len(part.pairs or ()))
             elif type(part) in (dict, list, tuple):
-                size = len(part)
-            sizes[id(call)] = size + len(call.pairs or ())
-            self.left -= _FIRST_PAIR + _PAIR * sizes[id(call)]
+                size += len(part)
+            sizes[id(call)] = size
+            self.left -= _FIRST_PAIR + _PAIR * size
 
     def error(self, message: str) -> CkptError:
         """Return the error for a damaged pickle. It lists the dangerous imports so far: Python
@@ -325,9 +326,11 @@ def _py2_text(data: bytes) -> str | ByteString:
 
 
 def _quoted(line: bytes) -> str | ByteString:
-    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in b"'\"":
+    quote = line[:1]
+    if len(line) < 2 or quote != line[-1:] or quote not in b"'\"":
         raise ValueError("a string without quotes")
-    return _py2_text(codecs.escape_decode(line[1:-1])[0])
+    data, _ = codecs.escape_decode(line[1:-1])
+    return _py2_text(data)
 
 
 def _integer(line: bytes) -> int:
@@ -938,7 +941,8 @@ def _shown_call(call: Call) -> str:
     parts = _shown_parts(call.args, 0)
     for key, value in islice((call.kwargs or {}).items(), _MOST_PARTS):
         parts.append(f"{_shown(key, 1)}={_shown(value, 1)}")
-    text = f"{_shown(call.func, 0)}({', '.join(parts)})"
+    arguments = ", ".join(parts)
+    text = f"{_shown(call.func, 0)}({arguments})"
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
 
 
@@ -961,13 +965,14 @@ def _shown(node: Any, level: int) -> str:
     if level >= _MOST_LEVELS:
         return "..."
     if type(node) is Call:
-        return f"{_shown(node.func, level + 1)}({', '.join(_shown_parts(node.args, level))})"
+        arguments = ", ".join(_shown_parts(node.args, level))
+        return f"{_shown(node.func, level + 1)}({arguments})"
     if type(node) is dict:
         pairs = []
         for key, value in islice(node.items(), _MOST_PARTS):
             pairs.append(f"{_shown(key, level + 1)}: {_shown(value, level + 1)}")
-        return f"{{{', '.join(pairs)}}}"
-    if type(node) in (list, tuple):
-        opening, closing = "[]" if type(node) is list else "()"
-        return f"{opening}{', '.join(_shown_parts(node, level))}{closing}"
-    return _SHOWN.get(type(node), "...")
+        return "{" + ", ".join(pairs) + "}"
+    if type(node) not in (list, tuple):
+        return _SHOWN.get(type(node), "...")
+    parts = ", ".join(_shown_parts(node, level))
+    return f"[{parts}]" if type(node) is list else f"({parts})"

@@ -115,7 +115,8 @@ class _NodeWriter:
         """
         for opcode, width in zip(opcodes, (1, 4, 8)):
             if opcode and len(data) < 1 << 8 * width:
-                self.out.append(opcode + len(data).to_bytes(width, "little") + data)
+                length = len(data).to_bytes(width, "little")
+                self.out.append(opcode + length + data)
                 self.memoize(node)
                 return
 
@@ -207,26 +208,26 @@ class _NodeWriter:
         """Write the opcode that makes a node of its parts; if they hold it, it is made already, and
         is taken.
         """
-        is_made, is_short = id(node) in self.memo, type(node) is tuple and len(node) <= 3
+        is_short = type(node) is tuple and len(node) <= 3
+        if id(node) in self.memo and type(node) is not Global:
+            if type(node) is Call:
+                self.out.append(_CALLS[node.how] + _POP)
+            else:
+                self.out.append(_POP * len(node) if is_short else _POP_MARK)
+            self.get(node)
+            return
         if type(node) is Global:
-            self.out.append(b"\x93")
-            self.memoize(node)
-        elif is_made and type(node) is Call:
-            self.out.append(_CALLS[node.how] + _POP)
-            self.get(node)
-        elif is_made:
-            self.out.append(_POP * len(node) if is_short else _POP_MARK)
-            self.get(node)
+            opcode = b"\x93"
         elif type(node) is Call:
-            self.out.append(_CALLS[node.how])
-            self.memoize(node)
-            self.then(*self.changes(node))
+            opcode = _CALLS[node.how]
         elif is_short:
-            self.out.append(_TUPLES[len(node)])
-            self.memoize(node)
+            opcode = _TUPLES[len(node)]
         else:
-            self.out.append(b"t" if type(node) is tuple else b"\x91")
-            self.memoize(node)
+            opcode = b"t" if type(node) is tuple else b"\x91"
+        self.out.append(opcode)
+        self.memoize(node)
+        if type(node) is Call:
+            self.then(*self.changes(node))
 
     def changes(self, node: Call) -> list[Any]:
         """Return the steps that change the object after the call."""

@@ -100,11 +100,11 @@ def rank_pairs(
     """
     if type(left.payload) is not RankParts and type(right.payload) is not RankParts:
         return ()  # almost all entries, and there may be very many
-    if isinstance(left.payload, RankParts) and isinstance(right.payload, RankParts):
-        is_whole = left.payload.whole or right.payload.whole
-        if not is_whole and len(left.payload.parts) == len(right.payload.parts):
-            pairs = zip(left.payload.parts, right.payload.parts)
-            return [pair for pair in pairs if pair != (None, None)]
+    left_parts, right_parts = parts_of(left), parts_of(right)
+    is_by_rank = is_of_ranks(left) and is_of_ranks(right)
+    is_by_rank = is_by_rank and not is_whole(left) and not is_whole(right)
+    if is_by_rank and len(left_parts) == len(right_parts):
+        return [pair for pair in zip(left_parts, right_parts) if pair != (None, None)]
     return [*_copies(left), *_copies(right)]
 
 
@@ -148,20 +148,23 @@ def shard_kind(entry: TensorEntry | ExtraEntry) -> str | None:
 
 
 def _shard_state(entry: TensorEntry | ExtraEntry) -> tuple[str | None, Any]:
+    """Return the kind of a sharded entry, and the node of its state; None for any other entry."""
     if not isinstance(entry.payload, Carried):
         return None, None
     node = entry.payload.node
     rebuilt = bare(node)
-    args: tuple[Any, ...] = rebuilt.args if type(rebuilt) is Call else ()
-    if len(args) == 4 and type(args[1]) is Global and args[1].name == "DTensor":
-        return DTENSOR, args[3]
+    if type(rebuilt) is Call and len(rebuilt.args) == 4:
+        _, kind, _, state = rebuilt.args
+        if type(kind) is Global and kind.name == "DTensor":
+            return DTENSOR, state
     if type(node) is not Call or type(node.func) is not Global:
         return None, None
     if node.func == _SHARDED_TENSOR_CLASS:  # up to torch 1.13
         return SHARDED_TENSOR, node.state
-    is_rebuilt = node.func.name == "_rebuild_from_type_v2" and len(node.args) == 4
-    if is_rebuilt and node.args[1] == _SHARDED_TENSOR_CLASS:
-        return SHARDED_TENSOR, node.args[3]
+    if node.func.name == "_rebuild_from_type_v2" and len(node.args) == 4:
+        _, kind, _, state = node.args
+        if kind == _SHARDED_TENSOR_CLASS:
+            return SHARDED_TENSOR, state
     return None, None
 
 
@@ -210,22 +213,29 @@ def _local_dtensor(key: str, state: Any, storages: Storages) -> LocalShard:
     mesh = _attributes(spec["mesh"])
     if not is_tensor(attributes["_local_tensor"]):
         raise ValueError("no local tensor")
-    local = entry_of(key, attributes["_local_tensor"], storages)
-    if local.storage is None:
-        raise Unsupported(f"its part is a {local.layout} tensor")
+    local = _dense_entry(key, attributes["_local_tensor"], storages)
     shape = sizes_of(_items(spec["tensor_meta"])[0])
-    mesh_shape, at = _mesh_shape(mesh), _counts(mesh["_coordinate_on_dim"])
+    mesh_shape = _mesh_shape(mesh)
+    at = _counts(mesh["_coordinate_on_dim"])
     if len(at) != len(mesh_shape) or any(index >= size for index, size in zip(at, mesh_shape)):
         raise ValueError("its coordinate is not in the mesh")
-    placements = tuple(_placement(node) for node in _items(spec["placements"]))
+    placements = tuple(map(_placement, _items(spec["placements"])))
     order = _shard_order(placements, mesh_shape, spec)
     chunk = _chunk_at(at, mesh_shape, order, shape)
-    if local.shape != chunk.sizes and (local.numel or prod(chunk.sizes)):
+    is_empty = not local.numel and not prod(chunk.sizes)
+    if local.shape != chunk.sizes and not is_empty:
         raise Unsupported(
             f"its part has the shape {list(local.shape)}, but its placements give"
             f" {list(chunk.sizes)}"
         )
     return LocalShard(shape, local.dtype, (mesh_shape, placements, order), chunk, local)
+
+
+def _dense_entry(key: str, node: Any, storages: Storages) -> TensorEntry:
+    local = entry_of(key, node, storages)
+    if local.storage is None:
+        raise Unsupported(f"its part is a {local.layout} tensor")
+    return local
 
 
 _Order = tuple[tuple[int, tuple[int, ...]], ...]
@@ -261,9 +271,11 @@ def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
         return _counts(mesh["mesh"].args[2])
     layout = _attributes(mesh["_layout"])
     if "axes" in layout:
-        return tuple(prod(_counts(_attributes(axis)["shape"])) for axis in _items(layout["axes"]))
-    shape = layout["shape"]
-    sizes = sizes_of(shape) if type(shape) is Call else _items(shape)
+        sizes = [_attributes(axis)["shape"] for axis in _items(layout["axes"])]
+    else:
+        shape = layout["shape"]
+        sizes = list(sizes_of(shape) if type(shape) is Call else _items(shape))
+    # a dimension may have the size of several that were made one
     return tuple(size if type(size) is int else prod(_counts(size)) for size in sizes)
 
 
@@ -291,7 +303,32 @@ def _shard_order(
     mesh_shape: tuple[int, ...],
     spec: Mapping[str, Any],
 ) -> _Order:
-    """Return each sharded dimension with the mesh dimensions that cut it, in the order of the cuts.
+    """Return each sharded dimension with the mesh dimensions that cut it, in the order of the
+    cuts.
+    """
+    plain, strided = _cuts(placements, mesh_shape)
+    listed: dict[int, list[int]] = {}
+    for node in _items(spec.get("shard_order") or ()):
+        dim, mesh_dims = _items(node)
+        listed[dim] = list(_counts(mesh_dims))
+    order = dict(plain)
+    if not strided:
+        for dim, mesh_dims in plain.items():
+            order[dim] = listed.get(dim, mesh_dims)
+            if sorted(order[dim]) != mesh_dims:
+                raise ValueError("an order of shards that does not match the placements")
+    for dim, index in strided.items():
+        cuts = plain.get(dim, [])
+        if cuts and min(cuts) < index:
+            raise Unsupported("is cut in strides after other cuts, which the mesh does not explain")
+        order[dim] = [*cuts, index]
+    return tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(order.items()))
+
+
+def _cuts(
+    placements: tuple[tuple[str, int, int], ...], mesh_shape: tuple[int, ...]
+) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """Return the mesh dimensions that cut each dimension, and the one that cuts it in strides.
 
     A strided shard is cut after the shards that follow it, which have as many pieces as its split
     factor: FSDP2 makes it from a tensor that tensor parallelism has sharded
@@ -300,32 +337,18 @@ def _shard_order(
     plain: dict[int, list[int]] = {}
     strided: dict[int, int] = {}
     for index, (name, dim, factor) in enumerate(placements):
-        if name == "_StridedShard" and factor > 1:
-            pieces = 1  # that the cuts after it make
-            for size, (_, other_dim, _) in islice(zip(mesh_shape, placements), index + 1, None):
-                pieces *= size if other_dim == dim else 1
-            if dim in strided or pieces != factor:
-                raise Unsupported(
-                    f"is cut in strides ({factor} pieces) that the mesh does not explain"
-                )
-            strided[dim] = index
-        elif name != "Replicate":
+        if name == "Replicate":
+            continue
+        if name == "Shard" or factor == 1:
             plain.setdefault(dim, []).append(index)
-    listed: dict[int, list[int]] = {}
-    for node in _items(spec.get("shard_order") or ()):
-        dim, mesh_dims = _items(node)
-        listed[dim] = list(_counts(mesh_dims))
-    order = dict(plain)
-    for dim, mesh_dims in plain.items() if not strided else ():
-        order[dim] = listed.get(dim, mesh_dims)
-        if sorted(order[dim]) != mesh_dims:
-            raise ValueError("an order of shards that does not match the placements")
-    for dim, index in strided.items():
-        cuts = plain.get(dim, [])
-        if cuts and min(cuts) < index:
-            raise Unsupported("is cut in strides after other cuts, which the mesh does not explain")
-        order[dim] = [*cuts, index]
-    return tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(order.items()))
+            continue
+        pieces = 1  # that the cuts after it make
+        for size, (_, other_dim, _) in islice(zip(mesh_shape, placements), index + 1, None):
+            pieces *= size if other_dim == dim else 1
+        if dim in strided or pieces != factor:
+            raise Unsupported(f"is cut in strides ({factor} pieces) that the mesh does not explain")
+        strided[dim] = index
+    return plain, strided
 
 
 def _process_group(state: Any) -> tuple[int, int]:
@@ -339,7 +362,8 @@ def _process_group(state: Any) -> tuple[int, int]:
 def _local_sharded_tensor(key: str, state: Any, storages: Storages) -> LocalShard:
     _process_group(state)
     shards, metadata = state[0], _attributes(state[1])
-    shape, dtype = sizes_of(metadata["size"]), str(metadata["tensor_properties"].state[0].name)
+    shape = sizes_of(metadata["size"])
+    dtype = str(metadata["tensor_properties"].state[0].name)
     if dtype not in dtypes.BY_NAME:
         raise ValueError("no dtype")
     if len(shards) > 1:
@@ -352,9 +376,7 @@ def _local_sharded_tensor(key: str, state: Any, storages: Storages) -> LocalShar
     shard = _attributes(shards[0])
     if not is_tensor(shard["tensor"]):
         raise ValueError("a shard without a tensor")
-    local = entry_of(key, shard["tensor"], storages)
-    if local.storage is None:
-        raise Unsupported(f"its part is a {local.layout} tensor")
+    local = _dense_entry(key, shard["tensor"], storages)
     if local.dtype != dtype:
         raise Unsupported(f"its part is {local.dtype}, the tensor {dtype}")
     offsets = sizes_of(_attributes(shard["metadata"])["shard_offsets"])

@@ -72,8 +72,10 @@ class Storages:
         if type(node) is Persistent:
             dtype, storage = typed_storage(node, self)
             return content_of_storage(storage) + dtype.encode()
-        entry = entry_of("", node, self) if is_tensor(node) else None
-        return None if entry is None or entry.storage is None else repr(fingerprint(entry)).encode()
+        if not is_tensor(node):
+            return None
+        entry = entry_of("", node, self)
+        return None if entry.storage is None else repr(fingerprint(entry)).encode()
 
 
 unnamed = partial(TensorEntry, "")  # makes the entry of a tensor that has no name yet
@@ -124,14 +126,16 @@ class Carried(Payload):
         from ckpttool.evaluate import torch_eval
 
         node = bare(self.node)
-        is_v3 = node.func.name == "_rebuild_tensor_v3"
         dtype, storage = typed_storage(node.args[0], self.storages)
-        view = _view(_dtype(node.args[6]) if is_v3 else dtype, storage, node.args[1:4])
-        flags = node.args[7 if is_v3 else 6]
+        flags = node.args[6]
+        if node.func.name == "_rebuild_tensor_v3":
+            dtype, flags = _dtype(node.args[6]), node.args[7]
+        view = _view(dtype, storage, node.args[1:4])
         value: Expression = Ref(entry.key)
-        for flag in _FLAGS:
-            value = Op(_FLAGS[flag], (value,)) if flags.get(flag) else value
-        return torch_eval.entry_of(entry.key, value, {entry.key: replace(view, key=entry.key)})
+        for flag, operator in _FLAGS.items():
+            if flags.get(flag):
+                value = Op(operator, (value,))
+        return torch_eval.entry_of(entry.key, value, {entry.key: view.under(entry.key)})
 
 
 def malformed(message: str) -> CkptError:
@@ -271,26 +275,31 @@ def _from_type(args: Any, storages: Storages, depth: int) -> TensorEntry:
     call = Call(func, inner)
     parts = _inner(args[2:], storages, depth)
     nbytes = sum(part.nbytes for part in parts)
+    if is_tensor(call):
+        tensor = _read(call, storages, depth + 1)
+        if is_torch(kind) and kind.name in _PLAIN_TYPES:
+            return tensor
+        return _packed(tensor, "subclass", max(tensor.nbytes, nbytes))
     # a class with its own function: of its geometry only the dtype is known
-    if not is_tensor(call):
-        options = inner[0] if type(inner) is tuple and inner and type(inner[0]) is dict else {}
-        values = options.get("values")  # of a jagged tensor, next to its offsets
-        if is_tensor(values):
-            parts = [_read(values, storages, depth + 1)]
-        return unnamed(parts[0].dtype if parts else "float32", (), (), 0, None, "subclass", nbytes)
-    tensor = _read(call, storages, depth + 1)
-    if is_torch(kind) and kind.name in _PLAIN_TYPES:
-        return tensor
-    return _packed(tensor, "subclass", max(tensor.nbytes, nbytes))
+    dtype = parts[0].dtype if parts else "float32"
+    options = inner[0] if type(inner) is tuple and inner else None
+    if type(options) is dict and is_tensor(options.get("values")):
+        # of a jagged tensor, next to its offsets
+        dtype = _read(options["values"], storages, depth + 1).dtype
+    return unnamed(dtype, (), (), 0, None, "subclass", nbytes)
 
 
 def _sparse(args: Any, storages: Storages, depth: int) -> TensorEntry:
     kind, data = args
-    is_coo = len(data) == 3 or type(data[3]) is bool  # indices, values, size; others have two more
-    values, size = data[1:3] if is_coo else data[2:4]
-    layout = (kind.args[0] if type(kind) is Call else kind.name).removeprefix("torch.")
+    layout = kind.args[0] if type(kind) is Call else kind.name
+    is_coo = len(data) == 3 or type(data[3]) is bool
+    if is_coo:
+        _, values, size = data[:3]
+    else:  # indices of rows and of columns
+        _, _, values, size = data[:4]
     dtype = _read(values, storages, depth + 1).dtype
-    nbytes = sum(part.nbytes for part in _inner(data, storages, depth))
+    nbytes = _nbytes_in(data, storages, depth)
+    layout = layout.removeprefix("torch.")
     return unnamed(dtype, sizes_of(size), (), 0, None, layout, nbytes)
 
 
@@ -298,8 +307,7 @@ def _quantized(args: Any, storages: Storages, depth: int) -> TensorEntry:
     dtype, storage = typed_storage(args[0], storages)
     view = _view(dtype, storage, args[1:4])
     nbytes = -(-view.nbytes // _PER_BYTE.get(dtype, 1))
-    nbytes += sum(part.nbytes for part in _inner(args[4], storages, depth))
-    return _packed(view, "quantized", nbytes)
+    return _packed(view, "quantized", nbytes + _nbytes_in(args[4], storages, depth))
 
 
 def _nested(args: Any, storages: Storages, depth: int) -> TensorEntry:
@@ -308,7 +316,7 @@ def _nested(args: Any, storages: Storages, depth: int) -> TensorEntry:
     """
     dtype = _read(args[0], storages, depth + 1).dtype
     sizes = _read(args[1], storages, depth + 1)
-    nbytes = sum(part.nbytes for part in _inner(args, storages, depth))
+    nbytes = _nbytes_in(args, storages, depth)
     return unnamed(dtype, sizes.shape[:1], (), 0, None, "nested", nbytes)
 
 
@@ -316,10 +324,14 @@ def _device(args: Any, storages: Storages, depth: int) -> TensorEntry:
     """A tensor of a device without storages (XLA): a CPU tensor or a numpy array that is moved when
     it is loaded.
     """
-    data, dtype = args[0], _dtype(args[1])
-    # numpy.ndarray.__setstate__ takes version, shape, dtype, order, bytes
-    shape = _read(data, storages, depth + 1).shape if is_tensor(data) else sizes_of(data.state[1])
-    return unnamed(dtype, shape, (), 0, None, "device", prod(shape) * dtypes.itemsize(dtype))
+    data = args[0]
+    dtype = _dtype(args[1])
+    if is_tensor(data):
+        shape = _read(data, storages, depth + 1).shape
+    else:  # numpy.ndarray.__setstate__ takes version, shape, dtype, order, bytes
+        shape = sizes_of(data.state[1])
+    nbytes = prod(shape) * dtypes.itemsize(dtype)
+    return unnamed(dtype, shape, (), 0, None, "device", nbytes)
 
 
 _REBUILD: dict[str, Callable[[Any, Storages, int], TensorEntry]] = {
@@ -362,6 +374,10 @@ def _inner(node: Any, storages: Storages, depth: int) -> list[TensorEntry]:
     return tensors
 
 
+def _nbytes_in(node: Any, storages: Storages, depth: int) -> int:
+    return sum(part.nbytes for part in _inner(node, storages, depth))
+
+
 def storage_key(node: Any) -> str:
     """Return the key in a reference ``("storage", class, key, location, number of elements)``; else
     `CkptError`.
@@ -377,11 +393,15 @@ def storage_key(node: Any) -> str:
 def typed_storage(node: Any, storages: Storages) -> tuple[str, Storage]:
     key = storage_key(node)
     kind, numel = node.id[1].name, node.id[4]
-    if kind != "UntypedStorage" and kind not in dtypes.BY_STORAGE:
+    if kind == "UntypedStorage":
+        dtype = "uint8"
+    elif kind in dtypes.BY_STORAGE:
+        dtype = dtypes.BY_STORAGE[kind].name
+    else:
         raise malformed(f"a storage of class {kind}")
-    dtype = "uint8" if kind == "UntypedStorage" else dtypes.BY_STORAGE[kind].name
-    if storages.dtypes.setdefault(key, dtype) != dtype:
-        raise malformed(f"storage {key} is one of {storages.dtypes[key]} and of {dtype}")
+    first_dtype = storages.dtypes.setdefault(key, dtype)
+    if first_dtype != dtype:
+        raise malformed(f"storage {key} is one of {first_dtype} and of {dtype}")
     storages.reached.add(key)
     return dtype, storages.get(key, numel * dtypes.itemsize(dtype))
 
@@ -396,14 +416,18 @@ def sizes_of(node: Any) -> tuple[int, ...]:
     """Return the sizes of a ``torch.Size``, a list or a tuple. Raises `CkptError` for sizes that
     torch refuses.
     """
-    sizes = node.args[0] if type(node) is Call and node.func == Global("torch", "Size") else node
+    sizes = node
+    if type(node) is Call and node.func == Global("torch", "Size"):
+        sizes = node.args[0]
     if type(sizes) not in (tuple, list) or len(sizes) > MAX_DIMS:
         raise malformed(f"{type(sizes).__name__} where sizes have to be")
     for size in sizes:
-        if type(size) is not int or not 0 <= size < MOST:
-            # writing a large number would take long
-            is_large = any(type(number) is int and abs(number) >= MOST for number in sizes)
-            raise malformed("sizes that no tensor has" if is_large else f"sizes {sizes!r}")
+        if type(size) is int and 0 <= size < MOST:
+            continue
+        # writing a large number would take long
+        if any(type(number) is int and abs(number) >= MOST for number in sizes):
+            raise malformed("sizes that no tensor has")
+        raise malformed(f"sizes {sizes!r}")
     return tuple(sizes)
 
 
@@ -433,16 +457,16 @@ class Rebuilder:
         assert entry.storage is not None
         row, storage = dtypes.BY_NAME[entry.dtype], entry.storage
         kept = self.kept.get(id(storage))
-        if kept in ("uint8", entry.dtype):
-            plain = kept == entry.dtype
+        if kept is not None and kept not in ("uint8", entry.dtype):
+            storage = self.apart.setdefault((id(storage), entry.dtype), Storage(storage.data))
+            kept, mixed = None, False
+        if kept is not None:
+            is_typed = kept == entry.dtype
         else:
-            if kept is not None:
-                key = (id(storage), entry.dtype)
-                storage, mixed = self.apart.setdefault(key, Storage(storage.data)), False
-            plain = row.storage is not None and not mixed and storage.nbytes % row.itemsize == 0
-        reference = self.reference(storage, row if plain else None)
+            is_typed = row.storage is not None and not mixed and not storage.nbytes % row.itemsize
+        reference = self.reference(storage, row if is_typed else None)
         args = (reference, entry.offset, entry.shape, entry.stride, False, self._hooks())
-        if plain:
+        if is_typed:
             return Call(self._global("torch._utils", "_rebuild_tensor_v2"), args)
         dtype = self._global("torch", entry.dtype)
         return Call(self._global("torch._utils", "_rebuild_tensor_v3"), (*args, dtype))
@@ -454,8 +478,8 @@ class Rebuilder:
         else:
             kind = self._global("torch.storage", "UntypedStorage")
         numel = storage.nbytes // (row.itemsize if row else 1)
-        words = self._word("storage"), self._word("cpu")
-        return Persistent((words[0], kind, self.key(storage), words[1], numel))
+        word, location = self._word("storage"), self._word("cpu")
+        return Persistent((word, kind, self.key(storage), location, numel))
 
     def key(self, storage: Storage) -> str:
         """Return the key of the storage's record in the file: its own, or the first free number."""
@@ -485,10 +509,12 @@ class Rebuilder:
         """Take over the keys and words of the file whose tree is changed."""
         for key, storage in storages.by_key.items():
             self.adopt(storage, key)
-        nodes = (carried.node for carried in storages.carried.values())
-        first = next((node.args[0] for node in nodes if node.args), None)
+        references = (carried.node.args[:1] for carried in storages.carried.values())
+        first = next(filter(None, references), (None,))[0]
         if type(first) is Persistent:
-            self.words.update((part, part) for part in reversed(first.id) if type(part) is str)
+            for part in reversed(first.id):
+                if type(part) is str:
+                    self.words[part] = part
 
     def _word(self, word: str) -> str:
         return self.words.setdefault(word, word)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckpttool.containers.arrays import array_entry, is_array
@@ -40,6 +41,9 @@ from ckpttool.core.values import dataclass, many_objects
 LISTS = ("shadow_params",)
 SLOTS = ("_parameters", "_buffers", "_modules")
 
+Path = tuple[str, ...]  # of a node: its dotted path, in parts
+Child = tuple[Path, Steps, Any]  # a node inside of another one, with the way to it
+
 _MAX_MODULE_DEPTH = 200  # modules inside each other
 # with their tensors; a pickle shares nodes: a small one can hold a tree without end
 _MAX_MODULES = 1_000_000
@@ -72,30 +76,30 @@ def slots_of(module: Any, steps: Steps) -> Iterator[ModuleTensor]:
 
     Raises `CkptError` for more modules than a model has.
     """
-    todo: list[tuple[tuple[str, ...], Steps, Any]] = [((), steps, module)]
+    todo: list[Child] = [((), steps, module)]
     left = _MAX_MODULES
     while todo:
         path, at, node = todo.pop()
-        left -= 1
         attributes, steps_inside = _attributes(node) or ({}, ())
-        for kind in SLOTS[:2] if attributes else ():
-            left -= len(pairs_of(attributes[kind]) or ())
+        slots = {slot: pairs_of(attributes.get(slot)) or {} for slot in SLOTS}
+        left -= 1 + len(slots["_parameters"]) + len(slots["_buffers"])
         if left < 0 or len(path) > _MAX_MODULE_DEPTH:
             raise CkptError(
                 "a pickled module holds too many others", hint="the file is damaged or hostile"
             )
-        if not attributes:
-            continue
         inside = (*at, *steps_inside)
         unsaved = _texts_in(attributes.get("_non_persistent_buffers_set"))
-        for kind in SLOTS[:2]:
-            for name, key, value in _named(attributes[kind]):
-                if is_tensor(value):
-                    is_saved = kind == "_parameters" or name not in unsaved
-                    place = (*inside, ("item", kind), ("item", key))
-                    yield ModuleTensor(".".join((*path, name)), place, value, is_saved)
-        for name, key, value in reversed([*_named(attributes["_modules"])]):
-            todo.append(((*path, name), (*inside, ("item", "_modules"), ("item", key)), value))
+        for slot in ("_parameters", "_buffers"):
+            for name, key, value in _named(slots[slot]):
+                if not is_tensor(value):
+                    continue
+                place = (*inside, ("item", slot), ("item", key))
+                is_saved = slot == "_parameters" or name not in unsaved
+                yield ModuleTensor(".".join((*path, name)), place, value, is_saved)
+        submodules = list(_named(slots["_modules"]))
+        for name, key, submodule in reversed(submodules):
+            place = (*inside, ("item", "_modules"), ("item", key))
+            todo.append(((*path, name), place, submodule))
 
 
 def _texts_in(node: Any) -> set[str]:
@@ -129,9 +133,9 @@ def _are_attributes(node: Any) -> bool:
     return type(node) is dict and all(pairs_of(node.get(name)) is not None for name in SLOTS)
 
 
-def _named(node: Any) -> Iterator[tuple[str, Any, Any]]:
+def _named(slot: Mapping[Any, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield name, key and value of each entry of a slot."""
-    for key, value in (pairs_of(node) or {}).items():
+    for key, value in slot.items():
         name = text_of(key)
         if name is not None:
             yield name, key, value
@@ -163,7 +167,7 @@ def mapping_of(
     flat: set[int] = set()
     repeats = 0
 
-    def value(node: Any, path: tuple[str, ...]) -> Any:
+    def value(node: Any, path: Path) -> Any:
         nonlocal repeats
         if type(node) in _SCALARS or id(node) in flat:
             return node
@@ -180,16 +184,15 @@ def mapping_of(
             raise _TooMuch
         if len(path) >= _MAX_OPTIMIZER_DEPTH:
             return ExtraEntry(key, Carried(node, storages))
-        is_dict = type(node) is dict or (is_mapping(node) and node.state is ABSENT)
-        pairs = pairs_of(node) if is_dict else None
-        if pairs is not None and all(type(key) in (int, str) for key in pairs):
-            return {name: value(part, (*path, str(name))) for name, part in pairs.items()}
         if is_list and all(type(part) in _SCALARS for part in node):
             flat.add(id(node))
             return node
         if is_list:
-            parts = (value(part, (*path, str(index))) for index, part in enumerate(node))
+            parts = [value(part, (*path, str(index))) for index, part in enumerate(node)]
             return type(node)(parts)
+        pairs = _dict_pairs(node)
+        if pairs is not None:
+            return {name: value(part, (*path, str(name))) for name, part in pairs.items()}
         return ExtraEntry(key, Carried(node, storages))
 
     try:
@@ -197,6 +200,18 @@ def mapping_of(
     except _TooMuch:
         return None
     return mapping if isinstance(mapping, dict) else None
+
+
+def _dict_pairs(node: Any) -> dict[Any, Any] | None:
+    """Return the pairs of one of Python's dicts with numbers and strings as keys; None for any
+    other node.
+    """
+    if type(node) is not dict and (not is_mapping(node) or node.state is not ABSENT):
+        return None
+    pairs = pairs_of(node)
+    if pairs is not None and all(type(key) in (int, str) for key in pairs):
+        return pairs
+    return None
 
 
 def node_of(value: Any, entry_node: Callable[[TensorEntry | ExtraEntry], Any]) -> Any:
@@ -223,7 +238,7 @@ _PICKLED, _LEAST_AGAIN = 16, 10_000
 # entry, a section.
 _WALKED, _STEP, _ENTRY, _SECTION = 150, 16, 500, 4000
 
-Adder = Callable[["Tree", Any, "tuple[str, ...]", Steps], None]  # adds the section that a node is
+Adder = Callable[["Tree", Any, Path, Steps], None]  # adds the section that a node is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -282,18 +297,19 @@ def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) ->
     The dicts at the dotted paths `whole` are read as state dicts.
     """
     tree = Tree(storages, whole=whole)
-    tree.again_left = min(tree.again_left, max(_LEAST_AGAIN, storages.pickled // _PICKLED))
+    allowed = max(_LEAST_AGAIN, storages.pickled // _PICKLED)
+    tree.again_left = min(tree.again_left, allowed)
     if not _walk(tree, root, (), (), foreign=False):
         for path, steps, node in _named_children(tree, root, (), ()):
             tree.others[".".join(path)] = steps, node
     if tree.loose:
-        name = "" if "" not in tree.places else "(other)"
+        name = "(other)" if "" in tree.places else ""
         section = Section(name, "other", tuple(tree.loose))
         tree.places[name] = Place(section, (), None, tree.loose_steps)
     return tree
 
 
-def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
+def _walk(tree: Tree, node: Any, path: Path, steps: Steps, foreign: bool) -> bool:
     """Find the sections and tensors in `node`; False if there are none. `foreign`: inside a pickled
     object.
     """
@@ -307,24 +323,21 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
     tree.seen.add(id(node))
     _take_path(tree, path)
     before = len(tree.places)
-    add = _recognised(tree, node, ".".join(path), foreign)
+    add = _recognized(tree, node, ".".join(path), foreign)
     has_sections = _add(tree, add, node, path, steps, foreign)
     if len(tree.places) > before:
         last = next(reversed(tree.places.values())).section
-        children = sum(1 for _ in _named_children(tree, node, (), ()))
-        tree.added[id(node)] = add, max(1, len(last.entries), children)
+        tree.added[id(node)] = add, max(1, len(last.entries), _count_inside(node))
     return has_sections
 
 
-def _add(
-    tree: Tree, add: Adder | None, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool
-) -> bool:
+def _add(tree: Tree, add: Adder | None, node: Any, path: Path, steps: Steps, foreign: bool) -> bool:
     """Add the section that `node` is, by `add`, or the sections in it; False if there are none."""
     if add is not None:
         add(tree, node, path, steps)
         return True
     inside = foreign or (isinstance(node, Call) and pairs_of(node) is None)
-    rest: list[tuple[tuple[str, ...], tuple[Steps, Any]]] = []
+    rest: list[tuple[Path, tuple[Steps, Any]]] = []
     has_sections = False
     tree.around[id(node)] = steps
     for child_path, child_steps, child in _named_children(tree, node, path, steps):
@@ -344,7 +357,7 @@ def _add(
     return True
 
 
-def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
+def _add_again(tree: Tree, node: Any, path: Path, steps: Steps, foreign: bool) -> bool:
     """Add a node that is or holds a section elsewhere here too; False for others: they have their
     first place.
     """
@@ -360,14 +373,14 @@ def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, forei
     return _add(tree, add, node, path, steps, foreign)
 
 
-def _take_path(tree: Tree, path: tuple[str, ...]) -> None:
+def _take_path(tree: Tree, path: Path) -> None:
     """Count the memory of a place: a tuple of its parts, and its text, as a path and in the keys of
     a report.
     """
     tree.storages.memory.take(_WALKED + 2 * sum(map(len, path)) + _STEP * len(path))
 
 
-def _looks_again(tree: Tree, path: tuple[str, ...], count: int) -> bool:
+def _looks_again(tree: Tree, path: Path, count: int) -> bool:
     """Return whether `count` entries that were looked at before are looked at again; a note says
     where that ends.
     """
@@ -379,7 +392,7 @@ def _looks_again(tree: Tree, path: tuple[str, ...], count: int) -> bool:
     return tree.again_left >= 0
 
 
-def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None:
+def _recognized(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None:
     """Return the function that adds the node as a section; None for a container that may hold
     sections.
     """
@@ -393,7 +406,8 @@ def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None
     if names and not foreign and _are_arrays(node):
         return _add_arrays
     is_optimizer = _is_optimizer(node)
-    is_around = any(whole.startswith(f"{path}." if path else "") for whole in tree.whole)
+    prefix = f"{path}." if path else ""
+    is_around = any(whole.startswith(prefix) for whole in tree.whole)
     is_candidate = names is not None and not is_optimizer and not is_around
     if is_candidate and _is_state_dict(tree, node, names or (), foreign):
         return _add_state_dict
@@ -403,31 +417,39 @@ def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None
     return _add_optimizer if is_optimizer else None
 
 
-def _named_children(
-    tree: Tree, node: Any, path: tuple[str, ...], steps: Steps
-) -> Iterator[tuple[tuple[str, ...], Steps, Any]]:
+def _named_children(tree: Tree, node: Any, path: Path, steps: Steps) -> Iterator[Child]:
     """Yield path, steps and node of the nodes inside. A pickled object's attributes have the path
     of the object.
     """
-    pairs = pairs_of(node)
-    if pairs is not None:
-        tree.storages.look(len(pairs))
-        for key, value in pairs.items():
-            yield (*path, text_of(key) or str(key)), (*steps, ("item", key)), value
+    tree.storages.look(_count_inside(node))
+    pairs = pairs_of(node) or {}
+    for key, value in pairs.items():
+        name = text_of(key) or str(key)
+        yield (*path, name), (*steps, ("item", key)), value
     if isinstance(node, (list, tuple)):
-        tree.storages.look(len(node))
         for index, value in enumerate(node):
             yield (*path, str(index)), (*steps, ("item", index)), value
-    elif isinstance(node, Call):
-        tree.storages.look(len(node.args) + len(node.kwargs or ()) + len(node.items or ()))
-        for index, value in enumerate(node.args):
-            yield (*path, str(index)), (*steps, ("arg", index)), value
-        for name, value in (node.kwargs or {}).items():
-            yield (*path, str(name)), (*steps, ("kwarg", name)), value
-        for index, value in enumerate(node.items or ()):
-            yield (*path, str(index)), (*steps, ("element", index)), value
-        if node.state is not ABSENT:
-            yield path, (*steps, ("state", None)), node.state
+    if not isinstance(node, Call):
+        return
+    for index, value in enumerate(node.args):
+        yield (*path, str(index)), (*steps, ("arg", index)), value
+    for name, value in (node.kwargs or {}).items():
+        yield (*path, str(name)), (*steps, ("kwarg", name)), value
+    for index, value in enumerate(node.items or ()):
+        yield (*path, str(index)), (*steps, ("element", index)), value
+    if node.state is not ABSENT:
+        yield path, (*steps, ("state", None)), node.state
+
+
+def _count_inside(node: Any) -> int:
+    """Return how many nodes are inside of the node."""
+    if isinstance(node, (list, tuple)):
+        return len(node)
+    count = len(pairs_of(node) or ())
+    if isinstance(node, Call):
+        count += len(node.args) + len(node.kwargs or ()) + len(node.items or ())
+        count += node.state is not ABSENT
+    return count
 
 
 # State dicts
@@ -452,6 +474,7 @@ def _names(node: Any) -> list[str] | None:
 
 # bytes of torch's generators: of the CPU, and of CUDA before and since 2.0
 _RANDOM_STATES = ((5056,), (816,), (16,))
+_SETTINGS = (bool, int, float, str, type(None))
 
 
 def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -> bool:
@@ -462,10 +485,12 @@ def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -
     """
     if metadata_of(node) is not None:
         return True
+    if foreign:
+        return False
     values = list((pairs_of(node) or {}).values())
     tensors = {name: value for name, value in zip(names, values) if is_tensor(value)}
-    settings = sum(type(value) in (bool, int, float, str, type(None)) for value in values)
-    if foreign or not tensors or settings > len(tensors):
+    settings = sum(type(value) in _SETTINGS for value in values)
+    if not tensors or settings > len(tensors):
         return False
     entries = (entry_of(name, value, tree.storages) for name, value in tensors.items())
     if all(entry.dtype == "uint8" and entry.shape in _RANDOM_STATES for entry in entries):
@@ -475,7 +500,9 @@ def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -
     has_paths = any("." in name for name in tensors)
     for name, value in zip(names, values):
         is_path = has_paths and "." in name
-        if not is_path and not name.endswith("_extra_state") and _holds_tensors(tree, value):
+        if is_path or name.endswith("_extra_state"):
+            continue
+        if _holds_tensors(tree, value):
             return False
     return True
 
@@ -485,14 +512,28 @@ def _holds_tensors(tree: Tree, node: Any) -> bool:
     if pairs is None:
         return False
     if id(node) not in tree.of_tensors:
-        tree.of_tensors[id(node)] = any(is_tensor(value) for value in pairs.values())
+        tree.of_tensors[id(node)] = any(map(is_tensor, pairs.values()))
     return tree.of_tensors[id(node)]
 
 
-def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
-    tensors, extras = [], []
+def _add_section(
+    tree: Tree,
+    section: Section,
+    path: Path,
+    steps: Steps,
+    node: Any,
+    tensors: Mapping[str, Steps] = MappingProxyType({}),
+) -> None:
+    """Add the section under its path, or the first free one; `tensors` as in `Place`."""
+    section = replace(section, path=free(".".join(path), tree.places))
+    tree.places[section.path] = Place(section, steps, node, tensors)
+
+
+def _add_state_dict(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
     pairs = pairs_of(node) or {}
     tree.storages.memory.take(_SECTION + _STEP * len(steps) + _ENTRY * len(pairs))
+    tensors: list[TensorEntry] = []
+    extras: list[ExtraEntry] = []
     for key, value in pairs.items():
         name = str(text_of(key))
         if is_tensor(value):
@@ -500,15 +541,14 @@ def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) 
         else:
             extras.append(_extra(tree, name, value))
             _note_dicts(tree, value, (*path, name))
-    name = free(".".join(path), tree.places)
     modules = metadata_of(node)
     if modules is not None:
         modules = dict(modules)
-    section = Section(name, "state_dict", tuple(tensors), tuple(extras), modules)
-    tree.places[name] = Place(section, steps, node)
+    section = Section("", "state_dict", tuple(tensors), tuple(extras), modules)
+    _add_section(tree, section, path, steps, node)
 
 
-def _note_dicts(tree: Tree, node: Any, path: tuple[str, ...]) -> None:
+def _note_dicts(tree: Tree, node: Any, path: Path) -> None:
     """Note the dicts inside an entry of a state dict, each once: a model may be saved in one of
     them.
     """
@@ -536,14 +576,16 @@ def extra_of(key: str, node: Any, storages: Storages) -> ExtraEntry:
     return _extra(Tree(storages), key, node)
 
 
-def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
+def _add_module(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
     """Add the state dict of a pickled module, and its other tensors as loose ones."""
     inner = Tree(tree.storages, seen=tree.seen)
-    saved: list[ModuleTensor] = []
+    tensors: list[TensorEntry] = []
+    places: dict[str, Steps] = {}
     for tensor in slots_of(node, steps):
         inner.listed.add(id(tensor.node))
         if tensor.is_persistent:
-            saved.append(tensor)
+            tensors.append(entry_of(tensor.key, tensor.node, tree.storages))
+            places[tensor.key] = tensor.steps
         else:
             _add_loose(inner, tensor.key, tensor.node, tensor.steps)
     for child_path, child_steps, child in _named_children(tree, node, (), steps):
@@ -551,33 +593,34 @@ def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> N
     for entry in inner.loose:
         words = [word for word in (*path, *entry.key.split(".")) if word not in SLOTS]
         key = free(".".join(words), tree.loose_steps)
-        tree.loose.append(replace(entry, key=key))
+        tree.loose.append(entry.under(key))
         tree.loose_steps[key] = inner.loose_steps[entry.key]
-    name = free(".".join(path), tree.places)
-    tensors = tuple(entry_of(tensor.key, tensor.node, tree.storages) for tensor in saved)
     section = Section(
-        name,
+        "",
         "state_dict",
-        tensors,
+        tuple(tensors),
         has_runtime_names=True,
         packed_as="module",
         module_class=class_of(node),
     )
-    tree.places[name] = Place(section, steps, node, {tensor.key: tensor.steps for tensor in saved})
+    _add_section(tree, section, path, steps, node, places)
 
 
 def _is_list_of_tensors(node: Any) -> bool:
     return type(node) in (list, tuple) and bool(node) and all(map(is_tensor, node))
 
 
-def _add_list(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
+def _add_list(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
     """Add a list of tensors as a state dict whose keys are numbers."""
     tree.storages.memory.take(_SECTION + (_STEP * len(steps) + _ENTRY) * len(node))
-    tensors = tuple(entry_of(str(index), value, tree.storages) for index, value in enumerate(node))
-    places = {str(index): (*steps, ("item", index)) for index in range(len(node))}
-    name = free(".".join(path), tree.places)
-    section = Section(name, "state_dict", tensors, packed_as="list")
-    tree.places[name] = Place(section, steps, node, places)
+    tensors: list[TensorEntry] = []
+    places: dict[str, Steps] = {}
+    for index, value in enumerate(node):
+        key = str(index)
+        tensors.append(entry_of(key, value, tree.storages))
+        places[key] = (*steps, ("item", index))
+    section = Section("", "state_dict", tuple(tensors), packed_as="list")
+    _add_section(tree, section, path, steps, node, places)
 
 
 def _are_arrays(node: Any) -> bool:
@@ -586,7 +629,7 @@ def _are_arrays(node: Any) -> bool:
     return all(map(is_array, values)) and all(array_entry("", value) for value in values)
 
 
-def _add_arrays(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
+def _add_arrays(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
     """Add a mapping of arrays as a state dict."""
     pairs = pairs_of(node) or {}
     tree.storages.memory.take(_SECTION + (_STEP * len(steps) + _ENTRY) * len(pairs))
@@ -601,9 +644,8 @@ def _add_arrays(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> N
         assert entry is not None
         tensors.append(entry.under(name))
         places[name] = (*steps, ("item", key))
-    path_name = free(".".join(path), tree.places)
-    section = Section(path_name, "state_dict", tuple(tensors), packed_as="arrays")
-    tree.places[path_name] = Place(section, steps, node, places)
+    section = Section("", "state_dict", tuple(tensors), packed_as="arrays")
+    _add_section(tree, section, path, steps, node, places)
 
 
 def _add_loose(tree: Tree, key: str, node: Any, steps: Steps) -> None:
@@ -613,21 +655,20 @@ def _add_loose(tree: Tree, key: str, node: Any, steps: Steps) -> None:
     tree.loose_steps[key] = steps
 
 
-def _add_optimizer(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
+def _add_optimizer(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
+    # an optimizer that was saved twice has one state for each parameter
     inner = Tree(tree.storages, seen=set() if tree.again_left >= 0 else tree.seen)
     for child_path, child_steps, child in _named_children(tree, node, (), steps):
         _walk_tensors(inner, child, child_path, child_steps)
-    # an optimizer that was saved twice has one state for each parameter
     if inner.seen is not tree.seen:
         _looks_again(tree, path, len(inner.seen & tree.seen))
         tree.seen |= inner.seen
-    name = free(".".join(path), tree.places)
     mapping = mapping_of(node, inner.loose, tree.storages)
-    section = Section(name, "optimizer", tuple(inner.loose), mapping=mapping)
-    tree.places[name] = Place(section, steps, node, inner.loose_steps)
+    section = Section("", "optimizer", tuple(inner.loose), mapping=mapping)
+    _add_section(tree, section, path, steps, node, inner.loose_steps)
 
 
-def _walk_tensors(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
+def _walk_tensors(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
     """Find all tensors below `node`, in whatever containers."""
     if is_tensor(node):
         if id(node) not in tree.listed:
@@ -681,18 +722,7 @@ def unreached(root: Any, storages: Storages, sizes: Mapping[str, int]) -> tuple[
     left = [key for key in sizes if key not in storages.reached]
     if not left:
         return ()
-    places: dict[str, str] = {}
-    seen: set[int] = set()
-    todo: list[tuple[str, Any]] = [("", root)]
-    while todo:
-        path, node = todo.pop()
-        if id(node) not in seen and children(node):
-            seen.add(id(node))
-            if type(node) is Persistent:
-                places.setdefault(storage_key(node), path)
-            parts = _parts(node)
-            storages.look(len(parts))
-            todo += [(dotted(path, name), part) for name, part in reversed(parts)]
+    places = _storage_places(root, storages)
     by_name: dict[str, Unreached] = {}
     for key in left:
         name = f"data/{key}"
@@ -704,6 +734,25 @@ def unreached(root: Any, storages: Storages, sizes: Mapping[str, int]) -> tuple[
     return tuple(by_name.values())
 
 
+def _storage_places(root: Any, storages: Storages) -> dict[str, str]:
+    """Return the path at which the tree first refers to each storage, by the storage's key."""
+    places: dict[str, str] = {}
+    seen: set[int] = set()
+    todo: list[tuple[str, Any]] = [("", root)]
+    while todo:
+        path, node = todo.pop()
+        if id(node) in seen or not children(node):
+            continue
+        seen.add(id(node))
+        if type(node) is Persistent:
+            places.setdefault(storage_key(node), path)
+        parts = _parts(node)
+        storages.look(len(parts))
+        for name, part in reversed(parts):
+            todo.append((dotted(path, name), part))
+    return places
+
+
 def _parts(node: Any) -> list[tuple[str, Any]]:
     """Return every node inside `node` with its name there; attributes and arguments of an object
     have the object's.
@@ -713,11 +762,12 @@ def _parts(node: Any) -> list[tuple[str, Any]]:
     if type(node) is PickledSet:
         return [("", part) for part in node.items]
     pairs = pairs_of(node) or {}
-    named = [(text_of(key) or "", value) for key, value in pairs.items()]
     unnamed = list(pairs)
     if type(node) is Call:
         unnamed += (node.func, *node.args, node.kwargs, node.items, node.state, node.setter)
-    return named + [("", part) for part in unnamed]
+    parts = [(text_of(key) or "", value) for key, value in pairs.items()]
+    parts += [("", part) for part in unnamed]
+    return parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

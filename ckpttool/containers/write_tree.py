@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from itertools import islice
+from operator import is_
 from typing import Any
 
 from ckpttool.containers.nodes import Step, Steps, metadata_of, pairs_of, text_of
@@ -19,8 +21,8 @@ from ckpttool.containers.tensors import (
     storage_key,
 )
 from ckpttool.containers.tree import Place, Tree, node_of
-from ckpttool.containers.zip_read import Archive, Record
-from ckpttool.containers.zip_write import NewRecord
+from ckpttool.containers.zip_read import Archive
+from ckpttool.containers.zip_write import Entry, NewRecord
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.optimizer_state import kept
@@ -206,7 +208,8 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
 
 def _fresh_state_dict(section: Section, nodes: _Nodes) -> Any:
     if section.mapping is not None:
-        return node_of(kept(section.mapping, {entry.key for entry in section.tensors}), nodes.of)
+        keys = {entry.key for entry in section.tensors}
+        return node_of(kept(section.mapping, keys), nodes.of)
     state_dict = nodes.mapping({entry.key: nodes.of(entry) for entry in section.entries})
     if section.modules is not None:
         state_dict.state = {"_metadata": nodes.mapping(_modules(section.modules))}
@@ -313,13 +316,13 @@ def _tensor_edits(section: Section, place: Place, nodes: _Nodes, alone: str) -> 
 
 
 def _state_dict_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, Any]:
-    was = pairs_of(place.node) or {}
-    entries = _in_place_order(section, place, was)
+    pairs_before = pairs_of(place.node) or {}
+    entries = _in_place_order(section, place, pairs_before)
     pairs = {entry.key: nodes.of(entry) for entry in entries}
     same_modules = _same_modules(section.modules, metadata_of(place.node))
-    if same_modules and _same_items(pairs, was):
+    if same_modules and _same_items(pairs, pairs_before):
         return {}
-    if type(place.node) is dict and same_modules:
+    if same_modules and type(place.node) is dict:
         return {place.steps: pairs}
     state_dict = nodes.mapping(pairs, place.node)
     if not same_modules:
@@ -337,44 +340,50 @@ def _shared(edits: dict[Steps, Any], place: Place, first_nodes: dict[int, Any]) 
     if node is None:
         return edits
     first = first_nodes.setdefault(id(place.node), node)
-    is_same = _same_items(pairs_of(node) or {}, pairs_of(first) or {})
-    if is_same and _same_modules(metadata_of(node), metadata_of(first)):
+    same_pairs = _same_items(pairs_of(node) or {}, pairs_of(first) or {})
+    if same_pairs and _same_modules(metadata_of(node), metadata_of(first)):
         return {place.steps: first}
     return edits
 
 
-def _same_modules(now: Mapping[str, object] | None, was: Mapping[str, object] | None) -> bool:
-    if now is None or was is None:
-        return now is was
-    return _same_items(now, was)
+def _same_modules(left: Mapping[str, object] | None, right: Mapping[str, object] | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return _same_items(left, right)
 
 
-def _same_items(now: Mapping[Any, object], was: Mapping[Any, object]) -> bool:
+def _same_items(left: Mapping[Any, object], right: Mapping[Any, object]) -> bool:
     """Return whether both have the same keys in the same order, and the same objects there."""
-    return list(now) == list(was) and all(now[key] is was[key] for key in was)
+    if list(left) != list(right):
+        return False
+    return all(map(is_, left.values(), right.values()))
 
 
 def _state_with(state: Any, modules: Mapping[str, object] | None, nodes: _Nodes) -> Any:
     """Return the attributes of a state dict with other ``_metadata``, in their order."""
-    had = {} if state is ABSENT else state
+    attributes = {} if state is ABSENT else dict(state)
     if modules is None:
-        return {name: value for name, value in had.items() if name != "_metadata"} or ABSENT
-    return {**had, "_metadata": nodes.mapping(_modules(modules), had.get("_metadata"))}
+        attributes.pop("_metadata", None)
+        return attributes or ABSENT
+    metadata = attributes.get("_metadata")
+    attributes["_metadata"] = nodes.mapping(_modules(modules), metadata)
+    return attributes
 
 
 def _in_place_order(
-    section: Section, place: Place, was: Mapping[str, Any]
+    section: Section, place: Place, before: Mapping[str, Any]
 ) -> Sequence[TensorEntry | ExtraEntry]:
     """Return the entries in order, with extras between the tensors that they were between."""
     if not section.extras:
         return section.tensors
-    tensors = {entry.key for entry in place.section.tensors}
-    queues: dict[bool, Iterator[TensorEntry | ExtraEntry]] = {
-        True: iter(section.tensors),
-        False: iter(section.extras),
-    }
-    ordered = [next(queues[text_of(key) in tensors], None) for key in was]
-    return [entry for entry in (*ordered, *queues[True], *queues[False]) if entry is not None]
+    tensor_keys = {entry.key for entry in place.section.tensors}
+    tensors: Iterator[TensorEntry | ExtraEntry] = iter(section.tensors)
+    extras: Iterator[TensorEntry | ExtraEntry] = iter(section.extras)
+    ordered: list[TensorEntry | ExtraEntry] = []
+    for key in before:
+        queue = tensors if text_of(key) in tensor_keys else extras
+        ordered += islice(queue, 1)
+    return [*ordered, *tensors, *extras]
 
 
 # Edits of nodes: those on the path to an edit are copied, all others shared
@@ -414,7 +423,8 @@ def _edit(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
     """
     if id(node) not in done:
         done[id(node)] = trie, _edited_node(node, trie, done)
-    return done[id(node)][1] if done[id(node)][0] == trie else _edited_node(node, trie, done)
+    first_trie, edited = done[id(node)]
+    return edited if first_trie == trie else _edited_node(node, trie, done)
 
 
 def _edited_node(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
@@ -425,12 +435,12 @@ def _edited_node(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
         return edit.node if isinstance(edit, _Edit) else _edit(child, edit, done)
 
     def sequence(kind: str, parts: Iterable[Any]) -> list[Any]:
-        now = (changed((kind, index), part) for index, part in enumerate(parts))
-        return [part for part in now if part is not REMOVE]
+        changes = [changed((kind, index), part) for index, part in enumerate(parts)]
+        return [part for part in changes if part is not REMOVE]
 
     def mapping(kind: str, pairs: Mapping[Any, Any]) -> dict[Any, Any]:
-        now = ((key, changed((kind, key), value)) for key, value in pairs.items())
-        return {key: value for key, value in now if value is not REMOVE}
+        changes = {key: changed((kind, key), value) for key, value in pairs.items()}
+        return {key: value for key, value in changes.items() if value is not REMOVE}
 
     if type(node) in (list, tuple):
         return type(node)(sequence("item", node))
@@ -445,7 +455,7 @@ def _edited_node(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
     return edited
 
 
-Entries = list["Record | NewRecord"]
+Entries = list[Entry]
 
 
 def dumped(root: Any, protocol: int) -> tuple[bytes, dict[str, None]]:
@@ -476,41 +486,51 @@ def changed_records(
     missing = [key for key in keys if key not in rebuilder.taken]
     if missing:
         raise malformed(f"storage {missing[0]} is missing")
-    all_keys = (key_of(record, folder) for record in archive.records)
-    old = [key for key in all_keys if key is not None]
+    old = [key for record in archive.records if (key := key_of(record, folder)) is not None]
+    is_numbered = old == _first_numbers(len(old)) and not keep_numbers
     in_order = list(keys) == _first_numbers(len(keys))
-    if set(keys) <= set(old) and (keep_numbers or in_order or old != _first_numbers(len(old))):
+    if keys.keys() <= set(old) and (in_order or not is_numbered):
         return _kept(archive, folder, data, {*keys, *orphans}), keys
     new = [*keys, *orphans]
     numbers = dict(zip(new, _first_numbers(len(new))))
     data, _ = dumped(renumbered(root, numbers), protocol)
     entries = _kept(archive, folder, data, ())
     at = _place_of_storages(archive, folder)
-    moved: Entries = []
+    entries[at:at] = _numbered(archive, folder, numbers, rebuilder)
+    return entries, dict.fromkeys(numbers[key] for key in keys)
+
+
+def _numbered(
+    archive: Archive, folder: str, numbers: Mapping[str, str], rebuilder: Rebuilder
+) -> Entries:
+    """Return the records of the storages, each under its number."""
+    entries: Entries = []
     for key, number in numbers.items():
         record = archive.by_name.get(f"{folder}data/{key}")
+        name = f"{folder}data/{number}"
         if record is None:
-            moved.append(NewRecord(f"{folder}data/{number}", rebuilder.storages[key].data))
+            entries.append(NewRecord(name, rebuilder.storages[key].data))
         elif key == number:
-            moved.append(record)
+            entries.append(record)
         else:
-            moved.append(NewRecord(f"{folder}data/{number}", archive.span(record), record.crc))
-    entries[at:at] = moved
-    return entries, dict.fromkeys(numbers[key] for key in keys)
+            entries.append(NewRecord(name, archive.span(record), record.crc))
+    return entries
 
 
 def _place_of_storages(archive: Archive, folder: str) -> int:
     """Return how many other records come before the storages: those before the first one, or before
     ``version`` if there are none.
     """
-    names = [record.name for record in archive.records]
     for index, record in enumerate(archive.records):
         if key_of(record, folder) is not None:
             return index
-    return names.index(folder + "version") if folder + "version" in names else len(names)
+    for index, record in enumerate(archive.records):
+        if record.name == f"{folder}version":
+            return index
+    return len(archive.records)
 
 
-def key_of(record: Record | NewRecord, folder: str) -> str | None:
+def key_of(record: Entry, folder: str) -> str | None:
     """Return the key of the storage that a record holds; None for any other record."""
     prefix = folder + "data/"
     return record.name.removeprefix(prefix) if record.name.startswith(prefix) else None

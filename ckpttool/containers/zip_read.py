@@ -46,15 +46,22 @@ def data_of(raw_name: bytes, start: int, size: int, end: int) -> int | None:
 
     None if the record would then not end at `end`.
     """
-    wide = _FIELD + 16 * (size >= U32) + 8 * (start >= U32) if is_wide(start, size) else 0
-    bare = start + _LOCAL + len(raw_name) + wide + _FIELD
-    data = bare + -bare % ALIGNMENT
-    return data if data + size + (24 if is_wide(start, size) else 16) == end else None
+    data = start + _LOCAL + len(raw_name) + _FIELD  # its padding is an extra field
+    if is_wide(start, size):
+        data += _FIELD + 16 * (size >= U32) + 8 * (start >= U32)
+    data += -data % ALIGNMENT
+    return data if data + size + descriptor_size(start, size) == end else None
+
+
+def descriptor_size(start: int, size: int) -> int:
+    """Return the bytes of the data descriptor of the record at `start`."""
+    return 24 if is_wide(start, size) else 16
 
 
 STORED, DEFLATED = 0, 8
 
 LOCAL = struct.Struct("<4s5H3I2H")
+_LENGTHS = struct.Struct("<HH")  # of the name and the extra fields: the end of a local header
 CENTRAL = struct.Struct("<4s6H3I5H2I")
 END = struct.Struct("<4s4H2IH")
 END64 = struct.Struct("<4sQ2H2I4Q")
@@ -129,16 +136,23 @@ def read_archive(path: str, base: int = 0, length: int | None = None) -> Archive
     Raises `CkptError` if it is not a zip archive, is truncated, or its directory and records
     contradict each other.
     """
-    try:
-        state = None if is_url(path) else os.stat(path)
-    except (OSError, ValueError):  # opening it says what is wrong
-        state = None
-    version = None if state is None else version_of(state)
-    archive = (_read.__wrapped__ if version is None else _read)(path, base, length, version)
+    version = _version_of(path)
+    read = _read if version is not None else _read.__wrapped__
+    archive = read(path, base, length, version)
     checked = [r for r in archive.records if r.has_crc and r.method == STORED]
     places = ((base + record.data, record.nbytes, record.crc) for record in checked)
     note_archive(path, base, version, places, partial(_name_at, path, base, length))
     return archive
+
+
+def _version_of(path: str) -> object:
+    """Return what changes if the file changes; None if it has no such thing."""
+    if is_url(path):
+        return None
+    try:
+        return version_of(os.stat(path))
+    except (OSError, ValueError):  # opening it says what is wrong
+        return None
 
 
 def _name_at(path: str, base: int, length: int | None, start: int) -> str:
@@ -220,11 +234,11 @@ def _read_archive(window: _Window) -> Archive:
         located |= assumed
     records, is_tight = _close_regions(window, [located[entry.start] for entry in entries], offset)
     by_name = {record.name: record for record in records}
-    spelled = Counter(entry.raw_name.lower() for entry in entries)
-    if len(spelled) != len(records) or len(by_name) != len(records):
+    names = Counter(entry.raw_name.lower() for entry in entries)
+    if len(names) != len(records) or len(by_name) != len(records):
         twice: dict[str, None] = {}
         for entry, record in zip(entries, records):
-            if spelled[entry.raw_name.lower()] > 1:
+            if names[entry.raw_name.lower()] > 1:
                 twice[record.name] = None
         message = "without regard to case, as for torch, the archive holds two records of one name"
         raise _corrupt(window.path, message, twice)
@@ -235,18 +249,21 @@ def _located(window: _Window, entries: Sequence[_DirectoryEntry]) -> dict[int, R
     """Return the records by their places, read from local headers; small records are fetched with
     their headers.
     """
-
-    def head(entry: _DirectoryEntry) -> int:
-        header = LOCAL.size + len(entry.raw_name)
-        small = entry.nbytes if entry.nbytes <= _SMALL and not is_storage(entry.raw_name) else 0
-        return header + (_MOST_PADDING + small if small else 0)
-
     records: dict[int, Record] = {}
     for first in range(0, len(entries), _AT_A_TIME):
         batch = entries[first : first + _AT_A_TIME]
-        window.file.prefetch((window.base + entry.start, head(entry)) for entry in batch)
-        records.update((entry.start, _locate(window, entry)) for entry in batch)
+        window.file.prefetch((window.base + entry.start, _to_fetch(entry)) for entry in batch)
+        for entry in batch:
+            records[entry.start] = _locate(window, entry)
     return records
+
+
+def _to_fetch(entry: _DirectoryEntry) -> int:
+    """Return how many bytes are fetched at the start of the record: its header, and small data."""
+    header = LOCAL.size + len(entry.raw_name)
+    if not 0 < entry.nbytes <= _SMALL or is_storage(entry.raw_name):
+        return header
+    return header + _MOST_PADDING + entry.nbytes
 
 
 def _by_layout(
@@ -261,12 +278,14 @@ def _by_layout(
     if not is_url(window.path):
         return records
     placed = sorted(entries, key=lambda entry: entry.start)
-    for entry, end in zip(placed, [*(entry.start for entry in placed[1:]), directory]):
-        usual = entry.method == STORED and entry.flags & HAS_DESCRIPTOR
-        if usual and is_storage(entry.raw_name):
-            data = data_of(entry.raw_name, entry.start, entry.size, end)
-            if data is not None:
-                records[entry.start] = _record(window, entry, data)
+    ends = [*(entry.start for entry in placed[1:]), directory]
+    for entry, end in zip(placed, ends):
+        is_usual = entry.method == STORED and entry.flags & HAS_DESCRIPTOR
+        if not is_usual or not is_storage(entry.raw_name):
+            continue
+        data = data_of(entry.raw_name, entry.start, entry.size, end)
+        if data is not None:
+            records[entry.start] = _record(window, entry, data)
     return records
 
 
@@ -381,9 +400,10 @@ def _zip64_values(path: str, extra: bytes, values: tuple[int, int, int]) -> list
     field.
     """
     for tag, content in extra_fields(extra):
-        if tag == ZIP64_FIELD and len(content) >= 8 * values.count(U32):
-            wide = iter(struct.unpack_from(f"<{len(content) // 8}Q", content))
-            return [next(wide) if value == U32 else value for value in values]
+        if tag != ZIP64_FIELD or len(content) < 8 * values.count(U32):
+            continue
+        wide = struct.iter_unpack("<Q", content[: len(content) // 8 * 8])
+        return [next(wide)[0] if value == U32 else value for value in values]
     raise _corrupt(path, "a record's zip64 sizes are missing")
 
 
@@ -398,16 +418,16 @@ def extra_fields(extra: bytes) -> Iterable[tuple[int, bytes]]:
 
 def _locate(window: _Window, entry: _DirectoryEntry) -> Record:
     """Return the record of a directory entry; its local header says where the data begins."""
-    raw_name, start = entry.raw_name, entry.start
-    header = window.read(start, LOCAL.size + len(raw_name))
-    name_length, extra_length = header[26] | header[27] << 8, header[28] | header[29] << 8
-    has_name = name_length == len(raw_name) and header[LOCAL.size :] == raw_name
+    after_name = LOCAL.size + len(entry.raw_name)
+    header = window.read(entry.start, after_name)
+    name_length, extra_length = _LENGTHS.unpack_from(header, LOCAL.size - _LENGTHS.size)
+    has_name = name_length == len(entry.raw_name) and header[LOCAL.size :] == entry.raw_name
     if not has_name or not header.startswith(LOCAL_SIGNATURE):
-        name = _decode(window.path, raw_name, entry.flags)
+        name = _decode(window.path, entry.raw_name, entry.flags)
         raise _corrupt(
             window.path, "the zip directory points to a place without such a record", [name]
         )
-    return _record(window, entry, start + LOCAL.size + name_length + extra_length)
+    return _record(window, entry, entry.start + after_name + extra_length)
 
 
 def _record(window: _Window, entry: _DirectoryEntry, data: int) -> Record:
@@ -443,20 +463,27 @@ def _close_regions(
     """
     placed = sorted(records, key=lambda record: record.start)
     is_tight = placed == records and (not placed or placed[0].start == 0)
-    closed = {}
-    for record, limit in zip(placed, [*(record.start for record in placed[1:]), directory]):
+    limits = [*(record.start for record in placed[1:]), directory]
+    closed: dict[int, Record] = {}
+    for record, limit in zip(placed, limits):
         gap = limit - record.end
         if gap < 0:
             raise _corrupt(window.path, "a record overlaps what follows it", [record.name])
         if gap > _LONGEST_DESCRIPTOR:  # bytes that belong to no record, as after an update in place
-            gap, is_tight = 0, False
-            if record.flags & HAS_DESCRIPTOR:
-                is_signed = window.read(record.end, 4) == DESCRIPTOR_SIGNATURE
-                gap = (24 if is_wide(record.start, record.size) else 16) - (0 if is_signed else 4)
-        closed[record.start] = (
-            Record(*record[:8], record.end + gap, record.central) if gap else record
-        )
+            is_tight = False
+            gap = _read_descriptor_size(window, record)
+        if gap:
+            record = Record(*record[:8], record.end + gap, record.central)
+        closed[record.start] = record
     return [closed[record.start] for record in records], is_tight
+
+
+def _read_descriptor_size(window: _Window, record: Record) -> int:
+    if not record.flags & HAS_DESCRIPTOR:
+        return 0
+    size = descriptor_size(record.start, record.size)
+    is_signed = window.read(record.end, 4) == DESCRIPTOR_SIGNATURE
+    return size if is_signed else size - 4
 
 
 def read_span(span: Span) -> bytes:

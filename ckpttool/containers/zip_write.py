@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from functools import partial
+from typing import Union
 
 from ckpttool.containers import zip_read as za
 from ckpttool.containers.zip_read import ALIGNMENT, U32, Archive, Record, is_wide
@@ -17,6 +18,8 @@ from ckpttool.io.pieces import BLOCK, LEAST, Crc, Edited, Piece
 _PADDING_FIELD = 0x4246  # "FB", the extra field that torch pads with
 _CRC_AT, _SIZES_AT, _LENGTHS_AT, _OFFSET_AT = 16, 20, 28, 42  # in a central directory entry
 
+Data = Union[bytes, Span, Lazy]  # of a record
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewRecord:
@@ -25,7 +28,7 @@ class NewRecord:
     """
 
     name: str
-    data: bytes | Span | Lazy
+    data: Data
     crc: int | None = None
 
     @property
@@ -33,11 +36,12 @@ class NewRecord:
         return length_of(self.data)
 
 
-def with_new(
-    records: Sequence[Record], data: Mapping[str, bytes | Span | Lazy]
-) -> list[Record | NewRecord]:
+Entry = Union[Record, NewRecord]  # a record that is kept, or a new one
+
+
+def with_new(records: Sequence[Record], data: Mapping[str, Data]) -> list[Entry]:
     """Return the records with new bytes for those of these names."""
-    entries: list[Record | NewRecord] = []
+    entries: list[Entry] = []
     for record in records:
         new = data.get(record.name)
         entries.append(record if new is None else NewRecord(record.name, new))
@@ -45,7 +49,7 @@ def with_new(
 
 
 def layout_archive(
-    source: Archive | None, entries: Sequence[Record | NewRecord], alignment: int = ALIGNMENT
+    source: Archive | None, entries: Sequence[Entry], alignment: int = ALIGNMENT
 ) -> list[Piece]:
     """Return the pieces of an archive of `entries`, in order: `Record`s are kept from `source`,
     `NewRecord`s are new.
@@ -69,7 +73,7 @@ def layout_archive(
     return layout.pieces
 
 
-def _with_crc(source: Archive, entry: Record | NewRecord) -> Record | NewRecord:
+def _with_crc(source: Archive, entry: Entry) -> Entry:
     """Return a record that was written without a CRC as a new one of the same data."""
     if isinstance(entry, NewRecord) or entry.has_crc or entry.method != za.STORED:
         return entry
@@ -77,7 +81,7 @@ def _with_crc(source: Archive, entry: Record | NewRecord) -> Record | NewRecord:
 
 
 def layout_behind(
-    source: Archive, entries: Sequence[Record | NewRecord], alignment: int = ALIGNMENT
+    source: Archive, entries: Sequence[Entry], alignment: int = ALIGNMENT
 ) -> list[Piece]:
     """Return the pieces of an archive of `entries` that keeps `source` in place: new records and a
     directory follow.
@@ -97,7 +101,7 @@ def layout_behind(
 
 
 def edit_behind(
-    source: Archive, entries: Sequence[Record | NewRecord], alignment: int = ALIGNMENT
+    source: Archive, entries: Sequence[Entry], alignment: int = ALIGNMENT
 ) -> Edited | None:
     """Return the edit of the file by which `source` becomes an archive of `entries`
     (`layout_behind`).
@@ -106,15 +110,18 @@ def edit_behind(
     """
     if tuple(entries) == source.records:
         return Edited([Piece(_region(source, 0, source.length))], b"", b"")
-    new = {entry.name: entry.data for entry in entries if isinstance(entry, NewRecord)}
-    written = [data for data in new.values() if isinstance(data, bytes)]
-    if len(written) < len(new):
-        return None
-    old = [source.by_name[name] for name in new]
-    replaced = [za.read_record(source, record, record.size) for record in old]
-    before = b"\0".join([*(record.name.encode() for record in source.records), *replaced])
-    after = b"\0".join([*(entry.name.encode() for entry in entries), *written])
-    return Edited(layout_behind(source, entries, alignment), before, after)
+    before = [record.name.encode() for record in source.records]
+    after = [entry.name.encode() for entry in entries]
+    for entry in entries:
+        if not isinstance(entry, NewRecord):
+            continue
+        if not isinstance(entry.data, bytes):
+            return None
+        record = source.by_name[entry.name]
+        before.append(za.read_record(source, record, record.size))
+        after.append(entry.data)
+    pieces = layout_behind(source, entries, alignment)
+    return Edited(pieces, b"\0".join(before), b"\0".join(after))
 
 
 @dataclass(slots=True)
@@ -128,9 +135,7 @@ class _Layout:
     cursor: int = 0
     directory: list[tuple[bytes, Crc | None]] = field(default_factory=list)
 
-    def put(
-        self, data: bytes | Span | Lazy, crc: Crc | None = None, needs: tuple[Crc, ...] = ()
-    ) -> None:
+    def put(self, data: Data, crc: Crc | None = None, needs: tuple[Crc, ...] = ()) -> None:
         piece = Piece(data, crc, needs)
         self.cursor += piece.nbytes
         last = self.pieces[-1] if self.pieces else None
@@ -143,23 +148,28 @@ class _Layout:
             self.pieces.append(piece)
 
     def add(self, record: NewRecord) -> None:
-        start, size, name = self.cursor, record.nbytes, record.name.encode()
+        start, size, data = self.cursor, record.nbytes, record.data
+        name = record.name.encode()
+        crc = record.crc or 0
+        late = None
+        if isinstance(data, bytes):
+            crc = crc or zlib.crc32(data)
+        elif size and not crc:
+            late = Crc()
         # torch writes no descriptor after an empty record
         flags = za.UTF8 | (za.HAS_DESCRIPTOR if size else 0)
-        crc = record.crc or (zlib.crc32(record.data) if isinstance(record.data, bytes) else 0)
         fixed = za.LOCAL.pack(za.LOCAL_SIGNATURE, 0, flags, za.STORED, 0, 0, 0, 0, 0, 0, 0)
         header = _local_header(fixed, name, b"", start, size, self.alignment)
-        late = Crc() if size and not crc and not isinstance(record.data, bytes) else None
         descriptor = _descriptor(start, size, size, crc) if size else b""
-        if isinstance(record.data, bytes):
-            self.put(header + record.data + descriptor)
+        if isinstance(data, bytes):
+            self.put(header + data + descriptor)
         else:
             self.put(header)
-            self.put(record.data, late)
+            self.put(data, late)
             if late is None:
                 self.put(descriptor)
             else:
-                with_crc = lambda: [_descriptor(start, size, size, late.value)]  # noqa: E731
+                with_crc = partial(_late_descriptor, start, size, late)
                 self.put(Lazy(len(descriptor), with_crc), needs=(late,))
         fields = (0, 0, flags, za.STORED, 0, 0, crc, 0, 0, len(name), 0, 0, 0, 0, 0, 0)
         central = za.CENTRAL.pack(za.CENTRAL_SIGNATURE, *fields) + name
@@ -167,49 +177,49 @@ class _Layout:
 
     def keep(self, source: Archive, record: Record) -> None:
         start = self.cursor
+        central = _central_entry(record.central, start, record.nbytes, record.size)
+        self.directory.append((central, None))
         # Data may move by a multiple of `step`: large data keeps its place within a block, so that
         # files can share it.
-        aligned = not record.data % self.alignment and not BLOCK % self.alignment
-        step = BLOCK if aligned and record.nbytes >= LEAST else self.alignment
+        is_aligned = not record.data % self.alignment and not BLOCK % self.alignment
+        step = BLOCK if is_aligned and record.nbytes >= LEAST else self.alignment
         # Torch writes a large offset into the local header.
         is_small = max(start, record.start) < U32
         fits = start == record.start or (is_small and (start - record.start) % step == 0)
         header = None if fits else _padded_header(source, record, start, step)
         if header is None:
             self.put(_region(source, record.start, record.end))
+            return
+        self.put(header)
+        data_end = record.data + record.nbytes
+        descriptor = b""
+        if record.end > data_end:
+            descriptor = _descriptor(start, record.nbytes, record.size, record.crc)
+        if len(descriptor) == record.end - data_end:
+            self.put(_region(source, record.data, record.end))
         else:
-            self.put(header)
-            data_end = record.data + record.nbytes
-            descriptor = b""
-            if record.end > data_end:
-                descriptor = _descriptor(start, record.nbytes, record.size, record.crc)
-            if len(descriptor) == record.end - data_end:
-                self.put(_region(source, record.data, record.end))
-            else:
-                self.put(_region(source, record.data, data_end))
-                self.put(descriptor)
-        central = _central_entry(record.central, start, record.nbytes, record.size)
-        self.directory.append((central, None))
+            self.put(_region(source, record.data, data_end))
+            self.put(descriptor)
 
     def finish(self) -> None:
         """Append the central directory and the three end records, as torch writes them."""
         offset, count = self.cursor, len(self.directory)
-        size = sum(len(entry) for entry, _ in self.directory)
         needs = tuple(late for _, late in self.directory if late is not None)
+        size = sum(len(entry) for entry, _ in self.directory)
         if needs:
             self.put(Lazy(size, partial(_late_directory, self.directory)), needs=needs)
         else:
             self.put(b"".join(entry for entry, _ in self.directory))
-        end64 = za.END64.pack(
-            za.END64_SIGNATURE, za.END64.size - 12, 0x031E, 45, 0, 0, count, count, size, offset
-        )
+        counts = (count, count, size, offset)
+        end64 = za.END64.pack(za.END64_SIGNATURE, za.END64.size - 12, 0x031E, 45, 0, 0, *counts)
         locator = za.LOCATOR.pack(za.LOCATOR_SIGNATURE, 0, self.cursor, 1)
         few = min(count, za.U16)
-        end = za.END.pack(za.END_SIGNATURE, 0, 0, few, few, min(size, U32), min(offset, U32), 0)
+        counts = (few, few, min(size, U32), min(offset, U32))
+        end = za.END.pack(za.END_SIGNATURE, 0, 0, *counts, 0)
         self.put(end64 + locator + end)
 
 
-def _joined(first: bytes | Span | Lazy, second: bytes | Span | Lazy) -> Span | None:
+def _joined(first: Data, second: Data) -> Span | None:
     """Return the span of two that follow each other in a file; None for others."""
     if not isinstance(first, Span) or not isinstance(second, Span) or first.path != second.path:
         return None
@@ -230,9 +240,14 @@ def _local_header(
 
     `fixed` are its first 30 bytes, `others` the extra fields to keep.
     """
-    wide = [size, 0] * (size >= U32) + [start] * (start >= U32)
+    wide = []
+    if size >= U32:
+        wide += [size, 0]
+    if start >= U32:
+        wide.append(start)
     extra = _zip64_field(wide) + others
-    padding = (place - (start + za.LOCAL.size + len(name) + len(extra) + 4)) % alignment
+    unpadded = start + za.LOCAL.size + len(name) + len(extra) + 4
+    padding = (place - unpadded) % alignment
     extra += struct.pack("<HH", _PADDING_FIELD, padding) + b"Z" * padding
     return fixed[:26] + struct.pack("<HH", len(name), len(extra)) + name + extra
 
@@ -245,10 +260,10 @@ def _padded_header(archive: Archive, record: Record, start: int, step: int) -> b
     """
     header = za.read_span(_region(archive, record.start, record.data))
     extra_at = za.LOCAL.size + int.from_bytes(header[26:28], "little")
-    fields = list(za.extra_fields(header[extra_at:]))
-    if all(tag != _PADDING_FIELD for tag, _ in fields):
+    extra = header[extra_at:]
+    if all(tag != _PADDING_FIELD for tag, _ in za.extra_fields(extra)):
         return None
-    others = _without(header[extra_at:], (_PADDING_FIELD, za.ZIP64_FIELD))
+    others = _without(extra, (_PADDING_FIELD, za.ZIP64_FIELD))
     fixed, name = header[: za.LOCAL.size], header[za.LOCAL.size : extra_at]
     place = record.data % step if step == BLOCK else 0
     return _local_header(fixed, name, others, start, record.size, step, place)
@@ -274,6 +289,10 @@ def _descriptor(start: int, nbytes: int, size: int, crc: int) -> bytes:
     return za.DESCRIPTOR_SIGNATURE + struct.pack(sizes, crc, nbytes, size)
 
 
+def _late_descriptor(start: int, size: int, late: Crc) -> Iterable[bytes]:
+    yield _descriptor(start, size, size, late.value)
+
+
 def _late_directory(directory: Sequence[tuple[bytes, Crc | None]]) -> Iterable[bytes]:
     """Yield the entries, with the CRCs that are known now."""
     for entry, late in directory:
@@ -284,16 +303,19 @@ def _late_directory(directory: Sequence[tuple[bytes, Crc | None]]) -> Iterable[b
 
 
 def _central_entry(entry: bytes, start: int, nbytes: int, size: int) -> bytes:
-    """Return an entry of the central directory with another start and other sizes."""
-    wide = [value for value in (size, nbytes, start) if value >= U32]
-    head = entry[:_SIZES_AT] + struct.pack("<II", min(nbytes, U32), min(size, U32))
-    offset = struct.pack("<I", min(start, U32))
+    """Return an entry of the central directory with another start and other sizes::
+
+    ... CRC | sizes | lengths | ... | offset | name | extra fields | comment
+    """
     name_length, extra_length = struct.unpack_from("<HH", entry, _LENGTHS_AT)
-    if not wide and not extra_length:
-        return head + entry[_LENGTHS_AT:_OFFSET_AT] + offset + entry[za.CENTRAL.size :]
     extra_at = za.CENTRAL.size + name_length
     extra_end = extra_at + extra_length
-    extra = _zip64_field(wide) + _without(entry[extra_at:extra_end], (za.ZIP64_FIELD,))
-    lengths = struct.pack("<HH", name_length, len(extra))
-    middle = entry[_LENGTHS_AT + 4 : _OFFSET_AT] + offset + entry[za.CENTRAL.size : extra_at]
-    return head + lengths + middle + extra + entry[extra_end:]
+    name = entry[za.CENTRAL.size : extra_at]
+    wide = [value for value in (size, nbytes, start) if value >= U32]
+    extra = b""
+    if wide or extra_length:
+        extra = _zip64_field(wide) + _without(entry[extra_at:extra_end], (za.ZIP64_FIELD,))
+    fields = struct.pack("<IIHH", min(nbytes, U32), min(size, U32), name_length, len(extra))
+    offset = struct.pack("<I", min(start, U32))
+    head = entry[:_SIZES_AT] + fields + entry[_LENGTHS_AT + 4 : _OFFSET_AT] + offset
+    return head + name + extra + entry[extra_end:]
