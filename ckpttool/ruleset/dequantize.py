@@ -38,14 +38,15 @@ def dequantized(
     only the library that quantized it knows.
     """
     numbers = state[weight.weight]
+    is_mxfp4 = weight.scheme == "MXFP4"
     parts = [key for key in weight.others if not key.endswith(_OF_INPUTS)]
-    is_known = len(parts) == 1 and (weight.scheme == "MXFP4" or parts[0].endswith(_SCALES))
-    if not is_known or numbers.dtype not in (*FLOAT8, "int8", "uint8"):
+    is_scaled = len(parts) == 1 and (is_mxfp4 or parts[0].endswith(_SCALES))
+    if not is_scaled or numbers.dtype not in (*FLOAT8, "int8", "uint8"):
         raise refusal(f"{weight.scheme}: only the library that quantized it knows the values")
     scale = state[parts[0]]
     if numbers.layout != DENSE or scale.layout != DENSE:
         raise refusal("not a dense tensor")
-    if weight.scheme == "MXFP4":
+    if is_mxfp4:
         return _of_mxfp4(numbers, scale, dtype)
     if numbers.dtype == "uint8":
         raise refusal(f"{weight.scheme}: uint8 without a zero point")
@@ -54,20 +55,21 @@ def dequantized(
 
 def _scaled(numbers: Value, scale: Value, dtype: str, block: Block | None) -> Value:
     """Return numbers times their scales: one for each tensor, channel, or block."""
-    left, right = cast(numbers, "float32"), cast(_as_float(scale), "float32")
     shape, grid = numbers.shape, scale.shape
+    values = cast(numbers, "float32")
+    scales = cast(_as_float(scale), "float32").source
+    mismatch = refusal(f"a scale of shape {list(grid)} for a tensor of shape {list(shape)}")
     if len(shape) < 2:
-        raise refusal(f"a scale of shape {list(grid)} for a tensor of shape {list(shape)}")
-    product: Expression
+        raise mismatch
     if scale.numel == 1:
-        product = _multiplied(left.source, _reshaped(right.source, ()))
-    elif grid == shape[:1] and len(shape) == 2:
-        product = _multiplied(left.source, _reshaped(right.source, (*grid, 1)))
-    elif len(grid) != len(shape) or grid[:-2] != shape[:-2]:
-        raise refusal(f"a scale of shape {list(grid)} for a tensor of shape {list(shape)}")
+        product: Expression = _multiplied(values.source, _reshaped(scales, ()))
+    elif len(shape) == 2 and grid == shape[:1]:
+        product = _multiplied(values.source, _reshaped(scales, (*grid, 1)))
+    elif len(grid) == len(shape) and grid[:-2] == shape[:-2]:
+        product = _by_block(values.source, scales, shape, grid, block)
     else:
-        product = _by_block(left.source, right.source, shape, grid, block)
-    return cast(replace(left, source=product, origin=None), dtype)
+        raise mismatch
+    return cast(replace(values, source=product, origin=None), dtype)
 
 
 def _by_block(
@@ -82,19 +84,18 @@ def _by_block(
     Complete blocks are dimensions of their own:   [rows, columns] -> [i, rows of a block, j, ...]
     else the scales are repeated, and cut to the shape.
     """
-    sizes = []
-    for place in (0, 1):
-        given = None if block is None else block[place]
-        sizes.append(_block_size(shape[place - 2], grid[place - 2], given))
-    rows, columns = sizes
     lead = shape[:-2]
-    if (grid[-2] * rows, grid[-1] * columns) == shape[-2:]:
-        apart = _reshaped(numbers, (*lead, grid[-2], rows, grid[-1], columns))
-        scales = _reshaped(scale, (*lead, grid[-2], 1, grid[-1], 1))
-        return _reshaped(_multiplied(apart, scales), shape)
-    for dim, size in zip((len(lead), len(lead) + 1), sizes):
-        scale = Op("aten.repeat_interleave.self_int", (scale, size, dim))
-        scale = Op("aten.narrow.default", (scale, dim, 0, shape[dim]))
+    high, wide = grid[-2:]  # how many blocks
+    rows, columns = block or (None, None)
+    rows = _block_size(shape[-2], high, rows)
+    columns = _block_size(shape[-1], wide, columns)
+    if (high * rows, wide * columns) == shape[-2:]:
+        blocks = _reshaped(numbers, (*lead, high, rows, wide, columns))
+        scales = _reshaped(scale, (*lead, high, 1, wide, 1))
+        return _reshaped(_multiplied(blocks, scales), shape)
+    for dim, size in ((len(lead), rows), (len(lead) + 1, columns)):
+        scale = _op("repeat_interleave.self_int", scale, size, dim)
+        scale = _op("narrow.default", scale, dim, 0, shape[dim])
     return _multiplied(numbers, scale)
 
 
@@ -131,18 +132,21 @@ def _of_mxfp4(blocks: Value, scales: Value, dtype: str) -> Value:
     if len(blocks.shape) != 4 or blocks.shape[:-1] != scales.shape:
         raise refusal(f"blocks of shape {list(blocks.shape)}, scales of {list(scales.shape)}")
     experts, rows, groups, pairs = blocks.shape
-    bits = _stacked([_op("bitwise_and.Scalar", blocks.source, 15), _shifted_right(blocks.source)])
+    columns = groups * pairs * 2
+    low = _op("bitwise_and.Scalar", blocks.source, 15)
+    high = _op("bitwise_right_shift.Tensor_Scalar", blocks.source, 4)
+    bits = _op("stack.default", (low, high), -1)
     # The sign and the other bits at their places in e4m3. Its bias is larger by 6: times 64
     sign = _op("bitwise_left_shift.Tensor_Scalar", _op("bitwise_and.Scalar", bits, 8), 4)
     rest = _op("bitwise_left_shift.Tensor_Scalar", _op("bitwise_and.Scalar", bits, 7), 2)
-    numbers = _op("bitwise_or.Tensor", sign, rest)
+    numbers = _viewed(_op("bitwise_or.Tensor", sign, rest), "float8_e4m3fn")
     wide = "bfloat16" if dtype == "bfloat16" else "float32"
-    values = _op("mul.Scalar", _cast_to(_viewed(numbers, "float8_e4m3fn"), wide), 64)
-    factors = _reshaped(_cast_to(_viewed(scales.source, _E8M0), wide), (*scales.shape, 1, 1))
-    whole = _reshaped(_multiplied(values, factors), (experts, rows, groups * pairs * 2))
-    turned = _op("clone.default", _op("permute.default", whole, (0, 2, 1)))
-    shape = (experts, groups * pairs * 2, rows)
-    return cast(Value(turned, wide, shape, None, DENSE), dtype)
+    values = _op("mul.Scalar", _cast_to(numbers, wide), 64)
+    factors = _cast_to(_viewed(scales.source, _E8M0), wide)
+    factors = _reshaped(factors, (*scales.shape, 1, 1))
+    by_row = _reshaped(_multiplied(values, factors), (experts, rows, columns))
+    by_column = _op("clone.default", _op("permute.default", by_row, (0, 2, 1)))
+    return cast(Value(by_column, wide, (experts, columns, rows), None, DENSE), dtype)
 
 
 def _as_float(scale: Value) -> Value:
@@ -162,14 +166,6 @@ def _multiplied(left: Expression, right: Expression) -> Op:
 
 def _reshaped(source: Expression, shape: tuple[int, ...]) -> Op:
     return _op("reshape.default", source, shape)
-
-
-def _stacked(parts: Sequence[Expression]) -> Op:
-    return _op("stack.default", tuple(parts), -1)
-
-
-def _shifted_right(source: Expression) -> Op:
-    return _op("bitwise_right_shift.Tensor_Scalar", source, 4)
 
 
 def _viewed(source: Expression, dtype: str) -> Op:

@@ -22,8 +22,8 @@ class _Candidate(NamedTuple):
     """A rule, and the samples that it gives their right name, or another name."""
 
     text: str
-    right: frozenset[str]
-    wrong: frozenset[str]
+    right: set[str]
+    wrong: set[str]
 
 
 def renames(new_names: Mapping[str, str], kept: Iterable[str]) -> dict[str, list[str]]:
@@ -33,13 +33,17 @@ def renames(new_names: Mapping[str, str], kept: Iterable[str]) -> dict[str, list
     The first rule that matches renames a key. The last rule is inferred first: it explains most,
     and its errors are left to the rules before it.
     """
-    names = {**{key: key for key in kept}, **new_names}
+    names = {key: key for key in kept}
+    names.update(new_names)
     samples = _samples(names)
     rules = _few(names, samples) if len(samples) <= _TOO_MANY * _SAMPLES else []
     keys_of_rules = _keys_of_rules(rules, names) if rules else None
-    if keys_of_rules is not None:
-        return keys_of_rules
-    return {f"{key} => {name}": [key] for key, name in names.items() if key != name}
+    if keys_of_rules is None:
+        keys_of_rules = {}
+        for key, name in new_names.items():
+            if key != name:
+                keys_of_rules[f"{key} => {name}"] = [key]
+    return keys_of_rules
 
 
 def _few(names: Mapping[str, str], samples: Mapping[str, str]) -> list[str]:
@@ -77,19 +81,21 @@ def patterns(keys: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:
     spared = dict.fromkeys(map(_kind, others))
     if len(kinds) * (len(kinds) + len(spared)) > _MOST_KINDS**2:
         return tuple(keys)
-    texts = dict.fromkeys(chain.from_iterable(map(_more_general, kinds)))
-    hits = {text: _matching(text, kinds) for text in texts if not _matching(text, spared)}
-    rest, chosen = dict(kinds), list[str]()
-    while rest:
-        counts = {}
+    hits: dict[str, list[str]] = {}
+    for text in dict.fromkeys(chain.from_iterable(map(_more_general, kinds))):
+        if not _matching(text, spared):
+            hits[text] = _matching(text, kinds)
+    chosen: list[str] = []
+    while kinds:
+        counts: dict[str, int] = {}
         for text, matched in hits.items():
-            counts[text] = sum(len(rest.get(kind, ())) for kind in matched)
+            counts[text] = sum(len(kinds.get(kind, ())) for kind in matched)
         best = max(counts, key=lambda text: (counts[text], "*" not in text, -len(text)), default="")
         if not counts.get(best):
-            return (*chosen, *chain.from_iterable(rest.values()))
+            return (*chosen, *chain.from_iterable(kinds.values()))
         chosen.append(best)
         for kind in hits[best]:
-            rest.pop(kind, None)
+            kinds.pop(kind, None)
     return tuple(chosen)
 
 
@@ -114,10 +120,13 @@ def drops(dropped: Sequence[str], kept: Collection[str]) -> tuple[str, ...] | No
     """Return patterns that match all keys of `dropped` and none of `kept`; None if there are none,
     or too many.
     """
-    # would be read as a pattern
-    special = [key for key in dropped if re.search(r"^re:|[\[\]*?{}]", key)]
-    plain = [key for key in dropped if key not in special]
-    texts = (*patterns(plain, [*kept, *special]), *(f"re:{re.escape(key)}" for key in special))
+    plain: list[str] = []
+    special: list[str] = []  # keys that would be read as patterns
+    for key in dropped:
+        keys = special if re.search(r"^re:|[\[\]*?{}]", key) else plain
+        keys.append(key)
+    literal = [f"re:{re.escape(key)}" for key in special]
+    texts = (*patterns(plain, [*kept, *special]), *literal)
     if len(texts) > _MOST_DROPS:
         return None
     for text in texts:
@@ -179,23 +188,26 @@ def _candidates(new_names: Mapping[str, str], samples: Mapping[str, str]) -> lis
     for key, name in new_names.items():
         for old, new in dict.fromkeys((numbered((key, name)), (key, name))):
             if is_small:
-                texts |= dict.fromkeys(_generalised(old.split("."), new.split(".")))
+                texts.update(dict.fromkeys(_generalized(old.split("."), new.split("."))))
             else:
                 texts[f"{old} => {new}"] = None
     candidates = []
     for text in texts:
+        right, wrong = set[str](), set[str]()
         try:
             apply = parse(text).apply
-            results = {key: apply(key) for key in samples}
+            for key, name in samples.items():
+                new_name = apply(key)
+                if new_name is not None:
+                    names = right if new_name == name else wrong
+                    names.add(key)
         except CkptError:  # it matches in two ways, or leaves nothing of a key
             continue
-        right = frozenset(key for key, name in results.items() if name == samples[key])
-        wrong = frozenset(key for key, name in results.items() if name is not None) - right
         candidates.append(_Candidate(text, right, wrong))
     return candidates
 
 
-def _generalised(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+def _generalized(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
     """Yield the rename, and more general ones: a variable for segments that both names share at an
     end.
 
@@ -203,11 +215,18 @@ def _generalised(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
     """
     head = min(_count_shared(old, new), len(old) - 1)
     for after in range(_count_shared(old[::-1], new[::-1]) + 1):
-        for before in range(min(head, len(old) - after, len(new) - after) + 1):
-            start, end = ["{y*}"] if before else [], ["{x*}"] if after else []
-            left = ".".join([*start, *old[before : len(old) - after], *end])
-            right = ".".join([*start, *new[before : len(new) - after], *end])
-            yield f"{left} => {right}"
+        most = min(head, len(old) - after, len(new) - after)
+        for before in range(most + 1):
+            yield f"{_with_ends(old, before, after)} => {_with_ends(new, before, after)}"
+
+
+def _with_ends(segments: Sequence[str], before: int, after: int) -> str:
+    """Return the key with variables for its first and its last segments: so many `before` and
+    `after`.
+    """
+    start = ["{y*}"] if before else []
+    end = ["{x*}"] if after else []
+    return ".".join([*start, *segments[before : len(segments) - after], *end])
 
 
 def _count_shared(left: Sequence[str], right: Sequence[str]) -> int:
@@ -223,7 +242,7 @@ def _count_shared(left: Sequence[str], right: Sequence[str]) -> int:
 def _keys_of_rules(rules: Sequence[str], names: Mapping[str, str]) -> dict[str, list[str]] | None:
     """Return the keys that each rule matches; None if a key gets another name than it should."""
     keys_of_rules: dict[str, list[str]] = {rule: [] for rule in rules}
-    first = in_turn(tuple([parse(rule) for rule in rules])).first
+    first = in_turn(tuple(map(parse, rules))).first
     try:
         for key, name in names.items():
             rule, new_name = first(key)

@@ -237,7 +237,9 @@ def _row_of_parts(name: str, back_name: str) -> _Operation:
     is_split, stacked = name in ("split", "unstack"), name in ("stack", "unstack")
 
     def build(where: Where, value: Any, fields: Fields) -> Step:
-        whole, names = (value, fields["into"]) if is_split else (fields["into"], value)
+        whole, names = fields["into"], value
+        if is_split:
+            whole, names = names, whole
         count, dim, sizes = fields.get("parts"), fields.get("dim", 0), fields.get("sizes")
         parts = parts_of(whole, names, count, dim, sizes, stacked)
         return Split(where, (whole,), parts) if is_split else Join(where, parts.names, parts)
@@ -247,11 +249,12 @@ def _row_of_parts(name: str, back_name: str) -> _Operation:
             raise CkptError(f"{fields['into']}: parts = N says into how many", hint="")
         return {**fields, back_name: fields["into"], "into": value}
 
-    value, into = (_TEXT, _NAMES) if is_split else (_NAMES, _TEXT)
     may = {"dim": _INTEGER, "parts": _SIZE}
     if not stacked:
         may["sizes"] = _SIZES
-    return _Operation(value, build, back, {"into": into}, may)
+    if is_split:
+        return _Operation(_TEXT, build, back, {"into": _NAMES}, may)
+    return _Operation(_NAMES, build, back, {"into": _TEXT}, may)
 
 
 def _permute(where: Where, patterns: Any, fields: Fields) -> Step:
@@ -277,10 +280,9 @@ def _reshape(where: Where, patterns: Any, fields: Fields) -> Step:
         unbound = size_names(size) - bound
         if unbound:
             name = min(unbound)
+            file = f"'FILE({name}=32)'"
             raise CkptError(
-                f"{{{name}}} has no value: name it in from_shape, or as in --rules"
-                f" 'FILE({name}=32)'",
-                hint="",
+                f"{{{name}}} has no value: name it in from_shape, or as in --rules {file}", hint=""
             )
     return Convert(where, _patterns(patterns), lambda value: reshape(value, shape, old))
 
@@ -300,10 +302,10 @@ def _cast(where: Where, patterns: Any, fields: Fields) -> Step:
 
 
 def _pad(where: Where, patterns: Any, fields: Fields) -> Step:
-    dim, fill = fields.get("dim", 0), fields.get("value", 0)
-    factor, old = fields.get("multiple"), fields.get("from_size")
     if ("size" in fields) == ("multiple" in fields):
         raise CkptError("pad needs either 'size' or 'multiple'", hint="")
+    dim, fill = fields.get("dim", 0), fields.get("value", 0)
+    factor, old = fields.get("multiple"), fields.get("from_size")
 
     def change(value: Value) -> Value:
         if old is not None:
@@ -329,15 +331,18 @@ def _slice(where: Where, patterns: Any, fields: Fields) -> Step:
 
 def _constant(where: Where, name: str, fields: Fields) -> Step:
     beside, shape = fields.get("beside"), fields.get("shape")
-    rule = None if beside is None else parse(f"{beside} => {name}")
-    if rule is None and ("{" in name or "=>" in name):
+    if shape is not None:
+        shape = tuple(shape)
+    rule = None
+    if beside is not None:
+        rule = parse(f"{beside} => {name}")
+    elif "{" in name or "=>" in name:
         raise CkptError(
             f"{name!r} is not a whole name: beside = says which tensors give its variables", hint=""
         )
-    if rule is None and shape is None:
+    elif shape is None:
         raise CkptError("constant needs 'shape', or 'beside' for one that has it", hint="")
     patterns = () if beside is None else (beside,)
-    shape = None if shape is None else tuple(shape)
     return Constant(where, patterns, name, rule, fields["value"], fields.get("dtype"), shape)
 
 
@@ -427,11 +432,14 @@ def faults(table: Any) -> list[str]:
     (name,) = names
     operation = _OPERATIONS[name]
     kinds = {name: operation.kind, **operation.needs, **operation.may, **_OF_ALL}
-    texts = [f"{name} takes no {other!r}" for other in table if other not in kinds]
-    texts += [f"{name} needs {other!r}" for other in operation.needs if other not in table]
+    unknown = [key for key in table if key not in kinds]
+    missing = [key for key in operation.needs if key not in table]
+    texts = [f"{name} takes no {key!r}" for key in unknown]
+    texts += [f"{name} needs {key!r}" for key in missing]
     for key, value in table.items():
-        if key in kinds and not kinds[key].test(value):
-            texts.append(f"{key!r} is not {kinds[key].text}")
+        kind = kinds.get(key)
+        if kind is not None and not kind.test(value):
+            texts.append(f"{key!r} is not {kind.text}")
     return texts
 
 
@@ -442,11 +450,12 @@ def step_of(table: Fields, place: str, sizes: Sizes, reverse: bool = False) -> S
     """
     name = _name_of(table)
     when, unless = _conditions(table, "when"), _conditions(table, "unless")
-    if reverse and (when or unless):
-        patterns = ", ".join(_list(table[name]))
-        raise CkptError(f"{patterns}: the names of its conditions may be others by then", hint="")
     where = Where(f"{place} ({name})", table.get("optional", False), when, unless)
     if reverse:
+        if when or unless:
+            patterns = ", ".join(_list(table[name]))
+            text = "the names of its conditions may be others by then"
+            raise CkptError(f"{patterns}: {text}", hint="")
         others = {key: table[key] for key in table if key not in (name, "optional")}
         table = _OPERATIONS[name].back(table[name], others)
         name = _name_of(table)
@@ -491,10 +500,8 @@ def _resolved(texts: Sequence[Size], sizes: Sizes, may_be_open: bool) -> list[Si
 def _faults_of_example(table: Any) -> list[str]:
     if not isinstance(table, dict):
         return ["not a table"]
-    texts = []
-    for name in table:
-        if name not in ("before", "after", "sizes"):
-            texts.append(f"an example takes no {name!r}")
+    fields = ("before", "after", "sizes")
+    texts = [f"an example takes no {name!r}" for name in table if name not in fields]
     for side in ("before", "after"):
         tensors = table.get(side)
         if not isinstance(tensors, list) or not all(isinstance(text, str) for text in tensors):
@@ -514,17 +521,20 @@ def _failures(before: Sequence[str], after: Sequence[str], steps: Sequence[Step]
     """Return where the steps do not make `after` of `before`. A dtype that is not given may be
     any.
     """
-    entries = tuple(_entry(spec) for spec in map(shown, before) if spec is not None)
+    entries = tuple(map(_entry, filter(None, map(shown, before))))
     try:
         state, _ = state_of(steps, Section("", "state_dict", entries), whole=False)
     except Refused as error:
-        return [str(problem) for problem in error.problems]
-    expected = {spec.key: spec for spec in map(shown, after) if spec is not None}
-    texts = [f"the rules make no {key}" for key in expected if key not in state]
-    texts += [f"the rules leave or make {key} too" for key in state if key not in expected]
+        return list(map(str, error.problems))
+    expected = {spec.key: spec for spec in filter(None, map(shown, after))}
+    missing = [key for key in expected if key not in state]
+    others = [key for key in state if key not in expected]
+    texts = [f"the rules make no {key}" for key in missing]
+    texts += [f"the rules leave or make {key} too" for key in others]
     for key, spec in expected.items():
-        if key in state and not spec.is_like(state[key]):
-            texts.append(f"{key} is {tensor_text(state[key])}, not {tensor_text(_entry(spec))}")
+        value = state.get(key)
+        if value is not None and not spec.is_like(value):
+            texts.append(f"{key} is {tensor_text(value)}, not {tensor_text(_entry(spec))}")
     return texts
 
 
@@ -548,13 +558,23 @@ def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tup
     rules file, if an example in it fails, or if a rule cannot be reversed.
     """
     if "\n" in path:
-        return _with_rules(steps_of(path, "the rules", {}, reverse), rules, reverse)
-    sizes: Sizes = {}
-    if not Path(path).exists():
-        path, sizes = call_of(path)
-        wrong = [f"{name}={size!r}" for name, size in sizes.items() if not _is_count(size)]
-        if wrong:
-            raise CkptError(f"not a size: {', '.join(wrong)}", hint=f"as in '{path}(heads=32)'")
+        steps = steps_of(path, "the rules", {}, reverse)
+    else:
+        sizes: Sizes = {}
+        if not Path(path).exists():
+            path, sizes = call_of(path)
+            wrong = [f"{name}={size!r}" for name, size in sizes.items() if not _is_count(size)]
+            if wrong:
+                raise CkptError(f"not a size: {', '.join(wrong)}", hint=f"as in '{path}(heads=32)'")
+        steps = steps_of(_text_of(path), path, sizes, reverse)
+    if not rules:
+        return steps
+    step = rename(Where("--rule"), rules)
+    return (step, *steps) if reverse else (*steps, step)
+
+
+def _text_of(path: str) -> str:
+    """Return the text of a rules file, or of the preset with that name."""
     located = path
     if not Path(path).exists() and re.fullmatch(r"[\w-]+", path):
         located = str(_FOLDER / f"{path}.toml")
@@ -566,17 +586,9 @@ def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tup
     try:
         if len(data) > limits().rules_bytes:
             raise ValueError(f"it is too long: {limits().named('rules_bytes')}")
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except ValueError as error:
         raise _not_toml(path, error) from None
-    return _with_rules(steps_of(text, path, sizes, reverse), rules, reverse)
-
-
-def _with_rules(steps: tuple[Step, ...], rules: Sequence[Rule], reverse: bool) -> tuple[Step, ...]:
-    if not rules:
-        return steps
-    step = rename(Where("--rule"), rules)
-    return (step, *steps) if reverse else (*steps, step)
 
 
 def steps_of(
@@ -587,7 +599,6 @@ def steps_of(
     """
     content = _load_toml(text, path)
     tables, examples = content.get("rule"), content.get("example", [])
-    file_sizes = content.get("sizes", {})
     others = [name for name in content if name not in ("rule", "sizes", "example")]
     if others or not isinstance(tables, list) or not tables or not isinstance(examples, list):
         raise CkptError(
@@ -596,22 +607,16 @@ def steps_of(
             " and [[example]]",
         )
     places, example_places = _places(text, "rule", tables), _places(text, "example", examples)
+    file_sizes, given = content.get("sizes", {}), given or {}
     wrong = _faults_of_sizes(file_sizes)
-    given = given or {}
-    sizes = {**({} if wrong else file_sizes), **given}
+    sizes = dict(given) if wrong else {**file_sizes, **given}
     for place, example in zip(example_places, examples):
         wrong += [Problem(fault, place) for fault in _faults_of_example(example)]
     steps = _build(tables, places, sizes, path, wrong)
+    for_each = partial(_example_failures, tables, places, sizes, path, reverse)
     problems: list[Problem] = []
     for place, example in zip(example_places, examples):
-        before, after = example["before"], example["after"]
-        example_sizes = {**sizes, **example.get("sizes", {})}
-        there = _build(tables, places, example_sizes, path)
-        problems += [Problem(failure, place) for failure in _failures(before, after, there)]
-        if reverse:
-            back = _reversed(tables, places, example_sizes, path)
-            for failure in _failures(after, before, back):
-                problems.append(Problem(f"in reverse: {failure}", place))
+        problems += [Problem(failure, place) for failure in for_each(example)]
     if problems:
         raise _mistakes(path, problems)
     names = {*file_sizes, *_used_sizes(tables)}
@@ -620,6 +625,24 @@ def steps_of(
         hint = f"they know {', '.join(sorted(names))}" if names else "they know no named sizes"
         raise CkptError(f"the rules know no size {', '.join(unknown)}", hint=hint)
     return _reversed(tables, places, sizes, path) if reverse else steps
+
+
+def _example_failures(
+    tables: Sequence[Fields],
+    places: Sequence[str],
+    sizes: Sizes,
+    path: str,
+    reverse: bool,
+    example: Fields,
+) -> list[str]:
+    """Return where the rules do not make the example, with `reverse` in both directions."""
+    before, after = example["before"], example["after"]
+    sizes = {**sizes, **example.get("sizes", {})}
+    failures = _failures(before, after, _build(tables, places, sizes, path))
+    if reverse:
+        back = _reversed(tables, places, sizes, path)
+        failures += [f"in reverse: {failure}" for failure in _failures(after, before, back)]
+    return failures
 
 
 def _load_toml(text: str, path: str) -> dict[str, Any]:

@@ -223,10 +223,11 @@ def _reachable(tokens: Sequence[Token], segments: Sequence[str]) -> list[bytearr
     to the end.
     """
     count = len(segments)
-    reachable = [bytearray(count + 1) for _ in range(len(tokens) + 1)]
-    reachable[-1][count] = 1
-    for index in range(len(tokens) - 1, -1, -1):
-        token, row, below = tokens[index], reachable[index], reachable[index + 1]
+    row = bytearray(count + 1)  # behind the last token: only the end of the key
+    row[count] = 1
+    rows = [row]
+    for token in reversed(tokens):
+        below, row = row, bytearray(count + 1)
         if token.star:
             row[count] = below[count]
         for place in range(count - 1, -1, -1):
@@ -234,7 +235,8 @@ def _reachable(tokens: Sequence[Token], segments: Sequence[str]) -> list[bytearr
                 row[place] = below[place] or row[place + 1]
             elif token.name or segments[place] == token.text:
                 row[place] = below[place + 1]
-    return reachable
+        rows.append(row)
+    return rows[::-1]
 
 
 def _two_ways(pattern: Pattern, segments: Sequence[str], text: str) -> list[Bound]:
@@ -382,7 +384,9 @@ _ARROW = re.compile(r"\s*(?:->|→|=(?!>)|:(?!.*=>))\s*")
 def _other_arrow(text: str) -> str:
     """Return a hint with the arrow of a rule for another one: ``a -> b``."""
     sides = _ARROW.split(text)
-    return f"write '{sides[0]} => {sides[1]}'" if len(sides) == 2 and all(sides) else ""
+    if len(sides) != 2 or not all(sides):
+        return ""
+    return f"write '{sides[0]} => {sides[1]}'"
 
 
 Variables = set[tuple[str, str]]  # the name, and `*` or nothing
@@ -396,7 +400,8 @@ def _same_name(text: str, given: Variables, used: Variables) -> str:
     (name, star), (other, other_star) = *left, *right
     if star != other_star:
         return ""
-    return f"write '{text.replace(f'{{{other}{star}}}', f'{{{name}{star}}}')}'"
+    rule = text.replace(f"{{{other}{star}}}", f"{{{name}{star}}}")
+    return f"write '{rule}'"
 
 
 def without_wildcards(text: str) -> str:
@@ -442,20 +447,24 @@ def parse(text: str, *, reverse: bool = False) -> Rule:
         return Rule(text, _regex(left[3:].strip(), text), right)
     if reverse:
         left, right = right, left
-    given, used = set(VARIABLE.findall(left)), set(VARIABLE.findall(right))
+    _check_variables(text, set(VARIABLE.findall(left)), set(VARIABLE.findall(right)))
+    return Rule(text, _pattern(left), _tokens(_segments(right)))
+
+
+def _check_variables(text: str, given: Variables, used: Variables) -> None:
+    """Raise `CkptError` for a variable with and without a star, or one that only TO has."""
     for name, star in sorted(given | used):
         if not star and (name, "*") in given | used:
             raise CkptError(
                 f"the rule {text!r} uses {{{name}}} and {{{name}*}}: name them differently",
                 hint=_SYNTAX,
             )
-    if not used <= given:
-        unbound = min(name + star for name, star in used - given)
+    unbound = [name + star for name, star in used - given]
+    if unbound:
         raise CkptError(
-            f"the rule {text!r} uses {{{unbound}}}, which the other side does not bind",
+            f"the rule {text!r} uses {{{min(unbound)}}}, which the other side does not bind",
             hint=without_wildcards(text) or _same_name(text, given, used) or _SYNTAX,
         )
-    return Rule(text, _pattern(left), _tokens(_segments(right)))
 
 
 class InTurn:
@@ -471,17 +480,17 @@ class InTurn:
         self._literal: dict[str, tuple[int, Rule]] = {}
         self._others: list[tuple[int, Rule]] = []
         self._words: set[str] = set()  # literal segments of patterns
+        self._by_words: dict[tuple[str, ...], list[tuple[int, Rule]]] = {}
+        self._renamed: dict[str, tuple[Rule | None, str | None]] = {}
         for index, rule in enumerate(rules):
-            source = rule.source
-            if isinstance(source, Pattern) and not any(token.name for token in source.tokens):
-                key = ".".join(token.text for token in source.tokens)
+            tokens = rule.source.tokens if isinstance(rule.source, Pattern) else ()
+            if tokens and not any(token.name for token in tokens):
+                key = ".".join(token.text for token in tokens)
                 self._literal.setdefault(key, (index, rule))
                 continue
             self._others.append((index, rule))
-            if isinstance(source, Pattern):
-                self._words.update(text for _, text in source.literals)
-        self._by_words: dict[tuple[str, ...], list[tuple[int, Rule]]] = {}
-        self._renamed: dict[str, tuple[Rule | None, str | None]] = {}
+            if isinstance(rule.source, Pattern):
+                self._words.update(text for _, text in rule.source.literals)
 
     def first(self, key: str) -> tuple[Rule | None, str | None]:
         """Return the rule and the key's new name, or two None. Raises as `Rule.apply` does."""
@@ -490,15 +499,20 @@ class InTurn:
         return self._renamed[key]
 
     def _rename(self, key: str) -> tuple[Rule | None, str | None]:
-        literal_index, literal = self._literal.get(key, (self._count, None))
         segments = key.split(".")
-        for index, rule in self._others if len(self._others) < 2 else self._may_match(segments):
+        literal_index, literal = self._literal.get(key, (self._count, None))
+        candidates = self._others
+        if len(candidates) > 1:
+            candidates = self._may_match(segments)
+        for index, rule in candidates:
             if index > literal_index:
                 break
             name = rule.apply_to(key, segments)
             if name is not None:
                 return rule, name
-        return (None, None) if literal is None else (literal, literal.apply(key))
+        if literal is None:
+            return None, None
+        return literal, literal.apply(key)
 
     def _may_match(self, segments: Sequence[str]) -> list[tuple[int, Rule]]:
         """Return the patterns that match a key of these segments, and those that only trying

@@ -10,7 +10,7 @@ from itertools import islice
 
 from ckpttool.core.checkpoint import ExtraEntry, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.expression import Ref, refs
+from ckpttool.core.expression import Expression, Ref, refs
 from ckpttool.core.limits import limits
 from ckpttool.core.plan import Dropped, Output, Plan, module_renames
 from ckpttool.core.text import plural, shape_text, some
@@ -305,10 +305,12 @@ class Check(Step):
         for expected in self.shapes:
             naming = PatternSet((expected.pattern,))
             for key, value in state.items():
-                if naming.hits(key):
-                    result.used.add(expected.pattern)
-                    text = _shape_problem(expected, key, value, sizes)
-                    result.problems += [Problem(text, key)] if text else []
+                if not naming.hits(key):
+                    continue
+                result.used.add(expected.pattern)
+                text = _shape_problem(expected, key, value, sizes)
+                if text:
+                    result.problems.append(Problem(text, key))
         return result
 
 
@@ -318,18 +320,18 @@ def _shape_problem(
     """Return why the tensor does not have the shape, or an empty text. Adds the names of its sizes
     to `sizes`.
     """
+    shape = shape_text(value.shape)
     if len(value.shape) != len(expected.sizes):
-        dimensions = plural(len(expected.sizes), "dimension")
-        return f"{shape_text(value.shape)} instead of {dimensions}"
+        return f"{shape} instead of {plural(len(expected.sizes), 'dimension')}"
     for dim, (size, actual) in enumerate(zip(expected.sizes, value.shape)):
         if isinstance(size, int):
             if size not in (-1, actual):
-                return f"{shape_text(value.shape)}: dimension {dim} is {actual} instead of {size}"
+                return f"{shape}: dimension {dim} is {actual} instead of {size}"
             continue
         number, origin = sizes.setdefault(size, (actual, key))
         if number != actual:
             return (
-                f"{shape_text(value.shape)}: dimension {dim} is {actual}, and {number} in {origin}"
+                f"{shape}: dimension {dim} is {actual}, and {number} in {origin}"
                 " (is it a part of a tensor?)"
             )
     return ""
@@ -355,9 +357,11 @@ class Constant(Step):
         return [(key, value), (name, self.value(_dense(value)))]
 
     def value(self, beside: Value | None = None) -> Value:
-        shape = self.shape if beside is None or self.shape is not None else beside.shape
-        dtype = self.dtype or (beside.dtype if beside is not None else "float32")
-        return tensor_ops.constant(shape or (), dtype, self.fill)
+        shape, dtype = self.shape, self.dtype
+        if beside is not None:
+            shape = beside.shape if shape is None else shape
+            dtype = dtype or beside.dtype
+        return tensor_ops.constant(shape or (), dtype or "float32", self.fill)
 
     def apply(self, state: State) -> Result:
         result = super().apply(state)
@@ -382,13 +386,14 @@ class Split(Step):
         result.used.add(parts.whole)
         if value.layout == REFUSED:
             return [(name, value) for name in parts.keys(key, parts.count or 1)]
-        count = parts.count or _dense(value).shape[tensor_ops.dimension(parts.dim, value.shape)]
+        value = _dense(value)
+        count = parts.count or value.shape[tensor_ops.dimension(parts.dim, value.shape)]
         if count > limits().made_parts:
             raise refusal(f"{count:,} parts; {limits().named('made_parts')}")
         if parts.stacked:
-            values = tensor_ops.unstack(_dense(value), count, parts.dim)
+            values = tensor_ops.unstack(value, count, parts.dim)
         else:
-            values = tensor_ops.split(_dense(value), count, parts.dim, parts.sizes)
+            values = tensor_ops.split(value, count, parts.dim, parts.sizes)
         return list(zip(parts.keys(key, count), values))
 
 
@@ -399,7 +404,9 @@ class Join(Step):
     parts: Parts
 
     def apply(self, state: State) -> Result:
-        result, wholes, whole_of = Result(), dict[str, dict[int, str]](), dict[str, str]()
+        result = Result()
+        wholes: dict[str, dict[int, str]] = {}  # key of the whole -> its parts by number
+        whole_of: dict[str, str] = {}
         for key in state:
             try:
                 part = self.parts.part(key)
@@ -425,23 +432,19 @@ class Join(Step):
                 continue
             keys = wholes.pop(whole)
             try:
-                result.values.append((whole, self._joined(whole, keys, state)))
+                value = self._joined(whole, keys, state)
             except Refused as error:
                 result.problems.append(Problem(error.message, whole))
-                result.values.append((whole, replace(state[keys[min(keys)]], layout=REFUSED)))
+                value = replace(state[keys[min(keys)]], layout=REFUSED)
+            result.values.append((whole, value))
         return result
 
     def _joined(self, whole: str, keys: Mapping[int, str], state: State) -> Value:
         parts = self.parts
-        numbers = (number for number in range(parts.count or max(keys) + 1) if number not in keys)
-        missing = [str(parts.key(whole, number)) for number in islice(numbers, _MOST_NAMED + 1)]
-        if missing:
-            verb = "is" if len(missing) == 1 else "are"
-            if len(missing) > _MOST_NAMED:
-                missing[_MOST_NAMED:] = ["more"]
-            raise refusal(f"needs {' and '.join(missing)}, which {verb} not there")
-        if parts.count is not None and len(keys) > parts.count:
-            raise refusal(f"has {len(keys)} parts, not {parts.count}")
+        count = parts.count or max(keys) + 1
+        self._check_complete(whole, keys, count)
+        if len(keys) > count:
+            raise refusal(f"has {len(keys)} parts, not {count}")
         values = [state[keys[number]] for number in sorted(keys)]
         if any(value.layout == REFUSED for value in values):
             return replace(values[0], layout=REFUSED)
@@ -449,6 +452,17 @@ class Join(Step):
         if parts.stacked:
             return tensor_ops.stack(values, parts.dim)
         return tensor_ops.join(values, parts.dim, parts.sizes)
+
+    def _check_complete(self, whole: str, keys: Mapping[int, str], count: int) -> None:
+        """Raise `Refused` for missing parts, and name a few of them."""
+        numbers = (number for number in range(count) if number not in keys)
+        missing = [str(self.parts.key(whole, number)) for number in islice(numbers, _MOST_NAMED)]
+        if not missing:
+            return
+        if next(numbers, None) is not None:
+            missing.append("more")
+        verb = "is" if len(missing) == 1 else "are"
+        raise refusal(f"needs {' and '.join(missing)}, which {verb} not there")
 
 
 def _dense(value: Value) -> Value:
@@ -474,21 +488,19 @@ def plan_of(steps: Sequence[Step], section: Section) -> Plan:
     """Return the plan of the steps. Raises `Refused`, with all problems, if they do not fit the
     section.
     """
-    state, dropped = state_of(steps, section)
-    outputs = [Output(section.path, key, value.source) for key, value in state.items()]
-    used: set[str] = set()
-    if dropped:
-        used.update(refs(tuple(output.source for output in outputs)))
-    unused = [
-        Dropped(section.path, key, reason) for key, reason in dropped.items() if key not in used
-    ]
-    # few formats keep the modules, and there may be many renames
-    renamed = {}
-    for key, value in state.items() if section.modules else ():
-        if value.origin is not None and value.origin != key:
-            renamed[value.origin] = key
-    modules = module_renames(section.path, section.modules or (), renamed)
-    return Plan(tuple(outputs), tuple(unused), modules)
+    path = section.path
+    state, reasons = state_of(steps, section)
+    outputs = tuple(Output(path, key, value.source) for key, value in state.items())
+    used = refs(tuple(output.source for output in outputs)) if reasons else ()
+    for key in used:
+        reasons.pop(key, None)
+    dropped = tuple(Dropped(path, key, reason) for key, reason in reasons.items())
+    renamed: dict[str, str] = {}
+    if section.modules:  # few formats keep them, and there may be many renames
+        for key, value in state.items():
+            if value.origin is not None and value.origin != key:
+                renamed[value.origin] = key
+    return Plan(outputs, dropped, module_renames(path, section.modules or (), renamed))
 
 
 def state_of(
@@ -505,10 +517,11 @@ def state_of(
         if not holds(step.where.when, step.where.unless, state):
             continue
         result = step.apply(state)
-        # else that may be the reason
+        # other problems may be the reason for a pattern without a key
         if whole and not step.where.optional and not problems and not result.problems:
-            unused = [text for text in step.patterns if text not in result.used]
-            result.problems += [Problem("applies to no key", text) for text in unused]
+            for text in step.patterns:
+                if text not in result.used:
+                    result.problems.append(Problem("applies to no key", text))
         state = dict(result.values)
         if len(state) < len(result.values):
             result.problems += _written_twice(result.values)
@@ -552,11 +565,11 @@ def first_state(section: Section) -> State:
 
 def _written_twice(values: Named) -> Iterator[Problem]:
     """Yield a problem for each key with several values."""
-    by_key: dict[str, list[Value]] = {}
+    by_key: dict[str, list[Expression]] = {}
     for key, value in values:
-        by_key.setdefault(key, []).append(value)
-    for key, several in by_key.items():
-        if len(several) > 1:
-            sources = dict.fromkeys(refs(tuple(value.source for value in several)))
-            origin = f", from {some(list(sources))}" if sources else ""
-            yield Problem(f"written {len(several)} times{origin}", key)
+        by_key.setdefault(key, []).append(value.source)
+    for key, sources in by_key.items():
+        if len(sources) > 1:
+            origins = list(dict.fromkeys(refs(tuple(sources))))
+            origin = f", from {some(origins)}" if origins else ""
+            yield Problem(f"written {len(sources)} times{origin}", key)

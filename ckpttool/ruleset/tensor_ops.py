@@ -211,8 +211,10 @@ def permute(value: Value, dims: Sequence[int], rows: Sequence[int] | None) -> Va
     filled = _fill_shape(rows, shape[0])
     if filled is None:
         raise refusal(f"dimension 0 of {list(shape)} is {shape[0]}, not {list(rows)} rows")
-    order = (*dims, *range(len(filled), len(filled) + len(shape) - 1))
-    return _reshaped(_permuted(_reshaped(value, (*filled, *shape[1:])), order), shape)
+    unfolded = (*filled, *shape[1:])
+    others = range(len(filled), len(unfolded))
+    permuted = _permuted(_reshaped(value, unfolded), (*dims, *others))
+    return _reshaped(permuted, shape)
 
 
 def reshape(value: Value, shape: Sequence[Size], old: Sequence[Size] | None) -> Value:
@@ -228,13 +230,15 @@ def reshape(value: Value, shape: Sequence[Size], old: Sequence[Size] | None) -> 
             if name is not None:
                 sizes.setdefault(name, length)
         if not _is_shape(value.shape, old, sizes):
-            raise refusal(f"the shape is {list(value.shape)}, not [{', '.join(map(str, old))}]")
-    filled = _fill_shape([size_value(size, sizes) for size in shape], prod(value.shape))
+            raise refusal(f"the shape is {list(value.shape)}, not {_sizes_text(old)}")
+    filled = _fill_shape([size_value(size, sizes) for size in shape], value.numel)
     if filled is None:
-        raise refusal(
-            f"the elements of shape {list(value.shape)} do not fill [{', '.join(map(str, shape))}]"
-        )
+        raise refusal(f"the elements of shape {list(value.shape)} do not fill {_sizes_text(shape)}")
     return _reshaped(value, filled)
+
+
+def _sizes_text(sizes: Sequence[Size]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
 
 
 def _is_shape(shape: tuple[int, ...], expected: Sequence[Size], sizes: Sizes) -> bool:
@@ -309,13 +313,18 @@ def split(value: Value, count: int, dim: int, sizes: Sequence[int] | None) -> li
         if len(set(sizes)) > 1:
             text = " + ".join(map(str, sizes))
         raise refusal(f"dimension {dim} of {list(value.shape)} is {length}, not {text}")
-    parts, start = [], 0
+    parts: list[Value] = []
+    start = 0
     for size in sizes:
-        source = _row_major(Op("aten.narrow.default", (value.source, dim, start, size)))
-        shape = _with_size(value.shape, dim, size)
-        parts.append(Value(source, value.dtype, shape, None, DENSE))
+        parts.append(_part(value, dim, start, size))
         start += size
     return parts
+
+
+def _part(value: Value, dim: int, start: int, size: int) -> Value:
+    """Return `size` elements of the dimension, from element `start` on, in a new storage."""
+    source = _row_major(Op("aten.narrow.default", (value.source, dim, start, size)))
+    return Value(source, value.dtype, _with_size(value.shape, dim, size), None, DENSE)
 
 
 def unstack(value: Value, count: int, dim: int) -> list[Value]:
@@ -339,14 +348,20 @@ def join(values: Sequence[Value], dim: int, sizes: Sequence[int] | None) -> Valu
     """
     first = values[0]
     dim = dimension(dim, first.shape)
-    _check_fit(values, {(len(value.shape), _with_size(value.shape, dim, 0)) for value in values})
+    layouts = {(len(value.shape), _with_size(value.shape, dim, 0)) for value in values}
+    _check_fit(values, layouts)
     actual = [value.shape[dim] for value in values]
     if sizes is not None and actual != list(sizes):
         raise refusal(f"the parts have sizes {actual} in dimension {dim}, not {list(sizes)}")
     if sizes is None and len(set(actual)) > 1:
         raise refusal(f"the parts are not equal: sizes = {actual} allows this")
-    source = Op("aten.cat.default", (tuple(value.source for value in values), dim))
-    return Value(source, first.dtype, _with_size(first.shape, dim, sum(actual)), None, DENSE)
+    source = Op("aten.cat.default", (_sources(values), dim))
+    shape = _with_size(first.shape, dim, sum(actual))
+    return Value(source, first.dtype, shape, None, DENSE)
+
+
+def _sources(values: Sequence[Value]) -> tuple[Expression, ...]:
+    return tuple(value.source for value in values)
 
 
 def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
@@ -356,11 +371,12 @@ def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
 
 def stack(values: Sequence[Value], dim: int) -> Value:
     """Stack tensors of one shape along a new dimension `dim`."""
-    shape = values[0].shape
-    dim = dimension(dim, (len(values), *shape))
+    count, shape = len(values), values[0].shape
+    dim = dimension(dim, (count, *shape))
     _check_fit(values, {value.shape for value in values})
-    source = Op("aten.stack.default", (tuple(value.source for value in values), dim))
-    return Value(source, values[0].dtype, (*shape[:dim], len(values), *shape[dim:]), None, DENSE)
+    source = Op("aten.stack.default", (_sources(values), dim))
+    stacked = (*shape[:dim], count, *shape[dim:])
+    return Value(source, values[0].dtype, stacked, None, DENSE)
 
 
 def constant(shape: tuple[int, ...], dtype: str, fill: float | bool) -> Value:
@@ -402,7 +418,8 @@ def refusal(message: str) -> Refused:
 
 def _permuted(value: Value, order: Sequence[int]) -> Value:
     source = Op("aten.permute.default", (value.source, tuple(order)))
-    return replace(value, source=_row_major(source), shape=tuple(value.shape[dim] for dim in order))
+    shape = tuple(value.shape[dim] for dim in order)
+    return replace(value, source=_row_major(source), shape=shape)
 
 
 def _reshaped(value: Value, shape: tuple[int, ...]) -> Value:
@@ -415,8 +432,8 @@ def _row_major(source: Expression) -> Expression:
 
 def _fill_shape(shape: Sequence[int], numel: int) -> tuple[int, ...] | None:
     """Return the shape with a size for its -1; None if `numel` elements do not fill it."""
-    others = prod(size for size in shape if size != -1)
-    missing = numel // others if others else 0
+    rest = prod(size for size in shape if size != -1)
+    missing = numel // rest if rest else 0
     filled = tuple(missing if size == -1 else size for size in shape)
     return filled if prod(filled) == numel else None
 
