@@ -147,7 +147,8 @@ def run_code(
 
     Raises `Refused` if the code is missing, and the errors of the runs.
     """
-    entries, keys = dict(section.by_key()), dict[tuple[str, str], str]()
+    entries = dict(section.by_key())
+    keys: dict[tuple[str, str], str] = {}
 
     def without_calls(expression: Expression) -> Expression:
         return ex.with_calls(expression, lambda call: Ref(keys[call.op, str(call.args[0])]))
@@ -157,22 +158,18 @@ def run_code(
         if not names:
             continue
         if run.way not in runners:
-            option = "--to-model" if run.way == ex.SAVED and len(runners) else "--model"
-            problem = "computed by code that is not a tensor operator"
-            raise Refused(
-                f"{plural(len(names), 'tensor')} can only be computed by the code of {run.model}",
-                hint=f"name it: {option} {shell(call_text(run.model, run.kwargs))}",
-                problems=[Problem(problem, name, "opaque") for name in names],
-            )
-        given, renames = [], {}
+            raise _without_code(run, names, bool(runners))
+        outputs: list[Output] = []
+        renames: dict[str, str] = {}
         for name, source in run.given.items():
             source = without_calls(source)
-            given.append(Output(section.path, name, source))
+            outputs.append(Output(section.path, name, source))
             if isinstance(source, Ref) and source.key != name:
                 renames[source.key] = name
         moves = module_renames(section.path, section.modules or (), renames)
         modules = {move.old: move.new for move in moves}
-        values = runners[run.way](run, _with_outputs(section, given, entries, {}, modules), names)
+        given = _with_outputs(section, outputs, entries, {}, modules)
+        values = runners[run.way](run, given, names)
         for name, entry in values.items():
             key = f"{run.way}({name})"
             while key in entries:
@@ -182,13 +179,27 @@ def run_code(
     return [without_calls(source) for source in sources], entries
 
 
+def _without_code(run: ModelRun, names: Sequence[str], has_runners: bool) -> Refused:
+    """Return the error for values that only a model's code computes."""
+    option = "--to-model" if run.way == ex.SAVED and has_runners else "--model"
+    problem = "computed by code that is not a tensor operator"
+    return Refused(
+        f"{plural(len(names), 'tensor')} can only be computed by the code of {run.model}",
+        hint=f"name it: {option} {shell(call_text(run.model, run.kwargs))}",
+        problems=[Problem(problem, name, "opaque") for name in names],
+    )
+
+
 def _called(run: ModelRun, sources: Sequence[Expression], later: Sequence[ModelRun]) -> list[str]:
     """Return the names of the run's values that the sources and later runs need."""
     needed = list(sources)
     for other in later:
         needed += other.given.values()
-    calls = ex.calls(tuple(needed))
-    return list(dict.fromkeys(str(call.args[0]) for call in calls if call.op == run.way))
+    names: dict[str, None] = {}
+    for call in ex.calls(tuple(needed)):
+        if call.op == run.way:
+            names[str(call.args[0])] = None
+    return list(names)
 
 
 def _with_outputs(

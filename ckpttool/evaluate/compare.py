@@ -40,21 +40,23 @@ def same_values(left: Entry, right: Entry) -> bool:
         return same_objects(left, right)
     if isinstance(left, ExtraEntry) or isinstance(right, ExtraEntry):
         return False
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
+    if left.dtype != right.dtype or left.shape != right.shape:
         return False
     if left.layout != right.layout:
         left, right = _resolve(left), _resolve(right)
     if left.layout != right.layout or _meaning(left) != _meaning(right):
         return False
     if left.storage is None or right.storage is None:
-        same_payload = left.payload is not None and left.payload is right.payload
-        return same_payload or _same_content(left.payload, right.payload) or _is_empty(left, right)
+        if left.payload is not None and left.payload is right.payload:
+            return True
+        return _same_content(left.payload, right.payload) or _is_empty(left, right)
     if left.identity == right.identity:
         return True
     left_data, right_data = _in_order(left), _in_order(right)
     if left_data is not None and right_data is not None:
         return pieces.same_data(left_data, right_data)
-    return all(a == b for a, b in _in_step(elements(left), elements(right), itemsize(left.dtype)))
+    chunks = _in_step(elements(left), elements(right), itemsize(left.dtype))
+    return all(left_bytes == right_bytes for left_bytes, right_bytes in chunks)
 
 
 def same_objects(left: ExtraEntry, right: ExtraEntry) -> bool:
@@ -110,7 +112,8 @@ def elements(entry: TensorEntry) -> Iterator[bytes | memoryview]:
 
 def is_constant(entry: TensorEntry) -> bool:
     """Return whether all elements of a dense tensor have the same bytes."""
-    size, element = itemsize(entry.dtype), b""
+    size = itemsize(entry.dtype)
+    element = b""
     for chunk in whole_elements(elements(entry), size):
         element = element or chunk[:size]
         if chunk != element * (len(chunk) // size):
@@ -136,14 +139,12 @@ def _in_step(left: Chunks, right: Chunks, size: int) -> Iterator[tuple[bytes, by
     right  [0 1][2 3 4 5]
     """
     lefts, rights = whole_elements(left, size), whole_elements(right, size)
-    a = b = b""
-    while True:
-        a, b = a or next(lefts, b""), b or next(rights, b"")
-        if not a or not b:
-            return
+    a, b = next(lefts, b""), next(rights, b"")
+    while a and b:
         count = min(len(a), len(b))
         yield a[:count], b[:count]
-        a, b = a[count:], b[count:]
+        a = a[count:] or next(lefts, b"")
+        b = b[count:] or next(rights, b"")
 
 
 # Differences
@@ -211,35 +212,29 @@ def difference_of_elements(
     from ckpttool.evaluate.numpy_eval import reader
 
     read, size = reader(dtype), itemsize(dtype)
-    count, total, farthest, exponents = 0, 0, 0.0, np.zeros(2048, np.int64)  # of float64
-    not_finite = Counter[str]()
-    squares = squares_of_left = 0.0
     if read is None:
-        for a, b in _in_step(left, right, size):
-            other = np.frombuffer(a, f"u{size}") != np.frombuffer(b, f"u{size}")
-            count, total = count + int(np.count_nonzero(other)), total + other.size
-        return Difference(f"{count:,} of {total:,} elements differ")
+        return _difference_of_bits(left, right, size)
+    count = total = 0
+    farthest = squares = squares_of_left = 0.0
+    exponents = np.zeros(2048, np.int64)  # of float64
+    not_finite = Counter[str]()
     with np.errstate(all="ignore"):
         for left_bytes, right_bytes in _in_step(left, right, size):
             x, y = read(left_bytes), read(right_bytes)
             if x.dtype.kind in "fc":
                 number = np.complex128 if x.dtype.kind == "c" else np.float64
                 x, y = x.astype(number), y.astype(number)
-                equal, distance = (x == y) | (np.isnan(x) & np.isnan(y)), np.abs(x - y)
                 for side, values in (("left", x), ("right", y)):
                     not_finite[f"NaN in {side}"] += int(np.count_nonzero(np.isnan(values)))
                     not_finite[f"infinite in {side}"] += int(np.count_nonzero(np.isinf(values)))
-            else:  # float64 cannot hold all integers, only their distance (modulo 2^64)
-                equal = x == y
-                larger, smaller = np.maximum(x, y), np.minimum(x, y)
-                distance = larger.astype(np.uint64) - smaller.astype(np.uint64)
-                distance, y = distance.astype(np.float64), y.astype(np.float64)
-            far = np.nan_to_num(np.where(equal, 0.0, distance), nan=np.inf, posinf=np.inf)
+            equal, distance = _distances(x, y)
             close = equal
             if rtol or atol:
-                within = distance <= atol + rtol * np.abs(y)
+                within = distance <= atol + rtol * np.abs(_as_floats(y))
                 close = equal | (np.isfinite(distance) & within)
-            count, total = count + int(np.count_nonzero(~close)), total + x.size
+            count += int(np.count_nonzero(~close))
+            total += x.size
+            far = np.nan_to_num(np.where(equal, 0.0, distance), nan=np.inf, posinf=np.inf)
             farthest = max(farthest, float(far[np.isfinite(far)].max(initial=0.0)))
             squares += _sum_of_squares(far)
             squares_of_left += _sum_of_squares(x)
@@ -247,14 +242,15 @@ def difference_of_elements(
             exponents += np.bincount(far_exponents, minlength=2048)
     if not count:
         return None if rtol or atol else Difference(EQUAL)
-    places = [int(place) for place in np.flatnonzero(exponents) if place]
-    spread = tuple((place - 1023, int(exponents[place])) for place in places)
     text = f"{count:,} of {total:,} elements differ"
     if farthest:
         text += f", by {farthest:.3g} at most"
     counts = [f"{number:,} {kind}" for kind, number in not_finite.items() if number]
     if counts:
         text += f"; {', '.join(counts)}"
+    exponents[0] = 0  # of equal elements
+    places = np.flatnonzero(exponents)
+    spread = tuple((int(place) - 1023, int(exponents[place])) for place in places)
     norm, norm_of_left = sqrt(squares), sqrt(squares_of_left)
     change = Change(
         _finite(norm / norm_of_left) if norm_of_left else None,
@@ -270,12 +266,39 @@ def difference_of_elements(
     return Difference(text, spread, change)
 
 
+def _difference_of_bits(left: Chunks, right: Chunks, size: int) -> Difference:
+    """Return how many elements of `size` bytes differ."""
+    import numpy as np
+
+    count = total = 0
+    for left_bytes, right_bytes in _in_step(left, right, size):
+        x, y = np.frombuffer(left_bytes, f"u{size}"), np.frombuffer(right_bytes, f"u{size}")
+        count += int(np.count_nonzero(x != y))
+        total += x.size
+    return Difference(f"{count:,} of {total:,} elements differ")
+
+
+def _distances(x: Any, y: Any) -> tuple[Any, Any]:
+    """Return which elements of two arrays are equal, and the distance of each two."""
+    import numpy as np
+
+    if x.dtype.kind in "fc":
+        return (x == y) | (np.isnan(x) & np.isnan(y)), np.abs(x - y)
+    # float64 cannot hold all integers, only their distance (modulo 2^64)
+    larger, smaller = np.maximum(x, y), np.minimum(x, y)
+    distance = larger.astype(np.uint64) - smaller.astype(np.uint64)
+    return x == y, distance.astype(np.float64)
+
+
+def _as_floats(values: Any) -> Any:
+    return values if values.dtype.kind in "fc" else values.astype("float64")
+
+
 def _sum_of_squares(values: Any) -> float:
     """Return the sum for the finite elements of an array."""
     import numpy as np
 
-    if values.dtype.kind not in "fc":
-        values = values.astype(np.float64)
+    values = _as_floats(values)
     total = float(np.vdot(values, values).real)
     if isfinite(total):
         return total
@@ -292,20 +315,20 @@ def _finite(number: float) -> float | None:
 
 def digest(entry: TensorEntry) -> bytes:
     """Return a hash of the bytes of a dense tensor's elements in row-major order."""
-    return _hash(elements(entry), "blake2b", digest_size=16)
+    return _hash(elements(entry), size=16)
 
 
 def content_of_storage(storage: Storage) -> bytes:
-    return _hash(stream([Piece(storage.data)]), "blake2b")
+    return _hash(stream([Piece(storage.data)]))
 
 
-def _hash(chunks: Chunks, algorithm: str, **options: Any) -> bytes:
+def _hash(chunks: Chunks, size: int = 64) -> bytes:
     import hashlib  # loads OpenSSL
 
-    digest = getattr(hashlib, algorithm)(**options)
+    digest = hashlib.blake2b(digest_size=size)
     for chunk in chunks:
         digest.update(chunk)
-    return bytes(digest.digest())
+    return digest.digest()
 
 
 def fingerprint(entry: Entry) -> tuple[object, ...]:
@@ -314,10 +337,12 @@ def fingerprint(entry: Entry) -> tuple[object, ...]:
     """
     if isinstance(entry, ExtraEntry):
         return (_content(entry.payload),) if entry.value is None else (repr(entry.value),)
-    if entry.storage is None:
-        content = b"" if _is_empty(entry, entry) else _content(entry.payload)
-        return entry.dtype, entry.shape, entry.layout, content
-    return entry.dtype, entry.shape, entry.layout, _meaning(entry), digest(entry)
+    geometry = entry.dtype, entry.shape, entry.layout
+    if entry.storage is not None:
+        return (*geometry, _meaning(entry), digest(entry))
+    if _is_empty(entry, entry):
+        return (*geometry, b"")
+    return (*geometry, _content(entry.payload))
 
 
 def fingerprints(checkpoint: Checkpoint) -> Fingerprints:
@@ -388,25 +413,25 @@ def statistics(entry: TensorEntry) -> Statistics:
     least: float | None = None
     most: float | None = None
     total = 0.0
-    finite = zeros = nan = inf = 0
+    count = zeros = nan = inf = 0
     for chunk in whole_elements(elements(entry), itemsize(entry.dtype)):
         digest.update(chunk)
         if read is None:
             continue
         values = read(chunk)
         zeros += values.size - int(np.count_nonzero(values))
-        if values.dtype.kind == "f":
-            is_finite = np.isfinite(values)
-            if not is_finite.all():
-                nans = int(np.isnan(values).sum())
-                nan, inf = nan + nans, inf + values.size - int(is_finite.sum()) - nans
-                values = values[is_finite]
+        is_finite = np.isfinite(values) if values.dtype.kind == "f" else None
+        if is_finite is not None and not is_finite.all():
+            nan += int(np.isnan(values).sum())
+            inf += int(np.isinf(values).sum())
+            values = values[is_finite]
         if values.size:
             low, high = values.min().item(), values.max().item()
             least = low if least is None else min(least, low)
             most = high if most is None else max(most, high)
-            total, finite = total + float(values.sum(dtype=np.float64)), finite + values.size
+            total += float(values.sum(dtype=np.float64))
+            count += values.size
     if read is None:
         return Statistics(None, None, None, None, None, None, digest.hexdigest())
-    mean = total / finite if finite else None
+    mean = total / count if count else None
     return Statistics(least, most, mean, zeros, nan, inf, digest.hexdigest())

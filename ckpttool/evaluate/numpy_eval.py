@@ -42,10 +42,10 @@ def reader(dtype: str) -> Callable[[bytes], Array] | None:
     """
     if dtype in _DIRECT:
         return partial(np.frombuffer, dtype=_DIRECT[dtype])
-    if dtype == "bfloat16":  # the upper halves of float32
-        return lambda data: (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    if dtype == "bfloat16":
+        return lambda data: _from_upper_halves(data).view("<f4")
     if dtype == "bcomplex32":
-        return lambda data: (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<c8")
+        return lambda data: _from_upper_halves(data).view("<c8")
     if dtype == "complex32":
         return lambda data: np.frombuffer(data, "<f2").astype("<f4").view("<c8")
     if dtype in _EIGHT_BITS or dtype == "float8_e8m0fnu":
@@ -53,26 +53,37 @@ def reader(dtype: str) -> Callable[[bytes], Array] | None:
     return None
 
 
+def _from_upper_halves(data: bytes) -> Array:
+    """Return the bits of the float32 numbers whose upper halves are given."""
+    return np.frombuffer(data, "<u2").astype("<u4") << 16
+
+
 @cache
 def _all_values(dtype: str) -> Array:
     """Return the value of each of the 256 patterns of a dtype of eight bits."""
     if dtype == "float8_e8m0fnu":  # a power of two without a sign
-        return np.array([2.0 ** (bits - 127) for bits in range(255)] + [np.nan], np.float32)
-    exponent_bits, bias, special = _EIGHT_BITS[dtype]
+        powers = [2.0 ** (bits - 127) for bits in range(255)]
+        return np.array([*powers, np.nan], np.float32)
+    return np.array([_value_of(bits, *_EIGHT_BITS[dtype]) for bits in range(256)], np.float32)
+
+
+def _value_of(bits: int, exponent_bits: int, bias: int, special: str) -> float:
+    """Return the value of a pattern of eight bits::
+
+    sign | exponent | fraction
+    """
     fraction_bits = 7 - exponent_bits
-
-    def value(bits: int) -> float:
-        fraction, exponent = bits % (1 << fraction_bits), (bits & 0x7F) >> fraction_bits
-        sign = -1.0 if bits >> 7 else 1.0
-        if special == "ieee" and exponent == (1 << exponent_bits) - 1:
-            return float("nan") if fraction else sign * float("inf")
-        if (special == "all" and bits & 0x7F == 0x7F) or (special == "-0" and bits == 0x80):
-            return float("nan")
-        # a subnormal number has no leading one
-        steps = fraction + ((1 << fraction_bits) if exponent else 0)
-        return sign * steps * 2.0 ** (max(exponent, 1) - bias - fraction_bits)
-
-    return np.array([value(bits) for bits in range(256)], np.float32)
+    fraction, exponent = bits % (1 << fraction_bits), (bits & 0x7F) >> fraction_bits
+    sign = -1.0 if bits >> 7 else 1.0
+    if special == "ieee" and exponent == (1 << exponent_bits) - 1:
+        return float("nan") if fraction else sign * float("inf")
+    if special == "all" and bits & 0x7F == 0x7F:
+        return float("nan")
+    if special == "-0" and bits == 0x80:
+        return float("nan")
+    if exponent:
+        fraction += 1 << fraction_bits  # the leading one, which a subnormal number does not have
+    return sign * fraction * 2.0 ** (max(exponent, 1) - bias - fraction_bits)
 
 
 def cast(old: str, new: str) -> Callable[[bytes], memoryview] | None:
@@ -117,12 +128,13 @@ def in_order(entry: TensorEntry) -> Iterator[memoryview]:
     if is_lazy or entry.nbytes <= TILE or not entry.shape:
         yield gathered(entry)
         return
-    count = max(1, TILE * entry.shape[0] // entry.nbytes)
-    for first in range(0, entry.shape[0], count):
-        shape = (min(count, entry.shape[0] - first), *entry.shape[1:])
-        tile = replace(entry, shape=shape, offset=entry.offset + first * entry.stride[0])
-        if shape[0] == 1:
-            tile = replace(tile, shape=shape[1:], stride=entry.stride[1:])
+    length, *rest = entry.shape
+    step = max(1, TILE * length // entry.nbytes)
+    for first in range(0, length, step):
+        count = min(step, length - first)
+        tile = replace(entry, shape=(count, *rest), offset=entry.offset + first * entry.stride[0])
+        if count == 1:
+            tile = replace(tile, shape=tuple(rest), stride=entry.stride[1:])
         yield from in_order(tile)
 
 
@@ -136,25 +148,31 @@ def gathered(entry: TensorEntry) -> memoryview:
     assert entry.storage is not None
     if not entry.numel:
         return memoryview(b"")
-    data, size, offset, stride = entry.storage.data, itemsize(entry.dtype), 0, entry.stride
+    data, size = entry.storage.data, itemsize(entry.dtype)
+    offset, stride = 0, entry.stride
     if isinstance(data, Lazy):
         buffer, offset = read_all(data), entry.offset * size
     else:
-        start = data.offset + entry.offset * size
-        extents = [(length - 1) * step for length, step in zip(entry.shape, stride)]
-        spanned = 1 + sum(extents)
-        dims = [dim for dim, extent in enumerate(extents) if extent]
-        longest = max(dims, key=lambda dim: stride[dim], default=-1)
-        places = entry.shape[longest] if dims else 1
-        count = spanned - extents[longest] if dims else spanned  # elements at each place
-        if 2 * count * places <= spanned:
-            step = stride[longest] * size
-            spans = [Span(data.path, start + i * step, count * size) for i in range(places)]
-            buffer = read_spans(spans)
-            stride = (*stride[:longest], count, *stride[longest + 1 :])
-        else:
-            buffer = read_span(Span(data.path, start, spanned * size))
+        buffer, stride = _read_spanned(entry, data)
     strides = [step * size for step in stride]
     # raises ValueError if strides lead outside
     view = np.ndarray(entry.shape, f"V{size}", buffer, offset, strides)
     return np.ascontiguousarray(view).reshape(-1).view(np.uint8).data
+
+
+def _read_spanned(entry: TensorEntry, data: Span) -> tuple[bytearray, tuple[int, ...]]:
+    """Return the bytes that the tensor spans, and its strides in them, as `gathered` reads them."""
+    size, stride = itemsize(entry.dtype), entry.stride
+    start = data.offset + entry.offset * size
+    extents = [(length - 1) * step for length, step in zip(entry.shape, stride)]
+    spanned = 1 + sum(extents)
+    dims = [dim for dim, extent in enumerate(extents) if extent]
+    if dims:
+        longest = max(dims, key=lambda dim: stride[dim])
+        places = entry.shape[longest]
+        count = spanned - extents[longest]  # elements at each place
+        if 2 * count * places <= spanned:
+            step = stride[longest] * size
+            spans = [Span(data.path, start + i * step, count * size) for i in range(places)]
+            return read_spans(spans), (*stride[:longest], count, *stride[longest + 1 :])
+    return read_span(Span(data.path, start, spanned * size)), stride

@@ -75,9 +75,10 @@ def _check_stride(given: Arguments) -> str | None:
     size, stride, offset = given["size"], given["stride"], given.get("storage_offset") or 0
     if len(size) != len(stride) or min((*size, *stride, offset), default=0) < 0:
         return "sizes, strides and the offset do not describe a tensor"
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride))
-    if 0 not in size and last >= given["self"].numel():
-        return f"it reaches element {last:,} of {given['self'].numel():,}"
+    numel = given["self"].numel()
+    last = offset + sum((length - 1) * step for length, step in zip(size, stride))
+    if 0 not in size and last >= numel:
+        return f"it reaches element {last:,} of {numel:,}"
     return None
 
 
@@ -89,7 +90,7 @@ def _check_parts(given: Arguments) -> str | None:
     size = given.get("split_size", 1)
     if size < 1:
         return "the split size must be positive"
-    count = given["chunks"] if "chunks" in given else -(-shape[dim] // size)
+    count = given.get("chunks", -(-shape[dim] // size))
     if count > limits().made_parts:
         return f"{count:,} parts; {limits().named('made_parts')}"
     return None
@@ -130,10 +131,10 @@ def _has(part: Any, number: int) -> bool:
 
 
 def _check_index(given: Arguments) -> str | None:
-    shape, dim = given["self"].shape, given["dim"]
-    if not -max(len(shape), 1) <= dim < max(len(shape), 1):
+    shape, dim = given["self"].shape or (1,), given["dim"]
+    if not -len(shape) <= dim < len(shape):
         return f"dimension {dim} does not exist"
-    return _check_range(given["index"], 0, shape[dim] if shape else 1)
+    return _check_range(given["index"], 0, shape[dim])
 
 
 def _check_indices(given: Arguments) -> str | None:
@@ -143,15 +144,19 @@ def _check_indices(given: Arguments) -> str | None:
     shape, indices = given["self"].shape, given["indices"]
     if len(indices) > len(shape):
         return f"{len(indices)} indices for {len(shape)} dimensions"
-    present = [(index, length) for index, length in zip(indices, shape) if index is not None]
-    masks = [str(index.dtype) == "torch.bool" for index, _ in present]
-    if any(masks):
-        return None if all(masks) else "masks and numbers as indices of one tensor"
-    for index, length in present:
-        reason = _check_range(index, -length, length)
-        if reason is not None:
-            return reason
-    return None
+    masks = numbers = 0
+    reason = None
+    for index, length in zip(indices, shape):
+        if index is None:
+            continue
+        if str(index.dtype) == "torch.bool":
+            masks += 1
+            continue
+        numbers += 1
+        reason = reason or _check_range(index, -length, length)
+    if masks and numbers:
+        return "masks and numbers as indices of one tensor"
+    return reason
 
 
 def _check_range(index: Any, start: int, end: int) -> str | None:
@@ -166,29 +171,30 @@ def _check_range(index: Any, start: int, end: int) -> str | None:
 
 def _check_scales(given: Arguments) -> str | None:
     """Check that the factors of an interpolation lead from the input's size to the output's."""
-    size = given.get("output_size")
-    before = (given.get("self", given.get("input"))).shape[2:]
+    tensor = given.get("self", given.get("input"))
+    before, after = tensor.shape[2:], given.get("output_size")
     factors = given.get("scale_factors")
     if not factors:
         factors = [value for name, value in given.items() if name.startswith("scales")]
-    if not before or 0 in before or (size is not None and len(size) != len(before)):
+    if not before or 0 in before or (after is not None and len(after) != len(before)):
         return "the tensor does not have the dimensions to interpolate"
-    if size is None and not factors:
+    if after is None and not factors:
         return "it needs a size or factors"
-    for index, factor in enumerate(factors):
+    for dim, factor in enumerate(factors):
         if factor is None:
             continue
-        if not isfinite(factor) or not 0 < factor < 1e6 or index >= len(before):
+        if not isfinite(factor) or not 0 < factor < 1e6 or dim >= len(before):
             return f"{factor} is not a factor"
-        if size is not None and abs(factor * before[index] - size[index]) > 1:
-            return f"a factor {factor} does not lead from {before[index]} to {size[index]}"
+        if after is not None and abs(factor * before[dim] - after[dim]) > 1:
+            return f"a factor {factor} does not lead from {before[dim]} to {after[dim]}"
     return None
 
 
 def _most_bytes_masked(given: Arguments) -> int:
     """Return the bytes of `self` if it and `mask` are expanded to one shape."""
-    pairs = zip_longest(reversed(given["self"].shape), reversed(given["mask"].shape), fillvalue=1)
-    return prod(int(max(pair)) for pair in pairs) * int(given["self"].element_size())
+    tensor, mask = given["self"], given["mask"]
+    sizes = zip_longest(reversed(tensor.shape), reversed(mask.shape), fillvalue=1)
+    return prod(map(max, sizes)) * int(tensor.element_size())
 
 
 # Operators on the index. Arguments have the right kinds; what else does not fit raises
@@ -213,9 +219,12 @@ def _narrow(entry: TensorEntry, dim: int, start: int, length: int) -> TensorEntr
 
 
 def _slice(entry: TensorEntry, dim: int, start: int, end: int) -> TensorEntry:
-    if dim >= len(entry.shape) or min(end, entry.shape[dim]) < min(start, entry.shape[dim]):
+    if dim >= len(entry.shape):
         raise NotOnIndex
-    start, end = min(start, entry.shape[dim]), min(end, entry.shape[dim])
+    length = entry.shape[dim]
+    start, end = min(start, length), min(end, length)
+    if end < start:
+        raise NotOnIndex
     return _narrow(entry, dim, start, end - start)
 
 
@@ -227,9 +236,11 @@ def _select(entry: TensorEntry, dim: int, index: int) -> TensorEntry:
 
 
 def _split(entry: TensorEntry, size: int, dim: int = 0) -> _Slices:
-    if dim >= len(entry.shape) or size < 1 or -(-entry.shape[dim] // size) > limits().made_parts:
+    if dim >= len(entry.shape) or size < 1:
         raise NotOnIndex
     length = entry.shape[dim]
+    if -(-length // size) > limits().made_parts:
+        raise NotOnIndex
     sizes = [min(size, length - start) for start in range(0, length, size)]
     return _Slices(entry, dim, sizes)
 
@@ -299,11 +310,12 @@ def _cat(parts: tuple[TensorEntry, ...], dim: int = 0) -> TensorEntry:
         raise NotOnIndex
     length = 0
     for part in parts:
-        if part.dtype != first.dtype or len(part.shape) != len(first.shape):
+        if part.dtype != first.dtype or not part.is_contiguous:
             raise NotOnIndex
-        if part.shape[:dim] != head or part.shape[dim + 1 :] != tail or not part.is_contiguous:
+        size = part.shape[dim : dim + 1]
+        if (*head, *size, *tail) != part.shape or not size:
             raise NotOnIndex
-        length += part.shape[dim]
+        length += size[0]
     shape = (*head, length, *tail)
     storage = concatenated([window(part, 0, part.numel) for part in parts], first.storage)
     return replace(first, shape=shape, stride=contiguous_stride(shape), offset=0, storage=storage)
@@ -370,7 +382,8 @@ def _value(node: Argument, entries: Entries) -> Any:
         return tuple(_value(item, entries) for item in node)
     if not isinstance(node, Op):
         return node
-    row = OPS[node.op].on_index if node.op in OPS else None
+    operator = OPS.get(node.op)
+    row = None if operator is None else operator.on_index
     if row is None:
         raise NotOnIndex
     args, kwargs = [_value(arg, entries) for arg in node.args], dict(node.kwargs)
@@ -385,8 +398,9 @@ def _fits(row: OnIndex, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     kinds = needed + optional
     if not len(needed) <= len(args) <= len(kinds):
         return False
-    if not all(_KINDS[kind](arg) for kind, arg in zip(kinds, args)):
-        return False
+    for kind, arg in zip(kinds, args):
+        if not _KINDS[kind](arg):
+            return False
     for name, value in kwargs.items():
         if name != row.keyword or not isinstance(value, Special):
             return False

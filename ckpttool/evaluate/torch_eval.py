@@ -129,16 +129,18 @@ def _apply(
         return call(*args, **kwargs)
     except Exception as error:  # any error of an operator means that its arguments do not fit
         needs_values = isinstance(error, NotImplementedError) and device.type == "meta"
-        raise _unfit(name, first_line(error), NeedsValues if needs_values else Refused) from error
+        kind = NeedsValues if needs_values else Refused
+        raise _unfit(name, first_line(error), kind) from error
 
 
 def _item(args: list[Any], kwargs: dict[str, Any]) -> Any:
-    several, index = args if len(args) == 2 and not kwargs else (None, None)
-    if not isinstance(several, (list, tuple)) or type(index) is not int:
+    is_unknown = len(args) != 2 or kwargs
+    tensors, index = (None, None) if is_unknown else args
+    if not isinstance(tensors, (list, tuple)) or type(index) is not int:
         raise _unfit(GETITEM, "it takes one of several tensors, by its number")
-    if not 0 <= index < len(several):
-        raise _unfit(GETITEM, f"tensor {index} of {len(several)} does not exist")
-    return several[index]
+    if not 0 <= index < len(tensors):
+        raise _unfit(GETITEM, f"tensor {index} of {len(tensors)} does not exist")
+    return tensors[index]
 
 
 def _unfit(name: str, reason: str, kind: type[Refused] = Refused) -> Refused:
@@ -154,22 +156,24 @@ def _result_bytes(
     """Run the operator on tensors without data; if its result depends on values, use the bound in
     its row.
     """
-
-    def without_data(arg: Any) -> Any:
-        if isinstance(arg, torch.Tensor):
-            return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
-        return [without_data(item) for item in arg] if isinstance(arg, list) else arg
-
-    meta_kwargs = {key: without_data(arg) for key, arg in kwargs.items()}
+    meta_kwargs = {key: _without_data(arg) for key, arg in kwargs.items()}
     if "device" in kwargs:
         meta_kwargs["device"] = "meta"
     try:
-        return sizes(call(*map(without_data, args), **meta_kwargs))
+        return sizes(call(*map(_without_data, args), **meta_kwargs))
     except Exception as error:
         most_bytes = OPS[name].most_bytes
         if most_bytes is not None and isinstance(error, NotImplementedError):
             return most_bytes(given)
         raise _unfit(name, first_line(error)) from error
+
+
+def _without_data(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
+    if isinstance(arg, list):
+        return list(map(_without_data, arg))
+    return arg
 
 
 def _bind(
@@ -180,19 +184,21 @@ def _bind(
     """
     schema = operator._schema.arguments
     positions = [arg.name for arg in schema if not arg.kwarg_only]
-    given = dict(zip(positions, args)) | kwargs
+    given = {**dict(zip(positions, args)), **kwargs}
     is_unknown = not given.keys() <= {arg.name for arg in schema}
     if is_unknown or len(args) > len(positions) or len(given) < len(args) + len(kwargs):
         raise _unfit(name, "too many arguments, or unknown ones")
-    defaults = {}
+    bound: dict[str, Any] = {}
     for arg in schema:
         if arg.has_default_value():
-            defaults[arg.name] = arg.default_value
+            bound[arg.name] = arg.default_value
         elif arg.name not in given:
             raise _unfit(name, f"it needs {arg.name}")
-        if arg.name in given and not _has_type(str(arg.real_type), given[arg.name]):
-            raise _unfit(name, f"{arg.name} is not a {arg.real_type}")
-    return defaults | given
+        if arg.name in given:
+            bound[arg.name] = given[arg.name]
+            if not _has_type(str(arg.real_type), given[arg.name]):
+                raise _unfit(name, f"{arg.name} is not a {arg.real_type}")
+    return bound
 
 
 def _has_type(kind: str, value: Any) -> bool:
@@ -297,25 +303,36 @@ def entry_of(
         result = evaluate(source, leaves.__getitem__, held)
     except NeedsValues:
         result = compute()
-    shape, dtype_name = tuple(result.shape), str(result.dtype).removeprefix("torch.")
-    size = result.element_size()
-    is_plain = result.numel() and not result.is_conj() and not result.is_neg()
-    for name, leaf in leaves.items():
-        same_storage = result.untyped_storage()._cdata == leaf.untyped_storage()._cdata
-        if same_storage and is_plain:
-            start = read[name].offset * leaf.element_size() + int(result.storage_offset()) * size
-            if start % size == 0:
-                storage = read[name].storage
-                return TensorEntry(key, dtype_name, shape, result.stride(), start // size, storage)
-    reads, nbytes = sum(entry.nbytes for entry in read.values()), result.numel() * size
-    held_by_source = max(
-        (entry.storage.held for entry in read.values() if entry.storage), default=0
-    )
+    if result.numel() and not result.is_conj() and not result.is_neg():
+        for name, leaf in leaves.items():
+            view = _view_of(read[name], leaf, result)
+            if view is not None:
+                return view.under(key)
+    reads = sum(entry.nbytes for entry in read.values())
+    storages = [entry.storage for entry in read.values() if entry.storage is not None]
+    held_by_source = max((storage.held for storage in storages), default=0)
+    nbytes = result.numel() * result.element_size()
     copied = 0 if result.is_contiguous() else nbytes
     memory = reads + held.peak + copied + held_by_source
     lazy = Lazy(nbytes, lambda: [to_bytes(compute())], reads=reads, memory=memory)
-    origin = next((entry.storage for entry in read.values()), None)
-    return in_row_major(key, dtype_name, shape, Storage(lazy, origin))
+    storage = Storage(lazy, storages[0] if storages else None)
+    return in_row_major(key, _dtype_name(result), tuple(result.shape), storage)
+
+
+def _view_of(entry: TensorEntry, leaf: torch.Tensor, result: torch.Tensor) -> TensorEntry | None:
+    """Return the result as a view of the entry, whose tensor is `leaf`; None if it is not one."""
+    if result.untyped_storage()._cdata != leaf.untyped_storage()._cdata:
+        return None
+    size = result.element_size()
+    start = entry.offset * leaf.element_size() + int(result.storage_offset()) * size
+    if start % size:
+        return None
+    shape, stride = tuple(result.shape), result.stride()
+    return TensorEntry(entry.key, _dtype_name(result), shape, stride, start // size, entry.storage)
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -336,9 +353,10 @@ def load(entry: TensorEntry) -> torch.Tensor:
     if isinstance(data, Lazy):
         whole = torch.frombuffer(read_all(data), dtype=dtype)
         return whole.as_strided(entry.shape, entry.stride, entry.offset)
-    start, count = data.offset + entry.offset * dtype.itemsize, entry.end - entry.offset
-    part = read_span(Span(data.path, start, count * dtype.itemsize))
-    return torch.frombuffer(part, dtype=dtype).as_strided(entry.shape, entry.stride)
+    start = data.offset + entry.offset * dtype.itemsize
+    nbytes = (entry.end - entry.offset) * dtype.itemsize
+    part = torch.frombuffer(read_span(Span(data.path, start, nbytes)), dtype=dtype)
+    return part.as_strided(entry.shape, entry.stride)
 
 
 def storage_of(storage: Storage) -> torch.UntypedStorage:
