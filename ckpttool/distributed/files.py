@@ -9,7 +9,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -43,39 +43,45 @@ def is_text(content: Pieces) -> bool:
 
 def as_pieces(content: Pieces | Link) -> Pieces:
     """Return the file's pieces; a file that is used as it is, is copied."""
-    return (
-        [Piece(Span(content.path, 0, size(content.path)))] if isinstance(content, Link) else content
-    )
+    if isinstance(content, Link):
+        return [Piece(Span(content.path, 0, size(content.path)))]
+    return content
 
 
 def digest(files: Mapping[str, Pieces], *more: object) -> str:
     """Return the SHA-256 of everything that decides what is written: all layouts, the sources, and
     `more` (JSON).
     """
-    spans = [
-        piece.data for pieces in files.values() for piece in pieces if isinstance(piece.data, Span)
-    ]
-    urls = sorted({span.path for span in spans if is_url(span.path)})
-    versions = {}
-    if urls:
-        from ckpttool.io.remote import there
-
-        for url in urls:
-            stat = there(url)
-            versions[url] = [stat.size, *stat.version]
-    decided = hashlib.sha256(json.dumps([more, versions]).encode())
+    decided = hashlib.sha256(json.dumps(more).encode())
+    urls: set[str] = set()
     for name, pieces in files.items():
         decided.update(json.dumps(["file", name]).encode())
         for piece in pieces:
             data = piece.data
             if isinstance(data, bytes):
-                text = ["bytes", hashlib.sha256(data).hexdigest()]
+                layout = ["bytes", hashlib.sha256(data).hexdigest()]
             elif isinstance(data, Span):
-                text = ["span", data.path, str(data.offset), str(data.length)]
+                layout = ["span", data.path, str(data.offset), str(data.length)]
+                if is_url(data.path):
+                    urls.add(data.path)
             else:
-                text = ["computed", str(data.length)]
-            decided.update(json.dumps(text).encode())
+                layout = ["computed", str(data.length)]
+            decided.update(json.dumps(layout).encode())
+    decided.update(json.dumps(_versions(urls)).encode())
     return decided.hexdigest()
+
+
+def _versions(urls: Collection[str]) -> dict[str, list[object]]:
+    """Return the size and the version of each object in a store."""
+    if not urls:
+        return {}
+    from ckpttool.io.remote import there
+
+    versions: dict[str, list[object]] = {}
+    for url in sorted(urls):
+        stat = there(url)
+        versions[url] = [stat.size, *stat.version]
+    return versions
 
 
 def _share(job: Job, files: Mapping[str, Pieces], plan: object) -> list[str]:
@@ -85,8 +91,8 @@ def _share(job: Job, files: Mapping[str, Pieces], plan: object) -> list[str]:
     job.agree(digest(files, job.command, plan, sources.states()))
     sizes = {name: nbytes_of(pieces) for name, pieces in files.items() if not is_text(pieces)}
     share = assigned(sizes, job.size)[job.rank]
-    # other ranks write these
-    progress.advance(sum(nbytes for name, nbytes in sizes.items() if name not in share))
+    # other ranks write the rest
+    progress.advance(sum(sizes.values()) - sum(sizes[name] for name in share))
     return share
 
 
@@ -135,9 +141,7 @@ def _write(pieces: Pieces, path: Path, options: WriteOptions, *, verify: bool) -
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     expected = new_digest() if verify else None
-    descriptor = os.open(
-        path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600
-    )
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fill(descriptor, pieces, expected, flush=options.fsync)
         read = sorted(sources.streamed())
@@ -163,10 +167,8 @@ def _short(name: str) -> str:
 
 def is_staging(folder: str, name: str) -> bool:
     """Return True if it is the name of a folder in which ranks make the output `name`."""
-    return (
-        re.fullmatch(rf"\.{re.escape(_short(name))}\.[0-9a-f]{{16}}{re.escape(_ENDING)}", folder)
-        is not None
-    )
+    pattern = rf"\.{re.escape(_short(name))}\.[0-9a-f]{{16}}{re.escape(_ENDING)}"
+    return re.fullmatch(pattern, folder) is not None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import field
 from datetime import timedelta
 from heapq import heappop, heappush
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 from ckpttool.core.errors import CkptError, Problem
@@ -93,15 +94,16 @@ class Job:
         name = f"plan/{self.rounds}"
         self.tell(f"{name}/{self.rank}", digest)
         if self.is_first:
-            others = [rank for rank, other in enumerate(self.heard_of_all(name)) if other != digest]
-            if others:
+            problems = []
+            for rank, other in enumerate(self.heard_of_all(name)):
+                if other != digest:
+                    problems.append(Problem("another plan than rank 0", f"rank {rank}"))
+            if problems:
                 raise CkptError(
                     "the ranks do not mean the same",
                     hint="give all of them the same command, files and model; a model's code must"
                     " not draw lots",
-                    problems=[
-                        Problem("another plan than rank 0", f"rank {rank}") for rank in others
-                    ],
+                    problems=problems,
                 )
             self.tell(name, digest)
         self.hear(name)
@@ -183,30 +185,34 @@ def answers(title: str, questions: Mapping[Key, Question]) -> dict[Key, Any]:
     with progress.doing(title, sum(question.nbytes for question in questions.values())):
         if job is None:
             return {key: question.answer() for key, question in questions.items()}
-        import hashlib  # loads OpenSSL
-
         pending = list(questions.values())
-        # later, each rank has opened files that others have not
-        states = {} if job.rounds else sources.states()
-        what = [[question.what, question.nbytes] for question in pending]
-        digest = hashlib.sha256(
-            json.dumps([job.rounds, list(job.command), states, what]).encode()
-        ).hexdigest()
+        digest = _digest(job, pending)
         job.agree(digest)
-        name = f"answers/{digest}"
         sizes = {number: question.nbytes for number, question in enumerate(pending)}
         share = assigned(sizes, job.size)[job.rank]
-        # other ranks answer these
+        # other ranks answer the rest
         progress.advance(sum(sizes.values()) - sum(sizes[number] for number in share))
         answered = []
         for number in share:
             job.check()
             answered.append([number, pending[number].answer()])
+        name = f"answers/{digest}"
         job.tell(f"{name}/{job.rank}", answered)
         if job.is_first:
-            told = {number: answer for some in job.heard_of_all(name) for number, answer in some}
-            job.tell(name, [told[number] for number in range(len(pending))])
+            by_number = dict(chain.from_iterable(job.heard_of_all(name)))
+            job.tell(name, [by_number[number] for number in range(len(pending))])
         return dict(zip(questions, job.hear(name)))
+
+
+def _digest(job: Job, questions: Sequence[Question]) -> str:
+    """Return what is the same on all ranks that ask these questions about the same files."""
+    import hashlib  # loads OpenSSL
+
+    # later, each rank has opened files that others have not
+    states = {} if job.rounds else sources.states()
+    what = [[question.what, question.nbytes] for question in questions]
+    text = json.dumps([job.rounds, list(job.command), states, what])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 PATIENCE = 120.0  # seconds until all ranks have imported torch and joined

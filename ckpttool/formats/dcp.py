@@ -54,7 +54,7 @@ from ckpttool.formats.dcp_metadata import (
 from ckpttool.formats.folders import DCP_METADATA, HF_SHARD, other_files
 from ckpttool.io.files import exists, is_file, names_in, opened, size
 from ckpttool.io.paths import join, safe_path
-from ckpttool.io.pieces import Edited, Files, Link, Piece, Pieces, nbytes_of, read_span
+from ckpttool.io.pieces import Edited, Files, Link, Piece, Pieces, literal, nbytes_of, read_span
 
 _MAX_DEPTH = 200
 _MAX_HOLES = 10_000  # missing items of a list
@@ -95,12 +95,15 @@ def _resolved(branch: Any, path: Path, problems: list[Problem]) -> Any:
     if len(path) > _MAX_DEPTH:
         problems.append(Problem("nested too deep", _key(path[:10])))
         return {}
-    inside = {step: _resolved(child, (*path, step), problems) for step, child in branch.items()}
+    inside: dict[Any, Any] = {}
+    for step, child in branch.items():
+        inside[step] = _resolved(child, (*path, step), problems)
     types = set(map(type, inside))
     if types <= {str}:
         return _optimizer(inside) if type(inside.get("param_groups")) is list else inside
-    if types == {int} and min(inside) >= 0 and max(inside) < len(inside) + _MAX_HOLES:
-        return [inside.get(index) for index in range(max(inside) + 1)]
+    last = max(inside) if types == {int} else -1
+    if types == {int} and min(inside) >= 0 and last < len(inside) + _MAX_HOLES:
+        return [inside.get(index) for index in range(last + 1)]
     problems.append(Problem("neither a dict nor a list", _key(path)))
     return {}
 
@@ -113,11 +116,11 @@ def _optimizer(mapping: dict[Any, Any]) -> dict[Any, Any]:
     ids: dict[str, int] = {}
     for group in mapping["param_groups"]:
         params = group.get("params") if type(group) is dict else None
-        for param in params if type(params) is list else ():
-            if type(param) is int:
-                ids[str(param)] = param
-    if ids and type(mapping["state"]) is dict:
-        mapping["state"] = {ids.get(key, key): value for key, value in mapping["state"].items()}
+        if type(params) is list:
+            ids.update((str(param), param) for param in params if type(param) is int)
+    state = mapping["state"]
+    if ids and type(state) is dict:
+        mapping["state"] = {ids.get(key, key): value for key, value in state.items()}
     return mapping
 
 
@@ -157,10 +160,11 @@ def _leaves(
     node: Any, path: Path, terminal: dict[int, bool], problems: list[Problem], memory: Memory
 ) -> Iterator[tuple[Path, Any]]:
     memory.take(_PLACE + 2 * sum(len(name) for name in path if type(name) is str))
-    pairs = pairs_of(node)
     if len(path) > _MAX_DEPTH:
         problems.append(Problem("nested too deep", _key(path[:10])))
-    elif pairs is not None:
+        return
+    pairs = pairs_of(node)
+    if pairs is not None:
         for name, value in pairs.items():
             if type(name) not in (str, int, float, bool, type(None)):
                 problems.append(Problem("a dict key that is neither text nor a number", _key(path)))
@@ -183,9 +187,10 @@ def _is_terminal(node: Any, terminal: dict[int, bool], depth: int) -> bool:
         return True
     if id(node) not in terminal:
         terminal[id(node)] = True  # a list inside itself
-        terminal[id(node)] = not any(
-            is_tensor(part) or not _is_terminal(part, terminal, depth + 1) for part in node
-        )
+        for part in node:
+            if is_tensor(part) or not _is_terminal(part, terminal, depth + 1):
+                terminal[id(node)] = False
+                break
     return terminal[id(node)]
 
 
@@ -472,8 +477,10 @@ def layout_files(
         root = changed_root(checkpoint, container.pickle.root, container.tree, rebuilder)
     else:
         root = fresh_root(checkpoint, rebuilder)
-    of_root = [section for section in checkpoint.sections if not section.path]
-    alone = state_dict_alone(checkpoint.source, of_root[0]) if of_root else ""
+    alone = ""
+    for section in checkpoint.sections:
+        if not section.path:
+            alone = state_dict_alone(checkpoint.source, section)
     nbytes = max(checkpoint.nbytes, sum(section.nbytes for section in checkpoint.sections))
     leaves = flattened(root, nbytes, alone)
 
@@ -486,18 +493,24 @@ def layout_files(
     job = current()
     names = [_free_name(source, rank) for rank in range(1 if job is None else job.size)]
     ends = [(0, rank, name) for rank, name in enumerate(names)]
-    writer = _ItemWriter(rebuilder, Storages(storage), source, {name: [] for name in names}, ends)
-    items = {key: writer.item(key, node) for key, (_, node) in leaves.items()}
+    new_files: dict[str, list[Piece]] = {name: [] for name in names}
+    writer = _ItemWriter(rebuilder, Storages(storage), source, new_files, ends)
+    items: dict[str, Item] = {}
+    paths: dict[str, Path] = {}
+    for key, (path, node) in leaves.items():
+        items[key] = writer.item(key, node)
+        paths[key] = path
     if writer.problems:
         raise Refused(
             "torch.distributed.checkpoint cannot hold these entries",
             hint="write a torch file (OUT ending in .pt)",
             problems=writer.problems,
         )
-    metadata = Metadata(items, {key: path for key, (path, _) in leaves.items()})
+    metadata = Metadata(items, paths)
+    home = source.home if source is not None else ""
     files: dict[str, Pieces | Link] = {}
-    for data in dict.fromkeys(place.name for place in _places(metadata)):
-        files[data] = writer.files.get(data) or Link(join(source.home, data) if source else "")
+    for place in _places(metadata):
+        files[place.name] = new_files.get(place.name) or Link(join(home, place.name))
     files[DCP_METADATA] = [Piece(spelled(metadata))]
     return files
 
@@ -511,22 +524,21 @@ def linked_imports(imports: Iterable[Import], files: Files, linked: Mapping[str,
     """
     content = files[DCP_METADATA]
     assert not isinstance(content, Link)
-    text = b"".join(piece.data for piece in content if isinstance(piece.data, bytes))
-    pickles: dict[Import, bytes] = {}
+    pickles: list[tuple[Import, bytes]] = []  # each import of a real file, with its bytes there
     for imported in imports:
         span = Span(imported.file, imported.start, imported.end - imported.start)
-        pickles[imported] = bytes(read_span(span))
-    names = set()
-    for item in parse(text, DCP_METADATA).items.values():
+        real = replace(imported, file=os.path.realpath(imported.file))
+        pickles.append((real, bytes(read_span(span))))
+    names: set[str] = set()
+    for item in parse(literal(content), DCP_METADATA).items.values():
         for place in item.places:
             if place.name not in linked:
                 continue
             span = Span(linked[place.name], place.offset, place.length)
             raw = bytes(read_span(span)) if isinstance(item, BytesItem) else b""
-            for imported, pickle in pickles.items():
-                real = replace(imported, file=os.path.realpath(imported.file))
+            for real, pickle in pickles:
                 if pickle in raw or real.is_in(span.path, span.offset, span.length):
-                    names.add(imported.name)
+                    names.add(real.name)
     return names
 
 
@@ -543,8 +555,8 @@ def layout_in_place(checkpoint: Checkpoint) -> dict[str, Edited] | None:
         return None
     path = join(folder.home, DCP_METADATA)
     before = bytes(read_span(Span(path, 0, size(path))))
-    new = b"".join(piece.data for piece in content if isinstance(piece.data, bytes))
-    return {DCP_METADATA: Edited([Piece(new)], before, new)}
+    after = literal(content)
+    return {DCP_METADATA: Edited([Piece(after)], before, after)}
 
 
 def _free_name(source: Folder | None, rank: int) -> str:
@@ -591,13 +603,11 @@ class _ItemWriter:
     def _tensor(self, key: str, node: Any) -> Item:
         entry = entry_of(key, node, self.storages)
         if entry.storage is None:
-            self.problems.append(
-                Problem(f"a {entry.layout} tensor has no place in the format", key)
-            )
+            text = f"a {entry.layout} tensor has no place in the format"
+            self.problems.append(Problem(text, key))
             return BytesItem(FileRange("", 0, 0))
         identity = entry.identity
-        item = self.tensors.get(identity)
-        if item is None:
+        if identity not in self.tensors:
             data = entry.storage.data
             if isinstance(data, Span):  # write only the part of the storage that the tensor spans
                 itemsize = dtypes.itemsize(entry.dtype)
@@ -607,8 +617,8 @@ class _ItemWriter:
             alone = Rebuilder()
             place = self._append(torch_zip.new_archive(alone.node(entry), 2, alone))
             chunk = Chunk((0,) * len(entry.shape), entry.shape)
-            item = self.tensors[identity] = TensorItem(entry.dtype, entry.shape, ((chunk, place),))
-        return item
+            self.tensors[identity] = TensorItem(entry.dtype, entry.shape, ((chunk, place),))
+        return self.tensors[identity]
 
     def _append(self, pieces: Pieces) -> FileRange:
         end, rank, name = self.ends[0]

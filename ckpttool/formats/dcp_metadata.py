@@ -165,18 +165,20 @@ def _tensor(
 
 
 def _places(node: Any) -> dict[tuple[str, Any], FileRange]:
+    """Return the place of each item by its key, and of a chunk by key and offsets."""
     places = {}
     for index_node, info_node in node.items():
-        index, info = _state(index_node, "MetadataIndex"), _state(info_node, "_StorageInfo")
+        index = _state(index_node, "MetadataIndex")
+        info = _state(info_node, "_StorageInfo")
         name, start, length = info["relative_path"], info["offset"], info["length"]
         has_types = type(name) is str and type(start) is int and type(length) is int
         if not has_types or start < 0 or length < 0:
             raise ValueError(f"{name!r}, byte {start!r}, {length!r} bytes")
-        transforms = tuple(str(text) for text in _list(info.get("transform_descriptors") or []))
-        offset = index.get("offset")
-        places[index["fqn"], None if offset is None else _sizes(offset)] = FileRange(
-            name, start, length, transforms
-        )
+        transforms = tuple(map(str, _list(info.get("transform_descriptors") or [])))
+        offsets = index.get("offset")
+        if offsets is not None:
+            offsets = _sizes(offsets)
+        places[index["fqn"], offsets] = FileRange(name, start, length, transforms)
     return places
 
 
@@ -200,7 +202,9 @@ def _is_flat_key(key: str, path: Any) -> bool:
     if type(path) is not tuple or not all(type(step) in (str, int) for step in path):
         return False
     # The length is compared first: joining a crafted path could take very long.
-    least = sum(len(step) if isinstance(step, str) else 1 for step in path) + len(path) - 1
+    least = len(path) - 1
+    for step in path:
+        least += len(step) if isinstance(step, str) else 1
     return least <= len(key) and ".".join(map(str, path)) == key
 
 
@@ -231,7 +235,9 @@ def _list(node: Any) -> Sequence[Any]:
 
 
 def _sizes(node: Any) -> tuple[int, ...]:
-    sizes = node.args[0] if type(node) is Call and node.func == Global("torch", "Size") else node
+    sizes = node
+    if type(node) is Call and node.func == Global("torch", "Size"):
+        sizes = node.args[0]
     if type(sizes) not in (tuple, list) or len(sizes) > MAX_DIMS:
         raise ValueError("its sizes are not a tuple")
     if not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in sizes):
@@ -357,12 +363,13 @@ def _heads(metadata: Metadata) -> dict[str, int]:
     heads: dict[str, int] = {}
     for item in metadata.items.values():
         if isinstance(item, TensorItem):
-            heads.update(dict.fromkeys((place.name for place in item.places), _HEAD))
+            heads.update((place.name, _HEAD) for place in item.places)
     for item in metadata.items.values():
-        if isinstance(item, BytesItem) and item.place.name in heads:
-            end = item.place.offset + item.place.length
-            if end <= _OBJECTS:
-                heads[item.place.name] = max(heads[item.place.name], end)
+        if not isinstance(item, BytesItem) or item.place.name not in heads:
+            continue
+        name, end = item.place.name, item.place.offset + item.place.length
+        if end <= _OBJECTS:
+            heads[name] = max(heads[name], end)
     return heads
 
 
@@ -378,7 +385,8 @@ def _safetensors_files(folder: str, heads: Mapping[str, int]) -> dict[str, dict[
         with opened(path) as file:
             head = file.read(_HEAD)
         if head[8:] == b"{":
-            files[name] = {entry.key: entry for entry in safetensors.read(path).sections[0].tensors}
+            (section,) = safetensors.read(path).sections
+            files[name] = {entry.key: entry for entry in section.tensors}
     return files
 
 
@@ -400,28 +408,23 @@ def read_shards(folder: str, names: Sequence[str]) -> tuple[Metadata, str]:
         shard = safetensors.read(join(folder, name))
         offsets = _offsets(shard.metadata.get(safetensors.OFFSETS, "{}"))
         for entry in shard.sections[0].tensors:
-            at = offsets.get(entry.key)
+            key, at = entry.key, offsets.get(entry.key)
             if at is None or len(at) != len(entry.shape) or entry.span is None:
-                problems.append(
-                    Problem(f"{name} does not give the offsets of its chunk", entry.key)
-                )
+                problems.append(Problem(f"{name} does not give the offsets of its chunk", key))
                 continue
             chunk = Chunk(at, entry.shape)
-            first = chunks.setdefault(entry.key, {}).setdefault(chunk, entry)
+            first = chunks.setdefault(key, {}).setdefault(chunk, entry)
             if not same_values(first, entry):
-                problems.append(
-                    Problem(
-                        f"{name} has other values at {list(at)} than another rank's shard",
-                        entry.key,
-                    )
-                )
-            places.setdefault(entry.key, {})[chunk] = _raw_place(name, entry.span)
+                text = f"{name} has other values at {list(at)} than another rank's shard"
+                problems.append(Problem(text, key))
+            places.setdefault(key, {})[chunk] = _raw_place(name, entry.span)
     items = {}
     for key, entries in chunks.items():
         dtypes = sorted({entry.dtype for entry in entries.values()})
         if len(dtypes) > 1:
             problems.append(Problem(f"chunks of {' and '.join(dtypes)}", key))
-        shape = tuple(max(ends) for ends in zip(*map(_ends, entries)))
+        ends = zip(*map(_ends, entries))  # of all chunks, in each dimension
+        shape = tuple(map(max, ends))
         problem = cover_problem(shape, entries)
         if problem is not None:
             problems.append(Problem(problem, key))
@@ -432,11 +435,11 @@ def read_shards(folder: str, names: Sequence[str]) -> tuple[Metadata, str]:
             hint="copy the shards of all ranks into one folder",
             problems=problems,
         )
-    ranks = sorted({int(name.split("-")[1]) for name in names})
-    missing = [str(rank) for rank in range(1, ranks[-1]) if rank not in ranks]
+    ranks = {int(name.split("-")[1]) for name in names}
+    missing = [str(rank) for rank in range(1, max(ranks)) if rank not in ranks]
     gap = f", without {some(missing, 8)}" if missing else ""
     note = (
-        f"assembled from the shards up to rank {ranks[-1]}{gap}: no file says how many ranks"
+        f"assembled from the shards up to rank {max(ranks)}{gap}: no file says how many ranks"
         " there were"
     )
     return Metadata(items, {key: (key,) for key in items}), note

@@ -132,12 +132,13 @@ def read_files(folder: str) -> RankFiles:
         optimizer_files = tuple(read_file(join(folder, name)) for name in optimizers)
         files = RankFiles(_zero_stage(optimizer_files[0]), model_files, optimizer_files)
     count = _partition_count(files.optimizers[0])
-    problems = [] if files.universal is not None else _rank_problems("optimizer", optimizers, count)
+    problems: list[Problem] = []
+    if files.universal is None:
+        problems += _rank_problems("optimizer", optimizers, count)
     if files.stage == 3 or len(models) > 1:
         problems += _rank_problems("model", models, count)
-    problems += _differences(
-        files.optimizers, ("zero_stage", "partition_count", "ds_version"), "optimizer_state_dict"
-    )
+    of_run = ("zero_stage", "partition_count", "ds_version")
+    problems += _differences(files.optimizers, of_run, "optimizer_state_dict")
     problems += _differences(files.models, ("global_steps", "dp_world_size", "ds_version"))
     if problems:
         raise CkptError(
@@ -154,20 +155,23 @@ def _numbered(names: Sequence[str], kind: re.Pattern[str]) -> dict[str, tuple[in
     for name in names:
         match = kind.fullmatch(name)
         if match is not None:
-            numbers[name] = (int(match["rank"] or 0), int(match["part"]))
+            rank, part = match["rank"] or 0, match["part"]
+            numbers[name] = int(rank), int(part)
     return dict(sorted(numbers.items(), key=itemgetter(1)))
 
 
 def _rank_problems(what: str, numbers: Mapping[str, tuple[int, int]], count: int) -> list[Problem]:
+    """Return the ranks of the run that have no file or several, and files of other ranks."""
     files_of = Counter(rank for rank, _ in numbers.values())
-    missing = islice((rank for rank in range(count) if rank not in files_of), _MOST_MISSING)
-    twice = [rank for rank, files in files_of.items() if files > 1]
-    beyond = [rank for rank in files_of if rank >= count]
-    return [
-        *(Problem(f"no file of this rank's {what} states", f"rank {rank}") for rank in missing),
-        *(Problem("two files are of this rank", f"rank {rank}") for rank in twice),
-        *(Problem(f"the run had {count} ranks", f"rank {rank}") for rank in beyond),
-    ]
+    missing = (rank for rank in range(count) if rank not in files_of)
+    text = f"no file of this rank's {what} states"
+    problems = [Problem(text, f"rank {rank}") for rank in islice(missing, _MOST_MISSING)]
+    for rank, files in files_of.items():
+        if files > 1:
+            problems.append(Problem("two files are of this rank", f"rank {rank}"))
+        if rank >= count:
+            problems.append(Problem(f"the run had {count} ranks", f"rank {rank}"))
+    return problems
 
 
 def _differences(
@@ -229,7 +233,7 @@ def _zero_stage(file: RankFile) -> int:
     stage = plain(state.get("zero_stage"))
     if stage not in (1, 2, 3):
         said = f"its ZeRO stage is {stage!r}" if "zero_stage" in state else "it has no ZeRO stage"
-        keys = some([str(key) for key in state if type(key) is str], 8) or "nothing"
+        keys = some([key for key in state if type(key) is str], 8) or "nothing"
         folder = parent(file.path)
         run = parent(folder) if is_file(join(parent(folder), "latest")) else folder
         command = shell("python", "-m", "deepspeed.utils.zero_to_fp32", run, "OUT")
@@ -483,16 +487,12 @@ def _layout_problems(layout: _FlatLayout) -> list[Problem]:
     groups, gaps, sizes = layout.groups, layout.gaps, layout.sizes
     if not groups:
         return [Problem("no shapes of parameters", "param_shapes")]
-    is_number = all(type(gap) is int and gap >= 0 for gap in chain(*gaps))
-    if not is_number or list(map(len, gaps)) != list(map(len, groups)):
+    are_gaps = all(type(gap) is int and gap >= 0 for gap in chain(*gaps))
+    if not are_gaps or list(map(len, gaps)) != list(map(len, groups)):
         return [Problem("not one for each parameter", _PADDINGS)]
-    if len(set(map(len, sizes))) > 1 or (layout.stage < 3 and len(sizes[0]) != len(groups)):
-        return [
-            Problem(
-                f"{len(groups)} param groups, the ranks have {list(map(len, sizes))}",
-                "param_shapes",
-            )
-        ]
+    counts = list(map(len, sizes))
+    if len(set(counts)) > 1 or (layout.stage < 3 and counts[0] != len(groups)):
+        return [Problem(f"{len(groups)} param groups, the ranks have {counts}", "param_shapes")]
     if layout.stage == 3:
         return _stage_3_problems(groups, sizes)
     problems = []
@@ -527,20 +527,22 @@ def _slice_problems(
     """Compare the layout with ``param_slice_mappings``, which gives each rank's slice of each
     parameter.
     """
-    problems = []
-    ends = {(index, name): (at, at + prod(shape)) for index, name, shape, at in layout.places()}
+    problems: list[Problem] = []
+    places: dict[tuple[int, str], tuple[int, int]] = {}
+    for index, name, shape, at in layout.places():
+        places[index, name] = at, at + prod(shape)
     for index in range(len(layout.groups)):
         begin = 0  # of the rank's part of the param group
         for file, state, numels in zip(files.optimizers, states, layout.sizes):
             end = begin + numels[index]
             slices = sequence(state, "param_slice_mappings")[index : index + 1]
-            for name, node in mapping({"": slices[0]}, "").items() if slices else ():
-                first, last = ends.get((index, str(name)), (-1, -1))
+            named = mapping({"": slices[0]}, "") if slices else {}
+            for name, node in named.items():
+                first, last = places.get((index, str(name)), (-1, -1))
                 expected = max(first, begin) - begin, min(last, end) - begin
                 if _slice_of(node) != expected:
-                    problems.append(
-                        Problem(f"{file.path} gives another place for its part", str(name))
-                    )
+                    text = f"{file.path} gives another place for its part"
+                    problems.append(Problem(text, str(name)))
             begin = end
     return problems
 
@@ -586,15 +588,17 @@ def _read_parameters(
                 text = f"{name} has the shape {list(entry.shape)}, the parameter {list(shape)}"
                 problems.append(Problem(text, param))
             state[kind] = entry
-    incomplete = [param for param, state in states.items() if "fp32" not in state]
-    problems += [Problem("no file fp32.pt of it", param) for param in incomplete]
+    for param, state in states.items():
+        if "fp32" not in state:
+            problems.append(Problem("no file fp32.pt of it", param))
     if problems or not states:
         raise CkptError(
             f"{root} does not hold every parameter completely", hint=COPY, problems=problems
         )
     expected = {*states, UNIVERSAL_REST, *files.models[0].tensors("module")}
-    others = [name for name in names_in(root) if name not in expected]
-    notes += [f"not copied: {join(root, name)} belongs to no parameter" for name in others]
+    for name in names_in(root):
+        if name not in expected:
+            notes.append(f"not copied: {join(root, name)} belongs to no parameter")
     return states, read
 
 
@@ -620,11 +624,12 @@ def _universal_optimizer(
     # of ZeRO-3: the state of rank 0, with its step
     rank_0 = mapping(mapping(base, "optimizer_state_dict"), "state")
     for index, shapes in enumerate(groups):
-        for name, node in mapping(rank_0, index).items():
-            value = rest.flat(str(name), node) if is_tensor(node) else plain(node)
+        for key, node in mapping(rank_0, index).items():
+            name = str(key)
+            value = rest.flat(name, node) if is_tensor(node) else plain(node)
             if not isinstance(value, TensorEntry) or value.numel == 1:
                 for param in shapes:
-                    state[param].setdefault(str(name), _copy(value, param, str(name)))
+                    state[param].setdefault(name, _copy(value, param, name))
             elif any(name not in state[param] for param in shapes):
                 notes.append(f"not copied: {name} of {rest.path}, which belongs to one rank alone")
     return _optimizer_section(groups, options, state, notes)
@@ -643,27 +648,21 @@ def _model(
     entries = first.entries("module")
     module = _tensors_of(entries)
     gathered = {**weights, **_frozen(files)}
-    buffers = [name for name in sequence(first.items, "buffer_names") if type(name) is str]
-    # ZeRO-3 leaves a placeholder
-    complete = [name for name, entry in module.items() if files.stage < 3 or entry.numel]
-    saved_whole: dict[str, TensorEntry] = {}
-    for name in (*complete, *buffers):
-        if name in module and name not in gathered:
-            saved_whole[name] = module[name]
+    saved_whole = _saved_whole(files, module, gathered)
     tensors = {**saved_whole, **gathered}
-    for name, other in mapping(first.items, "shared_params").items():
+    for key, other in mapping(first.items, "shared_params").items():
+        name = str(key)
         shared = tensors.get(other) if type(other) is str else None
-        tensors.pop(str(name), None)
+        tensors.pop(name, None)
         if shared is not None:
-            tensors[str(name)] = replace(shared, key=str(name))
+            tensors[name] = shared.under(name)
     unknown = [name for name in module if name not in tensors]
     if unknown:
+        text = "neither a parameter, a buffer nor shared"
         raise CkptError(
             f"{first.path}: no partition holds the values of some entries of the module",
             hint=COPY,
-            problems=[
-                Problem("neither a parameter, a buffer nor shared", name) for name in unknown
-            ],
+            problems=[Problem(text, name) for name in unknown],
         )
     objects = {name: entry for name, entry in entries.items() if isinstance(entry, ExtraEntry)}
     expected: dict[str, TensorEntry | ExtraEntry] = {**saved_whole, **objects}
@@ -674,6 +673,20 @@ def _model(
                 notes.append(f"{name} differs between the ranks: rank 0's is used")
     in_order = dict.fromkeys((*module, *tensors))
     return tuple(tensors[name] for name in in_order), tuple(objects.values())
+
+
+def _saved_whole(
+    files: RankFiles, module: Mapping[str, TensorEntry], gathered: Mapping[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return the tensors of the module that rank 0 has completely: buffers, and before ZeRO-3
+    others.
+    """
+    # ZeRO-3 leaves a placeholder
+    names = [name for name, entry in module.items() if files.stage < 3 or entry.numel]
+    for name in sequence(files.models[0].items, "buffer_names"):
+        if type(name) is str and name in module:
+            names.append(name)
+    return {name: module[name] for name in names if name not in gathered}
 
 
 def _frozen(files: RankFiles) -> dict[str, TensorEntry]:

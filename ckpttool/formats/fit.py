@@ -154,25 +154,23 @@ _NAMED = "import torch, sys; torch.save({'tensor': torch.load(sys.argv[1])}, sys
 
 
 def _hint(checkpoint: Checkpoint) -> str:
+    hint = "choose an output that ends in .pt"
     if not checkpoint.state_dicts:
-        if [entry.key for section in checkpoint.sections for entry in section.tensors] == [""]:
+        if [key for section in checkpoint.sections for key in section.keys] == [""]:
             name = f'python -c "{_NAMED}" {quote(checkpoint.source)} OUT.pt'
             return f"it is one tensor without a name; give it one: {name}"
         if checkpoint.optimizers:
-            return (
-                "it is an optimizer's state, which torch files can hold: choose an output that"
-                " ends in .pt"
-            )
+            return f"it is an optimizer's state, which torch files can hold: {hint}"
+        return hint
+    source = checkpoint.source
     named = [section for section in checkpoint.state_dicts if section.path]
     has_more = bool(checkpoint.others) or len(named) < len(checkpoint.sections)
-    takes_part = bool(named) and has_more and "::" not in checkpoint.source
-    hint = "choose an output that ends in .pt"
-    if takes_part:
-        hint = f"take the section alone: {checkpoint.part(named[0].path)}, or {hint}"
-    extras = [extra for section in checkpoint.state_dicts[:1] for extra in section.extras]
+    if named and has_more and "::" not in source:
+        source = checkpoint.part(named[0].path)
+        hint = f"take the section alone: {source}, or {hint}"
+    extras = checkpoint.state_dicts[0].extras
     holds_weights = any(extra.tensors for extra in extras)
     if extras and not holds_weights and not checkpoint.in_memory:
-        source = checkpoint.part(named[0].path) if takes_part else checkpoint.source
         drops = _dropped([extra.key for extra in extras])
         line = shell("ckpttool", "remap", source, *drops, "-o", "OUT.safetensors")
         hint = f"{hint}; to leave out what is not a tensor: {line}"

@@ -90,10 +90,11 @@ def deepspeed_step(look: Look) -> str | None:
     if path is not None and is_dir(path):
         return path
     steps = _folders_in(look)
+    hint = f"name one: {quote(join(folder, steps[-1]))}" if steps else "copy the folder again"
     raise CkptError(
         f"{folder} is a DeepSpeed checkpoint, and the step {tag!r} that its file `{latest}`"
         " names is not there",
-        hint=f"name one: {quote(join(folder, steps[-1]))}" if steps else "copy the folder again",
+        hint=hint,
     )
 
 
@@ -102,9 +103,13 @@ def fsdp_home(look: Look) -> str | None:
     whose pattern the user names.
     """
     folder = look.path
-    ranks = dict.fromkeys(match[1] for match in map(_FSDP_RANK.fullmatch, look.files) if match)
-    if ranks:
-        globs = [join(folder, f"{stem}*.bin") for stem in ranks]
+    patterns: dict[str, None] = {}
+    for name in look.files:
+        match = _FSDP_RANK.fullmatch(name)
+        if match:
+            patterns[join(folder, f"{match[1]}*.bin")] = None
+    if patterns:
+        globs = list(patterns)
         model = next((glob for glob in globs if "pytorch_model_fsdp" in glob), globs[0])
         raise CkptError(
             f"{folder} holds files of ranks, as accelerate saves them without"
@@ -142,11 +147,12 @@ def _items_of(matches: Iterable[re.Match[str]]) -> list[RankItem]:
     items: dict[str, RankItem] = {}
     for match in matches:
         start, end = match.span("rank")
-        pattern = f"{match.string[:start]}*{match.string[end:]}"
+        name = match.string
+        pattern = f"{name[:start]}*{name[end:]}"
         if pattern not in items:
             ranks = match.groupdict().get("ranks")
             items[pattern] = RankItem(match["item"], pattern, {}, int(ranks) if ranks else None)
-        items[pattern].files[int(match["rank"])] = match.string
+        items[pattern].files[int(match["rank"])] = name
     return list(items.values())
 
 
@@ -172,18 +178,18 @@ def shards_home(look: Look) -> str | None:
     """
     if not look.is_folder or dcp_home(look) is not None:
         return None
-    if any(name.endswith(_ENDINGS) and not _SHARD.fullmatch(name) for name in look.files):
-        return None
-    if any(INDEX.fullmatch(name) for name in look.files):
-        return None
     groups: dict[tuple[str, str, int], set[int]] = {}
-    for match in filter(None, map(_SHARD.fullmatch, look.files)):
-        group = (match["stem"], match["kind"], int(match["count"]))
-        groups.setdefault(group, set()).add(int(match["number"]))
+    for name in look.files:
+        shard = _SHARD.fullmatch(name)
+        if shard is not None:
+            group = (shard["stem"], shard["kind"], int(shard["count"]))
+            groups.setdefault(group, set()).add(int(shard["number"]))
+        elif name.endswith(_ENDINGS) or INDEX.fullmatch(name):
+            return None
     if len(groups) != 1:
         return None
-    ((stem, kind, count),) = groups
-    if groups[stem, kind, count] != set(range(1, count + 1)):
+    (((stem, kind, count), numbers),) = groups.items()
+    if numbers != set(range(1, count + 1)):
         return None
     return join(look.path, f"{stem}.{kind}.index.json")
 
@@ -191,10 +197,12 @@ def shards_home(look: Look) -> str | None:
 def shards_of(index: str) -> list[str]:
     """Return the shards whose index would be at this path: ``STEM-00001-of-00002.safetensors``."""
     match = INDEX.fullmatch(name_of(index))
+    if match is None:
+        return []
     shards = []
     for name in names_in(parent(index)):
         shard = _SHARD.fullmatch(name)
-        if match and shard and (shard["stem"], shard["kind"]) == (match["stem"], match["kind"]):
+        if shard and shard["stem"] == match["stem"] and shard["kind"] == match["kind"]:
             shards.append(name)
     return shards
 
@@ -265,12 +273,14 @@ def _candidates(look: Look, endings: tuple[str, ...]) -> list[str]:
     indexes = [name for name in look.files if INDEX.fullmatch(name)]
     single = [name for name in look.files if name.endswith(endings) and not _SHARD.fullmatch(name)]
     if single:  # some of them may be shards with other names
+        shards = set[str]()
         for index in indexes:
-            shards = _shards_of(join(look.path, index))
-            single = [name for name in single if name not in shards]
+            shards.update(_shards_of(join(look.path, index)))
+        single = [name for name in single if name not in shards]
     weights = [name for name in single if not _NO_WEIGHTS.fullmatch(name)]
-    only_weights = weights or indexes or parts_in(look)
-    return indexes + (weights if only_weights else single)
+    if weights or indexes or parts_in(look):
+        return indexes + weights
+    return single
 
 
 def _several(folder: str, names: list[str]) -> CkptError:

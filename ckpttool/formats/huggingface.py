@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -193,10 +194,14 @@ def _merged(shards: Mapping[str, Checkpoint], weight_map: Mapping[str, str] | No
         home.update(dict.fromkeys(keys, name))
         if section.modules is not None:
             modules = {**(modules or {}), **section.modules}
-    ordered = [entries.pop(key) for key in weight_map or () if key in entries]
-    ordered += entries.values()  # which the index does not list
-    tensors = [entry for entry in ordered if isinstance(entry, TensorEntry)]
-    extras = [entry for entry in ordered if isinstance(entry, ExtraEntry)]
+    tensors: list[TensorEntry] = []
+    extras: list[ExtraEntry] = []
+    for key in dict.fromkeys((*(weight_map or ()), *entries)):  # the index may not list all
+        entry = entries.get(key)
+        if isinstance(entry, TensorEntry):
+            tensors.append(entry)
+        elif entry is not None:
+            extras.append(entry)
     section = Section("", "state_dict", tuple(tensors), tuple(extras), modules)
     return _Merged(section, home, again)
 
@@ -299,15 +304,21 @@ def _total_size(section: Section) -> int:
     """Return the bytes of the tensors. Tensors with several names count once."""
     if section.has_own_storages():
         return sum(entry.nbytes for entry in section.tensors)
-    return sum({entry.identity: entry.nbytes for entry in section.tensors}.values())
+    sizes = {entry.identity: entry.nbytes for entry in section.tensors}
+    return sum(sizes.values())
 
 
 def _common(metadatas: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the items that have one value in all shards that have them."""
     values: dict[str, set[str]] = {}
     for metadata in metadatas:
         for name, value in metadata.items():
             values.setdefault(name, set()).add(value)
-    return {name: value.pop() for name, value in values.items() if len(value) == 1}
+    common: dict[str, str] = {}
+    for name, different in values.items():
+        if len(different) == 1:
+            (common[name],) = different
+    return common
 
 
 # Writing
@@ -392,21 +403,22 @@ def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
     places: dict[int, tuple[str, int]] = {}
     for name, shard in source.shards.items():
         for number, entry in enumerate(shard.sections[0].tensors):
-            places.setdefault(_identity(entry), (name, number))
+            places.setdefault(safetensors.identity(entry), (name, number))
     placed: dict[str, list[tuple[int, TensorEntry]]] = {name: [] for name in source.shards}
     name, number = next(iter(placed)), 0
-    for entry in checkpoint.sections[0].tensors:
+    section = checkpoint.sections[0]
+    for entry in section.tensors:
         name, number = _place(entry, places) or (name, number)
         placed[name].append((number, entry))
     common = _common([shard.metadata for shard in source.shards.values()])
-    modules = checkpoint.sections[0].modules
     kept: dict[str, Checkpoint] = {}
     for name, rows in placed.items():
-        if rows:
-            rows.sort(key=itemgetter(0))
-            shard = _shard(source.shards[name], (entry for _, entry in rows), modules)
-            metadata = _metadata_of(shard.metadata, common, checkpoint.metadata)
-            kept[name] = replace(shard, metadata=metadata)
+        if not rows:
+            continue
+        rows.sort(key=itemgetter(0))
+        shard = _shard(source.shards[name], (entry for _, entry in rows), section.modules)
+        metadata = _metadata_of(shard.metadata, common, checkpoint.metadata)
+        kept[name] = replace(shard, metadata=metadata)
     return kept
 
 
@@ -428,16 +440,12 @@ def _place(entry: TensorEntry, places: Mapping[int, tuple[str, int]]) -> tuple[s
     """Return the shard and the number that `places` has for the entry, or for its origin."""
     storage = entry.storage
     if storage is None:
-        return places.get(_identity(entry))
+        return places.get(safetensors.identity(entry))
     while id(storage) not in places:
         if storage.origin is None:
             return None
         storage = storage.origin
     return places[id(storage)]
-
-
-def _identity(entry: TensorEntry) -> int:
-    return id(entry.payload if entry.storage is None else entry.storage)
 
 
 def _shard(
@@ -478,18 +486,18 @@ def _sharded_again(
 def _items(checkpoint: Checkpoint, by_key: Mapping[str, TensorEntry]) -> list[Item]:
     """Return the tensors to place; the parts of a quantized weight go with the weight."""
     groups: dict[str, list[str]] = {}
-    for kind in checkpoint.kinds:
-        for keys in kind.together:
-            there = [key for key in keys if key in by_key]
-            groups.update(dict.fromkeys(there, there))
+    for keys in chain.from_iterable(kind.together for kind in checkpoint.kinds):
+        parts = [key for key in keys if key in by_key]
+        groups.update(dict.fromkeys(parts, parts))
     items: list[Item] = []
     for key, entry in by_key.items():
         parts = groups.get(key, [key])
-        if key == parts[0]:
-            # the first one has the size of all of them, the others are placed next to it
-            nbytes = sum(by_key[part].nbytes for part in parts)
-            items.append(Item(key, nbytes, _identity(entry)))
-            items += [Item(part, 0, _identity(entry)) for part in parts[1:]]
+        if key != parts[0]:
+            continue
+        # the first one has the size of all of them, the others are placed next to it
+        nbytes = sum(by_key[part].nbytes for part in parts)
+        items.append(Item(key, nbytes, safetensors.identity(entry)))
+        items += [Item(part, 0, safetensors.identity(entry)) for part in parts[1:]]
     return items
 
 
@@ -497,14 +505,15 @@ def _index(
     checkpoint: Checkpoint, shards: Mapping[str, Checkpoint], source: Shards | None
 ) -> bytes:
     """Return the text of the index in the style of the source's. Its other items are kept."""
+    section = checkpoint.sections[0]
     shard_of: dict[str, str] = {}
     for shard, content in shards.items():
         shard_of.update(dict.fromkeys(content.sections[0].keys, shard))
-    weight_map = {key: shard_of[key] for key in checkpoint.sections[0].keys}
-    total_size = _total_size(checkpoint.sections[0])
+    weight_map = {key: shard_of[key] for key in section.keys}
+    in_order = dict(sorted(weight_map.items()))
+    total_size = _total_size(section)
     if source is None or not source.text:  # as transformers writes it
-        metadata = {"total_size": total_size}
-        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+        index: dict[str, Any] = {"metadata": {"total_size": total_size}, "weight_map": in_order}
         return (json.dumps(index, indent=2) + "\n").encode()
     metadata = dict(source.index.get("metadata", {}))
     if _is_size_before(total_size, source):
@@ -514,14 +523,16 @@ def _index(
         metadata["total_size"] = total_size
     keys = list(source.index["weight_map"])
     if keys == sorted(keys):
-        weight_map = dict(sorted(weight_map.items()))
+        weight_map = in_order
     # `metadata` comes first if it is new
-    index = {"metadata": metadata} if "metadata" not in source.index else {}
+    index = {} if "metadata" in source.index else {"metadata": metadata}
     index |= {**source.index, "metadata": metadata, "weight_map": weight_map}
     begin = re.match(r"\{\n( +)", source.text)
     indent = len(begin[1]) if begin is not None else None
-    end = "\n" if source.text.endswith("\n") else ""
-    return (json.dumps(index, indent=indent, ensure_ascii=source.text.isascii()) + end).encode()
+    text = json.dumps(index, indent=indent, ensure_ascii=source.text.isascii())
+    if source.text.endswith("\n"):
+        text += "\n"
+    return text.encode()
 
 
 def _is_size_before(total_size: int, source: Shards) -> bool:

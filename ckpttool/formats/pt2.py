@@ -49,8 +49,10 @@ def under_old_names(old: Section, new: Section) -> tuple[Section, dict[str, str]
         keys = old_keys.get(id(entry.payload), ())
         return keys[0] if len(keys) == 1 else entry.key
 
-    names = {old_key(entry): key for key, entry in new.by_key().items()}
-    names = {before: now for before, now in names.items() if before != now}
+    names: dict[str, str] = {}
+    for key, entry in new.by_key().items():
+        if old_key(entry) != key:
+            names[old_key(entry)] = key
     if not names:
         return new, names
     tensors = tuple(entry.under(old_key(entry)) for entry in new.tensors)
@@ -62,7 +64,9 @@ def renamed(
     program: Program, names: Sequence[Mapping[str, str]]
 ) -> tuple[dict[StoragePlace, bytes], list[Problem]]:
     """Return the records with the new names of each section, and the problems with these names."""
-    all_names = dict(chain(*(in_section.items() for in_section in names)))
+    all_names: dict[str, str] = {}
+    for in_section in names:
+        all_names.update(in_section)
     if not all_names:
         return {}, []
     if program.compiled:
@@ -71,9 +75,11 @@ def renamed(
     graph, problems = pt2_program.renamed_graph(program, all_names)
     changed = {StoragePlace(program.model): graph}
     for index, in_section in zip(program.indexes, names):
-        if in_section and program.layout == pt2_program.SINCE_2_9:
+        if not in_section:
+            continue
+        if program.layout == pt2_program.SINCE_2_9:
             changed[StoragePlace(index)] = pt2_program.renamed_config(program, index, in_section)
-        elif in_section:
+        else:
             inner, pickle = pt2_program.renamed_until_2_8(program, index, in_section)
             changed[StoragePlace(index, inner, "data.pkl")] = pickle
     return changed, problems
@@ -324,7 +330,7 @@ def _changed(
         fitting, misfits = _paired(old_section, under_old)
         pairs += fitting
         problems += misfits
-    data, untied = _by_home(program, pairs)
+    by_home, untied = _by_home(program, pairs)
     alone: dict[str, Data] = {}  # new records of tensors that are pickled alone
     for old, new in pairs:
         role = old.payload
@@ -332,8 +338,9 @@ def _changed(
             file = torch_zip.of_tensor(new.payload, role.is_param, role.requires_grad)
             alone[role.record] = _lazy(file)
     records, unfit = renamed(program, names)
-    stale = _stale(program, {*(home.record for home in data), *alone})
-    return _by_record({**data, **records}) | alone, [*problems, *untied, *stale], unfit
+    stale = _stale(program, {*(home.record for home in by_home), *alone})
+    changed = {**_by_record({**by_home, **records}), **alone}
+    return changed, [*problems, *untied, *stale], unfit
 
 
 def _paired(
@@ -343,22 +350,23 @@ def _paired(
     count = Counter(entry.key for entry in new.tensors)
     replacements = {entry.key: entry for entry in new.tensors}
     present = {entry.key: entry for entry in old.tensors}
-    twice = [key for key in count if count[key] > 1]
-    unexpected = [key for key in count if key not in present]
-    missing = [key for key in present if key not in count]
-    problems = [Problem("the name is there twice", key) for key in twice]
-    problems += [Problem("the program has no such tensor", key) for key in unexpected]
-    problems += [Problem("missing", key) for key in missing]
+    problems = [Problem("the name is there twice", key) for key in count if count[key] > 1]
+    for key in count:
+        if key not in present:
+            problems.append(Problem("the program has no such tensor", key))
+    problems += [Problem("missing", key) for key in present if key not in count]
     if old.extras != new.extras:
         problems.append(Problem("its objects that are not tensors cannot be changed", old.title))
     pairs = []
     for key, entry in present.items():
-        if key in replacements:
-            misfit = _misfit(entry, replacements[key])
-            if misfit is None:
-                pairs.append((entry, replacements[key]))
-            else:
-                problems.append(Problem(misfit, key))
+        replacement = replacements.get(key)
+        if replacement is None:
+            continue
+        misfit = _misfit(entry, replacement)
+        if misfit is None:
+            pairs.append((entry, replacement))
+        else:
+            problems.append(Problem(misfit, key))
     return pairs, problems
 
 
@@ -398,7 +406,8 @@ def _by_home(
     for old, new in pairs:
         if old.storage is None or new.storage is None or not old.numel:
             continue
-        before, after, home = old.storage.data, new.storage.data, program.homes[old.storage]
+        before, after = old.storage.data, new.storage.data
+        home = program.homes[old.storage]
         key, data = first.setdefault(home, (old.key, after))
         if data != after:
             text = f"shares its storage with {key} in the program, but not here"
@@ -499,22 +508,12 @@ def _runtime(checkpoint: Checkpoint, graph: dict[str, str]) -> list[RuntimeTenso
     """List parameters, then buffers, then constants, each in the order of the graph's inputs;
     `graph`: FQN -> kind.
     """
-
-    def kind_of(entry: TensorEntry, is_saved: bool) -> str:
-        # None: a tensor of a module that is never called, or a tied name
-        kind = graph.get(entry.key)
-        # a saved tensor is not a constant
-        if kind is not None and not (is_saved and kind == "constant"):
-            return kind
-        if isinstance(entry.payload, Role) and entry.payload.is_param:
-            return "parameter"
-        return "buffer" if is_saved else "constant"
-
     order = {fqn: position for position, fqn in enumerate(graph)}
     rows = []
     for section in checkpoint.sections:
         is_saved = section.path == ""
-        rows += [(kind_of(entry, is_saved), is_saved, entry) for entry in section.tensors]
+        for entry in section.tensors:
+            rows.append((_kind_of(entry, is_saved, graph.get(entry.key)), is_saved, entry))
     rows.sort(key=lambda row: (_RANKS[row[0]], order.get(row[2].key, len(order))))
     first: dict[object, str] = {}
     tensors: list[RuntimeTensor] = []
@@ -527,3 +526,15 @@ def _runtime(checkpoint: Checkpoint, graph: dict[str, str]) -> list[RuntimeTenso
             RuntimeTensor(fqn, fqn, kind, is_saved, trainable, entry.dtype, entry.shape, alias_of)
         )
     return tensors
+
+
+def _kind_of(entry: TensorEntry, is_saved: bool, kind: str | None) -> str:
+    """Return the kind of a tensor; the graph's `kind` is None for a tied name and for a tensor of a
+    module that is never called.
+    """
+    # a saved tensor is not a constant
+    if kind is not None and not (is_saved and kind == "constant"):
+        return kind
+    if isinstance(entry.payload, Role) and entry.payload.is_param:
+        return "parameter"
+    return "buffer" if is_saved else "constant"

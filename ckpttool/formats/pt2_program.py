@@ -181,12 +181,15 @@ def read_graph(program: Program) -> Any:
 def renamed_graph(program: Program, names: Mapping[str, str]) -> tuple[bytes, list[Problem]]:
     """Return ``models/M.json`` with new `names` for FQNs, and the problems with these."""
     model = read_graph(program)
-    kinds = set(chain(*_specs(model)))
+    specs = _specs(model)
+    unknown = {kind for kind in chain(*specs) if kind not in FIELDS and kind not in _NAMELESS}
     text = "the graph has inputs or outputs that are not known, and may name tensors"
-    problems = [Problem(text, kind) for kind in sorted(kinds - FIELDS.keys() - _NAMELESS)]
-    keys = list(chain(*(section.keys for section in program.sections)))
+    problems = [Problem(text, kind) for kind in sorted(unknown)]
+    keys: list[str] = []
+    for section in program.sections:
+        keys += section.keys
     problems += _unfit(keys, names, model["graph_module"])
-    for spec in _specs(model):
+    for spec in specs:
         for kind in spec.keys() & FIELDS.keys():
             field = FIELDS[kind]
             spec[kind][field] = names.get(spec[kind][field], spec[kind][field])
@@ -202,28 +205,29 @@ def _unfit(keys: Sequence[str], names: Mapping[str, str], graph: Any) -> Iterato
     """Yield the new names that no module could have; torch makes modules of the graph's calls and
     subgraphs.
     """
-
-    def parents(name: str) -> list[str]:
-        return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
-
     modules = {entry["fqn"].partition("@")[0] for entry in graph.get("module_call_graph", ())}
     reserved = ATTRIBUTES.union(_subgraphs(graph))
     count = Counter(names.get(key, key) for key in keys)
-    paths = modules.union(*map(parents, (*count, *modules)))
+    paths = modules.union(*map(_parents, (*count, *modules)))
     for key in keys:
         if key not in names:
             continue
-        new = names[key]
-        parts = new.split(".")
+        name = names[key]
+        parts = name.split(".")
         taken = [part for part in parts if part in reserved or part.startswith("__")]
-        below = [path for path in parents(new) if path in count]
-        if count[new] > 1 or new in paths:
-            yield Problem("the program has a tensor or a module of that name", new)
+        below = [path for path in _parents(name) if path in count]
+        if count[name] > 1 or name in paths:
+            yield Problem("the program has a tensor or a module of that name", name)
         elif below:
-            yield Problem(f"{below[0]} is a tensor, and has nothing below it", new)
+            yield Problem(f"{below[0]} is a tensor, and has nothing below it", name)
         elif taken or not all(parts):
             part = taken[0] if taken else "an empty part"
-            yield Problem(f"not a name that a module of torch can have: {part}", new)
+            yield Problem(f"not a name that a module of torch can have: {part}", name)
+
+
+def _parents(name: str) -> list[str]:
+    """Return the paths of the modules around a name: ``a`` and ``a.b`` of ``a.b.c``."""
+    return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 
 
 def _subgraphs(graph: Any) -> Iterator[str]:
@@ -563,9 +567,8 @@ def _compiled_entries(
                 homes.update(_homes(record, inner, storages))
             if len(sizes) != len(strides):
                 raise ValueError(f"{fqn} has {len(sizes)} sizes and {len(strides)} strides")
-            view = replace(
-                complete[record], key=fqn, shape=tuple(sizes), stride=tuple(strides), offset=offset
-            )
+            tensor = complete[record].under(fqn)
+            view = replace(tensor, shape=tuple(sizes), stride=tuple(strides), offset=offset)
             reach = view.end * itemsize(view.dtype)
             if view.storage is None or reach > view.storage.nbytes:
                 raise ValueError(
@@ -585,6 +588,7 @@ def _shared(archive: Archive, root: str, name: str) -> Mapping[str, list[str]]:
         if other == name or config not in archive.by_name:
             continue
         weights = read_json(archive, config, _WEIGHTS, "torch")
-        for file in {file for file, *_ in weights.values()}:
+        files = {file for file, *_ in weights.values()}
+        for file in files:
             shared.setdefault(f"{root}data/weights/{file}", []).append(other)
     return shared

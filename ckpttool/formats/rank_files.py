@@ -198,14 +198,17 @@ def _numbers(paths: Sequence[str]) -> dict[str, int]:
 
         run2/rank_0.pt  run2/rank_1.pt      0 and 1: the 2 is in both paths
     """
-    by_path = [tuple(map(int, re.findall(r"\d{1,9}", path))) for path in paths]
+    by_path = [list(map(int, re.findall(r"\d{1,9}", path))) for path in paths]
     if len(set(map(len, by_path))) != 1:
         return {}
     columns = set(zip(*by_path))  # the first number of each path, the second one, ...
     varying = [column for column in columns if len(set(column)) > 1]
     if len(varying) > 1:
-        varying = [column for column in varying if sorted(column) == list(range(len(paths)))]
-    return dict(zip(paths, varying[0])) if len(varying) == 1 else {}
+        counted = list(range(len(paths)))
+        varying = [column for column in varying if sorted(column) == counted]
+    if len(varying) != 1:
+        return {}
+    return dict(zip(paths, varying[0]))
 
 
 # Sections
@@ -230,11 +233,12 @@ class _Merge:
             for key, value in pairs.items():
                 if type(key) is str and type(value) in (bool, int, float, str):
                     by_key.setdefault(key, [_ABSENT] * len(ranks))[rank] = value
-        for key in lost:
-            if key not in ranks[0].others:
-                self.notes.append(f"not copied: {key}, which rank 0 does not have")
+        for key in ranks[0].others:
+            lost.pop(key, None)
+        self.notes += [f"not copied: {key}, which rank 0 does not have" for key in lost]
         for key, values in by_key.items():
-            if not _COUNTERS.isdisjoint(word.lower() for word in _WORD.findall(key)):
+            words = map(str.lower, _WORD.findall(key))
+            if not _COUNTERS.isdisjoint(words):
                 self._is_same(key, values)
 
     def _is_same(self, path: str, values: Sequence[Any]) -> bool:
@@ -252,36 +256,33 @@ class _Merge:
         return len(ranks) == 1
 
     def section(self, path: str, sections: Sequence[Section | None]) -> Section:
-        first = next(section for section in sections if section is not None)
-        self._is_same(path, [_ABSENT if section is None else section.kind for section in sections])
+        present = {rank: section for rank, section in enumerate(sections) if section is not None}
+        first = next(iter(present.values()))
+        kinds: list[Any] = [_ABSENT] * len(sections)
+        mappings: list[Any] = list(kinds)
+        by_key: dict[str, list[TensorEntry | ExtraEntry | None]] = {}  # each entry, of each rank
+        for rank, section in present.items():
+            kinds[rank] = section.kind
+            mappings[rank] = section.mapping
+            for key, entry in section.by_key().items():
+                by_key.setdefault(key, [None] * len(sections))[rank] = entry
+        self._is_same(path, kinds)
         if first.mapping is not None:
             tensors: list[TensorEntry] = []
-            mappings = [_ABSENT if section is None else section.mapping for section in sections]
             mapping = self._value(mappings, tensors, path)
             return replace(first, tensors=tuple(tensors), mapping=mapping)
-        by_key: dict[str, list[TensorEntry | ExtraEntry | None]] = {}  # each entry, of each rank
-        for rank, section in enumerate(sections):
-            for key, entry in section.by_key().items() if section is not None else ():
-                by_key.setdefault(key, [None] * len(sections))[rank] = entry
         merged = [self._entry(entries, dotted(path, key)) for key, entries in by_key.items()]
         return replace(
             first,
-            modules=self._modules(path, sections),
+            modules=self._modules(path, present),
             tensors=tuple(entry for entry in merged if isinstance(entry, TensorEntry)),
             extras=tuple(entry for entry in merged if isinstance(entry, ExtraEntry)),
         )
 
-    def _modules(
-        self, path: str, sections: Sequence[Section | None]
-    ) -> Mapping[str, object] | None:
+    def _modules(self, path: str, sections: Mapping[int, Section]) -> Mapping[str, object] | None:
         """Return the versions of modules (``_metadata``) of the first rank that has some."""
-        by_rank: dict[int, Mapping[str, object] | None] = {}
-        first = None
-        for rank, section in enumerate(sections):
-            if section is not None:
-                by_rank[rank] = section.modules
-                if first is None and section.modules is not None:
-                    first = rank
+        by_rank = {rank: section.modules for rank, section in sections.items()}
+        first = next((rank for rank in by_rank if by_rank[rank] is not None), None)
         if first is None:
             return None
         other = [f"rank {rank}" for rank, modules in by_rank.items() if modules != by_rank[first]]
@@ -301,24 +302,22 @@ class _Merge:
             return first
         if isinstance(first, (TensorEntry, ExtraEntry)):
             entry = self._entry([None if value is _ABSENT else value for value in values], path)
-            tensors.extend([entry] if isinstance(entry, TensorEntry) else [])
+            if isinstance(entry, TensorEntry):
+                tensors.append(entry)
             return entry
-        if isinstance(first, Mapping):
-            inside: dict[Any, list[Any]] = {}
-            for rank, mapping in enumerate(values):
-                for key, value in mapping.items() if mapping is not _ABSENT else ():
-                    inside.setdefault(key, [_ABSENT] * len(values))[rank] = value
-            merged = {}
-            for key, by_rank in inside.items():
-                merged[key] = self._value(by_rank, tensors, f"{path}.{key}".lstrip("."))
-            return merged
-        if isinstance(first, (list, tuple)):
-            parts = []
-            for at in range(len(first)):
-                by_rank = [_ABSENT if value is _ABSENT else value[at] for value in values]
-                parts.append(self._value(by_rank, tensors, f"{path}.{at}"))
-            return type(first)(parts)
-        return first
+        if not isinstance(first, (Mapping, list, tuple)):
+            return first
+        inside: dict[Any, list[Any]] = {}
+        for rank, value in enumerate(values):
+            if value is _ABSENT:
+                continue
+            pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+            for key, part in pairs:
+                inside.setdefault(key, [_ABSENT] * len(values))[rank] = part
+        merged: dict[Any, Any] = {}
+        for key, by_rank in inside.items():
+            merged[key] = self._value(by_rank, tensors, f"{path}.{key}".lstrip("."))
+        return merged if isinstance(first, Mapping) else type(first)(merged.values())
 
     def _entry(
         self, entries: Sequence[TensorEntry | ExtraEntry | None], path: str
@@ -328,19 +327,20 @@ class _Merge:
         try:
             assembled = _assembled(entries, present)
         except CkptError as error:
-            self.hint = error.hint if isinstance(error, Unsupported) else self.hint
+            if isinstance(error, Unsupported):
+                self.hint = error.hint
             self.problems += error.problems or [Problem(error.message, first.key)]
             return first
         if assembled is not None:
             return assembled
         # Objects, and tensors that are not dense: rank 0's, if all ranks have the same.
-        if not all(same_values(first, entry) for entry in present[1:]):
-            if any(isinstance(entry, TensorEntry) for entry in present):
-                self.problems.append(
-                    Problem("differs between the ranks, and has no parts to assemble", path)
-                )
-            else:
-                self.notes.append(f"{path} differs between the ranks: rank 0's is used")
+        if all(same_values(first, entry) for entry in present[1:]):
+            return first
+        if any(isinstance(entry, TensorEntry) for entry in present):
+            text = "differs between the ranks, and has no parts to assemble"
+            self.problems.append(Problem(text, path))
+        else:
+            self.notes.append(f"{path} differs between the ranks: rank 0's is used")
         return first
 
 
@@ -385,7 +385,7 @@ def _of_shards(
     sharded = [entry for entry in entries if entry is not None and shard_kind(entry) == kind]
     if len(sharded) < len(entries):
         raise _misfit(f"a {kind} on some ranks, and not on all", key)
-    shards = [local_shard(entry) for entry in sharded]
+    shards = list(map(local_shard, sharded))
     if len({(shard.shape, shard.dtype, shard.layout) for shard in shards}) > 1:
         raise _misfit("its shape, dtype or placements differ between the ranks", key)
     shape, dtype = shards[0].shape, shards[0].dtype
@@ -397,7 +397,8 @@ def _of_shards(
     if problem is not None:
         raise _misfit(problem, key)
     # What reads the parts of a flat parameter takes them to be in the order of the ranks.
-    if kind == SHARDED_TENSOR and list(copies) != sorted(copies, key=lambda chunk: chunk.offsets):
+    offsets = [chunk.offsets for chunk in copies]
+    if kind == SHARDED_TENSOR and offsets != sorted(offsets):
         raise _misfit("its chunks are not in the order of the ranks", key)
     parts = RankParts(
         tuple(shard.local for shard in shards),
@@ -405,27 +406,30 @@ def _of_shards(
         copies=tuple(map(tuple, copies.values())),
         of_dtensors=kind == DTENSOR,
     )
-    spans = [local[0].span for local in copies.values()]
-    if len(spans) == 1 and spans[0] is not None:
-        return in_row_major(key, dtype, shape, Storage(spans[0]), payload=parts)
+    first_copies = {chunk: local[0] for chunk, local in copies.items()}
 
     def produce() -> Iterator[Part]:
-        data = [(chunk, row_major_data(local[0])) for chunk, local in copies.items()]
+        data = [(chunk, row_major_data(local)) for chunk, local in first_copies.items()]
         return assemble(shape, itemsize(dtype), data)
 
-    storage = Storage(Lazy(prod(shape) * itemsize(dtype), produce))
+    spans = [local.span for local in first_copies.values()]
+    if len(spans) == 1 and spans[0] is not None:
+        storage = Storage(spans[0])
+    else:
+        storage = Storage(Lazy(prod(shape) * itemsize(dtype), produce))
     return in_row_major(key, dtype, shape, storage, payload=parts)
 
 
 def _end_to_end(parts: tuple[TensorEntry | None, ...], key: str) -> TensorEntry:
     """Concatenate a flat parameter of which every rank holds a plain tensor."""
     present = [part for part in parts if part is not None]
-    dtype, numel = present[0].dtype, sum(part.numel for part in present)
+    dtype = present[0].dtype
     if any(len(part.shape) != 1 or part.dtype != dtype for part in present):
         raise _misfit(
             "it has the name of a flat parameter, but is not one-dimensional or not of one dtype",
             key,
         )
+    numel = sum(part.numel for part in present)
     storage = concatenated(across(present, 0, numel))
     return in_row_major(key, dtype, (numel,), storage, payload=RankParts(parts, whole=True))
 

@@ -15,7 +15,7 @@ from shlex import quote
 
 from ckpttool.containers.nodes import pairs_of
 from ckpttool.containers.pickle_read import Origin, loads
-from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.checkpoint import Checkpoint, Section, Unreached
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.limits import limits
 from ckpttool.core.text import dotted, plural
@@ -53,17 +53,21 @@ def read(folder: str) -> Checkpoint:
             other_files += item.files.values()
     _check_contents(folder, states)
     sections: list[Section] = []
+    notes: list[str] = []
+    unreached: list[Unreached] = []
+    nbytes = 0
     for name, part in states.items():
         sections += [replace(section, path=dotted(name, section.path)) for section in part.sections]
+        notes += part.notes
+        unreached += [storage.of(name) for storage in part.unreached]
+        nbytes += part.nbytes
     return Checkpoint(
         folder,
         FORMAT,
-        sum(part.nbytes for part in states.values()),
+        nbytes,
         tuple(sections),
-        notes=tuple(note for part in states.values() for note in part.notes),
-        unreached=tuple(
-            storage.of(name) for name, part in states.items() for storage in part.unreached
-        ),
+        notes=tuple(notes),
+        unreached=tuple(unreached),
         other_files=tuple(other_files),
     )
 
@@ -78,7 +82,9 @@ def _check_one_run(folder: str, items: Sequence[RankItem]) -> None:
         if len(items[0].files) > 1 and not any(map(_is_sharded, first_files)):
             raise _several(f"{folder} holds several checkpoints", folder, items)
         return
-    problems = [problem for item in items for problem in _missing_files(item, ranks)]
+    problems: list[Problem] = []
+    for item in items:
+        problems += _missing_files(item, ranks)
     if problems:
         raise CkptError(
             f"{folder} does not hold the files of all {ranks} ranks",
@@ -122,11 +128,11 @@ def _is_sharded(path: str) -> bool:
 
 
 def _several(message: str, folder: str, items: Sequence[RankItem]) -> CkptError:
-    first = join(folder, next(iter(items[0].files.values())))
-    pattern = join(folder, items[0].pattern)
+    first = next(iter(items[0].files.values()))
+    single, pattern = quote(join(folder, first)), quote(join(folder, items[0].pattern))
     problems = [Problem(plural(len(item.files), "file"), item.pattern) for item in items]
-    hint = f"name one of them: {quote(first)}; or the files of all ranks of one run: "
-    return CkptError(message, hint=hint + quote(pattern), problems=problems)
+    hint = f"name one of them: {single}; or the files of all ranks of one run: {pattern}"
+    return CkptError(message, hint=hint, problems=problems)
 
 
 def _check_contents(folder: str, parts: Mapping[str, Checkpoint]) -> None:

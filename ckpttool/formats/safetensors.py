@@ -26,6 +26,7 @@ from ckpttool.core.checkpoint import (
     Storage,
     TensorEntry,
     contiguous_stride,
+    in_row_major,
 )
 from ckpttool.core.dtypes import BY_NAME, BY_SAFETENSORS, itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
@@ -111,8 +112,10 @@ def _alike(described: str) -> _Alike | None:
     """
     info = strict_json.loads(described)
     code, shape = info["dtype"], tuple(info["shape"])
+    if code not in BY_SAFETENSORS or code in _SUB_BYTE:
+        return None
     bits = _bits(shape, _BITS.get(code, _U64_MAX + 1))
-    if code not in BY_SAFETENSORS or code in _SUB_BYTE or bits is None:
+    if bits is None:
         return None
     return BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), bits // 8
 
@@ -126,7 +129,9 @@ def _plain_tensors(text: str, at: int, data: Span) -> dict[str, TensorEntry] | N
     # `"dtype":…,"shape":…` as it is written -> what it means: most tensors repeat one
     read_before: dict[str, _Alike | None] = {}
     tensors: dict[str, TensorEntry] = {}
-    start, path, in_order, reach, count = data.offset, data.path, True, 0, 0
+    start, path = data.offset, data.path
+    in_order = True
+    reach = count = 0
     last = ""
     for match in _TENSOR.finditer(text, at):
         if match.start() != at:
@@ -140,16 +145,16 @@ def _plain_tensors(text: str, at: int, data: Span) -> dict[str, TensorEntry] | N
         if likeness is None or end - begin != likeness[3]:
             return None
         dtype, shape, stride, length = likeness
-        tensors[key] = TensorEntry(
-            key, dtype, shape, stride, 0, Storage(Span(path, start + begin, length))
-        )
+        storage = Storage(Span(path, start + begin, length))
+        tensors[key] = TensorEntry(key, dtype, shape, stride, 0, storage)
         count += 1
         in_order = in_order and begin == reach
         reach = end
     if at != len(text) or not last.startswith("}") or len(tensors) != count:
         return None
-    in_order = in_order and reach == data.length
-    return tensors if in_order or _is_covered(tensors.values(), data) else None
+    if in_order and reach == data.length:
+        return tensors
+    return tensors if _is_covered(tensors.values(), data) else None
 
 
 def _is_covered(tensors: Iterable[TensorEntry], data: Span) -> bool:
@@ -261,12 +266,13 @@ def _check(path: str, infos: Mapping[str, Any], data_length: int) -> None:
         if problem is not None:
             problems.append(Problem(problem, name))
     end = 0
-    in_file = sorted((info["data_offsets"], name) for name, info in infos.items() if not problems)
-    for (begin, next_end), name in in_file:
-        if begin != end:
-            text = f"its data begins at byte {begin}, the data before it ends at byte {end}"
-            problems.append(Problem(text, name))
-        end = next_end
+    if not problems:
+        places = sorted((info["data_offsets"], name) for name, info in infos.items())
+        for (begin, next_end), name in places:
+            if begin != end:
+                text = f"its data begins at byte {begin}, the data before it ends at byte {end}"
+                problems.append(Problem(text, name))
+            end = next_end
     if problems:
         raise _invalid(path, "its header describes tensors wrongly", problems)
     if end > data_length:
@@ -321,16 +327,16 @@ def _are_sizes(value: Any) -> bool:
 
 def _entry(data: Span, key: str, info: Mapping[str, Any]) -> TensorEntry:
     """Return the tensor that the header describes; `data` are the bytes after the header."""
-    code, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
+    code, shape = info["dtype"], tuple(info["shape"])
+    begin, end = info["data_offsets"]
     span = Span(data.path, data.offset + begin, end - begin)
     if code == PAIRS_IN_A_BYTE and not shape[-1] % 2:
         shape = (*shape[:-1], shape[-1] // 2)
     elif code in _SUB_BYTE:
-        name = _SUB_BYTE[code][0]
+        name, _ = _SUB_BYTE[code]
         payload = PackedElements(code, shape, span)
         return TensorEntry(key, name, shape, (), 0, None, PACKED, span.length, payload)
-    dtype = BY_SAFETENSORS[code].name
-    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, Storage(span))
+    return in_row_major(key, BY_SAFETENSORS[code].name, shape, Storage(span))
 
 
 def _invalid(path: str, problem: str, problems: Sequence[Problem] = ()) -> CkptError:
@@ -541,7 +547,9 @@ def _rename(header: Header, tensors: Sequence[TensorEntry]) -> bytes | None:
     ordered = _in_order_of(header.tensors, tensors)
     if ordered is None:
         return None
-    text, renamed, at = header.read(), BytesIO(), 0
+    text = header.read()
+    renamed = BytesIO()
+    at = 0
     for (start, end), old, new in zip(quoted_names(text), header.tensors, ordered):
         if new.key != old.key:
             renamed.write(_encoded(text[at:start] + strict_json.quoted(new.key)))
@@ -556,20 +564,23 @@ def _in_order_of(
     """Return the tensors in the order of the same ones in `source`; None if they are not the same
     tensors.
     """
-
-    def data_of(entry: TensorEntry) -> object:
-        return entry.payload if entry.storage is None else entry.storage
-
     if len(tensors) != len(source):
         return None
-    if not all(data_of(new) is data_of(old) for new, old in zip(tensors, source)):
-        by_data = {id(data_of(entry)): entry for entry in tensors}
-        data = [id(data_of(entry)) for entry in source]
+    data = list(map(identity, source))
+    if list(map(identity, tensors)) != data:
+        by_data = dict(zip(map(identity, tensors), tensors))
         if not by_data.keys() >= set(data):
             return None
         tensors = [by_data[key] for key in data]
-    same = all(new is old or new.geometry == old.geometry for new, old in zip(tensors, source))
-    return tensors if same else None
+    for new, old in zip(tensors, source):
+        if new is not old and new.geometry != old.geometry:
+            return None
+    return tensors
+
+
+def identity(entry: TensorEntry) -> int:
+    """Return what is the same for two entries of the same data, whatever their names."""
+    return id(entry.payload if entry.storage is None else entry.storage)
 
 
 def _with_data(header: Header, raw: bytes, length: int) -> list[Piece]:
@@ -599,16 +610,20 @@ def _layout_afresh(tensors: Sequence[TensorEntry], metadata: Any) -> list[Piece]
     """Return the header and the data as the reference writer lays them out."""
     coded = [(*_code_and_shape(entry), entry) for entry in tensors]
     coded.sort(key=lambda item: (-_RANK[item[0]], item[2].key))
-    infos = [strict_json.dumps({METADATA: dict(metadata)})[1:-1]] if metadata else []
-    end, pieces = 0, []
     # text at once: a million dicts would take more memory than all else
+    infos: list[str] = []
+    if metadata:
+        infos.append(strict_json.dumps({METADATA: dict(metadata)})[1:-1])
+    pieces: list[Piece] = []
+    end = 0
     for code, shape, entry in coded:
         begin, end = end, end + entry.nbytes
         sizes, key = ",".join(map(str, shape)), strict_json.quoted(entry.key)
         infos.append(f'{key}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}')
         if entry.nbytes:
             pieces.append(Piece(_data_of(entry)))
-    raw = _encoded(f"{{{','.join(infos)}}}")
+    members = ",".join(infos)
+    raw = _encoded("{" + members + "}")
     return [_header(raw, _aligned(len(raw))), *pieces]
 
 

@@ -44,18 +44,21 @@ def read(path: str) -> Checkpoint:
         nbytes = file.size
         pickles = _read_pickles(path, file, nbytes)
         spans, end = _find_storages(path, file, pickles, nbytes)
-    memory = pickles.tree.memory or Memory(nbytes)
+    tree, references = pickles.tree, pickles.references
     storages = Storages(
-        lambda key, size: _storage(path, spans, key, size), memory=memory, pickled=pickles.end
+        lambda key, size: _storage(path, spans, key, size),
+        memory=tree.memory or Memory(nbytes),
+        pickled=pickles.end,
+        untyped=references.untyped,
     )
-    storages.untyped = pickles.references.untyped
-    for key, size in pickles.references.sizes.items():
+    for key, size in references.sizes.items():
         storages.get(key, size)  # of bare storages too: the writer needs them all
-    _shift_views(path, pickles.tree.root, pickles.references.views)
-    behind = (f"{nbytes - end:,} bytes follow the last storage: not read",) if end < nbytes else ()
-
+    _shift_views(path, tree.root, references.views)
+    notes: tuple[str, ...] = ()
+    if end < nbytes:
+        notes = (f"{nbytes - end:,} bytes follow the last storage: not read",)
     sizes = {key: span.length for key, span in spans.items()}
-    return read_tree(path, FORMAT, nbytes, pickles.tree, storages, sizes, notes=behind)
+    return read_tree(path, FORMAT, nbytes, tree, storages, sizes, notes=notes)
 
 
 def refusal(checkpoint: Checkpoint) -> str:
@@ -104,9 +107,8 @@ class _References:
         if persistent_id[0] == "module":
             return persistent_id[1]
         word, kind, key, location, numel, view = persistent_id
-        if word != "storage" or type(kind) is not Global:
-            raise ValueError("a storage reference")
-        if type(key) not in (str, int) or type(numel) is not int:
+        is_known = word == "storage" and type(kind) is Global
+        if not is_known or type(key) not in (str, int) or type(numel) is not int:
             raise ValueError("a storage reference")
         row = dtypes.BY_STORAGE.get(kind.name)
         if numel < 0 or (row is None and kind.name != "UntypedStorage"):
@@ -180,7 +182,8 @@ def _shift_views(path: str, root: Any, views: Mapping[int, int]) -> None:
             reference, *rest = node.args
             if not rest or type(rest[0]) is not int:
                 raise _unfit(path, f"the arguments of {node.func}")
-            node.args = (reference, rest[0] + views[id(reference)], *rest[1:])
+            rest[0] += views[id(reference)]
+            node.args = (reference, *rest)
             shifted.add(id(node.args))
         elif id(node) in shifted:
             inside = node[1:]

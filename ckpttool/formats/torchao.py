@@ -68,19 +68,23 @@ def _parts(metadata: Mapping[str, str]) -> dict[str, SubclassPart]:
         if not isinstance(described, dict):
             continue
         kind, parts = str(described.get(_CLASS)), described.get(_PARTS, [])
-        module, _, last = name.rpartition(".")
         if not parts:
             by_key[name] = SubclassPart(name, kind, None, 1)
-        elif isinstance(parts, list) and all(isinstance(part, str) for part in parts):
+        elif _are_texts(parts):
+            module, _, last = name.rpartition(".")
             for part in parts:
                 key = f"{module}._{last}_{part}"
                 by_key[key] = SubclassPart(name, kind, part, len(parts), metadata[name])
     return by_key
 
 
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
 def _listed(metadata: Mapping[str, str]) -> list[str]:
     names = _json(metadata.get(_NAMES, ""))
-    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
+    return names if _are_texts(names) else []
 
 
 def _json(text: str) -> Any:
@@ -91,16 +95,19 @@ def _json(text: str) -> Any:
 
 
 def remark(tensors: Iterable[TensorEntry]) -> tuple[str, ...]:
-    keys_of: dict[SubclassPart, list[str]] = {}  # by what the parts of one tensor have in common
+    kinds: dict[str, str] = {}  # name of a tensor in parts -> its kind
+    keys: dict[str, list[str]] = {}  # -> the keys of its parts
     for entry in tensors:
-        if isinstance(entry.payload, SubclassPart) and entry.payload.part is not None:
-            keys_of.setdefault(replace(entry.payload, part=""), []).append(entry.key)
-    if not keys_of:
+        part = entry.payload
+        if isinstance(part, SubclassPart) and part.part is not None:
+            kinds[part.name] = part.kind
+            keys.setdefault(part.name, []).append(entry.key)
+    if not kinds:
         return ()
-    kinds = Counter(part.kind for part in keys_of)
-    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    example, keys = next(iter(keys_of.items()))
-    return (f"tensors of torchao in parts ({counted}): {example.name} is {', '.join(keys)}",)
+    counts = Counter(kinds.values())
+    counted = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    first = next(iter(keys))
+    return (f"tensors of torchao in parts ({counted}): {first} is {', '.join(keys[first])}",)
 
 
 def settled(checkpoint: Checkpoint) -> Checkpoint:
@@ -158,19 +165,22 @@ def _name_of(key: str, part: str | None) -> str | None:
         return key
     module, _, last = key.rpartition(".")
     stem = last.removeprefix("_").removesuffix(f"_{part}")
-    return f"{module}.{stem}" if module and stem and last == f"_{stem}_{part}" else None
+    if not module or not stem or last != f"_{stem}_{part}":
+        return None
+    return f"{module}.{stem}"
 
 
 def renamed(metadata: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
     """Return the metadata with the new names, without tensors that have none."""
     listed = _listed(metadata)
-    renamed = {}
+    renamed: dict[str, str] = {}
     for name, text in metadata.items():
         if name not in listed:
             renamed[name] = text
         elif name in names:
             renamed[names[name]] = text
-    return {**renamed, _NAMES: json.dumps([names[name] for name in listed if name in names])}
+    renamed[_NAMES] = json.dumps([names[name] for name in listed if name in names])
+    return renamed
 
 
 _JOINED = (

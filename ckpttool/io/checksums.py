@@ -184,39 +184,40 @@ def comparing(read: Callable[[Span], Iterable[memoryview]]) -> Iterator[None]:
     if _comparing.get():
         yield
         return
+    unread: list[tuple[_ArchiveSums, int]] = []
+    damaged: list[tuple[_ArchiveSums, int]] = []
     token = _comparing.set(True)
     try:
         yield
     finally:
         _comparing.reset(token)
-        archives = [archive for file in _files.values() for archive in file.archives.values()]
-        unread = [(archive, number) for archive in archives for number in archive.unread()]
-        damaged = [(archive, number) for archive in archives for number in sorted(archive.damaged)]
-        for archive in archives:
-            archive.running.clear()
-            archive.parts.clear()
-            archive.damaged.clear()
+        for file in _files.values():
+            for archive in file.archives.values():
+                unread += [(archive, number) for number in archive.unread()]
+                damaged += [(archive, number) for number in sorted(archive.damaged)]
+                archive.running.clear()
+                archive.parts.clear()
+                archive.damaged.clear()
     for archive, number in unread:
         start, end, crc = archive.starts[number], archive.ends[number], 0
         for data in read(Span(archive.path, start, end - start)):
             crc = fastest_crc32()(data, crc)
         archive.judge(number, end, crc)
-        damaged += [(archive, number)] * (number in archive.damaged)
+        if number in archive.damaged:
+            damaged.append((archive, number))
         archive.damaged.clear()
-    if damaged:
-        paths = ", ".join(dict.fromkeys(archive.path for archive, _ in damaged))
-        raise CkptError(
-            f"{paths}: damaged, because the CRC-32 of what was read differs from the CRC-32 in the"
-            " file",
-            hint="download or save it again (`unzip -t` checks it); torch.load does not compare"
-            " CRCs",
-            problems=[
-                Problem(
-                    "damaged: its CRC-32 does not"
-                    f" match{f' ({archive.path})' if ', ' in paths else ''}",
-                    archive.name_at(archive.starts[number]),
-                    "damaged",
-                )
-                for archive, number in damaged
-            ],
-        )
+    if not damaged:
+        return
+    paths = dict.fromkeys(archive.path for archive, _ in damaged)
+    problems = []
+    for archive, number in damaged:
+        text = "damaged: its CRC-32 does not match"
+        if len(paths) > 1:
+            text += f" ({archive.path})"
+        problems.append(Problem(text, archive.name_at(archive.starts[number]), "damaged"))
+    raise CkptError(
+        f"{', '.join(paths)}: damaged, because the CRC-32 of what was read differs from the CRC-32"
+        " in the file",
+        hint="download or save it again (`unzip -t` checks it); torch.load does not compare CRCs",
+        problems=problems,
+    )

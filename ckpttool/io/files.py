@@ -131,7 +131,8 @@ def opened_at(urls: Iterable[str]) -> dict[str, object]:
     """Return what the stores have said about the files at these URLs, as far as they have."""
     from ckpttool.io.remote import cache
 
-    return {url: cache.stats[url] for url in urls if cache.stats.get(url) is not None}
+    states = {url: cache.stats.get(url) for url in urls}
+    return {url: state for url, state in states.items() if state is not None}
 
 
 def read_on(opened: Mapping[str, Any]) -> None:

@@ -167,7 +167,7 @@ def _is_file(descriptor: int) -> bool:
 
 def _opened(path: str, pipes: bool) -> int:
     """Open the file without waiting for a process that writes to a pipe."""
-    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
     descriptor = os.open(path, flags)
     try:
         mode = os.fstat(descriptor).st_mode

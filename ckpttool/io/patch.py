@@ -11,7 +11,7 @@ import os
 
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.values import dataclass
-from ckpttool.io.pieces import Pieces
+from ckpttool.io.pieces import Pieces, literal
 from ckpttool.io.syscalls import write_all
 
 _MOST = 1 << 28  # bytes that a patch writes; more is not edited in place
@@ -44,25 +44,17 @@ def of_pieces(pieces: Pieces, path: str, before: int) -> Patch | None:
     """Return the patch that makes the file at `path`, of `before` bytes, the pieces; None if that
     needs a copy.
     """
-    stays = [
-        (at, piece.data) for at, piece in enumerate(pieces) if not isinstance(piece.data, bytes)
-    ]
+    stays = [at for at, piece in enumerate(pieces) if not isinstance(piece.data, bytes)]
     if not stays:  # a small file, an index: all bytes are written
-        return Patch(before, 0, 0, b"", _literal(pieces))
-    if (
-        len(stays) != 1
-        or not isinstance(span := stays[0][1], Span)
-        or os.path.realpath(span.path) != path
-    ):
+        return Patch(before, 0, 0, b"", literal(pieces))
+    at = stays[0]
+    span = pieces[at].data
+    if len(stays) > 1 or not isinstance(span, Span) or os.path.realpath(span.path) != path:
         return None
-    head, tail = _literal(pieces[: stays[0][0]]), _literal(pieces[stays[0][0] :])
+    head, tail = literal(pieces[:at]), literal(pieces[at:])
     if len(head) != span.offset or len(head) + len(tail) > _MOST:
         return None
     return Patch(before, span.offset, span.length, head, tail)
-
-
-def _literal(pieces: Pieces) -> bytes:
-    return b"".join(piece.data for piece in pieces if isinstance(piece.data, bytes))
 
 
 def inverse(descriptor: int, patch: Patch) -> Patch:

@@ -91,6 +91,11 @@ def nbytes_of(pieces: Iterable[Piece]) -> int:
     return sum(piece.nbytes for piece in pieces)
 
 
+def literal(pieces: Pieces) -> bytes:
+    """Return the bytes of the pieces that are neither in a file nor computed."""
+    return b"".join(piece.data for piece in pieces if isinstance(piece.data, bytes))
+
+
 def amounts(pieces: Pieces) -> tuple[int, int]:
     """Return the number of bytes that are copied from a source, and of computed bytes."""
     moved = sum(piece.nbytes for piece in pieces if isinstance(piece.data, Span))
@@ -316,15 +321,14 @@ def same_data(left: Span | Lazy, right: Span | Lazy) -> bool:
         return same_bytes(left, right)
     left_chunks = filter(None, map(bytes, stream([Piece(left)])))
     right_chunks = filter(None, map(bytes, stream([Piece(right)])))
-    a = b = b""
-    while True:
-        a, b = a or next(left_chunks, b""), b or next(right_chunks, b"")
+    a, b = next(left_chunks, b""), next(right_chunks, b"")
+    while a and b:
         count = min(len(a), len(b))
-        if not count:
-            return not a and not b
         if a[:count] != b[:count]:
             return False
-        a, b = a[count:], b[count:]
+        a = a[count:] or next(left_chunks, b"")
+        b = b[count:] or next(right_chunks, b"")
+    return not a and not b
 
 
 def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
@@ -349,16 +353,19 @@ def _remote_ends(pieces: Pieces) -> dict[int, int]:
     pieces.
     """
     ends: dict[int, int] = {}
-    if not any(map(is_url, {piece.data.path for piece in pieces if isinstance(piece.data, Span)})):
+    paths = {piece.data.path for piece in pieces if isinstance(piece.data, Span)}
+    if not any(map(is_url, paths)):
         return ends
     following, end = Span("", 0, 0), 0
     for number in reversed(range(len(pieces))):
         span = pieces[number].data
-        if isinstance(span, Span):
-            last = span.offset + span.length
-            joined = span.path == following.path and 0 <= following.offset - last <= _GAP
-            following, end = span, end if joined else last
-            ends[number] = end
+        if not isinstance(span, Span):
+            continue
+        gap = following.offset - (span.offset + span.length)
+        if span.path != following.path or not 0 <= gap <= _GAP:
+            end = span.offset + span.length  # a run ends here
+        following = span
+        ends[number] = end
     return ends
 
 

@@ -247,12 +247,14 @@ def names_in(url: str) -> list[str]:
         listing = fs.ls(path, detail=True, **_patience(fs))
     names = []
     for info in listing:
-        name = str(info["name"]).rstrip("/").rpartition("/")[2]
-        if str(info["name"]).strip("/") != path.strip("/"):  # a folder's own object
-            names.append(name)
-            place = paths.join(url, name)
-            if cache.stats.get(place) is None:  # an index may rest on what was said before
-                cache.stats[place] = _stat(info)
+        full_name = str(info["name"]).rstrip("/")
+        if full_name.strip("/") == path.strip("/"):  # a folder's own object
+            continue
+        name = full_name.rpartition("/")[2]
+        names.append(name)
+        place = paths.join(url, name)
+        if cache.stats.get(place) is None:  # an index may rest on what was said before
+            cache.stats[place] = _stat(info)
     cache.names[url] = sorted(names)
     return [*cache.names[url]]
 
@@ -275,11 +277,11 @@ def _invalidate(url: str) -> None:
         fs.invalidate_cache(path)
 
 
-def remove(url: str, *, is_folder: bool = False) -> None:
-    """Remove the file or folder at the URL, if its store does."""
+def remove(url: str) -> None:
+    """Remove the file at the URL, if its store does."""
     with suppress(Exception):  # drivers raise what they like
         fs, path = filesystem(url)
-        fs.rm(path, recursive=True) if is_folder else fs.rm_file(path)
+        fs.rm_file(path)
     cache.forget(url)
 
 
@@ -364,16 +366,17 @@ class RemoteFile:
         """Fetch these ranges (offset, count) side by side, and hold them while there is room.
         Ranges with a small gap between them are one request.
         """
-        requests: list[Range] = []
+        joined: list[tuple[int, int]] = []
         for offset, count in sorted(ranges):
             start, end = max(0, offset), min(offset + count, self.size)
             if end <= start or len(cache.get(self.url, start, end)) == end - start:
                 continue
-            if requests and start - requests[-1][2] <= _SMALL_GAP:
-                _, start, last = requests.pop()
+            if joined and start - joined[-1][1] <= _SMALL_GAP:
+                start, last = joined.pop()
                 end = max(end, last)
-            requests.append((self.url, start, end))
-        for (_, start, _), data in zip(requests, fetch(requests)):
+            joined.append((start, end))
+        answers = fetch([(self.url, start, end) for start, end in joined])
+        for (start, _), data in zip(joined, answers):
             cache.hold(self.url, start, data)
 
 
@@ -500,11 +503,11 @@ def look_ahead(heads: Mapping[str, int]) -> None:
     if any(url not in cache.stats for url in urls):
         with suppress(CkptError):
             names_in(paths.parent(urls[0]))
-    wanted: list[Range] = []
+    ranges: list[Range] = []
     for url in urls:
         state = cache.stats.get(url)
         if state is not None and state.size and not cache.get(url, 0, 1):
-            wanted.append((url, 0, min(heads[url], state.size)))
+            ranges.append((url, 0, min(heads[url], state.size)))
     with suppress(CkptError):
-        for (url, _, _), data in zip(wanted, fetch(wanted)):
+        for (url, _, _), data in zip(ranges, fetch(ranges)):
             cache.hold(url, 0, data)

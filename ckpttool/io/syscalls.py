@@ -314,7 +314,10 @@ def umask() -> int:
 def _allowed(sources: Iterable[str]) -> tuple[int, int]:
     """Return the bits that all sources have, and their group, or -1 if they have none in common."""
     bits, groups = _RWX, set()
-    for state in filter(None, (_stat(Path(source)) for source in sources if not is_url(source))):
+    for source in sources:
+        state = None if is_url(source) else _stat(Path(source))
+        if state is None:
+            continue
         mode = state.st_mode
         if not stat.S_ISDIR(mode):
             # who can read a file can look into the folder that is made of it

@@ -151,17 +151,16 @@ def remove_left(folder: str | Path) -> None:
     Nothing is removed of a process whose journal is there: the journal may refer to it.
     """
     with suppress(OSError):
-        names = [name for name in os.listdir(folder) if owner_of(name) is not None]
-        unfinished = {owner_of(name) for name in names if is_edit(name)}
-        for name in names:
+        owners = {name: owner_of(name) for name in os.listdir(folder)}
+        unfinished = {owner for name, owner in owners.items() if is_edit(name)}
+        for name, owner in owners.items():
+            if owner is None or owner in unfinished:
+                continue
+            path = os.path.join(folder, name)
             with suppress(OSError):
-                state = os.lstat(os.path.join(folder, name))
-                if (
-                    owner_of(name) not in unfinished
-                    and is_mine(state)
-                    and is_dead(name, state.st_mtime)
-                ):
-                    remove(os.path.join(folder, name))
+                state = os.lstat(path)
+                if is_mine(state) and is_dead(name, state.st_mtime):
+                    remove(path)
 
 
 def is_mine(state: os.stat_result) -> bool:
@@ -191,9 +190,7 @@ def staged_file(place: Path) -> Iterator[tuple[int, Path]]:
     try:
         with uninterrupted():
             _in_work.add(path.stem)
-            descriptor = os.open(
-                path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600
-            )
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         yield descriptor, path
     finally:
         with uninterrupted():

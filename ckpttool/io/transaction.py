@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Union
+from typing import Any, Union
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import shell
@@ -132,27 +132,24 @@ def record_of(path: Path) -> Path:
 
 def text(rows: Sequence[Row], *, is_undo: bool = False) -> bytes:
     files: list[dict[str, object]] = []
-    data = []
+    data: list[bytes] = []
     for row in rows:
         if isinstance(row, Replaced):
             files.append({"name": row.name, "old": row.old, "state": row.state})
             continue
         patch = row.back.patch
+        file: dict[str, object] = {"name": row.name}
+        for name in _NUMBERS:
+            file[name] = getattr(patch, name)
+        file["head"], file["tail"] = len(patch.head), len(patch.tail)
         digests = (row.back.before, row.back.index, row.sample, row.content)
-        hashes = [digest.hex() for digest in digests]
-        numbers = {name: getattr(patch, name) for name in _NUMBERS}
-        files.append(
-            {
-                "name": row.name,
-                **numbers,
-                "head": len(patch.head),
-                "tail": len(patch.tail),
-                "hashes": hashes,
-            }
-        )
+        file["hashes"] = [digest.hex() for digest in digests]
+        files.append(file)
         data += [patch.head, patch.tail]
-    line = json.dumps({"schema": _SCHEMA, "files": files, **({"undo": True} if is_undo else {})})
-    return b"".join([line.encode(), b"\n", *data])
+    record: dict[str, object] = {"schema": _SCHEMA, "files": files}
+    if is_undo:
+        record["undo"] = True
+    return b"".join([json.dumps(record).encode(), b"\n", *data])
 
 
 def parse(data: bytes, place: Path) -> list[Row]:
@@ -166,28 +163,40 @@ def parse(data: bytes, place: Path) -> list[Row]:
         value = json.loads(line)
         for file in value["files"]:
             if "old" in file:
-                state = file["state"]
-                replaced = Replaced(
-                    file["name"], file["old"], state and (int(state[0]), int(state[1]))
-                )
+                replaced = _replaced(file)
                 are_sound = are_sound and replaced.is_sound(place.parent)
                 rows.append(replaced)
-                continue
-            head, tail = rest[: file["head"]], rest[file["head"] : file["head"] + file["tail"]]
-            if (len(head), len(tail)) != (file["head"], file["tail"]):
-                raise ValueError("it is cut off")
-            rest = rest[len(head) + len(tail) :]
-            patch = Patch(**{name: int(file[name]) for name in _NUMBERS}, head=head, tail=tail)
-            before, index, sample, content = map(bytes.fromhex, file["hashes"])
-            patched = Patched(file["name"], PatchRecord(patch, before, index), sample, content)
-            are_sound = are_sound and patched.is_sound()
-            rows.append(patched)
+            else:
+                patched, rest = _patched(file, rest)
+                are_sound = are_sound and patched.is_sound()
+                rows.append(patched)
         if value["schema"] != _SCHEMA or rest or not rows or not are_sound:
             raise ValueError("it contradicts itself")
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         hint = f"look at it, and remove it: {shell('rm', str(place))}"
         raise CkptError(f"{place} cannot be read: {error}", hint=hint) from error
     return rows
+
+
+def _replaced(file: Mapping[str, Any]) -> Replaced:
+    state = file["state"]
+    if state:
+        state = int(state[0]), int(state[1])
+    return Replaced(file["name"], file["old"], state)
+
+
+def _patched(file: Mapping[str, Any], data: bytes) -> tuple[Patched, bytes]:
+    """Return the row of a file, whose bytes come first in `data`, and the rest of `data`."""
+    head_end = file["head"]
+    tail_end = head_end + file["tail"]
+    head, tail = data[:head_end], data[head_end:tail_end]
+    if (len(head), len(tail)) != (file["head"], file["tail"]):
+        raise ValueError("it is cut off")
+    numbers = {name: int(file[name]) for name in _NUMBERS}
+    patch = Patch(**numbers, head=head, tail=tail)
+    before, index, sample, content = map(bytes.fromhex, file["hashes"])
+    patched = Patched(file["name"], PatchRecord(patch, before, index), sample, content)
+    return patched, data[tail_end:]
 
 
 def forget_undo(path: Path) -> None:
@@ -309,15 +318,22 @@ def _ways_back(path: Path) -> dict[str, PatchRecord]:
     if not rows:
         raise nothing(path)
     for row in rows:
-        place, back = path.parent / row.name, row.back.patch
-        with suppress(FileNotFoundError), locked(place) as descriptor:
-            fits = os.fstat(descriptor).st_size == back.before and patches.fits(
-                descriptor, back, row.sample
-            )
-            if fits and patches.content_of(descriptor, back) == row.content:
-                continue
-        raise changed_since(place, [record])
+        place = path.parent / row.name
+        if not _is_as_edited(place, row):
+            raise changed_since(place, [record])
     return {row.name: row.back for row in rows}
+
+
+def _is_as_edited(place: Path, row: Patched) -> bool:
+    """Return whether the file is still as its last edit left it."""
+    back = row.back.patch
+    with suppress(FileNotFoundError), locked(place) as descriptor:
+        if os.fstat(descriptor).st_size != back.before:
+            return False
+        if not patches.fits(descriptor, back, row.sample):
+            return False
+        return patches.content_of(descriptor, back) == row.content
+    return False
 
 
 def replaced_rows(new: Path, folder: Path, names: Iterable[str]) -> list[Replaced]:
@@ -342,6 +358,7 @@ def replace_files(new: Path, folder: Path, rows: Sequence[Replaced], *, fsync: b
     restoring failed too: the journal then stays.
     """
     put = [row for row in rows if row.state is not None]
+    removed = [row for row in rows if row.state is None]
     last = folder / Path((put or rows)[-1].name).name
 
     def restore() -> None:
@@ -349,13 +366,14 @@ def replace_files(new: Path, folder: Path, rows: Sequence[Replaced], *, fsync: b
             row.restore(folder)
 
     with _journaled(last, rows, restore, False, fsync):
-        for row in [*reversed(put), *(row for row in rows if row.state is None)]:
+        for row in (*reversed(put), *removed):
             if row.old is not None:
                 os.rename(folder / row.name, folder / row.old)
         for row in put:
+            place = folder / row.name
             with suppress(FileExistsError):
-                (folder / row.name).parent.mkdir(parents=True, exist_ok=True)
-            os.rename(new / row.name, folder / row.name)
+                place.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(new / row.name, place)
         if fsync:
             for home in {(folder / row.name).parent for row in rows}:
                 sync_folder(home)
@@ -369,7 +387,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[int]:
 
     Raises OSError, and `CkptError` if another process has it locked.
     """
-    flags = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+    flags = getattr(os, "O_NOFOLLOW", 0)
     try:
         descriptor = os.open(path, os.O_RDWR | flags)
     except (PermissionError, IsADirectoryError):

@@ -35,11 +35,9 @@ class Written:
     kept: int = 0
 
     def __str__(self) -> str:
-        return (
-            f"in place, {self.nbytes:,} bytes of it"
-            if self.nbytes
-            else ("not at all: nothing of it changes")
-        )
+        if not self.nbytes:
+            return "not at all: nothing of it changes"
+        return f"in place, {self.nbytes:,} bytes of it"
 
 
 def edit(
@@ -52,6 +50,7 @@ def edit(
     process was faster: all is as it was.
     """
     changes: dict[str, PatchRecord] = {}
+    nbytes = kept = 0
     with failing(os.path.join(folder, [*files][-1])):
         homes = set()
         for name, file in files.items():
@@ -59,7 +58,6 @@ def edit(
             path = Path(os.path.realpath(link))
             state = path.stat()
             homes.add(path.parent)
-            patch = of_pieces(file.pieces, str(path), state.st_size)
             reason = ""
             if len(files) > 1 and os.path.islink(link):
                 reason = _SHARED
@@ -69,21 +67,20 @@ def edit(
                 reason = _READ_ONLY
             elif len(homes) > 1:
                 reason = _APART
+            patch = of_pieces(file.pieces, str(path), state.st_size)
             if reason or patch is None:
                 raise not_in_place(link, reason or _LARGE)
             changes[path.name] = PatchRecord(patch, hashed(file.before), hashed(file.index))
+            nbytes += len(patch.head) + len(patch.tail)
+            kept += patch.before - patch.length
         if all(change.before == change.index for change in changes.values()):
             return Written(0)  # the record of the last edit stays
-        (place,) = homes
-        patches = [change.patch for change in changes.values()]
-        nbytes = sum(len(patch.head) + len(patch.tail) for patch in patches)
-        done = Written(nbytes, kept=sum(patch.before - patch.length for patch in patches))
-        if dry_run:
-            return done
-        transaction.recover(place, changes)
-        transaction.edit(place, changes, fsync=fsync)
-    progress.has_written(nbytes)
-    return done
+        if not dry_run:
+            (place,) = homes
+            transaction.recover(place, changes)
+            transaction.edit(place, changes, fsync=fsync)
+            progress.has_written(nbytes)
+    return Written(nbytes, kept)
 
 
 def not_in_place(path: str, reason: str) -> Refused:

@@ -112,7 +112,10 @@ def fill(
 
 def _share(descriptor: int, pieces: Pieces, at: int) -> list[tuple[int, Pieces]]:
     """Share blocks with the sources; return the pieces left to write, with the offset of the first
-    of each segment.
+    of each segment::
+
+        the span    |  · ·|█ █ █ █ █ █ █ █|· ·  |      █ is shared, · is written
+        block edges   |   |       |       |   |
 
     Raises `CkptError` if a source is no longer what it was when its index was read.
     """
@@ -123,15 +126,19 @@ def _share(descriptor: int, pieces: Pieces, at: int) -> list[tuple[int, Pieces]]
         if able and isinstance(span, Span) and piece.crc is None and _can_share(span, at):
             skip = -at % FILE_BLOCK
             count = (span.length - skip) // FILE_BLOCK * FILE_BLOCK
-            able = _clone(descriptor, Span(span.path, span.offset + skip, count), at + skip)
+            end = skip + count
+            able = _clone(descriptor, _part(span, skip, end), at + skip)
             if able:
-                segments[-1][1].append(replace(piece, data=Span(span.path, span.offset, skip)))
-                end = skip + count
+                segments[-1][1].append(replace(piece, data=_part(span, 0, skip)))
                 segments.append((at + end, []))
-                rest = replace(piece, data=Span(span.path, span.offset + end, span.length - end))
+                rest = replace(piece, data=_part(span, end, span.length))
         segments[-1][1].append(rest)
         at += piece.nbytes
     return [(offset, rest) for offset, rest in segments if nbytes_of(rest)]
+
+
+def _part(span: Span, start: int, end: int) -> Span:
+    return Span(span.path, span.offset + start, end - start)
 
 
 def _can_share(span: Span, at: int) -> bool:
@@ -394,17 +401,17 @@ def preflight_folder(
             raise CkptError(f"{place}: not writable", hint="choose another folder for the output")
     if is_source and not in_place:
         raise CkptError(f"{out} is the folder of the source", hint=_another("folder", out))
-    if present and is_url(out):
-        raise CkptError(
-            f"{out} holds a checkpoint: {min(present)}",
-            hint="name another folder, or remove it first: a store cannot replace several files at"
-            " once",
+    if not present:
+        return
+    hint = ""
+    if is_url(out):
+        hint = (
+            "name another folder, or remove it first: a store cannot replace several files at once"
         )
-    if present and not (force or in_place):
-        raise CkptError(
-            f"{out} holds a checkpoint: {min(present)}",
-            hint="pass --force to replace it, or name another folder",
-        )
+    elif not force and not in_place:
+        hint = "pass --force to replace it, or name another folder"
+    if hint:
+        raise CkptError(f"{out} holds a checkpoint: {min(present)}", hint=hint)
 
 
 def home_of(folder: str | Path) -> Path:
@@ -450,17 +457,17 @@ def write_folder(
     with failing(out):
         recover(folder.parent, ())
         recover(folder)
-        new = {
-            name: content
-            for name, content in files.items()
-            if not isinstance(content, Link) or not is_one_of(str(folder / name), [content.path])
-        }
-        copied = [content for content in new.values() if isinstance(content, Link)]
-        needed = sum(
-            nbytes_of(content) for content in new.values() if not isinstance(content, (Link, Ready))
-        )
-        place = folder if folder.is_dir() else folder.parent
-        check_space(out, place, needed + sum(size(content.path) for content in copied))
+        new: dict[str, Pieces | Link | Ready] = {}
+        nbytes = 0  # to write
+        for name, content in files.items():
+            if isinstance(content, Link):
+                if is_one_of(str(folder / name), [content.path]):
+                    continue
+                nbytes += size(content.path)
+            elif not isinstance(content, Ready):
+                nbytes += nbytes_of(content)
+            new[name] = content
+        check_space(out, folder if folder.is_dir() else folder.parent, nbytes)
         names = (*new, *sorted({*stale}.difference(files)))
         before = _state(folder, names)
         there = [name for name in names if os.path.lexists(folder / name)]
@@ -508,9 +515,7 @@ def _make(
     if isinstance(content, Link):
         path = content.path if is_url(content.path) else os.path.realpath(content.path)
         content = [Piece(Span(path, 0, size(path)))]
-    descriptor = os.open(
-        place, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600
-    )
+    descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fill(descriptor, content, options.new_digest(os.path.join(out, name)), flush=options.fsync)
         streamed = sources.streamed()
@@ -625,10 +630,10 @@ def _link_all(old: Path, new: Path, skip: set[str], inside: str = "") -> None:
             if os.path.lexists(place):
                 os.unlink(place)
             os.link(entry.path, place, follow_symlinks=False)
-    wanted, actual = old.stat(), new.stat()
-    if (wanted.st_uid, wanted.st_gid) != (actual.st_uid, actual.st_gid):
+    before, after = old.stat(), new.stat()
+    if (before.st_uid, before.st_gid) != (after.st_uid, after.st_gid):
         with suppress(OSError):
-            os.chown(new, wanted.st_uid, wanted.st_gid)
+            os.chown(new, before.st_uid, before.st_gid)
     import shutil
 
     shutil.copystat(old, new)
