@@ -13,7 +13,7 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint, Section, Unreached
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.formats.folders import fsdp_parts, other_weights, state_files
-from ckpttool.formats.registry import recognise
+from ckpttool.formats.registry import recognize
 from ckpttool.io.paths import join
 
 FORMAT = "accelerate"
@@ -31,7 +31,7 @@ def read(folder: str) -> Checkpoint:
     problems: list[Problem] = []
     nbytes = 0
     for path, name in fsdp_parts(folder).items():
-        part = recognise(join(folder, name)).read()
+        part = recognize(join(folder, name)).read()
         problems += _problems(path, part)
         sections += [replace(section, path=path) for section in part.sections]
         notes += part.notes

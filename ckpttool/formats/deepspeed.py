@@ -34,7 +34,7 @@ from ckpttool.core.values import dataclass, many_objects
 from ckpttool.evaluate.chunks import across, concatenated, in_own_storage
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats import torch_zip
-from ckpttool.formats.registry import recognise
+from ckpttool.formats.registry import recognize
 from ckpttool.io.files import is_dir, is_file, names_in
 from ckpttool.io.paths import join, parent, safe_path
 
@@ -194,7 +194,7 @@ def read_file(path: str) -> RankFile:
     """Read a file that holds a dict, or one tensor, which becomes the item ``param``. Raises
     `CkptError` for others.
     """
-    if recognise(path).format.name != "torch_zip":
+    if recognize(path).format.name != "torch_zip":
         raise CkptError(f"{path} was not written by torch.save", hint=COPY)
     archive = read_archive(path)
     _, pickle, storages = torch_zip.open_tree(archive)

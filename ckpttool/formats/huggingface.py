@@ -23,7 +23,7 @@ from ckpttool.core.values import dataclass, many_objects
 from ckpttool.formats import safetensors, torch_zip, torchao
 from ckpttool.formats.folders import shards_of, stem_of_shards
 from ckpttool.formats.hf_index import read_index
-from ckpttool.formats.registry import named, recognise
+from ckpttool.formats.registry import named, recognize
 from ckpttool.io.files import is_file, look_ahead
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.paths import parent, safe_path
@@ -274,7 +274,7 @@ def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
     if not is_file(path):
         return [Problem("the shard is missing", name)]
     try:
-        kind = recognise(path).format
+        kind = recognize(path).format
         shard = kind.read(path) if kind.name in _KINDS else None
     except CkptError as error:
         if not error.problems:

@@ -12,7 +12,7 @@ from ckpttool.core.limits import limits, one_reading
 from ckpttool.core.pickle_imports import DANGEROUS, UNREADABLE, Import, in_order
 from ckpttool.core.text import Info, Note
 from ckpttool.formats.folders import DCP_METADATA, left_unread, state_files
-from ckpttool.formats.registry import recognise
+from ckpttool.formats.registry import recognize
 from ckpttool.formats.remarks import remarks
 from ckpttool.io import files, handles, paths, sources
 from ckpttool.io.files import opened
@@ -60,7 +60,7 @@ def not_looked_into(imports: Iterable[Import]) -> Iterator[Note]:
 def _open(path: str) -> Checkpoint:
     if paths.name(path) == DCP_METADATA:
         path = paths.parent(path)
-    checkpoint = recognise(path).read()
+    checkpoint = recognize(path).read()
     if not files.is_dir(path):
         return checkpoint
     others = checkpoint.other_files or state_files(path)
@@ -91,7 +91,7 @@ def unsafe_in(paths: Iterable[str]) -> tuple[Import, ...]:
     with one_reading(), collected() as imports:
         for path in paths:
             try:
-                recognise(path).read()
+                recognize(path).read()
             except CkptError:  # a pickle that torch.save did not write, if it is one
                 _look_into_pickles(path)
     dangerous = []

@@ -42,7 +42,7 @@ from ckpttool.core.text import Info, dotted, is_flat, shell, some
 from ckpttool.evaluate.chunks import across, concatenated
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats import torch_zip
-from ckpttool.formats.registry import recognise
+from ckpttool.formats.registry import recognize
 from ckpttool.io.files import glob
 from ckpttool.io.paths import join, name, parent
 
@@ -114,7 +114,7 @@ def assembled(pattern: str, files: Mapping[str, Checkpoint]) -> Checkpoint:
 
 def rank_file(path: str) -> Checkpoint:
     """Read the file of one rank. Raises `CkptError` if torch.save did not write it."""
-    kind = recognise(path).format.name
+    kind = recognize(path).format.name
     if kind == "torch_legacy":
         new = shell("ckpttool", "remap", path, "-o", join(parent(path), f"zip.{name(path)}"))
         raise CkptError(

@@ -22,7 +22,7 @@ from ckpttool.core.text import dotted, plural
 from ckpttool.formats.folders import RANKS_METADATA, RankItem, rank_items
 from ckpttool.formats.look import Look
 from ckpttool.formats.rank_files import MOST_MISSING, assembled, rank_file, saved_by_rank
-from ckpttool.formats.registry import recognise
+from ckpttool.formats.registry import recognize
 from ckpttool.io.files import is_file, opened
 from ckpttool.io.paths import join
 
@@ -122,7 +122,7 @@ def _ranks_in_metadata(folder: str) -> int | None:
 def _is_sharded(path: str) -> bool:
     """Return whether a tensor of the file says which of several ranks saved it."""
     try:
-        return saved_by_rank(recognise(path).read()) is not None
+        return saved_by_rank(recognize(path).read()) is not None
     except CkptError:
         return False
 

@@ -139,7 +139,7 @@ MEMORY = Format(IN_MEMORY, "a checkpoint in memory", "", holds=_TORCH)
 FORMATS = {row.name: row for row in (*TABLE, MEMORY)}
 
 
-class Recognised(NamedTuple):
+class Recognized(NamedTuple):
     """The format of a checkpoint, and the path to read it by."""
 
     format: Format
@@ -192,7 +192,7 @@ def format_of(checkpoint: Checkpoint) -> Format:
     return named(checkpoint.format)
 
 
-def recognise(path: str) -> Recognised:
+def recognize(path: str) -> Recognized:
     """Return the format of the file or folder at `path`, or of the only checkpoint in the folder.
 
     Raises `CkptError` if there is none: it says what the file is instead, if its content shows it;
@@ -204,21 +204,21 @@ def recognise(path: str) -> Recognised:
         return match
     inside = folders.file_inside(look) if look.is_folder else None
     if inside is not None:
-        return recognise(inside)
+        return recognize(inside)
     if signatures.is_damaged_safetensors(look):
-        return Recognised(FORMATS["safetensors"], path)
+        return Recognized(FORMATS["safetensors"], path)
     return _by_package(look)
 
 
-def _first(formats: Iterable[Format], look: Look) -> Recognised | None:
+def _first(formats: Iterable[Format], look: Look) -> Recognized | None:
     for row in formats:
         path = row.matches(look)
         if path is not None:
-            return Recognised(row, path)
+            return Recognized(row, path)
     return None
 
 
-def _by_package(look: Look) -> Recognised:
+def _by_package(look: Look) -> Recognized:
     """Return the match of a format that a package adds. Raises `CkptError` if there is none; it
     names the packages that fail.
     """
@@ -237,7 +237,7 @@ def _by_package(look: Look) -> Recognised:
     endings = tuple(chain(*(row.endings for row in formats)))
     inside = folders.file_inside(look, endings) if look.is_folder and endings else None
     if inside is not None:
-        return recognise(inside)
+        return recognize(inside)
     unknown = folders.nothing_inside(look) if look.is_folder else signatures.unknown(look)
     if failing:
         raise CkptError(

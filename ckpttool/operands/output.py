@@ -24,7 +24,7 @@ from ckpttool.formats.registry import (
     format_of,
     is_index_name,
     named,
-    recognise,
+    recognize,
 )
 from ckpttool.io.files import is_dir, size
 from ckpttool.io.paths import is_url, join, parent
@@ -198,7 +198,7 @@ def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) 
     if row.folder:
         return Target(out, row, out, "", max_shard_size)
     if from_folder and max_shard_size is None:
-        path = recognise(source.source).path
+        path = recognize(source.source).path
         if not is_dir(path):  # one file in a folder, and no folder that is only read
             return Target(out, row, out, paths_name(path))
     shards = named(row.shards if from_folder else "sharded")

@@ -18,7 +18,7 @@ from ckpttool.core.schema import TEXT, TEXTS, list_of, record, row
 from ckpttool.core.text import Info
 from ckpttool.core.values import dataclass
 from ckpttool.formats.folders import companions, optimizers_in
-from ckpttool.formats.registry import recognise
+from ckpttool.formats.registry import recognize
 from ckpttool.io.files import is_dir, names_in, opened, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
@@ -272,7 +272,7 @@ def _as_json(config: object, old_text: bytes) -> bytes:
 
 def _others(folder: str, source: Checkpoint, copied: Collection[str]) -> dict[str, str]:
     """Return the other files of the folder, which are not copied, with the reason."""
-    weights = recognise(folder).path
+    weights = recognize(folder).path
     part = {name_of(weights)} if weights != folder else set()
     shards = getattr(source.container, "shards", {})
     part |= set(shards) if isinstance(shards, Mapping) else set()

@@ -19,7 +19,7 @@ from ckpttool.distributed.job import Job, current, only_first
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.opening import open_checkpoint, unsafe_in
 from ckpttool.formats.protocol import Format
-from ckpttool.formats.registry import recognise
+from ckpttool.formats.registry import recognize
 from ckpttool.io import progress, sources, write
 from ckpttool.io import undo as io_undo
 from ckpttool.io.files import files_of, forget_answers, is_dir, settle, size
@@ -356,7 +356,7 @@ def undo(path: str, *, force: bool = False, no_fsync: bool = False) -> Undone:
     only_first()
 
     def last() -> str:
-        return recognise(path).path if is_dir(path) else path
+        return recognize(path).path if is_dir(path) else path
 
     return Undone(path, io_undo.undo(path, last, fsync=not no_fsync, force=force))
 

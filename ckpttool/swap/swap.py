@@ -34,7 +34,7 @@ from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate.apply import apply, run_code
 from ckpttool.evaluate.compare import difference, same_values
 from ckpttool.formats.opening import not_looked_into
-from ckpttool.formats.registry import format_of, recognise
+from ckpttool.formats.registry import format_of, recognize
 from ckpttool.io.files import look_anew
 from ckpttool.kinds.adapters import adapter_of
 from ckpttool.kinds.quantized import quantized_weights
@@ -657,7 +657,7 @@ def _read(path: str, name: str | None, weights: Checkpoint, out: str | None) -> 
     """Return the program in the file. Raises `CkptError` if there is none; the hint says if it is
     `weights` instead.
     """
-    kind = recognise(path).format
+    kind = recognize(path).format
     if kind.holds.programs:
         return kind.read_program(path, name)
     hint = "PROGRAM is a .pt2 or a TorchScript archive, and comes first"

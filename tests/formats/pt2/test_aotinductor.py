@@ -21,7 +21,7 @@ from ckpttool.containers.program import is_inlined
 from ckpttool.core.checkpoint import in_row_major
 from ckpttool.core.limits import Limits, limited
 from ckpttool.formats.pt2 import layout, read, read_program
-from ckpttool.formats.registry import recognise
+from ckpttool.formats.registry import recognize
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand
 from ckpttool.swap.swap import SwapOptions, swap
@@ -89,7 +89,7 @@ def outputs_of(path: str, x: torch.Tensor) -> torch.Tensor:
 
 @needs_compiler
 def test_weights_next_to_the_code_are_read(package):
-    assert recognise(package).format.name == "pt2"
+    assert recognize(package).format.name == "pt2"
     checkpoint = read(package)
     state = Model(0).state_dict()
     with zipfile.ZipFile(package) as archive:

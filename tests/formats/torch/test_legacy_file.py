@@ -23,7 +23,7 @@ from ckpttool import CkptError, open_checkpoint
 from ckpttool.core.limits import Limits, limited
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.fit import fit, losses
-from ckpttool.formats.registry import FORMATS, recognise
+from ckpttool.formats.registry import FORMATS, recognize
 from ckpttool.formats.torch_legacy import read
 from ckpttool.io.files import check_assumed
 from command import Run
@@ -78,7 +78,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_the_index_matches_torch(tmp_path, protocol):
     path = saved(everything(), tmp_path / "old.pt", pickle_protocol=protocol)
-    assert recognise(path).format.name == "torch_legacy"
+    assert recognize(path).format.name == "torch_legacy"
     checkpoint = read(path)
     (section,) = checkpoint.sections
     loaded = torch.load(path, weights_only=False)
@@ -112,7 +112,7 @@ def converted(path: str, out: Path) -> str:
 def test_conversion_to_a_zip_file_keeps_the_tensors(tmp_path):
     path = saved(everything(), tmp_path / "old.pt")
     out = converted(path, tmp_path / "new.pt")
-    assert recognise(out).format.name == "torch_zip"
+    assert recognize(out).format.name == "torch_zip"
     found = torch.load(out, weights_only=True)
     assert_same(found, everything())
     assert found["tied"].data_ptr() == found["whole"].data_ptr()

@@ -13,7 +13,7 @@ from torch import nn
 from ckpttool import CkptError, Refused, open_checkpoint
 from ckpttool.evaluate import torch_eval
 from ckpttool.formats.fit import check_in_place
-from ckpttool.formats.registry import FORMATS, recognise
+from ckpttool.formats.registry import FORMATS, recognize
 from ckpttool.formats.torchscript import layout, read
 from command import Run
 from files import change_archive
@@ -64,7 +64,7 @@ def scripted(path: Path, traced: bool) -> str:
 @pytest.mark.parametrize("traced", [True, False])
 def test_keys_and_values_match_the_state_dict(tmp_path, traced):
     path = scripted(tmp_path / "model.pt", traced)
-    assert recognise(path).format.name == "torchscript"
+    assert recognize(path).format.name == "torchscript"
     (section,) = open_checkpoint(path).sections
     expected = torch.jit.load(path).state_dict()
     assert [entry.key for entry in section.tensors] == list(expected)
@@ -287,13 +287,13 @@ def test_other_archives_are_named_in_the_error(tmp_path):
         for name in ("m/model.json", "m/tensors/0", "m/code/m.py"):
             archive.writestr(name, b"x")
     with pytest.raises(CkptError, match=r"torch 1.0 to 1.3"):
-        recognise(str(tmp_path / "old.pt"))
+        recognize(str(tmp_path / "old.pt"))
     buffer = io.BytesIO()
     with torch.package.PackageExporter(buffer) as exporter:
         exporter.save_pickle("model", "model.pkl", {"a": torch.ones(1)})
     (tmp_path / "package.pt").write_bytes(buffer.getvalue())
     with pytest.raises(CkptError, match=r"torch.package"):
-        recognise(str(tmp_path / "package.pt"))
+        recognize(str(tmp_path / "package.pt"))
     (tmp_path / "mobile.ptl").write_bytes(b"\x1c\0\0\0PTMF" + bytes(64))
     with pytest.raises(CkptError, match="mobile"):
-        recognise(str(tmp_path / "mobile.ptl"))
+        recognize(str(tmp_path / "mobile.ptl"))

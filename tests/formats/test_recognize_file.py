@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save
 
 from ckpttool import CkptError
-from ckpttool.formats.registry import recognise
+from ckpttool.formats.registry import recognize
 
 
 class Doubling(torch.nn.Module):
@@ -64,7 +64,7 @@ def exported() -> bytes:
 
 def format_of(tmp_path, data: bytes, name: str = "model.bin") -> str:
     (tmp_path / name).write_bytes(data)
-    return recognise(str(tmp_path / name)).format.name
+    return recognize(str(tmp_path / name)).format.name
 
 
 @pytest.mark.parametrize(
@@ -176,13 +176,13 @@ def test_broken_safetensors_are_recognized(tmp_path):
 def test_missing_files_are_errors(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(CkptError, match="no such file") as caught:
-        recognise(str(tmp_path / "modle.safetensor"))
+        recognize(str(tmp_path / "modle.safetensor"))
     assert str(tmp_path / "model.safetensors") in caught.value.hint
     with pytest.raises(CkptError, match="no such file") as caught:
-        recognise(str(tmp_path / "none" / "a.pt"))
+        recognize(str(tmp_path / "none" / "a.pt"))
     assert "folder" in caught.value.hint
     with pytest.raises(CkptError, match="null byte"):
-        recognise("a\0b")
+        recognize("a\0b")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -190,4 +190,4 @@ def test_a_file_without_permission_is_an_error(tmp_path):
     (tmp_path / "a.pt").write_bytes(b"x")
     (tmp_path / "a.pt").chmod(0)
     with pytest.raises(CkptError, match="cannot read"):
-        recognise(str(tmp_path / "a.pt"))
+        recognize(str(tmp_path / "a.pt"))

@@ -17,7 +17,7 @@ from ckpttool.formats.folders import (
     other_weights,
     state_files,
 )
-from ckpttool.formats.registry import recognise
+from ckpttool.formats.registry import recognize
 from ckpttool.io.paths import safe_path
 
 
@@ -57,7 +57,7 @@ def put(folder: Path, *names: str) -> Path:
 def test_the_only_checkpoint_is_found(
     tmp_path: Path, names: list[str], format: str, found: str
 ) -> None:
-    located = recognise(str(put(tmp_path, *names)))
+    located = recognize(str(put(tmp_path, *names)))
     assert located.format.name == format
     assert found in located.path
 
@@ -184,7 +184,7 @@ def test_files_of_the_same_kind_are_replaced(tmp_path: Path) -> None:
 def test_several_checkpoints_are_listed(tmp_path: Path) -> None:
     put(tmp_path, "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json")
     with pytest.raises(CkptError, match="several checkpoints") as caught:
-        recognise(str(tmp_path))
+        recognize(str(tmp_path))
     assert {p.key for p in caught.value.problems} == {
         "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"
     }  # fmt: skip
