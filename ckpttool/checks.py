@@ -33,7 +33,8 @@ from ckpttool.fixes.names import diff_names_file
 from ckpttool.formats.opening import unsafe_in_folder
 from ckpttool.io.files import look_anew
 from ckpttool.operands.checkpoint import model_section, open_operand
-from ckpttool.operands.model import ModelOperand, is_names_file, operand_of, read_names
+from ckpttool.operands.model import ModelOperand, operand_of
+from ckpttool.operands.names_files import is_names_file, read_names
 from ckpttool.operands.output import command, free
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.run import run

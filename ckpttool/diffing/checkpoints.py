@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 
 from ckpttool.core.checkpoint import Checkpoint
-from ckpttool.core.optimizer_state import GROUPS
 from ckpttool.core.text import Info, Note
 from ckpttool.diffing.causes import FIELDS, SIDES, Code, Sides
 from ckpttool.diffing.moved import explain_moved
@@ -28,8 +26,6 @@ from ckpttool.diffing.renames import suggestions
 from ckpttool.diffing.result import (
     EITHER_WAY,
     Diff,
-    Entry,
-    Remedy,
     alike,
     kinds_by_side,
     outlines,
@@ -38,8 +34,8 @@ from ckpttool.diffing.saved_optimizers import (
     UNKNOWN_CLASS,
     SavedOptimizer,
     compare_optimizers,
-    is_named,
     optimizer_alone,
+    remedy_between,
 )
 from ckpttool.diffing.scales import through_scales
 from ckpttool.diffing.sections import (
@@ -54,8 +50,8 @@ from ckpttool.formats.registry import MEMORY, format_of
 from ckpttool.formats.remarks import one_rank
 from ckpttool.kinds.adapters import adapter_in
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.operands.model import ModelOperand, as_read
-from ckpttool.optimizers import forms
+from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.reading import as_read
 
 # Statuses of equal weights: what a program has under other names, or with another number of names.
 _OTHER_NAMES = frozenset({"renamed", "transformed", "alias"})
@@ -196,31 +192,12 @@ def _optimizers(
         identical=all(entry.status in EITHER_WAY for entry in entries),
         entries=entries,
         notes=(*notes, *diff.notes, *other_notes),
-        remedy=_remedy(entries, saved, model),
+        remedy=remedy_between(entries, *saved, has_model=model is not None),
         has_other_notes=bool(other_notes),
         compared=dict.fromkeys(("keys", "shapes", "dtypes"), True) | compared,
         outlines=diff.outlines,
         names=names_of(left, right),
     )
-
-
-def _remedy(
-    entries: Iterable[Entry],
-    saved: tuple[SavedOptimizer, SavedOptimizer],
-    model: ModelOperand | None,
-) -> Remedy | None:
-    """Return what brings the first optimizer into the form, the order and the groups of the
-    second.
-    """
-    form, other_form = (forms.read(optimizer.section).form for optimizer in saved)
-    for entry in entries:
-        is_in_other_group = entry.status == "renamed" and entry.right[0].startswith(GROUPS)
-        if entry.status == "order" or is_in_other_group:
-            return Remedy("like_right", None if form == other_form else other_form)
-    if form == other_form:
-        return None
-    needs_model = model is not None or not is_named(saved[0])
-    return Remedy("keys_by_model" if needs_model else "keys", other_form)
 
 
 # The same comparison shared by the ranks of a job

@@ -18,8 +18,10 @@ from ckpttool.formats.remarks import one_rank
 from ckpttool.kinds.adapters import adapter_in, adapter_of
 from ckpttool.naming.convert import read
 from ckpttool.operands.checkpoint import saved_state_dicts, split
-from ckpttool.operands.model import ModelOperand, as_read, same_model
+from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.output import outputs
+from ckpttool.operands.reading import as_read
+from ckpttool.operands.same_model import same_model
 from ckpttool.optimizers.identify import Parameters, saved_order
 
 if TYPE_CHECKING:
@@ -275,3 +277,15 @@ def _not_compared(loading: LoadedSection) -> Iterator[Note]:
             f"{other.path} holds the same model as {section.title}, and was not compared: {command}"
         )
         yield Note(text, "not-compared")
+
+
+def compared_by_loading(checkpoint: Checkpoint, ignore_dtype: bool) -> dict[str, bool]:
+    """Return what loading the model compares: no values, and nothing else in the file."""
+    kinds = [section.kind for section in checkpoint.sections]
+    compared = {"keys": True, "shapes": True, "dtypes": not ignore_dtype}
+    compared |= dict.fromkeys(("values", "aliases", "metadata"), False)
+    if len(kinds) - kinds.count("optimizer") > 1:
+        compared["other_sections"] = False
+    if checkpoint.others:
+        compared["objects"] = False
+    return compared

@@ -5,37 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckpttool.containers.tensors import is_dense, kind
 from ckpttool.core.checkpoint import Checkpoint, Section
-from ckpttool.core.errors import CkptError, Problem
-from ckpttool.core.names import SERIALIZED, SPECIAL, Names
-from ckpttool.core.text import Info, Note, code_of, plural, some
+from ckpttool.core.errors import CkptError
 from ckpttool.diffing.adapter import adapter_alone
 from ckpttool.diffing.adapter import load as load_adapter
 from ckpttool.diffing.causes import Code
-from ckpttool.diffing.load_notes import LoadedSection, notes_on_load, notes_on_reading
+from ckpttool.diffing.lists import load as load_as_list
+from ckpttool.diffing.load_notes import (
+    LoadedSection,
+    compared_by_loading,
+    notes_on_load,
+    notes_on_reading,
+)
 from ckpttool.diffing.loading import compare_load, loads
 from ckpttool.diffing.names import exchangeable_keys
+from ckpttool.diffing.names_suffice import check_names_suffice
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, kinds_by_side, names_outlines, outlines
 from ckpttool.diffing.sections import (
-    compare,
     explain_computed,
     explain_quantized,
     with_copies_of_ranks,
     without_dtypes,
 )
 from ckpttool.formats.remarks import one_rank
-from ckpttool.kinds.lists import parameters_of
-from ckpttool.naming.convert import other_versions
-from ckpttool.naming.convert import read as read_keys
-from ckpttool.naming.match import NameTables
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.operands.model import ModelOperand, as_read, untied_keys
+from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.reading import as_read, untied_keys
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
-
-_PASS_CODE = "pass the model's code: --model package.module:attr, or file.py:attr"
 
 
 def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
@@ -49,7 +47,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
         if about_adapter is not None:
             return about_adapter
     if section.is_list:
-        return load_list(model, checkpoint, section, ignore_dtype)
+        return load_as_list(model, checkpoint, section, ignore_dtype)
     return _load_section(model, checkpoint, section, ignore_dtype)
 
 
@@ -70,7 +68,7 @@ def _load_section(
     if ignore_dtype:
         entries, harmless = without_dtypes(entries), harmless | {"dtype"}
     if verdict is None and loads(entries):
-        _check_names_suffice(model, names, checkpoint, section)
+        check_names_suffice(model, names, checkpoint, section)
     unreadable, of_shards = notes_on_reading(model, checkpoint)
     about = (model, checkpoint, section, names)
     loading = LoadedSection(*about, verdict, entries, ignore_dtype, unreadable, of_shards)
@@ -114,38 +112,6 @@ def _show_failure(entries: Sequence[Entry]) -> bool:
     return differs
 
 
-def load_list(
-    model: ModelOperand, checkpoint: Checkpoint, section: Section, ignore_dtype: bool
-) -> Diff:
-    """Compare a list of tensors with the model's parameters, in order."""
-    names = model.names()
-    params = Section("", "state_dict", tuple(parameters_of(names)))
-    entries = compare(section, params)
-    entries = without_dtypes(entries) if ignore_dtype else entries
-    notes = list[str]()
-    if len(section.tensors) != len(params.tensors):
-        count, expected = len(section.tensors), len(params.tensors)
-        text = f"{count} tensors in the list, and {expected} parameters in the model"
-        notes.append(Note(text, "list"))
-    buffers = [t.fqn for t in names.runtime if t.kind == "buffer" and t.persistent]
-    if buffers:
-        text = f"not in the list: {plural(len(buffers), 'buffer')} of the model ({some(buffers)})"
-        notes.append(Info(text, "list"))
-    parameters = f"the parameters of {model.called}"
-    return Diff(
-        checkpoint.source,
-        f"{parameters}, in order",
-        identical=all(entry.status == "same" for entry in entries),
-        entries=entries,
-        notes=tuple(notes),
-        compared=compared_by_loading(checkpoint, ignore_dtype) | {"keys": False},
-        outlines=(outlines(section), outlines(params)),
-        kinds=kinds_by_side(left=checkpoint.kinds_of(section)),
-        section=section.path,
-        names=(checkpoint.source, parameters),
-    )
-
-
 def _verdict(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> Verdict:
     """Return the answer of torch. Raises `CkptError` if torch cannot load it, with a hint for the
     part of one rank.
@@ -169,45 +135,3 @@ def _by_from_pretrained(
         return model, verdict
     answer = _verdict(model.by_pretrained, checkpoint, section)
     return (model.by_pretrained, answer) if answer.ok else (model, verdict)
-
-
-def _check_names_suffice(
-    model: ModelOperand, names: Names, checkpoint: Checkpoint, section: Section
-) -> None:
-    """Raise `CkptError` if loading depends on kinds of tensors or module versions, which names do
-    not describe.
-    """
-    subject = f"names cannot tell if {model.title} loads it"
-    strange = []
-    for tensor in section.tensors:
-        if not is_dense(tensor):
-            strange.append(Problem(f"a tensor of another kind ({kind(tensor)})", tensor.key))
-    if strange:
-        raise CkptError(
-            f"{subject}: {plural(len(strange), 'tensor')} of another kind",
-            hint="; ".join(one_rank(checkpoint)) or _PASS_CODE,
-            problems=strange,
-        )
-    for note in names.notes:
-        if code_of(note) == SPECIAL:
-            raise CkptError(f"{subject}: its tensors are {note}", hint=_PASS_CODE)
-    reading = read_keys(NameTables(names), section, SERIALIZED)
-    others = other_versions(names, section, reading)
-    if others:
-        raise CkptError(
-            f"{subject}: {plural(len(others), 'module')} of another version",
-            hint=_PASS_CODE,
-            problems=others,
-        )
-
-
-def compared_by_loading(checkpoint: Checkpoint, ignore_dtype: bool) -> dict[str, bool]:
-    """Return what loading the model compares: no values, and nothing else in the file."""
-    kinds = [section.kind for section in checkpoint.sections]
-    compared = {"keys": True, "shapes": True, "dtypes": not ignore_dtype}
-    compared |= dict.fromkeys(("values", "aliases", "metadata"), False)
-    if len(kinds) - kinds.count("optimizer") > 1:
-        compared["other_sections"] = False
-    if checkpoint.others:
-        compared["objects"] = False
-    return compared

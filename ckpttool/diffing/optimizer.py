@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ckpttool.containers.rank_shards import is_of_ranks, ranks_agree
 from ckpttool.core.checkpoint import Checkpoint, Section
@@ -11,8 +11,8 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names, OptimizerParam
 from ckpttool.core.text import Note, plural, shell, some
 from ckpttool.diffing.causes import Cause, Code
-from ckpttool.diffing.load_notes import unreadable_note
-from ckpttool.diffing.model import compared_by_loading, load
+from ckpttool.diffing.load_notes import compared_by_loading, unreadable_note
+from ckpttool.diffing.model import load
 from ckpttool.diffing.optimizer_load import OptimizerFit, compare_with_optimizer
 from ckpttool.diffing.result import HARMLESS, Diff, Entry
 from ckpttool.diffing.saved_optimizers import (
@@ -29,9 +29,6 @@ from ckpttool.optimizers.forms import read
 from ckpttool.optimizers.identify import (
     Parameters,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:

@@ -24,7 +24,7 @@ from ckpttool.core.optimizer_state import (
 from ckpttool.core.text import Info, Note, free
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import SIDES, Cause, Code
-from ckpttool.diffing.result import HARMLESS, Entry, Outlines, only_left, only_right
+from ckpttool.diffing.result import HARMLESS, Entry, Outlines, Remedy, only_left, only_right
 from ckpttool.diffing.sections import Values, compare_pair
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.optimizers.forms import class_of, read, same_option
@@ -407,6 +407,22 @@ def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str
     if param_map.assumed:
         notes.append(rests_on(param_map, side))
     return _SavedSide(param_map.state, state, param_map)
+
+
+def remedy_between(
+    entries: Iterable[Entry], left: SavedOptimizer, right: SavedOptimizer, *, has_model: bool
+) -> Remedy | None:
+    """Return what brings the left optimizer into the form, the order and the groups of the right,
+    whose `entries` these are.
+    """
+    form, other_form = read(left.section).form, read(right.section).form
+    for entry in entries:
+        is_in_other_group = entry.status == "renamed" and entry.right[0].startswith(GROUPS)
+        if entry.status == "order" or is_in_other_group:
+            return Remedy("like_right", None if form == other_form else other_form)
+    if form == other_form:
+        return None
+    return Remedy("keys" if is_named(left) and not has_model else "keys_by_model", other_form)
 
 
 def is_named(saved: SavedOptimizer) -> bool:

@@ -14,7 +14,7 @@ from ckpttool.naming.convert import ModelForm, read
 from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import canonical_in
 from ckpttool.operands.checkpoint import is_folder, model_section
-from ckpttool.operands.model import as_read
+from ckpttool.operands.reading import as_read
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.ruleset.infer_rules import drops
 

@@ -12,7 +12,9 @@ from ckpttool.diffing.run import run
 from ckpttool.distributed.job import only_first
 from ckpttool.kinds.packed import PACKED
 from ckpttool.operands.checkpoint import Ckpt, open_checkpoint
-from ckpttool.operands.model import ModelOperand, is_names_file, operand_of, read_for_model
+from ckpttool.operands.model import ModelOperand, operand_of
+from ckpttool.operands.names_files import is_names_file
+from ckpttool.operands.reading import read_for_model
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -12,7 +12,8 @@ from ckpttool.diffing.result import Diff
 from ckpttool.fixes.commands import FEW, Fixes
 from ckpttool.fixes.question import DiffQuestion
 from ckpttool.fixes.rules_file import Rules, by_file, renamed, suggested
-from ckpttool.operands.model import ModelOperand, read_names, saved_by
+from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.names_files import read_names, saved_by
 from ckpttool.operands.output import command, free
 from ckpttool.remapping import run as remap
 from ckpttool.remapping.options import RemapOptions

@@ -27,7 +27,8 @@ from ckpttool.fixes.rules_file import Rules, suggested
 from ckpttool.naming.match import prefixes
 from ckpttool.naming.wrappers import canonical_in, canonical_keys
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.operands.model import ModelOperand, saved_by
+from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.names_files import saved_by
 
 
 @dataclass(frozen=True)

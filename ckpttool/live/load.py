@@ -22,7 +22,8 @@ from ckpttool.live.optimizer_copy import like
 from ckpttool.live.partial import fitting_part
 from ckpttool.live.put import put
 from ckpttool.operands.checkpoint import Ckpt, model_section, open_checkpoint, open_operand, pick
-from ckpttool.operands.model import ModelOperand, read_for_model
+from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.reading import read_for_model
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.planning import plan_remap
 from ckpttool.tracing.build_model import CannotBuild

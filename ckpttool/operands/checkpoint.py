@@ -149,10 +149,9 @@ def _described(checkpoint: Checkpoint, path: str) -> Checkpoint:
     has_its_name = any(name(file).startswith(adapters.STEM) for file in checkpoint.files)
     if not is_recognized and not has_its_name:
         return checkpoint
-    config = join(path if is_dir(path) else parent(path), adapters.CONFIG)
-    if not is_file(config):
-        return checkpoint
-    settings = strict_json.read_file(config, "copy it again")
+    folder = path if is_dir(path) else parent(path)
+    config = join(folder, adapters.CONFIG)
+    settings = strict_json.read_file(config, "copy it again") if is_file(config) else None
     if not isinstance(settings, dict):
         return checkpoint
     kinds, method = checkpoint.kinds, settings.get("peft_type")
@@ -168,8 +167,10 @@ def split(operand: str) -> tuple[str, str | None]:
     fsspec chains URLs with the same mark (``simplecache::s3://…``): a part with ``://`` is never a
     section.
     """
-    path, mark, section = operand.rpartition("::")
-    return (path, section) if mark and path and "://" not in section else (operand, None)
+    path, _, section = operand.rpartition("::")
+    if not path or "://" in section:
+        return operand, None
+    return path, section
 
 
 def is_folder(operand: str) -> bool:
@@ -228,9 +229,11 @@ def sections_with_names_of(tables: NameTables, sections: Sequence[Section]) -> l
     complete = [section for section in sections if holds(tables, section)]
     if complete:
         return complete
-    counts = [len(read(tables, section).match.names) for section in sections]
-    most = max(counts)
-    return [section for section, count in zip(sections, counts) if count == most > 0]
+    by_count: dict[int, list[Section]] = {}
+    for section in sections:
+        by_count.setdefault(len(read(tables, section).match.names), []).append(section)
+    most = max(by_count)
+    return by_count[most] if most else []
 
 
 def _difference(left: Section, right: Section) -> str:
@@ -240,10 +243,15 @@ def _difference(left: Section, right: Section) -> str:
     unpaired = left_tensors.keys() ^ right_tensors.keys()
     if unpaired:
         return f"{plural(len(unpaired), 'key')} that only one of them has"
-    shapes = sum(entry.shape != right_tensors[key].shape for key, entry in left_tensors.items())
-    dtypes = sum(entry.dtype != right_tensors[key].dtype for key, entry in left_tensors.items())
-    differences = [plural(shapes, "other shape")] if shapes else []
-    differences += [plural(dtypes, "other dtype")] if dtypes else []
+    shapes = dtypes = 0
+    for key, entry in left_tensors.items():
+        shapes += entry.shape != right_tensors[key].shape
+        dtypes += entry.dtype != right_tensors[key].dtype
+    differences = []
+    if shapes:
+        differences.append(plural(shapes, "other shape"))
+    if dtypes:
+        differences.append(plural(dtypes, "other dtype"))
     return " and ".join(differences)
 
 

@@ -134,8 +134,8 @@ def _tensors(obj: object) -> Iterator[tuple[str, torch.Tensor]]:
             yield path, value
         elif is_container(value) and id(value) not in seen:
             seen.add(id(value))
-            inside = value.items() if isinstance(value, Mapping) else enumerate(value)
-            todo += [(dotted(path, str(key)), part) for key, part in inside]
+            parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+            todo += [(dotted(path, str(key)), part) for key, part in parts]
 
 
 def is_container(value: object) -> TypeGuard[Mapping[Any, Any] | list[Any] | tuple[Any, ...]]:

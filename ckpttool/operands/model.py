@@ -5,47 +5,28 @@ from __future__ import annotations
 import ast
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.containers import strict_json
 from ckpttool.core.checkpoint import (
-    Checkpoint,
-    ExtraEntry,
-    Lazy,
     Section,
-    Storage,
     TensorEntry,
-    in_row_major,
 )
-from ckpttool.core.dtypes import itemsize
-from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.expression import Expression, Ref, is_opaque, refs, without_cast
-from ckpttool.core.limits import limits
-from ckpttool.core.names import SCHEMA, SERIALIZED, Names
-from ckpttool.core.optimizer_state import with_filled
+from ckpttool.core.errors import CkptError
+from ckpttool.core.names import Names
 from ckpttool.core.options import ModelOptions, OptimizerOptions, call_of, expand_options
-from ckpttool.core.plan import Dropped, Output, Plan, compose, module_renames
-from ckpttool.core.text import plural, shell
+from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import current
-from ckpttool.evaluate.apply import apply
-from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.registry import program_format
 from ckpttool.io import progress, sources
-from ckpttool.kinds.lists import with_names_of_lists
-from ckpttool.kinds.table import with_kinds
-from ckpttool.naming import wrappers
-from ckpttool.naming.convert import holds as holds_keys
-from ckpttool.naming.convert import read
-from ckpttool.naming.match import NameTables, match
+from ckpttool.naming.match import NameTables
 from ckpttool.naming.versions import with_versions
-from ckpttool.operands.checkpoint import model_section, saved_state_dicts, split
+from ckpttool.operands.checkpoint import split
+from ckpttool.operands.names_files import read_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,37 +35,6 @@ if TYPE_CHECKING:
     from ckpttool.tracing.build_model import LoadedModel
     from ckpttool.tracing.loading import Load, Verdict
     from ckpttool.tracing.model_code import ModelCode
-
-
-# the form of keys that a model loads, and does not save: as a load hook reads them
-LOAD_HOOK = "load-hook"
-
-
-def is_names_file(operand: object) -> bool:
-    """Return True for the path of a file that `trace` wrote."""
-    if not isinstance(operand, str) or not operand.endswith(".json") or not os.path.isfile(operand):
-        return False
-    with open(operand, "rb") as file:
-        return SCHEMA.rpartition("/")[0].encode() in file.read(limits().json_bytes)
-
-
-def read_names(path: str) -> Names:
-    """Return the names in the file. Raise `CkptError` with all of its faults."""
-    return Names.from_json(
-        strict_json.read_file(path, "write a names file with `ckpttool trace MODEL -o names.json`"),
-        path,
-    )
-
-
-def saved_by(names: Names) -> Checkpoint:
-
-    def entry(key: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
-        length = prod(shape) * itemsize(dtype)
-        return in_row_major(key, dtype, shape, Storage(Lazy(length, lambda: [bytes(length)])))
-
-    tensors = tuple(entry(saved.key, saved.dtype, saved.shape or ()) for saved in names.serialized)
-    section = Section("", "state_dict", tensors, tuple(map(ExtraEntry, names.extra_state)))
-    return Checkpoint("CKPT", "torch_zip", 0, (section,))
 
 
 HF = "hf:"  # hf:FOLDER is the model that the config.json in the folder describes
@@ -266,24 +216,6 @@ class ModelOperand:
 
         return values_of_constants(self.definition(), names, state_dict)
 
-    def initial_states(
-        self, groups: Mapping[str, Mapping[str, Any]]
-    ) -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, str]]:
-        """Return the state that the optimizer creates for parameters without state, by FQN, and why
-        it is not known; see `tracing.initial_state`. `groups` has their hyperparameters.
-        """
-        from ckpttool.tracing.build_optimizer import load_optimizer
-        from ckpttool.tracing.initial_state import initial_states
-
-        def ask() -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, str]]:
-            return initial_states(self.definition(), load_optimizer(self.optimizer), groups)
-
-        job = current()
-        if job is None:
-            return ask()
-        states, unknown = job.of_first(f"initial states {self.optimizer} {sorted(groups)}", ask)
-        return {fqn: with_filled(state) for fqn, state in states.items()}, unknown
-
     def verdict(self, section: Section, *, reads_values: bool = True) -> Verdict:
         """Return what torch says of a strict load of the section, found once for the same entries
         and versions.
@@ -310,7 +242,8 @@ class ModelOperand:
             return section
         names = self.names()
         modules = {path: {"version": version} for path, version in (names.versions or {}).items()}
-        keys = dict.fromkeys([*(key.key for key in names.serialized), *names.extra_state])
+        keys = dict.fromkeys(key.key for key in names.serialized)
+        keys.update(dict.fromkeys(names.extra_state))
         changed = with_versions(section, modules, keys)
         if changed is section or self.verdict(section, reads_values=False).ok:
             return section
@@ -326,115 +259,6 @@ class ModelOperand:
     @cached_property
     def _verdicts(self) -> dict[tuple[int, ...], tuple[Section, Verdict]]:
         return {}  # a section is kept, so that its ids are not used again
-
-    def by_loading(self, section: Section) -> Plan | None:
-        """Return the plan from keys that the model loads, and does not save, to its runtime names.
-
-        Load hooks accept the keys of earlier versions of a model. The result is None if the keys
-        are the model's own, and if a strict load fails (except for second names of tied weights).
-        Raise `Refused` if the load succeeds and does not use some of the keys, or depends on
-        values.
-        """
-        if not self.is_definition or self.pretrained:
-            return None
-        if not read(self.tables, section).match.unmatched:
-            return None
-        job = current()
-        if job is None:
-            return self._by_loading(section)
-        entries = [(entry.key, entry.dtype, entry.shape) for entry in section.tensors]
-        import hashlib  # loads OpenSSL
-
-        text = repr([self.model, self.materialize, section.path, entries])
-        digest = hashlib.sha256(text.encode()).hexdigest()
-
-        def ask() -> dict[str, Any] | None:
-            plan = self._by_loading(section)
-            return None if plan is None else plan.to_json()
-
-        plan = job.of_first(f"loads {digest}", ask)
-        return None if plan is None else Plan.from_json(plan)
-
-    def _by_loading(self, section: Section) -> Plan | None:
-        canonical = wrappers.canonical_in(section)
-        if len(set(canonical.values())) < len(canonical):
-            return None
-        path = section.path
-        modules = module_renames(path, section.modules or (), canonical)
-        unwrapped = Plan(
-            tuple(Output(path, name, Ref(key)) for key, name in canonical.items()), modules=modules
-        )
-        is_wrapped = any(key != name for key, name in canonical.items())
-        bare = apply(unwrapped, Checkpoint.of(section)).section(path) if is_wrapped else section
-        try:
-            verdict = self.verdict(bare)
-        except CkptError:
-            return None
-        needed = set(verdict.missing) - set(self.tables.spare_keys)
-        if not verdict.ok and (verdict.errors or verdict.unexpected or needed):
-            return None
-        keys = bare.by_key()
-        reads = self._read_by_loading(verdict, keys)
-        self._check_decided(verdict, reads, keys)
-        used = {key for value in reads.values() for key in refs(value)}
-        twins = _twins(bare, used)
-        unused = [key for key in keys if key not in used and key not in twins]
-        if unused:
-            words = [word for key in unused for word in ("--drop", key)]
-            raise Refused(
-                f"{self.title} loads the checkpoint and does not use {plural(len(unused), 'key')}"
-                " of it",
-                hint=f"leave them out: {shell('ckpttool', 'remap', 'CKPT', *words, '-o', 'PART')}",
-                problems=[Problem("not used", key) for key in unused],
-            )
-        for fqn, value in reads.items():
-            if fqn in twins and value == Ref(twins[fqn]):
-                reads[fqn] = Ref(fqn)
-        place = {key: number for number, key in enumerate(keys)}
-
-        def first_place(read: tuple[str, Expression]) -> int:
-            places = [place[key] for key in refs(read[1])]
-            return min(places, default=len(place))
-
-        outputs = [Output(path, *read) for read in sorted(reads.items(), key=first_place)]
-        dropped = []
-        for key, other in twins.items():
-            if reads.get(key) != Ref(key):
-                reason = f"the model takes it for a copy of {other}"
-                dropped.append(Dropped(path, key, reason))
-        return compose(unwrapped, Plan(tuple(outputs), tuple(dropped)))
-
-    def _read_by_loading(
-        self, verdict: Verdict, keys: Mapping[str, object]
-    ) -> dict[str, Expression]:
-        """Return what loading gives each runtime tensor, and the entries that are not tensors."""
-        reads: dict[str, Expression] = {}
-        for fqn, value in verdict.reads.items():
-            if value is not None and fqn in self.tables.first:
-                reads[fqn] = without_cast(value)
-        for key in self.tables.runtime_names:
-            if key in keys and key not in self.tables.first:
-                reads[key] = Ref(key)
-        return reads
-
-    def _check_decided(
-        self, verdict: Verdict, reads: Mapping[str, Expression], keys: Iterable[str]
-    ) -> None:
-        """Raise `Refused` if what loading gives depends on values."""
-        depends = verdict.by_values or verdict.doubtful or verdict.special
-        if not depends and not any(map(is_opaque, reads.values())):
-            return
-        problems = []
-        for key in keys:
-            if key not in self.tables.saved:
-                problems.append(Problem("not a key that the model saves", key))
-        raise Refused(
-            f"{self.title} loads keys that it does not save, and the result depends on their"
-            " values",
-            hint="let it load them, and save that: model.load_state_dict(torch.load(CKPT)); "
-            "torch.save(model.state_dict(), OUT)",
-            problems=problems,
-        )
 
     @property
     def title(self) -> str:
@@ -458,22 +282,6 @@ class ModelOperand:
         """
         words = ("--model", self.model if isinstance(self.model, str) else "MODEL")
         return (*words, "--materialize") if self.materialize else words
-
-
-def _twins(section: Section, used: Collection[str]) -> dict[str, str]:
-    """Return the tensors that are not `used` and have the value of one that is: tied weights."""
-    by_outline = defaultdict[object, list[TensorEntry]](list)
-    for entry in section.tensors:
-        if entry.key in used:
-            by_outline[entry.dtype, entry.shape].append(entry)
-    twins = {}
-    for entry in section.tensors:
-        if entry.key not in used:
-            for other in by_outline[entry.dtype, entry.shape]:
-                if same_values(entry, other):
-                    twins[entry.key] = other.key
-                    break
-    return twins
 
 
 def _no_attribute(path: str) -> CkptError:
@@ -533,206 +341,3 @@ def operand_of(options: ModelOptions) -> ModelOperand | None:
     if isinstance(optimizer, Mapping):  # each is the optimizer of a section
         optimizer = None
     return ModelOperand(options.model, options.materialize, optimizer)
-
-
-def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
-    """Return `model` with the names that fit the section's keys: its own, or the names of
-    from_pretrained.
-
-    If both fit equally well, its own names are used; but not for ``hf:FOLDER``, and not for files
-    next to a ``config.json`` if a name has different values in the two.
-    """
-    if not model.is_definition or model.pretrained:
-        return model
-    tables = model.tables
-    path = split(source)[0]
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
-    has_config = os.path.isfile(os.path.join(folder, "config.json"))
-    if not has_config and not model.is_folder and holds_keys(tables, section):
-        return model
-    from ckpttool.tracing.pretrained import is_pretrained
-
-    if not is_pretrained(model.definition()):
-        return model
-    pretrained = model.by_pretrained.tables
-    # runtime names are no reason for a folder: from_pretrained ignores buffers that are not saved
-    form = SERIALIZED if model.is_folder else None
-    as_pretrained, score = read(pretrained, section, form), read(tables, section, form).match.score
-    if as_pretrained.match.score > score:
-        return model.by_pretrained
-    if model.is_folder and untied_keys(tables, section):  # from_pretrained does not tie these
-        return model.by_pretrained
-    saved = tables.saved
-    differ = any(saved.get(key, source) != source for key, source in pretrained.saved.items())
-    fits_both = as_pretrained.form == SERIALIZED and as_pretrained.match.score == score
-    preferred = model.is_folder or (has_config and differ)
-    return model.by_pretrained if fits_both and preferred else model
-
-
-def untied_keys(tables: NameTables, section: Section) -> list[tuple[str, str]]:
-    """Return pairs of keys that the model ties, and for which the section has different values."""
-    entries = section.by_key()
-    first: dict[str, str] = {}
-    pairs = []
-    for key, source in tables.saved.items():
-        if isinstance(source, Ref) and key in entries:
-            twin = first.setdefault(source.key, key)
-            if twin != key and not same_values(entries[twin], entries[key]):
-                pairs.append((twin, key))
-    return pairs
-
-
-Fit = tuple[int, int]
-Likeness = Mapping[str, "tuple[int, ...] | None"]  # canonical name -> shape; None for other entries
-
-
-def read_for_model(checkpoint: Checkpoint, model: ModelOperand | None) -> Checkpoint:
-    """Return the checkpoint as the model's names show it: which dicts are state dicts, and how the
-    tensors of lists are called.
-    """
-    if model is None:
-        return checkpoint
-    checkpoint = _with_dicts_of(model, checkpoint)
-    if any(section.is_list for section in checkpoint.state_dicts):
-        return with_names_of_lists(checkpoint, model.names(), saved_state_dicts(checkpoint))
-    return checkpoint
-
-
-def _with_dicts_of(model: ModelOperand, checkpoint: Checkpoint) -> Checkpoint:
-    """Read each dict as a state dict if it has more of the model's keys than any dict inside or
-    around it.
-
-    A dict that has none of these keys stays as it was read.
-    """
-    if checkpoint.readings is None:
-        return checkpoint
-    tables = model.tables
-    names = {*tables.serialized_names, *tables.runtime_names}
-    fits: dict[str, Fit] = {}
-    for path, keys in checkpoint.readings.dicts.items():
-        if not names.isdisjoint(keys):
-            fits[path] = _fit(tables, keys)
-    others = dict(fits)
-    for section in checkpoint.state_dicts if fits else ():
-        others[section.path] = _fit(tables, list(section.by_key()))
-
-    def is_best(path: str) -> bool:
-        for other, fit in others.items():
-            if (_is_inside(other, path) or _is_inside(path, other)) and fit >= fits[path]:
-                return False
-        return True
-
-    chosen = list(filter(is_best, fits))
-    return with_kinds(checkpoint.read_as(chosen)) if chosen else checkpoint
-
-
-def of_one_model(
-    checkpoint: Checkpoint, named: str | None = None, names: Names | None = None
-) -> tuple[Section, ...]:
-    """Return the sections that change together, the model's own first: all that hold the model, or
-    those in `named`.
-
-    `named` are dotted paths separated by commas; `names` are the model's, if it is known. Raise
-    `CkptError` if a path is not a state dict, and without paths if the state dicts hold several
-    models, or if the file has no state dict.
-    """
-    if named is not None:
-        return _named(checkpoint, [path.strip() for path in named.split(",")])
-    tables = None if names is None else NameTables(names)
-    try:
-        first = model_section(checkpoint, tables)
-    except CkptError:
-        if not checkpoint.state_dicts:
-            raise
-        first = checkpoint.state_dicts[0]
-        is_model = tables is not None and holds_keys(tables, first)
-        sections = (first, *same_model(checkpoint, first, names if is_model else None))
-        if len(sections) != len(checkpoint.state_dicts):
-            raise
-        return sections  # whichever it is, all of them are changed
-    return (first, *same_model(checkpoint, first, names))
-
-
-def same_model(
-    checkpoint: Checkpoint, section: Section, names: Names | None = None
-) -> tuple[Section, ...]:
-    """Return the other state dicts with the same names and shapes, with any wrappers around them.
-
-    If the model's `names` are known, also return state dicts that hold the complete model in
-    another form. A list of tensors has no names of its own: it changes only if it is named.
-    """
-    others = []
-    for other in checkpoint.state_dicts:
-        if other.path != section.path and not other.is_list:
-            others.append(other)
-    if not others:
-        return ()
-    lightning = wrappers.is_lightning(checkpoint)
-    tables = None if names is None else NameTables(names)
-    likeness = _likeness(section, lightning)
-    if not likeness:
-        return ()
-
-    def is_same(other: Section) -> bool:
-        if _likeness(other, lightning) == likeness:
-            return True
-        return tables is not None and holds_keys(tables, _without_counters(other))
-
-    return tuple(filter(is_same, others))
-
-
-def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list[str]:
-    """Return notes on state dicts that are not among the `changed` ones, but share half of the
-    names with one.
-    """
-    lightning, paths = wrappers.is_lightning(checkpoint), [section.path for section in changed]
-    others = [section for section in checkpoint.state_dicts if section.path not in paths]
-    changed_names = set(_likeness(changed[0], lightning)) if others else set()
-    notes = []
-    for other in others:
-        names = set(_likeness(other, lightning))
-        shared = len(names & changed_names)
-        if not shared or 2 * shared < min(len(names), len(changed_names)):
-            continue
-        both = ",".join((*paths, other.path))
-        notes.append(
-            f"{other.title} has {shared} of the {len(changed_names)} names of "
-            f"{changed[0].title} and stays as it is (--sections '{both}' takes it too)"
-        )
-    return notes
-
-
-def _named(checkpoint: Checkpoint, paths: Sequence[str]) -> tuple[Section, ...]:
-    have = {section.path: section for section in checkpoint.state_dicts}
-    unknown = [path for path in paths if path not in have]
-    if unknown:
-        titles = ", ".join(section.title for section in have.values()) or "none"
-        raise CkptError(
-            f"{checkpoint.source} has no state dict {', '.join(map(repr, unknown))}",
-            hint=f"its state dicts are: {titles}",
-        )
-    return tuple(have[path] for path in dict.fromkeys(paths))
-
-
-def _without_counters(section: Section) -> Section:
-    counters = wrappers.counters([entry.key for entry in section.tensors])
-    return replace(
-        section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters)
-    )
-
-
-def _likeness(section: Section, lightning: bool) -> Likeness:
-    names = wrappers.canonical_keys(section.by_key(), lightning=lightning)
-    shapes = {entry.key: entry.shape for entry in section.tensors}
-    entries = _without_counters(section).by_key()
-    return {name: shapes.get(key) for key, name in names.items() if key in entries}
-
-
-def _fit(tables: NameTables, keys: Sequence[str]) -> Fit:
-    """Return how many of the keys the model loads, and how many are its runtime names."""
-    serialized = match(keys, tables.serialized_names).names
-    return len(serialized), len(match(keys, tables.runtime_names).names)
-
-
-def _is_inside(path: str, outer: str) -> bool:
-    return path != outer and (not outer or path.startswith(f"{outer}."))

@@ -49,30 +49,36 @@ def command(verb: str, operands: tuple[str, ...], options: Any) -> str:
     If an operand or the value of an option is an object in memory, return the Python call, in which
     such objects are called as the arguments are.
     """
-    hints = get_type_hints(type(options), include_extras=True)
     late = {field.name for field in fields(OutputOptions)}
-    chosen = []
-    for field in fields(options):
+    chosen: dict[str, Any] = {}
+    for field in sorted(fields(options), key=lambda field: field.name in late):
         value = getattr(options, field.name)
         if value != field.default:
-            chosen.append((field.name, value))
-    chosen.sort(key=lambda pair: pair[0] in late)
-    if MEMORY.title in operands or not all(_is_plain(value) for _, value in chosen):
+            chosen[field.name] = value
+    if MEMORY.title in operands or not all(map(_is_plain, chosen.values())):
         names = {MEMORY.title: "ckpt", "CKPT": "CKPT"}
         arguments = [names.get(operand, repr(operand)) for operand in operands]
-        arguments += [f"{name}={_literal(name, value)}" for name, value in chosen]
+        arguments += [f"{name}={_literal(name, value)}" for name, value in chosen.items()]
         return f"ckpttool.{verb.replace('-', '_')}({', '.join(arguments)})"
-    words = []
-    for name, value in chosen:
-        mark = next(part for part in get_args(hints[name]) if isinstance(part, Option))
-        if value is True:
-            words.append(mark.flags[0])
-            continue
-        several = value.words if isinstance(value, Optimizers) else value
-        for part in several if isinstance(several, (list, tuple)) else (several,):
-            text = json.dumps(dict(part)) if isinstance(part, Mapping) else str(part)
-            words += [mark.flags[0], text]
+    words: list[str] = []
+    hints = get_type_hints(type(options), include_extras=True)
+    for name, value in chosen.items():
+        (option,) = (part for part in get_args(hints[name]) if isinstance(part, Option))
+        words += _words(option.flags[0], value)
     return shell("ckpttool", verb, *operands, *words)
+
+
+def _words(flag: str, value: object) -> list[str]:
+    """Return the words of one option; a flag with several values is repeated."""
+    if value is True:
+        return [flag]
+    if isinstance(value, Optimizers):
+        value = value.words
+    words = []
+    for part in value if isinstance(value, (list, tuple)) else (value,):
+        text = json.dumps(dict(part)) if isinstance(part, Mapping) else str(part)
+        words += [flag, text]
+    return words
 
 
 def _is_plain(value: object) -> bool:
@@ -97,16 +103,17 @@ def outputs(source: str, word: str) -> Iterator[str]:
     """Yield unused names for an output next to the source, first in its format:
     ``train.serialized.pt``.
     """
-    whole = "checkpoint" if source == MEMORY.title else split(source)[0]
-    folder = is_index_name(paths_name(whole))
-    whole = parent(whole) if folder else whole
-    if folder or (is_dir(whole) and not whole.rstrip("/").endswith(".dcp")):
-        ending, first = "", "/"
-    else:
-        ending = "".join(Path(whole.rstrip("/")).suffix)
-        first = ending if ending.lower() in _WRITABLE else ".pt"
-    for chosen in dict.fromkeys((first, ".pt")):
-        yield free(whole.rstrip("/").removesuffix(ending), word, chosen)
+    path = "checkpoint" if source == MEMORY.title else split(source)[0]
+    folder = is_index_name(paths_name(path))
+    if folder:
+        path = parent(path)
+    elif is_dir(path):
+        folder = not path.rstrip("/").endswith(".dcp")
+    path = path.rstrip("/")
+    ending = "" if folder else Path(path).suffix
+    first = ending if ending.lower() in _WRITABLE else ".pt"
+    for chosen in dict.fromkeys(("/" if folder else first, ".pt")):
+        yield free(path.removesuffix(ending), word, chosen)
 
 
 def free(stem: str, word: str, ending: str) -> str:
@@ -116,7 +123,8 @@ def free(stem: str, word: str, ending: str) -> str:
     plain_stem = re.sub(r"[*?\[\]{}]+", "", paths_name(stem)).strip("._-") or "checkpoint"
     folder = parent(stem)
     for count in range(1, 1000):
-        name = f"{plain_stem}.{word}{'' if count == 1 else count}{ending}"
+        number = "" if count == 1 else str(count)
+        name = f"{plain_stem}.{word}{number}{ending}"
         path = name if folder == "." else join(folder, name)
         if is_url(stem) or not os.path.lexists(path.rstrip("/")):
             break
@@ -154,14 +162,14 @@ class Target:
             return {paths_name(self.path): self.format.layout(checkpoint)}
         files: dict[str, Pieces | Link] = {}
         for name, content in (companions or {}).items():
-            files[name] = [
-                Piece(content if isinstance(content, bytes) else Span(content, 0, size(content)))
-            ]
-        if self.format.folder:
-            return files | dict(
-                self.format.layout_files(checkpoint, self.name, self.max_shard_size)
-            )
-        return files | {self.name: self.format.layout(checkpoint)}
+            if isinstance(content, str):
+                files[name] = [Piece(Span(content, 0, size(content)))]
+            else:
+                files[name] = [Piece(content)]
+        if not self.format.folder:
+            return files | {self.name: self.format.layout(checkpoint)}
+        shards = self.format.layout_files(checkpoint, self.name, self.max_shard_size)
+        return files | dict(shards)
 
     @property
     def home(self) -> str:

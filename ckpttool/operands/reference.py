@@ -54,9 +54,12 @@ def compare(checkpoint: Checkpoint, path: str) -> tuple[str, int] | None:
 def _problem(entry: TensorEntry, value: Any) -> str | None:
     if not isinstance(value, torch.Tensor):
         return "is not a tensor there"
-    if str(value.dtype).removeprefix("torch.") != entry.dtype or tuple(value.shape) != entry.shape:
-        return f"is {str(value.dtype).removeprefix('torch.')} {list(value.shape)} there"
-    return None if torch_eval.same_bits(torch_eval.load(entry), value) else "has other bytes there"
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype != entry.dtype or tuple(value.shape) != entry.shape:
+        return f"is {dtype} {list(value.shape)} there"
+    if not torch_eval.same_bits(torch_eval.load(entry), value):
+        return "has other bytes there"
+    return None
 
 
 def _dense(checkpoint: Checkpoint) -> Iterator[tuple[Section, TensorEntry]]:
@@ -80,11 +83,8 @@ def _safetensors(checkpoint: Checkpoint, path: str) -> tuple[str, Iterator[Pair]
             with safetensors.safe_open(file, framework="pt") as opened:
                 keys = set(opened.keys())
                 for entry in entries:
-                    yield (
-                        entry.key,
-                        entry,
-                        opened.get_tensor(entry.key) if entry.key in keys else None,
-                    )
+                    value = opened.get_tensor(entry.key) if entry.key in keys else None
+                    yield entry.key, entry, value
 
     return f"safetensors {safetensors.__version__}", pairs()
 
@@ -96,23 +96,24 @@ def _torch(checkpoint: Checkpoint, path: str) -> tuple[str, Iterator[Pair]]:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # an object that it does not allow, or a tensor that it cannot map
         return "", iter(())
+    return f"torch {torch.__version__}", _pairs_in(content, checkpoint)
+
+
+def _pairs_in(content: Any, checkpoint: Checkpoint) -> Iterator[Pair]:
+    """Yield the tensors of the index with what is at their places in the loaded object."""
     tree: Any = getattr(checkpoint.container, "tree", None)
-
-    def pairs() -> Iterator[Pair]:
-        for section in checkpoint.sections:
-            steps = () if tree is None else tree.places[section.path].steps
-            if any(kind != "item" for kind, _ in steps):
-                continue  # a part of an object, which indexing does not reach
-            inside = _at(content, [step for _, step in steps])
-            if section.kind == "state_dict":
-                for entry in section.tensors:
-                    if entry.storage is not None:
-                        yield dotted(section.path, entry.key), entry, _at(inside, [entry.key])
-            elif section.kind == "optimizer" and section.mapping is not None:
-                for keys, entry in _leaves(section.mapping):
-                    yield dotted(section.path, entry.key), entry, _at(inside, keys)
-
-    return f"torch {torch.__version__}", pairs()
+    for section in checkpoint.sections:
+        steps = () if tree is None else tree.places[section.path].steps
+        if any(kind != "item" for kind, _ in steps):
+            continue  # a part of an object, which indexing does not reach
+        inside = _at(content, [step for _, step in steps])
+        if section.kind == "state_dict":
+            for entry in section.tensors:
+                if entry.storage is not None:
+                    yield dotted(section.path, entry.key), entry, _at(inside, [entry.key])
+        elif section.kind == "optimizer" and section.mapping is not None:
+            for keys, entry in _leaves(section.mapping):
+                yield dotted(section.path, entry.key), entry, _at(inside, keys)
 
 
 def _leaves(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], TensorEntry]]:

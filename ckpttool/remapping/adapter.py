@@ -18,7 +18,8 @@ from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.text import plural
 from ckpttool.kinds.adapters import Adapter, adapter_of, path_and_rest
 from ckpttool.naming.match import NameTables
-from ckpttool.operands.model import ModelOperand, saved_by
+from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.names_files import saved_by
 from ckpttool.remapping.steps import Draft, apply_rules
 
 if TYPE_CHECKING:

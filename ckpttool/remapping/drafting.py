@@ -15,7 +15,8 @@ from ckpttool.kinds.adapters import Adapter, adapter_in
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import Form, check_versions, read
 from ckpttool.naming.wrappers import Chain
-from ckpttool.operands.model import LOAD_HOOK, ModelOperand
+from ckpttool.operands.load_plan import LOAD_HOOK, by_loading
+from ckpttool.operands.model import ModelOperand
 from ckpttool.remapping.adapter import apply_rules_of_base, to_other_base
 from ckpttool.remapping.steps import (
     Draft,
@@ -135,16 +136,16 @@ def _to_form(draft: Draft, task: SectionTask, saved: ModelOperand) -> Draft:
         after = to_model_form(replace(draft, section=whole), request, saved)
         plan = compose(pruned, after.plan)
         return replace(after, section=section, plan=plan, counters=counters)
-    by_loading = None if request.options.source_form is not None else saved.by_loading(rest)
-    if by_loading is None:
+    load_plan = None if request.options.source_form is not None else by_loading(saved, rest)
+    if load_plan is None:
         return to_model_form(draft, request, saved)
-    loaded = _loaded(by_loading, rest)
+    loaded = _loaded(load_plan, rest)
     if request.form_by_model.names == SERIALIZED:
         reading = replace(read(saved.tables, loaded, RUNTIME), form=SERIALIZED)
         # the versions of the file would be in the output
         check_versions(saved.names(), loaded, reading)
     after = to_model_form(replace(draft, section=replace(loaded, form=RUNTIME)), request, saved)
-    plan = compose(by_loading, after.plan)
+    plan = compose(load_plan, after.plan)
     return replace(after, section=section, plan=plan, form=LOAD_HOOK, counters=counters)
 
 

@@ -14,7 +14,8 @@ from ckpttool.core.values import dataclass
 from ckpttool.naming.convert import read
 from ckpttool.naming.match import align, match
 from ckpttool.operands.checkpoint import is_code, model_section, open_checkpoint
-from ckpttool.operands.model import ModelOperand, read_for_model
+from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.reading import read_for_model
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.result import Filled, Remap

@@ -16,7 +16,8 @@ from ckpttool.kinds.adapters import adapter_in
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import ModelForm, Reading, read
 from ckpttool.naming.match import match
-from ckpttool.operands.model import ModelOperand, as_read
+from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.reading import as_read
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.result import Remap
 

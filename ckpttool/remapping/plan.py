@@ -19,7 +19,8 @@ from ckpttool.kinds.quantized import problems_of_parts
 from ckpttool.naming.match import match
 from ckpttool.naming.model_change import ModelChange
 from ckpttool.naming.wrappers import Chain, is_lightning
-from ckpttool.operands.model import ModelOperand, left_as_they_are, of_one_model
+from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.same_model import left_as_they_are, of_one_model
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.identify import in_order_of
 from ckpttool.optimizers.move import remap_optimizers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem
@@ -13,8 +14,10 @@ from ckpttool.kinds.table import with_kinds
 from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.match import match
 from ckpttool.operands.checkpoint import saved_state_dicts
-from ckpttool.operands.model import ModelOperand, of_one_model
+from ckpttool.operands.initial_state import initial_states
+from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.output import command, target_for
+from ckpttool.operands.same_model import of_one_model
 from ckpttool.optimizers.request import Create, OfSection, OptimizerRequest
 from ckpttool.remapping.by_position import notes_on_lists
 from ckpttool.remapping.filling import fill
@@ -143,7 +146,7 @@ def _create(loads: ModelOperand | None, options: RemapOptions) -> Create | None:
     """Return what creates state for parameters without any: the optimizer, with --partial."""
     if not options.partial or loads is None or not loads.is_definition or loads.optimizer is None:
         return None
-    return loads.initial_states
+    return partial(initial_states, loads)
 
 
 def _not_reached(outcome: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:

@@ -12,8 +12,10 @@ from ckpttool.core.options import ModelOptions
 from ckpttool.core.values import dataclass
 from ckpttool.naming.convert import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand
-from ckpttool.operands.model import ModelOperand, as_read, of_one_model, read_for_model
+from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.output import command
+from ckpttool.operands.reading import as_read, read_for_model
+from ckpttool.operands.same_model import of_one_model
 from ckpttool.remapping.filling import Filler, filler_of
 from ckpttool.remapping.gather import Gathered, gather_ranks, merge_replicas
 from ckpttool.remapping.options import RemapOptions

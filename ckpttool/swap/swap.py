@@ -43,15 +43,11 @@ from ckpttool.naming.convert import Form, ModelForm
 from ckpttool.naming.match import match
 from ckpttool.naming.wrappers import Chain, strip
 from ckpttool.operands.checkpoint import model_section, split
-from ckpttool.operands.model import (
-    LOAD_HOOK,
-    ModelOperand,
-    as_read,
-    operand_of,
-    read_for_model,
-    same_model,
-)
+from ckpttool.operands.load_plan import LOAD_HOOK, by_loading
+from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import outputs
+from ckpttool.operands.reading import as_read, read_for_model
+from ckpttool.operands.same_model import same_model
 from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified, Writer, check_code, cost_of
 from ckpttool.swap.weight_map import (
     WeightMap,
@@ -394,14 +390,14 @@ def _map(
     section = replace(weights, tensors=rest)
     if model is None:
         return map_by_keys(target, section, canonical), weights, None
-    by_loading = model.by_loading(section) if form is None else None
-    if by_loading is not None:
-        loaded = apply(by_loading, Checkpoint.of(section)).section(section.path)
+    load_plan = by_loading(model, section) if form is None else None
+    if load_plan is not None:
+        loaded = apply(load_plan, Checkpoint.of(section)).section(section.path)
         section = replace(loaded, form=RUNTIME)
         weights = replace(section, tensors=(*section.tensors, *for_constants))
     constants = {entry.key: canonical[entry.key] for entry in constants_of(program)}
     form_name = form.names if isinstance(form, ModelForm) else None
-    return map_by_model(target, constants, section, model, form_name), weights, by_loading
+    return map_by_model(target, constants, section, model, form_name), weights, load_plan
 
 
 def _unsaved(

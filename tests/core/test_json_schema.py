@@ -19,7 +19,8 @@ from ckpttool import CkptError, Names, Plan
 from ckpttool.containers.strict_json import read_file
 from ckpttool.core import schema
 from ckpttool.core.limits import Limits, limited
-from ckpttool.operands.model import ModelOperand, read_names
+from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.names_files import read_names
 from ckpttool.tracing.trace import trace
 from zoo import zoo_model
 

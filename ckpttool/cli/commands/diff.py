@@ -16,7 +16,8 @@ from ckpttool.core.text import Info, Note, shell
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff, Fix
 from ckpttool.operands.checkpoint import is_code, is_folder
-from ckpttool.operands.model import is_names_file, operand_of
+from ckpttool.operands.model import operand_of
+from ckpttool.operands.names_files import is_names_file
 from ckpttool.operands.output import free
 
 
