@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from itertools import chain, islice, pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
 from math import prod
 from sys import intern
 from typing import Generic, TypeVar
@@ -43,7 +43,8 @@ def collapse(items: Iterable[tuple[str, L]]) -> Iterator[KeyPattern[str, L]]:
     groups: dict[tuple[Texts, L], list[tuple[Texts, str]]] = {}
     for key, likeness in items:
         template, indices = _split(key)
-        groups.setdefault((template, likeness), []).append((indices, key))
+        rows = groups.setdefault((template, likeness), [])
+        rows.append((indices, key))
     for (template, likeness), rows in groups.items():
         yield from _exact(template, likeness, rows)
 
@@ -93,24 +94,29 @@ def paired(pairs: Iterable[tuple[Texts, Texts, L]]) -> Iterator[tuple[str, str, 
 
     The first key of a pair decides which pairs are collapsed.
     """
-    # the number of keys on the left, the templates of all keys -> the indices of all keys
+    # the number of keys on the left, the templates of all keys -> a row of indices for each pair
     groups: dict[tuple[int, tuple[Texts, ...], L], list[tuple[Texts, ...]]] = {}
     for left, right, likeness in pairs:
         templates, indices = zip(*map(_split, (*left, *right)))
-        groups.setdefault((len(left), templates, likeness), []).append(indices)
+        rows = groups.setdefault((len(left), templates, likeness), [])
+        rows.append(indices)
     for (count, templates, likeness), rows in groups.items():
-        by_first = [(indices[0], indices) for indices in rows]
-        for group in _exact(templates[0], likeness, by_first):
+        by_first_key = [(indices[0], indices) for indices in rows]
+        for group in _exact(templates[0], likeness, by_first_key):
             names = [group.pattern]
-            for template, column in zip(templates[1:], islice(zip(*group.keys), 1, None)):
+            columns = zip(*group.keys)
+            next(columns)  # of the first key, whose pattern is there
+            for template, column in zip(templates[1:], columns):
                 names.append(_first_of(template, column))
-            yield " + ".join(names[:count]), " + ".join(names[count:]), len(group.keys), likeness
+            left_names, right_names = " + ".join(names[:count]), " + ".join(names[count:])
+            yield left_names, right_names, len(group.keys), likeness
 
 
 def _first_of(template: Texts, rows: Iterable[Texts]) -> str:
     """Return the first pattern of the keys that have these indices, as `first_pattern` does."""
     distinct = dict.fromkeys(rows)
-    return _first(_exact(template, None, [(row, row) for row in distinct]), len(distinct))
+    groups = _exact(template, None, [(indices, indices) for indices in distinct])
+    return _first(groups, len(distinct))
 
 
 def _exact(
@@ -121,19 +127,22 @@ def _exact(
     """
     distinct = {indices for indices, _ in rows}  # a key may repeat: in two sections, or in an entry
     columns = [set(column) for column in zip(*distinct)]
-    varying = [at for at, column in enumerate(columns) if len(column) > 1]
+    varying = [place for place, column in enumerate(columns) if len(column) > 1]
     if len(varying) > _MOST_VARYING:
         for indices, key in rows:
             yield KeyPattern(_joined(template, indices), (key,), likeness)
-    elif prod(map(len, columns)) == len(distinct):
+        return
+    if prod(map(len, columns)) == len(distinct):
         segments = [_segment(column) for column in columns]
-        yield KeyPattern(_joined(template, segments), tuple([key for _, key in rows]), likeness)
-    else:
-        by_value: dict[str, list[tuple[Texts, K]]] = {}
-        for row in rows:
-            by_value.setdefault(row[0][varying[0]], []).append(row)
-        for part in by_value.values():
-            yield from _exact(template, likeness, part)
+        keys = tuple([key for _, key in rows])
+        yield KeyPattern(_joined(template, segments), keys, likeness)
+        return
+    by_value: dict[str, list[tuple[Texts, K]]] = {}
+    for row in rows:
+        indices, _ = row
+        by_value.setdefault(indices[varying[0]], []).append(row)
+    for part in by_value.values():
+        yield from _exact(template, likeness, part)
 
 
 def _segment(values: Collection[str]) -> str:
@@ -152,13 +161,18 @@ def _ranges(indices: Sequence[int]) -> str:
     """Return ``0-3,8,10-11`` for sorted indices without repeats; many steps of one length are
     ``0,4,8,...,28``.
     """
-    step = indices[1] - indices[0]
-    if len(indices) > _MOST_STEPS and step > 1 and all(b - a == step for a, b in pairwise(indices)):
-        return f"{','.join(map(str, indices[:3]))},...,{indices[-1]}"
+    steps = {after - before for before, after in pairwise(indices)}
+    if len(indices) > _MOST_STEPS and len(steps) == 1 and 1 not in steps:
+        first = ",".join(map(str, indices[:3]))
+        return f"{first},...,{indices[-1]}"
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][-1] + 1:
             runs[-1].append(index)
         else:
             runs.append([index])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    ranges = []
+    for run in runs:
+        begin, end = run[0], run[-1]
+        ranges.append(str(begin) if begin == end else f"{begin}-{end}")
+    return ",".join(ranges)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from typing import NamedTuple
 
 from ckpttool.core.text import listed, number, plural
@@ -58,11 +57,15 @@ class LikelyRenames(NamedTuple):
     @classmethod
     def of(cls, diff: Diff) -> LikelyRenames:
         """Return the likely renames of a diff."""
-        pairs = () if diff.inferred is None else diff.inferred.pairs
-        pairs = tuple(pair for pair in pairs if pair.left != pair.right)
-        left = chain.from_iterable(pair.left for pair in pairs)
-        right = chain.from_iterable(pair.right for pair in pairs)
-        return cls(pairs, frozenset(left), frozenset(right))
+        pairs: list[Pair] = []
+        left: set[str] = set()
+        right: set[str] = set()
+        for pair in diff.inferred.pairs if diff.inferred is not None else ():
+            if pair.left != pair.right:
+                pairs.append(pair)
+                left.update(pair.left)
+                right.update(pair.right)
+        return cls(tuple(pairs), frozenset(left), frozenset(right))
 
     def explain(self, entry: Entry) -> bool:
         """Return True if they pair all keys of the entry: with them it is no difference."""
@@ -75,11 +78,7 @@ def answer(diff: Diff, counts: Mapping[str, int]) -> str:
     """Return the answer of a diff as one sentence, with the section that it is about if that is not
     the complete file. `counts` is the result of `counted`.
     """
-    if diff.identical:
-        sentence = _identical(diff)
-    else:
-        accepted = True if diff.failing_ignores else diff.accepted
-        sentence = _with_accepted(diff, counts, accepted=accepted)
+    sentence = _identical(diff) if diff.identical else _with_accepted(diff, counts)
     if diff.section:
         sentence += f" (section {diff.section})"
     if diff.failing_ignores:
@@ -99,22 +98,27 @@ def _identical(diff: Diff) -> str:
         return f"{right} has the names in {left}"
     if diff.asks == "adapter":
         return f"PEFT loads {left} onto {right}"
-    harmless = sum(
-        entry.status not in HARMLESS and not entry.has(Code.COUNTER) for entry in diff.entries
-    )
-    if diff.asks != "pair":
-        subject = left if diff.asks == "load" else f"the optimizer state of {left}"
-        loads = f"{subject} loads into {right}"
-        return f"{loads}; {plural(harmless, 'harmless difference')}" if harmless else loads
-    if harmless and diff.compared.get("values"):
-        statuses = {entry.status for entry in diff.entries} - HARMLESS
-        if statuses == {"dtype"}:
+    statuses = Counter[str]()
+    for entry in diff.entries:
+        if entry.status not in HARMLESS and not entry.has(Code.COUNTER):
+            statuses[entry.status] += 1
+    harmless = statuses.total()
+    if diff.asks == "load":
+        same = f"{left} loads into {right}"
+    elif diff.asks == "optimizer":
+        same = f"the optimizer state of {left} loads into {right}"
+    elif harmless and diff.compared.get("values"):
+        if set(statuses) == {"dtype"}:
             count = plural(harmless, "tensor")
             return f"{left} and {right} have the same values after a conversion of {count}"
-        same = f"{left} and {right} have the same weights"
-        return f"{same}; {plural(harmless, 'key')} under another name, or computed by a hook"
-    subject = f"the models in {left} and {right}" if diff.has_other_notes else f"{left} and {right}"
-    same = f"{subject} have the same {_same_aspects(diff)}"
+        keys = plural(harmless, "key")
+        return (
+            f"{left} and {right} have the same weights; {keys} under another name, or computed by a"
+            " hook"
+        )
+    else:
+        models = "the models in " if diff.has_other_notes else ""
+        same = f"{models}{left} and {right} have the same {_same_aspects(diff)}"
     return f"{same}; {plural(harmless, 'harmless difference')}" if harmless else same
 
 
@@ -130,19 +134,23 @@ def _same_aspects(diff: Diff) -> str:
 # Something differs
 
 
-def _with_accepted(diff: Diff, counts: Mapping[str, int], *, accepted: bool | None) -> str:
+def _with_accepted(diff: Diff, counts: Mapping[str, int]) -> str:
     """Return the differences, and how many of them are accepted."""
-    sentence = _differences(diff, {key: counts[key] for key in counts if key != "same"})
-    if accepted is None and all(entry.ignored is None for entry in diff.entries):
-        return sentence
-    differing = [entry for entry in diff.entries if diff.is_difference(entry)]
-    ignored = sum(entry.ignored is not None for entry in differing)
-    others = len(differing) - ignored
-    if accepted:
-        parts = [f"{number(ignored)} ignored"] if ignored else []
-        parts += [f"{number(others)} not in --fail-on"] if others else []
-        return f"{sentence}; accepted ({', '.join(parts)})"
-    return f"{sentence}; {number(ignored)} ignored" if ignored else sentence
+    sentence = _differences(diff, _without_same(counts))
+    ignored = sum(entry.ignored is not None and diff.is_difference(entry) for entry in diff.entries)
+    if not diff.accepted and not diff.failing_ignores:
+        return f"{sentence}; {number(ignored)} ignored" if ignored else sentence
+    others = sum(map(diff.is_difference, diff.entries)) - ignored
+    reasons = []
+    if ignored:
+        reasons.append(f"{number(ignored)} ignored")
+    if others:
+        reasons.append(f"{number(others)} not in --fail-on")
+    return f"{sentence}; accepted ({', '.join(reasons)})"
+
+
+def _without_same(counts: Mapping[str, int]) -> dict[str, int]:
+    return {status: count for status, count in counts.items() if status != "same"}
 
 
 def _differences(diff: Diff, counts: dict[str, int]) -> str:
@@ -152,55 +160,53 @@ def _differences(diff: Diff, counts: dict[str, int]) -> str:
     if diff.asks == "names":
         return _saved_otherwise(diff, counts) if counts else f"{right} {diff.other_failure}"
     phrases = _phrases(diff, counts)
-    # the sections and entries next to the models, or why two files differ that have equal entries
-    if diff.asks in ("pair", "drift") and diff.other_failure:
-        phrases.append(diff.other_failure)
-    details = ", ".join(phrases)
-    if diff.asks == "drift":
-        return f"{right} has changed since {left}: {details}"
-    if diff.asks == "adapter":
-        fails = f"PEFT does not load {left} completely onto {right}"
-        return f"{fails}: {details}" if details else fails
     if diff.asks == "optimizer":
-        subject = f"the optimizer state of {left}"
         if not counts:
-            return f"{subject} {diff.other_failure}"
-        return f"{subject} does not fit {right}: {details}"
-    differ = f"{left} and {right} differ"
-    return f"{differ}: {details}" if details else differ
+            return f"the optimizer state of {left} {diff.other_failure}"
+        return f"the optimizer state of {left} does not fit {right}: {', '.join(phrases)}"
+    # the sections and entries next to the models, or why two files differ that have equal entries
+    if diff.asks != "adapter" and diff.other_failure:
+        phrases.append(diff.other_failure)
+    if diff.asks == "drift":
+        return f"{right} has changed since {left}: {', '.join(phrases)}"
+    sentence = f"{left} and {right} differ"
+    if diff.asks == "adapter":
+        sentence = f"PEFT does not load {left} completely onto {right}"
+    return f"{sentence}: {', '.join(phrases)}" if phrases else sentence
 
 
 def counted(entries: Iterable[Entry], renames: LikelyRenames) -> dict[str, int]:
     """Return how many entries have each status; the two keys of a likely rename count as one, and
     tensors that ranks split, values that were not compared, and hyperparameters are counted apart.
     """
-    counts = Counter[str]()
+    counts = Counter({_LIKELY: len(renames.pairs)})
     for group in alike(entries):
-        if group[0].has(Code.SPLIT_LEFT, Code.SPLIT_RIGHT, Code.SPLIT_BOTH):
-            counts[_SPLIT] += len(group)
-        elif _is_quantized(group[0]):
-            counts[_QUANTIZED] += len(group)
-        elif group[0].has(Code.UNREAD):
-            counts[_UNREAD] += len(group)
-        elif group[0].has(Code.OPTION):
-            counts[_OPTION] += len(group)
-        else:
-            counts[group[0].status] += len(group) - sum(map(renames.explain, group))
-    counts = +counts
-    return {_LIKELY: len(renames.pairs), **counts} if renames.pairs else dict(counts)
+        kind = _kind(group[0])
+        counts[kind] += len(group)
+        if kind == group[0].status:
+            counts[kind] -= sum(map(renames.explain, group))
+    return {kind: count for kind, count in counts.items() if count > 0}
 
 
-def _is_quantized(entry: Entry) -> bool:
-    """Return True for the numbers of a quantized weight, whose values were not compared."""
-    is_pair = bool(entry.left and entry.right) and entry.status in ("dtype", "shape", "value")
-    return is_pair and entry.has(Code.QUANTIZED) and not entry.has(Code.UNREAD)
+def _kind(entry: Entry) -> str:
+    """Return how the entry is counted: its status, or what else it is."""
+    if entry.has(Code.SPLIT_LEFT, Code.SPLIT_RIGHT, Code.SPLIT_BOTH):
+        return _SPLIT
+    if entry.has(Code.UNREAD):
+        return _UNREAD
+    # the numbers of a quantized weight, whose values were not compared
+    if entry.has(Code.QUANTIZED) and entry.status in ("dtype", "shape", "value"):
+        return _QUANTIZED
+    return _OPTION if entry.has(Code.OPTION) else entry.status
 
 
 def summary(diff: Diff, counts: Mapping[str, int]) -> str:
     """Return how many entries are equal, and how many differ in which way."""
+    phrases = _phrases(diff, _without_same(counts))
     same = counts.get("same", 0)
-    phrases = _phrases(diff, {key: counts[key] for key in counts if key != "same"})
-    return ", ".join([f"{number(same)} same", *phrases] if same else phrases)
+    if same:
+        phrases.insert(0, f"{number(same)} same")
+    return ", ".join(phrases)
 
 
 def _phrases(diff: Diff, counts: dict[str, int]) -> list[str]:
@@ -208,7 +214,7 @@ def _phrases(diff: Diff, counts: dict[str, int]) -> list[str]:
     words = {"drift": _SINCE_NAMES_FILE, "optimizer": _OF_OPTIMIZER}.get(diff.asks, _COUNTED)
     phrases = []
     for status in dict.fromkeys((*words, *counts)):
-        if counts.get(status):
+        if status in counts:
             noun, rest = words.get(status, (status, ""))
             phrases.append(plural(counts[status], noun) + rest.format(left=left, right=right))
     return phrases
@@ -236,20 +242,11 @@ def _not_loaded(diff: Diff, counts: dict[str, int]) -> str:
     if missing:
         clauses.append(f"lacks {plural(missing, 'key')} of {right}")
     objects: list[str] = []
-    for status, (noun, single, several) in _UNLOADED.items():
-        count = counts.get(status, 0)
-        if not count:
-            continue
-        is_first = not clauses and not objects
-        words = (single if count == 1 else several).format(it=right if is_first else "it")
-        is_named = is_first and status != "unexpected"
-        of = f" of {right}" if is_named and noun == "key" else ""
-        than = f" than {right}" if is_named and status in ("shape", "dtype") else ""
-        total = _all_of(diff, status, count)
-        # the noun of the clause before it
-        follows = bool(clauses) and not objects and status == "unexpected"
-        counted_nouns = number(count) if follows else plural(count, noun)
-        objects.append(f"{total}{counted_nouns}{of} {words}{than}".rstrip())
+    for status in _UNLOADED:
+        if status in counts:
+            is_first = not missing and not objects
+            follows_keys = bool(missing) and not objects
+            objects.append(_unloaded(diff, status, counts[status], is_first, follows_keys))
     if objects:
         clauses.append(f"has {listed(objects)}")
     if not clauses:
@@ -257,27 +254,45 @@ def _not_loaded(diff: Diff, counts: dict[str, int]) -> str:
     return f"{left} {' and '.join(clauses)}"
 
 
-def _all_of(diff: Diff, status: str, count: int) -> str:
-    """Return ``all`` if every key of the model has another name."""
-    expected = sum(bool(entry.right) for entry in diff.entries)
-    return "all " if status == "renamed" and count == expected > 1 else ""
+def _unloaded(diff: Diff, status: str, count: int, is_first: bool, follows_keys: bool) -> str:
+    """Return ``4 keys of RIGHT under other names``. The first phrase of a sentence names the model;
+    one that follows the missing keys need not say that it is about keys.
+    """
+    right = diff.names[1]
+    noun, single, several = _UNLOADED[status]
+    words = single if count == 1 else several
+    if status == "unexpected":
+        nouns = number(count) if follows_keys else plural(count, noun)
+        return f"{nouns} {words.format(it=right if is_first else 'it')}"
+    phrase = plural(count, noun)
+    # every key of the model has another name
+    if status == "renamed" and count == sum(bool(entry.right) for entry in diff.entries) > 1:
+        phrase = f"all {phrase}"
+    if is_first and noun == "key":
+        phrase += f" of {right}"
+    if words:
+        phrase += f" {words}"
+    if is_first and status in ("shape", "dtype"):
+        phrase += f" than {right}"
+    return phrase
 
 
 def _saved_otherwise(diff: Diff, counts: dict[str, int]) -> str:
     """Return ``MODEL saves 19 of its 92 keys under other names than at runtime``."""
     keys = sum(bool(entry.left) for entry in diff.entries)
     clauses = []
-    renamed, computed = counts.get("renamed", 0), counts.get("transformed", 0)
+    renamed = counts.get("renamed", 0)
     if renamed:
         names = "another name" if renamed == 1 else "other names"
-        clauses.append(
-            f"saves {number(renamed)} of its {plural(keys, 'key')} under {names} than at runtime"
-        )
+        of_keys = f"{number(renamed)} of its {plural(keys, 'key')}"
+        clauses.append(f"saves {of_keys} under {names} than at runtime")
+    computed = counts.get("transformed", 0)
     if computed:
         clauses.append(f"computes {plural(computed, 'value')} when it saves")
-    added, inside = counts.get("unexpected", 0), counts.get("missing", 0)
+    added = counts.get("unexpected", 0)
     if added:
         clauses.append(f"adds {plural(added, 'key')} that no tensor has")
+    inside = counts.get("missing", 0)
     if inside:
         clauses.append(f"saves {plural(inside, 'tensor')} inside other entries")
     if diff.other_failure:

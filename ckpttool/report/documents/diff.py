@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from math import inf, isfinite
 from typing import NamedTuple
 
@@ -26,10 +27,12 @@ from ckpttool.report.document import (
     KeyGroup,
     Keys,
     Listing,
+    Pairing,
     Paragraph,
     Role,
     Row,
     Table,
+    facts,
     filled,
     key_group,
     noted,
@@ -40,12 +43,8 @@ from ckpttool.report.documents.answer import LikelyRenames, answer, counted, sum
 from ckpttool.report.documents.inspection import outlined
 
 _ROWS = 8  # rows of a cause
-_FEW = 2  # details of a change of a step
-_SAID_BY_FIX = (
-    "partial-fix",
-    "untried",
-    "old-code",
-)  # codes of notes that the label of the fix says
+# codes of notes that the label of the fix says
+_SAID_BY_FIX = ("partial-fix", "untried", "old-code")
 # codes of notes on what kind of file it is, which come before everything else
 _OF_KIND = ("adapter", "rank-part", "nothing-matched")
 # codes of differences that no other fact explains: the answer says how many there are
@@ -89,12 +88,13 @@ def coverage(compared: Compared, scope: str) -> tuple[tuple[str, Inline], ...]:
     }
     if scope:
         titles["values"] = f"values ({scope})"
-    lists: dict[bool, list[str]] = {True: [], False: []}
+    yes: list[str] = []
+    no: list[str] = []
     for aspect in ASPECTS:
         if aspect in compared:
-            lists[bool(compared[aspect])].append(titles.get(aspect, aspect))
-    pairs = (("compared", ", ".join(lists[True])), ("not compared", ", ".join(lists[False])))
-    return tuple((label, text) for label, text in pairs if text)
+            aspects = yes if compared[aspect] else no
+            aspects.append(titles.get(aspect, aspect))
+    return facts(("compared", ", ".join(yes)), ("not compared", ", ".join(no))).pairs
 
 
 def document(diff: Diff, *, all: bool = False) -> Document:
@@ -103,7 +103,8 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     entries: list[Entry] = []
     others: list[Entry] = []
     for group in alike(diff.entries):
-        (others if group[0].is_one_of(uncounted) else entries).extend(group)
+        kind = others if group[0].is_one_of(uncounted) else entries
+        kind.extend(group)
     renames = LikelyRenames.of(diff)
     counts = counted(entries, renames)
     unpaired = [entry for entry in entries if not renames.explain(entry)]
@@ -118,37 +119,46 @@ def document(diff: Diff, *, all: bool = False) -> Document:
         *noted(notes, quiet=diff.identical, names=diff.names),
         _accepted(diff, all),
     ]
-    blocks += [Paragraph(f"unused ignore entry: {line}", "warning") for line in diff.unused_ignores]
-    blocks += _exchangeable(diff, entries)
+    for line in diff.unused_ignores:
+        blocks.append(Paragraph(f"unused ignore entry: {line}", "warning"))
+    if not diff.identical:
+        blocks += _exchangeable(diff, entries)
     blocks.append(_compared(diff, counts))
-    roles = {status: _ROLES.get(status, "bad") for status in diff.summary}
-    quiet = frozenset({"same"} if len(roles) > 1 else ())
-    listing = Listing((diff.left, diff.right), roles, partial(findings, diff), quiet)
     names = diff.names[:1] if diff.asks == "names" else diff.names
     title = " ".join(("diff", *names))
-    return Document(title, answer(diff, counts), diff.passes, filled(blocks), listing, lead.blocks)
+    sentence = answer(diff, counts)
+    listing = _listing(diff)
+    return Document(title, sentence, diff.passes, filled(blocks), listing, tuple(lead.blocks))
+
+
+def _listing(diff: Diff) -> Listing:
+    """Return every key; equal ones are hidden at first if others differ."""
+    roles = {status: _ROLES.get(status, "bad") for status in diff.summary}
+    quiet = frozenset({"same"}) if len(roles) > 1 else frozenset[str]()
+    return Listing((diff.left, diff.right), roles, partial(findings, diff), quiet)
 
 
 def _changes(diff: Diff, all: bool) -> Table:
     """Return how far values changed, the largest relative change first: a row for the tensors of
     all layers with one name, with the tensor that changed most; with `all` a row for each tensor.
     """
-    by_name: dict[str, list[tuple[str, Change]]] = {}
+    most_changed: dict[str, tuple[float, str, Change]] = {}
     for entry in diff.entries:
-        if entry.status == "value" and entry.change is not None and entry.right:
-            key = entry.right[0]
-            name = key if all else _NUMBER.sub("{}", key)
-            by_name.setdefault(name, []).append((key, entry.change))
-    most_changed = []
-    for name, tensors in by_name.items():
-        worst, change = max(tensors, key=lambda tensor: _extent(tensor[1]))
-        most_changed.append((name, worst, change))
-    most_changed.sort(key=lambda ranked: _extent(ranked[2]), reverse=True)
-    extents = [_extent(change) for _, _, change in most_changed]
+        if entry.status != "value" or entry.change is None or not entry.right:
+            continue
+        key = entry.right[0]
+        name = key if all else _NUMBER.sub("{}", key)
+        extent = _extent(entry.change)
+        if name not in most_changed or extent > most_changed[name][0]:
+            most_changed[name] = (extent, key, entry.change)
+    extents = [extent for extent, _, _ in most_changed.values()]
     largest = max(filter(isfinite, extents), default=0.0)
-    rows = [_change_row(*ranked, largest) for ranked in most_changed]
+    rows: list[Row] = []
+    for name in sorted(most_changed, key=lambda name: -most_changed[name][0]):
+        _, key, change = most_changed[name]
+        rows.append(_change_row(name, key, change, largest))
     table = Table("Values, by relative change", _CHANGED, tuple(rows))
-    return table if all else shortened(table, _ROWS, "--all")
+    return table if all else shortened(table, _ROWS)
 
 
 def _extent(change: Change) -> float:
@@ -163,40 +173,48 @@ def _short(size: float | None) -> str:
 
 def _change_row(name: str, worst: str, change: Change, largest: float) -> Row:
     """Return the row of the tensors `name`; `largest` is the largest finite relative change."""
-    not_finite = {
-        "NaN": change.nan_left + change.nan_right,
-        "infinite": change.infinite_left + change.infinite_right,
-    }
-    counts = ", ".join(f"{number(count)} {kind}" for kind, count in not_finite.items() if count)
-    relative, norm = _short(change.relative), _short(change.norm)
+    not_finite = []
+    nan = change.nan_left + change.nan_right
+    if nan:
+        not_finite.append(f"{number(nan)} NaN")
+    infinite = change.infinite_left + change.infinite_right
+    if infinite:
+        not_finite.append(f"{number(infinite)} infinite")
     bar = min(_extent(change) / largest, 1) if largest else 1.0
-    share = f"{change.differing / change.elements:.0%}"
-    most = worst if worst != name else ""
-    maximum = _short(change.maximum)
-    return (name, Cell(relative, "number", bar), norm, maximum, share, counts, most)
+    share = change.differing / change.elements
+    return (
+        name,
+        Cell(_short(change.relative), "number", bar),
+        _short(change.norm),
+        _short(change.maximum),
+        f"{share:.0%}",
+        ", ".join(not_finite),
+        worst if worst != name else "",
+    )
 
 
 def _likely_renames(diff: Diff, likely: Iterable[Pair], all: bool) -> Keys:
     """Return the pairs of likely renames, a group for each evidence."""
-    by_evidence: dict[tuple[str, str], list[Pair]] = {}
+    by_evidence: dict[tuple[str, str], list[Pairing]] = {}
     for pair in likely:
-        by_evidence.setdefault((pair.evidence, pair.transposed), []).append(pair)
+        pairs = by_evidence.setdefault((pair.evidence, pair.transposed), [])
+        pairs.append((pair.left, pair.right, ""))
     groups = []
     for (evidence, transposed), pairs in by_evidence.items():
         heading = f"likely renames: {plural(len(pairs), 'pair')}, inferred: {evidence}"
         if transposed:
             side = diff.names[0] if transposed == "left" else diff.names[1]
             heading += f"; stored transposed in {side}"
-        keys = [(pair.left, pair.right, "") for pair in pairs]
-        groups.append(_group(heading, keys, all, "pairs", "warn"))
+        groups.append(_group(heading, pairs, all, "pairs", "warn"))
     return Keys("", tuple(groups))
 
 
 def _ambiguous(diff: Diff, all: bool) -> Table:
-    rows = []
-    for match in () if diff.inferred is None else diff.inferred.ambiguous:
-        left, right = first_pattern(match.left, all), first_pattern(match.right, all)
-        rows.append((left, right, match.reason))
+    rows: list[Row] = []
+    if diff.inferred is not None:
+        for match in diff.inferred.ambiguous:
+            left, right = first_pattern(match.left, all), first_pattern(match.right, all)
+            rows.append((left, right, match.reason))
     return Table("Ambiguous matches", (_LEFT, _RIGHT, _WHY), tuple(rows))
 
 
@@ -208,25 +226,27 @@ def _exchangeable(diff: Diff, counted: Iterable[Entry]) -> list[Paragraph]:
         if entry.left != entry.right:
             unsure.update(entry.right)
     groups = [group for group in diff.exchangeable if not unsure.isdisjoint(group)]
-    if not groups or diff.identical:
+    if not groups:
         return []
+    tensors = sum(map(len, groups))
+    have = "has" if tensors == 1 else "have"
     example = ", ".join(patterns(groups[0]))
-    count = plural(sum(map(len, groups)), "tensor")
-    same = "has" if count.startswith("1 ") else "have"
     text = (
-        f"{count} {same} the same shape as a neighbor, so a swap would not be noticed"
-        f" (for example {example})"
+        f"{plural(tensors, 'tensor')} {have} the same shape as a neighbor, so a swap would not be"
+        f" noticed (for example {example})"
     )
     return [Paragraph(text)]
 
 
 def _compared(diff: Diff, counts: Mapping[str, int]) -> Facts:
     """Return the footer: the two sides, the counts, and what was compared."""
-    sides = zip(_SIDES[diff.asks], (diff.left, diff.right))
-    pairs: list[tuple[str, Inline]] = [(label, Cell(side, "key")) for label, side in sides]
-    keys = summary(diff, counts)
-    pairs += [("keys", keys)] if keys else []
-    return Facts((*pairs, *coverage(diff.compared, diff.scope)))
+    left, right = _SIDES[diff.asks]
+    return facts(
+        (left, Cell(diff.left, "key")),
+        (right, Cell(diff.right, "key")),
+        ("keys", summary(diff, counts)),
+        *coverage(diff.compared, diff.scope),
+    )
 
 
 class _Lead(NamedTuple):
@@ -234,8 +254,8 @@ class _Lead(NamedTuple):
     details are. `said` are the notes that these lines say.
     """
 
-    blocks: tuple[Block, ...]
-    said: frozenset[str]
+    blocks: list[Block]
+    said: set[str]
 
 
 def _lead(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair]) -> _Lead:
@@ -243,35 +263,48 @@ def _lead(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair]) -> _Lea
 
     `unpaired` are the entries that count, but for those that the `likely` renames explain.
     """
-    kinds = [note for note in diff.notes if code_of(note) in _OF_KIND]
-    blocks: list[Block] = [_kinds(diff)] if diff.kinds else []
-    blocks += noted(kinds, quiet=True, names=diff.names)
-    said = {note for note in diff.notes if code_of(note) in (*_OF_KIND, *_SAID_BY_FIX)}
+    blocks: list[Block] = []
+    if diff.kinds:
+        blocks.append(_kinds(diff))
+    of_kind = _notes_of(diff, *_OF_KIND)
+    blocks += noted(of_kind, quiet=True, names=diff.names)
+    said = {*of_kind, *_notes_of(diff, *_SAID_BY_FIX)}
     if diff.identical:
-        blocks += [Commands("fix", diff.fix)] if diff.fix else []
-        return _Lead(tuple(blocks), frozenset(said))
+        if diff.fix:
+            blocks.append(Commands("fix", diff.fix))
+        return _Lead(blocks, said)
     reason = _reason(diff, unpaired, likely)
     if reason.text:
         blocks.append(_line("reason", reason.text))
         said.add(reason.note)
-        said.update(note for note in diff.notes if code_of(note) == reason.code)
+        said.update(_notes_of(diff, reason.code))
     if diff.fix:
-        label = "partial fix" if diff.fix[-1].tried else "fix (not tried)"
-        if any(fix.complete for fix in diff.fix):
-            label = "fix"
-        blocks.append(Commands(label, diff.fix))
-        blocks += [_line("where", note) for note in diff.notes if code_of(note) == "old-code"]
+        blocks.append(Commands(_label_of_fix(diff), diff.fix))
+        for note in _notes_of(diff, "old-code"):
+            blocks.append(_line("where", note))
     if _only_values(diff):
-        said.update(note for note in diff.notes if code_of(note) == "value")
+        said.update(_notes_of(diff, "value"))
     else:
         for label, note in _not_fixed(diff):
             blocks.append(_line(label, with_names(note, diff.names)))
             said.add(note)
     if reason.code:
-        more = "" if reason.note else "--all lists every key; "
-        details = f"{more}`ckpttool explain {reason.code}` says more about the reason"
-        blocks.append(_line("details", details))
-    return _Lead(tuple(blocks), frozenset(said))
+        explain = f"`ckpttool explain {reason.code}` says more about the reason"
+        if not reason.note:
+            explain = f"--all lists every key; {explain}"
+        blocks.append(_line("details", explain))
+    return _Lead(blocks, said)
+
+
+def _notes_of(diff: Diff, *codes: str) -> list[str]:
+    """Return the notes that have one of the codes."""
+    return [note for note in diff.notes if code_of(note) in codes]
+
+
+def _label_of_fix(diff: Diff) -> str:
+    if any(fix.complete for fix in diff.fix):
+        return "fix"
+    return "partial fix" if diff.fix[-1].tried else "fix (not tried)"
 
 
 def _line(label: str, text: str) -> Facts:
@@ -290,38 +323,50 @@ class _Reason(NamedTuple):
 
 def _reason(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair]) -> _Reason:
     """Return the cause that explains most keys; a note if no key differs."""
-    for note in diff.notes if diff.asks == "optimizer" else ():
-        if code_of(note) == "optimizer-class":
-            return _Reason(note, code_of(note), note)
-    failing = [entry for entry in unpaired if entry.ignored is None and entry.status != "same"]
-    by_code: dict[str, list[list[Entry]]] = {}
-    for group in _by_cause(failing):
-        cause = group[0].cause
-        by_code.setdefault(cause.code.code if cause else group[0].status, []).append(group)
-    counts = {code: sum(map(len, groups)) for code, groups in by_code.items()}
-    explained = {code: count for code, count in counts.items() if code not in _UNEXPLAINED}
-    if likely and len(likely) >= max(explained.values(), default=0):
+    if diff.asks == "optimizer":
+        for note in _notes_of(diff, "optimizer-class"):
+            return _Reason(note, "optimizer-class", note)
+    counts = Counter[str]()
+    largest: dict[str, list[Entry]] = {}  # the largest group of each code
+    for group in _by_cause(entry for entry in unpaired if entry.ignored is None):
+        status, cause = group[0].status, group[0].cause
+        if status == "same":
+            continue
+        code = cause.code.code if cause else status
+        counts[code] += len(group)
+        if len(group) > len(largest.get(code, ())):
+            largest[code] = group
+    explained = [code for code in counts if code not in _UNEXPLAINED]
+    code = max(explained, key=counts.__getitem__, default="")
+    if likely and len(likely) >= counts[code]:
         return _reason_of_renames(diff, likely)
-    if explained:
-        code = max(explained, key=explained.__getitem__)
-        largest = max(by_code[code], key=len)
-        why = largest[0].why(diff.names) or largest[0].status
-        return _Reason(f"{why} ({plural(len(largest), 'key')})", code)
+    if code:
+        group = largest[code]
+        why = group[0].why(diff.names) or group[0].status
+        return _Reason(f"{why} ({plural(len(group), 'key')})", code)
     if counts:
         return _Reason("", max(counts, key=counts.__getitem__))
+    return _reason_in_notes(diff)
+
+
+def _reason_in_notes(diff: Diff) -> _Reason:
+    """Return the first warning that the other lines do not say."""
     for note in diff.notes:
-        if not isinstance(note, Info) and code_of(note) not in (*_OF_KIND, *_SAID_BY_FIX, "no-fix"):
+        is_said = code_of(note) in (*_OF_KIND, *_SAID_BY_FIX, "no-fix")
+        if not is_said and not isinstance(note, Info):
             return _Reason(with_names(note, diff.names), code_of(note), note)
     return _Reason()
 
 
 def _reason_of_renames(diff: Diff, pairs: Sequence[Pair]) -> _Reason:
     """Return that a hook may be the reason, or the evidence if all likely renames have the same."""
-    hidden = [note for note in diff.notes if code_of(note) == "hidden-segment"]
-    if hidden and not any(fix.tried for fix in diff.fix):
-        return _Reason(with_names(hidden[0], diff.names), "hidden-segment", hidden[0])
+    if not any(fix.tried for fix in diff.fix):
+        for note in _notes_of(diff, "hidden-segment"):
+            return _Reason(with_names(note, diff.names), "hidden-segment", note)
     evidence = {pair.evidence for pair in pairs}
-    why = evidence.pop() if len(evidence) == 1 else "likely other names"
+    why = "likely other names"
+    if len(evidence) == 1:
+        (why,) = evidence
     return _Reason(f"{why} ({plural(len(pairs), 'pair')})", "renamed")
 
 
@@ -332,31 +377,28 @@ def _only_values(diff: Diff) -> bool:
 
 def _not_fixed(diff: Diff) -> Iterator[tuple[str, str]]:
     """Yield what no command fixes, with a label, and what to do about it."""
-    several = next((note for note in diff.notes if code_of(note) == "several-parts"), None)
-    if several is not None and not diff.fix:
-        yield "fix", several
-        return
     if not diff.fix:
-        for note in diff.notes:
-            if code_of(note) == "no-fix":
-                yield "no fix", note
+        for note in _notes_of(diff, "several-parts"):
+            yield "fix", note
+            return
+        for note in _notes_of(diff, "no-fix"):
+            yield "no fix", note
+    label = "not fixed" if diff.fix else "no fix"
     for unfixed in diff.unfixed:
         from ckpttool.fixes.unfixed import described
 
-        advice = next((note for note in diff.notes if code_of(note) == unfixed.code), None)
-        yield "not fixed" if diff.fix else "no fix", advice or described(unfixed)
-    for note in diff.notes:
-        if code_of(note) == "other-names":
-            yield "rename", note
+        advice = _notes_of(diff, unfixed.code)
+        yield label, advice[0] if advice else described(unfixed)
+    for note in _notes_of(diff, "other-names"):
+        yield "rename", note
 
 
 def _kinds(diff: Diff) -> Facts:
     """Return the sentences that say what the compared sections are, each once."""
-    sentences: dict[str, None] = {}
-    for side, source in (("left", diff.left), ("right", diff.right)):
-        for kind in diff.kinds.get(side, ()):
-            sentences[kind.sentence(source)] = None
-    return Facts(tuple(("kind", text) for text in sentences), is_short=True)
+    sentences = [kind.sentence(diff.left) for kind in diff.kinds.get("left", ())]
+    sentences += [kind.sentence(diff.right) for kind in diff.kinds.get("right", ())]
+    pairs = [("kind", sentence) for sentence in dict.fromkeys(sentences)]
+    return Facts(tuple(pairs), is_short=True)
 
 
 def _uncounted(diff: Diff) -> frozenset[str]:
@@ -380,7 +422,8 @@ def findings(diff: Diff) -> Iterator[Finding]:
         return left_places.get(entry.left[0], inf)
 
     for entry in sorted(diff.entries, key=order):
-        has_place = entry.hook is not None and entry.hook.file
+        hook = entry.hook
+        is_difference = not diff.identical and diff.is_difference(entry)
         yield Finding(
             entry.status,
             tuple(outlined(key, left.get(key)) for key in entry.left),
@@ -388,8 +431,8 @@ def findings(diff: Diff) -> Iterator[Finding]:
             entry.why(diff.names),
             entry.detail or "",
             entry.spread or (),
-            (entry.hook.file, entry.hook.line) if entry.hook is not None and has_place else None,
-            not diff.identical and diff.is_difference(entry) and entry.ignored is None,
+            (hook.file, hook.line) if hook is not None and hook.file else None,
+            is_difference and entry.ignored is None,
         )
 
 
@@ -399,8 +442,9 @@ def _by_cause(entries: Iterable[Entry]) -> list[list[Entry]]:
     """
 
     def kind(entry: Entry) -> tuple[object, ...]:
-        hook = entry.hook and (entry.hook.function, entry.hook.file, entry.hook.line)
-        return entry.status, entry.cause, hook, entry.ignored is None
+        hook = entry.hook
+        place = None if hook is None else (hook.function, hook.file, hook.line)
+        return entry.status, entry.cause, place, entry.ignored is None
 
     groups: dict[tuple[object, ...], list[Entry]] = {}
     # to hash a cause takes long, and most entries have the cause of the last
@@ -414,8 +458,10 @@ def _groups(entries: Iterable[Entry], diff: Diff, all: bool) -> tuple[KeyGroup, 
     equal ones too.
     """
     groups = []
-    for group in _by_cause(entry for entry in entries if all or entry.status != "same"):
+    for group in _by_cause(entries):
         first = group[0]
+        if first.status == "same" and not all:
+            continue
         heading = f"{first.status}: {plural(len(group), 'key')}"
         why = first.why(diff.names)
         if why:
@@ -425,24 +471,21 @@ def _groups(entries: Iterable[Entry], diff: Diff, all: bool) -> tuple[KeyGroup, 
         if codes:
             heading += f" [{', '.join(codes)}]"
         pairs = [(entry.left, entry.right, entry.detail or "") for entry in group]
-        groups.append(_group(heading, pairs, all, "keys", _ROLES.get(first.status, "bad")))
+        role = _ROLES.get(first.status, "bad")
+        groups.append(_group(heading, pairs, all, "keys", role))
     return tuple(groups)
 
 
-def _group(
-    heading: str,
-    pairs: Sequence[tuple[tuple[str, ...], tuple[str, ...], str]],
-    all: bool,
-    noun: str,
-    role: Role = "plain",
-) -> KeyGroup:
+def _group(heading: str, pairs: Sequence[Pairing], all: bool, noun: str, role: Role) -> KeyGroup:
     """Return the names of both sides with the detail, a row for each pair or a few for repeated
     layers.
     """
-    if all:
-        rows = tuple((" + ".join(left), " + ".join(right), detail) for left, right, detail in pairs)
-        return KeyGroup(heading, rows, "", role, is_full=True)
-    return key_group(heading, pairs, _ROWS, f"more {noun} (--all)", role)
+    if not all:
+        return key_group(heading, pairs, _ROWS, f"more {noun} (--all)", role)
+    rows = []
+    for left, right, detail in pairs:
+        rows.append((" + ".join(left), " + ".join(right), detail))
+    return KeyGroup(heading, tuple(rows), "", role, is_full=True)
 
 
 def _accepted(diff: Diff, all: bool) -> Table:
@@ -452,7 +495,9 @@ def _accepted(diff: Diff, all: bool) -> Table:
             groups.setdefault((entry.status, entry.ignored), []).append(entry)
     rows: list[Row] = []
     for (status, reason), group in groups.items():
-        keys = chain(*(entry.left or entry.right for entry in group))
+        keys: list[str] = []
+        for entry in group:
+            keys += entry.left or entry.right
         count = number(len(group))
         rows.append((Cell(status, "dim"), count, first_pattern(keys, all), reason))
     columns = (_STATUS, _ENTRIES, Column("key", "key"), Column("reason"))

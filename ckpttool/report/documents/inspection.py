@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import field, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckpttool.core.checkpoint import Checkpoint, Described, Section, TensorEntry
 from ckpttool.core.dtypes import itemsize
-from ckpttool.core.pickle_imports import DANGEROUS, KNOWN, UNKNOWN
+from ckpttool.core.pickle_imports import DANGEROUS, KNOWN, UNKNOWN, Import
 from ckpttool.core.text import dotted, human_bytes, listed, number, plural, shape_text
 from ckpttool.core.values import dataclass
 from ckpttool.formats.registry import format_of
@@ -51,6 +52,8 @@ _VERDICTS: dict[str, Role] = {DANGEROUS: "bad", UNKNOWN: "warn", KNOWN: "ok"}
 _KEY, _TENSORS, _SIZE = Column("key", "key"), Column("tensors", "number"), Column("size", "number")
 _SECTION = Column("section", "key")
 
+L = TypeVar("L", bound=Hashable)
+
 
 def document(
     inspection: Inspection, *, all: bool = False, depth: int | None = None, by_bytes: bool = False
@@ -86,15 +89,23 @@ def document(
         tables.insert(0, _imports(checkpoint))
     else:
         tables.append(shortened(_imports(checkpoint), limit))
-    metadata = tuple((key, _cut(value, all)) for key, value in checkpoint.metadata.items())
-    tables.append(shortened(Table("Metadata", (_KEY, Column("value")), metadata), limit))
+    tables.append(shortened(_metadata(checkpoint, all), limit))
     blocks: list[Block] = [table for table in tables if table.rows]
     blocks += noted(inspection.notes)
-    kinds = tuple(("kind", kind.sentence(checkpoint.source)) for kind in checkpoint.kinds)
-    lead = (Facts(kinds, is_short=True),) if kinds else ()
+    lead: list[Block] = []
+    if checkpoint.kinds:
+        sentences = [("kind", kind.sentence(checkpoint.source)) for kind in checkpoint.kinds]
+        lead.append(Facts(tuple(sentences), is_short=True))
     listing = Listing((checkpoint.source,), {"tensor": "plain"}, partial(_findings, inspection))
     title = f"inspect {checkpoint.source}"
-    return Document(title, _contents(inspection), True, tuple(blocks), listing, lead)
+    return Document(title, _contents(inspection), True, tuple(blocks), listing, tuple(lead))
+
+
+def _metadata(checkpoint: Checkpoint, all: bool) -> Table:
+    rows: list[Row] = []
+    for key, value in checkpoint.metadata.items():
+        rows.append((key, _cut(value, all)))
+    return Table("Metadata", (_KEY, Column("value")), tuple(rows))
 
 
 def _extras(checkpoint: Checkpoint, all: bool) -> Table:
@@ -103,16 +114,24 @@ def _extras(checkpoint: Checkpoint, all: bool) -> Table:
     """
     items: list[tuple[str, Described]] = []
     for section in checkpoint.sections:
-        items += [(dotted(section.path, extra.key), extra.described()) for extra in section.extras]
+        for extra in section.extras:
+            items.append((dotted(section.path, extra.key), extra.described()))
     objects = {extra.key: extra.described() for extra in checkpoint.objects}
-    items += [(path, objects.get(path, Described())) for path in checkpoint.others]
-    groups = [KeyPattern(key, (key,), likeness) for key, likeness in items]
+    for path in checkpoint.others:
+        items.append((path, objects.get(path, Described())))
     rows: list[Row] = []
-    for group in groups if all else collapse(items):
+    for group in _groups(items, all):
         kind, value = group.likeness
         rows.append((group.pattern, kind, _cut(value, all)))
     columns = (_KEY, Column("type"), Column("value"))
     return Table("Non-tensor entries (copied unchanged)", columns, tuple(rows))
+
+
+def _groups(items: Iterable[tuple[str, L]], all: bool) -> Iterable[KeyPattern[str, L]]:
+    """Return the keys, equal ones of repeated layers as one pattern; with `all` each key alone."""
+    if not all:
+        return collapse(items)
+    return [KeyPattern(key, (key,), likeness) for key, likeness in items]
 
 
 def _aliases(inspection: Inspection) -> Table:
@@ -131,22 +150,30 @@ def _contents(inspection: Inspection) -> str:
     state_dicts = checkpoint.state_dicts
     if state_dicts:
         tensors = sum(len(section.all_tensors()) for section in state_dicts)
-        several = plural(len(state_dicts), "state dict")
-        count = "a state dict" if len(state_dicts) == 1 else several
+        count = _counted(len(state_dicts), "a state dict")
         parts.append(f"{count} of {plural(tensors, 'tensor')}")
-    optimizers = len(checkpoint.optimizers)
-    if optimizers:
-        parts.append("an optimizer" if optimizers == 1 else plural(optimizers, "optimizer"))
-    others = [section for section in checkpoint.sections if section.kind == "other"]
-    loose = sum(len(section.all_tensors()) for section in others)
+    if checkpoint.optimizers:
+        parts.append(_counted(len(checkpoint.optimizers), "an optimizer"))
+    loose = 0
+    objects = len(checkpoint.others)
+    for section in checkpoint.sections:
+        objects += len(section.extras)
+        if section.kind == "other":
+            loose += len(section.all_tensors())
     if loose:
         parts.append(plural(loose, "other tensor" if parts else "tensor"))
-    objects = len(checkpoint.others) + sum(len(section.extras) for section in checkpoint.sections)
     if objects:
         parts.append(plural(objects, "non-tensor entry"))
+    contents = listed(parts) or "nothing"
     title = format_of(checkpoint).title
     size = human_bytes(checkpoint.nbytes)
-    return f"{checkpoint.source} holds {listed(parts) or 'nothing'}: {title}, {size}"
+    return f"{checkpoint.source} holds {contents}: {title}, {size}"
+
+
+def _counted(count: int, single: str) -> str:
+    """Return ``an optimizer`` for one, ``2 optimizers`` for two."""
+    _, noun = single.split(" ", 1)
+    return single if count == 1 else plural(count, noun)
 
 
 def _findings(inspection: Inspection) -> Iterator[Finding]:
@@ -161,13 +188,14 @@ def outlined(key: str, outline: Outline | None) -> Named:
     """Return the key with what is known about its tensor."""
     if outline is None:
         return Named(key)
+    dtype, shape = outline.dtype, shape_text(outline.shape)
     if isinstance(outline, TensorEntry):
-        dtype = outline.dtype
         if outline.layout != "strided":
             dtype += f" {outline.layout}"
-        return Named(key, dtype, shape_text(outline.shape), outline.nbytes)
-    nbytes = None if outline.shape is None else prod(outline.shape) * itemsize(outline.dtype)
-    return Named(key, outline.dtype, shape_text(outline.shape), nbytes)
+        return Named(key, dtype, shape, outline.nbytes)
+    if outline.shape is None:
+        return Named(key, dtype, shape)
+    return Named(key, dtype, shape, prod(outline.shape) * itemsize(dtype))
 
 
 def _cut(text: str, all: bool) -> str:
@@ -180,28 +208,25 @@ def _cut(text: str, all: bool) -> str:
 def _sections(inspection: Inspection) -> Table:
     rows: list[Row] = []
     for section in inspection.checkpoint.sections:
-        wrappers = Cell(", ".join(inspection.wrappers[section.path]), "warn")
+        path = section.path or _ROOT
         tensors = number(len(section.all_tensors()))
-        rows.append(
-            (section.path or _ROOT, section.kind, tensors, human_bytes(section.nbytes), wrappers)
-        )
-    return Table(
-        "Sections",
-        (_SECTION, Column("kind"), _TENSORS, _SIZE, Column("wrappers", "warn")),
-        tuple(rows),
-    )
+        wrappers = Cell(", ".join(inspection.wrappers[section.path]), "warn")
+        rows.append((path, section.kind, tensors, human_bytes(section.nbytes), wrappers))
+    columns = (_SECTION, Column("kind"), _TENSORS, _SIZE, Column("wrappers", "warn"))
+    return Table("Sections", columns, tuple(rows))
 
 
 def _dtypes(checkpoint: Checkpoint) -> Table:
-    by_dtype: dict[str, list[TensorEntry]] = {}
+    tensors, elements, sizes = Counter[str](), Counter[str](), Counter[str]()
     for section in checkpoint.sections:
         for entry in section.all_tensors():
-            by_dtype.setdefault(entry.dtype, []).append(entry)
+            tensors[entry.dtype] += 1
+            elements[entry.dtype] += entry.numel
+            sizes[entry.dtype] += entry.nbytes
     rows: list[Row] = []
-    for dtype, entries in sorted(by_dtype.items()):
-        elements = sum(entry.numel for entry in entries)
-        size = sum(entry.nbytes for entry in entries)
-        rows.append((dtype, number(len(entries)), number(elements), human_bytes(size)))
+    for dtype in sorted(tensors):
+        count, size = number(tensors[dtype]), human_bytes(sizes[dtype])
+        rows.append((dtype, count, number(elements[dtype]), size))
     columns = (Column("dtype", "dtype"), _TENSORS, Column("elements", "number"), _SIZE)
     return Table("Dtypes", columns, tuple(rows))
 
@@ -263,16 +288,16 @@ def _lines(section: Section, all: bool) -> list[_Line]:
     """Return a line for each group of equal tensors, or with `all` for each tensor."""
     items = []
     for entry in section.all_tensors():
-        items.append((entry.key, _Likeness(entry.dtype, entry.shape, entry.layout, entry.nbytes)))
-    groups = collapse(items)
-    if all:
-        groups = (KeyPattern(key, (key,), likeness) for key, likeness in items)
+        likeness = _Likeness(entry.dtype, entry.shape, entry.layout, entry.nbytes)
+        items.append((entry.key, likeness))
+    path = section.path or _ROOT
     lines = []
-    for group in groups:
+    for group in _groups(items, all):
         dtype, shape, layout, nbytes = group.likeness
-        geometry = shape_text(shape) if layout == "strided" else f"{shape_text(shape)} {layout}"
+        geometry = shape_text(shape)
+        if layout != "strided":
+            geometry += f" {layout}"
         count = len(group.keys)
-        path = section.path or _ROOT
         lines.append(_Line(path, count, group.pattern, dtype, geometry, nbytes * count))
     return lines
 
@@ -288,17 +313,18 @@ def _folded(section: Section) -> _Line:
 
 def _statistics(inspection: Inspection) -> Table:
     """Return a line for each dense tensor whose values were read."""
-    titles = ("min", "max", "mean", "zeros", "NaN", "inf")
-    columns = (_KEY, *(Column(title, "number") for title in titles), Column("sha256", "dim"))
     rows: list[Row] = []
     for tensor in inspection.tensors() if inspection.statistics else ():
         stats = tensor.stats
         if stats is not None:
             values = map(_value, (stats.minimum, stats.maximum, stats.mean))
-            odd = map(_odd, (stats.nan, stats.inf))
             zeros = "" if stats.zeros is None else number(stats.zeros)
-            rows.append((tensor.name, *values, zeros, *odd, stats.sha256[:_DIGITS]))
-    return Table("Values", columns, tuple(rows))
+            odd = map(_odd, (stats.nan, stats.inf))
+            digest = stats.sha256[:_DIGITS]
+            rows.append((tensor.name, *values, zeros, *odd, digest))
+    titles = ("min", "max", "mean", "zeros", "NaN", "inf")
+    numbers = [Column(title, "number") for title in titles]
+    return Table("Values", (_KEY, *numbers, Column("sha256", "dim")), tuple(rows))
 
 
 def _value(value: float | None) -> str:
@@ -306,7 +332,9 @@ def _value(value: float | None) -> str:
 
 
 def _odd(count: int | None) -> Cell:
-    return Cell("" if count is None else number(count), "bad" if count else "number")
+    if not count:
+        return Cell("" if count is None else "0", "number")
+    return Cell(number(count), "bad")
 
 
 def _flat_parameters(checkpoint: Checkpoint) -> Table:
@@ -315,19 +343,26 @@ def _flat_parameters(checkpoint: Checkpoint) -> Table:
         for flat in flat_params(section):
             unit = Cell(flat.unit or _ROOT, "key")
             rows.append((dotted(section.path, flat.key), unit, number(flat.numel)))
+    title = "Flat parameters (all parameters of a module, end to end)"
     columns = (_KEY, Column("module"), Column("elements", "number"))
-    return Table("Flat parameters (all parameters of a module, end to end)", columns, tuple(rows))
+    return Table(title, columns, tuple(rows))
 
 
 def _adapters(inspection: Inspection, all: bool) -> Table:
     rows: list[Row] = []
     for path, adapter in inspection.adapters.items():
-        modules = ", ".join(patterns(adapter.modules))
-        base = "without its base model" if adapter.alone else "with its base model"
-        kinds = f"{' and '.join(adapter.kinds)}, {base}"
-        rows.append((path or _ROOT, kinds, number(len(adapter.modules)), _cut(modules, all)))
-    modules_columns = (Column("modules", "number"), Column("adapted modules", "key"))
-    return Table("Adapters", (_SECTION, Column("adapter"), *modules_columns), tuple(rows))
+        kinds = " and ".join(adapter.kinds)
+        base = "without" if adapter.alone else "with"
+        count = number(len(adapter.modules))
+        modules = _cut(", ".join(patterns(adapter.modules)), all)
+        rows.append((path or _ROOT, f"{kinds}, {base} its base model", count, modules))
+    columns = (
+        _SECTION,
+        Column("adapter"),
+        Column("modules", "number"),
+        Column("adapted modules", "key"),
+    )
+    return Table("Adapters", columns, tuple(rows))
 
 
 def _optimizer_params(inspection: Inspection) -> Table:
@@ -338,8 +373,9 @@ def _optimizer_params(inspection: Inspection) -> Table:
     for path, state in inspection.optimizers.items():
         names = names_in_file(state)
         for index, group in enumerate(state.groups):
-            ids = (param for param in group.params if isinstance(param, int) and param in names)
-            rows += [(path or _ROOT, str(index), str(param), names[param]) for param in ids]
+            for param in group.params:
+                if isinstance(param, int) and param in names:
+                    rows.append((path or _ROOT, str(index), str(param), names[param]))
     columns = (
         _SECTION,
         Column("param group", "number"),
@@ -351,20 +387,28 @@ def _optimizer_params(inspection: Inspection) -> Table:
 
 def _imports(checkpoint: Checkpoint) -> Table:
     """Return a line for each import with its place and its calls."""
-    file = split(checkpoint.source)[0]
+    file, _ = split(checkpoint.source)
     has_others = any(imported.file != file for imported in checkpoint.imports)
     rows: list[Row] = []
     for imported in checkpoint.imports:
-        verdict = Cell(imported.verdict, _VERDICTS[imported.verdict])
         place = imported.place
         if has_others and imported.member:
             place = f"{imported.file}: {place}"
-        calls = list(imported.calls) if imported.verdict != KNOWN else []
-        if calls and imported.called > len(calls):
-            calls.append(f"{number(imported.called - len(calls))} more")
-        rows.append((imported.name, verdict, place, "; ".join(calls)))
+        verdict = Cell(imported.verdict, _VERDICTS[imported.verdict])
+        rows.append((imported.name, verdict, place, _calls(imported)))
     columns = (Column("name", "key"), Column("verdict"), Column("where"), Column("called"))
     return Table("Pickle imports (never executed)", columns, tuple(rows))
+
+
+def _calls(imported: Import) -> str:
+    """Return the calls of an import that is not known to be harmless."""
+    if imported.verdict == KNOWN:
+        return ""
+    calls = list(imported.calls)
+    more = imported.called - len(calls)
+    if calls and more > 0:
+        calls.append(f"{number(more)} more")
+    return "; ".join(calls)
 
 
 @dataclass(slots=True)
@@ -390,41 +434,48 @@ class _Module:
         below = tuple((name, module.likeness) for name, module in self.below.items())
         return self.tensors, self.nbytes, tuple(self.dtypes), below
 
+    def children(self) -> list[tuple[str, int, _Module]]:
+        """Return the modules below: the pattern of those that are alike, their number, and the
+        first of them.
+        """
+        alike = [(name, module.likeness) for name, module in self.below.items()]
+        children = []
+        for group in collapse(alike):
+            children.append((group.pattern, len(group.keys), self.below[group.keys[0]]))
+        return children
+
 
 def tree(checkpoint: Checkpoint, depth: int, by_bytes: bool) -> Table:
     """Return a row for each module down to `depth`, repeated layers on one line; the bar is its
     share of all bytes.
     """
-    roots: list[tuple[str, _Module]] = []
+    roots: list[tuple[str, int, _Module]] = []
     for section in checkpoint.sections:
-        root, seen = _Module(), set[object]()
-        for entry in section.all_tensors():
-            nbytes = 0 if entry.identity in seen else entry.nbytes
-            seen.add(entry.identity)
-            root.add(entry.key.split(".")[:-1][:_DEEPEST], entry.dtype, nbytes)
+        root = _module_of(section)
         if root.tensors:
-            roots.append((section.path or _ROOT, root))
-    if by_bytes:
-        roots.sort(key=lambda root: -root[1].nbytes)
-    total = sum(root.nbytes for _, root in roots)
+            roots.append((section.path or _ROOT, 1, root))
+    total = sum(root.nbytes for _, _, root in roots)
     rows: list[Row] = []
 
-    def add(name: str, count: int, module: _Module, level: int) -> None:
-        nbytes = module.nbytes * count
-        share = nbytes / total if total else 0.0
-        bar = Cell(f"{share:>6.1%} {'#' * max(round(share * _BAR), 1 if nbytes else 0)}", "dim")
-        tensors, dtypes = number(module.tensors * count), ", ".join(module.dtypes)
-        rows.append(("  " * level + name, tensors, dtypes, human_bytes(nbytes), bar))
-        if level == depth:
-            return
-        groups = list(collapse((below, child.likeness) for below, child in module.below.items()))
+    def add(modules: list[tuple[str, int, _Module]], parents: int, level: int) -> None:
         if by_bytes:
-            groups.sort(key=lambda group: -len(group.keys) * module.below[group.keys[0]].nbytes)
-        for group in groups:
-            add(group.pattern, count * len(group.keys), module.below[group.keys[0]], level + 1)
+            modules.sort(key=lambda entry: -entry[1] * entry[2].nbytes)
+        for name, alike, module in modules:
+            count = parents * alike
+            nbytes = module.nbytes * count
+            rows.append(
+                (
+                    "  " * level + name,
+                    number(module.tensors * count),
+                    ", ".join(module.dtypes),
+                    human_bytes(nbytes),
+                    _share(nbytes, total),
+                )
+            )
+            if level < depth:
+                add(module.children(), count, level + 1)
 
-    for path, root in roots:
-        add(path, 1, root, 0)
+    add(roots, 1, 0)
     columns = (
         Column("module", "key"),
         _TENSORS,
@@ -433,3 +484,24 @@ def tree(checkpoint: Checkpoint, depth: int, by_bytes: bool) -> Table:
         Column("share of all"),
     )
     return Table("Modules", columns, tuple(rows))
+
+
+def _module_of(section: Section) -> _Module:
+    """Return all modules of a section, as the one at the top."""
+    root = _Module()
+    seen: set[object] = set()
+    for entry in section.all_tensors():
+        nbytes = 0 if entry.identity in seen else entry.nbytes
+        seen.add(entry.identity)
+        path = entry.key.split(".")[:-1]
+        root.add(path[:_DEEPEST], entry.dtype, nbytes)
+    return root
+
+
+def _share(nbytes: int, total: int) -> Cell:
+    """Return the share in percent, and a bar; a module with any bytes has a bar."""
+    share = nbytes / total if total else 0.0
+    length = round(share * _BAR)
+    if nbytes:
+        length = max(length, 1)
+    return Cell(f"{share:>6.1%} {'#' * length}", "dim")
