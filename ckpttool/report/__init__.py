@@ -55,7 +55,9 @@ def render(
     module = import_module(f"ckpttool.report.renderers.{check_format(name)}")
     if name == "json":
         return str(module.render(data))
-    return str(module.render(document, terminal) if name == "text" else module.render(document))
+    if name == "text":
+        return str(module.render(document, terminal))
+    return str(module.render(document))
 
 
 # Class -> module and function of its document.
@@ -103,9 +105,10 @@ def text(result: Any) -> str | None:
 
 
 def _document_of(result: Any) -> Document | None:
-    module, function = _DOCUMENTS.get(type(result).__name__, (None, ""))
-    if module is None:
+    place = _DOCUMENTS.get(type(result).__name__)
+    if place is None:
         return None
+    module, function = place
     make = getattr(import_module(f"ckpttool.report.documents.{module}"), function)
     document: Document = make(result)
     return _in_python(document)
@@ -125,16 +128,16 @@ def _in_python(document: Document) -> Document:
 
     def shortened_cell(inline: Inline) -> Inline:
         shown = cell(inline)
-        is_cut = shown.text.endswith(_CUT)
-        text = f"{shown.text.removesuffix(_CUT)}{in_python(_CUT)}"
-        return replace(shown, text=text) if is_cut else inline
+        if not shown.text.endswith(_CUT):
+            return inline
+        return replace(shown, text=shown.text.removesuffix(_CUT) + in_python(_CUT))
 
     def changed(block: Block) -> Block:
         if isinstance(block, Paragraph):
             return replace(block, text=in_python(block.text))
         if isinstance(block, Table):
-            rows = tuple(tuple(map(shortened_cell, row)) for row in block.rows)
-            return replace(block, rows=rows, footer=in_python(block.footer))
+            rows = [tuple(map(shortened_cell, row)) for row in block.rows]
+            return replace(block, rows=tuple(rows), footer=in_python(block.footer))
         if isinstance(block, Facts):
             pairs = []
             for label, value in block.pairs:

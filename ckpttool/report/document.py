@@ -68,11 +68,8 @@ class Table:
     @property
     def cells(self) -> list[list[Cell]]:
         """The rows; a plain string has the role of its column."""
-        return [list(map(cell, row, self._roles)) for row in self.rows]
-
-    @property
-    def _roles(self) -> list[Role]:
-        return [column.role for column in self.columns]
+        roles = [column.role for column in self.columns]
+        return [list(map(cell, row, roles)) for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +230,11 @@ def _without_empty_columns(table: Table) -> Table:
     for row in table.cells:
         full.update(index for index, entry in enumerate(row) if entry.text)
     indices = sorted(full)
-    columns = tuple(table.columns[index] for index in indices)
+    columns = [table.columns[index] for index in indices]
     rows: list[Row] = []
     for inlines in table.rows:
         rows.append(tuple(inlines[index] for index in indices))
-    return replace(table, columns=columns, rows=tuple(rows))
+    return replace(table, columns=tuple(columns), rows=tuple(rows))
 
 
 def noted(
@@ -280,7 +277,8 @@ def shortened(table: Table, limit: int | None, option: str = "--all") -> Table:
     hidden = 0 if limit is None else len(table.rows) - limit
     if hidden <= 0:
         return table
-    return replace(table, rows=table.rows[:limit], footer=f"... {hidden:,} more ({option})")
+    footer = f"... {number(hidden)} more ({option})"
+    return replace(table, rows=table.rows[:limit], footer=footer)
 
 
 # the keys of one tensor on the left, on the right, and a detail
@@ -300,13 +298,11 @@ def key_group(
 
     The last row takes the place of a footer. Only the `first` pairs are collapsed, all without it.
     """
-    rows = []
-    more = len(pairs)
     groups = list(islice(paired(islice(pairs, first)), most + 1))
-    if len(groups) > most and sum(count for _, _, count, _ in groups) < more:
-        groups.pop()  # the line of the footer
-    for left, right, count, detail in groups:
-        rows.append((left, right, detail))
-        more -= count
+    more = len(pairs) - sum(count for _, _, count, _ in groups)
+    if more and len(groups) > most:
+        *groups, (_, _, count, _) = groups  # its line is for the footer
+        more += count
+    rows = [(left, right, detail) for left, right, _, detail in groups]
     footer = f"... {number(more)} {hidden}" if more else ""
     return KeyGroup(heading, tuple(rows), footer, role)

@@ -35,11 +35,11 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
     load again.
     """
     entries = compare_names(names)
-    differing = [entry for entry in entries if entry.status not in HARMLESS]
+    statuses = {entry.status for entry in entries}
     diff = Diff(
         "serialized",
         "runtime",
-        not differing,
+        statuses <= HARMLESS,
         entries,
         outlines=names_outlines(names),
         asks="names",
@@ -47,35 +47,39 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
     )
     shown = diff_report.document(diff, all=all)
     tables = [block for block in shown.blocks if isinstance(block, (Table, Keys))]
-    parameters = [tensor for tensor in names.runtime if tensor.kind == "parameter"]
-    frozen = sum(not tensor.trainable for tensor in parameters)
-    counts = (
-        ("parameters", f"{number(len(parameters))} ({number(frozen)} frozen)"),
-        ("buffers", number(len(names.runtime) - len(parameters))),
-        ("aliases", number(sum(tensor.alias_of is not None for tensor in names.runtime))),
+    blocks: list[Block] = [*tables, _counts(names)]
+    verdict = shown.verdict
+    if written is not None:
+        verdict = f"wrote {written}: {verdict}"
+    if names.roundtrips:
+        blocks.append(Paragraph("load_state_dict() reads back what state_dict() writes"))
+    else:
+        verdict += "; it does not load all that it saves"
+        text = "load_state_dict() does not read back what state_dict() writes:"
+        blocks.append(Paragraph(text, "warning"))
+        blocks.append(Problems(names.roundtrip_problems, "warning"))
+    blocks += noted(names.notes)
+    return Document(f"trace {names.model}", verdict, names.roundtrips, tuple(blocks), shown.listing)
+
+
+def _counts(names: Names) -> Facts:
+    """Return how many tensors of each kind the model has, without zeros."""
+    parameters = frozen = aliases = 0
+    for tensor in names.runtime:
+        aliases += tensor.alias_of is not None
+        if tensor.kind == "parameter":
+            parameters += 1
+            frozen += not tensor.trainable
+    pairs = (
+        ("parameters", f"{number(parameters)} ({number(frozen)} frozen)"),
+        ("buffers", number(len(names.runtime) - parameters)),
+        ("aliases", number(aliases)),
         ("serialized keys", number(len(names.serialized))),
         ("extra state", number(len(names.extra_state))),
         ("optimizer", _optimizer(names)),
         ("torch", names.torch),
     )
-    blocks: list[Block] = [
-        *tables,
-        Facts(tuple(pair for pair in counts if pair[1] not in ("0", ""))),
-    ]
-    if names.roundtrips:
-        blocks.append(Paragraph("load_state_dict() reads back what state_dict() writes"))
-    else:
-        blocks.append(
-            Paragraph("load_state_dict() does not read back what state_dict() writes:", "warning")
-        )
-        blocks.append(Problems(names.roundtrip_problems, "warning"))
-    blocks += noted(names.notes)
-    verdict = shown.verdict
-    if written is not None:
-        verdict = f"wrote {written}: {verdict}"
-    if not names.roundtrips:
-        verdict += "; it does not load all that it saves"
-    return Document(f"trace {names.model}", verdict, names.roundtrips, tuple(blocks), shown.listing)
+    return Facts(tuple(pair for pair in pairs if pair[1] not in ("0", "")))
 
 
 def _optimizer(names: Names) -> str:
@@ -92,6 +96,9 @@ def explained(explanation: Explanation) -> Document:
     kind = "buffer"
     if tensor.kind == "parameter":
         kind = "trainable parameter" if tensor.trainable else "frozen parameter"
+    optimizer_id = ""
+    if optimizer is not None:
+        optimizer_id = f"{optimizer.id} (param group {optimizer.group})"
     shown = facts(
         ("runtime", Cell(tensor.fqn, "key")),
         ("canonical", Cell(tensor.canonical, "key")),
@@ -100,10 +107,7 @@ def explained(explanation: Explanation) -> Document:
         ("also a name of", Cell(", ".join(explanation.also), "key")),
         ("tensor", f"{tensor.dtype} {shape_text(tensor.shape)}, {kind}"),
         ("persistent", "" if tensor.persistent else "no"),
-        (
-            "optimizer id",
-            "" if optimizer is None else f"{optimizer.id} (param group {optimizer.group})",
-        ),
+        ("optimizer id", optimizer_id),
         ("optimizer state", Cell(", ".join(explanation.states), "key")),
         ("renamed by", str(explanation.hook or "")),
     )
@@ -125,13 +129,14 @@ def _named(explanation: Explanation) -> str:
 
 
 def explained_code(row: Row) -> Document:
-    rows = (("kind", row.kind), ("example", row.example), ("what to do", row.fix))
-    return Document(f"explain {row.code}", f"{row.code}: {row.meaning}", True, (facts(*rows),))
+    shown = facts(("kind", row.kind), ("example", row.example), ("what to do", row.fix))
+    return Document(f"explain {row.code}", f"{row.code}: {row.meaning}", True, (shown,))
 
 
 def check_document(checks: Checks) -> Document:
     rows = []
     problems = []
+    others: list[Block] = []
     for file in checks.files:
         result = Cell("OK", "ok")
         if file.problems:
@@ -141,22 +146,26 @@ def check_document(checks: Checks) -> Document:
             if problem.key != file.path:
                 problem = Problem(f"{file.path}: {problem.problem}", problem.key)
             problems.append(problem)
+        if file.hint:
+            others.append(Paragraph(f"hint: {file.path}: {file.hint}"))
+    for file in checks.files:
+        for note in noted(file.notes):
+            others.append(replace(note, text=f"{file.path}: {note.text}"))
     columns = (Column("file", "key"), Column("type"), Column("result"))
     blocks: list[Block] = [Table("Files", columns, tuple(rows))]
     if problems:
         blocks.append(Problems(tuple(problems)))
-    blocks += [Paragraph(f"hint: {file.path}: {file.hint}") for file in checks.files if file.hint]
-    for file in checks.files:
-        blocks += (replace(note, text=f"{file.path}: {note.text}") for note in noted(file.notes))
-    return Document("check", _checked(checks), checks.ok, tuple(blocks))
+    return Document("check", _checked(checks), checks.ok, (*blocks, *others))
 
 
 def _checked(checks: Checks) -> str:
     """Return which files have problems."""
-    wrong = [file for file in checks.files if file.problems]
+    paths = [file.path for file in checks.files]
+    wrong = [file.path for file in checks.files if file.problems]
     if not wrong:
-        return f"no problems found in {some([file.path for file in checks.files], _FEW)}"
+        return f"no problems found in {some(paths, _FEW)}"
     if len(wrong) == 1:
-        return f"{wrong[0].path} has {plural(len(wrong[0].problems), 'problem')}"
-    count = f"{number(len(wrong))} of {plural(len(checks.files), 'file')}"
-    return f"{count} have problems: {some([file.path for file in wrong], _FEW)}"
+        problems = sum(len(file.problems) for file in checks.files)
+        return f"{wrong[0]} has {plural(problems, 'problem')}"
+    count = f"{number(len(wrong))} of {plural(len(paths), 'file')}"
+    return f"{count} have problems: {some(wrong, _FEW)}"

@@ -17,6 +17,7 @@ from ckpttool.report.document import (
     Cell,
     Column,
     Document,
+    Inline,
     Keys,
     Paragraph,
     Table,
@@ -28,6 +29,7 @@ from ckpttool.report.document import (
 )
 
 if TYPE_CHECKING:
+    from ckpttool.optimizers.request import OptimizerRemap
     from ckpttool.remapping.result import Filled, Remap
     from ckpttool.remapping.write import Undone
     from ckpttool.ruleset.parse import Preset
@@ -48,35 +50,30 @@ _VERDICTS = {
 
 def document(outcome: Remap, command: str = "remap") -> Document:
     """Return what a remap did, or would do; `command` is its title."""
-    computed = []
-    for run, keys in outcome.plan.by_code:
-        text = f"{plural(len(keys), 'tensor')} by running {run.model}.{BY_CODE[run.way]}()"
-        computed.append(("computed", text))
-    optimizers = []
-    for state in outcome.optimizers:
-        text = f"{state.was} -> {state.to}, {plural(state.params, 'parameter')}"
-        if state.evidence is not None:
-            text += f", identified by {identified_by(state.evidence)}"
-        optimizers.append((f"optimizer {state.section}".strip(), text))
-    blocks: list[Block] = [
-        facts(
-            ("source", Cell(outcome.source, "key")),
-            ("output", Cell(outcome.output, "key")),
-            (
-                "form",
-                " -> ".join(filter(None, (outcome.form and outcome.source_form, outcome.form))),
-            ),
-            ("sections", ", ".join(path or "(root)" for path in outcome.sections)),
-            *computed,
-            *((f"from {filled.source}", _from_other(filled)) for filled in outcome.filled),
-            *optimizers,
-            ("other files", str(outcome.companions or "")),
-            ("cost", str(outcome.cost or "")),
-            ("to be written" if outcome.dry_run else "written", str(outcome.written or "")),
-            ("undo", str(outcome.undo or "")),
-            ("verified", str(outcome.verified or "")),
-        )
+    form = outcome.form
+    if form and outcome.source_form:
+        form = f"{outcome.source_form} -> {form}"
+    pairs: list[tuple[str, Inline]] = [
+        ("source", Cell(outcome.source, "key")),
+        ("output", Cell(outcome.output, "key")),
+        ("form", form or ""),
+        ("sections", ", ".join(path or "(root)" for path in outcome.sections)),
     ]
+    for run, keys in outcome.plan.by_code:
+        code = f"{run.model}.{BY_CODE[run.way]}()"
+        pairs.append(("computed", f"{plural(len(keys), 'tensor')} by running {code}"))
+    for other in outcome.filled:
+        pairs.append((f"from {other.source}", _from_other(other)))
+    for state in outcome.optimizers:
+        pairs.append((f"optimizer {state.section}".strip(), _moved(state)))
+    pairs += [
+        ("other files", str(outcome.companions or "")),
+        ("cost", str(outcome.cost or "")),
+        ("to be written" if outcome.dry_run else "written", str(outcome.written or "")),
+        ("undo", str(outcome.undo or "")),
+        ("verified", str(outcome.verified or "")),
+    ]
+    blocks: list[Block] = [facts(*pairs)]
     blocks.append(_changes(outcome.plan, _ROWS if outcome.dry_run else _FEW))
     if outcome.dry_run:
         blocks.append(Paragraph("dry run: nothing was written"))
@@ -85,40 +82,54 @@ def document(outcome: Remap, command: str = "remap") -> Document:
     return Document(f"{command} {outcome.source}", _written(outcome), True, filled(blocks))
 
 
+def _moved(state: OptimizerRemap) -> str:
+    """Return ``id -> fqn, 12 parameters, identified by ...``."""
+    text = f"{state.was} -> {state.to}, {plural(state.params, 'parameter')}"
+    if state.evidence is not None:
+        text += f", identified by {identified_by(state.evidence)}"
+    return text
+
+
 def _from_other(filled: Filled) -> str:
     """Return which keys a checkpoint gave."""
-    unused = f"; {plural(filled.unused, 'other key')} not used" if filled.unused else ""
-    return f"{plural(len(filled.keys), 'key')}: {some(filled.keys, _ROWS)}{unused}"
+    count = plural(len(filled.keys), "key")
+    text = f"{count}: {some(filled.keys, _ROWS)}"
+    if filled.unused:
+        text += f"; {plural(filled.unused, 'other key')} not used"
+    return text
 
 
 def _written(outcome: Remap) -> str:
     """Return what was written, or would be: ``wrote OUT: 38 keys renamed, 2 left out``."""
     source, out, changes = outcome.source, outcome.output, _counted(outcome)
+    already = f"{source} already loads into {outcome.loads_into}"
     if out == source:
         if not changes:
-            return f"{source} already loads into {outcome.loads_into}: nothing was changed"
+            return f"{already}: nothing was changed"
         return f"{'would change' if outcome.dry_run else 'changed'} {source} in place: {changes}"
     if not out:
         return f"not written: {source} with {changes or 'no changes'}"
     if not changes and not outcome.changes_content:
         has = "would have" if outcome.dry_run else "has"
         same = f"{out} {has} the same tensors as {source}, in {outcome.format}"
-        return (
-            f"{same}; {source} already loads into {outcome.loads_into}"
-            if outcome.loads_into
-            else same
-        )
-    loads = f", which loads into {outcome.loads_into}" if outcome.loads_into else ""
-    tensors = plural(len(outcome.plan.outputs), "tensor")
+        return f"{same}; {already}" if outcome.loads_into else same
+    if not changes:
+        changes = f"{plural(len(outcome.plan.outputs), 'tensor')} of {source}"
     wrote = "would write" if outcome.dry_run else "wrote"
-    return f"{wrote} {out}{loads}: {changes or f'{tensors} of {source}'}"
+    if outcome.loads_into:
+        return f"{wrote} {out}, which loads into {outcome.loads_into}: {changes}"
+    return f"{wrote} {out}: {changes}"
 
 
 def _counted(outcome: Remap) -> str:
     """Return how many keys were renamed, cast, computed and left out, and what became of
     optimizers.
     """
-    casts = Counter(filter(None, (cast_dtype(output.source) for output in outcome.plan.outputs)))
+    casts = Counter[str]()
+    for output in outcome.plan.outputs:
+        dtype = cast_dtype(output.source)
+        if dtype:
+            casts[dtype] += 1
     counts = outcome.counts
     kinds = {
         "renamed": counts["renamed"],
@@ -129,28 +140,27 @@ def _counted(outcome: Remap) -> str:
         "missing": len(outcome.missing),
     }
     phrases: list[str] = []
-    for what, count in kinds.items():
+    for kind, count in kinds.items():
         if count:
-            phrases.append(f"{number(count) if phrases else plural(count, 'key')} {what}")
+            keys = number(count) if phrases else plural(count, "key")
+            phrases.append(f"{keys} {kind}")
     params = 0
     for state in outcome.optimizers:
         if state.was != state.to or not phrases:
             params += state.params
     if params:
         to = outcome.optimizers[0].to
-        phrases.append(f"optimizer state of {plural(params, 'parameter')} by {_BY.get(to, to)}")
+        by = _BY.get(to, to)
+        phrases.append(f"optimizer state of {plural(params, 'parameter')} by {by}")
     return ", ".join(phrases)
 
 
 def planned(plan: Plan) -> Document:
     """Return what a plan renames, computes and leaves out."""
-    blocks: list[Block] = [_changes(plan, _ROWS), shortened(_dropped(plan), _ROWS, "to_json()")]
-    return Document(
-        "plan",
-        f"{plural(len(plan.outputs), 'output')}, {len(plan.dropped)} left out",
-        True,
-        filled(blocks),
-    )
+    outputs = plural(len(plan.outputs), "output")
+    verdict = f"{outputs}, {len(plan.dropped)} left out"
+    dropped = shortened(_dropped(plan), _ROWS, "to_json()")
+    return Document("plan", verdict, True, filled([_changes(plan, _ROWS), dropped]))
 
 
 def undone(outcome: Undone) -> Document:
@@ -175,34 +185,34 @@ def swapped(outcome: Swap) -> Document:
             computed += 1
         elif source.key != fqn:
             renamed += 1
-    blocks: list[Block] = [
-        facts(
-            ("program", Cell(outcome.source, "key")),
-            ("weights", Cell(outcome.weights, "key")),
-            ("output", Cell(outcome.output, "key")),
-            ("key form", outcome.form),
-            ("renamed", _if_any(renamed)),
-            ("computed", _if_any(computed)),
-            ("computed by load_state_dict()", _if_any(len(outcome.by_code))),
-            ("constants kept", _if_any(len(outcome.constants))),
-            ("not replaced", ", ".join(outcome.kept)),
-            ("cost", str(outcome.cost or "")),
-            ("verified", str(outcome.verified or "")),
-        )
-    ]
-    rows = []
+    summary = facts(
+        ("program", Cell(outcome.source, "key")),
+        ("weights", Cell(outcome.weights, "key")),
+        ("output", Cell(outcome.output, "key")),
+        ("key form", outcome.form),
+        ("renamed", _if_any(renamed)),
+        ("computed", _if_any(computed)),
+        ("computed by load_state_dict()", _if_any(len(outcome.by_code))),
+        ("constants kept", _if_any(len(outcome.constants))),
+        ("not replaced", ", ".join(outcome.kept)),
+        ("cost", str(outcome.cost or "")),
+        ("verified", str(outcome.verified or "")),
+    )
+    constants = []
     for constant in outcome.compared:
         verdict = _VERDICTS[constant.verdict]
-        value = f"{verdict}: {constant.reason}" if constant.reason else verdict
-        rows.append((constant.name, value))
+        if constant.reason:
+            verdict += f": {constant.reason}"
+        constants.append((constant.name, verdict))
+    ignored = [(key,) for key in outcome.ignored]
+    key, title = Column("key", "key"), "Checkpoint entries that programs do not have"
     columns = (Column("constant", "key"), Column("value"))
-    constants = Table("Constants of the program", columns, tuple(rows))
-    ignored = Table(
-        "Checkpoint entries that programs do not have",
-        (Column("key", "key"),),
-        tuple((key,) for key in outcome.ignored),
-    )
-    blocks += [shortened(table, _ROWS, "--format json") for table in (constants, ignored)]
+    blocks: list[Block] = [summary]
+    for table in (
+        Table("Constants of the program", columns, tuple(constants)),
+        Table(title, (key,), tuple(ignored)),
+    ):
+        blocks.append(shortened(table, _ROWS, "--format json"))
     blocks += noted(outcome.notes)
     if outcome.cost is not None:
         blocks.append(Paragraph("dry run: nothing was written"))
@@ -213,22 +223,25 @@ def swapped(outcome: Swap) -> Document:
 def _swapped(outcome: Swap) -> str:
     """Return ``wrote OUT: PROGRAM with 92 weights of NEW``."""
     weights = f"{plural(len(outcome.sources), 'weight')} of {outcome.weights}"
-    program = f"{outcome.source} with {weights}"
-    if outcome.unchanged:
-        program += ", which it had already"
     if not outcome.output:
         return f"{weights} fit {outcome.source}"
-    return f"{'wrote' if outcome.cost is None else 'would write'} {outcome.output}: {program}"
+    wrote = "wrote" if outcome.cost is None else "would write"
+    already = ", which it had already" if outcome.unchanged else ""
+    return f"{wrote} {outcome.output}: {outcome.source} with {weights}{already}"
 
 
 def presets_document(presets: Sequence[Preset]) -> Document:
     rows = []
     for preset in presets:
-        sizes = ", ".join(f"{name}=N" for name in preset.sizes)
-        rows.append((preset.name, preset.about, f"{preset.name}({sizes})" if sizes else ""))
+        call = ""
+        if preset.sizes:
+            sizes = ", ".join(f"{name}=N" for name in preset.sizes)
+            call = f"{preset.name}({sizes})"
+        rows.append((preset.name, preset.about, call))
     columns = (Column("name", "key"), Column("from, to"), Column("with its sizes", "key"))
+    table = Table("Presets", columns, tuple(rows))
     answer = f"{plural(len(presets), 'preset')}: --rules NAME applies one"
-    return Document("rules", answer, True, (Table("Presets", columns, tuple(rows)),))
+    return Document("rules", answer, True, (table,))
 
 
 def _changes(plan: Plan, most: int) -> Keys:
@@ -236,7 +249,8 @@ def _changes(plan: Plan, most: int) -> Keys:
     changed = []
     for output in plan.outputs:
         if not output.is_unchanged:
-            changed.append((tuple(dict.fromkeys(refs(output.source))), (output.key,), ""))
+            keys = tuple(dict.fromkeys(refs(output.source)))
+            changed.append((keys, (output.key,), ""))
     if not changed:
         return Keys("", ())
     title, hidden = f"Changes: {plural(len(changed), 'key')}", "more keys (--format json)"
@@ -246,9 +260,11 @@ def _changes(plan: Plan, most: int) -> Keys:
 def _dropped(plan: Plan) -> Table:
     reasons: dict[str, list[str]] = {}
     for drop in plan.dropped:
-        reasons.setdefault(drop.reason, []).append(dotted(drop.section, drop.key))
+        keys = reasons.setdefault(drop.reason, [])
+        keys.append(dotted(drop.section, drop.key))
     rows = []
     for reason, keys in reasons.items():
-        rows += [(pattern, reason) for pattern in patterns(keys)]
+        for pattern in patterns(keys):
+            rows.append((pattern, reason))
     title = f"Left out: {plural(len(plan.dropped), 'key')}"
     return Table(title, (Column("key", "key"), Column("why")), tuple(rows))

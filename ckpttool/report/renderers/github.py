@@ -5,7 +5,7 @@ group of the log.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ckpttool.core.text import visible
 from ckpttool.report.document import (
@@ -32,36 +32,49 @@ def render(document: Document) -> str:
     The title of each annotation is the verdict.
     """
     failing = list(document.failing)
-    # the findings whose reason is a hook, by its line
+    lines: list[str] = []
+    for level in _LEVELS:
+        messages = _messages(document, level)
+        if level == ("notice" if document.ok else "error"):
+            keys = _keys([finding for finding in failing if finding.place is None])
+            answer = [*keys, *_reasons_and_commands(document)] or [document.verdict]
+            messages.insert(0, "\n".join(map(visible, answer)))
+        more = len(messages) - _SHOWN
+        if more > 0:
+            messages[_SHOWN - 1 :] = [f"... {more + 1} more, listed in the log of this step"]
+        for message in messages:
+            lines.append(_annotation(level, document.verdict, message))
+        if level == "error":
+            at_hooks = _messages_at_hooks(failing)
+            for place, message in at_hooks[: max(0, -more)]:
+                lines.append(_annotation(level, document.verdict, message, place))
+    lines.append(f"::group::{visible(document.title).translate(_DATA)}")
+    lines += [inert(text.render(document).rstrip("\n")), "::endgroup::"]
+    return _no_old_commands("\n".join(lines)) + "\n"
+
+
+def _messages(document: Document, level: Severity) -> list[str]:
+    """Return the problems of a level, and the paragraphs that are more than a notice."""
+    messages = []
+    for block in document.blocks:
+        if isinstance(block, Problems) and block.severity == level:
+            messages += [visible(str(problem)) for problem in block.problems]
+        elif isinstance(block, Paragraph) and block.severity == level != "notice":
+            messages.append(visible(block.text))
+    return messages
+
+
+def _messages_at_hooks(failing: Iterable[Finding]) -> list[tuple[tuple[str, int], str]]:
+    """Return the line of each hook that is the reason of findings, and a message for it."""
     hooks: dict[tuple[str, int], list[Finding]] = {}
     for finding in failing:
         if finding.location is not None:
             hooks.setdefault(finding.location, []).append(finding)
-    lines: list[str] = []
-    for level in _LEVELS:
-        messages = []
-        if level == ("notice" if document.ok else "error"):
-            keys = _keys([finding for finding in failing if finding.place is None])
-            answer = [*keys, *_reasons_and_commands(document)] or [document.verdict]
-            messages.append("\n".join(map(visible, answer)))
-        for block in document.blocks:
-            if isinstance(block, Problems) and block.severity == level:
-                messages += [visible(str(problem)) for problem in block.problems]
-            elif isinstance(block, Paragraph) and block.severity == level != "notice":
-                messages.append(visible(block.text))
-        count = len(messages)
-        if count > _SHOWN:
-            messages[_SHOWN - 1 :] = [
-                f"... {count - _SHOWN + 1} more, listed in the log of this step"
-            ]
-        lines += [_annotation(level, document.verdict, message) for message in messages]
-        at_hooks = list(hooks.items())[: max(0, _SHOWN - count)] if level == "error" else []
-        for place, findings in at_hooks:
-            message = "\n".join(map(visible, [findings[0].why, *_keys(findings)]))
-            lines.append(_annotation(level, document.verdict, message, place))
-    lines.append(f"::group::{visible(document.title).translate(_DATA)}")
-    lines += [inert(text.render(document).rstrip("\n")), "::endgroup::"]
-    return _no_old_commands("\n".join(lines)) + "\n"
+    messages = []
+    for place, findings in hooks.items():
+        texts = [findings[0].why, *_keys(findings)]
+        messages.append((place, "\n".join(map(visible, texts))))
+    return messages
 
 
 def _reasons_and_commands(document: Document) -> list[str]:
@@ -96,13 +109,17 @@ def _no_old_commands(lines: str) -> str:
 def _keys(findings: Sequence[Finding]) -> list[str]:
     """Return a line for each key, and how many more there are."""
     lines = [f"{finding.status}: {finding.keys}" for finding in findings[:_KEYS]]
-    return [*lines, f"... {len(findings) - _KEYS} more"] if len(findings) > _KEYS else lines
+    more = len(findings) - _KEYS
+    if more > 0:
+        lines.append(f"... {more} more")
+    return lines
 
 
 def _annotation(
     level: Severity, title: str, message: str, place: tuple[str, int] | None = None
 ) -> str:
-    at = ""
+    properties = f"title={visible(title).translate(_PROPERTY)}"
     if place is not None:
-        at = f"file={place[0].translate(_PROPERTY)},line={place[1]},"
-    return f"::{level} {at}title={visible(title).translate(_PROPERTY)}::{message.translate(_DATA)}"
+        file, line = place
+        properties = f"file={file.translate(_PROPERTY)},line={line},{properties}"
+    return f"::{level} {properties}::{message.translate(_DATA)}"

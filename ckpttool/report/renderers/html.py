@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -26,6 +27,7 @@ from ckpttool.report.document import (
     Listing,
     Named,
     Paragraph,
+    Role,
     Table,
     cell,
     shortened,
@@ -41,10 +43,8 @@ def render(document: Document) -> str:
     title = _escape(document.title)
     verdict = f'<p class="verdict {"ok" if document.ok else "bad"}">{_escape(document.verdict)}</p>'
     folder = files("ckpttool.report.renderers").joinpath("page")
-    style, script = (
-        "\n" + folder.joinpath(name).read_text(encoding="utf-8")
-        for name in ("report.css", "report.js")
-    )
+    style = "\n" + folder.joinpath("report.css").read_text(encoding="utf-8")
+    script = "\n" + folder.joinpath("report.js").read_text(encoding="utf-8")
     parts = [
         "<!doctype html>",
         '<html lang="en">',
@@ -66,10 +66,8 @@ def render(document: Document) -> str:
         # "<" is escaped, so that the JSON cannot end the script
         text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         text = text.replace("<", "\\u003c")
-        parts += [
-            '<section id="browser"></section>',
-            f'<script type="application/json" id="listing">{text}</script>',
-        ]
+        parts.append('<section id="browser"></section>')
+        parts.append(f'<script type="application/json" id="listing">{text}</script>')
     return "\n".join([*parts, "</main>", f"<script>{script}</script>", "</html>"]) + "\n"
 
 
@@ -78,20 +76,29 @@ def _origin(listing: Listing | None) -> str:
     each side.
     """
     from datetime import datetime, timezone
-    from hashlib import sha256
 
     from ckpttool import __version__
 
-    parts = [f"ckpttool {__version__}", datetime.now(timezone.utc).strftime("%Y-%m-%d")]
+    today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    parts = [f"ckpttool {__version__}", today]
     if listing is not None:
-        sides: list[set[str]] = [set() for _ in listing.sides]
+        left: list[Named] = []
+        right: list[Named] = []
         for finding in listing.findings():
-            for names, keys in zip(sides, (finding.left, finding.right)):
-                names.update(f"{tensor.key} {tensor.dtype} {tensor.shape}" for tensor in keys)
-        for name, names in zip(listing.sides, sides):
-            text = "\n".join(sorted(names)).encode("utf-8", "backslashreplace")
-            parts.append(f"{name}: names {sha256(text).hexdigest()[:_DIGITS]}")
+            left += finding.left
+            right += finding.right
+        for name, tensors in zip(listing.sides, (left, right)):
+            parts.append(f"{name}: names {_digest(tensors)}")
     return f'<p class="origin">{" &middot; ".join(map(_escape, parts))}</p>'
+
+
+def _digest(tensors: Iterable[Named]) -> str:
+    """Return the first digits of the SHA-256 of the names, dtypes and shapes in order."""
+    from hashlib import sha256  # loads OpenSSL
+
+    lines = {f"{tensor.key} {tensor.dtype} {tensor.shape}" for tensor in tensors}
+    text = "\n".join(sorted(lines))
+    return sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:_DIGITS]
 
 
 def fragment(document: Document) -> str:
@@ -112,11 +119,14 @@ def _policy(style: str, script: str) -> str:
     """Allow nothing but this style and this script, by their hashes."""
     import hashlib  # loads OpenSSL
 
-    sources = []
-    for kind, text in (("style", style), ("script", script)):
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        sources.append(f"{kind}-src 'sha256-{digest}'")
-    return "; ".join(["default-src 'none'", *sources, "base-uri 'none'", "form-action 'none'"])
+    def source(text: str) -> str:
+        digest = hashlib.sha256(text.encode()).digest()
+        return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+    return (
+        f"default-src 'none'; style-src {source(style)}; script-src {source(script)};"
+        " base-uri 'none'; form-action 'none'"
+    )
 
 
 def _data(listing: Listing) -> dict[str, Any]:
@@ -135,21 +145,26 @@ def _data(listing: Listing) -> dict[str, Any]:
         return [visible(tensor.key) for tensor in tensors], numbers
 
     def row(finding: Finding) -> list[Any]:
-        left, right = side(finding.left), side(finding.right)
         why = whys.setdefault(visible(finding.why), len(whys))
-        other = [0 if after == before else after for before, after in zip(left, right)]
-        end = [visible(finding.detail), finding.spread]
-        cells = [statuses[finding.status], why, *left, *other, *end]
+        cells: list[Any] = [statuses[finding.status], why]
+        left = side(finding.left)
+        right = side(finding.right)
+        cells += left
+        # 0: as on the left
+        for before, after in zip(left, right):
+            cells.append(0 if after == before else after)
+        cells += [visible(finding.detail), finding.spread]
         while not cells[-1] and cells[-1] != []:
             cells.pop()
         return cells
 
     rows = [row(finding) for finding in listing.findings()]
+    roles = []
+    for status, role in listing.statuses.items():
+        roles.append([status, role, status in listing.quiet])
     return {
         "sides": [visible(name) for name in listing.sides],
-        "statuses": [
-            [status, role, status in listing.quiet] for status, role in listing.statuses.items()
-        ],
+        "statuses": roles,
         "outlines": list(outlines),
         "whys": list(whys),
         "rows": rows,
@@ -162,16 +177,13 @@ def _escape(text: str) -> str:
 
 def _block(block: Block) -> list[str]:
     if isinstance(block, Facts):
-        rows = (
-            f"<tr><th>{_escape(label)}</th>{_cell('td', cell(value))}</tr>"
-            for label, value in block.pairs
-        )
-        return ['<div class="scroll"><table>', *rows, "</table></div>"]
+        return _facts(block)
     if isinstance(block, Table):
+        title = _escape(block.title)
         if not block.is_listed:
-            return [f"<h2>{_escape(block.title)}</h2>", *_table(block)]
-        shown = _table(shortened(block, _LISTED, "in the tree below"))
-        return ["<details>", f"<summary>{_escape(block.title)}</summary>", *shown, "</details>"]
+            return [f"<h2>{title}</h2>", *_table(block)]
+        rows = _table(shortened(block, _LISTED, "in the tree below"))
+        return ["<details>", f"<summary>{title}</summary>", *rows, "</details>"]
     if isinstance(block, Keys):
         shown = [f"<h2>{_escape(block.title)}</h2>"] if block.title else []
         for group in block.groups:
@@ -186,24 +198,32 @@ def _block(block: Block) -> list[str]:
     label = _label(block.severity)
     items = []
     for problem in block.problems:
-        key = _cell("span", Cell(problem.key, "key"))
-        items.append(f"<li>{label} {_escape(problem.problem)} @ {key}</li>")
+        items.append(f"<li>{label} {_escape(problem.problem)} @ {_name(problem.key)}</li>")
     return ["<ul>", *items, "</ul>"]
+
+
+def _facts(block: Facts) -> list[str]:
+    rows = []
+    for label, value in block.pairs:
+        rows.append(f"<tr><th>{_escape(label)}</th>{_cell('td', cell(value))}</tr>")
+    return ['<div class="scroll"><table>', *rows, "</table></div>"]
 
 
 def _group(group: KeyGroup, most: int | None) -> list[str]:
     """Return the keys of a group; a list is cut if its rows are in the tree too."""
     rows = []
     for left, right, detail in group.rows[:most]:
-        names = [_cell("span", Cell(name, "key")) for name in dict.fromkeys((left, right)) if name]
-        rows.append(f"<li>{' &rarr; '.join(names)}{f': {_escape(detail)}' if detail else ''}</li>")
-    return [
-        f"<h3>{_escape(group.heading)}</h3>",
-        '<ul class="names">',
-        *rows,
-        "</ul>",
-        *_footer(group.footer),
-    ]
+        names = [_name(name) for name in dict.fromkeys((left, right)) if name]
+        text = " &rarr; ".join(names)
+        if detail:
+            text += f": {_escape(detail)}"
+        rows.append(f"<li>{text}</li>")
+    heading = f"<h3>{_escape(group.heading)}</h3>"
+    return [heading, '<ul class="names">', *rows, "</ul>", *_footer(group.footer)]
+
+
+def _name(key: str) -> str:
+    return _cell("span", Cell(key, "key"))
 
 
 def _label(severity: str) -> str:
@@ -211,13 +231,17 @@ def _label(severity: str) -> str:
 
 
 def _cell(tag: str, entry: Cell, title: str = "") -> str:
-    role = "" if entry.role == "plain" else f' class="{entry.role}"'
-    data = f' data-title="{_escape(title)}"' if title else ""
+    start = tag
+    if entry.role != "plain":
+        start += f' class="{entry.role}"'
+    if title:
+        start += f' data-title="{_escape(title)}"'
     text = _escape(entry.text)
-    # a name is broken after dots only
-    text = text.replace(".", ".<wbr>") if entry.role == "key" else text
-    bar = "" if entry.bar is None else f'<meter value="{entry.bar:.3f}"></meter>'
-    return f"<{tag}{role}{data}>{bar}{text}</{tag}>"
+    if entry.role == "key":  # a name is broken after dots only
+        text = text.replace(".", ".<wbr>")
+    if entry.bar is not None:
+        text = f'<meter value="{entry.bar:.3f}"></meter>{text}'
+    return f"<{start}>{text}</{tag}>"
 
 
 def _table(table: Table) -> list[str]:
@@ -226,11 +250,13 @@ def _table(table: Table) -> list[str]:
     """
     header = ""
     for column in table.columns:
-        header += _cell("th", Cell(column.title, "number" if column.role == "number" else "plain"))
-    rows = []
-    for row in table.cells:
-        cells = (_cell("td", entry, column.title) for entry, column in zip(row, table.columns))
-        rows.append(f"<tr>{''.join(cells)}</tr>")
+        role: Role = "number" if column.role == "number" else "plain"
+        header += _cell("th", Cell(column.title, role))
     kind = ' class="stacked"' if len(table.columns) > _ABREAST else ""
-    head = [f'<div class="scroll"><table{kind}>', f"<thead><tr>{header}</tr></thead>"]
-    return [*head, *rows, "</table></div>", *_footer(table.footer)]
+    lines = [f'<div class="scroll"><table{kind}>', f"<thead><tr>{header}</tr></thead>"]
+    for row in table.cells:
+        cells = ""
+        for entry, column in zip(row, table.columns):
+            cells += _cell("td", entry, column.title)
+        lines.append(f"<tr>{cells}</tr>")
+    return [*lines, "</table></div>", *_footer(table.footer)]

@@ -30,17 +30,17 @@ def _escaped(char: str) -> str:
 def _value(value: Any, indent: str) -> str:
     inner = f"{indent}  "
     if isinstance(value, Mapping) and value:
-        brackets = "{}"
-        items = [
-            f"{_compact(str(name))}: {_value(member, inner)}" for name, member in value.items()
-        ]
+        items = []
+        for name, member in value.items():
+            items.append(f"{_compact(str(name))}: {_value(member, inner)}")
+        begin, end = "{}"
     elif isinstance(value, list) and value:
-        brackets = "[]"
         items = list(map(_compact, value))
+        begin, end = "[]"
     else:
         return _compact(value)
-    separator = f",\n{inner}"
-    return f"{brackets[0]}\n{inner}{separator.join(items)}\n{indent}{brackets[1]}"
+    lines = f",\n{inner}".join(items)
+    return f"{begin}\n{inner}{lines}\n{indent}{end}"
 
 
 def _compact(value: Any) -> str:

@@ -37,33 +37,44 @@ def render(document: Document) -> str:
 
 def _lines(block: Block) -> list[str]:
     if isinstance(block, Facts):
-        return [
-            "| | |",
-            "| --- | --- |",
-            *(_row([_escape(label), _cell(cell(value))]) for label, value in block.pairs),
-        ]
+        lines = ["| | |", "| --- | --- |"]
+        for label, value in block.pairs:
+            lines.append(_row([_escape(label), _cell(cell(value))]))
+        return lines
     if isinstance(block, Table):
-        rules = ["---:" if column.role == "number" else "---" for column in block.columns]
-        header = [_row(_escape(column.title) for column in block.columns), _row(rules)]
-        footer = ["", _escape(block.footer)] if block.footer else []
-        rows = [_row(map(_cell, row)) for row in block.cells]
-        return [f"### {_escape(block.title)}", "", *header, *rows, *footer]
+        return _table(block)
     if isinstance(block, Keys):
         lines = [f"### {_escape(block.title)}", ""] if block.title else []
         for group in block.groups:
             lines += _group(group)
         return lines
     if isinstance(block, Paragraph):
+        text = _escape(block.text)
         alert = _ALERTS.get(block.severity)
-        return [f"> [!{alert}]", f"> {_escape(block.text)}"] if alert else [_escape(block.text)]
+        return [f"> [!{alert}]", f"> {text}"] if alert else [text]
     if isinstance(block, Commands):
         commands = [visible(line) for line in block.commands]
         fence = _fence("\n".join(commands), 3)
         return [_escape(block.title), "", f"{fence}shell", *commands, fence]
-    return [
-        f"- **{block.severity}:** {_escape(p.problem)} @ {_code_span(p.key)}"
-        for p in block.problems
-    ]
+    lines = []
+    for problem in block.problems:
+        key = _code_span(problem.key)
+        lines.append(f"- **{block.severity}:** {_escape(problem.problem)} @ {key}")
+    return lines
+
+
+def _table(table: Table) -> list[str]:
+    titles = []
+    rules = []
+    for column in table.columns:
+        titles.append(_escape(column.title))
+        rules.append("---:" if column.role == "number" else "---")
+    lines = [f"### {_escape(table.title)}", "", _row(titles), _row(rules)]
+    for row in table.cells:
+        lines.append(_row(map(_cell, row)))
+    if table.footer:
+        lines += ["", _escape(table.footer)]
+    return lines
 
 
 def _group(group: KeyGroup) -> Iterator[str]:
@@ -97,7 +108,9 @@ def _code_span(text: str) -> str:
 
 
 def _fence(text: str, least: int) -> str:
-    return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
+    """Return more backticks than there are together in the text, and at least so many."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    return "`" * max(least, 1 + longest)
 
 
 def _cell(entry: Cell) -> str:
@@ -106,8 +119,12 @@ def _cell(entry: Cell) -> str:
     """
     if entry.role in _CODE_ROLES:
         return _code_span(entry.text).replace("|", "\\|")
-    mark = _MARKS.get(entry.role, "") if entry.text.strip() == entry.text != "" else ""
-    return f"{mark}{_escape(entry.text)}{mark}"
+    text = _escape(entry.text)
+    # a mark next to a space is no mark
+    if not entry.text or entry.text.strip() != entry.text:
+        return text
+    mark = _MARKS.get(entry.role, "")
+    return f"{mark}{text}{mark}"
 
 
 def _row(texts: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from unicodedata import combining, east_asian_width
 
 from ckpttool.core.text import visible
@@ -63,8 +63,10 @@ def render(document: Document, terminal: Terminal | None = None) -> str:
     head = _lines(document.verdict, "ok" if document.ok else "bad", at)
     for block in document.lead:
         head += lines(block, at)
-    parts = [head, *(lines(block, at) for block in document.blocks)]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+    parts = ["\n".join(head)]
+    for block in document.blocks:
+        parts.append("\n".join(lines(block, at)))
+    return "\n\n".join(parts) + "\n"
 
 
 def lines(block: Block, terminal: Terminal | None = None) -> list[str]:
@@ -72,8 +74,11 @@ def lines(block: Block, terminal: Terminal | None = None) -> list[str]:
     if isinstance(block, Facts):
         return _facts(block, at)
     if isinstance(block, Table):
-        footer = _lines(block.footer, "dim", at, indent=2) if block.footer else []
-        return [*_lines(block.title, "title", at), *_table(block, at), *footer]
+        shown = _lines(block.title, "title", at)
+        shown += _table(block, at)
+        if block.footer:
+            shown += _lines(block.footer, "dim", at, indent=2)
+        return shown
     if isinstance(block, Keys):
         shown = _lines(block.title, "title", at) if block.title else []
         for group in block.groups:
@@ -95,21 +100,27 @@ def lines(block: Block, terminal: Terminal | None = None) -> list[str]:
 
 def wrapped(text: str, width: int, hanging: int = 0) -> list[str]:
     """Return lines of at most `width` columns, broken at spaces, and inside longer words after dots
-    and slashes.
+    and slashes; an empty text is one line.
 
     Lines after the first are indented. A segment that is wider than a line is not broken.
     """
     if _columns(text) <= width:
         return [text]
-    lines, line = [], ""
+    lines = []
+    line = ""
     for word in re.findall(r"\s*\S+", text):
-        is_long = _columns(word.strip()) > width - hanging
-        for piece in re.findall(r"[^./]+[./]*|[./]+", word) if is_long else [word]:
+        pieces = [word]
+        if _columns(word.strip()) > width - hanging:
+            pieces = re.findall(r"[^./]+[./]*|[./]+", word)
+        for piece in pieces:
             if line.strip() and _columns(line + piece) > width:
                 lines.append(line)
-                line, piece = " " * hanging, piece.lstrip()
+                line = " " * hanging
+                piece = piece.lstrip()
             line += piece
-    return [*lines, line] if line.strip() else lines
+    if line.strip() or not lines:
+        lines.append(line)
+    return lines
 
 
 def shortened_name(name: str, width: int) -> str:
@@ -120,8 +131,10 @@ def shortened_name(name: str, width: int) -> str:
     for shown in range(len(parts) - 1, 1, -1):
         if _columns(short) <= width:
             break
-        begin, end = shown // 2, len(parts) - (shown + 1) // 2
-        short = f"{'.'.join(parts[:begin])}...{'.'.join(parts[end:])}"
+        begin = shown // 2
+        end = begin - shown
+        start, rest = ".".join(parts[:begin]), ".".join(parts[end:])
+        short = f"{start}...{rest}"
     return short
 
 
@@ -141,18 +154,17 @@ def _styled(text: str, role: str, at: Terminal) -> str:
 
 
 def _lines(text: str, role: str, at: Terminal, indent: int = 0) -> list[str]:
+    margin = " " * indent
     shown = wrapped(visible(text), at.width - indent)
-    return [" " * indent + _styled(line, role, at) for line in shown] or [""]
+    return [margin + _styled(line, role, at) for line in shown]
 
 
 def _labelled(severity: str, text: str, at: Terminal) -> list[str]:
     """Return the lines of a paragraph; a warning or an error begins with this word."""
-    if severity == "notice":
-        first, *rest = wrapped(visible(text), at.width, 2) or [""]
-        return [first.rstrip(), *rest]
-    label = f"{severity}: "
+    label = "" if severity == "notice" else f"{severity}: "
     first, *rest = wrapped(label + visible(text), at.width, 2)
-    return [_styled(label, severity, at) + first[len(label) :], *rest]
+    styled = _styled(label, severity, at)
+    return [f"{styled}{first[len(label) :]}".rstrip(), *rest]
 
 
 # Blocks
@@ -160,19 +172,26 @@ def _labelled(severity: str, text: str, at: Terminal) -> list[str]:
 
 def _facts(block: Facts, at: Terminal) -> list[str]:
     """Return the pairs as ``label: value`` if the block is short, else in two columns."""
-    shown = []
     labels = [visible(label) for label, _ in block.pairs]
-    indent = 2 if block.is_short else 2 + max(map(_columns, labels), default=0)
-    for label, (_, value) in zip(labels, block.pairs):
-        text, role = visible(cell(value).text), cell(value).role
+    margin = 2
+    if not block.is_short:
+        margin += max(map(_columns, labels), default=0)
+    indent = " " * margin
+    shown = []
+    for label, (_, inline) in zip(labels, block.pairs):
+        value = cell(inline)
+        text = visible(value.text)
         if block.is_short:
-            first, *rest = wrapped(f"{label}: {text}", at.width, 2)
             start = ""
+            first, *rest = wrapped(f"{label}: {text}", at.width, margin)
         else:
-            first, *rest = wrapped(text, max(at.width - indent, 1)) or [""]
-            start = _styled(label, "dim", at) + " " * (indent - _columns(label))
-        shown.append((start + _styled(first, role, at)).rstrip())
-        shown += [" " * indent + _styled(line.strip(), role, at) for line in rest]
+            pad = " " * (margin - _columns(label))
+            start = _styled(label, "dim", at) + pad
+            first, *rest = wrapped(text, max(at.width - margin, 1))
+        line = start + _styled(first, value.role, at)
+        shown.append(line.rstrip())
+        for line in rest:
+            shown.append(indent + _styled(line.strip(), value.role, at))
     return shown
 
 
@@ -195,7 +214,8 @@ def _group(group: KeyGroup, at: Terminal) -> list[str]:
         if new:
             shown += _name_lines("    -> ", new, group, at)
         if why:
-            shown += [f"    {line}" for line in wrapped(why, at.width - 4)]
+            for line in wrapped(why, at.width - 4):
+                shown.append(f"    {line}")
     if group.footer:
         shown += _lines(group.footer, "dim", at, indent=2)
     return shown
@@ -204,14 +224,13 @@ def _group(group: KeyGroup, at: Terminal) -> list[str]:
 def _name_lines(start: str, name: str, group: KeyGroup, at: Terminal) -> list[str]:
     """Return a name as lines, the first one after `start`; shortened if the group is not full."""
     width = at.width - len(start)
-    if name and not group.is_full and " + " not in name:
+    if not group.is_full and " + " not in name:
         name = shortened_name(name, width)
-    first, *rest = wrapped(name, width, 2) if name else [""]
-    indent = " " * len(start)
-    return [
-        start + _styled(first, "key", at),
-        *(indent + _styled(line, "key", at) for line in rest),
-    ]
+    shown = []
+    for line in wrapped(name, width, 2):
+        shown.append(start + _styled(line, "key", at))
+        start = " " * len(start)
+    return shown
 
 
 def _table(table: Table, at: Terminal) -> Iterator[str]:
@@ -222,34 +241,41 @@ def _table(table: Table, at: Terminal) -> Iterator[str]:
     rows = [header]
     for row in table.cells:
         rows.append([Cell(visible(entry.text), entry.role) for entry in row])
-    natural = []
-    least = []
-    for column in zip(*rows):
-        texts = [entry.text for entry in column]
-        natural.append(min(max(map(_columns, texts)), _PAD_LIMIT))
-        least.append(_widest_piece(texts))
-    widths = natural
-    if at.width != _UNLIMITED:
-        room = at.width - 2 - 2 * (len(natural) - 1)
-        widths = _column_widths(natural, least, room)
+    widths = _widths(rows, at)
     if not widths:
         for row in rows[1:]:
             yield from _stacked(header, row, at)
         return
-    right = [column.role == "number" for column in table.columns]
+    are_numbers = [column.role == "number" for column in table.columns]
     for row in rows:
-        folded = [_folded(entry.text, width, at) for entry, width in zip(row, widths)]
-        for parts in zip_longest(*folded, fillvalue=""):
+        # a cell has several lines if it is wider than its column
+        columns = [_folded(entry.text, width, at) for entry, width in zip(row, widths)]
+        for line in zip_longest(*columns, fillvalue=""):
             cells = []
-            for entry, part, width, is_number in zip(row, parts, widths, right):
+            for entry, part, width, is_number in zip(row, line, widths, are_numbers):
                 pad = " " * max(width - _columns(part), 0)
                 shown = _styled(part, entry.role, at)
                 cells.append(pad + shown if is_number else shown + pad)
             yield "  " + "  ".join(cells).rstrip()
 
 
+def _widths(rows: Sequence[Sequence[Cell]], at: Terminal) -> list[int]:
+    """Return the width of each column; none if they do not fit into the terminal."""
+    natural = []
+    least = []
+    for column in zip(*rows):
+        texts = [entry.text for entry in column]
+        widest = max(map(_columns, texts))
+        natural.append(min(widest, _PAD_LIMIT))
+        least.append(_widest_piece(texts))
+    if at.width == _UNLIMITED:
+        return natural
+    room = at.width - 2 - 2 * (len(natural) - 1)
+    return _column_widths(natural, least, room)
+
+
 def _folded(text: str, width: int, at: Terminal) -> list[str]:
-    return [text] if at.width == _UNLIMITED else wrapped(text, width) or [""]
+    return [text] if at.width == _UNLIMITED else wrapped(text, width)
 
 
 def _stacked(header: Sequence[Cell], row: Sequence[Cell], at: Terminal) -> Iterator[str]:
@@ -266,7 +292,10 @@ def _stacked(header: Sequence[Cell], row: Sequence[Cell], at: Terminal) -> Itera
 
 def _widest_piece(texts: Sequence[str]) -> int:
     """Return the columns of the widest piece that cannot be broken."""
-    return max(map(_columns, chain([""], *(re.findall(_PIECE, text) for text in texts))))
+    widest = 0
+    for text in texts:
+        widest = max(widest, *map(_columns, re.findall(_PIECE, text)), 0)
+    return widest
 
 
 def _column_widths(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
