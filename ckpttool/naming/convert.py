@@ -13,11 +13,12 @@ from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
-from ckpttool.core.plan import Dropped, ModelRun, Output, Plan, module_renames
+from ckpttool.core.plan import Dropped, ModelRun, ModuleRename, Output, Plan, module_renames
 from ckpttool.core.text import Note, plural
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
 from ckpttool.naming.match import Likeness, Match, NameTables, match
+from ckpttool.naming.versions import version_text
 from ckpttool.naming.wrappers import Chain
 
 T = TypeVar("T")
@@ -90,19 +91,8 @@ def read(tables: NameTables, section: Section, form: str | None = None) -> Readi
     runtime = Reading(RUNTIME, match(keys, tables.runtime_names, tables.spare_fqns))
     if form is not None:
         return serialized if form == SERIALIZED else runtime
-    entries = {entry.key: (entry.dtype, entry.shape) for entry in section.tensors}
-
-    def score(reading: Reading, likeness: Mapping[str, Likeness]) -> tuple[bool, int, int]:
-        pairs = (
-            (entries[key], likeness.get(name))
-            for key, name in reading.match.names.items()
-            if key in entries
-        )
-        misfits = sum(wanted not in (None, actual, (actual[0], None)) for actual, wanted in pairs)
-        return (*reading.match.score, -misfits)
-
-    as_serialized = score(serialized, tables.serialized_likeness)
-    as_runtime = score(runtime, tables.runtime_likeness)
+    as_serialized = _score(serialized, section, tables.serialized_likeness)
+    as_runtime = _score(runtime, section, tables.runtime_likeness)
     if as_serialized == as_runtime:
         if section.has_runtime_names:
             return runtime
@@ -110,17 +100,33 @@ def read(tables: NameTables, section: Section, form: str | None = None) -> Readi
     return serialized if as_serialized > as_runtime else runtime
 
 
+def _score(
+    reading: Reading, section: Section, likeness: Mapping[str, Likeness]
+) -> tuple[bool, int, int]:
+    """Return the score of the names, and then how many tensors have the model's dtype and shape."""
+    names = reading.match.names
+    misfits = 0
+    for entry in section.tensors:
+        dtype, shape = likeness.get(names.get(entry.key, ""), ("", None))
+        if dtype and (entry.dtype != dtype or shape not in (None, entry.shape)):
+            misfits += 1
+    return (*reading.match.score, -misfits)
+
+
 def holds(tables: NameTables, section: Section) -> bool:
     """Return whether `section` is the complete model in one of its forms, without other keys or
     shapes.
     """
     reading = read(tables, section)
+    if not reading.match.complete:
+        return False
     likeness = tables.serialized_likeness if reading.form == SERIALIZED else tables.runtime_likeness
     shapes = {entry.key: entry.shape for entry in section.tensors}
-    return reading.match.complete and all(
-        likeness.get(name, ("", None))[1] in (None, shapes.get(key))
-        for key, name in reading.match.names.items()
-    )
+    for key, name in reading.match.names.items():
+        _, shape = likeness.get(name, ("", None))
+        if shape not in (None, shapes.get(key)):
+            return False
+    return True
 
 
 # Plans
@@ -154,15 +160,23 @@ class _PlanDraft:
 
     def keep(self, names: Iterable[str]) -> None:
         """Keep entries that are not runtime tensors under their names."""
-        self.outputs.extend(
-            Output(self.section, name, Ref(self.keys[name])) for name in names if name in self.keys
-        )
+        for name in names:
+            if name in self.keys:
+                self.copy(name, name)
 
     def drop(self, name: str, reason: str, twin: str | None) -> None:
         """Drop `name`; `twin` is the name of the same tensor that is kept."""
         self.dropped.append(Dropped(self.section, self.keys[name], reason))
         if twin is not None:
             self.copies.append((self.keys[name], self.keys[twin]))
+
+    def add(self, key: str, source: Expression, keys: Mapping[str, str]) -> None:
+        """Add an output whose source is an expression over names."""
+        self.outputs.append(Output(self.section, key, with_keys(source, keys)))
+
+    def copy(self, key: str, name: str) -> None:
+        """Add an output that is the entry with this name."""
+        self.outputs.append(Output(self.section, key, Ref(self.keys[name])))
 
 
 def move(
@@ -183,98 +197,101 @@ def move(
     else:
         _to_serialized(tables, draft)
     if tie and to == SERIALIZED:
-        second = _second_keys(tables, {output.key: output.source for output in draft.outputs})
-        draft.outputs.extend(Output(section.path, key, source) for key, source in second.items())
-    outputs = _ordered(
-        draft.outputs, section, tables.runtime_names if to == RUNTIME else tables.serialized_names
-    )
+        sources = {output.key: output.source for output in draft.outputs}
+        for key, source in _second_keys(tables, sources).items():
+            draft.outputs.append(Output(section.path, key, source))
+    names = tables.runtime_names if to == RUNTIME else tables.serialized_names
+    outputs = _ordered(draft.outputs, section, names)
     # torch writes `_metadata` by module path: only wrappers move it, hooks do not.
-    is_moved = section.modules is not None and reading.match.wrapped
-    modules = (
-        module_renames(section.path, section.modules or (), dict(reading.match.names))
-        if is_moved
-        else ()
-    )
-    return FormPlan(
-        Plan(tuple(outputs), tuple(draft.dropped), modules),
-        tuple(draft.problems),
-        tuple(draft.copies),
-    )
+    modules: tuple[ModuleRename, ...] = ()
+    if section.modules is not None and reading.match.wrapped:
+        modules = module_renames(section.path, section.modules, dict(reading.match.names))
+    plan = Plan(tuple(outputs), tuple(draft.dropped), modules)
+    return FormPlan(plan, tuple(draft.problems), tuple(draft.copies))
 
 
 def _to_runtime(tables: NameTables, draft: _PlanDraft, tie: bool) -> None:
     values = tables.runtime_values(draft.keys)
-    by_first = {tables.first[fqn]: source for fqn, source in reversed(values.items())}
+    # first FQN -> value; a tensor with several values has the first of them
+    by_first: dict[str, Expression] = {}
+    for fqn, source in values.items():
+        by_first.setdefault(tables.first[fqn], source)
     # a program loads its second names strictly, too
     for tensor in tables.names.runtime if tie else ():
         if tensor.persistent and tensor.alias_of in by_first:
             values.setdefault(tensor.fqn, by_first[tensor.alias_of])
-    draft.outputs.extend(
-        Output(draft.section, fqn, with_keys(source, draft.keys)) for fqn, source in values.items()
-    )
-    used = {key for source in values.values() for key in ex.refs(source)}
-    kept = {tables.first[fqn]: source for fqn, source in reversed(values.items())}
-    for key, source in tables.saved.items():
-        if key in used or key not in draft.keys or source is None:
+    used: set[str] = set()
+    for fqn, source in values.items():
+        draft.add(fqn, source, draft.keys)
+        used.update(ex.refs(source))
+    for key, saved in tables.saved.items():
+        if key in used or key not in draft.keys or saved is None:
             continue
-        if kept.keys() >= set(ex.refs(source)):
-            same = kept[source.key] if isinstance(source, Ref) else None
-            draft.drop(key, MADE_AGAIN, same.key if isinstance(same, Ref) else None)
-        else:
-            draft.problems.append(
-                Problem("the model writes this key and does not read it back", key)
-            )
-    draft.keep(key for key, source in tables.saved.items() if source is None)
+        if not by_first.keys() >= set(ex.refs(saved)):
+            problem = "the model writes this key and does not read it back"
+            draft.problems.append(Problem(problem, key))
+            continue
+        value = by_first[saved.key] if isinstance(saved, Ref) else None
+        draft.drop(key, MADE_AGAIN, value.key if isinstance(value, Ref) else None)
+    draft.keep(key for key, saved in tables.saved.items() if saved is None)
     draft.keep(tables.names.extra_state)
 
 
 def _to_serialized(tables: NameTables, draft: _PlanDraft) -> None:
-    held = {tables.first[name]: name for name in reversed(list(draft.keys)) if name in tables.first}
-    used: set[str] = set()
+    # first FQN -> the first of its names that the checkpoint has
+    held: dict[str, str] = {}
+    for name in draft.keys:
+        if name in tables.first:
+            held.setdefault(tables.first[name], name)
+    keys = {first: draft.keys[name] for first, name in held.items()}
+    used: dict[str, str] = {}  # name -> its first FQN
     for key, source in tables.saved.items():
-        name = tables.fqn_of.get(key)
+        renamed = tables.fqn_of.get(key)
         if source is None:
             draft.keep([key])
-        elif name is not None and name in draft.keys:
-            draft.outputs.append(Output(draft.section, key, Ref(draft.keys[name])))
-            used.add(name)
-        elif name is None or not any(
-            tables.fqn_of.get(other) in draft.keys for other in tables.keys_of[tables.first[name]]
-        ):  # else the tensor has another name with its own key
-            wanted = list(dict.fromkeys(ex.refs(source)))
-            missing = [fqn for fqn in wanted if fqn not in held]
+        elif renamed is not None and renamed in draft.keys:
+            draft.copy(key, renamed)
+            used[renamed] = tables.first[renamed]
+        elif renamed is None or not _has_key(tables, draft, renamed):
+            fqns = list(dict.fromkeys(ex.refs(source)))
+            missing = [fqn for fqn in fqns if fqn not in held]
             if not missing:
-                keys = {fqn: draft.keys[held[fqn]] for fqn in wanted}
-                draft.outputs.append(Output(draft.section, key, with_keys(source, keys)))
-                used.update(held[fqn] for fqn in wanted)
-            elif len(missing) < len(wanted):  # else nothing of it is in the checkpoint
-                reason = f"{key} is made of it, and the checkpoint has it not"
-                draft.problems.extend(Problem(reason, fqn) for fqn in missing)
+                draft.add(key, source, keys)
+                used.update((held[fqn], fqn) for fqn in fqns)
+            elif len(missing) < len(fqns):  # else nothing of it is in the checkpoint
+                problem = f"{key} is computed from it, and the checkpoint does not have it"
+                draft.problems.extend(Problem(problem, fqn) for fqn in missing)
     draft.keep(tables.names.extra_state)
-    used_name = {tables.first[name]: name for name in used}
+    used_name = {first: name for name, first in used.items()}
     for name in draft.keys:
         if name not in tables.first or name in used:
             continue
         twin = used_name.get(tables.first[name])
-        reason = (
-            "the model's state_dict() leaves it out"
-            if twin is None
-            else f"the model ties it to {draft.keys[twin]}"
-        )
+        reason = "the model's state_dict() leaves it out"
+        if twin is not None:
+            reason = f"the model ties it to {draft.keys[twin]}"
         draft.drop(name, reason, twin)
+
+
+def _has_key(tables: NameTables, draft: _PlanDraft, fqn: str) -> bool:
+    """Return whether the checkpoint has the tensor under a name that has its own key."""
+    keys = tables.keys_of[tables.first[fqn]]
+    return any(tables.fqn_of.get(key) in draft.keys for key in keys)
 
 
 def _second_keys(tables: NameTables, values: Mapping[str, T]) -> dict[str, T]:
     """Return values for the other keys of the tensors that `values` has: strict loading wants all
     of them.
     """
-    sources = {key: source for key, source in tables.saved.items() if isinstance(source, Ref)}
-    by_source = {source: values[key] for key, source in sources.items() if key in values}
-    return {
-        key: by_source[source]
-        for key, source in sources.items()
-        if key not in values and source in by_source
-    }
+    by_fqn: dict[str, T] = {}
+    others: dict[str, str] = {}  # key without a value -> first FQN
+    for key, source in tables.saved.items():
+        if isinstance(source, Ref):
+            if key in values:
+                by_fqn[source.key] = values[key]
+            else:
+                others[key] = source.key
+    return {key: by_fqn[fqn] for key, fqn in others.items() if fqn in by_fqn}
 
 
 def with_keys(source: Expression, keys: Mapping[str, str]) -> Expression:
@@ -295,13 +312,19 @@ def _ordered(outputs: list[Output], section: Section, names: Iterable[str]) -> l
     """
     place = {key: index for index, key in enumerate(section.by_key())}
     rank = {name: index for index, name in enumerate(names)}
-    by_place = sorted(
-        outputs,
-        key=lambda output: min((place[key] for key in ex.refs(output.source)), default=len(place)),
-    )
-    readers = Counter(key for output in outputs for key in ex.refs(output.source))
-    alone = [o.key for o in by_place if isinstance(o.source, Ref) and readers[o.source.key] == 1]
-    if alone == sorted(alone, key=rank.__getitem__):
+    readers = Counter[str]()
+    first_place: dict[str, int] = {}
+    for output in outputs:
+        keys = list(ex.refs(output.source))
+        readers.update(keys)
+        first_place[output.key] = min(map(place.__getitem__, keys), default=len(place))
+    by_place = sorted(outputs, key=lambda output: first_place[output.key])
+    # of tensors that no other output reads
+    ranks = []
+    for output in by_place:
+        if isinstance(output.source, Ref) and readers[output.source.key] == 1:
+            ranks.append(rank[output.key])
+    if ranks == sorted(ranks):
         return sorted(by_place, key=lambda output: rank[output.key])
     return by_place
 
@@ -317,14 +340,15 @@ def left_to_code(
     if not any(ex.is_opaque(output.source) for output in plan.outputs):
         return plan
     way = ex.LOADED if reading.form == SERIALIZED else ex.SAVED
+    outputs = []
+    for output in plan.outputs:
+        if ex.is_opaque(output.source):
+            output = replace(output, source=ex.by_code(way, output.key, output.source))
+        outputs.append(output)
     names = reading.match.names
     given = {names[key]: Ref(key) for key in section.by_key() if key in names}
     if way == ex.LOADED:
         given.update(_second_keys(tables, given))
-    outputs = (
-        replace(o, source=ex.by_code(way, o.key, o.source)) if ex.is_opaque(o.source) else o
-        for o in plan.outputs
-    )
     run = ModelRun(section.path, way, tables.names.model, kwargs, given)
     return replace(plan, outputs=tuple(outputs), runs=(run,))
 
@@ -336,20 +360,20 @@ def other_versions(names: Names, section: Section, reading: Reading) -> list[Pro
     """Return the modules whose version differs from the model's: `names` describe loading of the
     model's versions.
     """
-
-    def text(version: object) -> str:
-        return "no version" if version is None else f"version {version}"
-
     modules = section.modules or {}
-    moved = {m.old: m.new for m in module_renames(section.path, modules, dict(reading.match.names))}
-    versions = {moved.get(path, path): _version(payload) for path, payload in modules.items()}
-    return [
-        Problem(
-            f"{text(versions.get(path))}, and the model saves {text(version)}", path or "(root)"
-        )
-        for path, version in (names.versions or {}).items()
-        if versions.get(path) != version
-    ]
+    renames = module_renames(section.path, modules, dict(reading.match.names))
+    paths = {rename.old: rename.new for rename in renames}
+    versions: dict[str, object] = {}
+    for path, payload in modules.items():
+        version = payload.get("version") if isinstance(payload, Mapping) else None
+        versions[paths.get(path, path)] = version
+    problems = []
+    for path, version in (names.versions or {}).items():
+        saved = versions.get(path)
+        if saved != version:
+            problem = f"{version_text(saved)}, and the model saves {version_text(version)}"
+            problems.append(Problem(problem, path or "(root)"))
+    return problems
 
 
 def check_versions(names: Names, section: Section, reading: Reading) -> None:
@@ -357,20 +381,15 @@ def check_versions(names: Names, section: Section, reading: Reading) -> None:
     unknown.
     """
     problems = other_versions(names, section, reading)
-    if problems:
-        load = (
-            "model.load_state_dict(torch.load(CKPT))"
-            if reading.form == SERIALIZED
-            else ("load it by these names")
-        )
-        raise Refused(
-            f"{names.model} reads other versions of its modules differently:"
-            f" {plural(len(problems), 'module')}",
-            hint=f"let the model load it, and save that again: {load};"
-            " torch.save(model.state_dict(), OUT)",
-            problems=problems,
-        )
-
-
-def _version(payload: object) -> object:
-    return payload.get("version") if isinstance(payload, Mapping) else None
+    if not problems:
+        return
+    load = "load it by these names"
+    if reading.form == SERIALIZED:
+        load = "model.load_state_dict(torch.load(CKPT))"
+    count = plural(len(problems), "module")
+    raise Refused(
+        f"{names.model} reads other versions of its modules differently: {count}",
+        hint=f"let the model load it, and save that again: {load};"
+        " torch.save(model.state_dict(), OUT)",
+        problems=problems,
+    )

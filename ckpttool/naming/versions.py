@@ -45,11 +45,11 @@ class OtherVersion:
     def __str__(self) -> str:
         if self.left == self.right:
             return f"{self.path or '(root)'} (other fields than the version)"
-        left, right = _version_text(self.left), _version_text(self.right)
+        left, right = version_text(self.left), version_text(self.right)
         return f"{self.path or '(root)'} ({left} and {right})"
 
 
-def _version_text(version: object) -> str:
+def version_text(version: object) -> str:
     return "no version" if version is None else f"version {version}"
 
 
