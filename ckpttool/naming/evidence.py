@@ -112,7 +112,8 @@ class Group:
         """Their name, with `NUMBER` for the numbers in which they differ."""
         if not self.fixed:
             return self.path
-        numbers, segments = self.fixed.split("."), list(self.path)
+        numbers = self.fixed.split(".")
+        segments = list(self.path)
         for index in range(len(segments) - 1, -1, -1):
             if numbers and segments[index] == NUMBER:
                 segments[index] = numbers.pop()
@@ -149,7 +150,8 @@ class Group:
         for joined, tensor in self.many.items():
             split = joined.split(".")
             varying, fixed = ".".join(split[:depth]), ".".join(split[depth:])
-            members_by_fixed.setdefault(fixed, {})[varying] = tensor
+            members = members_by_fixed.setdefault(fixed, {})
+            members[varying] = tensor
         for fixed, members in members_by_fixed.items():
             yield _group(self.path, fixed, members)
 
@@ -190,7 +192,8 @@ def template(key: str) -> tuple[Template, str]:
     if NUMBER in key:
         key = ".".join(map(_escaped, key.split(".")))
     texts = split_at_numbers(key)
-    return _segments(f".{NUMBER}".join(texts[::2])[1:]), ".".join(texts[1::2])
+    name = f".{NUMBER}".join(texts[::2])
+    return _segments(name[1:]), ".".join(texts[1::2])
 
 
 @lru_cache(maxsize=1 << 16)  # most keys have the segments of another
@@ -333,8 +336,11 @@ def part_of(path: Template) -> str:
 
 def _innermost(path: Template, table: Mapping[str, str]) -> str:
     words = [segment.lower() for segment in path]
-    part = next((table[word] for word in reversed(words) if word in table), "")
-    return f"cross-attention's {part}" if part and not _CROSS.isdisjoint(words) else part
+    for word in reversed(words):
+        if word in table:
+            part = table[word]
+            return part if _CROSS.isdisjoint(words) else f"{_OF_CROSS}{part}"
+    return ""
 
 
 def is_fused(path: Template) -> bool:
@@ -416,9 +422,10 @@ def exchangeable(tensors: Iterable[Outlined]) -> tuple[tuple[str, ...], ...]:
     """
     by_shape: defaultdict[Hashable, list[Group]] = defaultdict(list)
     for group in groups(tensors):
-        if kind_of(group.path) in ("weight", "") and len(group.first.shape) > 0:
-            places = _number_places(group.path)
-            layer = group.path[: places[-1] + 1] if places else ()
+        if kind_of(group.path) in ("weight", "") and group.first.shape:
+            layer = group.path
+            while layer and layer[-1] != NUMBER:
+                layer = layer[:-1]
             by_shape[group.signature, layer].append(group)
     return tuple(keys_of(same) for same in by_shape.values() if len(same) > 1)
 
@@ -456,18 +463,18 @@ def common_trees(
             if len(rest) > 1 or rest == left.path:
                 rests.add(rest)
     below: dict[Template, list[tuple[Template, Group]]] = {}
-    for right in rights:
-        for prefix, rest in _splits(right.path):
-            if rest in rests:
-                below.setdefault(rest, []).append((prefix, right))
     at_root: dict[Template, list[tuple[Template, Group]]] = {}
     for right in rights:
         if len(right.path) == 1:
             at_root[right.path] = [((), right)]
+        for prefix, rest in _splits(right.path):
+            if rest in rests:
+                below.setdefault(rest, []).append((prefix, right))
     for left in lefts:
         for left_prefix, rest in _splits(left.path):
             is_enough = len(rest) > 1 or not left_prefix
-            for right_prefix, right in (below if is_enough else at_root).get(rest, ()):
+            matches = (below if is_enough else at_root).get(rest, ())
+            for right_prefix, right in matches:
                 yield (left_prefix, right_prefix), left, right
 
 
@@ -484,15 +491,17 @@ def best_tree(trees: Mapping[Prefixes, Sequence[tuple[Group, Group]]]) -> Prefix
     fits: dict[tuple[Group, Group], int] = {}
     ranks: dict[Prefixes, tuple[int, int]] = {}  # the best tree has the smallest
     for prefixes, pairs in trees.items():
+        count = 0
         for pair in pairs:
             if pair not in fits:
                 fits[pair] = _count_fitting(*pair)
-        count = sum(fits[pair] for pair in pairs)
+            count += fits[pair]
         if count:
-            ranks[prefixes] = -count, len(prefixes[0]) + len(prefixes[1])
+            left, right = prefixes
+            ranks[prefixes] = -count, len(left) + len(right)
     if not ranks:
         return None
-    first, *others = sorted(ranks, key=lambda prefixes: ranks[prefixes])
+    first, *others = sorted(ranks, key=ranks.__getitem__)
     if others and ranks[first] == ranks[others[0]] and _overlap(trees[first], trees[others[0]]):
         return None
     return first
@@ -512,25 +521,25 @@ def _count_fitting(left: Group, right: Group) -> int:
 
 def _overlap(pairs: Sequence[tuple[Group, Group]], others: Sequence[tuple[Group, Group]]) -> bool:
     """Return whether the two trees explain a tensor of the same side."""
-    left_paths = {left.path for left, _ in pairs}
-    right_paths = {right.path for _, right in pairs}
-    return any(left.path in left_paths or right.path in right_paths for left, right in others)
+    paths: set[tuple[int, Template]] = set()
+    for left, right in pairs:
+        paths |= {(0, left.path), (1, right.path)}
+    return any((0, left.path) in paths or (1, right.path) in paths for left, right in others)
 
 
 class Paths:
     """What pairs say about the modules above them: stacks of layers, and whole trees."""
 
     def __init__(self, same_keys: Mapping[str, str]) -> None:
-        self._homes: tuple[defaultdict[Template, set[Template]], ...] = (
-            defaultdict(set),
-            defaultdict(set),
-        )
+        # of each side: module -> the modules of the other side that are its place there
+        self._homes: tuple[defaultdict[Template, set[Template]], ...]
+        self._homes = defaultdict(set), defaultdict(set)
         self._paired: set[tuple[Template, Template]] = set()
         self._modules: defaultdict[Template, set[Template]] = defaultdict(set)  # of pairs
         # answers since the last new tree
         self._contradictions: dict[tuple[Template, Template], bool] = {}
         for left, right in same_keys.items():
-            path = template(left)[0]
+            path, _ = template(left)
             if left != right:
                 self.pair(path, template(right)[0])
             # all modules above a key of both sides are the same
@@ -676,12 +685,12 @@ class Order:
         if self._side.ordered:
             return True
         names = [re.split(r"(\d+|\.)", ".".join(group.template)) for group in groups]
-        if len({len(parts) for parts in names}) > 1:
+        if len(set(map(len, names))) > 1:
             return False
         varying = [column for column in zip(*names) if len(set(column)) > 1]
         if len(varying) != 1 or not all(map(str.isdecimal, varying[0])):
             return False
-        numbers = [int(text) for text in varying[0]]
+        numbers = list(map(int, varying[0]))
         return numbers == sorted(numbers)
 
     def neighbors(self, group: Group) -> str:

@@ -11,7 +11,7 @@ from ckpttool.core.errors import Problem
 from ckpttool.core.names import Names
 from ckpttool.core.text import is_flat
 from ckpttool.core.values import dataclass
-from ckpttool.naming.wrappers import recognise, strip
+from ckpttool.naming.wrappers import recognize, strip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ def unit_paths(flat: Iterable[str], others: Iterable[str] = ()) -> dict[str, str
     `others` are the other keys of the file: all keys together show the wrappers.
     """
     above = {key: key.rpartition(".")[0] for key in flat}
-    wrappers = recognise([*filter(None, above.values()), *others])
+    paths = [path for path in above.values() if path]
+    wrappers = recognize([*paths, *others])
     return {key: strip(path, wrappers) for key, path in above.items()}
 
 
@@ -148,15 +149,12 @@ def misfit(expected: tuple[Slot, ...], numel: int, world_size: int, padded: bool
     with_padding = -(-total // world_size) * world_size
     if numel == total or (padded and numel == with_padding):
         return None
-    start = f"holds {numel:,} elements, and the model's parameters need {total:,}: "
+    start = f"holds {numel:,} elements, and the model's parameters need {total:,}"
+    name = ""
     for slot in expected:
+        name = f"{slot.fqns[0]} {list(slot.shape)}"
         if slot.end > numel:
-            place = f"elements {slot.start:,} to {slot.end:,}"
-            return f"{start}{slot.fqns[0]} {list(slot.shape)} would be {place}"
-    if not expected:
-        return f"{start}{numel:,} are left"
-    last = expected[-1]
-    return (
-        f"{start}after its last parameter, {last.fqns[0]} {list(last.shape)},"
-        f" {numel - total:,} are left"
-    )
+            return f"{start}: {name} would be elements {slot.start:,} to {slot.end:,}"
+    if not name:
+        return f"{start}: {numel:,} are left"
+    return f"{start}: after its last parameter, {name}, {numel - total:,} are left"

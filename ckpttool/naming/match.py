@@ -15,10 +15,10 @@ from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import Hook, Names, RuntimeTensor
 from ckpttool.core.plan import Dropped, Output
-from ckpttool.core.text import may_mention
+from ckpttool.core.text import dotted, may_mention
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import same_values
-from ckpttool.naming.wrappers import SEGMENTS, infer, recognise, strip, stripped_paths
+from ckpttool.naming.wrappers import SEGMENTS, infer, recognize, strip, stripped_paths
 
 # Call variants: ``foo@1.w`` is ``foo.w`` if `torch.export.unflatten` made it. A user's own module
 # may be called ``foo@1``, so a name alone is never enough: a segment loses its ``@N`` only if the
@@ -48,7 +48,7 @@ def base_names(fqn: str) -> Iterator[str]:
         for chosen in combinations(places, count):
             base = segments.copy()
             for place in chosen:
-                base[place] = split_call(base[place])[0]
+                base[place], _ = split_call(base[place])
             yield ".".join(base)
 
 
@@ -81,15 +81,24 @@ def drop_variants(
 
     `variants` and `names` come from a `Match`: key -> name.
     """
-    entries, keys = section.by_key(), {name: key for key, name in names.items()}
+    entries = section.by_key()
+    keys = {name: key for key, name in names.items()}
     dropped, problems = [], []
     for key, name in variants.items():
         base = keys[name]
         if same_values(entries[key], entries[base]):
-            dropped.append(Dropped(section.path, key, f"a call variant of {base}"))
+            dropped.append(_dropped_variant(section, key, base))
         else:
-            problems.append(Problem(f"a call variant of {base} with another value", key))
+            problems.append(_other_value(key, base))
     return dropped, problems
+
+
+def _dropped_variant(section: Section, key: str, base: str) -> Dropped:
+    return Dropped(section.path, key, f"a call variant of {base}")
+
+
+def _other_value(key: str, base: str) -> Problem:
+    return Problem(f"a call variant of {base} with another value", key)
 
 
 def without_variants(
@@ -109,28 +118,29 @@ def without_variants(
             kept.append(output)
             continue
         source, base_source = output.source, by_key[base].source
-        if isinstance(source, Ref) and isinstance(base_source, Ref):
+        is_same = source == base_source
+        if not is_same and isinstance(source, Ref) and isinstance(base_source, Ref):
             is_same = same_values(entries[source.key], entries[base_source.key])
-        else:
-            is_same = source == base_source
         if not is_same:
-            problems.append(Problem(f"a call variant of {base} with another value", output.key))
+            problems.append(_other_value(output.key, base))
         elif isinstance(source, Ref) and source != base_source:
-            dropped.append(Dropped(section.path, source.key, f"a call variant of {base}"))
+            dropped.append(_dropped_variant(section, source.key, base))
     return kept, dropped, problems
 
 
 def with_variants(outputs: Sequence[Output], first: Mapping[str, str]) -> list[Output]:
     """Return `outputs` with every call variant that the model has, next to its base."""
     by_key = {output.key: output for output in outputs}
-    added: defaultdict[str, list[Output]] = defaultdict(list)
+    variants: defaultdict[str, list[str]] = defaultdict(list)
     for name in first:
-        base = _confirmed_base(name, by_key, first) if name not in by_key else None
-        if base is not None:
-            added[base].append(replace(by_key[base], key=name))
+        base = _confirmed_base(name, by_key, first)
+        if base is not None and name not in by_key:
+            variants[base].append(name)
     result = []
     for output in outputs:
-        result += [output, *added[output.key]]
+        result.append(output)
+        for name in variants[output.key]:
+            result.append(replace(output, key=name))
     return result
 
 
@@ -194,7 +204,8 @@ def match(keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str]
         return outside
     wrapped = Counter(inside.wrapped)
     for path in root:
-        wrapped[path.rpartition(".")[2]] += len(keys)
+        _, _, segment = path.rpartition(".")
+        wrapped[segment] += len(keys)
     return replace(
         inside,
         names=_through(inner, inside.names),
@@ -222,11 +233,14 @@ def _match_each(
         prefix = _prefix_of_all(required, keys) or common_prefix(keys, spellings)
     # one search is much faster than a search of each key, and most have no wrapper
     text = "\n".join(keys)
-    paths = recognise(keys) if any(part in text for part in _BY_EVIDENCE) else frozenset[str]()
+    paths: Collection[str] = ()
+    if any(part in text for part in _BY_EVIDENCE):
+        paths = recognize(keys)
     may_be_wrapped = bool(prefix or WRAPPER.search(text))
     matched: dict[str, str] = {}
     wrapped: Counter[str] = Counter()
     problems: list[Problem] = []
+    rest: list[str] = []  # keys that are no name in any way
     for key in keys:
         if key in spellings:
             matched[key] = spellings[key]
@@ -235,19 +249,18 @@ def _match_each(
         if paths and not readings:
             readings = _without_paths(key, paths, spellings)
         targets = {spellings[name] for name, _ in readings}
-        if len(targets) > 1:
-            problems.append(Problem(f"could be {' or '.join(sorted(targets))}", key))
-        elif targets:
+        if not targets:
+            rest.append(key)
+        elif len(targets) == 1:
             matched[key] = targets.pop()
             wrapped.update(readings[0][1])
-    handled = {problem.key for problem in problems}
-    rest = [key for key in keys if key not in matched]
+        else:
+            problems.append(Problem(f"could be {' or '.join(sorted(targets))}", key))
     variants = _variants(rest, matched, prefix, spellings)
-    handled.update(matched, variants)
     present = spare.union(matched.values())
     return Match(
         matched,
-        tuple(key for key in keys if key not in handled),
+        tuple(key for key in rest if key not in matched and key not in variants),
         tuple(name for name in names if name not in present),
         dict(wrapped),
         (*problems, *_several_keys(matched)),
@@ -323,9 +336,11 @@ def _unwrapped(key: str, prefix: str, spellings: Collection[str]) -> list[Readin
     for count in range(1, len(places) + 1):
         readings = []
         for chosen in combinations(places, count):
-            name = ".".join(segment for i, segment in enumerate(segments) if i not in chosen)
+            kept = segments.copy()
+            removed = [kept.pop(place) for place in reversed(chosen)]
+            name = ".".join(kept)
             if name in spellings:
-                readings.append((name, tuple(segments[i] for i in chosen)))
+                readings.append((name, tuple(reversed(removed))))
         if readings:
             return readings
     return []
@@ -336,9 +351,12 @@ def _without_paths(key: str, paths: Collection[str], spellings: Collection[str])
     name = strip(key, paths)
     if name not in spellings:
         return []
-    segments = key.split(".")
-    depths = range(len(segments))
-    wrappers = [segments[i] for i in depths if ".".join(segments[: i + 1]) in paths]
+    wrappers = []
+    path = ""
+    for segment in key.split("."):
+        path = dotted(path, segment)
+        if path in paths:
+            wrappers.append(segment)
     return [(name, tuple(wrappers))]
 
 
@@ -406,8 +424,14 @@ def align(left: Collection[str], right: Collection[str]) -> dict[str, str]:
     lefts, rights = set(left), set(right)
     only_left = [key for key in left if key not in rights]
     only_right = [key for key in right if key not in lefts]
-    renamed = unlike((recognise(left), recognise(right)), only_left, only_right)
-    return {key: renamed.get(key, key) for key in left if key in renamed or key in rights}
+    renamed = unlike((recognize(left), recognize(right)), only_left, only_right)
+    pairs = {}
+    for key in left:
+        if key in renamed:
+            pairs[key] = renamed[key]
+        elif key in rights:
+            pairs[key] = key
+    return pairs
 
 
 def unlike(
@@ -457,13 +481,12 @@ def _without_segments(lefts: Sequence[str], rights: Sequence[str]) -> dict[str, 
     if may_mention((*lefts, *rights), _MARKS):
         pair = _match_names
         right_names = {key: _without_wrappers(key) for key in rights}
-    pairs = [*pair(lefts, right_names).items()]
+    pairs = list(pair(lefts, right_names).items())
     paired_lefts = {left for left, _ in pairs}
     paired_rights = {right for _, right in pairs}
     left_names = {key: key for key in lefts if key not in paired_lefts}
     open_rights = [key for key in rights if key not in paired_rights]
-    for right, left in pair(open_rights, left_names).items():
-        pairs.append((left, right))
+    pairs += [(left, right) for right, left in pair(open_rights, left_names).items()]
     left_count = Counter(left for left, _ in pairs)
     right_count = Counter(right for _, right in pairs)
     return {left: right for left, right in pairs if left_count[left] == right_count[right] == 1}
@@ -614,9 +637,11 @@ class NameTables:
         """FQNs that may be absent: second names, and everything that ``state_dict()`` does not hold
         as a tensor.
         """
-        spare = [t.fqn for t in self.names.runtime if t.alias_of is not None or not t.persistent]
-        others = [key for key, source in self.saved.items() if source is None]
-        return [*spare, *others, *self.names.extra_state, *self.names.not_serialized]
+        spare = [key for key, source in self.saved.items() if source is None]
+        for tensor in self.names.runtime:
+            if tensor.alias_of is not None or not tensor.persistent:
+                spare.append(tensor.fqn)
+        return [*spare, *self.names.extra_state, *self.names.not_serialized]
 
     @cached_property
     def serialized_likeness(self) -> Mapping[str, Likeness]:

@@ -54,7 +54,8 @@ class ModelChange:
         first = self.section.aliases()
         kept: set[str] = set()
         for output in self.plan.outputs:
-            kept.update(first.get(key, key) for key in ex.refs(output.source))
+            for key in ex.refs(output.source):
+                kept.add(first.get(key, key))
         return any(first.get(key, key) not in kept for key in self._keys(names).values())
 
     @cached_property
@@ -73,12 +74,15 @@ class ModelChange:
         """Old name -> new name of each tensor that stays complete, without the segments of
         wrappers.
         """
-        pairs = []
+        olds: list[str] = []
+        news: list[str] = []
         for output in self.plan.outputs:
-            pairs += [(key, output.key) for key in ex.refs(output.source)]
-        before = wrappers.canonical_keys([old for old, _ in pairs])
-        after = wrappers.canonical_keys([new for _, new in pairs])
-        return {before[old]: after[new] for old, new in pairs}
+            for key in ex.refs(output.source):
+                olds.append(key)
+                news.append(output.key)
+        before = wrappers.canonical_keys(olds)
+        after = wrappers.canonical_keys(news)
+        return {before[old]: after[new] for old, new in zip(olds, news)}
 
     def name_after(self, name: str) -> str:
         """Return the new name of a tensor that stays complete; any other name as it is."""
@@ -115,15 +119,15 @@ class ModelChange:
 
         paths: Collection[str] = ()
         if any(name != key for name, key in keys.items()):
-            paths = wrappers.recognise([output.key for output in self.plan.outputs])
+            paths = wrappers.recognize([output.key for output in self.plan.outputs])
         after: dict[Expression, str] = {}
         for output in self.plan.outputs:
-            read = list(dict.fromkeys(first.get(key, key) for key in ex.refs(output.source)))
-            others = [key for key in read if key not in by_first]
-            if others and len(others) < len(read):
+            tensors = dict.fromkeys(first.get(key, key) for key in ex.refs(output.source))
+            others = [key for key in tensors if key not in by_first]
+            if others and len(others) < len(tensors):
                 problem = f"is made of {', '.join(others)} too, which the optimizer has not"
                 problems.append(Problem(problem, output.key))
-            elif read and not others:
+            elif tensors and not others:
                 source = ex.substitute(output.source, value_before)
                 after.setdefault(source, copied(strip(output.key, paths)))
         if problems:
@@ -139,7 +143,7 @@ class ModelChange:
         keys.
         """
         keys = self.section.keys
-        paths = wrappers.recognise(keys)
+        paths = wrappers.recognize(keys)
         by_name = {strip(key, paths): key for key in reversed(keys)}
         by_name.update(zip(keys, keys))
         return {name: by_name[name] for name in names if name in by_name}

@@ -14,7 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial
-from itertools import chain, permutations, product
+from itertools import permutations, product
 from math import prod
 from typing import NamedTuple
 
@@ -211,7 +211,9 @@ class _Search:
         same_keys: Mapping[str, str],
         turned: tuple[frozenset[str], frozenset[str]],
     ) -> None:
-        self.sides, self.turned, self.has_given_pairs = (left, right), turned, bool(same_keys)
+        self.sides = left, right
+        self.turned = turned
+        self.has_given_pairs = bool(same_keys)
         self.left = {tensor.key: tensor for tensor in left.tensors}
         self.right = {tensor.key: tensor for tensor in right.tensors}
         self.orders = Order(left), Order(right)
@@ -228,6 +230,10 @@ class _Search:
         self.modules = Modules(context, self.left, self.right)
         for left_key, right_key in transposed_too:
             self._take((left_key,), (right_key,), SAME_NAME)
+
+    def _tensors(self, side: int) -> dict[str, Outlined]:
+        """Return the open tensors of the left (side 0) or right (1)."""
+        return self.left if side == 0 else self.right
 
     def _remove_given(self, same_keys: Mapping[str, str]) -> list[tuple[str, str]]:
         """Remove tensors whose partner is given, and return the given pairs that differ by a
@@ -265,7 +271,7 @@ class _Search:
         """Group the open tensors of a side (0 or 1) by their names without any layer number."""
         open_groups, stale = self._groups[side], self._stale[side]
         if open_groups is None:
-            open_groups = groups((self.left, self.right)[side].values())
+            open_groups = groups(self._tensors(side).values())
         elif stale:
             open_groups = self._without_paired(open_groups, side)
             for group, depth in list(self._by_depth):
@@ -279,10 +285,10 @@ class _Search:
         """Return the groups without the tensors that were paired since, in the order of the side's
         tensors.
         """
-        tensors = (self.left, self.right)[side]
+        tensors, stale = self._tensors(side), self._stale[side]
         still_open = []
         for group in old:
-            rest = group.among(tensors) if group.path in self._stale[side] else group
+            rest = group.among(tensors) if group.path in stale else group
             if rest is not None:
                 still_open.append(rest)
         place = self.orders[side].place
@@ -324,7 +330,8 @@ class _Search:
         for depth in _DEPTHS:
             by_class: dict[Hashable, tuple[list[Group], list[Group]]] = {}
             for signature, group in self.at_depth(0, depth, names[0]):
-                by_class.setdefault((signature, label(group)), ([], []))[0].append(group)
+                lefts, _ = by_class.setdefault((signature, label(group)), ([], []))
+                lefts.append(group)
             if not by_class:
                 continue
             for signature, group in self.at_depth(1, depth, names[1]):
@@ -352,14 +359,13 @@ class _Search:
             return False
         left_by_value = _by_value(self.left.values(), self.right.values(), left_digest)
         right_by_value = _by_value(self.right.values(), self.left.values(), right_digest)
-        hits = []
+        taken = False
         for value, left_keys in left_by_value.items():
             right_keys = right_by_value.get(value, ())
             if len(left_keys) == len(right_keys) == 1:
-                hits.append((left_keys[0], right_keys[0]))
-        for left, right in hits:
-            self._take((left,), (right,), _SAME_VALUES)
-        return bool(hits)
+                self._take(tuple(left_keys), tuple(right_keys), _SAME_VALUES)
+                taken = True
+        return taken
 
     def by_tree(self) -> bool:
         """Pair the same tree of names below another module: the two prefixes that explain most
@@ -377,8 +383,10 @@ class _Search:
         best = best_tree(trees)
         if best is None:
             return False
+        evidence = SAME_NAME
         below = " and ".join(f"`{shown(path)}`" for path in best if path)
-        evidence = Info(f"{SAME_NAME} below {below}", SAME_NAME.code) if below else SAME_NAME
+        if below:
+            evidence = Info(f"{SAME_NAME} below {below}", SAME_NAME.code)
         for left, right in trees[best]:
             pairs = self._pairs_that_fit(left, right, evidence)
             if pairs:
@@ -406,11 +414,10 @@ class _Search:
         pairs = []
         for numbers, a in left.members.items():
             b = right.members.get(numbers)
-            if b is None or not fit(a, b) or a.key not in self.left or b.key not in self.right:
+            if b is None or a.key not in self.left or b.key not in self.right or not fit(a, b):
                 continue
-            keys = (a.key,), (b.key,)
-            side = "left" if a.shape != b.shape else self._transposed(*keys)
-            pairs.append(Pair(*keys, evidence, side))
+            side = self._transposed((a.key,), (b.key,)) if a.shape == b.shape else "left"
+            pairs.append(Pair((a.key,), (b.key,), evidence, side))
         return pairs
 
     def unique(self, way: Way) -> bool:
@@ -460,16 +467,23 @@ class _Search:
         """
         if way.names is None:
             return None, None
-        by_key: tuple[dict[Hashable, set[Template]], ...] = {}, {}
-        for side, names in enumerate(by_key):
-            for group in self.groups(side):
-                for key in way.names(group, side):
-                    names.setdefault((way.label(group), key), set()).add(group.path)
-        lefts, rights = set[Template](), set[Template]()
-        for key in by_key[0].keys() & by_key[1].keys():
-            lefts |= by_key[0][key]
-            rights |= by_key[1][key]
+        left_by_key = self._names_by_key(way, way.names, 0)
+        right_by_key = self._names_by_key(way, way.names, 1)
+        lefts: set[Template] = set()
+        rights: set[Template] = set()
+        for key in left_by_key.keys() & right_by_key.keys():
+            lefts |= left_by_key[key]
+            rights |= right_by_key[key]
         return lefts, rights
+
+    def _names_by_key(
+        self, way: Way, keys: Callable[[Group, int], Iterable[Hashable]], side: int
+    ) -> Mapping[Hashable, set[Template]]:
+        names: defaultdict[Hashable, set[Template]] = defaultdict(set)
+        for group in self.groups(side):
+            for key in keys(group, side):
+                names[way.label(group), key].add(group.path)
+        return names
 
     def by_relative_parts(self) -> bool:
         """Pair tensors of one shape that all have different parts by name, the same parts on both
@@ -493,25 +507,26 @@ class _Search:
         """
         taken = False
         for lefts, rights in self.classes(lambda group: kind_of(group.path)):
+            left_parts, right_parts = _by_certain_part(lefts), _by_certain_part(rights)
             by_part = False
-            for part in dict.fromkeys(certain_part(group.path) for group in lefts):
-                part_lefts = [group for group in lefts if certain_part(group.path) == part]
-                part_rights = [group for group in rights if certain_part(group.path) == part]
-                by_part |= self._take_in_order(part_lefts, part_rights)
+            for part, part_lefts in left_parts.items():
+                by_part |= self._take_in_order(part_lefts, right_parts.get(part, []))
             taken |= by_part or self._take_in_order(lefts, rights)
         return taken
 
     def _take_in_order(self, lefts: Sequence[Group], rights: Sequence[Group]) -> bool:
         lefts = [group for group in lefts if self._are_open(self.left, group)]
         rights = [group for group in rights if self._are_open(self.right, group)]
-        if len(lefts) != len(rights) or len(lefts) < 2:
+        count = len(lefts)
+        if count != len(rights) or count < 2:
             return False
         left_order, right_order = self.orders
         if not (left_order.is_meaningful(lefts) and right_order.is_meaningful(rights)):
             return False
         if not all(map(self._agree, lefts, rights)):
             return False
-        evidence = f"one of {len(lefts)} of shape {list(lefts[0].first.shape)}, in the same order"
+        shape = list(lefts[0].first.shape)
+        evidence = f"one of {count} of shape {shape}, in the same order"
         taken = False
         for left, right in zip(lefts, rights):
             taken |= self._take_groups(left, right, evidence, weak=True)
@@ -519,9 +534,9 @@ class _Search:
 
     def by_elimination(self) -> bool:
         """Pair the only tensors of both sides without a partner, if others have one."""
-        if len(self.left) != 1 or len(self.right) != 1 or not (self.has_given_pairs or self.pairs):
+        if not self.has_given_pairs and not self.pairs:
             return False
-        return self.unique(BY_ELIMINATION)
+        return len(self.left) == len(self.right) == 1 and self.unique(BY_ELIMINATION)
 
     # One tensor for several
 
@@ -549,21 +564,24 @@ class _Search:
         """
         by_shape: defaultdict[Hashable, set[Template]] = defaultdict(set)
         for group in self.groups(side):
+            kind = kind_of(group.path)
             for shape in _shapes([group]):
-                by_shape[kind_of(group.path), shape].add(group.path)
-        wholes, parts = set[Template](), set[Template]()
+                by_shape[kind, shape].add(group.path)
+        wholes: set[Template] = set()
+        parts: set[Template] = set()
         for (_, kind), by_part in _homes(self.groups(1 - side)).items():
             for row in FUSED:
                 shapes = [_shapes(by_part.get(part, ())) for part in row]
                 sums: Iterable[Hashable] = by_shape  # too many to add up: any shape may be a sum
                 if prod(map(len, shapes)) <= len(self.left) + len(self.right):
                     sums = {(kind, shape) for shape in _sums(shapes)}
-                names = set[Template]()
+                names: set[Template] = set()
                 for kind_and_shape in sums:
                     names |= by_shape.get(kind_and_shape, set())
                 if names:
                     wholes |= names
-                    parts.update(group.path for group in chain.from_iterable(by_part.values()))
+                    for several in by_part.values():
+                        parts.update(group.path for group in several)
         return wholes, parts
 
     def _fused(
@@ -581,21 +599,23 @@ class _Search:
             by_shapes[kind_of(whole.path), shapes].append(whole)
         hits = []
         for names, row in rows:
-            fits = by_shapes.get(_sum_of_shapes(row), [])
-            if side == 0:
-                fits = [whole for whole in fits if self._may(whole, row[0])]
-            else:
-                fits = [whole for whole in fits if self._may(row[0], whole)]
+            fits = []
+            for whole in by_shapes.get(_sum_of_shapes(row), ()):
+                left, right = (whole, row[0]) if side == 0 else (row[0], whole)
+                if self._may(left, right):
+                    fits.append(whole)
             fits = [whole for whole in fits if is_fused(whole.template)] or fits
             if len(fits) == 1:
                 evidence = f"shapes add up, parts in the field's order {', '.join(names)}"
                 hits.append((fits[0], row, evidence))
         count = Counter(whole for whole, _, _ in hits)
-        yield from (hit for hit in hits if count[hit[0]] == 1)
+        for hit in hits:
+            if count[hit[0]] == 1:
+                yield hit
 
     def _take_fused(self, whole: Group, row: Sequence[Group], evidence: str, side: int) -> bool:
-        whole_side, part_side = (self.left, self.right) if side == 0 else (self.right, self.left)
-        if not (self._are_open(whole_side, whole) and self._are_open(part_side, *row)):
+        wholes, parts_of_rows = self._tensors(side), self._tensors(1 - side)
+        if not self._are_open(wholes, whole) or not self._are_open(parts_of_rows, *row):
             return False
         for numbers, tensor in whole.members.items():
             parts = tuple(group.members[numbers] for group in row)
@@ -649,29 +669,34 @@ class _Search:
 
     @staticmethod
     def _are_open(tensors: Container[str], *groups: Group) -> bool:
-        members = chain.from_iterable(group.members.values() for group in groups)
-        return all(tensor.key in tensors for tensor in members)
+        for group in groups:
+            for tensor in group.members.values():
+                if tensor.key not in tensors:
+                    return False
+        return True
 
     def _take_groups(self, left: Group, right: Group, evidence: str, weak: bool = False) -> bool:
         """Pair two groups, layer by layer, unless one of their tensors has a partner."""
-        if not (self._are_open(self.left, left) and self._are_open(self.right, right)):
+        if not self._are_open(self.left, left) or not self._are_open(self.right, right):
             return False
         pairs = []
         for numbers, tensor in left.members.items():
-            keys = (tensor.key,), (right.members[numbers].key,)
-            pairs.append(Pair(*keys, evidence, self._transposed(*keys)))
+            left_keys, right_keys = (tensor.key,), (right.members[numbers].key,)
+            side = self._transposed(left_keys, right_keys)
+            pairs.append(Pair(left_keys, right_keys, evidence, side))
+        first = len(self.pairs)
         if weak:
-            self.weak.update(range(len(self.pairs), len(self.pairs) + len(pairs)))
+            self.weak.update(range(first, first + len(pairs)))
         self._add(pairs, [(left.path, right.path)])
         return True
 
     def _take(self, left: tuple[str, ...], right: tuple[str, ...], evidence: str) -> None:
         """Pair single tensors, or several on one side."""
-        transposed = "" if evidence == _SAME_VALUES else self._transposed(left, right)
-        left_paths = [template(key)[0] for key in left]
-        right_paths = [template(key)[0] for key in right]
-        paths = product(left_paths, right_paths)
-        self._add([Pair(left, right, evidence, transposed)], paths)
+        side = "" if evidence == _SAME_VALUES else self._transposed(left, right)
+        paths = []
+        for left_key, right_key in product(left, right):
+            paths.append((template(left_key)[0], template(right_key)[0]))
+        self._add([Pair(left, right, evidence, side)], paths)
 
     def _add(self, pairs: Sequence[Pair], paths: Iterable[tuple[Template, Template]]) -> None:
         """Add pairs of tensors with these names, without any layer number."""
@@ -700,17 +725,16 @@ class _Search:
         side is paired.
         """
         is_explained = len(self.pairs) > min(len(self.left), len(self.right))
-        weak = set[int]() if is_explained else self.weak
         by_first: dict[str, Pair] = {}
         ambiguous = []
         for index, pair in enumerate(self.pairs):
-            if index in weak:
+            if index in self.weak and not is_explained:
                 reason = "only their shapes agree, and most keys have no partner"
                 ambiguous.append(Ambiguous(pair.left, pair.right, reason))
             else:
                 by_first[pair.left[0]] = pair
-        ordered = (by_first.get(tensor.key) for tensor in self.sides[0].tensors)
-        pairs = tuple(filter(None, ordered))
+        place = self.orders[0].place
+        pairs = tuple(by_first[key] for key in sorted(by_first, key=place.__getitem__))
         if is_complete:
             return Inference(pairs, (*ambiguous, *self._still_ambiguous()))
         reason = (
@@ -730,6 +754,13 @@ class _Search:
             if any(self._may(a, b) for a, b in product(lefts, rights)):
                 seen.update(left, right)
                 yield Ambiguous(left, right, "one shape, and no name or order tells them apart")
+
+
+def _by_certain_part(several: Iterable[Group]) -> Mapping[str, list[Group]]:
+    by_part: defaultdict[str, list[Group]] = defaultdict(list)
+    for group in several:
+        by_part[certain_part(group.path)].append(group)
+    return by_part
 
 
 def _shapes(several: Iterable[Group]) -> set[tuple[int, ...]]:
@@ -780,13 +811,12 @@ def _homes(parts: Sequence[Group]) -> Mapping[tuple[Template, str], Mapping[str,
     """Return the groups by the module that has the parts and the kind of tensor, and then by the
     part.
     """
-    homes: defaultdict[tuple[Template, str], dict[str, list[Group]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    homes: dict[tuple[Template, str], dict[str, list[Group]]] = {}
     for group in parts:
         part = part_of(group.path)
         home = _home(group.template, part) if part else ()
-        homes[home, kind_of(group.path)][part].append(group)
+        by_part = homes.setdefault((home, kind_of(group.path)), {})
+        by_part.setdefault(part, []).append(group)
     return homes
 
 
@@ -804,32 +834,35 @@ def _rows(parts: Sequence[Group]) -> Iterator[tuple[tuple[str, ...], tuple[Group
     fused.
     """
     for by_name in _homes(parts).values():
+        alone = {name: several[0] for name, several in by_name.items() if len(several) == 1}
         for names in FUSED:
-            row = [by_name.get(name, []) for name in names]
-            if all(len(groups) == 1 for groups in row):
-                yield names, tuple(groups[0] for groups in row)
+            if alone.keys() >= set(names):
+                yield names, tuple(alone[name] for name in names)
                 break
 
 
 def _sums(parts: Iterable[Iterable[tuple[int, ...]]]) -> Iterator[tuple[int, ...]]:
     """Yield the shapes of tensors whose parts have, each, one of these shapes."""
     for shapes in product(*parts):
-        if all(shapes) and len({shape[1:] for shape in shapes}) == 1:
-            yield sum(shape[0] for shape in shapes), *shapes[0][1:]
+        columns = {shape[1:] for shape in shapes}
+        if all(shapes) and len(columns) == 1:
+            height = sum(shape[0] for shape in shapes)
+            yield (height, *columns.pop())
 
 
 def _sum_of_shapes(row: Sequence[Group]) -> Hashable:
     """Return the kind and the shapes, layer by layer, of the tensor with these parts; None if there
     is none.
     """
-    first, shapes = row[0], []
+    first = row[0]
     if any(group.members.keys() != first.members.keys() for group in row):
         return None
+    shapes = []
     for numbers, tensor in first.members.items():
-        dtype, columns, height = tensor.dtype, tensor.shape[1:], 0
+        columns, height = tensor.shape[1:], 0
         for group in row:
             part = group.members[numbers]
-            if not part.shape or part.dtype != dtype or part.shape[1:] != columns:
+            if not part.shape or part.dtype != tensor.dtype or part.shape[1:] != columns:
                 return None
             height += part.shape[0]
         shapes.append((numbers, (height, *columns)))

@@ -8,7 +8,6 @@ their version is unknown without their code.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
@@ -63,17 +62,18 @@ def other_versions_of(left: Section, right: Section) -> list[OtherVersion]:
         return []
     lefts, rights = _versions(left), _versions(right)
     is_lost = not lefts or not rights
-    shapes: Shapes = _shapes(left)
-    below: dict[str, dict[str, tuple[int, ...] | None]] | None = None
-    others = []
+    differing = []
     for path in lefts or rights:
-        if not is_lost and path not in rights:
-            continue
-        left_payload, right_payload = lefts.get(path, {}), rights.get(path, {})
-        if left_payload == right_payload:
-            continue
-        below = _by_module(shapes) if below is None else below
-        effect = _effect(below.get(path, {}), left_payload, right_payload)
+        if is_lost or path in rights:
+            payloads = lefts.get(path, {}), rights.get(path, {})
+            if payloads[0] != payloads[1]:
+                differing.append((path, *payloads))
+    if not differing:
+        return []
+    others = []
+    shapes = _by_module(_shapes(left))
+    for path, left_payload, right_payload in differing:
+        effect = _effect(shapes.get(path, {}), left_payload, right_payload)
         versions = left_payload.get("version"), right_payload.get("version")
         if effect is not Effect.NOTHING or not {1, None}.issuperset(versions):
             others.append(OtherVersion(path, *versions, effect, is_lost))
@@ -86,7 +86,8 @@ def with_versions(section: Section, modules: Mapping[str, object] | None, like: 
     """
     if section.modules or not modules:
         return section
-    actual, expected = _by_module(dict.fromkeys(section.keys)), _by_module(dict.fromkeys(like))
+    actual = _by_module(dict.fromkeys(section.keys))
+    expected = _by_module(dict.fromkeys(like))
     kept = {}
     for path, payload in modules.items():
         if actual.get(path) == expected.get(path):
@@ -115,12 +116,14 @@ def _shapes(section: Section) -> dict[str, tuple[int, ...] | None]:
 
 def _by_module(shapes: Shapes) -> dict[str, dict[str, tuple[int, ...] | None]]:
     """Return the entries below each module, under their names in it."""
-    below: dict[str, dict[str, tuple[int, ...] | None]] = defaultdict(dict)
+    below: dict[str, dict[str, tuple[int, ...] | None]] = {}
     for key, shape in shapes.items():
-        parts = key.split(".")
-        for depth in range(len(parts)):
-            below[".".join(parts[:depth])][".".join(parts[depth:])] = shape
-    return dict(below)
+        path, name = key, ""
+        while path:
+            path, _, segment = path.rpartition(".")
+            name = f"{segment}.{name}" if name else segment
+            below.setdefault(path, {})[name] = shape
+    return below
 
 
 def _effect(shapes: Shapes, left: Mapping[str, object], right: Mapping[str, object]) -> Effect:

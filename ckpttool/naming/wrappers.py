@@ -180,16 +180,24 @@ def stripped_paths(names: Iterable[tuple[str, str]]) -> frozenset[str]:
     """
     paths: set[str] = set()
     for fqn, canonical in names:
+        if fqn == canonical:
+            continue
         rest = canonical.split(".")
-        parts = fqn.split(".") if fqn != canonical else []
+        parts = fqn.split(".")
         # from the tensor up: a wrapper is outside of what it wraps
         for depth in range(len(parts), 0, -1):
             if rest and rest[-1] == parts[depth - 1]:
                 rest.pop()
             else:
                 paths.add(".".join(parts[:depth]))
-    hidden = {path for path in paths if path.rpartition(".")[2] in _HIDDEN}
-    return frozenset(paths | {strip(path, hidden) for path in paths - hidden})
+    hidden = {path for path in paths if _last(path) in _HIDDEN}
+    in_keys = {strip(path, hidden) for path in paths - hidden}
+    return frozenset(paths | in_keys)
+
+
+def _last(path: str) -> str:
+    """Return the last segment of a path."""
+    return path.rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,23 +220,26 @@ class Evidence:
     def without_peft(self) -> Evidence:
         """Return the evidence of the other wrappers."""
         words = tuple(word for word in self.words if word != "peft")
-        of_peft = (PEFT_ROOT[0], ".".join(PEFT_ROOT), "base_layer", "original_module")
-        root = tuple(path for path in self.root if not f".{path}".endswith(_ends(of_peft)))
-        inside = (path for path in self.inside if not f".{path}".endswith(_ends(of_peft)))
-        return Evidence(words, root, frozenset(inside))
+        root = tuple(path for path in self.root if not _is_of_peft(path))
+        inside = frozenset(path for path in self.inside if not _is_of_peft(path))
+        return Evidence(words, root, inside)
 
     @property
     def form(self) -> str | None:
         """``compile(ddp)``; ``wrapped`` for wrappers around single modules; None without
         wrappers.
         """
-        has_blocks = any(path.rpartition(".")[2] in SEGMENTS for path in self.inside)
-        words = (*self.words, "wrapped") if has_blocks else self.words
+        words = self.words
+        if not SEGMENTS.isdisjoint(map(_last, self.inside)):
+            words = (*words, "wrapped")
         return str(Chain(words)) if words else None
 
 
-def _ends(paths: Iterable[str]) -> tuple[str, ...]:
-    return tuple(f".{path}" for path in paths)
+def _is_of_peft(path: str) -> bool:
+    segments = path.split(".")
+    if tuple(segments[-2:]) == PEFT_ROOT:
+        return True
+    return segments[-1] in (PEFT_ROOT[0], "base_layer", "original_module")
 
 
 def infer(keys: Iterable[str], *, lightning: bool = False) -> Evidence:
@@ -264,17 +275,28 @@ def infer(keys: Iterable[str], *, lightning: bool = False) -> Evidence:
             break
     inside: set[str] = set()
     for path, below in children.items():
-        if "base_layer" in below and (
-            "peft" in words or any(segment.startswith(ADAPTERS) for segment in below)
-        ):
-            inside.add(dotted(path, "base_layer"))
-        elif len(below) == 1:
-            inside.update(
-                dotted(path, segment) for segment in below if segment in SEGMENTS - _AMBIGUOUS
-            )
-        elif {"original_module", "modules_to_save"} <= below:
-            inside.add(dotted(path, "original_module"))
+        segment = _wrapper_among(below, "peft" in words)
+        if segment:
+            inside.add(dotted(path, segment))
     return Evidence(tuple(words), tuple(root), frozenset(inside.difference(root)))
+
+
+def _wrapper_among(children: Collection[str], in_peft: bool) -> str:
+    """Return the child of a module that shows the module to be a wrapper around it; empty if none
+    does.
+    """
+    if "base_layer" in children and (in_peft or _has_adapter(children)):
+        return "base_layer"
+    if len(children) == 1:
+        (segment,) = children
+        return segment if segment in SEGMENTS - _AMBIGUOUS else ""
+    if "original_module" in children and "modules_to_save" in children:
+        return "original_module"
+    return ""
+
+
+def _has_adapter(segments: Iterable[str]) -> bool:
+    return any(segment.startswith(ADAPTERS) for segment in segments)
 
 
 def _children(keys: Iterable[str]) -> dict[str, set[str]]:
@@ -289,7 +311,7 @@ def _children(keys: Iterable[str]) -> dict[str, set[str]]:
     return children
 
 
-def recognise(keys: Iterable[str]) -> frozenset[str]:
+def recognize(keys: Iterable[str]) -> frozenset[str]:
     """Return the wrapper paths that the keys show, for `strip`."""
     return infer(keys).paths
 
@@ -313,16 +335,20 @@ def segments(paths: Iterable[str]) -> list[str]:
 def canonical_keys(keys: Iterable[str], *, lightning: bool = False) -> dict[str, str]:
     """Return key -> canonical name, by the evidence of the keys alone."""
     keys = list(keys)
-    paths = infer(keys, lightning=lightning).paths
-    return {key: strip(key, paths) or key for key in keys} if paths else dict(zip(keys, keys))
+    return _canonical(keys, infer(keys, lightning=lightning))
 
 
 @once_per_section
 def canonical_in(section: Section) -> Mapping[str, str]:
     """Return key -> canonical name, by the evidence of the section's keys alone."""
-    paths = _evidence_in(section).paths
-    keys = section.keys
-    return {key: strip(key, paths) or key for key in keys} if paths else dict(zip(keys, keys))
+    return _canonical(section.keys, _evidence_in(section))
+
+
+def _canonical(keys: Sequence[str], evidence: Evidence) -> dict[str, str]:
+    paths = evidence.paths
+    if not paths:
+        return dict(zip(keys, keys))
+    return {key: strip(key, paths) or key for key in keys}
 
 
 def is_lightning(checkpoint: Checkpoint) -> bool:
@@ -388,16 +414,18 @@ def declared(form: Chain, keys: Collection[str]) -> Evidence:
     """Return the evidence if the user names the wrappers around the model. Raises `Refused` if keys
     contradict.
     """
-    odd = [key for key in keys if not key.startswith(form.prefix) and key != form.counter]
+    prefix, counter = form.prefix, form.counter
+    odd = [key for key in keys if not key.startswith(prefix) and key != counter]
     if odd:
         raise Refused(
-            f"{len(odd)} of {len(keys)} keys do not begin with {form.prefix}",
+            f"{len(odd)} of {len(keys)} keys do not begin with {prefix}",
             hint="leave --from out: wrappers are recognized; `ckpttool inspect` shows which",
             problems=[Problem("not inside of it", key) for key in odd],
         )
-    parts = form.prefix.split(".")[:-1]
-    root = tuple(".".join(parts[: depth + 1]) for depth in range(len(parts)))
-    return Evidence(form.words, root, infer(keys).inside.difference(root))
+    root: list[str] = []
+    for segment in prefix.split(".")[:-1]:
+        root.append(dotted(root[-1] if root else "", segment))
+    return Evidence(form.words, tuple(root), infer(keys).inside.difference(root))
 
 
 def rewrap(
@@ -409,12 +437,17 @@ def rewrap(
     `counted` are the keys of AveragedModels' counters. Raises `Refused` for ``peft`` if no adapters
     show which layers are adapted.
     """
+    prefix, counter = wanted.prefix, wanted.counter
     inner = _adapted(canonical.values()) if "peft" in wanted.words else {}
-    names = {key: wanted.prefix + inner.get(name, name) for key, name in canonical.items()}
-    if counted and wanted.counter is not None:
-        names[counted[0]] = wanted.counter
-        counted = counted[1:]
-    return {key: name for key, name in names.items() if key not in counted}, list(counted)
+    names = {}
+    for key, name in canonical.items():
+        if key not in counted:
+            names[key] = prefix + inner.get(name, name)
+    if not counted or counter is None:
+        return names, list(counted)
+    first, *others = counted
+    names[first] = counter
+    return names, others
 
 
 def _adapted(names: Iterable[str]) -> dict[str, str]:
@@ -422,12 +455,11 @@ def _adapted(names: Iterable[str]) -> dict[str, str]:
     adapter.
     """
     parts = {name: name.split(".") for name in names}
-    modules = {
-        ".".join(path[:depth])
-        for path in parts.values()
-        for depth, segment in enumerate(path)
-        if segment.startswith(ADAPTERS)
-    }
+    modules: set[str] = set()
+    for path in parts.values():
+        for depth, segment in enumerate(path):
+            if segment.startswith(ADAPTERS):
+                modules.add(".".join(path[:depth]))
     if not modules:
         raise Refused(
             "no layer in the file has an adapter, and PEFT's names depend on which have",
@@ -448,6 +480,5 @@ def new_counter(wanted: Chain, counted: Collection[str]) -> dict[str, Op]:
     """
     if wanted.counter is None or counted:
         return {}
-    return {
-        wanted.counter: Op("aten.full.default", ((), 1), (("dtype", Special("dtype", "int64")),))
-    }
+    int64 = ("dtype", Special("dtype", "int64"))
+    return {wanted.counter: Op("aten.full.default", ((), 1), (int64,))}

@@ -294,7 +294,7 @@ def _unwrapped(names: Mapping[Param, str], request: OptimizerRequest) -> dict[Pa
     model = request.model
     if request.ruled is not None or model is None or not model.renames(list(names.values())):
         return dict(names)
-    paths = wrappers.recognise(model.section.keys)
+    paths = wrappers.recognize(model.section.keys)
     return {param: strip(name, paths) for param, name in names.items()}
 
 

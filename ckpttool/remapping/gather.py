@@ -40,7 +40,7 @@ from ckpttool.kinds.parts import is_fused, joined_dimension
 from ckpttool.naming.convert import Reading, read
 from ckpttool.naming.flat import Slot, flat_params, misfit, named_units, slots, unit_paths
 from ckpttool.naming.match import NameTables
-from ckpttool.naming.wrappers import recognise, strip
+from ckpttool.naming.wrappers import recognize, strip
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.groups import grouped
@@ -369,7 +369,7 @@ def _unwrapped_modules(section: Section) -> dict[Any, Any] | None:
     """
     if section.modules is None:
         return None
-    wrappers = recognise(path for path in section.modules if path and isinstance(path, str))
+    wrappers = recognize(path for path in section.modules if path and isinstance(path, str))
     modules = {}
     for path, payload in section.modules.items():
         modules[strip(path, wrappers) if isinstance(path, str) else path] = payload

@@ -481,7 +481,7 @@ def select(draft: Draft, prefix: str, by_model: bool) -> Draft:
     around itself, are in its own names: its keys alone show them, as in a file of the submodule.
     `by_model`: the keys are a model's by now.
     """
-    paths = wrappers.recognise(draft.keys) if by_model else draft.wrappers.paths
+    paths = wrappers.recognize(draft.keys) if by_model else draft.wrappers.paths
     inner_names, as_written = {}, {}
     for key in draft.keys:
         inner = _below(prefix, key, paths)
@@ -499,7 +499,7 @@ def select(draft: Draft, prefix: str, by_model: bool) -> Draft:
         )
     outputs = [output for output in draft.plan.outputs if output.key in inner_names]
     draft = replace(draft, plan=_only(draft.plan, outputs, f"not below {prefix}"))
-    inner_paths = wrappers.recognise(inner_names.values())
+    inner_paths = wrappers.recognize(inner_names.values())
     canonical = {inner: strip(inner, inner_paths) for inner in inner_names.values()}
     return replace(draft.renamed(inner_names), canonical=canonical)
 

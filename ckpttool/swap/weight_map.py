@@ -61,7 +61,7 @@ def canonical_names(program: Checkpoint) -> dict[str, str]:
     if not program.sections:
         return {}
     state_dict = program.sections[0]
-    paths = wrappers.recognise([entry.key for entry in state_dict.tensors])
+    paths = wrappers.recognize([entry.key for entry in state_dict.tensors])
     names = {}
     for section in program.sections:
         for entry in section.tensors:

@@ -1,4 +1,4 @@
-"""Wrapper chains: recognised from the keys of real wrappers, and written so that real wrappers load
+"""Wrapper chains: recognized from the keys of real wrappers, and written so that real wrappers load
 them.
 """
 
@@ -27,7 +27,7 @@ from ckpttool.naming.wrappers import (
     infer,
     new_counter,
     parse,
-    recognise,
+    recognize,
     rewrap,
     segments,
 )
@@ -87,7 +87,7 @@ def test_names_of_a_wrapped_model_match_the_plain_model(form: str) -> None:
     assert align(names, plain_names) == dict(zip(names, plain_names))
 
 
-def test_the_counter_of_an_averaged_model_is_recognised_next_to_its_module() -> None:
+def test_the_counter_of_an_averaged_model_is_recognized_next_to_its_module() -> None:
     assert counters(["n_averaged", "module.w", "a.n_averaged", "b.n_averaged", "b.module.w"]) == [
         "n_averaged",
         "b.n_averaged",
@@ -118,11 +118,11 @@ def test_the_prefix_of_a_chain_matches_real_wrappers(form: str) -> None:
     ],
 )
 def test_a_users_own_module_is_not_a_wrapper(keys: list[str]) -> None:
-    assert recognise(keys) == frozenset()
+    assert recognize(keys) == frozenset()
 
 
 def test_segments_are_listed_from_the_outside_in() -> None:
-    assert segments(recognise(["module._orig_mod.a.weight", "module._orig_mod.b.weight"])) == [
+    assert segments(recognize(["module._orig_mod.a.weight", "module._orig_mod.b.weight"])) == [
         "module",
         "_orig_mod",
     ]
@@ -291,7 +291,7 @@ def test_names_in_a_peft_model_match_the_base_model(
     assert all("modules_to_save" in name or "lora_" in name for name in live - set(base))
 
 
-def test_a_layer_that_peft_changed_in_place_is_recognised() -> None:
+def test_a_layer_that_peft_changed_in_place_is_recognized() -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     model = inject_adapter_in_model(
