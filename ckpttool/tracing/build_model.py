@@ -572,8 +572,8 @@ def find(operand: str, form: str, example: str = "") -> Any:
     Raises `CkptError`; its hint is the `form` of the operand, with an `example` if the operand has
     another form.
     """
-    place, colon, attr = operand.rpartition(":")
-    if not colon or not place or not attr or os.sep in attr:
+    place, _, attr = operand.rpartition(":")
+    if not place or not attr or os.sep in attr:
         raise CkptError(f"{operand!r} names no Python object", hint=f"{form}{example}")
     try:
         value: Any = _module(place, form)
@@ -591,20 +591,25 @@ def find(operand: str, form: str, example: str = "") -> Any:
     except CkptError as error:
         if not place.endswith(".py") or "relative import" not in str(error.__cause__):
             raise
-        path = Path(place).resolve()
-        folder, parts = path.parent.parent, [path.parent.name, path.stem]
-        while (folder / "__init__.py").is_file():
-            folder, parts = folder.parent, [folder.name, *parts]
+        name, folder = _in_package(Path(place).resolve())
         inside = "" if folder == Path.cwd() else f", in the folder {folder}"
-        hint = f"the file is part of a package: name it {'.'.join(parts)}:{attr}{inside}"
+        hint = f"the file is part of a package: name it {name}:{attr}{inside}"
         raise CkptError(error.message, hint=hint) from error
+
+
+def _in_package(path: Path) -> tuple[str, Path]:
+    """Return the dotted name of a module in a package, and the folder that the package is in."""
+    folder, name = path.parent.parent, f"{path.parent.name}.{path.stem}"
+    while (folder / "__init__.py").is_file():
+        folder, name = folder.parent, f"{folder.name}.{name}"
+    return name, folder
 
 
 def _models(module: Any) -> list[str]:
     """Return up to three names of models, model classes and functions that the module defines."""
     names = []
     place = getattr(module, "__name__", None)
-    for name, value in vars(module).items() if hasattr(module, "__dict__") else ():
+    for name, value in getattr(module, "__dict__", {}).items():
         is_defined_here = callable(value) and getattr(value, "__module__", None) == place
         if not name.startswith("_") and (is_defined_here or isinstance(value, nn.Module)):
             names.append(name)
@@ -733,16 +738,23 @@ def copied(module: nn.Module, real: bool) -> nn.Module:
             continue  # copied as it is
         if real and 0 not in tensor.stride():
             continue  # but for expanded tensors, `deepcopy` does the same
-        old = tensor.untyped_storage()
-        if old._cdata not in storages and real:
-            storages[old._cdata] = old.clone()
-        elif old._cdata not in storages:
-            data = torch.empty(old.nbytes(), dtype=torch.uint8, device="meta")
-            storages[old._cdata] = data.untyped_storage()
-            _DEVICES[storages[old._cdata]] = device_for_real(tensor)
-        storage = storages[old._cdata]
+        place = tensor.untyped_storage()._cdata
+        if place not in storages:
+            storages[place] = _copied_storage(tensor, real)
+        storage = storages[place]
         twin = torch.empty(0, dtype=tensor.dtype, device=storage.device)
         twin.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, tensor.requires_grad)
+        memo[id(tensor)] = twin
     return copy_of(module, memo, real)
+
+
+def _copied_storage(tensor: torch.Tensor, real: bool) -> torch.UntypedStorage:
+    """Return a copy of the storage of a tensor; without data unless `real`."""
+    storage = tensor.untyped_storage()
+    if real:
+        return storage.clone()
+    on_meta = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+    _DEVICES[on_meta] = device_for_real(tensor)
+    return on_meta

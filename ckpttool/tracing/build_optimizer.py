@@ -213,14 +213,14 @@ def _verdict(trial: _Trial) -> OptimizerVerdict | None:
             return None
         return OptimizerVerdict({}, error, False)
     landed = _landed(trial) if trial.form == ID else {}
-    converted = () if trial.form == FLAT else tuple(_converted(run, trial.state()[STATE], landed))
-    if not steps:
-        return OptimizerVerdict(landed, None, False, converted)
-    error = _raised(run.two_steps)
+    converted: tuple[str, ...] = ()
+    if trial.form != FLAT:
+        converted = tuple(_converted(run, trial.state()[STATE], landed))
+    error = _raised(run.two_steps) if steps else None
     # the file's hyperparameters need values, which meta tensors do not have
     if error is not None and says_meta(error):
-        return OptimizerVerdict(landed, None, False, converted)
-    return OptimizerVerdict(landed, error, True, converted)
+        steps, error = False, None
+    return OptimizerVerdict(landed, error, steps, converted)
 
 
 def _landed(trial: _Trial) -> dict[str, Param]:
@@ -260,12 +260,12 @@ def _converted(run: _Run, saved: Mapping[Param, Any], landed: Mapping[str, Param
         before, after = saved.get(landed.get(fqn, fqn)), run.optimizer.state.get(parameter)
         if not isinstance(before, Mapping) or not isinstance(after, Mapping):
             continue
-        for name, value in after.items():
+        for name, new in after.items():
             old = before.get(name)
-            if not isinstance(value, torch.Tensor) or not isinstance(old, torch.Tensor):
-                continue
-            if value.dtype != old.dtype:
-                yield f"{fqn}.{name} ({dtype_name(old.dtype)} to {dtype_name(value.dtype)})"
+            if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+                old_dtype, new_dtype = dtype_name(old.dtype), dtype_name(new.dtype)
+                if old_dtype != new_dtype:
+                    yield f"{fqn}.{name} ({old_dtype} to {new_dtype})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,12 +184,15 @@ def _problems_of_pairs(pairs: list[tuple[Any, Any]], recorder: Recorder) -> Iter
     for name, value in pairs:
         if not isinstance(name, str):
             yield Problem(f"a name that is {a(name)}, not a text", str(name))
-        elif not isinstance(value, torch.Tensor):
+            continue
+        if not isinstance(value, torch.Tensor):
             yield Problem(f"{a(value)}, not a tensor", name)
-        elif layout_of(value) not in ("strided", "meta"):
-            yield Problem(f"not a dense tensor ({layout_of(value)})", name)
-        else:
+            continue
+        layout = layout_of(value)
+        if layout in ("strided", "meta"):
             yield from _problems_of_value(name, recorder.value(value))
+        else:
+            yield Problem(f"not a dense tensor ({layout})", name)
 
 
 def _problems_of_value(name: str, source: Expression) -> Iterator[Problem]:
@@ -271,5 +274,8 @@ def _hint(problems: list[Problem]) -> str:
 
 
 def _drops(problems: list[Problem]) -> str:
-    words = [word for problem in problems[:_FEW] for word in ("--drop", str(problem.key))]
-    return shell(*words) + (" ..." if len(problems) > _FEW else "")
+    words: list[str] = []
+    for problem in problems[:_FEW]:
+        words += ["--drop", str(problem.key)]
+    line = shell(*words)
+    return f"{line} ..." if len(problems) > _FEW else line

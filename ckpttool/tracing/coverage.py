@@ -84,19 +84,22 @@ def _regions(source: Expression, shapes: Mapping[str, Any]) -> list[tuple[str, _
         key, dtype = held[_storage(tensor)]
         if tensor.dtype != dtype:  # seen as other numbers, which the strides count
             tensor = torch.empty(shapes[key].shape, device="meta")
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        regions.append((key, _Region(int(tensor.storage_offset()), shape, stride, index)))
+        offset, shape = int(tensor.storage_offset()), tuple(tensor.shape)
+        region = _Region(offset, shape, tuple(tensor.stride()), index)
+        regions.append((key, region))
 
     def watch(node: Op, arguments: list[Any], result: Any) -> None:
-        results = {_storage(tensor) for tensor in _tensors(result)}
         if node.op in _COPIES and _is_complete(arguments[0], held, shapes):
             key, _ = held[_storage(arguments[0])]
             held[_storage(result)] = key, result.dtype
             return
-        picks = node.op in (_BY_LIST, _BY_DIMENSION) and not any(refs(node.args[1:]))
+        index = None
+        if node.op in (_BY_LIST, _BY_DIMENSION) and not any(refs(node.args[1:])):
+            index = node.args[1:]
+        results = set(map(_storage, _tensors(result)))
         for argument in _tensors(arguments):
             if _storage(argument) not in results:  # else a view, which reads nothing yet
-                read(argument, node.args[1:] if picks else None)
+                read(argument, index)
 
     read(evaluate(source, leaf, watch=watch))
     return regions

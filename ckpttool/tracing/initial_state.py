@@ -247,8 +247,8 @@ def _is_tensor(value: Any) -> bool:
 def _filled(name: str, value: torch.Tensor, shape: torch.Size) -> FilledTensor:
     """Return the tensor with this shape, if all of its elements are one number."""
     elements = value.flatten()
-    is_one_number = elements.numel() > 0 and bool((elements == elements[0]).all())
-    if type(value) is not torch.Tensor or value.is_complex() or not is_one_number:
+    is_plain = type(value) is torch.Tensor and not value.is_complex()
+    if not is_plain or not elements.numel() or not bool((elements == elements[0]).all()):
         raise _NotKnown(f"the elements of {name} are not one number")
     return FilledTensor(dtype_name(value.dtype), tuple(shape), elements[0].item())
 

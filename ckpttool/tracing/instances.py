@@ -64,19 +64,39 @@ def listed(model: nn.Module) -> tuple[Listed, ...]:
     first: dict[Token, str] = {}
     items = []
     for kind in ("parameter", "buffer"):
-        plain = _members(modules, kind)
-        listing = plain
-        if getattr(type(model), f"named_{kind}s") is not getattr(nn.Module, f"named_{kind}s"):
-            # overridden with the signature from before torch 2.0
-            with contextlib.suppress(TypeError):
-                listing = list(getattr(model, f"named_{kind}s")(remove_duplicate=False))
-        same = len(listing) == len(plain) and all(a is b for (_, a), (_, b) in zip(listing, plain))
-        for (fqn, tensor), (path, _) in zip(listing, plain if same else listing):
+        members = _members(modules, kind)
+        listing = _overridden(model, kind)
+        if listing is None:
+            listing = members
+        elif not _have_same_tensors(listing, members):
+            members = listing
+        for (fqn, tensor), (path, _) in zip(listing, members):
             mark = token(tensor)
             first_fqn = first.setdefault(mark, fqn)
             persistent = kind == "parameter" or path not in hidden
             items.append(Listed(fqn, path, first_fqn, kind, tensor, mark, persistent))
     return tuple(items)
+
+
+def _overridden(model: nn.Module, kind: str) -> list[tuple[str, torch.Tensor]] | None:
+    """Return what the model's own ``named_parameters`` or ``named_buffers`` gives; None if it is
+    `nn.Module`'s.
+    """
+    method = f"named_{kind}s"
+    if getattr(type(model), method) is getattr(nn.Module, method):
+        return None
+    # overridden with the signature from before torch 2.0
+    with contextlib.suppress(TypeError):
+        return list(getattr(model, method)(remove_duplicate=False))
+    return None
+
+
+def _have_same_tensors(
+    left: Sequence[tuple[str, torch.Tensor]], right: Sequence[tuple[str, torch.Tensor]]
+) -> bool:
+    if len(left) != len(right):
+        return False
+    return all(tensor is other for (_, tensor), (_, other) in zip(left, right))
 
 
 def _members(modules: Iterable[tuple[str, nn.Module]], kind: str) -> list[tuple[str, torch.Tensor]]:
@@ -260,6 +280,7 @@ def fill(model: nn.Module, filling: Filling, only: Collection[str] | None = None
     if filling == "own":
         return
     seed = 0 if isinstance(filling, str) else filling
+    factor = (-1 if seed < 0 else 1) * (64 if abs(seed) > 100 else 1)
     generator = torch.Generator().manual_seed(abs(seed))
     with torch.no_grad():
         for item in listed(model):
@@ -275,7 +296,7 @@ def fill(model: nn.Module, filling: Filling, only: Collection[str] | None = None
             elif is_number:
                 kind = tensor.dtype if tensor.is_complex() else None
                 values = torch.randn(tensor.shape, generator=generator, dtype=kind)
-                tensor.copy_((-values if seed < 0 else values) * (64 if abs(seed) > 100 else 1))
+                tensor.copy_(values * factor)
             else:
                 # Of two even or two odd seeds, one negative, each truth value is tried both ways.
                 opposite = tensor.dtype == torch.bool and (seed % 2 == 0) != (seed < 0)
@@ -301,8 +322,11 @@ def others(integers: torch.Tensor) -> torch.Tensor:
     reordered = integers.flip(tuple(range(integers.dim())))
     if not torch.equal(reordered, integers):
         return reordered
-    half = (torch.arange(integers.numel()) * 2 <= integers.numel()).reshape(integers.shape)
-    return integers ^ half if integers.dtype == torch.bool else (integers + half).to(integers.dtype)
+    half = torch.arange(integers.numel()) * 2 <= integers.numel()
+    half = half.reshape(integers.shape)
+    if integers.dtype == torch.bool:
+        return integers ^ half
+    return (integers + half).to(integers.dtype)
 
 
 def load_strictly(model: nn.Module, state: Mapping[str, object], **options: bool) -> object:

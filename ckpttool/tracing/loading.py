@@ -383,11 +383,12 @@ def _dtype_changes(recorder: Recorder, items: Sequence[Listed]) -> tuple[DtypeCh
             names.setdefault(place, []).append(item.fqn)
     changes: dict[DtypeChange, None] = {}
     for mark, source, target, value in recorder.conversions:
-        key = value.key if isinstance(value, Ref) else None
         fqns = names.get(mark) or names.get(mark[0])
-        if fqns:
-            fqn = key if key is not None and key in fqns else fqns[0]
-            changes[DtypeChange(fqn, key, dtype_name(source), dtype_name(target))] = None
+        if not fqns:
+            continue
+        key = value.key if isinstance(value, Ref) else None
+        fqn = key if key is not None and key in fqns else fqns[0]
+        changes[DtypeChange(fqn, key, dtype_name(source), dtype_name(target))] = None
     return tuple(changes)
 
 
@@ -468,11 +469,10 @@ def reads_of_any(
         varying = []
         for fqn, value in reads.items():
             second = again.reads.get(fqn)
+            varies = value != second
             # it is not read, and must not depend on what is loaded
             if value is None and second is None:
                 varies = fqn in before and not _is_same(fqn, before, after)
-            else:
-                varies = value != second
             if varies:
                 varying.append(fqn)
         for fqn, keys in _feeders(model, state, other, varying).items():
@@ -527,7 +527,9 @@ def _feeders(
     before = _after_loading(model, state)
 
     def loaded_with(key: str) -> Mapping[str, torch.Tensor]:
-        return _after_loading(model, {**state, key: other[key]}) if key in other else before
+        if key not in other:
+            return before
+        return _after_loading(model, {**state, key: other[key]})
 
     return feeders(keys, varying, before, loaded_with)
 

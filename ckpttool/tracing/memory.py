@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Ref, Special
 from ckpttool.core.values import dataclass
+from ckpttool.evaluate.ops import ROW_MAJOR
 
 _MOST_PIECES = 1024
 # elements; below, the overlap of two strided tensors is found by marking every element
@@ -140,8 +141,9 @@ class StorageValues:
             value = opaque(value)
         self.pieces.pop(geom, None)
         for parts in self.pieces.values():
-            for part in [part for part in parts if meet(part, geom)]:
-                del parts[part]
+            for part in list(parts):
+                if meet(part, geom):
+                    del parts[part]
         changed: dict[Geometry, Expression | None] = {}
         for root, old in self.roots.items():
             if root != geom and meet(root, geom):
@@ -215,11 +217,14 @@ def _from_pieces(root: Geometry, pieces: Mapping[Geometry, Expression]) -> Expre
                 break
             start += piece.shape[dim]
         else:
-            return Op("aten.cat.default", (tuple(pieces[piece] for piece in ordered), dim))
+            parts = tuple(pieces[piece] for piece in ordered)
+            return Op("aten.cat.default", (parts, dim))
     dtype = Special("dtype", str(root.dtype).removeprefix("torch."))
     whole: Expression | None = Op("aten.full.default", (root.shape, 0), (("dtype", dtype),))
     for piece, value in pieces.items():
-        whole = None if whole is None else _overwritten(root, whole, piece, value)
+        if whole is None:
+            return None
+        whole = _overwritten(root, whole, piece, value)
     return whole
 
 
@@ -245,11 +250,7 @@ def _flat(root: Geometry, value: Expression, geom: Geometry) -> Expression | Non
         return None
     if root.order != tuple(range(len(root.shape))):
         value = Op("aten.permute.default", (value, root.order))
-    return Op(
-        "aten.clone.default",
-        (value,),
-        (("memory_format", Special("memory_format", "contiguous_format")),),
-    )
+    return Op("aten.clone.default", (value,), ROW_MAJOR)
 
 
 def _window(root: Geometry, value: Expression, geom: Geometry) -> Expression | None:

@@ -60,12 +60,15 @@ class ModelCode:
         what = f"{plural(len(names), 'tensor')} can only be computed by {code}"
         need = check_memory(self.model, 2 * sum(entry.nbytes for entry in source.tensors), what)
         first, again = (self._values(run.way, source, names, seed) for seed in _SEEDS)
-        differing = [name for name in names if not same(first[name], again[name])]
-        if differing:
+        problems = []
+        for name in names:
+            if not same(first[name], again[name]):
+                problems.append(Problem("another value each time", name))
+        if problems:
             raise Refused(
                 f"{code} does not give the same twice",
                 hint="fix it there: what it computes depends on more than the checkpoint",
-                problems=[Problem("another value each time", name) for name in differing],
+                problems=problems,
             )
         entries = {name: _entry(name, tensor, need) for name, tensor in first.items()}
         self.done.append((run, entries))

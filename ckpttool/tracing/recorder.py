@@ -307,27 +307,37 @@ class Recorder(TorchDispatchMode):
         if func.__name__.startswith("zero_"):
             return [_full(tuple(targets[0].shape), 0, targets[0].dtype)]
         inputs = _tensors(args, kwargs)
-        unknown: list[Expression] = [opaque(*map(self.value, inputs)) for _ in targets]
+        unknown = opaque(*map(self.value, inputs))
+        if _depends_on_order(inputs, targets):
+            return [unknown for _ in targets]
+        return self._computed(func, args, kwargs, targets) or [unknown for _ in targets]
+
+    def _computed(
+        self, func: Any, args: Any, kwargs: Any, targets: Sequence[torch.Tensor]
+    ) -> list[Expression] | None:
+        """Return what the operator writes as results of its functional counterpart; None if it has
+        none, or if that gives something else.
+        """
         pure = _functional(func)
         if pure is None or torch.Tag.nondeterministic_seeded in func.tags:
-            return unknown
-        if _depends_on_order(inputs, targets):
-            return unknown
+            return None
         outputs = {arg.name for arg in func._schema.arguments if arg.is_out}
-        pure_kwargs = {name: value for name, value in kwargs.items() if name not in outputs}
-        meta_kwargs = {name: _on_meta(value) for name, value in pure_kwargs.items()}
+        inputs = {name: value for name, value in kwargs.items() if name not in outputs}
+        on_meta = {name: _on_meta(value) for name, value in inputs.items()}
         try:
-            out = pure(*_on_meta(args), **meta_kwargs)
+            out = pure(*_on_meta(args), **on_meta)
         except (RuntimeError, TypeError, NotImplementedError):
-            return unknown
-        outs = list(out) if isinstance(out, (list, tuple)) else [out]
-        if len(outs) != len(targets):
-            return unknown
-        whole = _call_expression(pure, args, pure_kwargs, out, self.value)
+            return None
+        results = list(out) if isinstance(out, (list, tuple)) else [out]
+        if len(results) != len(targets):
+            return None
+        whole = _call_expression(pure, args, inputs, out, self.value)
         values = []
-        for index, (result, target) in enumerate(zip(outs, targets)):
+        for index, (result, target) in enumerate(zip(results, targets)):
             part = whole if isinstance(out, torch.Tensor) else Op("getitem", (whole, index))
-            values.append(part if result.dtype == target.dtype else _cast(part, target.dtype))
+            if result.dtype != target.dtype:
+                part = _cast(part, target.dtype)
+            values.append(part)
         return values
 
     def _copied(self, target: torch.Tensor, source: Any) -> Expression:
@@ -356,8 +366,12 @@ class Recorder(TorchDispatchMode):
     def _size(self, node: Argument) -> tuple[int, int]:
         """Return the number of nodes and the depth; known parts are not counted again."""
         if isinstance(node, tuple):
-            sizes = [self._size(item) for item in node]
-            return sum(size for size, _ in sizes), max((depth for _, depth in sizes), default=0)
+            total = deepest = 0
+            for item in node:
+                size, depth = self._size(item)
+                total += size
+                deepest = max(deepest, depth)
+            return total, deepest
         if not isinstance(node, Op):
             return 1, 0
         if id(node) not in self.sizes:
@@ -376,10 +390,12 @@ def _is_doubtful(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
     dtypes = {tensor.dtype for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)}
     if dtypes <= _COMMON or not any(tensor.device.type == "meta" for tensor in tensors):
         return False
+    if len(dtypes) > 1:
+        return True
     if func.is_view:
-        return len(dtypes) > 1
+        return False
     copies = func is torch.ops.aten.copy_.default or func.__name__.partition(".")[0] in _SAME
-    return not copies or len(dtypes) > 1 or not all(map(_can_copy, dtypes))
+    return not copies or not all(map(_can_copy, dtypes))
 
 
 def _is_plain_copy(target: Any, source: Any, non_blocking: bool = False) -> bool:
@@ -481,20 +497,17 @@ def _call_expression(
     """
     name = str(func).partition(".")[2]
     base = name.partition(".")[0]
-    if base in _SAME or (base == "_to_copy" and out.dtype == args[0].dtype):
+    if base in _SAME:
         return value(args[0])
     if base == "_to_copy":
-        return _cast(value(args[0]), out.dtype)
+        source = value(args[0])
+        return source if out.dtype == args[0].dtype else _cast(source, out.dtype)
     if base in _UNKNOWN:
         return opaque()
     if base in _FILLS:
         return _full(tuple(out.shape), _FILLS[base], out.dtype)
     if base in _FILL_ARGUMENT:
-        fill = args[_FILL_ARGUMENT[base]]
-        if not isinstance(fill, torch.Tensor):
-            return _full(tuple(out.shape), fill, out.dtype)
-        same = value(fill) if fill.dtype == out.dtype else _cast(value(fill), out.dtype)
-        return Op("aten.expand.default", (same, tuple(out.shape)))
+        return _filled(args[_FILL_ARGUMENT[base]], out, value)
     if torch.Tag.nondeterministic_seeded in func.tags:
         return opaque(*(value(arg) for arg in args if isinstance(arg, torch.Tensor)))
     if name in _RESHAPES:
@@ -503,19 +516,31 @@ def _call_expression(
         return _slice_expression(args, kwargs, value)
     if base == "as_strided":
         return opaque(value(args[0]))  # the caller derives it from the memory if it can
-    return Op(
-        str(func),
-        tuple(_argument(arg, value) for arg in args),
-        tuple((key, _argument(arg, value)) for key, arg in kwargs.items() if key not in _PLACEMENT),
-    )
+    options = []
+    for key, arg in kwargs.items():
+        if key not in _PLACEMENT:
+            options.append((key, _argument(arg, value)))
+    return Op(str(func), tuple(_argument(arg, value) for arg in args), tuple(options))
+
+
+def _filled(fill: Any, out: torch.Tensor, value: _Value) -> Expression:
+    """Return a tensor like `out` in which each element is `fill`, a number or a tensor."""
+    shape = tuple(out.shape)
+    if not isinstance(fill, torch.Tensor):
+        return _full(shape, fill, out.dtype)
+    source = value(fill)
+    if fill.dtype != out.dtype:
+        source = _cast(source, out.dtype)
+    return Op("aten.expand.default", (source, shape))
 
 
 def _slice_expression(args: Sequence[Any], kwargs: Mapping[str, Any], value: _Value) -> Expression:
     """Return a slice with the dimension counted from the front, and bounds inside of it."""
-    names = dict(zip(("self", "dim", "start", "end", "step"), args)) | dict(kwargs)
-    source = names["self"]
-    dim = names.get("dim", 0) % max(source.dim(), 1)
-    bounds = slice(names.get("start"), names.get("end"), names.get("step", 1))
+    defaults = {"dim": 0, "start": None, "end": None, "step": 1}
+    given = defaults | dict(zip(("self", "dim", "start", "end", "step"), args)) | dict(kwargs)
+    source = given["self"]
+    dim = given["dim"] % max(source.dim(), 1)
+    bounds = slice(given["start"], given["end"], given["step"])
     start, end, step = bounds.indices(source.shape[dim])
     arguments = (value(source), dim, start, max(start, end))
     return Op("aten.slice.Tensor", arguments if step == 1 else (*arguments, step))
@@ -564,8 +589,10 @@ def _literal(tensor: torch.Tensor) -> Expression:
     if len(set(map(repr, values))) < 2:  # by repr: 0.0 and -0.0 are equal, and not the same
         return _full(shape, values[0] if values else 0, tensor.dtype)
     dtype = _dtype(tensor.dtype)
-    items = tuple(Op("aten.scalar_tensor.default", (_number(value),), dtype) for value in values)
-    stacked = Op("aten.stack.default", (items,))
+    items = []
+    for value in values:
+        items.append(Op("aten.scalar_tensor.default", (_number(value),), dtype))
+    stacked = Op("aten.stack.default", (tuple(items),))
     return stacked if len(shape) == 1 else Op("aten.reshape.default", (stacked, shape))
 
 

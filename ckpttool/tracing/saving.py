@@ -4,7 +4,7 @@ named it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -83,7 +83,7 @@ def save(model: LoadedModel, real: bool, instance: nn.Module | None = None) -> S
     saved = save_once(model.build(real) if instance is None else instance, real)
     if not saved.reads and not real:
         return saved
-    serialized, reads = list(saved.serialized), saved.reads
+    serialized, reads = saved.serialized, saved.reads
     keys = dict.fromkeys((*(entry.key for entry in serialized), *saved.extra_state))
     seen, always, further = dict(keys), set(keys), dict[str, SerializedKey]()
     unexplained, is_proven = set[str](), False
@@ -100,28 +100,35 @@ def save(model: LoadedModel, real: bool, instance: nn.Module | None = None) -> S
         seen.update(written)
         always &= set(written)
         further.update((key, entry) for key, entry in by_key.items() if key not in keys)
-        serialized = [_of_both(entry, by_key.get(entry.key), reads) for entry in serialized]
-        for entry in serialized:
-            if is_opaque(entry.source) and is_constant(entry.source):
-                value = other.state.get(entry.key)
-                if not isinstance(value, torch.Tensor) or not same(saved.state[entry.key], value):
-                    unexplained.add(entry.key)
+        serialized = tuple(_of_both(entry, by_key.get(entry.key), reads) for entry in serialized)
+        unexplained.update(_changed_constants(serialized, saved.state, other.state))
     feeding = _feeders(model, saved, unexplained)
-    for index, entry in enumerate(serialized):
+    explained = []
+    for entry in serialized:
         read = _read_by(entry.hook, reads)
         if entry.key in feeding:
-            source = opaque(*map(Ref, feeding[entry.key]))
+            entry = replace(entry, source=opaque(*map(Ref, feeding[entry.key])))
         elif read and not is_proven and isinstance(entry.source, Op):
-            source = opaque(entry.source, *read)
-        else:
-            continue
-        serialized[index] = replace(entry, source=source)
+            entry = replace(entry, source=opaque(entry.source, *read))
+        explained.append(entry)
     return replace(
         saved,
-        serialized=tuple(serialized),
+        serialized=tuple(explained),
         varying=tuple(key for key in seen if key not in always),
         further=tuple(further.values()),
     )
+
+
+def _changed_constants(
+    keys: Iterable[SerializedKey], state: Mapping[str, Any], other: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the keys with other values in another run, although no tensor explains their value."""
+    for entry in keys:
+        if not is_opaque(entry.source) or not is_constant(entry.source):
+            continue
+        value = other.get(entry.key)
+        if not isinstance(value, torch.Tensor) or not same(state[entry.key], value):
+            yield entry.key
 
 
 def _of_both(

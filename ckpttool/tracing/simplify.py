@@ -6,7 +6,7 @@ Every rule keeps the value exactly, bit for bit; an expression that no rule fits
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 
 import torch
@@ -75,28 +75,43 @@ class Simplifier:
             return self._permute(source, self._order(node))
         if effect == "reshape":
             return self._reshape(source, self.shape(node))
-        if effect == "undo" and isinstance(source, Op):
-            is_undone = (source.op, source.args[1:]) == (node.op, node.args[1:])
-            return source.args[0] if is_undone else node
-        if node.op == "aten.expand.default":
-            return source if self.shape(node) == self.shape(source) else node
-        if node.op == "getitem":
-            return self._getitem(node)
-        if node.op == _SLICE and len(node.args) == 4:
-            dim = self._dim(node, 1, source)
-            start, end, _ = slice(*map(_int, node.args[2:])).indices(self.shape(source)[dim])
-            return self._slice(source, dim, start, end)
-        if node.op == "aten.select.int":
-            return self._select(source, self._dim(node, 1, source), _int(node.args[2]))
-        if node.op == _CAT:
-            parts = _tuple(source)
-            return self._cat(list(parts), self._dim(node, 1, parts[0]))
-        if node.op == "aten.stack.default":
-            parts = _tuple(source)
-            rank = len(self.shape(parts[0])) + 1
-            dim = _int(node.args[1]) % rank if len(node.args) > 1 else 0
-            return self._cat([self._slab(part, dim) for part in parts], dim)
-        return self._copy(node) if node.op == _COPY else node
+        if effect == "undo":
+            return self._undone(node)
+        rule = _RULES.get(node.op)
+        return node if rule is None else rule(self, node)
+
+    def _undone(self, node: Op) -> Argument:
+        """Return the value itself if the same operator, applied twice, changes nothing."""
+        source = node.args[0]
+        if not isinstance(source, Op) or source.op != node.op or source.args[1:] != node.args[1:]:
+            return node
+        return source.args[0]
+
+    def _expanded(self, node: Op) -> Argument:
+        source = node.args[0]
+        return source if self.shape(node) == self.shape(source) else node
+
+    def _sliced(self, node: Op) -> Argument:
+        if len(node.args) != 4:
+            return node
+        source, dim = node.args[0], self._dim(node, 1, node.args[0])
+        bounds = slice(_int(node.args[2]), _int(node.args[3]))
+        start, end, _ = bounds.indices(self.shape(source)[dim])
+        return self._slice(source, dim, start, end)
+
+    def _selected(self, node: Op) -> Argument:
+        source = node.args[0]
+        return self._select(source, self._dim(node, 1, source), _int(node.args[2]))
+
+    def _joined(self, node: Op) -> Argument:
+        parts = _tuple(node.args[0])
+        return self._cat(list(parts), self._dim(node, 1, parts[0]))
+
+    def _stacked(self, node: Op) -> Argument:
+        parts = _tuple(node.args[0])
+        rank = len(self.shape(parts[0])) + 1
+        dim = _int(node.args[1]) % rank if len(node.args) > 1 else 0
+        return self._cat([self._slab(part, dim) for part in parts], dim)
 
     def _slab(self, source: Argument, dim: int) -> Argument:
         """Return the value with a dimension of size 1 at `dim`."""
@@ -112,14 +127,12 @@ class Simplifier:
             return self._select(source, self._dim(whole, 1, source), index)
         if whole.op not in ("aten.split.Tensor", "aten.split_with_sizes.default"):
             return node
-        dim = self._dim(whole, 2, source)
-        sizes, length = whole.args[1], self.shape(source)[dim]
+        dim, sizes = self._dim(whole, 2, source), whole.args[1]
         if isinstance(sizes, tuple):
             start = sum(map(_int, sizes[:index]))
-            end = start + _int(sizes[index])
-        else:
-            start, end = index * _int(sizes), min((index + 1) * _int(sizes), length)
-        return self._slice(source, dim, start, end)
+            return self._slice(source, dim, start, start + _int(sizes[index]))
+        start, length = index * _int(sizes), self.shape(source)[dim]
+        return self._slice(source, dim, start, min(start + _int(sizes), length))
 
     def _slice(self, source: Argument, dim: int, start: int, end: int) -> Argument:
         if (start, end) == (0, self.shape(source)[dim]):
@@ -168,9 +181,10 @@ class Simplifier:
         """Return the value that the node is a slice of along `dim`, perhaps itself, and the slice's
         start and end.
         """
-        is_slice = isinstance(node, Op) and node.op == _SLICE and len(node.args) == 4
-        if isinstance(node, Op) and is_slice and node.args[1] == dim:
-            return node.args[0], _int(node.args[2]), _int(node.args[3])
+        if isinstance(node, Op) and node.op == _SLICE and len(node.args) == 4:
+            source, of_dim, start, end = node.args
+            if of_dim == dim:
+                return source, _int(start), _int(end)
         return node, 0, self.shape(node)[dim]
 
     def _select(self, source: Argument, dim: int, index: int) -> Argument:
@@ -203,30 +217,29 @@ class Simplifier:
         """
         if order == tuple(range(len(order))):
             return source
-        if not isinstance(source, Op):
-            return Op(_PERMUTE, (source, order))
-        if source.op == _PERMUTE:
+        if isinstance(source, Op) and source.op == _PERMUTE:
             inner = _tuple(source.args[1])
             return self._permute(source.args[0], tuple(_int(inner[dim]) for dim in order))
-        if source.op == _SLICE and len(source.args) == 4:
+        if isinstance(source, Op) and source.op == _SLICE and len(source.args) == 4:
             dim, start, end = map(_int, source.args[1:])
-            return self._slice(self._permute(source.args[0], order), order.index(dim), start, end)
-        if source.op == _CAT:
+            whole = self._permute(source.args[0], order)
+            return self._slice(whole, order.index(dim), start, end)
+        if isinstance(source, Op) and source.op == _CAT:
             parts = _tuple(source.args[0])
-            dim = self._dim(source, 1, parts[0])
-            return self._cat([self._permute(part, order) for part in parts], order.index(dim))
+            dim = order.index(self._dim(source, 1, parts[0]))
+            return self._cat([self._permute(part, order) for part in parts], dim)
         return Op(_PERMUTE, (source, order))
 
     def _order(self, node: Op) -> Shape:
         rank = len(self.shape(node.args[0]))
-        order = list(range(rank))
         if node.op == _PERMUTE:
-            return tuple(_int(d) % rank for d in _tuple(node.args[1]))
-        if node.op == "aten.transpose.int":
-            first, second = _int(node.args[1]) % rank, _int(node.args[2]) % rank
-            order[first], order[second] = order[second], order[first]
-            return tuple(order)
-        return tuple(reversed(order))
+            return tuple(_int(dim) % rank for dim in _tuple(node.args[1]))
+        order = list(range(rank))
+        if node.op != "aten.transpose.int":
+            return tuple(reversed(order))
+        first, second = _int(node.args[1]) % rank, _int(node.args[2]) % rank
+        order[first], order[second] = second, first
+        return tuple(order)
 
     def _dim(self, node: Op, position: int, source: Argument) -> int:
         dim = dict(node.kwargs).get("dim", 0)
@@ -236,6 +249,18 @@ class Simplifier:
 
     def _dtype(self, node: Argument) -> str:
         return str(self.meta(node).dtype).removeprefix("torch.")
+
+
+# Operator -> what simplifies a call of it; operators with an `effect` need none.
+_RULES: Mapping[str, Callable[[Simplifier, Op], Argument]] = {
+    "aten.expand.default": Simplifier._expanded,
+    "getitem": Simplifier._getitem,
+    _SLICE: Simplifier._sliced,
+    "aten.select.int": Simplifier._selected,
+    _CAT: Simplifier._joined,
+    "aten.stack.default": Simplifier._stacked,
+    _COPY: Simplifier._copy,
+}
 
 
 def _int(arg: Argument) -> int:

@@ -53,6 +53,7 @@ from ckpttool.tracing.loading import (
     reads_of_any,
     versions_asked_for,
 )
+from ckpttool.tracing.memory import Geometry
 from ckpttool.tracing.saving import Saved, save, save_once
 from ckpttool.tracing.simplify import Simplifier
 
@@ -89,14 +90,17 @@ def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tu
         if failed is None:
             differing |= _tried(model, _LARGE)[1]  # the model's code may refuse these
     except CkptError:  # not enough memory, or the model builds on meta only
-        return (*problems, Problem(_UNTRIED, _ROOT, "unknown")) if saved.varying else problems
+        if not saved.varying:
+            return problems
+        return (*problems, Problem(_UNTRIED, _ROOT, "unknown"))
     certain = tuple(problem for problem in problems if problem.kind != "unknown")
     if failed is not None:
         refused = f"load_state_dict refuses what state_dict wrote: {failed}"
         return certain or (Problem(refused, _ROOT),)
     by_fqn = {problem.key: problem for problem in certain}
-    # for other values
-    differing |= {fqn for fqn, problem in by_fqn.items() if problem.problem == _INEXACT}
+    for problem in certain:
+        if problem.problem == _INEXACT:  # for other values
+            differing.add(problem.key)
     settled = []
     for tensor in saved.runtime:
         if tensor.fqn in differing and (tensor.alias_of or tensor.fqn) in saved.fed:
@@ -266,26 +270,25 @@ def _leaves(saved: Saved) -> dict[str, torch.Tensor]:
     """Return the runtime tensors without data; tensors that overlap in the model share a
     storage.
     """
-    storages: dict[Any, torch.Tensor] = {}
+    bases: dict[Any, torch.Tensor] = {}  # by storage and dtype
+    views: dict[str, tuple[Any, Geometry]] = {}
     leaves = {}
     for tensor in saved.runtime:
-        place, dtype = saved.places[tensor.fqn], getattr(torch, tensor.dtype, None)
+        dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype) or tensor.dtype.startswith("q"):
             continue
         if tensor.shape is None:
             continue
-        if not isinstance(place[0], int):
+        mark = saved.places[tensor.fqn]
+        if not isinstance(mark[0], int):
             leaves[tensor.fqn] = torch.empty(tensor.shape, dtype=dtype, device="meta")
             continue
-        key, end = (place[0], dtype), place[1].end
-        if key not in storages or storages[key].numel() < end:
-            storages[key] = torch.empty(end, dtype=dtype, device="meta")
-    for tensor in saved.runtime:
-        place = saved.places[tensor.fqn]
-        base = storages.get((place[0], getattr(torch, tensor.dtype, None)))
-        if base is not None and tensor.shape is not None:
-            geom = place[1]
-            leaves[tensor.fqn] = base.as_strided(geom.shape, geom.stride, geom.offset)
+        place, geometry = (mark[0], dtype), mark[1]
+        if place not in bases or bases[place].numel() < geometry.end:
+            bases[place] = torch.empty(geometry.end, dtype=dtype, device="meta")
+        views[tensor.fqn] = place, geometry
+    for fqn, (place, geometry) in views.items():
+        leaves[fqn] = bases[place].as_strided(geometry.shape, geometry.stride, geometry.offset)
     return leaves
 
 
@@ -312,7 +315,8 @@ def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
     kind = torch.complex64 if dtype.is_complex else torch.float32
     # so that a clamp shows too
     scale = torch.randint(-10, 11, shape, generator=generator).exp2()
-    return (torch.randn(shape, dtype=kind, generator=generator) * scale).to(dtype)
+    values = torch.randn(shape, dtype=kind, generator=generator)
+    return (values * scale).to(dtype)
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor:
@@ -573,7 +577,10 @@ def _lost(model: LoadedModel, saved: Saved) -> list[Problem]:
     lost, kept, renamed = set[str](), set[str](), set[str]()
     for tensor in saved.runtime:
         is_unsaved = tensor.alias_of is None and tensor.fqn not in saved.fed
-        (lost if tensor.persistent and is_unsaved else kept).add(tensor.fqn)
+        if tensor.persistent and is_unsaved:
+            lost.add(tensor.fqn)
+        else:
+            kept.add(tensor.fqn)
     if not lost:
         return []
     keys = {entry.key: entry for entry in saved.serialized}
@@ -583,15 +590,21 @@ def _lost(model: LoadedModel, saved: Saved) -> list[Problem]:
     problems: dict[str, Problem] = {}
     for removed in (renamed, kept):
         for entry in _saved_without(model, saved, removed):
-            if not isinstance(entry.source, Ref):
+            if not isinstance(entry.source, Ref) or entry.key not in keys:
                 continue
-            fqn, taken = entry.source.key, keys.get(entry.key)
-            if fqn in lost and taken is not None:
-                holds = ", ".join(dict.fromkeys(refs(taken.source))) or "a constant"
-                by = f", by {taken.hook}" if taken.hook else ""
-                text = f"lost in saving: it and {holds} are sent to one key, {taken.key}{by}"
-                problems.setdefault(fqn, Problem(text, fqn))
+            fqn = entry.source.key
+            if fqn in lost and fqn not in problems:
+                problems[fqn] = _taken_key(fqn, keys[entry.key])
     return list(problems.values())
+
+
+def _taken_key(fqn: str, taken: SerializedKey) -> Problem:
+    """Return the problem of a tensor whose key another value took."""
+    held = ", ".join(dict.fromkeys(refs(taken.source))) or "a constant"
+    text = f"lost in saving: it and {held} are sent to one key, {taken.key}"
+    if taken.hook:
+        text += f", by {taken.hook}"
+    return Problem(text, fqn)
 
 
 def _saved_without(
@@ -632,11 +645,10 @@ def _as_part(instance: nn.Module, saved: Saved) -> tuple[Problem, ...]:
     except Exception as error:  # a hook may raise anything
         text = f"is not saved at all as a part of another: {type(error).__name__}: {error}"
         return (Problem(text, _ROOT),)
-    names = [*(entry.key for entry in saved.serialized), *saved.extra_state]
-    expected = {f"{_PART}.{name}" for name in names}
+    expected = {f"{_PART}.{entry.key}" for entry in saved.serialized}
+    expected.update(f"{_PART}.{name}" for name in saved.extra_state)
     lost, other = sorted(expected - keys), sorted(keys - expected)
-    instead = f"; {other[0].removeprefix(_PART + '.')} is there instead" if other else ""
-    problem = (
-        f"is not saved under this key where the model is a part of another: {_ABSOLUTE}{instead}"
-    )
-    return tuple(Problem(problem, key.removeprefix(_PART + ".")) for key in lost or other)
+    text = f"is not saved under this key where the model is a part of another: {_ABSOLUTE}"
+    if other:
+        text += f"; {other[0].removeprefix(f'{_PART}.')} is there instead"
+    return tuple(Problem(text, key.removeprefix(f"{_PART}.")) for key in lost or other)
