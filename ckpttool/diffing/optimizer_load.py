@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -111,15 +111,15 @@ def compare_with_optimizer(
         return OptimizerFit(tuple(entries), tuple(notes), True)
     if needs or (not differs and error is not None and state.form == ID):
         remedy = Remedy("drop_state")  # it is the state of another optimizer
+    elif param_map.doubt is not None:
+        return _with_old_model(
+            OptimizerFit(tuple(entries), tuple(notes), False), state, target, saved
+        )
     else:
-        remedy = _remedy(param_map, named, target, notes)
-    if remedy.way in ("by_name", "regroup"):
-        if any(entry.has(Code.NO_STATE) for entry in entries):
-            remedy = Remedy("create_state", state.form)
-        elif required:
+        remedy = _remedy(param_map, named, target, entries, notes)
+        if remedy.way == "by_name" and required:
             remedy = Remedy("regroup")  # --to-optimizer adds the options
-    fit = OptimizerFit(tuple(entries), tuple(notes), False, remedy)
-    return _with_old_model(fit, state, target, saved) if remedy.way == "old_model" else fit
+    return OptimizerFit(tuple(entries), tuple(notes), False, remedy)
 
 
 def _is_difference(entry: Entry) -> bool:
@@ -325,11 +325,13 @@ def _option_of(key: str) -> str:
 
 
 def _remedy(
-    param_map: ParamMap, named: OptimizerState, target: Parameters, notes: list[str]
+    param_map: ParamMap,
+    named: OptimizerState,
+    target: Parameters,
+    entries: Iterable[Entry],
+    notes: list[str],
 ) -> Remedy:
     """Return how the state could be fixed: by name if only its order differs, else by groups."""
-    if param_map.doubt is not None:
-        return Remedy("old_model")
     form, params = param_map.saved.form, set(named.params)
     same, defaults = identity(named.params), target.names.optimizer_groups
     try:
@@ -343,8 +345,10 @@ def _remedy(
         text = f"no remap arranges it in the new order and param groups: {reason}"
         notes.append(Note(text, "no-fix"))
         return Remedy("drop_state")
+    if any(entry.has(Code.NO_STATE) for entry in entries):
+        return Remedy("create_state", form)
     saved_groups = {frozenset(map(str, group.params)) for group in named.groups}
-    if saved_groups != set(map(frozenset, target.groups)):
-        return Remedy("regroup")
     is_named = param_map.evidence in ("param_names", "names")
-    return Remedy("by_name", form) if is_named else Remedy("regroup")
+    if is_named and saved_groups == set(map(frozenset, target.groups)):
+        return Remedy("by_name", form)
+    return Remedy("regroup")
