@@ -125,13 +125,12 @@ def _in_other_form(tables: NameTables, section: Section, unpaired: Unpaired) -> 
         open_targets = [name for name in targets if name in unpaired.expected]
         if not open_targets or key not in unpaired.saved:
             continue
-        target, cause = open_targets[0], wrapper_cause(key, fqn)
-        if fqn == target:
-            entries.append(_renamed(key, target, cause, unpaired))
-            continue
-        change = segment_change(fqn, target)
-        cause = Cause(Code.RUNTIME_KEY, (change,)).and_also(cause)
-        entries.append(_renamed(key, target, cause, unpaired, tables.hooks.get(target)))
+        target, hook = open_targets[0], None
+        cause = wrapper_cause(key, fqn)
+        if fqn != target:
+            hook = tables.hooks.get(target)
+            cause = Cause(Code.RUNTIME_KEY, (segment_change(fqn, target),)).and_also(cause)
+        entries.append(_renamed(key, target, cause, unpaired, hook))
     keys = {fqn: key for key, fqn in runtime.items()}
     return entries + _computed_from(tables, keys, unpaired)
 

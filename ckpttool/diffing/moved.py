@@ -28,17 +28,10 @@ def explain_moved(entries: Iterable[Entry], left: Section, right: Section) -> tu
     entries = tuple(entries)
     if all(entry.status != "value" for entry in entries):
         return entries
-    left_entries, right_entries = left.by_key(), right.by_key()
-    differing: dict[Entry, tuple[TensorEntry, TensorEntry]] = {}
-    for entry in entries:
-        # else hooks compute it
-        if entry.status == "value" and len(entry.left) == len(entry.right) == 1:
-            old, new = left_entries[entry.left[0]], right_entries[entry.right[0]]
-            if _is_dense(old) and _is_dense(new) and old.dtype == new.dtype:
-                differing[entry] = old, new
+    differing = _differing(entries, left, right)
     if not differing:
         return entries
-    left_digests, right_digests = Digests(left_entries), Digests(right_entries)
+    left_digests, right_digests = Digests(left.by_key()), Digests(right.by_key())
     # A tensor that is the same under its own name did not move: many hold nothing but ones.
     skipped = set(right.aliases())
     for entry in entries:
@@ -61,6 +54,21 @@ def explain_moved(entries: Iterable[Entry], left: Section, right: Section) -> tu
             entry = replace(entry, cause=entry.cause.and_also(cause))
         explained.append(entry)
     return tuple(explained)
+
+
+def _differing(
+    entries: Iterable[Entry], left: Section, right: Section
+) -> dict[Entry, tuple[TensorEntry, TensorEntry]]:
+    """Return the pairs of dense tensors of one dtype that have different values."""
+    left_entries, right_entries = left.by_key(), right.by_key()
+    differing = {}
+    for entry in entries:
+        # else hooks compute it
+        if entry.status == "value" and len(entry.left) == len(entry.right) == 1:
+            old, new = left_entries[entry.left[0]], right_entries[entry.right[0]]
+            if _is_dense(old) and _is_dense(new) and old.dtype == new.dtype:
+                differing[entry] = old, new
+    return differing
 
 
 def _places(

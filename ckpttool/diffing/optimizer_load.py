@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -39,6 +39,7 @@ from ckpttool.naming.match import NameTables
 from ckpttool.optimizers.forms import class_of, lacking, read, with_new_options
 from ckpttool.optimizers.groups import arranged
 from ckpttool.optimizers.identify import (
+    Doubt,
     Parameters,
     ParamMap,
     in_file,
@@ -265,13 +266,9 @@ def _misassigned(
     param_map: ParamMap, target: Parameters, verdict: OptimizerVerdict | None
 ) -> Misassigned | None:
     """Return the parameters that would not get their own state, and why."""
-    state, name_of = param_map.saved, param_map.names
-    details: dict[str, str | None] = {}
     if param_map.doubt is not None:
-        names = {str(param): name for param, name in name_of.items()}
-        for problem in param_map.doubt.problems:
-            details[names.get(problem.key, problem.key)] = problem.problem
-        return Misassigned(Cause(Code.DOUBT, (param_map.doubt.message,)), details)
+        return _in_doubt(param_map.doubt, param_map.names)
+    state, name_of = param_map.saved, param_map.names
     if state.form != ID or not _has_same_groups(state, target):
         return None
     fresh = target.fresh_optimizer
@@ -281,6 +278,7 @@ def _misassigned(
             landed[target.canonical[fqn]] = param
     saved_group, new_group = group_of_params(param_map.state), group_of_params(fresh)
     with_state = {name_of[param] for param, slots in state.state.items() if slots}
+    details: dict[str, str | None] = {}
     for param, saved_param in landed.items():
         name, other = str(param), name_of[saved_param]
         # For parameters without state only the group matters.
@@ -289,6 +287,15 @@ def _misassigned(
         if other != name and (moved or matters):
             details[name] = f"gets the state of {other}"
     return Misassigned(Cause(Code.MISASSIGNED), details)
+
+
+def _in_doubt(doubt: Doubt, name_of: Mapping[Param, str]) -> Misassigned:
+    """Return the parameters that the doubt is about, under their names."""
+    names = {str(param): name for param, name in name_of.items()}
+    details: dict[str, str | None] = {}
+    for problem in doubt.problems:
+        details[names.get(problem.key, problem.key)] = problem.problem
+    return Misassigned(Cause(Code.DOUBT, (doubt.message,)), details)
 
 
 def _required_options(

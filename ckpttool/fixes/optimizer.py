@@ -148,9 +148,7 @@ def _like_right(question: DiffQuestion, remedy: Remedy) -> Candidate:
 
 
 def _keys_by_model(question: DiffQuestion, remedy: Remedy) -> Candidate:
-    optimizer = _optimizer(question)
-    options = RemapOptions(**_model(question), optimizer=optimizer, optimizer_keys=remedy.form)
-    return remedy.form or "", options
+    return remedy.form or "", _by_name(question, remedy)[1]
 
 
 def _keys(question: DiffQuestion, remedy: Remedy) -> Candidate:

@@ -184,6 +184,8 @@ def model_section(checkpoint: Checkpoint, tables: NameTables | None = None) -> S
     Raise `CkptError`, with the sections to choose from, if that is ambiguous or the file has no
     state dict. `tables` are the names of the model: they say which section to choose.
     """
+    if not checkpoint.state_dicts:
+        raise _no_state_dict(checkpoint)
     candidates = [section for section in checkpoint.state_dicts if not section.is_list]
     candidates = candidates or list(checkpoint.state_dicts)
     if len(candidates) == 1:
@@ -191,17 +193,19 @@ def model_section(checkpoint: Checkpoint, tables: NameTables | None = None) -> S
     usual = [s for s in candidates if s.path.rpartition(".")[2] in MODEL_SECTIONS]
     if len(usual) == 1:
         return usual[0]
-    if candidates:
-        titles = ", ".join(section.title for section in candidates)
-        raise CkptError(
-            f"{checkpoint.source} holds several state dicts: {titles}",
-            hint=_which_section(checkpoint, candidates, tables),
-        )
+    titles = ", ".join(section.title for section in candidates)
+    raise CkptError(
+        f"{checkpoint.source} holds several state dicts: {titles}",
+        hint=_which_section(checkpoint, candidates, tables),
+    )
+
+
+def _no_state_dict(checkpoint: Checkpoint) -> CkptError:
     contents = [f"{section.title} ({section.kind})" for section in checkpoint.sections]
     for storage in checkpoint.unreached[:3]:
         contents.append(f"{storage.path} (a storage, not understood)")
     text = ", ".join(contents) or "; ".join(checkpoint.notes) or "no tensors at all"
-    raise CkptError(f"{checkpoint.source} holds no state dict", hint=f"it holds: {text}")
+    return CkptError(f"{checkpoint.source} holds no state dict", hint=f"it holds: {text}")
 
 
 def _which_section(
