@@ -22,6 +22,7 @@ from ckpttool.operands.output import command, outputs, target_for
 from ckpttool.remapping import run as remap
 from ckpttool.remapping.loads import loaded_by, loading
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
+from ckpttool.remapping.output import fitted
 from ckpttool.remapping.planning import plan_remap
 from ckpttool.remapping.resolve import loading_model
 from ckpttool.remapping.result import Remap
@@ -139,8 +140,8 @@ class _Planned(NamedTuple):
     def fitted(self, out: str) -> Checkpoint:
         """Return the output as its format holds it. Raises `CkptError` if it cannot."""
         target = target_for(out, self.source)
-        fitted = remap.fitted(self.result, target, self.options, self.to_model or self.model)
-        return replace(fitted, source=out, format=target.format.name)
+        output = fitted(self.result, target, self.options, self.to_model or self.model)
+        return replace(output, source=out, format=target.format.name)
 
     def is_writable(self, out: str, partial: bool) -> bool:
         """Return whether a dry run of writing it is not refused."""

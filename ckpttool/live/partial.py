@@ -16,7 +16,8 @@ from ckpttool.naming.match import match
 from ckpttool.operands.model import ModelOperand
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import remap
-from ckpttool.remapping.steps import Request, loadable
+from ckpttool.remapping.steps import Request
+from ckpttool.remapping.through_models import loadable
 
 
 @dataclass(frozen=True, slots=True)

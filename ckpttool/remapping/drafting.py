@@ -30,11 +30,13 @@ from ckpttool.remapping.steps import (
     rewrap,
     select,
     take_names,
+    unwrap,
+    without_peft,
+)
+from ckpttool.remapping.through_models import (
     to_model_form,
     to_other_model,
-    unwrap,
     with_counters,
-    without_peft,
     without_pruning,
 )
 

@@ -19,7 +19,8 @@ from ckpttool.operands.reading import read_for_model
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.result import Filled, Remap
-from ckpttool.remapping.steps import Request, loadable, notes_on_like
+from ckpttool.remapping.steps import Request, notes_on_like
+from ckpttool.remapping.through_models import loadable
 
 
 @dataclass(frozen=True, slots=True)

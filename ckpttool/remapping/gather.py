@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -30,23 +29,18 @@ from ckpttool.core.checkpoint import (
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Expression, Op, Ref, refs, substitute
-from ckpttool.core.names import RUNTIME, SERIALIZED, Names, OptimizerParam, RuntimeTensor
-from ckpttool.core.optimizer_state import FQN, ID, OptimizerState, Param, rebuilt, renamed
+from ckpttool.core.names import RUNTIME, SERIALIZED, Names
+from ckpttool.core.optimizer_state import rebuilt
 from ckpttool.core.plan import Dropped
 from ckpttool.core.text import dotted, is_flat, plural
 from ckpttool.core.values import dataclass
-from ckpttool.evaluate.chunks import across, concatenated, in_own_storage
+from ckpttool.evaluate.chunks import across, concatenated
 from ckpttool.kinds.parts import is_fused, joined_dimension
 from ckpttool.naming.convert import Reading, read
 from ckpttool.naming.flat import Slot, flat_params, misfit, named_units, slots, unit_paths
 from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import recognize, strip
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.optimizers import forms
-from ckpttool.optimizers.groups import grouped
-from ckpttool.optimizers.identify import Parameters, ParamMap, owners
-from ckpttool.optimizers.move import remap_optimizers
-from ckpttool.optimizers.request import OptimizerRequest
 from ckpttool.remapping.result import Remap
 
 DIFFERS = "differs between the ranks"  # a problem of a tensor that every rank holds completely
@@ -450,7 +444,9 @@ def assembled(
         storage = concatenated(across(parts, 0, prod(shape)))
         return in_row_major(entry.key, parts[0].dtype, shape, storage), False
     problems.append(
-        Problem("the ranks hold " + text.format(f"{_held(entry):,}", list(shape)), entry.key)
+        Problem(
+            "the ranks hold " + text.format(f"{held_elements(entry):,}", list(shape)), entry.key
+        )
     )
     return entry, False
 
@@ -474,7 +470,7 @@ def _along(
     return in_row_major(key, parts[0].dtype, shape, storage)
 
 
-def _held(entry: TensorEntry) -> int:
+def held_elements(entry: TensorEntry) -> int:
     """Return the number of elements that all ranks together hold."""
     return sum(part.numel for part in parts_of(entry) if part is not None)
 
@@ -533,199 +529,7 @@ def _unit_differences(names: Names, patterns: Sequence[str], paths: set[str]) ->
         yield Problem("the files have a flat parameter of it, and units does not name it", path)
 
 
-_LEAVE_OUT = "convert the model alone: PATTERN::SECTION"
-
-
-def with_gathered_optimizers(outcome: Remap, gathered: Gathered, names: Names) -> Remap:
-    """Return the remap with every optimizer as it would be for the model before it was wrapped.
-
-    Ids are numbered in ``model.parameters()`` order again. Raises `Refused`, all problems at once,
-    if the owner of some state is unknown, or if it does not fit.
-    """
-    outcome = gathered.before(outcome)
-    sections = []
-    for section in outcome.result.sections:
-        is_split = bool(gathered.units) or any(map(is_of_ranks, section.tensors))
-        if section.kind == "optimizer" and is_split:
-            section = _gathered(section, gathered.units, names)
-        sections.append(section)
-    return replace(outcome, result=replace(outcome.result, sections=tuple(sections)))
-
-
-def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Section:
-    where = section.title
-    state = forms.read(section)
-    problems: list[Problem] = []
-    unit_of = _units_of(state, units, names, where) if units else {}
-    if unit_of:
-        whole = _of_units(state, unit_of, names, problems)
-    # ``use_orig_params=True``: each rank holds a slice of each parameter's state, or none of it
-    else:
-        name_of = _owners(state, names, where).names
-        shapes = Parameters(names).shapes
-        states = {}
-        for param, param_state in state.state.items():
-            states[param] = _joined(param_state, shapes[name_of[param]], problems)
-        whole = renamed(replace(state, state=states), name_of)
-    if any(problem.problem == DIFFERS for problem in problems):
-        raise CkptError(f"{where}: the files are not of one step", hint=ONE_STEP, problems=problems)
-    if problems:
-        raise Refused(
-            f"{where}: its state does not fit the parameters", hint=_LEAVE_OUT, problems=problems
-        )
-    named = forms.write(whole, section)
-    if state.form != ID:
-        return named
-    alone = Checkpoint.of(named)
-    return remap_optimizers(alone, OptimizerRequest(keys=ID, names=names))[0].sections[0]
-
-
 # State of flat parameters
 
 
-def _units_of(
-    state: OptimizerState, units: Mapping[str, Unit], names: Names, where: str
-) -> dict[Param, Unit]:
-    """Return the unit of each parameter of the optimizer; empty if none of them is a flat
-    parameter.
-    """
-    listed = {p: str(n) for g in state.groups for p, n in zip(g.params, g.param_names or ())}
-    name_of = listed or {param: str(param) for param in state.params if isinstance(param, str)}
-    if name_of:
-        flat = {name for name in name_of.values() if is_flat(name)}
-        paths = unit_paths(flat)
-        problems = [
-            Problem("not a flat parameter, as others are", n)
-            for n in name_of.values()
-            if n not in flat
-        ]
-        problems += [
-            Problem("the model section has no such flat parameter", n)
-            for n in flat
-            if paths[n] not in units
-        ]
-        if flat and problems:
-            raise Refused(
-                f"{where}: not all of its parameters are known", hint=_LEAVE_OUT, problems=problems
-            )
-        return {param: units[paths[name]] for param, name in name_of.items()} if flat else {}
-    if len(state.params) != len(units):
-        raise Refused(
-            f"{where} has {plural(len(state.params), 'parameter')}, and the model section "
-            f"{plural(len(units), 'flat parameter')}: which is which?",
-            hint="save it with names: the optimizer made of named_parameters() (torch 2.6 and"
-            " later); or " + _LEAVE_OUT,
-        )
-    # Take the units for the parameters of a model, each as long as the part of it that a rank
-    # steps. A group of the model's optimizer holds the units of whose parameters it has any.
-    flat_params = [
-        RuntimeTensor(
-            unit.entry.key,
-            unit.entry.key,
-            "parameter",
-            True,
-            True,
-            unit.entry.dtype,
-            (unit.chunk,),
-            None,
-        )
-        for unit in units.values()
-    ]
-    canonical = Parameters(names).canonical
-    ids: list[OptimizerParam] = []
-    for group_index, group in enumerate(map(set, Parameters(names).groups)):
-        for unit in units.values():
-            if not group.isdisjoint(canonical[slot.fqns[0]] for slot in unit.slots):
-                ids.append(OptimizerParam(len(ids), unit.entry.key, group_index))
-    model = replace(names, runtime=tuple(flat_params), serialized=(), load=(), optimizer=tuple(ids))
-    by_key = {unit.entry.key: unit for unit in units.values()}
-    return {
-        param: by_key[key]
-        for param, key in owners(state, model, where).settled(where).names.items()
-    }
-
-
-def _of_units(
-    state: OptimizerState, unit_of: Mapping[Param, Unit], names: Names, problems: list[Problem]
-) -> OptimizerState:
-    canonical = Parameters(names).canonical
-    # names of the parameters in each flat one
-    members: dict[Param, list[str]] = {}
-    for param, unit in unit_of.items():
-        members[param] = [canonical[slot.fqns[0]] for slot in unit.slots]
-    states: dict[Param, dict[Any, Any]] = {}
-    for param, values in state.state.items():
-        states.update({name: {} for name in members[param]})
-        for key, value in values.items():
-            for name, part in zip(members[param], _split(value, unit_of[param], problems)):
-                states[name][key] = part
-    groups = []
-    for group in state.groups:
-        params = chain.from_iterable(members[param] for param in group.params)
-        groups.append(grouped(list(params), group.options))
-    return replace(state, form=FQN, groups=tuple(groups), state=states)
-
-
-def _split(value: Any, unit: Unit, problems: list[Problem]) -> Sequence[Any]:
-    """Return the part of each parameter of the unit in one value of the flat parameter's state."""
-    if not isinstance(value, TensorEntry):
-        return [value] * len(unit.slots)
-    present = [part for part in parts_of(value) if part is not None]
-    chunk, ranks = unit.chunk, len(parts_of(unit.entry))
-    if len(present) == ranks and all(
-        p.shape == (chunk,) and p.dtype == value.dtype for p in present
-    ):
-        return [cut_out(value, slot) for slot in unit.slots]
-    if any(part.numel > 1 or part.storage is None for part in present):
-        shapes = ", ".join(str(list(part.shape)) for part in present)
-        problems.append(
-            Problem(f"is {shapes} on the ranks, {unit.entry.key} is [{chunk}] on each", value.key)
-        )
-        return [value] * len(unit.slots)
-    if not ranks_agree(value):
-        problems.append(Problem(DIFFERS, value.key))
-    # a step counter: each parameter has its own
-    return [in_own_storage(present[0]) for _ in unit.slots]
-
-
 # State of slices
-
-
-def _owners(state: OptimizerState, names: Names, where: str) -> ParamMap:
-    """Return the owners of the slices. Ids in several groups without names are told apart by their
-    total elements.
-    """
-    groups = state.nonempty_groups
-    has_names = state.form != ID or all(group.param_names for group in groups)
-    if has_names or names.optimizer or len(groups) < 2:
-        bare = replace(state, state={})  # the shapes of slices are not the parameters'
-        return owners(bare, names, where).settled(where)
-
-    flat_state: dict[Param, dict[Any, Any]] = {}
-    for param, param_state in state.state.items():
-        flat_state[param] = {name: _counted(value) for name, value in param_state.items()}
-    runtime = []
-    for tensor in names.runtime:
-        runtime.append(replace(tensor, shape=tensor.shape and (prod(tensor.shape),)))
-    flat_names = replace(names, runtime=tuple(runtime))
-    return owners(replace(state, state=flat_state), flat_names, where).settled(where)
-
-
-def _counted(value: Any) -> Any:
-    """Return a tensor of the state with the number of its elements as its shape."""
-    if not isinstance(value, TensorEntry) or not value.shape:
-        return value
-    return replace(value, shape=(_held(value),))
-
-
-def _joined(
-    param_state: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: list[Problem]
-) -> dict[Any, Any]:
-    """Return the state of a parameter of this shape, each tensor joined from the ranks' slices."""
-    joined = dict(param_state)
-    text = "{} elements, the parameter is {}"
-    for name, value in param_state.items():
-        if isinstance(value, TensorEntry):
-            joined[name], differs = assembled(value, shape if value.shape else (), text, problems)
-            problems += [Problem(DIFFERS, value.key)] if differs else []
-    return joined

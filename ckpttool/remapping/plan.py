@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain as in_turn
 from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import SERIALIZED
-from ckpttool.core.optimizer_state import ID
-from ckpttool.core.plan import Dropped, OptimizerMove, Output, Plan
+from ckpttool.core.plan import Dropped, Plan
 from ckpttool.core.text import Info, dotted, plural, shell
 from ckpttool.evaluate.apply import apply
 from ckpttool.kinds.packed import unpacked
@@ -21,20 +19,11 @@ from ckpttool.naming.model_change import ModelChange
 from ckpttool.naming.wrappers import Chain, is_lightning
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.same_model import left_as_they_are, of_one_model
-from ckpttool.optimizers import forms
-from ckpttool.optimizers.identify import in_order_of
-from ckpttool.optimizers.move import remap_optimizers
-from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
 from ckpttool.remapping.drafting import drafts_of
 from ckpttool.remapping.dropping import drop
 from ckpttool.remapping.result import Remap
-from ckpttool.remapping.steps import (
-    Draft,
-    Request,
-    carried,
-    recorded,
-    without_pruning,
-)
+from ckpttool.remapping.steps import Draft, Request, carried
+from ckpttool.remapping.through_models import recorded, without_pruning
 
 
 def check_quantized(drafts: Sequence[Draft]) -> None:
@@ -253,112 +242,3 @@ def _narrowing(
         return None
     plan = replace(effect.plan, dropped=(*effect.plan.dropped, *of_section))
     return ModelChange(source.section(path), plan)
-
-
-def with_optimizers(outcome: Remap, request: OptimizerRequest) -> Remap:
-    """Return `outcome` with the optimizers as requested, and with their changes in the plan.
-
-    If ids follow another model's order, the keys next to them get this order too: they are evidence
-    for the ids.
-    """
-    model, ruled = outcome.model, outcome.ruled
-    if ruled is not None and request.names is None and model is not None:
-        ruled = model  # only the file has names: they change as its keys do
-    keys = () if model is None else outcome.result.section(model.section.path).keys
-    request = replace(request, ruled=ruled, model=model, narrowed=outcome.narrowed, model_keys=keys)
-    result, optimizers = remap_optimizers(outcome.result, request)
-    notes = [*outcome.notes]
-    if model is None and outcome.narrowed is not None:  # --select
-        notes += _on_whole_state(result, optimizers)
-    if request.called is not None and (ruled is None or ruled.renames(ruled.section.keys)):
-        notes += _left_in_order(result, optimizers, request)
-    if not optimizers:
-        return replace(outcome, notes=tuple(notes))
-    for optimizer in optimizers:
-        notes += optimizer.notes
-    result = _in_order(result, optimizers, request, outcome.ruled, ruled)
-    moves = [optimizer.move for optimizer in optimizers if optimizer.move is not None]
-    plan = _with_moves(outcome.plan, result, moves)
-    return replace(outcome, result=result, plan=plan, optimizers=optimizers, notes=tuple(notes))
-
-
-def _on_whole_state(result: Checkpoint, optimizers: Sequence[OptimizerRemap]) -> Iterator[str]:
-    """Yield a note on each optimizer that is not narrowed to the submodule."""
-    changed = {optimizer.section for optimizer in optimizers}
-    for section in result.optimizers:
-        if section.path not in changed:
-            yield f"{section.title} still holds the state of all parameters"
-
-
-def _in_order(
-    result: Checkpoint,
-    optimizers: Sequence[OptimizerRemap],
-    request: OptimizerRequest,
-    by_steps: ModelChange | None,
-    ruled: ModelChange | None,
-) -> Checkpoint:
-    """Return the result with the keys of its state dicts in the order of the parameters that the
-    ids have.
-    """
-    loaded_by = [remap.loaded_by for remap in optimizers if remap.loaded_by is not None]
-    keeps_places = ruled is None or ruled.keeps_places
-    target = request.names if keeps_places else None
-    called = request.called
-    if by_steps is not None:
-        called = by_steps.name_after
-    if loaded_by:
-        target, called = loaded_by[0], None
-    if target is None or all(optimizer.to != ID for optimizer in optimizers):
-        return result
-    ordered = []
-    for section in result.sections:
-        is_ordered = section.kind == "state_dict"
-        ordered.append(in_order_of(section, target, called) if is_ordered else section)
-    return replace(result, sections=tuple(ordered))
-
-
-def _left_in_order(
-    result: Checkpoint, optimizers: Sequence[OptimizerRemap], request: OptimizerRequest
-) -> Iterator[str]:
-    """Yield a note on each optimizer with ids, whose order rules do not change to the new
-    model's.
-    """
-    ordered = {remap.section for remap in optimizers if remap.loaded_by is not None}
-    for section in result.optimizers:
-        state = forms.read(section)
-        if (
-            state.form == ID
-            and section.path not in ordered
-            and not (state.is_stateless and len(state.groups) < 2)
-        ):
-            ask = shell(
-                "ckpttool", "diff", "--model", "NEW", "--optimizer", "O", request.output or "OUT"
-            )
-            which = "" if section.title == "optimizer" else f"{section.title}: "
-            yield (
-                f"{which}optimizer ids keep the order of the model that saved them; check with"
-                f" {ask}"
-            )
-
-
-def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) -> Plan:
-    """Return the plan with the changes of optimizers, and with its outputs in the order of the
-    result's keys.
-
-    Sections of optimizers have outputs only if entries of them are dropped.
-    """
-    dropped = {gone.section for gone in plan.dropped}
-    changed = {move.section for move in moves} - dropped
-    outputs: dict[str, list[Output]] = {}
-    for output in plan.outputs:
-        if output.section not in changed:
-            outputs.setdefault(output.section, []).append(output)
-    for section in result.sections:
-        if section.kind != "optimizer" and section.path in outputs:
-            rank = {key: place for place, key in enumerate(section.keys)}
-            outputs[section.path] = sorted(
-                outputs[section.path], key=lambda output: rank.get(output.key, 0)
-            )
-    return replace(
-        plan, outputs=tuple(in_turn.from_iterable(outputs.values())), optimizers=tuple(moves)
-    )

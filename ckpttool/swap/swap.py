@@ -48,7 +48,8 @@ from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import outputs
 from ckpttool.operands.reading import as_read, read_for_model
 from ckpttool.operands.same_model import same_model
-from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified, Writer, check_code, cost_of
+from ckpttool.remapping.carried_code import check_code
+from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified, Writer, cost_of
 from ckpttool.swap.weight_map import (
     WeightMap,
     canonical_names,

@@ -1,0 +1,225 @@
+"""Assemble the optimizer state of rank files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from math import prod
+from typing import Any
+
+from ckpttool.containers.rank_shards import (
+    ONE_STEP,
+    is_of_ranks,
+    parts_of,
+    ranks_agree,
+)
+from ckpttool.core.checkpoint import (
+    Checkpoint,
+    Section,
+    TensorEntry,
+)
+from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.names import Names, OptimizerParam, RuntimeTensor
+from ckpttool.core.optimizer_state import FQN, ID, OptimizerState, Param, renamed
+from ckpttool.core.text import is_flat, plural
+from ckpttool.evaluate.chunks import in_own_storage
+from ckpttool.naming.flat import unit_paths
+from ckpttool.optimizers import forms
+from ckpttool.optimizers.groups import grouped
+from ckpttool.optimizers.identify import Parameters, ParamMap, owners
+from ckpttool.optimizers.move import remap_optimizers
+from ckpttool.optimizers.request import OptimizerRequest
+from ckpttool.remapping.gather import DIFFERS, Gathered, Unit, assembled, cut_out, held_elements
+from ckpttool.remapping.result import Remap
+
+_LEAVE_OUT = "convert the model alone: PATTERN::SECTION"
+
+
+def with_gathered_optimizers(outcome: Remap, gathered: Gathered, names: Names) -> Remap:
+    """Return the remap with every optimizer as it would be for the model before it was wrapped.
+
+    Ids are numbered in ``model.parameters()`` order again. Raises `Refused`, all problems at once,
+    if the owner of some state is unknown, or if it does not fit.
+    """
+    outcome = gathered.before(outcome)
+    sections = []
+    for section in outcome.result.sections:
+        is_split = bool(gathered.units) or any(map(is_of_ranks, section.tensors))
+        if section.kind == "optimizer" and is_split:
+            section = _gathered(section, gathered.units, names)
+        sections.append(section)
+    return replace(outcome, result=replace(outcome.result, sections=tuple(sections)))
+
+
+def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Section:
+    where = section.title
+    state = forms.read(section)
+    problems: list[Problem] = []
+    unit_of = _units_of(state, units, names, where) if units else {}
+    if unit_of:
+        whole = _of_units(state, unit_of, names, problems)
+    # ``use_orig_params=True``: each rank holds a slice of each parameter's state, or none of it
+    else:
+        name_of = _owners(state, names, where).names
+        shapes = Parameters(names).shapes
+        states = {}
+        for param, param_state in state.state.items():
+            states[param] = _joined(param_state, shapes[name_of[param]], problems)
+        whole = renamed(replace(state, state=states), name_of)
+    if any(problem.problem == DIFFERS for problem in problems):
+        raise CkptError(f"{where}: the files are not of one step", hint=ONE_STEP, problems=problems)
+    if problems:
+        raise Refused(
+            f"{where}: its state does not fit the parameters", hint=_LEAVE_OUT, problems=problems
+        )
+    named = forms.write(whole, section)
+    if state.form != ID:
+        return named
+    alone = Checkpoint.of(named)
+    return remap_optimizers(alone, OptimizerRequest(keys=ID, names=names))[0].sections[0]
+
+
+def _units_of(
+    state: OptimizerState, units: Mapping[str, Unit], names: Names, where: str
+) -> dict[Param, Unit]:
+    """Return the unit of each parameter of the optimizer; empty if none of them is a flat
+    parameter.
+    """
+    listed = {p: str(n) for g in state.groups for p, n in zip(g.params, g.param_names or ())}
+    name_of = listed or {param: str(param) for param in state.params if isinstance(param, str)}
+    if name_of:
+        flat = {name for name in name_of.values() if is_flat(name)}
+        paths = unit_paths(flat)
+        problems = [
+            Problem("not a flat parameter, as others are", n)
+            for n in name_of.values()
+            if n not in flat
+        ]
+        problems += [
+            Problem("the model section has no such flat parameter", n)
+            for n in flat
+            if paths[n] not in units
+        ]
+        if flat and problems:
+            raise Refused(
+                f"{where}: not all of its parameters are known", hint=_LEAVE_OUT, problems=problems
+            )
+        return {param: units[paths[name]] for param, name in name_of.items()} if flat else {}
+    if len(state.params) != len(units):
+        raise Refused(
+            f"{where} has {plural(len(state.params), 'parameter')}, and the model section "
+            f"{plural(len(units), 'flat parameter')}: which is which?",
+            hint="save it with names: the optimizer made of named_parameters() (torch 2.6 and"
+            " later); or " + _LEAVE_OUT,
+        )
+    # Take the units for the parameters of a model, each as long as the part of it that a rank
+    # steps. A group of the model's optimizer holds the units of whose parameters it has any.
+    flat_params = [
+        RuntimeTensor(
+            unit.entry.key,
+            unit.entry.key,
+            "parameter",
+            True,
+            True,
+            unit.entry.dtype,
+            (unit.chunk,),
+            None,
+        )
+        for unit in units.values()
+    ]
+    canonical = Parameters(names).canonical
+    ids: list[OptimizerParam] = []
+    for group_index, group in enumerate(map(set, Parameters(names).groups)):
+        for unit in units.values():
+            if not group.isdisjoint(canonical[slot.fqns[0]] for slot in unit.slots):
+                ids.append(OptimizerParam(len(ids), unit.entry.key, group_index))
+    model = replace(names, runtime=tuple(flat_params), serialized=(), load=(), optimizer=tuple(ids))
+    by_key = {unit.entry.key: unit for unit in units.values()}
+    return {
+        param: by_key[key]
+        for param, key in owners(state, model, where).settled(where).names.items()
+    }
+
+
+def _of_units(
+    state: OptimizerState, unit_of: Mapping[Param, Unit], names: Names, problems: list[Problem]
+) -> OptimizerState:
+    canonical = Parameters(names).canonical
+    # names of the parameters in each flat one
+    members: dict[Param, list[str]] = {}
+    for param, unit in unit_of.items():
+        members[param] = [canonical[slot.fqns[0]] for slot in unit.slots]
+    states: dict[Param, dict[Any, Any]] = {}
+    for param, values in state.state.items():
+        states.update({name: {} for name in members[param]})
+        for key, value in values.items():
+            for name, part in zip(members[param], _split(value, unit_of[param], problems)):
+                states[name][key] = part
+    groups = []
+    for group in state.groups:
+        params = chain.from_iterable(members[param] for param in group.params)
+        groups.append(grouped(list(params), group.options))
+    return replace(state, form=FQN, groups=tuple(groups), state=states)
+
+
+def _split(value: Any, unit: Unit, problems: list[Problem]) -> Sequence[Any]:
+    """Return the part of each parameter of the unit in one value of the flat parameter's state."""
+    if not isinstance(value, TensorEntry):
+        return [value] * len(unit.slots)
+    present = [part for part in parts_of(value) if part is not None]
+    chunk, ranks = unit.chunk, len(parts_of(unit.entry))
+    if len(present) == ranks and all(
+        p.shape == (chunk,) and p.dtype == value.dtype for p in present
+    ):
+        return [cut_out(value, slot) for slot in unit.slots]
+    if any(part.numel > 1 or part.storage is None for part in present):
+        shapes = ", ".join(str(list(part.shape)) for part in present)
+        problems.append(
+            Problem(f"is {shapes} on the ranks, {unit.entry.key} is [{chunk}] on each", value.key)
+        )
+        return [value] * len(unit.slots)
+    if not ranks_agree(value):
+        problems.append(Problem(DIFFERS, value.key))
+    # a step counter: each parameter has its own
+    return [in_own_storage(present[0]) for _ in unit.slots]
+
+
+def _owners(state: OptimizerState, names: Names, where: str) -> ParamMap:
+    """Return the owners of the slices. Ids in several groups without names are told apart by their
+    total elements.
+    """
+    groups = state.nonempty_groups
+    has_names = state.form != ID or all(group.param_names for group in groups)
+    if has_names or names.optimizer or len(groups) < 2:
+        bare = replace(state, state={})  # the shapes of slices are not the parameters'
+        return owners(bare, names, where).settled(where)
+
+    flat_state: dict[Param, dict[Any, Any]] = {}
+    for param, param_state in state.state.items():
+        flat_state[param] = {name: _counted(value) for name, value in param_state.items()}
+    runtime = []
+    for tensor in names.runtime:
+        runtime.append(replace(tensor, shape=tensor.shape and (prod(tensor.shape),)))
+    flat_names = replace(names, runtime=tuple(runtime))
+    return owners(replace(state, state=flat_state), flat_names, where).settled(where)
+
+
+def _counted(value: Any) -> Any:
+    """Return a tensor of the state with the number of its elements as its shape."""
+    if not isinstance(value, TensorEntry) or not value.shape:
+        return value
+    return replace(value, shape=(held_elements(value),))
+
+
+def _joined(
+    param_state: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: list[Problem]
+) -> dict[Any, Any]:
+    """Return the state of a parameter of this shape, each tensor joined from the ranks' slices."""
+    joined = dict(param_state)
+    text = "{} elements, the parameter is {}"
+    for name, value in param_state.items():
+        if isinstance(value, TensorEntry):
+            joined[name], differs = assembled(value, shape if value.shape else (), text, problems)
+            problems += [Problem(DIFFERS, value.key)] if differs else []
+    return joined

@@ -1,0 +1,211 @@
+"""The optimizers of a remap: what is requested of them, and the result with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain as in_turn
+
+from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.optimizer_state import ID
+from ckpttool.core.plan import OptimizerMove, Output, Plan
+from ckpttool.core.text import plural, shell
+from ckpttool.naming.convert import ModelForm
+from ckpttool.naming.model_change import ModelChange
+from ckpttool.operands.checkpoint import saved_state_dicts
+from ckpttool.operands.initial_state import initial_states
+from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.output import command
+from ckpttool.optimizers import forms
+from ckpttool.optimizers.identify import in_order_of
+from ckpttool.optimizers.move import remap_optimizers
+from ckpttool.optimizers.request import Create, OfSection, OptimizerRemap, OptimizerRequest
+from ckpttool.remapping.options import RemapOptions
+from ckpttool.remapping.resolve import Inputs
+from ckpttool.remapping.result import Remap
+
+
+def with_optimizers(outcome: Remap, request: OptimizerRequest) -> Remap:
+    """Return `outcome` with the optimizers as requested, and with their changes in the plan.
+
+    If ids follow another model's order, the keys next to them get this order too: they are evidence
+    for the ids.
+    """
+    model, ruled = outcome.model, outcome.ruled
+    if ruled is not None and request.names is None and model is not None:
+        ruled = model  # only the file has names: they change as its keys do
+    keys = () if model is None else outcome.result.section(model.section.path).keys
+    request = replace(request, ruled=ruled, model=model, narrowed=outcome.narrowed, model_keys=keys)
+    result, optimizers = remap_optimizers(outcome.result, request)
+    notes = [*outcome.notes]
+    if model is None and outcome.narrowed is not None:  # --select
+        notes += _on_whole_state(result, optimizers)
+    if request.called is not None and (ruled is None or ruled.renames(ruled.section.keys)):
+        notes += _left_in_order(result, optimizers, request)
+    if not optimizers:
+        return replace(outcome, notes=tuple(notes))
+    for optimizer in optimizers:
+        notes += optimizer.notes
+    result = _in_order(result, optimizers, request, outcome.ruled, ruled)
+    moves = [optimizer.move for optimizer in optimizers if optimizer.move is not None]
+    plan = _with_moves(outcome.plan, result, moves)
+    return replace(outcome, result=result, plan=plan, optimizers=optimizers, notes=tuple(notes))
+
+
+def _on_whole_state(result: Checkpoint, optimizers: Sequence[OptimizerRemap]) -> Iterator[str]:
+    """Yield a note on each optimizer that is not narrowed to the submodule."""
+    changed = {optimizer.section for optimizer in optimizers}
+    for section in result.optimizers:
+        if section.path not in changed:
+            yield f"{section.title} still holds the state of all parameters"
+
+
+def _in_order(
+    result: Checkpoint,
+    optimizers: Sequence[OptimizerRemap],
+    request: OptimizerRequest,
+    by_steps: ModelChange | None,
+    ruled: ModelChange | None,
+) -> Checkpoint:
+    """Return the result with the keys of its state dicts in the order of the parameters that the
+    ids have.
+    """
+    loaded_by = [remap.loaded_by for remap in optimizers if remap.loaded_by is not None]
+    keeps_places = ruled is None or ruled.keeps_places
+    target = request.names if keeps_places else None
+    called = request.called
+    if by_steps is not None:
+        called = by_steps.name_after
+    if loaded_by:
+        target, called = loaded_by[0], None
+    if target is None or all(optimizer.to != ID for optimizer in optimizers):
+        return result
+    ordered = []
+    for section in result.sections:
+        is_ordered = section.kind == "state_dict"
+        ordered.append(in_order_of(section, target, called) if is_ordered else section)
+    return replace(result, sections=tuple(ordered))
+
+
+def _left_in_order(
+    result: Checkpoint, optimizers: Sequence[OptimizerRemap], request: OptimizerRequest
+) -> Iterator[str]:
+    """Yield a note on each optimizer with ids, whose order rules do not change to the new
+    model's.
+    """
+    ordered = {remap.section for remap in optimizers if remap.loaded_by is not None}
+    for section in result.optimizers:
+        state = forms.read(section)
+        if (
+            state.form == ID
+            and section.path not in ordered
+            and not (state.is_stateless and len(state.groups) < 2)
+        ):
+            ask = shell(
+                "ckpttool", "diff", "--model", "NEW", "--optimizer", "O", request.output or "OUT"
+            )
+            which = "" if section.title == "optimizer" else f"{section.title}: "
+            yield (
+                f"{which}optimizer ids keep the order of the model that saved them; check with"
+                f" {ask}"
+            )
+
+
+def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) -> Plan:
+    """Return the plan with the changes of optimizers, and with its outputs in the order of the
+    result's keys.
+
+    Sections of optimizers have outputs only if entries of them are dropped.
+    """
+    dropped = {gone.section for gone in plan.dropped}
+    changed = {move.section for move in moves} - dropped
+    outputs: dict[str, list[Output]] = {}
+    for output in plan.outputs:
+        if output.section not in changed:
+            outputs.setdefault(output.section, []).append(output)
+    for section in result.sections:
+        if section.kind != "optimizer" and section.path in outputs:
+            rank = {key: place for place, key in enumerate(section.keys)}
+            outputs[section.path] = sorted(
+                outputs[section.path], key=lambda output: rank.get(output.key, 0)
+            )
+    return replace(
+        plan, outputs=tuple(in_turn.from_iterable(outputs.values())), optimizers=tuple(moves)
+    )
+
+
+def optimizer_request(inputs: Inputs) -> OptimizerRequest:
+    """Return what the optimizers get, but for the effect of the remap on the model."""
+    options, source = inputs.options, inputs.source
+    form = None
+    if isinstance(options.form, ModelForm) and options.form is not ModelForm.PRETRAINED:
+        form = options.form.names
+    return OptimizerRequest(
+        options.optimizer_keys,
+        inputs.names,
+        inputs.to_names,
+        inputs.request.called,
+        form,
+        create=_create(inputs.to_model or inputs.model, options),
+        of_sections=_of_sections(inputs),
+        state_dicts=saved_state_dicts(source),
+        old_model=_command_with_old_model(source, options),
+        output=options.target(source.source),
+    )
+
+
+def _of_sections(inputs: Inputs) -> dict[str, OfSection]:
+    """Return the names of the models that saved and will load the optimizer of each section, and
+    what creates state, if the optimizers are named by their sections. Raise `CkptError` for
+    sections that are none.
+    """
+    named = inputs.options.optimizers
+    paths = [section.path for section in inputs.source.optimizers]
+    problems = [Problem("not an optimizer", path) for path in named if path not in paths]
+    if problems:
+        sections = f"its optimizers are {', '.join(paths)}" if paths else "it holds no optimizer"
+        raise CkptError(
+            f"{inputs.source.source}: {plural(len(problems), 'section')} named, but no optimizer",
+            hint=f"{sections}: `{inputs.source.inspect_call}` lists its sections",
+            problems=problems,
+        )
+    of_sections: dict[str, OfSection] = {}
+    for path, (optimizer, to_optimizer) in named.items():
+        saved = None if inputs.model is None else inputs.model.with_optimizer(optimizer)
+        loads = None if inputs.to_model is None else inputs.to_model.with_optimizer(to_optimizer)
+        of_sections[path] = (
+            None if saved is None else saved.names(),
+            None if loads is None else loads.names(),
+            _create(loads or saved, inputs.options),
+        )
+    return of_sections
+
+
+def _create(loads: ModelOperand | None, options: RemapOptions) -> Create | None:
+    """Return what creates state for parameters without any: the optimizer, with --partial."""
+    if not options.partial or loads is None or not loads.is_definition or loads.optimizer is None:
+        return None
+    return partial(initial_states, loads)
+
+
+def _command_with_old_model(source: Checkpoint, options: RemapOptions) -> str | None:
+    """Return the same command with the model named that saved the checkpoint; None if the options
+    name another one.
+    """
+    if (
+        not isinstance(options.model, str)
+        or options.to_model is not None
+        or options.to_optimizer is not None
+    ):
+        return None
+    swapped = replace(
+        options,
+        model="OLD",
+        to_model=options.model,
+        to_optimizer=options.optimizer,
+        out=None if options.in_place else options.out or "OUT",
+        dry_run=False,
+    )
+    return command("remap", (source.source,), swapped)

@@ -1,0 +1,289 @@
+"""The steps through the names of models."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckpttool.core import expression as ex
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.expression import Op, Ref
+from ckpttool.core.names import RUNTIME, SERIALIZED, Names
+from ckpttool.core.plan import Output, Plan, compose
+from ckpttool.core.text import plural
+from ckpttool.evaluate.apply import Runner
+from ckpttool.evaluate.compare import same_values
+from ckpttool.kinds.adapters import adapter_in
+from ckpttool.naming import wrappers
+from ckpttool.naming.convert import (
+    NOT_READ_BACK,
+    ModelForm,
+    Reading,
+    check_versions,
+    left_to_code,
+    move,
+    read,
+)
+from ckpttool.naming.match import (
+    NameTables,
+    drop_variants,
+    with_variants,
+    without_variants,
+)
+from ckpttool.operands.model import ModelOperand
+from ckpttool.remapping.steps import NO_COUNTER, Draft, Request, only_outputs, without_tensors
+
+if TYPE_CHECKING:
+    pass
+
+
+def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
+    """Rename the keys to a form of the model that saved them. Raise `Refused` if they are not this
+    model's.
+    """
+    tables, to = model.tables, request.form_by_model
+    names = tables.names
+    source_form = request.options.source_form
+    form = source_form.names if isinstance(source_form, ModelForm) else None
+    section = draft.section
+    reading = read(tables, section, form)
+    counted = wrappers.counters([entry.key for entry in section.tensors])
+    counters = [key for key in counted if key in reading.match.unmatched]
+    if counters:
+        section = without_tensors(section, counters)
+        reading = read(tables, section, form)
+    if not reading.match.names:
+        raise _not_its_keys(section, request, names)
+    if reading.form != to.names:
+        check_versions(names, section, reading)
+    moved = move(tables, section, reading, to.names, request.like is None)
+    plan = _with_code(moved.plan, model, section, reading)
+    plan, variant_problems = _adapt_variants(plan, tables, section, reading, to)
+    lost = _lost(section, moved.copies)
+    problems = [*moved.problems, *variant_problems, *lost]
+    if problems:
+        hint = f"compare them: {request.compare}; --rule 'FROM => TO' renames keys"
+        raise Refused(
+            f"the checkpoint does not fit {names.model}: {plural(len(problems), 'problem')}",
+            hint=_KEEP_ONE if len(lost) == len(problems) else hint,
+            problems=problems,
+        )
+    missing = lacking(tables, to, plan)
+    if request.options.trainable_only:
+        missing_plan = Plan(tuple(Output(section.path, key, Ref(key)) for key in missing))
+        missing = tuple(output.key for output in _trained(missing_plan, tables, to.names).outputs)
+        plan = _trained(plan, tables, to.names)
+    notes = list(draft.notes)
+    if reading.ambiguous:
+        notes.append(
+            "the keys fit the serialized and the runtime form, whose values differ: read as"
+            " serialized, which is what state_dict() writes (--from runtime says otherwise)"
+        )
+    if not names.roundtrips:
+        notes.append(NOT_READ_BACK)
+    return replace(
+        draft,
+        plan=plan,
+        canonical=tables.serialized_names,
+        form=(draft.wrappers.form or "wrapped") if reading.match.wrapped else reading.form,
+        missing=missing,
+        counters=tuple(counters),
+        notes=tuple(notes),
+        runners=_with_runner(draft.runners, plan, model.code),
+    )
+
+
+def _adapt_variants(
+    plan: Plan, tables: NameTables, section: Section, reading: Reading, to: ModelForm
+) -> tuple[Plan, list[Problem]]:
+    """Return the plan with the call variants of the form: an unflattened program has all of them,
+    an exported one has none.
+    """
+    dropped, problems = drop_variants(reading.match.variants, reading.match.names, section)
+    outputs = list(plan.outputs)
+    if to is ModelForm.EXPORTED:
+        outputs, more, others = without_variants(outputs, tables.first, section)
+        dropped, problems = dropped + more, problems + others
+    elif to is ModelForm.UNFLATTENED:
+        outputs = with_variants(outputs, tables.first)
+    plan = replace(plan, outputs=tuple(outputs), dropped=(*plan.dropped, *dropped))
+    return plan, problems
+
+
+def _not_its_keys(section: Section, request: Request, names: Names) -> Refused:
+    """Return the error for a section none of whose keys is a name of the model."""
+    hint = f"compare them: {request.compare}"
+    adapter = adapter_in(section)
+    if adapter is not None and adapter.alone:
+        hint = (
+            f"{adapter.title} without its model: pass --to-model NEW, the model it will be"
+            " put on, or rules"
+        )
+    problems = [Problem("not a key of this model", key) for key in section.by_key()]
+    return Refused(
+        f"0 of {len(problems)} keys are names of {names.model}", hint=hint, problems=problems
+    )
+
+
+def _with_code(plan: Plan, model: ModelOperand, section: Section, reading: Reading) -> Plan:
+    """Return the plan with the values that only the model's own code computes, if it may run."""
+    if model.code is None:
+        return plan
+    return left_to_code(plan, model.tables, section, reading, model.code.arguments)
+
+
+def to_other_model(draft: Draft, request: Request, model: ModelOperand) -> Draft:
+    """Rename one model's runtime names to a form of another model. Raise `Refused` if it has other
+    tensors.
+    """
+    tables, section = model.tables, draft.evaluated()
+    names = tables.names
+    reading = read(tables, section, RUNTIME)
+    moved = move(tables, section, reading, request.model_form.names)
+    plan = _with_code(moved.plan, model, section, reading)
+    problems = list(moved.problems)
+    for entry in section.tensors:
+        fqn = reading.match.names.get(entry.key, "")
+        _, shape = tables.runtime_likeness.get(fqn, ("", None))
+        if shape is not None and shape != entry.shape:
+            problem = f"shape {list(entry.shape)}, {names.model} has {list(shape)}"
+            problems.append(Problem(problem, entry.key, "shape"))
+    lost = _lost(section, moved.copies)
+    problems += lost
+    if problems:
+        hint = "rename keys with --rule 'FROM => TO', or name the model that has a place for them"
+        raise Refused(
+            f"the tensors do not fit {names.model}: {plural(len(problems), 'problem')}",
+            hint=_KEEP_ONE if len(lost) == len(problems) else hint,
+            problems=problems,
+        )
+    return replace(
+        draft,
+        plan=compose(draft.plan, plan),
+        canonical=tables.serialized_names,
+        runners=_with_runner(draft.runners, plan, model.code),
+        missing=lacking(tables, request.model_form, plan),
+    )
+
+
+def without_pruning(section: Section, tables: NameTables) -> Plan | None:
+    """Return the plan that computes pruned weights as `torch.nn.utils.prune.remove` does, if the
+    model has no masks. None if there are none.
+
+    weight_orig, weight_mask  ─▶  weight = weight_mask * weight_orig
+    """
+    entries = section.by_key()
+    canonical = wrappers.canonical_in(section)
+    model_names = {*tables.serialized_names.values(), *tables.runtime_names.values()}
+    masks: dict[str, str] = {}
+    for key, original in entries.items():
+        name = key.removesuffix("_orig")
+        mask = entries.get(f"{name}_mask")
+        if name == key or name in entries or canonical[key] in model_names:
+            continue
+        if not isinstance(original, TensorEntry) or not isinstance(mask, TensorEntry):
+            continue
+        if (original.dtype, original.shape) == (mask.dtype, mask.shape):
+            masks[key] = mask.key
+    if not masks:
+        return None
+    outputs = []
+    for key in entries:
+        if key in masks:
+            pruned = Op("aten.mul.Tensor", (Ref(masks[key]), Ref(key)))
+            outputs.append(Output(section.path, key.removesuffix("_orig"), pruned))
+        elif key not in masks.values():
+            outputs.append(Output(section.path, key, Ref(key)))
+    return Plan(tuple(outputs))
+
+
+def with_counters(draft: Draft, keep: bool) -> Draft:
+    """Return the draft with the counters of AveragedModels, which were set aside, first in the plan
+    or dropped.
+    """
+    keys = draft.counters
+    canonical = {**draft.canonical, **dict.fromkeys(keys, wrappers.COUNTER)}
+    draft = replace(draft, counters=(), canonical=canonical)
+    if not keep:
+        return draft.without(keys, NO_COUNTER)
+    counters = [Output(draft.section.path, key, Ref(key)) for key in keys]
+    plan = replace(draft.plan, outputs=(*counters, *draft.plan.outputs))
+    return replace(draft, plan=plan)
+
+
+def loadable(tables: NameTables, to: ModelForm) -> tuple[Mapping[str, str], Collection[str]]:
+    """Return the names of the form, as for `match`, and the names that a strict load does not need.
+
+    These are second names of a tensor and buffers that are not saved.
+    """
+    if to.names == SERIALIZED:
+        return tables.serialized_names, {*tables.spare_keys} - {*tables.names.extra_state}
+    return tables.runtime_names, {*tables.spare_fqns}
+
+
+def lacking(tables: NameTables, to: ModelForm, plan: Plan) -> tuple[str, ...]:
+    """Return the names of the form that a load needs and that the plan does not write."""
+    names, spare = loadable(tables, to)
+    keys = {output.key for output in plan.outputs}
+    return tuple(name for name in names if name not in keys and name not in spare)
+
+
+def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Checkpoint:
+    """Return `result` with its form recorded if the names, dtypes and shapes do not show it."""
+    section = replace(result.section(path), form=None, has_runtime_names=False)
+    is_either = tables.forms_agree and tables.serialized_names.keys() <= section.by_key().keys()
+    if not is_either and read(tables, section).form != form:
+        section = replace(section, form=form)
+    sections = [section if other.path == path else other for other in result.sections]
+    return replace(result, sections=tuple(sections))
+
+
+def _trained(plan: Plan, tables: NameTables, form: str) -> Plan:
+    """Return the plan without outputs of frozen parameters only, as torch's
+    ``ignore_frozen_params``; buffers stay.
+
+    The plan's keys are ``serialized`` or ``runtime`` names, as `form` says.
+    """
+    frozen = set()
+    for tensor in tables.names.runtime:
+        if tensor.kind == "parameter" and not tensor.trainable:
+            frozen.add(tensor.fqn)
+    trained = []
+    for output in plan.outputs:
+        source = None if form == RUNTIME else tables.saved.get(output.key)
+        fqns = {output.key} if source is None else set(ex.refs(source))
+        if not fqns <= frozen:
+            trained.append(output)
+    return only_outputs(plan, trained, "the parameter is frozen")
+
+
+def _with_runner(
+    runners: Mapping[str, Runner], plan: Plan, code: ModelOperand | None
+) -> Mapping[str, Runner]:
+    if code is None:
+        return runners
+    return {**runners, **dict.fromkeys((run.way for run in plan.runs), code.run)}
+
+
+_KEEP_ONE = (
+    "to keep both, name a model that does not tie them (for hf:FOLDER, set tie_word_embeddings to"
+    " false in its config.json); --drop KEY leaves one of them out"
+)
+
+
+def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:
+    """Return the keys that the model treats as a copy of another key, and that have other
+    values.
+    """
+    entries = section.by_key()
+    problems = []
+    for key, twin in copies:
+        if not same_values(entries[key], entries[twin]):
+            problem = (
+                f"the model takes it for a copy of {twin}, but its values differ: they would be"
+                " lost"
+            )
+            problems.append(Problem(problem, key))
+    return problems
