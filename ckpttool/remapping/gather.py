@@ -55,24 +55,23 @@ def merge_replicas(source: Checkpoint) -> Checkpoint:
     the ranks: rank 0's is used, with a note. Steps and other optimizer state may not. Raises
     `CkptError`, all problems at once, if copies differ: the files are of two steps.
     """
-    entries = (entry for section in source.sections for entry in section.tensors)
-    if not any(
-        isinstance(entry.payload, RankParts) and entry.payload.of_dtensors for entry in entries
-    ):
+    if not any(map(_has_dtensors, source.sections)):
         return source
     problems: list[Problem] = []
     notes: list[str] = []
-    merged = {
-        id(e): _merged(e, section, problems, notes)
-        for section in source.sections
-        for e in section.tensors
-    }
+    merged: dict[int, TensorEntry] = {}
+
+    def in_mapping(_: object, value: object) -> object:
+        return merged.get(id(value), value)
+
+    # a mapping may hold entries of other sections
+    for section in source.sections:
+        for entry in section.tensors:
+            merged[id(entry)] = _merged(entry, section, problems, notes)
     sections = []
     for section in source.sections:
         tensors = tuple(merged[id(entry)] for entry in section.tensors)
-        mapping = section.mapping and rebuilt(
-            section.mapping, lambda _, value: merged.get(id(value), value)
-        )
+        mapping = section.mapping and rebuilt(section.mapping, in_mapping)
         sections.append(replace(section, tensors=tensors, mapping=mapping))
     if problems:
         raise CkptError(
@@ -86,6 +85,13 @@ def merge_replicas(source: Checkpoint) -> Checkpoint:
     return replace(
         source, format="torch_zip", sections=tuple(sections), notes=(*source.notes, *notes)
     )
+
+
+def _has_dtensors(section: Section) -> bool:
+    for entry in section.tensors:
+        if isinstance(entry.payload, RankParts) and entry.payload.of_dtensors:
+            return True
+    return False
 
 
 def _merged(
@@ -155,36 +161,37 @@ class Gathered:
         Raises `Refused`, all problems at once, for tensors that differ between ranks and are
         unknown to the model.
         """
-        differing = [
-            (section, entry)
-            for section in outcome.result.sections
-            if section.kind != "optimizer"
-            for entry in section.tensors
-            if not ranks_agree(entry)
-        ]
-        unknown = [
-            dotted(section.path, entry.key)
-            for section, entry in differing
-            if section.kind == "state_dict"
-        ]
+        unknown: list[Problem] = []
+        remarks: list[str] = []
+        for section in outcome.result.sections:
+            if section.kind == "optimizer":
+                continue
+            for entry in section.tensors:
+                if ranks_agree(entry):
+                    continue
+                key = dotted(section.path, entry.key)
+                remarks.append(f"{key} {DIFFERS}: rank 0's is used")
+                if section.kind == "state_dict":
+                    unknown.append(Problem(DIFFERS, key))
         if unknown:
             raise Refused(
                 f"{plural(len(unknown), 'tensor')} not in the model: the ranks hold parts, or"
                 " copies that differ",
                 hint="convert the section of each model alone: PATTERN::SECTION",
-                problems=[Problem(DIFFERS, key) for key in unknown],
+                problems=unknown,
             )
-        remarks = [
-            f"{dotted(s.path, entry.key)} {DIFFERS}: rank 0's is used" for s, entry in differing
-        ]
-        outputs = tuple(
-            replace(o, source=substitute(o.source, self.sections[o.section].sources.__getitem__))
-            if o.section in self.sections
-            else o
-            for o in outcome.plan.outputs
-        )
-        dropped = (dropped for section in self.sections.values() for dropped in section.dropped)
-        plan = replace(outcome.plan, outputs=outputs, dropped=(*dropped, *outcome.plan.dropped))
+        outputs = []
+        for output in outcome.plan.outputs:
+            gathered = self.sections.get(output.section)
+            if gathered is not None:
+                source = substitute(output.source, gathered.sources.__getitem__)
+                output = replace(output, source=source)
+            outputs.append(output)
+        dropped: list[Dropped] = []
+        for gathered in self.sections.values():
+            dropped += gathered.dropped
+        dropped += outcome.plan.dropped
+        plan = replace(outcome.plan, outputs=tuple(outputs), dropped=tuple(dropped))
         return replace(outcome, plan=plan, notes=(*self.notes, *outcome.notes, *remarks))
 
 
@@ -194,43 +201,41 @@ def gather_ranks(source: Checkpoint, names: Names | None, units: Sequence[str]) 
     Raises `CkptError` if that is impossible, or if `units` are given and the source has no flat
     parameters.
     """
-    of_ranks = any(is_of_ranks(entry) for section in source.sections for entry in section.tensors)
-    if not of_ranks and not any(
-        is_flat(entry.key) for section in source.state_dicts for entry in section.tensors
-    ):
+    world_size = 0
+    for section in source.sections:
+        for entry in filter(is_of_ranks, section.tensors):
+            world_size = max(world_size, len(parts_of(entry)))
+    if not world_size and not any(map(_has_flat_keys, source.state_dicts)):
         if units:
             raise CkptError(f"{source.source} holds no flat parameters", hint="leave --from out")
         return None
     if names is not None:
         return gather(source, names, units)
-    if not of_ranks:
+    if not world_size:
         return None
-    flat = [(section.path, param) for section in source.sections for param in flat_params(section)]
     hint = "pass --model MODEL, the definition of the model before it was wrapped"
+    flat = []
+    for section in source.sections:
+        for param in flat_params(section):
+            unit = param.unit or "the root module"
+            text = f"{param.numel:,} elements: the parameters of {unit}"
+            flat.append(Problem(text, dotted(section.path, param.key)))
     if flat:
         raise Refused(
             f"{source.source} holds {plural(len(flat), 'flat parameter')}: each is all parameters"
-            " of one module (a "
-            "unit), laid end to end without their names and shapes",
+            " of one module (a unit), laid end to end without their names and shapes",
             hint=hint,
-            problems=[
-                Problem(
-                    f"{param.numel:,} elements: the parameters of"
-                    f" {param.unit or 'the root module'}",
-                    dotted(path, param.key),
-                )
-                for path, param in flat
-            ],
+            problems=flat,
         )
-    world_size = max(
-        len(parts_of(entry)) for section in source.sections for entry in section.tensors
-    )
     raise Refused(
         f"{source.source} is {plural(world_size, 'rank file')}: only the model's shapes tell a"
-        " part of a "
-        "tensor from a copy of it",
+        " part of a tensor from a copy of it",
         hint=hint,
     )
+
+
+def _has_flat_keys(section: Section) -> bool:
+    return any(is_flat(entry.key) for entry in section.tensors)
 
 
 def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Gathered:
@@ -287,35 +292,31 @@ def _gather_section(
 ) -> _Gathered:
     tables, flat = NameTables(names), flat_entries(section, names)
     flat_keys = {entry.key for entry in flat}
-    rest = replace(
-        section, tensors=tuple(entry for entry in section.tensors if entry.key not in flat_keys)
-    )
+    others = tuple(entry for entry in section.tensors if entry.key not in flat_keys)
+    rest = replace(section, tensors=others)
     reading = read(tables, rest)
     paths = unit_paths(flat_keys, rest.by_key())
     if patterns:
         problems += _unit_differences(names, patterns, set(paths.values()))
     notes: list[str] = []
-    # FSDP cuts tensors into slices of one dimension
-    is_tensor_parallel = any(
-        len(entry.shape) > 1 and is_of_ranks(entry) and not is_whole(entry)
-        for entry in rest.tensors
-    )
-    tensors = {
-        entry.key: _from_ranks(entry, tables, reading, is_tensor_parallel, problems, notes)
-        for entry in rest.tensors
-    }
-    runtime_names = {key: _runtime_name(key, tables, reading) for key in tensors}
+    is_tensor_parallel = any(map(_is_slice_of_matrix, others))
+    tensors: dict[str, TensorEntry] = {}
+    runtime_names: dict[str, str] = {}
+    for entry in others:
+        tensors[entry.key] = _from_ranks(
+            entry, tables, reading, is_tensor_parallel, problems, notes
+        )
+        runtime_names[entry.key] = _runtime_name(entry.key, tables, reading)
     present = set(runtime_names.values())
     units = _units(flat, paths, slots(names, set(paths.values()), present), problems)
     if problems:
         return _Gathered(section, {}, {}, (), ())
     # Flat parameters become parameters under their runtime names, and then all keys have these.
-    name_of = reading.match.names
-    new_key = runtime_names if units else {key: name_of.get(key) or key for key in tensors}
+    new_key = runtime_names if units else reading.match.names
     whole_tensors: list[TensorEntry] = []
     sources: dict[str, Expression] = {}
-    for entry in rest.tensors:
-        tensor, key = tensors[entry.key], new_key[entry.key]
+    for entry in others:
+        tensor, key = tensors[entry.key], new_key.get(entry.key, entry.key)
         whole_tensors.append(replace(tensor, key=key))
         sources[key] = _assembling(Ref(entry.key), entry.shape, tensor.shape)
     for extra in rest.extras:
@@ -336,6 +337,13 @@ def _gather_section(
         modules=_unwrapped_modules(section),
     )
     return _Gathered(whole, sources, units, tuple(dropped), tuple(notes))
+
+
+def _is_slice_of_matrix(entry: TensorEntry) -> bool:
+    """Return True for a part of a tensor parallel model; FSDP cuts tensors into slices of one
+    dimension.
+    """
+    return len(entry.shape) > 1 and is_of_ranks(entry) and not is_whole(entry)
 
 
 def _runtime_name(key: str, tables: NameTables, reading: Reading) -> str:
@@ -392,18 +400,20 @@ def _from_ranks(
     serialized = reading.form == SERIALIZED
     likeness = tables.serialized_likeness if serialized else tables.runtime_likeness
     name = reading.match.names.get(entry.key, "")
-    shape = likeness.get(name, ("", None))[1]
+    _, shape = likeness.get(name, ("", None))
     if shape is None and not ranks_agree(entry):
         return entry  # a copy or a part: the model does not say
     text = "{} elements of it, and the model's is {}"
     whole, differs = assembled(entry, shape, text, problems, is_tensor_parallel)
-    if differs:
-        source = tables.saved.get(name) if serialized else Ref(name)
-        read_by_it = [tables.tensors.get(fqn) for fqn in refs(source or ())]
-        if any(tensor is not None and tensor.kind == "parameter" for tensor in read_by_it):
+    if not differs:
+        return whole
+    source = tables.saved.get(name) if serialized else Ref(name)
+    for fqn in refs(source or ()):
+        tensor = tables.tensors.get(fqn)
+        if tensor is not None and tensor.kind == "parameter":
             problems.append(Problem(DIFFERS, entry.key))
-        else:
-            notes.append(f"{entry.key} {DIFFERS}: rank 0's is used")
+            return whole
+    notes.append(f"{entry.key} {DIFFERS}: rank 0's is used")
     return whole
 
 
@@ -425,29 +435,28 @@ def assembled(
     if is_whole(entry):
         return replace(entry, payload=None), False
     parts = [part for part in parts_of(entry) if part is not None]
-    if shape is None or all(part.shape == shape for part in parts):
+    shapes = [part.shape for part in parts]
+    if shape is None or set(shapes) == {shape}:
         return parts[0], not ranks_agree(entry)
     if are_copies(entry):
         text = f"the ranks hold copies of {list(entry.shape)}, and the model's is {list(shape)}"
         problems.append(Problem(text, entry.key))
         return entry, False
-    dimension = joined_dimension([part.shape for part in parts], shape)
-    if dimension is not None and len({part.dtype for part in parts}) == 1:
-        if is_tensor_parallel and is_fused(entry.key):
-            text = f"several weights in one: joining along dimension {dimension} would mix them"
-            problems.append(Problem(text, entry.key))
-            return entry, False
-        if len(shape) > 1:
-            return _along(entry.key, parts, shape, dimension), False
-    slices = all(len(part.shape) == 1 and part.dtype == parts[0].dtype for part in parts)
-    if slices and sum(part.numel for part in parts) == prod(shape):
-        storage = concatenated(across(parts, 0, prod(shape)))
+    has_one_dtype = len({part.dtype for part in parts}) == 1
+    dimension = joined_dimension(shapes, shape) if has_one_dtype else None
+    if dimension is not None and is_tensor_parallel and is_fused(entry.key):
+        text = f"several weights in one: joining along dimension {dimension} would mix them"
+        problems.append(Problem(text, entry.key))
+        return entry, False
+    if dimension is not None and len(shape) > 1:
+        return _along(entry.key, parts, shape, dimension), False
+    numel = prod(shape)
+    are_slices = has_one_dtype and set(map(len, shapes)) == {1}
+    if are_slices and held_elements(entry) == numel:
+        storage = concatenated(across(parts, 0, numel))
         return in_row_major(entry.key, parts[0].dtype, shape, storage), False
-    problems.append(
-        Problem(
-            "the ranks hold " + text.format(f"{held_elements(entry):,}", list(shape)), entry.key
-        )
-    )
+    held = text.format(f"{held_elements(entry):,}", list(shape))
+    problems.append(Problem(f"the ranks hold {held}", entry.key))
     return entry, False
 
 
@@ -456,11 +465,10 @@ def _along(
 ) -> TensorEntry:
     """Return the parts, joined along one dimension."""
     chunks: list[tuple[Chunk, TensorEntry]] = []
-    start = 0
+    offsets = [0] * len(shape)
     for part in parts:
-        offsets = tuple(start if dim == dimension else 0 for dim in range(len(shape)))
-        chunks.append((Chunk(offsets, part.shape), part))
-        start += part.shape[dimension]
+        chunks.append((Chunk(tuple(offsets), part.shape), part))
+        offsets[dimension] += part.shape[dimension]
     size = itemsize(parts[0].dtype)
 
     def produce() -> Iterator[Part]:
@@ -477,9 +485,8 @@ def held_elements(entry: TensorEntry) -> int:
 
 def cut_out(flat: TensorEntry, slot: Slot) -> TensorEntry:
     """Return the tensor in `slot` of the flat tensor that the ranks' parts are together."""
-    storage = concatenated(
-        across((part for part in parts_of(flat) if part is not None), slot.start, slot.numel)
-    )
+    parts = [part for part in parts_of(flat) if part is not None]
+    storage = concatenated(across(parts, slot.start, slot.numel))
     return in_row_major(slot.fqns[0], flat.dtype, slot.shape, storage)
 
 
@@ -495,28 +502,28 @@ def _units(
     units: dict[str, Unit] = {}
     for entry in flat:
         path = paths[entry.key]
+        reason: str | None = None
         if path not in unit_slots:
-            problems.append(Problem(f"the model has no module {path} with parameters", entry.key))
+            reason = f"the model has no module {path} with parameters"
         elif path in units:
-            problems.append(
-                Problem(
-                    f"{units[path].entry.key} is of the same module: which parameters are in"
-                    " which?",
-                    entry.key,
-                )
-            )
+            other = units[path].entry.key
+            reason = f"{other} is of the same module: which parameters are in which?"
         elif unit_slots[path]:
-            unit = units[path] = Unit(entry, unit_slots[path])
-            if entry.storage is None:
-                reason: str | None = (
-                    "is one rank's part: name the files of all ranks, as in 'rank_*.pt'"
-                )
-            elif len(entry.shape) != 1:
-                reason = "is not one-dimensional"
-            else:
-                reason = misfit(unit.slots, entry.numel, len(parts_of(unit.entry)), padded=True)
-            problems += [] if reason is None else [Problem(reason, entry.key)]
+            units[path] = Unit(entry, unit_slots[path])
+            reason = _fault(units[path])
+        if reason is not None:
+            problems.append(Problem(reason, entry.key))
     return {path: units[path] for path in unit_slots if path in units}
+
+
+def _fault(unit: Unit) -> str | None:
+    """Return why the flat parameter cannot be split into the slots; None if it can."""
+    entry = unit.entry
+    if entry.storage is None:
+        return "is one rank's part: name the files of all ranks, as in 'rank_*.pt'"
+    if len(entry.shape) != 1:
+        return "is not one-dimensional"
+    return misfit(unit.slots, entry.numel, len(parts_of(entry)), padded=True)
 
 
 def _unit_differences(names: Names, patterns: Sequence[str], paths: set[str]) -> Iterator[Problem]:

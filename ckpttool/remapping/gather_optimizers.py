@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -76,8 +75,9 @@ def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Sect
     named = forms.write(whole, section)
     if state.form != ID:
         return named
-    alone = Checkpoint.of(named)
-    return remap_optimizers(alone, OptimizerRequest(keys=ID, names=names))[0].sections[0]
+    request = OptimizerRequest(keys=ID, names=names)
+    result, _ = remap_optimizers(Checkpoint.of(named), request)
+    return result.sections[0]
 
 
 def _units_of(
@@ -86,26 +86,14 @@ def _units_of(
     """Return the unit of each parameter of the optimizer; empty if none of them is a flat
     parameter.
     """
-    listed = {p: str(n) for g in state.groups for p, n in zip(g.params, g.param_names or ())}
-    name_of = listed or {param: str(param) for param in state.params if isinstance(param, str)}
+    name_of: dict[Param, str] = {}
+    for group in state.groups:
+        for param, name in zip(group.params, group.param_names or ()):
+            name_of[param] = str(name)
+    if not name_of:
+        name_of = {param: str(param) for param in state.params if isinstance(param, str)}
     if name_of:
-        flat = {name for name in name_of.values() if is_flat(name)}
-        paths = unit_paths(flat)
-        problems = [
-            Problem("not a flat parameter, as others are", n)
-            for n in name_of.values()
-            if n not in flat
-        ]
-        problems += [
-            Problem("the model section has no such flat parameter", n)
-            for n in flat
-            if paths[n] not in units
-        ]
-        if flat and problems:
-            raise Refused(
-                f"{where}: not all of its parameters are known", hint=_LEAVE_OUT, problems=problems
-            )
-        return {param: units[paths[name]] for param, name in name_of.items()} if flat else {}
+        return _units_by_name(name_of, units, where)
     if len(state.params) != len(units):
         raise Refused(
             f"{where} has {plural(len(state.params), 'parameter')}, and the model section "
@@ -113,33 +101,53 @@ def _units_of(
             hint="save it with names: the optimizer made of named_parameters() (torch 2.6 and"
             " later); or " + _LEAVE_OUT,
         )
-    # Take the units for the parameters of a model, each as long as the part of it that a rank
-    # steps. A group of the model's optimizer holds the units of whose parameters it has any.
-    flat_params = [
-        RuntimeTensor(
-            unit.entry.key,
-            unit.entry.key,
-            "parameter",
-            True,
-            True,
-            unit.entry.dtype,
-            (unit.chunk,),
-            None,
-        )
-        for unit in units.values()
-    ]
-    canonical = Parameters(names).canonical
-    ids: list[OptimizerParam] = []
-    for group_index, group in enumerate(map(set, Parameters(names).groups)):
-        for unit in units.values():
-            if not group.isdisjoint(canonical[slot.fqns[0]] for slot in unit.slots):
-                ids.append(OptimizerParam(len(ids), unit.entry.key, group_index))
-    model = replace(names, runtime=tuple(flat_params), serialized=(), load=(), optimizer=tuple(ids))
     by_key = {unit.entry.key: unit for unit in units.values()}
-    return {
-        param: by_key[key]
-        for param, key in owners(state, model, where).settled(where).names.items()
-    }
+    model = _model_of_units(units.values(), names)
+    keys = owners(state, model, where).settled(where).names
+    return {param: by_key[key] for param, key in keys.items()}
+
+
+def _units_by_name(
+    name_of: Mapping[Param, str], units: Mapping[str, Unit], where: str
+) -> dict[Param, Unit]:
+    """Return the unit of each parameter, whose names the file has; empty if none of them is a flat
+    parameter.
+    """
+    flat = {name for name in name_of.values() if is_flat(name)}
+    if not flat:
+        return {}
+    paths = unit_paths(flat)
+    problems = []
+    for name in name_of.values():
+        if name not in flat:
+            problems.append(Problem("not a flat parameter, as others are", name))
+    for name in flat:
+        if paths[name] not in units:
+            problems.append(Problem("the model section has no such flat parameter", name))
+    if problems:
+        raise Refused(
+            f"{where}: not all of its parameters are known", hint=_LEAVE_OUT, problems=problems
+        )
+    return {param: units[paths[name]] for param, name in name_of.items()}
+
+
+def _model_of_units(units: Collection[Unit], names: Names) -> Names:
+    """Return the names of a model whose parameters are the units, each as long as the part of it
+    that a rank steps. A group of the model's optimizer holds the units of whose parameters it has
+    any.
+    """
+    runtime = []
+    for unit in units:
+        key, dtype, shape = unit.entry.key, unit.entry.dtype, (unit.chunk,)
+        runtime.append(RuntimeTensor(key, key, "parameter", True, True, dtype, shape, None))
+    parameters = Parameters(names)
+    ids: list[OptimizerParam] = []
+    for group_index, group in enumerate(parameters.groups):
+        for unit in units:
+            members = {parameters.canonical[slot.fqns[0]] for slot in unit.slots}
+            if not members.isdisjoint(group):
+                ids.append(OptimizerParam(len(ids), unit.entry.key, group_index))
+    return replace(names, runtime=tuple(runtime), serialized=(), load=(), optimizer=tuple(ids))
 
 
 def _of_units(
@@ -152,14 +160,18 @@ def _of_units(
         members[param] = [canonical[slot.fqns[0]] for slot in unit.slots]
     states: dict[Param, dict[Any, Any]] = {}
     for param, values in state.state.items():
-        states.update({name: {} for name in members[param]})
+        for name in members[param]:
+            states[name] = {}
         for key, value in values.items():
-            for name, part in zip(members[param], _split(value, unit_of[param], problems)):
+            parts = _split(value, unit_of[param], problems)
+            for name, part in zip(members[param], parts):
                 states[name][key] = part
     groups = []
     for group in state.groups:
-        params = chain.from_iterable(members[param] for param in group.params)
-        groups.append(grouped(list(params), group.options))
+        params: list[str] = []
+        for param in group.params:
+            params += members[param]
+        groups.append(grouped(params, group.options))
     return replace(state, form=FQN, groups=tuple(groups), state=states)
 
 
@@ -167,22 +179,21 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> Sequence[Any]:
     """Return the part of each parameter of the unit in one value of the flat parameter's state."""
     if not isinstance(value, TensorEntry):
         return [value] * len(unit.slots)
-    present = [part for part in parts_of(value) if part is not None]
-    chunk, ranks = unit.chunk, len(parts_of(unit.entry))
-    if len(present) == ranks and all(
-        p.shape == (chunk,) and p.dtype == value.dtype for p in present
-    ):
+    flat = unit.entry
+    parts = [part for part in parts_of(value) if part is not None]
+    on_all_ranks = len(parts) == len(parts_of(flat))
+    outlines = {(part.shape, part.dtype) for part in parts}
+    if on_all_ranks and outlines == {((unit.chunk,), value.dtype)}:
         return [cut_out(value, slot) for slot in unit.slots]
-    if any(part.numel > 1 or part.storage is None for part in present):
-        shapes = ", ".join(str(list(part.shape)) for part in present)
-        problems.append(
-            Problem(f"is {shapes} on the ranks, {unit.entry.key} is [{chunk}] on each", value.key)
-        )
+    if any(part.numel > 1 or part.storage is None for part in parts):
+        shapes = ", ".join(str(list(part.shape)) for part in parts)
+        text = f"is {shapes} on the ranks, {flat.key} is [{unit.chunk}] on each"
+        problems.append(Problem(text, value.key))
         return [value] * len(unit.slots)
     if not ranks_agree(value):
         problems.append(Problem(DIFFERS, value.key))
     # a step counter: each parameter has its own
-    return [in_own_storage(present[0]) for _ in unit.slots]
+    return [in_own_storage(parts[0]) for _ in unit.slots]
 
 
 def _owners(state: OptimizerState, names: Names, where: str) -> ParamMap:
@@ -192,17 +203,19 @@ def _owners(state: OptimizerState, names: Names, where: str) -> ParamMap:
     groups = state.nonempty_groups
     has_names = state.form != ID or all(group.param_names for group in groups)
     if has_names or names.optimizer or len(groups) < 2:
-        bare = replace(state, state={})  # the shapes of slices are not the parameters'
-        return owners(bare, names, where).settled(where)
-
-    flat_state: dict[Param, dict[Any, Any]] = {}
-    for param, param_state in state.state.items():
-        flat_state[param] = {name: _counted(value) for name, value in param_state.items()}
-    runtime = []
-    for tensor in names.runtime:
-        runtime.append(replace(tensor, shape=tensor.shape and (prod(tensor.shape),)))
-    flat_names = replace(names, runtime=tuple(runtime))
-    return owners(replace(state, state=flat_state), flat_names, where).settled(where)
+        # the shapes of slices are not the parameters'
+        state = replace(state, state={})
+    else:
+        states: dict[Param, dict[Any, Any]] = {}
+        for param, param_state in state.state.items():
+            states[param] = {name: _counted(value) for name, value in param_state.items()}
+        state = replace(state, state=states)
+        runtime = []
+        for tensor in names.runtime:
+            shape = tensor.shape and (prod(tensor.shape),)
+            runtime.append(replace(tensor, shape=shape))
+        names = replace(names, runtime=tuple(runtime))
+    return owners(state, names, where).settled(where)
 
 
 def _counted(value: Any) -> Any:
@@ -221,5 +234,6 @@ def _joined(
     for name, value in param_state.items():
         if isinstance(value, TensorEntry):
             joined[name], differs = assembled(value, shape if value.shape else (), text, problems)
-            problems += [Problem(DIFFERS, value.key)] if differs else []
+            if differs:
+                problems.append(Problem(DIFFERS, value.key))
     return joined
