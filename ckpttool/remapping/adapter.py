@@ -45,23 +45,24 @@ def to_other_base(
     itself: its loading may accept keys that it does not write. Raise `Refused`, all problems at
     once, if a module has no single place there.
     """
-    saved: dict[str, Expression] = {
-        key: source for key, source in old.saved.items() if source is not None
-    }
-    saved.update((key, Ref(fqn)) for key, fqn in old.fqn_of.items())
-    sources: dict[str, Expression] = {**new.runtime_values(saved)}
+    saved: dict[str, Expression] = {}
+    for key, saved_source in old.saved.items():
+        if saved_source is not None:
+            saved[key] = saved_source
+    for key, fqn in old.fqn_of.items():
+        saved[key] = Ref(fqn)
+    loaded = new.runtime_values(saved)
     if code is not None:
         from ckpttool.tracing.loading import load_verdict
 
         reads = load_verdict(code.definition(), saved_by(old.names).section("")).reads
-        sources |= {
-            fqn: source
-            for fqn, source in reads.items()
-            if source is not None and any(ex.refs(source))
-        }
-    if sources:
-        sources = {fqn: ex.substitute(source, saved.__getitem__) for fqn, source in sources.items()}
-    else:
+        for fqn, source in reads.items():
+            if source is not None and any(ex.refs(source)):
+                loaded[fqn] = source
+    sources: dict[str, Expression] = {}
+    for fqn, source in loaded.items():
+        sources[fqn] = ex.substitute(source, saved.__getitem__)
+    if not sources:
         sources = {fqn: Ref(fqn) for fqn in old.first if fqn in new.first}
     return _follow(draft, sources, old.names.model)
 
@@ -90,17 +91,17 @@ def apply_rules_of_base(draft: Draft, steps: Sequence[RuleStep]) -> Draft:
 
 def _follow(draft: Draft, sources: Sources, who: str) -> Draft:
     """Rename the adapter's keys as the modules and tensors of its base are renamed."""
-    tensors, modules = defaultdict[str, list[str]](list), defaultdict[str, dict[str, None]](dict)
+    tensors: defaultdict[str, list[str]] = defaultdict(list)
+    modules: defaultdict[str, dict[str, None]] = defaultdict(dict)
     broken: dict[str, str] = {}  # module -> why it is not moved as a whole
     for new, source in sources.items():
-        for old in dict.fromkeys(ex.refs(source)):
+        olds = list(dict.fromkeys(ex.refs(source)))
+        for old in olds:
             if isinstance(source, Ref):
                 tensors[old].append(new)
                 modules[_parent(old)][_parent(new)] = None
             else:
-                broken[_parent(old)] = (
-                    f"{new} is computed from {', '.join(dict.fromkeys(ex.refs(source)))}"
-                )
+                broken[_parent(old)] = f"{new} is computed from {', '.join(olds)}"
 
     def new_module(path: str) -> str | Problem:
         if path in broken:
@@ -108,12 +109,11 @@ def _follow(draft: Draft, sources: Sources, who: str) -> Draft:
         places = list(modules.get(path, ()))
         if len(places) == 1:
             return places[0]
-        return Problem(
-            f"its tensors go to {' and '.join(places)}" if places else "no such module", path
-        )
+        text = f"its tensors go to {' and '.join(places)}" if places else "no such module"
+        return Problem(text, path)
 
     def new_tensor(name: str) -> str | Problem:
-        """A tensor of the base itself, which was trained with the adapter."""
+        """Return the new name of a tensor of the base, which was trained with the adapter."""
         places = tensors.get(name, [])
         if len(places) == 1:
             return places[0]
@@ -159,29 +159,33 @@ def _base(section: Section, adapter: Adapter) -> Section:
     without data.
     """
     entries = section.by_key()
-
-    def shape_of_weight(keys: Iterable[str]) -> tuple[int, ...]:
-        """The shape of the weight that the factors ``lora_A`` [rank, in] and ``lora_B`` [out, rank]
-        belong to.
-        """
-        factors = [
-            entry
-            for key in keys
-            if isinstance(entry := entries[key], TensorEntry) and len(entry.shape) == 2
-        ]
-        down = [entry.shape[1] for entry in factors if ".lora_A." in f"{entry.key}."]
-        up = [entry.shape[0] for entry in factors if ".lora_B." in f"{entry.key}."]
-        return (up[0], down[0]) if up and down else (1,)
-
     tensors: dict[str, TensorEntry] = {}
     for path, keys in adapter.modules.items():
         name = f"{path}.weight"
-        tensors[name] = in_row_major(name, "float32", shape_of_weight(keys), None)
-    for key, entry in entries.items():
-        if key in adapter.rest and isinstance(entry, TensorEntry):
+        shape = _shape_of_weight([entries[key] for key in keys])
+        tensors[name] = in_row_major(name, "float32", shape, None)
+    for key in adapter.rest:
+        entry = entries.get(key)
+        if isinstance(entry, TensorEntry):
             name = adapter.inside(key)
             tensors[name] = entry.under(name)
     return replace(section, tensors=tuple(tensors.values()), extras=())
+
+
+def _shape_of_weight(factors: Iterable[object]) -> tuple[int, ...]:
+    """Return the shape of the weight that the factors ``lora_A`` [rank, in] and ``lora_B``
+    [out, rank] belong to.
+    """
+    inputs = outputs = None
+    for factor in factors:
+        if not isinstance(factor, TensorEntry) or len(factor.shape) != 2:
+            continue
+        first, second = factor.shape
+        if inputs is None and ".lora_A." in f"{factor.key}.":
+            inputs = second
+        if outputs is None and ".lora_B." in f"{factor.key}.":
+            outputs = first
+    return (1,) if inputs is None or outputs is None else (outputs, inputs)
 
 
 def _parent(name: str) -> str:

@@ -26,15 +26,16 @@ def follow(
     `keys` are pairs of old and new key. `new_base` are the tensors of the new base, if known.
     """
     modules = moved_modules(keys)
+    new_config = dict(config)
+    if all(path == new_path for path, new_path in modules.items()):
+        return new_config, []
     paths = _modules_around(_in_base(new_key) for _, new_key in keys)
     every_path = paths | _modules_around(new_base)
-    new_config, problems = dict(config), list[Problem]()
-    if all(path == new_path for path, new_path in modules.items()):
-        return new_config, problems
+    problems = []
     for field, value in config.items():
-        reason = ""
         if value in _UNCHANGED or field in _ABOUT_FILES:
             continue
+        reason = ""
         if field in _BEYOND_KEYS:
             reason = "it depends on modules or parameters whose new names the file does not show"
         elif field in _LISTS and not _is_list_of_names(value):
@@ -69,12 +70,14 @@ def _has_number_for_each_module(field: str, value: Any) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a value, keys of objects too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, dict)):
-        parts = [*value, *value.values()] if isinstance(value, dict) else value
-        for part in parts:
+        for part in value:
             yield from _texts(part)
+        if isinstance(value, dict):
+            yield from _texts(list(value.values()))
 
 
 # The ways in which PEFT finds modules by a name

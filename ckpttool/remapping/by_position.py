@@ -4,10 +4,9 @@ keeps them.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 
-from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import Names
 from ckpttool.core.text import Note, plural
@@ -53,8 +52,13 @@ def notes_on_lists(
 def _keeps_order(old: Names, new: Names, called: Callable[[str], str]) -> bool:
     """Return whether the new model has the parameters of the old one, in the same order."""
     before, after = Parameters(old).shapes, Parameters(new).shapes
+    if len(before) != len(after):
+        return False
     sources = between(old, new, {name: called(name) for name in before})
-    return [sources.get(name) for name in after] == [Ref(name) for name in before]
+    for old_name, new_name in zip(before, after):
+        if sources.get(new_name) != Ref(old_name):
+            return False
+    return True
 
 
 def _orders_of(names: Names) -> list[list[Shape | None]]:
@@ -77,7 +81,7 @@ def _shapes_of(section: Section) -> list[Shape | None]:
 def _lists(checkpoint: Checkpoint) -> dict[str, list[Shape | None]]:
     """Return the shapes of the tensors in each list, by the list's path."""
     shapes: dict[str, list[Shape | None]] = {}
-    items: dict[str, dict[tuple[int, ...], TensorEntry]] = defaultdict(dict)
+    items: dict[str, dict[tuple[int, ...], Shape]] = {}
     for section in checkpoint.sections:
         if section.is_list:
             shapes[section.path] = [entry.shape for entry in section.tensors]
@@ -86,16 +90,16 @@ def _lists(checkpoint: Checkpoint) -> dict[str, list[Shape | None]]:
         for entry in section.tensors:
             path, index = _place_in_list(entry.key)
             if index:
-                items[path][index] = entry
-    for path, entries in items.items():
-        shapes[path] = [entries[index].shape for index in sorted(entries)]
+                items.setdefault(path, {})[index] = entry.shape
+    for path, by_index in items.items():
+        shapes[path] = [by_index[index] for index in sorted(by_index)]
     return shapes
 
 
 def _place_in_list(key: str) -> tuple[str, tuple[int, ...]]:
     """Return the path of the list and the place in it: ``ema.0.3`` is at (0, 3) of ``ema``."""
     path = key.split(".")
-    index: list[int] = []
-    while len(path) > 1 and path[-1].isdecimal():
-        index.insert(0, int(path.pop()))
-    return ".".join(path), tuple(index)
+    depth = len(path)
+    while depth > 1 and path[depth - 1].isdecimal():
+        depth -= 1
+    return ".".join(path[:depth]), tuple(map(int, path[depth:]))

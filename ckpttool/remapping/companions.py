@@ -166,20 +166,21 @@ class _Decisions:
         if CONFIG not in (names_in(folder) if stays else self.files):
             return
         config, old_text = _read_config(join(folder, CONFIG))
-        name = next((name for name in _DTYPE if name in config), None)
-        old = config.get(name or "")
-        if name is None or old is None or list(dtypes) == [old]:
+        name = next((name for name in _DTYPE if name in config), "")
+        old = config.get(name)
+        if old is None or list(dtypes) == [old]:
             return
         if old not in FLOATS or len(dtypes) != 1:
-            dtypes_text = ", ".join(sorted(dtypes))
+            actual = ", ".join(sorted(dtypes))
             self.notes.append(
                 f"{CONFIG} still says {name} {old}, to which from_pretrained converts the weights;"
-                f" they are {dtypes_text}"
+                f" they are {actual}"
             )
             return
         (new,) = dtypes
         _set_dtype(config, old, new)
-        self.files[CONFIG], self.before[CONFIG] = _as_json(config, old_text), old_text
+        self.files[CONFIG] = _as_json(config, old_text)
+        self.before[CONFIG] = old_text
         text = f"{CONFIG} is written with {name} {new} instead of {old}"
         self.notes.append(Info(text, "remap"))
 
@@ -189,7 +190,7 @@ class _Decisions:
         """Let an adapter's configuration follow the keys, or say what changes."""
         folder = path if is_dir(path) else parent(path)
         renames = list(_renames(plan))
-        if NAME in (names_in(folder) if is_dir(folder) else ()):
+        if is_dir(folder) and NAME in names_in(folder):
             config = join(folder, NAME)
             text, new_text = _adapter_config(config, renames, new_base, to_folder, self.notes)
             if to_folder and new_text is not None:
@@ -223,17 +224,20 @@ def _is_dequantized(source: Checkpoint, plan: Plan) -> bool:
     if len(source.state_dicts) != 1:
         return False
     (section,) = source.state_dicts
-    weights = quantized_weights(section)
-    if not weights:
+    parts: set[str] = set()
+    plain: set[str] = set()
+    for weight in quantized_weights(section):
+        parts.update(weight.keys)
+        plain.add(weight.plain)
+    if not plain:
         return False
-    parts = {key for weight in weights for key in weight.keys}
-    expected = {weight.plain for weight in weights}
-    expected.update(key for key in section.keys if key not in parts)
-    outputs = {output.key: output for output in plan.outputs}
-    if outputs.keys() != expected:
-        return False
-    changed = {key for key, output in outputs.items() if not output.is_unchanged}
-    return changed == {weight.plain for weight in weights}
+    written = set()
+    changed = set()
+    for output in plan.outputs:
+        written.add(output.key)
+        if not output.is_unchanged:
+            changed.add(output.key)
+    return changed == plain and written == plain.union(section.keys) - (parts - plain)
 
 
 def _without_quantization(path: str) -> tuple[bytes, bytes] | None:
@@ -273,12 +277,15 @@ def _as_json(config: object, old_text: bytes) -> bytes:
 def _others(folder: str, source: Checkpoint, copied: Collection[str]) -> dict[str, str]:
     """Return the other files of the folder, which are not copied, with the reason."""
     weights = recognize(folder).path
-    part = {name_of(weights)} if weights != folder else set()
+    read = {*copied}
+    if weights != folder:
+        read.add(name_of(weights))
     shards = getattr(source.container, "shards", {})
-    part |= set(shards) if isinstance(shards, Mapping) else set()
+    if isinstance(shards, Mapping):
+        read.update(shards)
     left: dict[str, str] = {}
     for name in names_in(folder):
-        if name in copied or name in part or name.endswith((".distcp", ".metadata")):
+        if name in read or name.endswith((".distcp", ".metadata")):
             continue
         if not is_url(folder) and is_dir(join(folder, name)):
             left[name] = "a folder"
@@ -290,19 +297,22 @@ def _others(folder: str, source: Checkpoint, copied: Collection[str]) -> dict[st
 
 
 def _renames(plan: Plan) -> Iterator[tuple[str, str]]:
-    return ((old, output.key) for output in plan.outputs for old in ex.refs(output.source))
+    for output in plan.outputs:
+        for old in ex.refs(output.source):
+            yield old, output.key
 
 
 def _on_target_modules(adapter: Adapter, modules: Mapping[str, str]) -> list[str]:
     """Return a note on the new names of adapted modules, for a configuration that is not there."""
     changes = set()
     for path in adapter.modules:
-        name, new_name = path.rpartition(".")[2], modules.get(path, "").rpartition(".")[2]
+        _, _, name = path.rpartition(".")
+        _, _, new_name = modules.get(path, "").rpartition(".")
         if new_name not in ("", name):
             changes.add(f"{name} is {new_name} now")
-    return (
-        [f"target_modules in the adapter's {NAME}: {', '.join(sorted(changes))}"] if changes else []
-    )
+    if not changes:
+        return []
+    return [f"target_modules in the adapter's {NAME}: {', '.join(sorted(changes))}"]
 
 
 def _adapter_config(
@@ -331,12 +341,13 @@ def _adapter_config(
             " hand",
             problems=problems,
         )
-    changed = [
-        f"{field} = {shown(value)}" for field, value in new.items() if value != config[field]
-    ]
-    told = [*changed, *(f"{problem.key}: {problem.problem}" for problem in problems)]
+    told = []
+    for field, value in new.items():
+        if value != config[field]:
+            told.append(f"{field} = {shown(value)}")
+    is_changed = bool(told)
+    for problem in problems:
+        told.append(f"{problem.key}: {problem.problem}")
     if told and not to_folder:
         notes.append(f"{path} is not changed, and names modules of the old base: {'; '.join(told)}")
-    if not changed:
-        return text, None
-    return text, _as_json(new, text)
+    return text, _as_json(new, text) if is_changed else None

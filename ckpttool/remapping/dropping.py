@@ -29,10 +29,11 @@ def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, l
 
     def hit(section: str, key: str) -> bool:
         used = [text for text in patterns if names_entry(text, section, key)]
+        if not used:
+            return False
         idle.difference_update(used)
-        if used:
-            dropped.append(Dropped(section, key, f"--drop {used[0]}"))
-        return bool(used)
+        dropped.append(Dropped(section, key, f"--drop {used[0]}"))
+        return True
 
     sections = []
     for section in checkpoint.sections:
@@ -83,26 +84,26 @@ def _check_optimizers(checkpoint: Checkpoint, gone: Mapping[str, Collection[str]
     """Raise `Refused` if a part of an optimizer's state is among the keys that are `gone` from each
     section.
     """
-    torn: dict[Section, list[str]] = {}
+    torn: list[Section] = []
+    problems: list[Problem] = []
     for section in checkpoint.optimizers:
         here = gone.get(section.path, ())
         keys = [entry.key for entry in section.entries if entry.key in here]
         of_state = [key for key in keys if key.startswith(_STATE)]
         if of_state:
-            torn[section] = of_state
+            torn.append(section)
+        problems += [Problem("would go", dotted(section.path, key)) for key in of_state]
     if not torn:
         return
     titles = ", ".join(section.title for section in torn)
-    gone_count = sum(map(len, torn.values()))
-    all_count = sum(len(section.entries) for section in torn)
-    counts = f"{gone_count} of {plural(all_count, 'entry')} of {titles}"
+    entries = sum(len(section.entries) for section in torn)
+    counts = f"{len(problems)} of {plural(entries, 'entry')} of {titles}"
     hint = "drop no key of the optimizer"
     if all(section.path for section in torn):
-        options = shell(*(word for section in torn for word in ("--drop", section.path)))
-        hint = f"remove all of the optimizer state: {options}; or {hint}"
-    problems = []
-    for section, keys in torn.items():
-        problems += [Problem("would go", dotted(section.path, key)) for key in keys]
+        options: list[str] = []
+        for section in torn:
+            options += ["--drop", section.path]
+        hint = f"remove all of the optimizer state: {shell(*options)}; or {hint}"
     raise Refused(
         f"--drop would remove a part of the optimizer state, {counts}: torch may load the"
         " rest, and start again",
@@ -122,10 +123,10 @@ def _check_quantized_weights(checkpoint: Checkpoint, gone: Mapping[str, Collecti
             continue
         for weight in quantized_weights(section):
             stays = [key for key in weight.keys if key not in here]
-            goes = [key for key in weight.keys if key in here]
-            if goes and stays:
-                text = f"would go, and {', '.join(stays)} would stay"
-                problems += [Problem(text, dotted(section.path, key), "quantized") for key in goes]
+            text = f"would go, and {', '.join(stays)} would stay"
+            for key in weight.keys if stays else ():
+                if key in here:
+                    problems.append(Problem(text, dotted(section.path, key), "quantized"))
     if problems:
         raise Refused(
             "--drop would remove a part of a quantized weight",

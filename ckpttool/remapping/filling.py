@@ -56,31 +56,34 @@ def fill(outcome: Remap, fillers: Sequence[Filler], request: Request) -> Remap:
     sections = {section.path: section for section in outcome.result.sections}
     files = dict(outcome.result.files)
     filled = []
+    taken: set[str] = set()
+    notes = [*outcome.notes]
     for filler in fillers:
         offer = _under_final_names(filler, request)
         files.update(filler.checkpoint.files)
-        taken: list[str] = []
+        keys: list[str] = []
         unused = set(offer)
         for path in outcome.model_paths:
-            lacking = [name for name in _lacking(sections[path], request) if name in offer]
-            sections[path] = _with_entries(sections[path], [offer[name] for name in lacking])
-            taken += [dotted(path, name) for name in lacking]
-            unused.difference_update(lacking)
-        filled.append(Filled(filler.title, tuple(taken), len(unused)))
-    result = replace(outcome.result, sections=tuple(sections.values()), files=files)
-    present = {key for source in filled for key in source.keys}
-    missing = tuple(key for key in outcome.missing if key not in present)
-    notes = [*outcome.notes]
-    for source in filled:
-        if not source.keys:
-            text = f"{source.source} has no key that is missing: nothing is taken from it"
+            names = [name for name in _lacking(sections[path], request) if name in offer]
+            sections[path] = _with_entries(sections[path], [offer[name] for name in names])
+            keys += [dotted(path, name) for name in names]
+            unused.difference_update(names)
+        filled.append(Filled(filler.title, tuple(keys), len(unused)))
+        taken.update(keys)
+        if not keys:
+            text = f"{filler.title} has no key that is missing: nothing is taken from it"
             notes.append(Note(text, "remap"))
     if request.like is not None:
-        notes += notes_on_like(
-            [key for path in outcome.model_paths for key in sections[path].keys], request.like
-        )
+        written: list[str] = []
+        for path in outcome.model_paths:
+            written += sections[path].keys
+        notes += notes_on_like(written, request.like)
     return replace(
-        outcome, result=result, missing=missing, filled=tuple(filled), notes=tuple(notes)
+        outcome,
+        result=replace(outcome.result, sections=tuple(sections.values()), files=files),
+        missing=tuple(key for key in outcome.missing if key not in taken),
+        filled=tuple(filled),
+        notes=tuple(notes),
     )
 
 

@@ -32,11 +32,11 @@ def _not_reached(outcome: Remap, request: Request, loads: ModelOperand) -> tuple
     sections = of_one_model(outcome.result, request.options.sections)
     if any(adapter_in(section) is not None for section in sections):
         return ()
-    return tuple(
-        dotted(section.path, key)
-        for section in sections
-        for key in match(section.keys, names, spare).missing
-    )
+    missing: list[str] = []
+    for section in sections:
+        keys = match(section.keys, names, spare).missing
+        missing += [dotted(section.path, key) for key in keys]
+    return tuple(missing)
 
 
 def _needed(outcome: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
@@ -44,24 +44,21 @@ def _needed(outcome: Remap, request: Request, loads: ModelOperand) -> tuple[str,
     sometimes.
     """
     options = request.options
-    narrowed = options.select is not None or options.trainable_only
-    renamed = (
-        request.like is not None
-        or request.rule_steps
-        or options.form not in (None, ModelForm.SERIALIZED)
-    )
-    if narrowed or renamed or not loads.is_definition or loads.is_folder:
+    is_narrowed = options.select is not None or options.trainable_only
+    is_renamed = request.like is not None or request.rule_steps
+    if is_narrowed or is_renamed or options.form not in (None, ModelForm.SERIALIZED):
+        return outcome.missing
+    if not loads.is_definition or loads.is_folder:
         return outcome.missing
     from ckpttool.tracing.loading import load_verdict
 
-    needed = []
+    needed: dict[str, None] = {}
     for path in dict.fromkeys(outcome.plan.sections):
-        missing = [key for key in outcome.missing if key.startswith(f"{path}." if path else "")]
+        below = f"{path}." if path else ""
+        missing = [key for key in outcome.missing if key.startswith(below)]
         section = outcome.result.section(path)
-        if (
-            missing
-            and section.kind == "state_dict"
-            and not load_verdict(loads.definition(), section).ok
-        ):
-            needed += missing
-    return tuple(dict.fromkeys(needed))
+        if not missing or section.kind != "state_dict":
+            continue
+        if not load_verdict(loads.definition(), section).ok:
+            needed.update(dict.fromkeys(missing))
+    return tuple(needed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain as in_turn
+from itertools import chain
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError, Problem
@@ -46,10 +46,12 @@ def with_optimizers(outcome: Remap, request: OptimizerRequest) -> Remap:
         notes += _left_in_order(result, optimizers, request)
     if not optimizers:
         return replace(outcome, notes=tuple(notes))
+    moves = []
     for optimizer in optimizers:
         notes += optimizer.notes
+        if optimizer.move is not None:
+            moves.append(optimizer.move)
     result = _in_order(result, optimizers, request, outcome.ruled, ruled)
-    moves = [optimizer.move for optimizer in optimizers if optimizer.move is not None]
     plan = _with_moves(outcome.plan, result, moves)
     return replace(outcome, result=result, plan=plan, optimizers=optimizers, notes=tuple(notes))
 
@@ -95,22 +97,15 @@ def _left_in_order(
     """Yield a note on each optimizer with ids, whose order rules do not change to the new
     model's.
     """
+    out = request.output or "OUT"
+    diff = shell("ckpttool", "diff", "--model", "NEW", "--optimizer", "O", out)
+    text = f"optimizer ids keep the order of the model that saved them; check with {diff}"
     ordered = {remap.section for remap in optimizers if remap.loaded_by is not None}
     for section in result.optimizers:
         state = forms.read(section)
-        if (
-            state.form == ID
-            and section.path not in ordered
-            and not (state.is_stateless and len(state.groups) < 2)
-        ):
-            ask = shell(
-                "ckpttool", "diff", "--model", "NEW", "--optimizer", "O", request.output or "OUT"
-            )
-            which = "" if section.title == "optimizer" else f"{section.title}: "
-            yield (
-                f"{which}optimizer ids keep the order of the model that saved them; check with"
-                f" {ask}"
-            )
+        is_empty = state.is_stateless and len(state.groups) < 2
+        if state.form == ID and section.path not in ordered and not is_empty:
+            yield text if section.title == "optimizer" else f"{section.title}: {text}"
 
 
 def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) -> Plan:
@@ -121,19 +116,16 @@ def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) 
     """
     dropped = {gone.section for gone in plan.dropped}
     changed = {move.section for move in moves} - dropped
-    outputs: dict[str, list[Output]] = {}
+    by_section: dict[str, list[Output]] = {}
     for output in plan.outputs:
         if output.section not in changed:
-            outputs.setdefault(output.section, []).append(output)
+            by_section.setdefault(output.section, []).append(output)
     for section in result.sections:
-        if section.kind != "optimizer" and section.path in outputs:
+        if section.kind != "optimizer" and section.path in by_section:
             rank = {key: place for place, key in enumerate(section.keys)}
-            outputs[section.path] = sorted(
-                outputs[section.path], key=lambda output: rank.get(output.key, 0)
-            )
-    return replace(
-        plan, outputs=tuple(in_turn.from_iterable(outputs.values())), optimizers=tuple(moves)
-    )
+            by_section[section.path].sort(key=lambda output: rank.get(output.key, 0))
+    outputs = chain.from_iterable(by_section.values())
+    return replace(plan, outputs=tuple(outputs), optimizers=tuple(moves))
 
 
 def optimizer_request(inputs: Inputs) -> OptimizerRequest:
@@ -161,20 +153,21 @@ def _of_sections(inputs: Inputs) -> dict[str, OfSection]:
     what creates state, if the optimizers are named by their sections. Raise `CkptError` for
     sections that are none.
     """
+    source, model, to_model = inputs.source, inputs.model, inputs.to_model
     named = inputs.options.optimizers
-    paths = [section.path for section in inputs.source.optimizers]
+    paths = [section.path for section in source.optimizers]
     problems = [Problem("not an optimizer", path) for path in named if path not in paths]
     if problems:
         sections = f"its optimizers are {', '.join(paths)}" if paths else "it holds no optimizer"
         raise CkptError(
-            f"{inputs.source.source}: {plural(len(problems), 'section')} named, but no optimizer",
-            hint=f"{sections}: `{inputs.source.inspect_call}` lists its sections",
+            f"{source.source}: {plural(len(problems), 'section')} named, but no optimizer",
+            hint=f"{sections}: `{source.inspect_call}` lists its sections",
             problems=problems,
         )
     of_sections: dict[str, OfSection] = {}
     for path, (optimizer, to_optimizer) in named.items():
-        saved = None if inputs.model is None else inputs.model.with_optimizer(optimizer)
-        loads = None if inputs.to_model is None else inputs.to_model.with_optimizer(to_optimizer)
+        saved = None if model is None else model.with_optimizer(optimizer)
+        loads = None if to_model is None else to_model.with_optimizer(to_optimizer)
         of_sections[path] = (
             None if saved is None else saved.names(),
             None if loads is None else loads.names(),
@@ -194,11 +187,8 @@ def _command_with_old_model(source: Checkpoint, options: RemapOptions) -> str | 
     """Return the same command with the model named that saved the checkpoint; None if the options
     name another one.
     """
-    if (
-        not isinstance(options.model, str)
-        or options.to_model is not None
-        or options.to_optimizer is not None
-    ):
+    has_target = options.to_model is not None or options.to_optimizer is not None
+    if has_target or not isinstance(options.model, str):
         return None
     swapped = replace(
         options,

@@ -141,30 +141,24 @@ def write_output(
     """Write the output, unless it is a dry run. Return the result with notes on what the output
     does not hold.
     """
-    notes = (*outcome.notes, *losses(outcome.result, target.format))
+    notes = [*outcome.notes, *losses(outcome.result, target.format)]
     if target.max_shard_size is not None and not target.format.sharded:
-        notes = (
-            *notes,
+        notes.append(
             f"--max-shard-size changes nothing: {target.path} has no shards (OUT/ is"
-            " a folder of them)",
+            " a folder of them)"
         )
-    loaded_by_other = None if options.to_model is None else to_model
-    new_base = (
-        []
-        if loaded_by_other is None
-        else [tensor.canonical for tensor in loaded_by_other.names().runtime]
-    )
+    new_base: list[str] = []
+    if options.to_model is not None and to_model is not None:
+        new_base = [tensor.canonical for tensor in to_model.names().runtime]
     described = options.form is ModelForm.PRETRAINED
     companions = companions_of(source, outcome.plan, outcome.result, target, new_base, described)
-    notes = (*notes, *companions.notes)
     outcome = replace(
         outcome,
         result=output,
-        notes=notes,
+        notes=(*notes, *companions.notes),
         companions=companions if str(companions) else None,
         format=target.format.title,
     )
-
     if options.in_place:
         return _edit_in_place(source, options, writer, target, outcome, companions)
     if not lays_out and target.format.check_holds(output):
@@ -174,9 +168,9 @@ def write_output(
     if options.dry_run:
         return replace(outcome, cost=cost_of(files))
     writer.target(target, files, _decided(outcome))
-    return (
-        replace(outcome, verified=writer.prove(target.path, output)) if options.verify else outcome
-    )
+    if not options.verify:
+        return outcome
+    return replace(outcome, verified=writer.prove(target.path, output))
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl")  # of the other files of a folder
@@ -208,11 +202,10 @@ def _check_code(
     """
     if options.keep_pickled_code:
         return
-    pickles = (
-        path
-        for path in companions.files.values()
-        if isinstance(path, str) and path.endswith(_PICKLES)
-    )
+    pickles = []
+    for path in companions.files.values():
+        if isinstance(path, str) and path.endswith(_PICKLES):
+            pickles.append(path)
     check_code(output, names, pickles)
 
 
@@ -228,7 +221,36 @@ def _edit_in_place(
     would change.
     """
     only_first()
-    output = outcome.result
+    path, output = target.path, outcome.result
+    files = _layout_in_place(source, options, target, output)
+    edited: dict[str, Edited] = {}
+    for name, content in companions.files.items():
+        if isinstance(content, bytes):
+            edited[name] = Edited([Piece(content)], companions.before[name], content)
+    edited.update(files)
+    expected = fingerprints(output) if options.verify and not options.dry_run else None
+    written = edit(edited, target.home, fsync=not options.no_fsync, dry_run=options.dry_run)
+    undo = undo_of(path, written.kept) if written.nbytes else None
+    outcome = replace(outcome, written=written, undo=undo)
+    if options.dry_run:
+        return replace(outcome, cost=Cost(0, written.nbytes, 0))
+    if expected is not None:
+        outcome = replace(outcome, verified=writer.prove(path, expected))
+    if outcome.plan.dropped:
+        kept_bytes = f"{path} still holds the bytes of what was left out"
+        if target.format.drops_unused_bytes:
+            copy = shell("ckpttool", "convert", path, "-o", next(outputs(path, "copy")))
+            kept_bytes += f"; a copy does not: {copy}"
+        outcome = replace(outcome, notes=(*outcome.notes, Info(kept_bytes, "remap")))
+    return outcome
+
+
+def _layout_in_place(
+    source: Checkpoint, options: RemapOptions, target: Target, output: Checkpoint
+) -> Mapping[str, Edited]:
+    """Return the edits of the weights. Raise `Refused` if more than names would change, or if
+    loading them would run code, unless that is requested.
+    """
     with dangerous_written() as names:
         files = target.format.layout_in_place(output, target.name or name_of(target.path))
     if files is None:
@@ -243,35 +265,7 @@ def _edit_in_place(
             files_of_all = target.format.layout_files(output, target.name)
             names |= copied_imports(output, target.format, files_of_all)
         check_code(output, names)
-    new = {
-        name: content for name, content in companions.files.items() if isinstance(content, bytes)
-    }
-    files = {
-        **{
-            name: Edited([Piece(text)], companions.before[name], text) for name, text in new.items()
-        },
-        **files,
-    }
-    expected = fingerprints(output) if options.verify and not options.dry_run else None
-    written = edit(files, target.home, fsync=not options.no_fsync, dry_run=options.dry_run)
-    outcome = replace(
-        outcome,
-        written=written,
-        undo=undo_of(target.path, written.kept) if written.nbytes else None,
-    )
-    if options.dry_run:
-        return replace(outcome, cost=Cost(0, written.nbytes, 0))
-    if expected is not None:
-        outcome = replace(outcome, verified=writer.prove(target.path, expected))
-    if outcome.plan.dropped:
-        kept_bytes = f"{target.path} still holds the bytes of what was left out"
-        if target.format.drops_unused_bytes:
-            copy = shell(
-                "ckpttool", "convert", target.path, "-o", next(outputs(target.path, "copy"))
-            )
-            kept_bytes += f"; a copy does not: {copy}"
-        outcome = replace(outcome, notes=(*outcome.notes, Info(kept_bytes, "remap")))
-    return outcome
+    return files
 
 
 def _decided(outcome: Remap) -> Decided | None:

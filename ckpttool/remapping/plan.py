@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Section
@@ -30,18 +31,15 @@ def check_quantized(drafts: Sequence[Draft]) -> None:
     """Raise `Refused` if the plan of a section separates the parts of quantized weights, or casts
     them.
     """
-    problems = [
-        problem
-        for draft in drafts
-        for problem in problems_of_parts(draft.section, draft.plan.outputs)
-    ]
+    problems: list[Problem] = []
+    for draft in drafts:
+        problems += problems_of_parts(draft.section, draft.plan.outputs)
     if problems:
         raise Refused(
             "the numbers of quantized weights mean nothing without their scales:"
             f" {plural(len(problems), 'problem')}",
             hint="rename all parts of a weight together ('FROM.{x*} => TO.{x*}'); to change the"
-            " dtype, load the model "
-            "with the library that quantized it, and save it dequantized",
+            " dtype, load the model with the library that quantized it, and save it dequantized",
             problems=problems,
         )
 
@@ -115,10 +113,10 @@ def _joined(drafts: Sequence[Draft]) -> Plan:
     """Return the plans of all sections as one."""
     plans = [draft.plan for draft in drafts]
     return Plan(
-        tuple(output for plan in plans for output in plan.outputs),
-        tuple(gone for plan in plans for gone in plan.dropped),
-        tuple(module for plan in plans for module in plan.modules),
-        tuple(run for plan in plans for run in plan.runs),
+        tuple(chain.from_iterable(plan.outputs for plan in plans)),
+        tuple(chain.from_iterable(plan.dropped for plan in plans)),
+        tuple(chain.from_iterable(plan.modules for plan in plans)),
+        tuple(chain.from_iterable(plan.runs for plan in plans)),
     )
 
 
@@ -159,9 +157,9 @@ def _notes(drafts: Sequence[Draft]) -> list[str]:
     first, *others = drafts
     notes = list(first.notes)
     for draft in others:
-        notes += [
-            f"{draft.section.path}: {note}" for note in draft.notes if note not in first.notes
-        ]
+        for note in draft.notes:
+            if note not in first.notes:
+                notes.append(f"{draft.section.path}: {note}")
     return notes
 
 
@@ -185,21 +183,21 @@ def _check_pruned_state(
 
     The parts are also registered in another order than the weights.
     """
-    pruned = [
-        plan for section in sections if (plan := without_pruning(section, model.tables)) is not None
-    ]
-    if not pruned:
+    problems = []
+    for section in sections:
+        plan = without_pruning(section, model.tables)
+        for output in () if plan is None else plan.computed:
+            problems.append(Problem("computed from its mask", output.key))
+    if not problems:
         return
-    drops = shell(*(word for section in source.optimizers for word in ("--drop", section.path)))
+    drops: list[str] = []
+    for section in source.optimizers:
+        drops += ["--drop", section.path]
     raise Refused(
         "the model in this file is pruned, and its optimizer state belongs to the weights before"
         " the masks",
-        hint=f"leave it out: {drops}",
-        problems=[
-            Problem("computed from its mask", output.key)
-            for plan in pruned
-            for output in plan.computed
-        ],
+        hint=f"leave it out: {shell(*drops)}",
+        problems=problems,
     )
 
 

@@ -86,9 +86,9 @@ def changes_content(source: Checkpoint, outcome: Remap) -> bool:
         return True
     if result.sections is source.sections:
         return False
-    return len(result.sections) != len(source.sections) or not all(
-        map(_same, source.sections, result.sections)
-    )
+    if len(result.sections) != len(source.sections):
+        return True
+    return not all(map(_same, source.sections, result.sections))
 
 
 def _same(left: Section, right: Section) -> bool:

@@ -63,10 +63,11 @@ class Request:
 
     @property
     def changes(self) -> bool:
+        """Whether the keys or tensors of the model's section may change."""
         options = self.options
-        if self.converter is not None or self.rule_steps or options.trainable_only:
+        if self.rule_steps or options.trainable_only:
             return True
-        models = (self.saved, self.loads, self.unwrapped, self.like)
+        models = (self.saved, self.loads, self.unwrapped, self.like, self.converter)
         given = (*models, options.to, options.from_, options.select, self.dtype)
         return any(value is not None for value in given)
 
@@ -140,17 +141,22 @@ class Draft:
         for output in plan.outputs:
             key = names.get(output.key, output.key)
             outputs.append(Output(output.section, key, output.source))
-        modules = tuple(plan.modules)
+        modules = plan.modules
         if section.modules is not None:
             moved = {key: new for key, new in names.items() if key != new}
-            before = {rename.old: rename.new for rename in plan.modules}
-            paths = (before.get(path, path) for path in section.modules)
-            modules = in_turn(modules, module_renames(section.path, paths, moved))
+            before = {rename.old: rename.new for rename in modules}
+            paths = [before.get(path, path) for path in section.modules]
+            after = module_renames(section.path, paths, moved)
+            modules = in_turn(modules, after)
         return replace(self, plan=replace(plan, outputs=tuple(outputs), modules=modules))
 
+    def with_outputs(self, outputs: Iterable[Output]) -> Draft:
+        return replace(self, plan=replace(self.plan, outputs=tuple(outputs)))
+
     def without(self, keys: Sequence[str], reason: str) -> Draft:
-        dropped = (Dropped(self.section.path, key, reason) for key in keys)
-        return replace(self, plan=replace(self.plan, dropped=(*self.plan.dropped, *dropped)))
+        dropped = [*self.plan.dropped]
+        dropped += [Dropped(self.section.path, key, reason) for key in keys]
+        return replace(self, plan=replace(self.plan, dropped=tuple(dropped)))
 
 
 def carried(sections: Iterable[Section]) -> Plan:
@@ -221,7 +227,8 @@ def select(draft: Draft, prefix: str, by_model: bool) -> Draft:
     `by_model`: the keys are a model's by now.
     """
     paths = wrappers.recognize(draft.keys) if by_model else draft.wrappers.paths
-    inner_names, as_written = {}, {}
+    inner_names = {}
+    as_written = {}
     for key in draft.keys:
         inner = _below(prefix, key, paths)
         if inner:
@@ -230,11 +237,10 @@ def select(draft: Draft, prefix: str, by_model: bool) -> Draft:
             as_written[key] = key.removeprefix(f"{prefix}.")
     inner_names = inner_names or as_written
     if not inner_names:
-        heads = dict.fromkeys(strip(key, paths).partition(".")[0] for key in draft.keys)
+        heads = list(dict.fromkeys(strip(key, paths).partition(".")[0] for key in draft.keys))
         raise Refused(
             f"no key is below {prefix!r}",
-            hint="--select takes the dotted path of a submodule; there are"
-            f" {', '.join(list(heads)[:8])}",
+            hint=f"--select takes the dotted path of a submodule; there are {', '.join(heads[:8])}",
         )
     outputs = [output for output in draft.plan.outputs if output.key in inner_names]
     draft = replace(draft, plan=only_outputs(draft.plan, outputs, f"not below {prefix}"))
@@ -276,15 +282,11 @@ def notes_on_like(keys: Sequence[str], other: Section) -> list[str]:
     only_there = [key for key in expected if key not in written]
     notes = []
     if only_here:
-        notes.append(
-            f"the other checkpoint has no name for {plural(len(only_here), 'key')}:"
-            f" {_first_five(only_here)}"
-        )
+        count = plural(len(only_here), "key")
+        notes.append(f"the other checkpoint has no name for {count}: {_first_five(only_here)}")
     if only_there:
-        note = (
-            f"not in the output are {plural(len(only_there), 'key')} of the other checkpoint:"
-            f" {_first_five(only_there)}"
-        )
+        count = plural(len(only_there), "key")
+        note = f"not in the output are {count} of the other checkpoint: {_first_five(only_there)}"
         if aliases(other).keys() >= set(only_there):  # ties, call variants
             note += "; all are second names, which --model MODEL --to FORM writes"
         notes.append(note)
@@ -301,8 +303,8 @@ def rewrap(draft: Draft, target: Chain) -> Draft:
     A counter that the chain has no place for is dropped; one that it needs is added.
     """
     canonical = {key: draft.canonical.get(key, key) for key in draft.keys}
-    as_read = wrappers.counters([entry.key for entry in draft.section.tensors])
-    counters = {*as_read, *wrappers.counters(draft.keys)}
+    counters = set(wrappers.counters(draft.keys))
+    counters.update(wrappers.counters([entry.key for entry in draft.section.tensors]))
     counted = [key for key in draft.keys if key in counters]
     names, removed = wrappers.rewrap(canonical, target, counted)
     outputs: list[Output] = []
@@ -312,12 +314,11 @@ def rewrap(draft: Draft, target: Chain) -> Draft:
             outputs.append(output)
         if output.key in removed:
             dropped += ex.refs(output.source)
-    draft = replace(draft, plan=replace(draft.plan, outputs=tuple(outputs)))
-    draft = draft.without(dropped, NO_COUNTER).renamed(names)
+    draft = draft.with_outputs(outputs).without(dropped, NO_COUNTER).renamed(names)
     new = []
     for key, value in wrappers.new_counter(target, counted).items():
         new.append(Output(draft.section.path, key, value))
-    return replace(draft, plan=replace(draft.plan, outputs=(*new, *draft.plan.outputs)))
+    return draft.with_outputs((*new, *draft.plan.outputs))
 
 
 def unwrap(draft: Draft, tables: NameTables) -> Draft:

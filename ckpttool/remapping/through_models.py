@@ -180,9 +180,9 @@ def without_pruning(section: Section, tables: NameTables) -> Plan | None:
     masks: dict[str, str] = {}
     for key, original in entries.items():
         name = key.removesuffix("_orig")
-        mask = entries.get(f"{name}_mask")
         if name == key or name in entries or canonical[key] in model_names:
             continue
+        mask = entries.get(f"{name}_mask")
         if not isinstance(original, TensorEntry) or not isinstance(mask, TensorEntry):
             continue
         if (original.dtype, original.shape) == (mask.dtype, mask.shape):
@@ -190,11 +190,12 @@ def without_pruning(section: Section, tables: NameTables) -> Plan | None:
     if not masks:
         return None
     outputs = []
+    all_masks = set(masks.values())
     for key in entries:
         if key in masks:
             pruned = Op("aten.mul.Tensor", (Ref(masks[key]), Ref(key)))
             outputs.append(Output(section.path, key.removesuffix("_orig"), pruned))
-        elif key not in masks.values():
+        elif key not in all_masks:
             outputs.append(Output(section.path, key, Ref(key)))
     return Plan(tuple(outputs))
 
@@ -209,8 +210,7 @@ def with_counters(draft: Draft, keep: bool) -> Draft:
     if not keep:
         return draft.without(keys, NO_COUNTER)
     counters = [Output(draft.section.path, key, Ref(key)) for key in keys]
-    plan = replace(draft.plan, outputs=(*counters, *draft.plan.outputs))
-    return replace(draft, plan=plan)
+    return draft.with_outputs((*counters, *draft.plan.outputs))
 
 
 def loadable(tables: NameTables, to: ModelForm) -> tuple[Mapping[str, str], Collection[str]]:
@@ -233,7 +233,8 @@ def lacking(tables: NameTables, to: ModelForm, plan: Plan) -> tuple[str, ...]:
 def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Checkpoint:
     """Return `result` with its form recorded if the names, dtypes and shapes do not show it."""
     section = replace(result.section(path), form=None, has_runtime_names=False)
-    is_either = tables.forms_agree and tables.serialized_names.keys() <= section.by_key().keys()
+    has_all_keys = tables.serialized_names.keys() <= section.by_key().keys()
+    is_either = tables.forms_agree and has_all_keys
     if not is_either and read(tables, section).form != form:
         section = replace(section, form=form)
     sections = [section if other.path == path else other for other in result.sections]
