@@ -8,6 +8,7 @@ PEFT writes ``base_model.model.PATH.lora_A.weight`` to an adapter's own file, an
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from ckpttool.core.checkpoint import Kind, Section, once_per_section
@@ -121,8 +122,10 @@ class Adapter:
     @property
     def alone(self) -> bool:
         """Whether the weights of the adapted modules are absent."""
-        weights = {f"{path}{part}.weight" for path in self.modules for part in ("", ".base_layer")}
-        return not any(self.inside(key) in weights for key in self.rest)
+        weights: set[str] = set()
+        for path in self.modules:
+            weights |= {f"{path}.weight", f"{path}.base_layer.weight"}
+        return weights.isdisjoint(map(self.inside, self.rest))
 
     @property
     def by_peft(self) -> bool:
@@ -133,7 +136,7 @@ class Adapter:
     @property
     def naming(self) -> Naming:
         """The convention that the keys of the adapter follow."""
-        return naming_of([key for keys in self.modules.values() for key in keys])
+        return naming_of(list(chain.from_iterable(self.modules.values())))
 
     def inside(self, key: str) -> str:
         """Return the key as the model itself has it, without PEFT's root."""
@@ -142,8 +145,9 @@ class Adapter:
     @property
     def title(self) -> str:
         """``a LoRA adapter``."""
-        article = "an" if self.kinds[0].startswith(("a", "i", "o", "I", "u")) else "a"
-        return f"{article} {' and '.join(self.kinds)} adapter"
+        kinds = " and ".join(self.kinds)
+        article = "an" if kinds.startswith(("a", "i", "o", "I", "u")) else "a"
+        return f"{article} {kinds} adapter"
 
 
 def _has_no_other(mark: str) -> bool:
@@ -161,22 +165,27 @@ def adapter_of(keys: Iterable[str]) -> Adapter | None:
         return None
     modules: dict[str, list[str]] = {}
     kinds: dict[str, None] = {}
-    rest: dict[str, None] = {}
+    others: list[str] = []
     for key in keys:
-        at, kind = _place(key.split("."))
+        segments = key.split(".")
+        depth, kind = _place(segments)
         if kind:
             kinds[kind] = None
-            modules.setdefault(_without_root(key.split(".")[:at]), []).append(key)
+            modules.setdefault(_without_root(segments[:depth]), []).append(key)
         else:
-            rest[key] = None
+            others.append(key)
     if not modules:
         return None
-    for key in list(rest):
-        *path, name = key.split(".")
-        if name in _NEXT_TO_PAIR and _without_root(path) in modules:
-            modules[_without_root(path)].append(key)
-            del rest[key]
-    return Adapter(tuple(kinds), {path: tuple(keys) for path, keys in modules.items()}, tuple(rest))
+    rest = []
+    for key in others:
+        *above, name = key.split(".")
+        path = _without_root(above)
+        if name in _NEXT_TO_PAIR and path in modules:
+            modules[path].append(key)
+        else:
+            rest.append(key)
+    by_path = {path: tuple(keys) for path, keys in modules.items()}
+    return Adapter(tuple(kinds), by_path, tuple(rest))
 
 
 @once_per_section
@@ -189,7 +198,7 @@ def path_and_rest(name: str, modules: Collection[str]) -> tuple[str, str]:
     """``a.b.base_layer.weight`` -> (``a.b``, ``base_layer.weight``), if ``a.b`` is the longest of
     the modules.
     """
-    path, rest = name.rpartition(".")[::2]
+    path, _, rest = name.rpartition(".")
     while path and path not in modules:
         path, _, last = path.rpartition(".")
         rest = f"{last}.{rest}"
@@ -205,7 +214,8 @@ def misfits(adapter: Adapter, shapes: Shapes, base: Shapes) -> list[str]:
     weights = {adapter.inside(key): shape for key, shape in base.items()}
     wrong = []
     for path, keys in adapter.modules.items():
-        update, weight = _shape_of_update(keys, shapes), weights.get(f"{path}.weight", ())
+        update = _shape_of_update(keys, shapes)
+        weight = weights.get(f"{path}.weight", ())
         if update is None or len(weight) != 2:
             continue
         if update not in (weight, weight[::-1]):
@@ -231,17 +241,21 @@ def _shape_of_update(keys: Iterable[str], shapes: Shapes) -> tuple[int, int] | N
 
 def missing_modules(adapter: Adapter, base: Collection[str]) -> tuple[str, ...]:
     """Return the adapted modules that a model with these keys does not have."""
-    names = {name.rpartition(".")[0] for name in (*base, *canonical_keys(base).values())}
-    # kohya writes a path with underscores, and a prefix; diffusers the part of the pipeline first
+    names: set[str] = set()
+    for key, canonical in canonical_keys(base).items():
+        names |= {key.rpartition(".")[0], canonical.rpartition(".")[0]}
+    # kohya writes a path with underscores, and a prefix
     flat = {name.replace(".", "_") for name in names}
-
-    def is_present(path: str) -> bool:
+    missing = []
+    for path in adapter.modules:
         prefix = next((prefix for prefix in _KOHYA if path.startswith(prefix)), "")
+        if path in names or path.removeprefix(prefix) in flat:
+            continue
+        # diffusers writes the part of the pipeline first
         component, dot, inner = path.partition(".")
-        is_inside = component + dot in _COMPONENTS and inner in names
-        return path in names or is_inside or path.removeprefix(prefix) in flat
-
-    return tuple(path for path in adapter.modules if not is_present(path))
+        if component + dot not in _COMPONENTS or inner not in names:
+            missing.append(path)
+    return tuple(missing)
 
 
 def _place(segments: list[str]) -> tuple[int, str]:
@@ -261,4 +275,6 @@ def _place(segments: list[str]) -> tuple[int, str]:
 
 
 def _without_root(path: list[str]) -> str:
-    return ".".join(path[len(PEFT_ROOT) :] if tuple(path[: len(PEFT_ROOT)]) == PEFT_ROOT else path)
+    depth = len(PEFT_ROOT)
+    is_below_root = tuple(path[:depth]) == PEFT_ROOT
+    return ".".join(path[depth:] if is_below_root else path)

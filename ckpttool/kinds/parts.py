@@ -40,7 +40,7 @@ def joined_dimension(shapes: list[tuple[int, ...]], whole: tuple[int, ...]) -> i
     """Return the one dimension along which parts of these shapes have the `whole` shape; None if
     there is none, or more than one.
     """
-    if any(len(shape) != len(whole) for shape in shapes):
+    if set(map(len, shapes)) != {len(whole)}:
         return None
     dimensions = [dim for dim in range(len(whole)) if _joined(shapes, dim) == whole]
     return dimensions[0] if len(dimensions) == 1 else None
@@ -62,6 +62,9 @@ def joined_alike(
 def _joined(shapes: list[tuple[int, ...]], dim: int) -> tuple[int, ...] | None:
     """Return the shape of parts that are joined along a dimension; None if they do not fit."""
     before, after = shapes[0][:dim], shapes[0][dim + 1 :]
-    if any(shape[:dim] != before or shape[dim + 1 :] != after for shape in shapes):
-        return None
-    return (*before, sum(shape[dim] for shape in shapes), *after)
+    length = 0
+    for shape in shapes:
+        if shape[:dim] != before or shape[dim + 1 :] != after:
+            return None
+        length += shape[dim]
+    return (*before, length, *after)

@@ -115,7 +115,9 @@ def recognize(section: Section) -> Kind | None:
     by_scheme: dict[str, list[QuantizedWeight]] = {}
     for weight in weights:
         by_scheme.setdefault(weight.scheme, []).append(weight)
-    counts = [_described(scheme, group) for scheme, group in by_scheme.items()]
+    counts = []
+    for scheme, group in by_scheme.items():
+        counts.append(_described(scheme, group))
     for dtype, count in by_torch.items():
         counts.append(f"by torch.ao.quantization, {plural(count, 'weight')} of {dtype}")
     text = f"is quantized: {'; '.join(counts)}"
@@ -131,7 +133,9 @@ def _all_tensors(section: Section) -> Iterator[TensorEntry]:
 
 
 def _described(scheme: str, weights: Sequence[QuantizedWeight]) -> str:
-    parts = dict.fromkeys(part for weight in weights for part in weight.part_names)
+    parts: dict[str, None] = {}
+    for weight in weights:
+        parts.update(dict.fromkeys(weight.part_names))
     names = some([f"`{part}`" for part in parts])
     return f"{scheme}, {plural(len(weights), 'weight')} with {names}"
 
@@ -164,8 +168,10 @@ class QuantizedWeight:
         """The names of the other entries, next to the weight or inside of it."""
         names: dict[str, None] = {}
         for key in self.others:
-            is_inside = key.startswith(f"{self.weight}.")
-            names[key[len(self.weight) + 1 :] if is_inside else key.rpartition(".")[2]] = None
+            _, _, name = key.rpartition(".")
+            if key.startswith(f"{self.weight}."):
+                name = key[len(self.weight) + 1 :]
+            names[name] = None
         return tuple(names)
 
     def other_after_rename(self, other: str, new_weight: str) -> str | None:
@@ -173,20 +179,21 @@ class QuantizedWeight:
         nobody knows it.
         """
         if other.startswith(f"{self.weight}."):
-            return new_weight + other[len(self.weight) :]
+            return new_weight + other.removeprefix(self.weight)
         if self.weight.endswith(_DATA):
-            plain = _without_data(self.weight)
-            return _without_data(new_weight) + other[len(plain) :]
-        module, _, leaf = self.weight.rpartition(".")
-        new_module, dot, new_leaf = new_weight.rpartition(".")
-        other_leaf = other[len(module) + 1 :] if module else other
+            return _without_data(new_weight) + other.removeprefix(_without_data(self.weight))
+        module, dot, leaf = self.weight.rpartition(".")
+        new_module, new_dot, new_leaf = new_weight.rpartition(".")
+        other_leaf = other.removeprefix(module + dot)
         if leaf == new_leaf:
-            return f"{new_module}{dot}{other_leaf}"
-        if leaf.endswith(_BLOCKS) and new_leaf.endswith(_BLOCKS):
-            return f"{new_module}{dot}{new_leaf.removesuffix(_BLOCKS)}{_SCALES}"
-        if other_leaf.startswith(leaf):
-            return f"{new_module}{dot}{new_leaf}{other_leaf[len(leaf) :]}"
-        return None
+            new_other = other_leaf
+        elif leaf.endswith(_BLOCKS) and new_leaf.endswith(_BLOCKS):
+            new_other = new_leaf.removesuffix(_BLOCKS) + _SCALES
+        elif other_leaf.startswith(leaf):
+            new_other = new_leaf + other_leaf.removeprefix(leaf)
+        else:
+            return None
+        return new_module + new_dot + new_other
 
 
 def _without_data(key: str) -> str:
@@ -197,39 +204,39 @@ def _without_data(key: str) -> str:
 @once_per_section
 def quantized_weights(section: Section) -> Sequence[QuantizedWeight]:
     """Return the quantized weights of a state dict, by the names and dtypes of their parts."""
-    in_4bit, of_quanto = _parts_in_4bit(section.keys), _parts_of_quanto(section.keys)
-    candidates = [
-        entry for entry in section.tensors if entry.dtype in _DTYPES or entry.key.endswith(_LEAVES)
-    ]
-    if not in_4bit and not of_quanto and not candidates:
-        return []
-    keys = set(section.keys)
-    weights: dict[str, QuantizedWeight] = {}
-
-    def add(scheme: str, weight: str, others: Sequence[str]) -> None:
-        before = weights.get(weight)
-        if before is not None:
-            scheme, others = before.scheme, tuple(dict.fromkeys((*before.others, *others)))
-        weights[weight] = QuantizedWeight(scheme, weight, tuple(others))
-
-    for weight, parts in in_4bit.items():
-        add("bitsandbytes, 4 bit", weight, parts)
-    for weight, parts in of_quanto.items():
-        add("quanto", weight, parts)
-    parts_by_kind: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for entry in candidates:
+    # weight -> scheme and other parts; the first scheme that fits is the weight's
+    schemes: dict[str, str] = {}
+    others: dict[str, dict[str, None]] = {}
+    for scheme, parts_by_weight in (
+        ("bitsandbytes, 4 bit", _parts_in_4bit(section.keys)),
+        ("quanto", _parts_of_quanto(section.keys)),
+    ):
+        for weight, parts in parts_by_weight.items():
+            schemes.setdefault(weight, scheme)
+            others.setdefault(weight, {}).update(dict.fromkeys(parts))
+    keys: set[str] = set()
+    possible_parts: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for entry in section.tensors:
+        if entry.dtype not in _DTYPES and not entry.key.endswith(_LEAVES):
+            continue
+        keys = keys or set(section.keys)
         module, dot, leaf = entry.key.rpartition(".")
         kind = leaf, entry.dtype
-        if kind not in parts_by_kind:
-            parts_by_kind[kind] = list(_possible_parts(leaf, entry.dtype))
-        prefix = module + dot
-        for title, name in parts_by_kind[kind]:
-            if prefix + name in keys:
-                add(title, entry.key, [prefix + name])
-    if not weights:
+        if kind not in possible_parts:
+            possible_parts[kind] = list(_possible_parts(*kind))
+        for title, name in possible_parts[kind]:
+            part = module + dot + name
+            if part in keys:
+                schemes.setdefault(entry.key, title)
+                others.setdefault(entry.key, {})[part] = None
+    if not schemes:
         return []
     entries = {entry.key: entry for entry in section.tensors}
-    return [_with_granularity(weight, entries) for weight in weights.values()]
+    weights = []
+    for weight, scheme in schemes.items():
+        quantized = QuantizedWeight(scheme, weight, tuple(others[weight]))
+        weights.append(_with_granularity(quantized, entries))
+    return weights
 
 
 def _parts_in_4bit(keys: Sequence[str]) -> dict[str, list[str]]:
@@ -272,18 +279,17 @@ def _with_granularity(
     """Return the weight; the scheme of FP8 says how many values share a scale."""
     if weight.scheme != "FP8":
         return weight
-    scales = [entries[key] for key in weight.others if "scale" in key and key in entries]
-    scales = [scale for scale in scales if ".input_" not in f".{scale.key}"]
-    if not scales:
-        return weight
-    shape, rows = scales[0].shape, entries[weight.weight].shape[0]
-    if scales[0].key.endswith("_scale_inv") and len(shape) > 1:
+    for key in weight.others:
+        scale = entries.get(key)
+        if scale is None or "scale" not in key or ".input_" in f".{key}":
+            continue
+        is_block = key.endswith("_scale_inv") and len(scale.shape) > 1
+        if not is_block and scale.numel == 1:
+            return replace(weight, scheme="FP8, a scale for each tensor")
+        if not is_block and scale.numel == entries[weight.weight].shape[0]:
+            return replace(weight, scheme="FP8, a scale for each channel")
         return replace(weight, scheme="block FP8")
-    if scales[0].numel == 1:
-        return replace(weight, scheme="FP8, a scale for each tensor")
-    if scales[0].numel == rows:
-        return replace(weight, scheme="FP8, a scale for each channel")
-    return replace(weight, scheme="block FP8")
+    return weight
 
 
 def _possible_parts(leaf: str, dtype: str) -> Iterator[tuple[str, str]]:
@@ -330,16 +336,14 @@ def _cast(weight: QuantizedWeight, computed: Mapping[str, Sequence[Output]]) -> 
         if set(weight.others).intersection(ex.refs(output.source)):
             scaled.append(output)
     for key in weight.keys:
-        casts = (
-            ex.CAST in ex.operators(output.source)
-            for output in computed.get(key, ())
-            if output not in scaled
-        )
-        if any(casts):
-            parts = " and ".join(weight.others if key == weight.weight else (weight.weight,))
-            yield Problem(
-                f"a cast is wrong: it belongs to {parts} ({weight.scheme})", key, "quantized"
-            )
+        parts = weight.weight
+        if key == weight.weight:
+            parts = " and ".join(weight.others)
+        for output in computed.get(key, ()):
+            if output not in scaled and ex.CAST in ex.operators(output.source):
+                text = f"a cast is wrong: it belongs to {parts} ({weight.scheme})"
+                yield Problem(text, key, "quantized")
+                break
 
 
 def _computed_alone(
