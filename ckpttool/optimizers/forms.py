@@ -72,26 +72,28 @@ def _read_nested(mapping: Mapping[Any, Any], problems: list[Problem]) -> Optimiz
     if not isinstance(listed, (list, tuple)):
         problems.append(Problem("is not a list", GROUPS))
         listed = ()
-    groups = tuple(_read_group(group, index, problems) for index, group in enumerate(listed))
-    params = set(chain.from_iterable(group.params for group in groups))
+    groups = []
+    params: set[Param] = set()
+    for index, entry in enumerate(listed):
+        group = _read_group(entry, index, problems)
+        groups.append(group)
+        params.update(group.params)
     types = set(map(type, params))
     if len(types) > 1:
         problems.append(Problem("some params are ids and some names", GROUPS))
     state: dict[Param, Mapping[Any, Any]] = {}
     loose: dict[str, Any] = {}
     for key, value in states.items():
-        path = f"{STATE}.{key}"
-        if key in params:
-            if isinstance(value, Mapping):
-                state[key] = value
-            else:
-                problems.append(Problem("is not a dict", path))
+        if key in params and isinstance(value, Mapping):
+            state[key] = value
+        elif key in params:
+            problems.append(Problem("is not a dict", f"{STATE}.{key}"))
         elif isinstance(key, str):
             loose[key] = value
         else:
-            problems.append(Problem("no param group has this parameter", path))
+            problems.append(Problem("no param group has this parameter", f"{STATE}.{key}"))
     rest = {key: value for key, value in mapping.items() if key not in (STATE, GROUPS)}
-    return OptimizerState(FQN if types == {str} else ID, groups, state, loose, rest)
+    return OptimizerState(FQN if types == {str} else ID, tuple(groups), state, loose, rest)
 
 
 def _read_group(group: Any, index: int, problems: list[Problem]) -> ParamGroup:
@@ -106,22 +108,25 @@ def _read_group(group: Any, index: int, problems: list[Problem]) -> ParamGroup:
 
 def _read_flat(mapping: Mapping[Any, Any], problems: list[Problem]) -> OptimizerState:
     options: dict[str, dict[str, Any]] = {}
+    values: dict[str, Any] = {}  # of the state
     for key, value in mapping.items():
         kind, _, rest = key.partition(".")
-        if kind == GROUPS:
+        if kind == STATE:
+            values[key] = value
+        elif kind == GROUPS:
             fqn, dot, option = rest.rpartition(".")
             if not dot:
                 problems.append(Problem("names no parameter", key))
             options.setdefault(fqn, {})[option] = value
     state: dict[Param, dict[Any, Any]] = {}
-    for key, value in mapping.items():
-        kind, _, rest = key.partition(".")
-        if kind != STATE:
-            continue
-        owner = _owner(rest, options)
+    for key, value in values.items():
+        _, _, path = key.partition(".")
+        owner = _owner(path, options)
         if owner is None:
             problems.append(Problem("no param_groups key names this parameter", key))
-        elif not _put(state.setdefault(owner, {}), rest[len(owner) + 1 :].split("."), value):
+            continue
+        slots = path.removeprefix(f"{owner}.").split(".")
+        if not _put(state.setdefault(owner, {}), slots, value):
             problems.append(Problem("conflicts with another part of the state", key))
     return OptimizerState(FLAT, _equal_groups(options), state)
 

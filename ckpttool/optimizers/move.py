@@ -264,14 +264,15 @@ def _named(
     has it.
     """
     names = request.names
+    as_written = {param: str(param) for param in state.params}
     if names is not None and state.form != ID:
         sources = from_serialized(names, state.params)
         if sources is not None:
             shapes = {saved.key: saved.shape for saved in names.serialized}
-            named = renamed(state, {param: str(param) for param in state.params})
+            named = renamed(state, as_written)
             moved = carry(named, sources, shapes, where)
             return in_groups(named, placed(named, sources), moved), None, sources
-    canonical: Mapping[Param, str] = {param: str(param) for param in state.params}
+    canonical: Mapping[Param, str] = as_written
     param_map: ParamMap | None = None
     if names is not None or state.form == ID:
         param_map = _owners(state, request, where)
@@ -281,10 +282,10 @@ def _named(
         canonical = param_map.settled(where).names
     if names is None and in_file(state)[0] is not None:
         canonical = _unwrapped(canonical, request)
-    if state.form != ID:
-        param_map = None
-    file_names: dict[str, Expression] = {name: Ref(str(param)) for param, name in canonical.items()}
-    return renamed(state, canonical), param_map, file_names
+    file_names: dict[str, Expression] = {}
+    for param, name in canonical.items():
+        file_names[name] = Ref(str(param))
+    return renamed(state, canonical), param_map if state.form == ID else None, file_names
 
 
 def _unwrapped(names: Mapping[Param, str], request: OptimizerRequest) -> dict[Param, str]:

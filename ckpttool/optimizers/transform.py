@@ -44,14 +44,17 @@ def between(old: Names, new: Names, renamed: Mapping[str, str]) -> dict[str, Exp
     are one parameter; others are matched by the keys that the old model writes and the new one
     loads.
     """
-    by_new_name = {new_name: old_name for old_name, new_name in renamed.items()}
     old_parameters, new_parameters = Parameters(old), Parameters(new)
-    sources: dict[str, Expression] = {}
-    for name in new_parameters.shapes:
-        if name in by_new_name:
-            sources[name] = Ref(by_new_name[name])
-    used = set(ex.refs(tuple(sources.values())))
-    saved = {key: source for key, source in NameTables(old).saved.items() if source is not None}
+    by_name: dict[str, Expression] = {}
+    for old_name, new_name in renamed.items():
+        if new_name in new_parameters.shapes:
+            by_name[new_name] = Ref(old_name)
+    used = set(ex.refs(tuple(by_name.values())))
+    saved: dict[str, Expression] = {}
+    for key, written in NameTables(old).saved.items():
+        if written is not None:
+            saved[key] = written
+    sources = dict(by_name)
     for name, source in _of_keys(new_parameters, saved).items():
         whole = _canonical(ex.substitute(source, saved.__getitem__), old_parameters)
         if whole is None:
@@ -169,16 +172,18 @@ def _value(key: str, source: Expression, values: Mapping[str, Any], shapes: Shap
     """Compute one entry of a parameter's state: apply the expression to moments; a step must be
     equal everywhere.
     """
-    has_moment_name = key.rpartition(".")[2] in ELEMENTWISE
+    _, _, slot = key.rpartition(".")
+    has_moment_name = slot in ELEMENTWISE
     if all(_is_moment(value, shapes.get(ref), has_moment_name) for ref, value in values.items()):
         return entry_of(key, source, values)
     first, *others = values.values()
-    if isinstance(first, ExtraEntry) or (isinstance(first, TensorEntry) and first.numel != 1):
+    is_tensor = isinstance(first, TensorEntry)
+    if isinstance(first, ExtraEntry) or (is_tensor and first.numel != 1):
         raise Refused("it does not have the shape of its parameter", hint="")
     if not all(same_option(first, other) for other in others):
         raise Refused(f"not the same in {', '.join(values)}", hint="")
     # each parameter's step is counted up in place
-    if isinstance(first, TensorEntry) and first.storage is not None:
+    if is_tensor and first.storage is not None:
         return replace(first, storage=Storage(first.storage.data), payload=None)
     return first
 

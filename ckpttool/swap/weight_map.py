@@ -92,14 +92,19 @@ def map_by_keys(target: Section, weights: Section, names: Mapping[str, str]) -> 
     `names` are the canonical ones of the program's tensors.
     """
     aliases = target.aliases()
-    canonical = {entry.key: names[entry.key] for entry in target.tensors}
+    canonical: dict[str, str] = {}
+    firsts: dict[str, str] = {}
+    for entry in target.tensors:
+        canonical[entry.key] = names[entry.key]
+        firsts[entry.key] = aliases.get(entry.key, entry.key)
     matched = match([entry.key for entry in weights.tensors], canonical, aliases)
     sources: dict[str, Expression] = {fqn: Ref(key) for key, fqn in matched.names.items()}
-    _share(sources, {entry.key: aliases.get(entry.key, entry.key) for entry in target.tensors})
+    _share(sources, firsts)
     # A key without a name is fine if its tensor has another key that the program uses.
     used = {entry.identity for entry in weights.tensors if entry.key in matched.names}
     spare = {entry.key for entry in weights.tensors if entry.identity in used}
-    problems = _misfits([key for key in matched.unmatched if key not in spare], matched.problems)
+    unmatched = [key for key in matched.unmatched if key not in spare]
+    problems = _misfits(unmatched, matched.problems)
     ignored = [entry.key for entry in weights.extras]
     return WeightMap(sources, RUNTIME, problems, ignored, _variants(matched))
 
@@ -262,16 +267,10 @@ def _fit(
         text = "a hook computes it by code that is not a tensor operator"
         return Problem(text, entry.key, "opaque")
     origin = "from " + ", ".join(dict.fromkeys(ex.refs(source)))
-    # only a tensor that is pickled as the same kind can replace it
     if entry.storage is None and not packed:
-        pickled = have[source.key] if isinstance(source, Ref) else None
-        if not isinstance(pickled, TensorEntry) or not replaceable(entry, pickled):
-            text = f"{entry.layout}, and its new value is not pickled as such a tensor ({origin})"
-            return Problem(text, entry.key)
-        if (pickled.shape, pickled.dtype) != (entry.shape, entry.dtype):
-            expected = f"the program has {entry.dtype} {list(entry.shape)}"
-            return Problem(f"{pickled.dtype} {list(pickled.shape)}, {expected}", entry.key)
-        return replace(pickled, key=entry.key)
+        return _fit_pickled(
+            entry, have.get(source.key) if isinstance(source, Ref) else None, origin
+        )
     try:
         value = _value(entry.key, source, have, packed)
     except Refused as error:
@@ -284,8 +283,22 @@ def _fit(
     if not cast:
         text = f"dtype {value.dtype}, the program has {entry.dtype} ({origin})"
         return Problem(text, entry.key, "dtype")
-    converted = Op("aten._to_copy.default", (source,), (("dtype", Special("dtype", entry.dtype)),))
+    dtype = ("dtype", Special("dtype", entry.dtype))
+    converted = Op("aten._to_copy.default", (source,), (dtype,))
     return _value(entry.key, converted, have)
+
+
+def _fit_pickled(entry: TensorEntry, value: object, origin: str) -> TensorEntry | Problem:
+    """Return the value for a tensor that is not dense: only one that is pickled as the same kind
+    can replace it.
+    """
+    if not isinstance(value, TensorEntry) or not replaceable(entry, value):
+        text = f"{entry.layout}, and its new value is not pickled as such a tensor ({origin})"
+        return Problem(text, entry.key)
+    if (value.shape, value.dtype) != (entry.shape, entry.dtype):
+        expected = f"the program has {entry.dtype} {list(entry.shape)}"
+        return Problem(f"{value.dtype} {list(value.shape)}, {expected}", entry.key)
+    return replace(value, key=entry.key)
 
 
 def _value(fqn: str, source: Expression, have: Entries, packed: bool = False) -> TensorEntry:
