@@ -33,6 +33,7 @@ class Code(Enum):
     SECOND_NAME = "second-name", "second name of a tensor that both sides have"
     CALL_VARIANT = "call-variant", "call variant of a tensor that both sides have"
     COUNTER = "counter", "the counter of an AveragedModel, which programs do not have"
+    STATE_OF_CODE = "state-of-code", "state of the model's code, which programs do not have"
     STORAGE = "storage", "a storage that belongs to no known tensor"
     FLAT = (
         "flat-parameter",
@@ -191,6 +192,9 @@ OBJECTS = frozenset(
 NAMES = frozenset(
     {Code.WRAPPED_LEFT, Code.WRAPPED_RIGHT, Code.WRAPPERS_REORDERED, Code.HOOK, Code.RUNTIME_KEY}
 )
+
+# What only a checkpoint, or only a program, has besides the weights.
+NOT_WEIGHTS = (Code.COUNTER, Code.STATE_OF_CODE, Code.NON_PERSISTENT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from functools import partial
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.text import Info, Note
-from ckpttool.diffing.causes import FIELDS, SIDES, Code, Sides
+from ckpttool.diffing.causes import FIELDS, NOT_WEIGHTS, SIDES, Sides
 from ckpttool.diffing.moved import explain_moved
 from ckpttool.diffing.on_ranks import compare_on_ranks
-from ckpttool.diffing.one_model import explain_counters
+from ckpttool.diffing.one_model import explain_program
 from ckpttool.diffing.options import CompareOptions
 from ckpttool.diffing.others import (
     BothSides,
@@ -56,7 +56,7 @@ from ckpttool.operands.reading import as_read
 # Statuses of equal weights: what a program has under other names, or with another number of names.
 _OTHER_NAMES = frozenset({"renamed", "transformed", "alias"})
 # What does not count if a program has the weights of a checkpoint.
-OF_PROGRAMS = _OTHER_NAMES | {Code.COUNTER.code}
+OF_PROGRAMS = _OTHER_NAMES | {code.code for code in NOT_WEIGHTS}
 
 
 def checkpoints(
@@ -83,9 +83,8 @@ def checkpoints(
     harmless = EITHER_WAY
     if options.ignore_dtype:
         entries, harmless = without_dtypes(entries), harmless | {"dtype"}
-    has_names = sides.names is not None
-    if has_names and sides.has_program:
-        entries = explain_counters(entries, left_section, right_section)
+    if sides.names is not None and sides.has_program:
+        entries = explain_program(sides.names, entries, left_section, right_section)
         if values is not None:
             harmless |= OF_PROGRAMS
     versions, failure = compare_versions(sides)
@@ -93,7 +92,7 @@ def checkpoints(
     other_notes = [*tie_notes(sides, entries), *metadata_notes(left, right), *about_others]
     notes = [*one_rank(left), *one_rank(right), *versions]
     inferred = None
-    if not has_names:
+    if sides.names is None:
         notes += hidden_segments(entries)
         if infers:
             inferred = suggestions(left, right, entries, values is not None)

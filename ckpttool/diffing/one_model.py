@@ -123,16 +123,39 @@ class _BothFiles(NamedTuple):
         return set(chain.from_iterable(map(ex.refs, sources)))
 
 
-def explain_counters(entries: Sequence[Entry], left: Section, right: Section) -> tuple[Entry, ...]:
-    """Return the entries; those of counters of AveragedModels say that programs have none."""
-    counters = {*wrappers.counters(left.keys), *wrappers.counters(right.keys)}
+def explain_program(
+    names: Names, entries: Sequence[Entry], left: Section, right: Section
+) -> tuple[Entry, ...]:
+    """Return the entries; what a program never has, or has and no checkpoint does, says so.
+
+    A program has no counter of an AveragedModel and no state of the model's code. An archive of
+    TorchScript also has the buffers that the model does not save.
+    """
+    tables = NameTables(names)
+    left_causes = _causes_in_program(tables, left)
+    right_causes = _causes_in_program(tables, right)
     explained = []
     for entry in entries:
-        is_counter = counters.issuperset((*entry.left, *entry.right))
-        if is_counter and entry.status in ("unexpected", "missing"):
-            entry = replace(entry, cause=Cause(Code.COUNTER))
+        if entry.status in ("unexpected", "missing"):
+            causes = left_causes if entry.left else right_causes
+            (key,) = entry.left or entry.right
+            entry = replace(entry, cause=causes.get(key, entry.cause))
         explained.append(entry)
     return tuple(explained)
+
+
+def _causes_in_program(tables: NameTables, section: Section) -> dict[str, Cause]:
+    """Return the causes for keys of one side that the other side of a program and its weights does
+    not have.
+    """
+    causes = dict.fromkeys(wrappers.counters(section.keys), Cause(Code.COUNTER))
+    for key, name in read(tables, section).match.names.items():
+        tensor = tables.tensors.get(name)
+        if tensor is not None and not tensor.persistent and section.has_runtime_names:
+            causes[key] = Cause(Code.NON_PERSISTENT)
+        elif name in tables.names.extra_state or tables.saved.get(name, tensor) is None:
+            causes[key] = Cause(Code.STATE_OF_CODE)
+    return causes
 
 
 def _of_no_tensor(

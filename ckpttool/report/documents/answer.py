@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ckpttool.core.text import listed, number, plural
-from ckpttool.diffing.causes import Code
+from ckpttool.diffing.causes import NOT_WEIGHTS, Code
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, alike
 from ckpttool.naming.evidence import Pair
 
@@ -100,7 +100,7 @@ def _identical(diff: Diff) -> str:
         return f"PEFT loads {left} onto {right}"
     statuses = Counter[str]()
     for entry in diff.entries:
-        if entry.status not in HARMLESS and not entry.has(Code.COUNTER):
+        if entry.status not in HARMLESS and not entry.has(*NOT_WEIGHTS):
             statuses[entry.status] += 1
     harmless = statuses.total()
     if diff.asks == "load":
