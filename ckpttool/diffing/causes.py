@@ -101,6 +101,7 @@ class Code(Enum):
     )
     # Entries that are not tensors
     OBJECT = "object", "not a tensor, but the model expects one"
+    OBJECT_UNKNOWN = "object", "no safe loader creates it: whether torch loads it is not known"
     OBJECT_ONE_SIDE = "object", "a tensor on one side only"
     OBJECT_TENSORS = "object", "not a tensor, and contains different tensors"
     OBJECT_TENSOR = "object", "not a tensor, and a tensor inside it differs"
@@ -185,6 +186,7 @@ OBJECTS = frozenset(
         Code.OBJECT_TENSOR,
         Code.OBJECT_VALUE,
         Code.OBJECT_UNREAD,
+        Code.OBJECT_UNKNOWN,
     }
 )
 

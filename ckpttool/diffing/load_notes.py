@@ -173,11 +173,13 @@ def _torch_says(loading: LoadedSection) -> list[Note]:
     shown = set[str]()
     for entry in loading.entries:
         if entry.status == "shape":
-            shown.update(f"size mismatch for {key}" for key in entry.right)
+            shown.update(f"size mismatch for {key}: " for key in entry.right)
+    for key in loading.verdict.unknown:
+        shown.add(f'While copying the parameter named "{key}"')
     # errors of copying a parameter: the same one for many parameters is said once
     groups: dict[str, list[str]] = {}
     for text in loading.verdict.errors:
-        if text.partition(": ")[0] not in shown:
+        if not text.startswith(tuple(shown)):
             groups.setdefault(text.rpartition(", an exception occurred : ")[2], []).append(text)
     notes = []
     for first, *others in groups.values():

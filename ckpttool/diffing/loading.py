@@ -55,9 +55,12 @@ def compare_load(
     for name in names.extra_state:
         expected.setdefault(name, None)
     rejected = () if verdict is None else verdict.unexpected
+    unknown = () if verdict is None else verdict.unknown
     entries: list[Entry] = []
     for key, tensor in expected.items():
-        if key in saved:
+        if key in saved and key in unknown and tensor is not None:
+            entries.append(Entry("shape", (key,), (key,), Cause(Code.OBJECT_UNKNOWN)))
+        elif key in saved:
             entries.append(_under_one_key(saved[key], tensor, key in rejected))
     unpaired = Unpaired(saved, expected)
     entries += _in_other_form(NameTables(names), section, unpaired)

@@ -237,7 +237,14 @@ def _with_outputs(
     modules = section.modules
     if modules is not None:
         modules = _rename_modules(modules, renamed_modules)
-    return replace(section, tensors=tensors, extras=extras, modules=modules)
+    is_only_renamed = all(isinstance(output.source, Ref) for output in outputs)
+    return replace(
+        section,
+        tensors=tensors,
+        extras=extras,
+        modules=modules,
+        has_runtime_names=section.has_runtime_names and is_only_renamed,
+    )
 
 
 def _rename_modules(modules: Mapping[str, object], renamed: Mapping[str, str]) -> dict[str, object]:

@@ -55,7 +55,8 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
         fitted = _flat(checkpoint, target, keep_aliases)
     else:
         fitted = _with_aliases(checkpoint)
-    fitted = write_form(fitted, in_metadata=target.holds.metadata)
+    if not target.holds.programs:
+        fitted = write_form(fitted, in_metadata=target.holds.metadata)
     if target.holds.metadata and not target.folder and not source.holds.metadata:
         # Some versions of transformers 4 do not load a file without it.
         fitted = replace(fitted, metadata={_WRITTEN_BY: "pt", **fitted.metadata})
@@ -113,7 +114,7 @@ def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpo
             continue
         dense = entry.payload.resolved(entry) if isinstance(entry.payload, Payload) else entry
         tensors.append(dense if target.holds.aliases else row_major(dense))
-    fitted = replace(section, path="", tensors=tuple(tensors), modules=None)
+    fitted = replace(section, path="", tensors=tuple(tensors), modules=None, packed_as="")
     if fitted == section:
         return checkpoint  # and what is known about its section
     return replace(checkpoint, sections=(fitted,), metadata={**checkpoint.metadata, **aliases})

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import is_
 
-from ckpttool.core.checkpoint import Checkpoint, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.text import Note, human_bytes, is_flat, plural, some
 from ckpttool.io.paths import name
@@ -107,10 +108,11 @@ def is_placeholder(entry: TensorEntry) -> bool:
 
 
 MARK = "ckpttool.form"
+_FROM_CODE = "from-code"  # the mark of `Section.has_runtime_names`
 
 
 def read_form(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint` with the marks of the file moved to `Section.form`."""
+    """Return `checkpoint` with the marks of the file moved to its sections."""
     metadata = dict(checkpoint.metadata)
     form_of_file = metadata.pop(MARK, None)
     sections = []
@@ -123,28 +125,39 @@ def read_form(checkpoint: Checkpoint) -> Checkpoint:
             section = replace(section, modules=modules)
         if form in (SERIALIZED, RUNTIME):
             section = replace(section, form=str(form))
+        elif form == _FROM_CODE:
+            section = replace(section, has_runtime_names=True)
         sections.append(section)
-    if tuple(sections) == checkpoint.sections and metadata == checkpoint.metadata:
+    if form_of_file is None and all(map(is_, sections, checkpoint.sections)):
         return checkpoint
     return replace(checkpoint, sections=tuple(sections), metadata=metadata)
 
 
 def write_form(checkpoint: Checkpoint, *, in_metadata: bool) -> Checkpoint:
-    """Return `checkpoint` with the mark for each section's form; `in_metadata`: in
-    ``__metadata__``.
+    """Return `checkpoint` with a mark for the form of each section, or for its runtime names;
+    `in_metadata`: in ``__metadata__``.
     """
-    forms = [section.form for section in checkpoint.sections if section.form is not None]
-    if not forms:
+    marks = [_mark(section) for section in checkpoint.sections]
+    if not any(marks):
         return checkpoint
     if in_metadata:
-        return replace(checkpoint, metadata={**checkpoint.metadata, MARK: forms[0]})
+        (mark,) = filter(None, marks)
+        return replace(checkpoint, metadata={**checkpoint.metadata, MARK: mark})
     sections = []
-    for section in checkpoint.sections:
-        if section.form is not None:
-            modules = {**(section.modules or {}), MARK: {"form": section.form}}
+    for section, mark in zip(checkpoint.sections, marks):
+        if mark:
+            modules = {**(section.modules or {}), MARK: {"form": mark}}
             section = replace(section, modules=modules)
         sections.append(section)
     return replace(checkpoint, sections=tuple(sections))
+
+
+def _mark(section: Section) -> str:
+    """Return the mark of a section; empty if it needs none."""
+    if section.form is not None:
+        return section.form
+    is_written_as_state_dict = section.packed_as != "module"
+    return _FROM_CODE if section.has_runtime_names and is_written_as_state_dict else ""
 
 
 def one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:

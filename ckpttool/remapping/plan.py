@@ -132,12 +132,25 @@ def _applied(
     result = apply(plan, source, runners)
     options = request.options
     keeps_model = request.loads is None and options.select is None
+    if request.loads is not None:
+        return _of_other_model(result, drafts)
     if request.saved is None or not keeps_model or isinstance(options.form, Chain):
         return result
     for draft in drafts:
         path, names = draft.section.path, request.form_by_model.names
         result = recorded(request.saved.tables, result, path, names)
     return result
+
+
+def _of_other_model(result: Checkpoint, drafts: Sequence[Draft]) -> Checkpoint:
+    """Return `result` with the state dicts of the `drafts` as those that another model loads."""
+    paths = {draft.section.path for draft in drafts}
+    sections = []
+    for section in result.sections:
+        if section.path in paths:
+            section = replace(section, has_runtime_names=False)
+        sections.append(section)
+    return replace(result, sections=tuple(sections))
 
 
 def _with_dropped(

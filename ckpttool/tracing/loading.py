@@ -88,7 +88,8 @@ class Verdict:
     of torch: for other values `reads` may differ. `special` are the runtime tensors of another kind
     (quantized, subclasses): whether they keep a value is known only with values. `altered` are the
     keys whose values they do not keep; `replaced` are those that loading replaces by values of its
-    own, as far as that was tried.
+    own, as far as that was tried. `unknown` are the keys of objects that no safe loader creates:
+    whether torch loads these is not known.
     """
 
     ok: bool
@@ -103,6 +104,7 @@ class Verdict:
     special: tuple[str, ...] = ()
     altered: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 # key -> dtype and shape, in the order of the keys
@@ -184,6 +186,9 @@ def load_verdict(
         load = load_recorded(instance, source.state, real)
         if source.unknown and not load.verdict.missing and not load.verdict.unexpected:
             raise undecided(model, source.unknown)
+        if source.unknown:
+            unknown = tuple(problem.key for problem in source.unknown)
+            load = load._replace(verdict=replace(load.verdict, unknown=unknown))
         if not real:
             loads.append(load)
         return load

@@ -50,6 +50,13 @@ def pickled(module: nn.Module, path: Path) -> None:
 CONTAINERS = {"program.pt2": exported, "script.pt": scripted, "module.pt": pickled}
 
 
+OUTPUTS = [
+    *(("program.pt2", name) for name in ("out.pt", "out.safetensors")),
+    *(("script.pt", name) for name in ("out.pt", "out.safetensors")),
+    ("module.pt", "out.safetensors"),
+]
+
+
 def statuses(done: Done) -> set[str]:
     return {entry["status"] for entry in done.data["entries"]}
 
@@ -105,3 +112,35 @@ def test_loading_it_as_it_is_is_warned_of(saved: Path, tmp_path: Path, run: Run)
     assert any("has the runtime tensors" in note for note in notes_in(done.data))
     plain = run("diff", "--model", MODEL, tmp_path / "state.pt", "--format", "json")
     assert not any("has the runtime tensors" in note for note in notes_in(plain.data))
+
+
+@pytest.mark.parametrize(("container", "name"), OUTPUTS)
+def test_the_state_dict_of_a_container_keeps_runtime_names(
+    container: str, name: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    CONTAINERS[container](model(0), Path(container))
+    torch.save(model(0).state_dict(), "saved.pt")
+    torch.save(model(1).state_dict(), "others.pt")
+    assert run("convert", container, "-o", name).status == 0
+    assert run("remap", name, "--rule", "bias => bias", "-o", f"again.{name}").status == 0
+    for path in (name, f"again.{name}"):
+        done = run("diff", "saved.pt", path, "--model", MODEL, "--values", "--format", "json")
+        assert statuses(done) == {"same", "transformed"}
+        done = run("diff", "others.pt", path, "--model", MODEL, "--values", "--format", "json")
+        assert "value" in statuses(done)
+    assert run("remap", name, "--model", MODEL, "--to", "serialized", "-o", "back.pt").status == 0
+    assert run("diff", "saved.pt", "back.pt", "--values").status == 0
+
+
+@pytest.mark.parametrize(("container", "name"), OUTPUTS)
+def test_a_computed_state_dict_has_no_runtime_names(
+    container: str, name: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    CONTAINERS[container](model(0), Path(container))
+    torch.save(model(0).state_dict(), "saved.pt")
+    Path("rules.toml").write_text('[[rule]]\ntranspose = "weight"\n')
+    assert run("remap", container, "--rules", "rules.toml", "-o", name).status == 0
+    done = run("diff", "saved.pt", name, "--model", MODEL, "--values", "--format", "json")
+    assert statuses(done) == {"same"}
