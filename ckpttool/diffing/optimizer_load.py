@@ -144,13 +144,26 @@ def _without_owners(
     """Compare a state whose parameters are unknown: by the names in the file, else by ids."""
     by_file, fresh = own_names(state, saved.models), target.fresh_optimizer
     if by_file is None:
-        entries = group_entries(state, numbered(fresh))
+        entries = group_entries(state, numbered(fresh), _by_position(state, target))
     else:
         entries = group_entries(by_file.state, fresh)
         words = "{left}: its parameters are named by {}"
         notes.append(Info.about(words, "optimizer-names", by_file.evidence))
     fit = OptimizerFit(tuple(entries), tuple(notes), False)
     return _with_old_model(fit, state, target, saved)
+
+
+def _by_position(state: OptimizerState, target: Parameters) -> Misassigned:
+    """Return all ids, with the parameters to which torch gives their state: nothing says that it is
+    theirs.
+    """
+    details = {}
+    for param, name in zip(state.params, target.fresh_optimizer.params):
+        shape = target.shapes.get(str(name))
+        where = f"its position is that of {name} {list(shape or ())}"
+        shapes = list(filter(None, state.shapes(param).values()))
+        details[param] = f"state of shape {list(shapes[0])}; {where}" if shapes else where
+    return Misassigned(Cause(Code.DOUBT, ("nothing says which parameter the id is",)), details)
 
 
 def _in_groups(named: OptimizerState, form: str, target: Parameters) -> OptimizerState:
@@ -209,8 +222,9 @@ def _with_old_model(
     if foreign and all(missing):
         text = (
             f"{next(iter(foreign))} is not in {target.names.model}, and {missing[0][0]} is not in"
-            " the file: if they are one tensor, rename it first, for model and optimizer: remap"
-            " --rule 'FROM => TO' --optimizer-keys fqn"
+            " the file: if they are one tensor, name the old code and the rename: ckpttool remap"
+            f" CKPT --model OLD --rule 'FROM => TO' --to-model {target.names.model} --to-optimizer"
+            " OPTIMIZER -o OUT"
         )
         return replace(fit, remedy=None, notes=(*fit.notes, Note(text, "optimizer-names")))
     # else one of them has frozen parameters

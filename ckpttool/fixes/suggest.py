@@ -9,11 +9,12 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import RUNTIME, SERIALIZED
-from ckpttool.core.text import Note
+from ckpttool.core.text import Note, code_of
 from ckpttool.diffing.checkpoints import is_written_program
 from ckpttool.diffing.result import Diff, Fix, Unfixed
 from ckpttool.fixes.choose import tried_fixes
 from ckpttool.fixes.commands import Fixes
+from ckpttool.fixes.presets import known_names, with_preset
 from ckpttool.fixes.question import DiffQuestion
 from ckpttool.fixes.rules_file import Rules, by_file, suggested, with_file
 from ckpttool.fixes.search import by_rules
@@ -31,6 +32,16 @@ def answered(question: DiffQuestion, suggests: bool = False) -> Diff:
     """Return the diff with fixes. `suggests`: also give the rules to a model's keys if no command
     needs their file.
     """
+    if _has_one_adapter(question):
+        unfixed = unfixed_by(question, None)
+        return Fixes(unfixed=unfixed).added_to(replace(question.diff, inferred=None))
+    names = None if suggests else known_names(question)
+    if names is not None:
+        answer = with_preset(question, names)
+        if answer is not None:
+            return answer
+        notes = (*question.diff.notes, names.note)
+        question = replace(question, diff=replace(question.diff, notes=notes))
     fixes = tried_fixes(question)
     if fixes.unfixed and question.parts:
         return _with_parts(question, fixes)
@@ -39,6 +50,15 @@ def answered(question: DiffQuestion, suggests: bool = False) -> Diff:
     if question.right is not None:
         return _with_rules_between(question, fixes, suggests)
     return _with_rules_to_model(question, fixes, suggests)
+
+
+def _has_one_adapter(question: DiffQuestion) -> bool:
+    """Return whether only one of two checkpoints has an adapter, which is not merged: no rename
+    makes one of the other, and a note says how it is merged.
+    """
+    if question.right is None:
+        return False
+    return any(code_of(note) == "adapter" for note in question.diff.notes)
 
 
 def _with_parts(question: DiffQuestion, fixes: Fixes) -> Diff:

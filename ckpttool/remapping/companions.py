@@ -15,7 +15,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import Refused
 from ckpttool.core.plan import Plan
 from ckpttool.core.schema import TEXT, TEXTS, list_of, record, row
-from ckpttool.core.text import Info
+from ckpttool.core.text import Info, Note
 from ckpttool.core.values import dataclass
 from ckpttool.formats.folders import companions, optimizers_in
 from ckpttool.formats.registry import recognize
@@ -99,6 +99,9 @@ def companions_of(
     decisions = _Decisions()
     if to_folder and not stays:
         decisions.copy(path, source, result.other_files)
+    elif is_dir(path) and target.folder is None and NAME in names_in(path):
+        text = f"{NAME} is not copied, and PEFT needs it: write a folder, -o OUT/"
+        decisions.notes.append(Note(text, "remap"))
     unchanged = {output.key for output in plan.outputs if output.is_unchanged}
     keeps_names = unchanged == {output.key for output in plan.outputs}
     if not keeps_names:

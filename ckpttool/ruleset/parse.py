@@ -122,6 +122,16 @@ def _read_preset(path: Path) -> Preset:
     return Preset(path.stem, about, names, toml)
 
 
+def examples_of(preset: Preset) -> list[tuple[list[str], list[str]]]:
+    """Return the names before and after the preset, of each of its examples."""
+    examples = []
+    for example in _load_toml(preset.toml, preset.name)["example"]:
+        before = [text.partition(" ")[0] for text in example["before"]]
+        after = [text.partition(" ")[0] for text in example["after"]]
+        examples.append((before, after))
+    return examples
+
+
 # Fields
 
 

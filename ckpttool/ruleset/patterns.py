@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
 from time import thread_time
@@ -428,6 +429,49 @@ def _stars(segments: Sequence[str], names: Sequence[str]) -> str:
     unused = iter(names)
     named = [f"{{{next(unused)}*}}" if segment == "*" else segment for segment in segments]
     return ".".join(named)
+
+
+def similar_pattern(text: str, keys: Sequence[str]) -> str:
+    """Return a hint with the pattern or rule that was probably meant by one that no key matches;
+    empty if none is similar.
+    """
+    left, arrow, right = text.partition("=>")
+    left, right = left.strip(), right.strip()
+    head = left.partition("{")[0].rstrip(".")  # the segments before the first variable
+    if not head or text.startswith("re:") or _SPECIAL.search(head):
+        return ""
+    similar = _similar_head(head, keys)
+    if not similar:
+        return ""
+    rest = left[len(head) :]
+    if not rest and any(key.startswith(f"{similar}.") for key in keys):
+        rest = ".{x*}"  # the pattern names a module instead of what is in it
+        right += rest
+    if similar + rest == left:
+        return ""
+    to = f" => {right}" if arrow else ""
+    return f"did you mean '{similar}{rest}{to}'?"
+
+
+def _similar_head(head: str, keys: Sequence[str]) -> str:
+    """Return the beginning of keys that is `head`, with a prefix or without one, or mistyped; empty
+    if there is none.
+    """
+    inside = f".{head}."
+    if any(key.startswith(f"{head}.") for key in keys):
+        return head
+    for key in keys:
+        prefix, found, _ = f"{key}.".partition(inside)
+        if found:
+            return f"{prefix}.{head}"
+    segments = head.split(".")
+    beginnings = dict.fromkeys(".".join(key.split(".")[: len(segments)]) for key in keys)
+    for count in range(1, len(segments)):
+        shorter = ".".join(segments[count:])
+        if any(f"{key}.".startswith(f"{shorter}.") for key in beginnings):
+            return shorter
+    near = get_close_matches(head, beginnings, 1, 0.8)
+    return near[0] if near else ""
 
 
 def parse(text: str, *, reverse: bool = False) -> Rule:

@@ -24,6 +24,7 @@ from ckpttool.ruleset.patterns import (
     Rule,
     in_turn,
     parse,
+    similar_pattern,
     without_wildcards,
 )
 from ckpttool.ruleset.tensor_ops import (
@@ -35,6 +36,8 @@ from ckpttool.ruleset.tensor_ops import (
     holds,
     refusal,
 )
+
+_FEW = 3  # keys that a hint names
 
 State = dict[str, Value]
 Named = list[tuple[str, Value]]
@@ -513,10 +516,12 @@ def state_of(
     state = first_state(section)
     dropped: dict[str, str] = {}
     problems: list[Problem] = []
+    keys: list[str] = []  # what the first rule that is wrong has seen
     for step in steps:
         if not holds(step.where.when, step.where.unless, state):
             continue
         result = step.apply(state)
+        keys = keys if problems else list(state)
         # other problems may be the reason for a pattern without a key
         if whole and not step.where.optional and not problems and not result.problems:
             for text in step.patterns:
@@ -532,23 +537,25 @@ def state_of(
     if problems:
         raise Refused(
             f"the rules do not fit the checkpoint: {plural(len(problems), 'problem')}",
-            hint=_hint(problems, section.path),
+            hint=_hint(problems, section.path, keys),
             problems=problems,
         )
     return state, dropped
 
 
-def _hint(problems: Sequence[Problem], path: str) -> str:
-    """Return how to write the first rule that is wrong in a known way; the section is at `path`."""
+def _hint(problems: Sequence[Problem], path: str, keys: Sequence[str]) -> str:
+    """Return how to write the first rule that is wrong in a known way. The section is at `path`;
+    the rule has seen the `keys`.
+    """
     for problem in problems:
         if path and problem.key.startswith(f"{path}."):
             return f"rules name keys without their section: leave out `{path}.`"
-        meant = without_wildcards(problem.key)
+        meant = without_wildcards(problem.key) or similar_pattern(problem.key, keys)
         if meant:
             return meant
     return (
-        "`ckpttool inspect CKPT` lists keys and shapes; a rule sees what the rules before it have"
-        " made"
+        f"the keys here begin with {some(keys[:_FEW])}; `ckpttool inspect CKPT` lists keys and"
+        " shapes, and a rule sees what the rules before it have made"
     )
 
 

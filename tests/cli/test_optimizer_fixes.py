@@ -347,7 +347,7 @@ def test_state_of_a_renamed_layer_is_not_dropped(saved: str, tmp_path: Path, run
     expected = (
         "the model in this file does not load as it is"
         if saved == "adamw"
-        else ("remap --rule 'FROM => TO'")
+        else "--rule 'FROM => TO' --to-model optimizer_models:Renamed --to-optimizer OPTIMIZER"
     )
     assert any(expected in note for note in notes_in(data))
     old = () if saved == "in_order" else ("--model", "optimizer_models:Net")

@@ -245,6 +245,10 @@ def test_ids_without_names_are_compared_with_the_model(tmp_path: Path) -> None:
     left = saved(tmp_path / "a.pt", models.Shrunk, models.adamw)
     fit = compare_with_optimizer(left, names_of("Net", "adamw"))
     assert [entry[:2] for entry in differences(fit.entries)] == [
+        *(
+            ("order", f"param_groups.0.params.{index} param_groups.0.params.{index}")
+            for index in range(7)
+        ),
         ("missing", "param_groups.0.params.7"),
         ("missing", "param_groups.0.params.8"),
     ]

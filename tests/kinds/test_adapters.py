@@ -263,3 +263,13 @@ def test_no_advice_for_an_adapter_that_peft_does_not_know(folder: Path, run: Run
     out = run("diff", "adapted.pt", "base.pt").out
     assert "without it the weights are not the trained ones" in out
     assert "peft" not in out.lower()
+
+
+def test_a_file_without_the_configuration_is_warned_of(folder: Path, run: Run) -> None:
+    saved(CONFIGS["lora"](), folder / "adapter")
+    warning = "adapter_config.json is not copied, and PEFT needs it: write a folder, -o OUT/"
+    for words in (("convert", "adapter"), ("fix", "adapter", "--model", NETS)):
+        assert warning in run(*words, "-o", f"{words[0]}.pt").err
+    shards = run("convert", "adapter", "-o", "bf16/", "--dtype", "bfloat16")
+    assert warning not in shards.err
+    assert (folder / "bf16" / "adapter_config.json").exists()

@@ -100,3 +100,17 @@ def test_scales_are_not_left_out(net: Net, run: Run) -> None:
     swapped = torch.export.load("out.pt2")
     for key, value in plain.items():
         assert torch.equal(swapped.state_dict[key], value)
+
+
+def test_no_rename_is_suggested_between_an_adapter_and_a_model(net: Net, run: Run) -> None:
+    adapted = fine_tuned(net, CONFIGS["saved"])
+    adapted.save_pretrained("adapter")
+    torch.save(adapted.state_dict(), "tuned.pt")
+    torch.save(net.state_dict(), "base.pt")
+    for adapter in ("adapter", "tuned.pt"):
+        for plain in ("base.pt", "program.pt2"):
+            for pair in ((adapter, plain), (plain, adapter)):
+                done = run("diff", *pair, "--format", "json")
+                assert done.data["identical"] is False
+                assert done.data["fix"] == []
+                assert done.data["unfixed"]

@@ -108,7 +108,7 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     renames = LikelyRenames.of(diff)
     counts = counted(entries, renames)
     unpaired = [entry for entry in entries if not renames.explain(entry)]
-    lead = _lead(diff, unpaired, renames.pairs)
+    lead = _lead(diff, unpaired, renames.pairs, all)
     notes = [note for note in diff.notes if note not in lead.said]
     blocks: list[Block] = [
         _likely_renames(diff, renames.pairs, all),
@@ -258,7 +258,7 @@ class _Lead(NamedTuple):
     said: set[str]
 
 
-def _lead(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair]) -> _Lead:
+def _lead(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair], lists_all: bool) -> _Lead:
     """Return the lead of a diff; if nothing differs it says only what kind of file it is.
 
     `unpaired` are the entries that count, but for those that the `likely` renames explain.
@@ -290,7 +290,7 @@ def _lead(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair]) -> _Lea
             said.add(note)
     if reason.code:
         explain = f"`ckpttool explain {reason.code}` says more about the reason"
-        if not reason.note:
+        if not reason.note and not lists_all:
             explain = f"--all lists every key; {explain}"
         blocks.append(_line("details", explain))
     return _Lead(blocks, said)
