@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckpttool.remapping.run import convert, remap, write
     from ckpttool.remapping.write import Undone, undo
     from ckpttool.ruleset.parse import rules
-    from ckpttool.swap.swap import Swap
+    from ckpttool.swap.result import Swap
     from ckpttool.swapping import swap_weights
 
     __version__: str
@@ -90,7 +90,7 @@ _MODULES = {
     **dict.fromkeys(("convert", "remap", "write"), "remapping.run"),
     **dict.fromkeys(("Undone", "undo"), "remapping.write"),
     "rules": "ruleset.parse",
-    "Swap": "swap.swap",
+    "Swap": "swap.result",
     "swap_weights": "swapping",
 }
 

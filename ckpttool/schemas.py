@@ -21,7 +21,7 @@ from ckpttool.inspection.inspect import INSPECT
 from ckpttool.remapping.result import REMAP
 from ckpttool.remapping.write import UNDONE
 from ckpttool.ruleset.parse import SETS
-from ckpttool.swap.swap import SWAP
+from ckpttool.swap.result import SWAP
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 OBJECTS: dict[str, JsonKind] = {

@@ -11,7 +11,8 @@ from ckpttool.core.text import a
 from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
 from ckpttool.operands.checkpoint import Ckpt, open_checkpoint
-from ckpttool.swap.swap import SwapOptions, run
+from ckpttool.swap.options import SwapOptions
+from ckpttool.swap.run import run
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ckpttool.io.progress import Progress
     from ckpttool.keywords import SwapKeywords
     from ckpttool.live.swap import Swappable, Swapped
-    from ckpttool.swap.swap import Swap
+    from ckpttool.swap.result import Swap
 
 
 @overload

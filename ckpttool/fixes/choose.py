@@ -23,7 +23,8 @@ from ckpttool.fixes.unknown_model import commands_with_a_model
 from ckpttool.formats.remarks import one_rank
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.remapping.options import RemapOptions
-from ckpttool.swap.swap import Misfit, SwapOptions
+from ckpttool.swap.misfit import Misfit
+from ckpttool.swap.options import SwapOptions
 
 DROPPED = Info(
     "--drop leaves out second names only: their values are in the output under another name",

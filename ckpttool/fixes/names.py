@@ -17,7 +17,7 @@ from ckpttool.operands.names_files import read_names, saved_by
 from ckpttool.operands.output import command, free
 from ckpttool.remapping import run as remap
 from ckpttool.remapping.options import RemapOptions
-from ckpttool.swap.swap import SwapOptions
+from ckpttool.swap.options import SwapOptions
 
 CKPT = "CKPT"
 

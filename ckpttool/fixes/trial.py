@@ -26,8 +26,8 @@ from ckpttool.remapping.output import fitted
 from ckpttool.remapping.planning import plan_remap
 from ckpttool.remapping.resolve import loading_model
 from ckpttool.remapping.result import Remap
-from ckpttool.swap import swap
-from ckpttool.swap.swap import SwapOptions
+from ckpttool.swap import run as swap
+from ckpttool.swap.options import SwapOptions
 
 
 @dataclass(frozen=True, slots=True)

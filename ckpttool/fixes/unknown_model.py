@@ -14,7 +14,7 @@ from ckpttool.naming.wrappers import canonical_in
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.output import command, outputs
 from ckpttool.remapping.options import RemapOptions
-from ckpttool.swap.swap import SwapOptions
+from ckpttool.swap.options import SwapOptions
 
 _EQUAL = frozenset({"same", "alias", "extra_state"})
 

@@ -37,7 +37,10 @@ from ckpttool.live.model import (
     section_of,
 )
 from ckpttool.operands.model import ModelOperand
-from ckpttool.swap.swap import HINTS, Advice, ComparedConstant, Misfit, SwapOptions, swap
+from ckpttool.swap.misfit import HINTS, Advice, Misfit
+from ckpttool.swap.options import SwapOptions
+from ckpttool.swap.result import ComparedConstant
+from ckpttool.swap.swap import swap
 from ckpttool.tracing.instances import layout_of
 from ckpttool.tracing.memory import Token, address, geometry, token
 

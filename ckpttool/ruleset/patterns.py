@@ -461,9 +461,9 @@ def _similar_head(head: str, keys: Sequence[str]) -> str:
     if any(key.startswith(f"{head}.") for key in keys):
         return head
     for key in keys:
-        prefix, found, _ = f"{key}.".partition(inside)
-        if found:
-            return f"{prefix}.{head}"
+        at = f"{key}.".find(inside)
+        if at != -1:
+            return f"{key[:at]}.{head}"
     segments = head.split(".")
     beginnings = dict.fromkeys(".".join(key.split(".")[: len(segments)]) for key in keys)
     for count in range(1, len(segments)):

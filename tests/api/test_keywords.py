@@ -21,7 +21,7 @@ from ckpttool.core.options import EditOptions, ModelOptions, OptimizerOptions, O
 from ckpttool.diffing.options import CompareOptions, DiffOptions
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.run import WRITTEN
-from ckpttool.swap.swap import SwapOptions
+from ckpttool.swap.options import SwapOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "ckpttool" / "keywords.py"

@@ -10,7 +10,7 @@ from ckpttool.cli.output import Report
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import Argument, keywords_of
 from ckpttool.operands.checkpoint import split
-from ckpttool.swap.swap import SwapOptions
+from ckpttool.swap.options import SwapOptions
 
 
 def command(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckpttool.remapping.result import Filled, Remap
     from ckpttool.remapping.write import Undone
     from ckpttool.ruleset.parse import Preset
-    from ckpttool.swap.swap import Swap
+    from ckpttool.swap.result import Swap
 
 _ROWS = 20
 _FEW = 10  # lines of changed keys once they are written

@@ -22,7 +22,8 @@ from ckpttool.core.checkpoint import Lazy, Storage
 from ckpttool.formats.pt2 import layout, names, read
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand
-from ckpttool.swap.swap import SwapOptions, swap
+from ckpttool.swap.options import SwapOptions
+from ckpttool.swap.swap import swap
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.trace import trace
 from command import Run

@@ -1,0 +1,110 @@
+"""Weights that do not fit a program: the error, and what to do about it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from ckpttool.containers.program import INSIDE, is_inlined, program_of
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.names import Names
+from ckpttool.core.text import plural
+from ckpttool.kinds.adapters import adapter_of
+from ckpttool.kinds.quantized import quantized_weights
+from ckpttool.swap.weight_map import constants_of
+
+# What to do about weights that do not fit: a kind, and the hint of the command line.
+Advice = Literal[
+    "constants",
+    "values",
+    "code",
+    "compiled",
+    "adapter",
+    "quantized",
+    "left_over",
+    "model",
+    "alone",
+    "cast",
+    "compare",
+]
+HINTS: dict[Advice, str] = {
+    "constants": "some of them are constants of the program: --constants swaps these too",
+    "values": "--constants takes the model's values, --keep-constants keeps the program's",
+    "code": "a list of names cannot compute them, the model's code can: --model"
+    " package.module:attr, or file.py:attr",
+    "compiled": INSIDE,
+    "adapter": "the weights have an adapter that is not merged into them: merge it first (PEFT's"
+    " merge_and_unload() returns the merged model), save its state_dict(), and swap that",
+    "quantized": "the weights are quantized: `dequantize` in a rules file of `ckpttool remap`"
+    " writes their values (FP8, scaled int8, MXFP4)",
+    "left_over": "all weights of the program are there: leave the other keys out, and try again",
+    "model": "state_dict hooks may rename keys when a model is saved: pass the model's definition, "
+    "--model file.py:build",
+    "alone": "the program has the names of these weights: leave --model out",
+    "cast": "--cast converts them to the program's dtypes",
+    "compare": "`ckpttool diff PROGRAM WEIGHTS` compares the two; the program may be of another"
+    " version of the model",
+}
+
+
+class Misfit(Refused):
+    """The weights do not fit. `advice` is the kind of the hint, for callers with another hint."""
+
+    def __init__(self, program: str, advice: Advice, problems: Sequence[Problem]) -> None:
+        message = f"the weights do not fit {program}: {plural(len(problems), 'problem')}"
+        super().__init__(message, hint=HINTS[advice], problems=problems)
+        self.advice = advice
+
+
+def for_compiled_code(program: Checkpoint, problem: Problem, have: Mapping[str, object]) -> Problem:
+    file, entry = program_of(program), have.get(problem.key)
+    if file is None or not file.compiled or problem.kind != "left_over":
+        return problem
+    if not isinstance(entry, TensorEntry):
+        return problem
+    if not is_inlined(entry):
+        return replace(problem, problem="unexpected: the compiled code does not use it")
+    size = plural(entry.numel, "element")
+    text = f"{size}: written into the compiled code, and cannot be swapped"
+    return replace(problem, problem=text)
+
+
+def advice_on(
+    program: Checkpoint,
+    names: Names | None,
+    weights: Section,
+    problems: Sequence[Problem],
+    constants: bool,
+) -> Advice:
+    file = program_of(program)
+    keys: defaultdict[str, set[str]] = defaultdict(set)  # by the kind of problem
+    for problem in problems:
+        keys[problem.kind].add(problem.key)
+    if keys.keys() == {"value"}:
+        return "values"
+    left_over = keys.get("left_over", set())
+    # without these keys the other weights are not what was trained
+    if adapter_of(left_over) is not None:
+        return "adapter"
+    if any(not left_over.isdisjoint(weight.keys) for weight in quantized_weights(weights)):
+        return "quantized"
+    constant_names = {entry.key for entry in constants_of(program)}
+    if not constants and any(problem.key in constant_names for problem in problems):
+        return "constants"
+    if "opaque" in keys:
+        return "code"
+    if "left_over" in keys and file is not None and file.compiled:
+        return "compiled"
+    if keys.keys() == {"left_over"}:
+        return "left_over"
+    has_other_names = "left_over" in keys or "missing" in keys
+    if names is None and has_other_names:
+        return "model"
+    if "left_over" in keys and keys["left_over"] == keys.get("missing"):
+        return "alone"
+    if "dtype" in keys and "shape" not in keys and not has_other_names:
+        return "cast"
+    return "compare"

@@ -1,0 +1,124 @@
+"""Swap the weights of a program in a file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpttool.containers.pickle_read import collected
+from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.pickle_imports import dangerous
+from ckpttool.core.text import Info, Note, shell
+from ckpttool.evaluate.compare import same_values
+from ckpttool.formats.opening import not_looked_into
+from ckpttool.formats.registry import format_of, recognize
+from ckpttool.io.files import look_anew
+from ckpttool.naming.convert import ModelForm
+from ckpttool.operands.checkpoint import model_section, split
+from ckpttool.operands.model import operand_of
+from ckpttool.operands.output import outputs
+from ckpttool.operands.reading import as_read, read_for_model
+from ckpttool.operands.same_model import same_model
+from ckpttool.remapping.carried_code import check_code
+from ckpttool.remapping.write import Writer, cost_of
+from ckpttool.ruleset.infer_rules import drops
+from ckpttool.swap.misfit import Misfit
+from ckpttool.swap.options import SwapOptions
+from ckpttool.swap.result import Swap
+from ckpttool.swap.swap import swap
+
+
+def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
+    """Put new weights into `program` (``PATH`` or ``PATH::NAME``), and write it if `options` name
+    an output.
+
+    Raises `Refused`, with all problems at once, if they do not fit, and `CkptError` if the program
+    cannot be read or OUT cannot be written; then nothing is written.
+    """
+    path, picked = split(program)
+    look_anew(path)
+    name = picked if options.name is None else options.name
+    target = None if options.dry_run else options.target(path)
+    writer = Writer(path, options)
+    if target is not None:
+        writer.check_file(target, split(weights.source)[0])
+    with collected() as imports:
+        deployed = _read(path, name, weights, options.out)
+    if not options.keep_pickled_code:
+        check_code(deployed, {imported.name for imported in dangerous(imports)})
+    model = operand_of(options)
+    new = model_section(read_for_model(weights, model))
+    if model is not None and options.source_form is ModelForm.PRETRAINED:
+        model = model.by_pretrained
+    elif model is not None and options.source_form is None:
+        model = as_read(model, new, weights.source)
+    try:
+        swapped = swap(deployed, new, model, options)
+    except Misfit as error:
+        if error.advice == "left_over":
+            error.hint = _drop_left_over(error, weights, new)
+        raise
+    if not swapped.sources and all(const.verdict != "from_model" for const in swapped.compared):
+        raise Refused(
+            f"nothing to swap: no key of {weights.source} is a weight of {path}",
+            hint="compare the two: " + shell("ckpttool", "diff", program, weights.source),
+        )
+    notes = [*weights.notes, *not_looked_into(imports)]
+    if format_of(deployed).holds.code_storages:
+        notes += [Info(f"kept, not compared: {note}", "constants") for note in deployed.notes]
+    for other in same_model(weights, new, None if model is None else model.names()):
+        same = f"{weights.part(other.path)} holds the same model too"
+        notes.append(Note(f"the weights are those of {new.title}; {same}", "same-model"))
+    swapped = replace(
+        swapped,
+        source=program,
+        weights=weights.source,
+        output=options.target(path) or "",
+        unchanged=_is_unchanged(deployed, swapped.program),
+        notes=(*notes, *swapped.notes),
+    )
+    layout = format_of(swapped.program).layout_program(swapped.program)
+    if target is None:
+        return replace(swapped, cost=cost_of({path: layout}))
+    writer.file(layout, target, None if swapped.by_code else swapped.values_json)
+    if not options.verify:
+        return swapped
+    written = _read(target, name, weights, options.out)
+    return replace(swapped, verified=writer.prove(target, swapped.program, written))
+
+
+def _drop_left_over(error: Misfit, weights: Checkpoint, new: Section) -> str:
+    """Return the hint with the command that leaves out the keys without a weight."""
+    left_over = [problem.key for problem in error.problems]
+    patterns = drops(left_over, new.by_key().keys() - left_over) or ("PATTERN",)
+    words = []
+    for pattern in patterns:
+        words += ["--drop", pattern]
+    part = next(outputs(weights.source, "part"))
+    command = shell("ckpttool", "remap", weights.source, *words, "-o", part)
+    return f"all weights of the program are there; without the other keys: {command}"
+
+
+def _is_unchanged(before: Checkpoint, after: Checkpoint) -> bool:
+    """Return whether all tensors have the values that they had; read up to the first that
+    differs.
+    """
+    for old_section, new_section in zip(before.sections, after.sections):
+        for old, new in zip(old_section.tensors, new_section.tensors):
+            if old is not new and not same_values(old, new):
+                return False
+    return True
+
+
+def _read(path: str, name: str | None, weights: Checkpoint, out: str | None) -> Checkpoint:
+    """Return the program in the file. Raises `CkptError` if there is none; the hint says if it is
+    `weights` instead.
+    """
+    kind = recognize(path).format
+    if kind.holds.programs:
+        return kind.read_program(path, name)
+    hint = "PROGRAM is a .pt2 or a TorchScript archive, and comes first"
+    if format_of(weights).holds.programs:
+        command = shell("ckpttool", "swap-weights", weights.source, path, "-o", out or "OUT.pt2")
+        hint = f"the program comes first: {command}"
+    raise CkptError(f"{path} is not an exported program: {kind.title}", hint=hint)
