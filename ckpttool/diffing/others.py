@@ -10,7 +10,7 @@ from itertools import chain
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, Unreached
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names
-from ckpttool.core.text import Info, Note, plural, some
+from ckpttool.core.text import Info, Note, plural, shell, some
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import FIELDS, Cause, Code
 from ckpttool.diffing.one_model import compare_through
@@ -19,7 +19,11 @@ from ckpttool.diffing.result import EITHER_WAY, Entry, only_left, only_right
 from ckpttool.diffing.saved_optimizers import SavedOptimizer, compare_optimizers
 from ckpttool.diffing.sections import Values, compare, compare_pair, without_dtypes
 from ckpttool.evaluate.compare import content_of_storage, same_objects
+from ckpttool.formats.folders import optimizers_in
+from ckpttool.formats.opening import files_next_to
 from ckpttool.formats.registry import format_of
+from ckpttool.io.files import have_same_bytes
+from ckpttool.io.paths import join
 from ckpttool.naming.versions import Effect, other_versions_of
 from ckpttool.operands.output import command
 
@@ -61,21 +65,43 @@ def compare_others(
     """
     notes, all_compared = compare_sections(sides, values, options)
     left_only, right_only = only_on_one_side(sides)
-    notes += [*left_only, *right_only]
+    of_files = _file_notes(sides, values)
+    notes += [*left_only, *right_only, *of_files]
     if values is not None:
         notes += _object_notes(sides.left.objects, sides.right.objects)
-    all_compared = all_compared and not left_only and not right_only
+    all_compared = all_compared and not left_only and not right_only and not of_files
     compared = {
         "values": values is not None,
         "aliases": True,
         "metadata": True,
         "optimizers": all_compared,
         "other_sections": all_compared,
-        "objects": values is not None,
+        "objects": values is not None and not of_files,
     }
     if sides.has_program:
         compared["code"] = False
     return notes, compared
+
+
+def _file_notes(sides: BothSides, values: Values | None) -> list[str]:
+    """Return a note on files of a trainer (optimizer, scheduler) next to the weights; nothing if
+    both folders have them with the same bytes, which are read only if `values` are.
+    """
+    left, right = sides.left.source, sides.right.source
+    left_files, right_files = files_next_to(sides.left, left), files_next_to(sides.right, right)
+    not_compared = []
+    for name in dict.fromkeys((*left_files, *right_files)):
+        is_read = values is not None and name in left_files and name in right_files
+        if not is_read or not have_same_bytes(join(left, name), join(right, name)):
+            not_compared.append(name)
+    if not not_compared:
+        return []
+    text = f"not compared: other files in the folder: {some(not_compared)}"
+    for name in optimizers_in(not_compared):
+        if name in left_files and name in right_files:
+            line = shell("ckpttool", "diff", join(left, name), join(right, name), "--values")
+            text += f" ({line})"
+    return [Note(text, "not-compared")]
 
 
 # Other sections

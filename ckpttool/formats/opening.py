@@ -63,9 +63,18 @@ def _open(path: str) -> Checkpoint:
     checkpoint = recognize(path).read()
     if not files.is_dir(path):
         return checkpoint
-    others = checkpoint.other_files or state_files(path)
+    others = files_next_to(checkpoint, path)
     notes = (*checkpoint.notes, *left_unread(path, checkpoint.source), *note_on(others))
     return replace(checkpoint, source=path, notes=notes)
+
+
+def files_next_to(checkpoint: Checkpoint, path: str) -> tuple[str, ...]:
+    """Return the names of the files for resuming in the folder at `path`, which are not read;
+    nothing if it is no folder.
+    """
+    if files.is_glob(path) or not files.is_dir(path):
+        return ()
+    return checkpoint.other_files or state_files(path)
 
 
 def note_on(names: Sequence[str]) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from ckpttool.io.pieces import comparing_checksums
 
 _HINT = "check the path and its permissions"
 _GLOB = re.compile(r"[*?[]")
+_CHUNK = 1 << 22  # bytes of two files that are compared at once
 _PIPE = 1 << 20  # bytes that are read from a pipe at a time
 
 
@@ -186,6 +187,17 @@ def size(path: str) -> int:
     from ckpttool.io import remote
 
     return remote.open_file(path).size
+
+
+def have_same_bytes(path: str, other: str) -> bool:
+    """Return whether two files have the same bytes. Raises `CkptError` if one cannot be read."""
+    with opened(path) as left, opened(other) as right:
+        if left.size != right.size:
+            return False
+        for start in range(0, left.size, _CHUNK):
+            if left.read_at(start, _CHUNK) != right.read_at(start, _CHUNK):
+                return False
+    return True
 
 
 def look_ahead(heads: Mapping[str, int]) -> None:
