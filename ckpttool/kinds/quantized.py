@@ -52,6 +52,9 @@ SCHEMES = (
         ("_scale", "_scale_2", "_zero_point"),
         ("input_scale",),
     ),
+    Scheme("EETQ", "weight", ("int8",), ("_scales",)),
+    Scheme("HIGGS", "weight", ("int16",), (), ("scales", "tables", "tables2")),
+    Scheme("AQLM", "codes", (), (), ("codebooks", "scales")),
     Scheme("bitsandbytes, 8 bit", "weight", ("int8",), (), ("SCB", "weight_format")),
     Scheme("GPTQ", "qweight", (), (), ("g_idx",)),
     Scheme("AWQ", "qweight", (), (), ("qzeros", "scales")),
@@ -100,7 +103,7 @@ SCHEMES = (
 _DTYPES = frozenset(dtype for scheme in SCHEMES for dtype in scheme.dtypes)
 _LEAVES = tuple(scheme.leaf for scheme in SCHEMES if not scheme.dtypes)
 # leaf of a quantized weight -> leaf of the same weight in a model that is not quantized
-_PLAIN = {"qweight": "weight", "weight_packed": "weight", "W_q": "weight"}
+_PLAIN = dict.fromkeys(("qweight", "weight_packed", "W_q", "codes"), "weight")
 _BLOCKS, _SCALES = "_blocks", "_scales"  # of MXFP4: ``down_proj_blocks`` and ``down_proj_scales``
 
 

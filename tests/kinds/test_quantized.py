@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn, zeros
+from transformers.integrations.eetq import EetqLinear
+from transformers.integrations.higgs import HiggsLinear
 
 from command import Run
 
@@ -89,6 +91,21 @@ LAYOUTS: dict[str, tuple[Any, str]] = {
             "shape": torch.tensor([32, 64]), "nbits": torch.tensor(4),
         },
         "HQQ, 3 weights with `scale`, `zero`, `shape`, `nbits`",
+    ),
+    "EETQ": (
+        lambda: dict(EetqLinear(64, 32).state_dict()),
+        "EETQ, 3 weights with `weight_scales`",
+    ),
+    "HIGGS": (
+        lambda: dict(HiggsLinear(64, 32, 4, bias=False, group_size=64).state_dict()),
+        "HIGGS, 3 weights with `scales`, `tables`, `tables2`",
+    ),
+    "AQLM": (
+        lambda: {
+            "codes": zeros(32, 8, 1, dtype=torch.int16), "codebooks": zeros(1, 16, 1, 8),
+            "scales": zeros(32, 1, 1, 1),
+        },
+        "AQLM, 3 weights with `codebooks`, `scales`",
     ),
     "quanto": (
         lambda: {"weight._data": zeros(32, 64, dtype=torch.int8), "weight._scale": zeros(32, 1)},
