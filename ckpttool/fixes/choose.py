@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ckpttool.core.checkpoint import Checkpoint
-from ckpttool.core.errors import CkptError
 from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.diffing.adapter import adapter_alone
 from ckpttool.diffing.checkpoints import is_written_program
 from ckpttool.diffing.others import is_program
 from ckpttool.diffing.result import Unfixed
-from ckpttool.fixes.commands import FEW, Fixes
+from ckpttool.fixes.commands import Fixes
 from ckpttool.fixes.names import model_fixes
 from ckpttool.fixes.optimizer import optimizer_fixes
 from ckpttool.fixes.question import DiffQuestion
 from ckpttool.fixes.rules_file import Rules
 from ckpttool.fixes.search import best_cast, best_remap, complete_for_model, selected
-from ckpttool.fixes.trial import TriedFix, try_swap
+from ckpttool.fixes.swaps import swap_fix
+from ckpttool.fixes.trial import TriedFix
 from ckpttool.fixes.unfixed import advice_on, unfixed_by
 from ckpttool.fixes.unknown_model import commands_with_a_model
 from ckpttool.formats.remarks import one_rank
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.remapping.options import RemapOptions
-from ckpttool.swap.misfit import Misfit
-from ckpttool.swap.options import SwapOptions
 
 DROPPED = Info(
     "--drop leaves out second names only: their values are in the output under another name",
@@ -59,7 +55,7 @@ def _fixes_of_names(question: DiffQuestion) -> Fixes:
     left, right = question.left, question.right
     assert left is not None
     has_program = right is not None and is_program(left, right)
-    swap, notes = _swap_fix(question) if has_program else (None, [])
+    swap, notes = swap_fix(question) if has_program else (None, [])
     if swap is not None and swap.after.identical:
         return Fixes((swap.fix,))
     remap = _remap_fix(question)
@@ -134,35 +130,3 @@ def _notes_on(remap: TriedFix) -> list[Note]:
         words = f"the command leaves out {count} of {{left}} that the model does not have: {{}}"
         notes.append(Info.about(words, "leaves-keys", some(remap.left_out)))
     return notes
-
-
-def _swap_fix(question: DiffQuestion) -> tuple[TriedFix | None, list[str]]:
-    """Return the swap that works if one of two checkpoints is a program; else why none does, if
-    that is final.
-    """
-    options = SwapOptions(**question.model_options)
-    trial = try_swap(question, options)
-    for _ in range(2):  # constants, and then another dtype
-        if isinstance(trial, Misfit) and trial.advice in ("constants", "cast"):
-            constants = options.constants or trial.advice == "constants"
-            options = replace(options, constants=constants, cast=trial.advice == "cast")
-            trial = try_swap(question, options)
-    if isinstance(trial, TriedFix):
-        return trial, []
-    if question.options.model is None:
-        return None, []
-    return None, [Note(_refusal(trial), "no-fix")]
-
-
-def _refusal(error: CkptError) -> str:
-    """Return why swap-weights is refused, with the first problems."""
-    if not error.problems:
-        return error.message
-    problems = "; ".join(map(str, error.problems[:FEW]))
-    others = len(error.problems) - FEW
-    if others > 0:
-        problems += f"; and {plural(others, 'problem')} more"
-    text = f"swap-weights would be refused: {error.message} ({problems})"
-    if isinstance(error, Misfit) and error.advice == "values":
-        text += f"; {error.hint}"
-    return text

@@ -88,13 +88,13 @@ def swap_attribute(
     old one. Raises `Refused`, with nothing changed, if the value does not fit or the variants hold
     different ones.
     """
-    places = _places(module, fqn, shared)
-    first = places[0]
+    holders = _holders(module, fqn, shared)
+    first = holders[0]
     problems = []
-    for place in places:
-        if not _same_value(place.value, first.value):
+    for holder in holders:
+        if not _same_value(holder.value, first.value):
             text = f"not the value of {first.path}.{first.name}"
-            problems.append(Problem(text, f"{place.path}.{place.name}"))
+            problems.append(Problem(text, f"{holder.path}.{holder.name}"))
     if problems:
         raise Refused(
             f"the variants of {fqn} hold different values",
@@ -104,14 +104,14 @@ def swap_attribute(
     is_function = callable(new) and not isinstance(new, (nn.Module, type))
     value = _fitted(first.value, new(first.value) if is_function else new, fqn, first.kind)
     fqns: dict[str, None] = {}
-    for place in places:
-        place.table[place.name] = value
-        if place.path is not None:
-            fqns[f"{place.path}.{place.name}".lstrip(".")] = None
+    for holder in holders:
+        holder.table[holder.name] = value
+        if holder.path is not None:
+            fqns[f"{holder.path}.{holder.name}".lstrip(".")] = None
     return tuple(fqns)
 
 
-class _Place(NamedTuple):
+class _Holder(NamedTuple):
     """Where a variant of a submodule keeps an attribute: a table of its parameters, of its buffers,
     or of other attributes. `path` is None for a variant without an FQN.
     """
@@ -126,33 +126,33 @@ class _Place(NamedTuple):
         return self.table[self.name]
 
 
-def _places(module: nn.Module, fqn: str, shared: bool) -> list[_Place]:
+def _holders(module: nn.Module, fqn: str, shared: bool) -> list[_Holder]:
     """Return where all variants keep the attribute. Raises `CkptError` if it is a submodule, or if
     none has it.
     """
     parent, _, name = fqn.rpartition(".")
-    holders: list[tuple[str | None, nn.Module]] = [("", module)]
+    bodies: list[tuple[str | None, nn.Module]] = [("", module)]
     if parent:
-        holders = []
+        bodies = []
         for home in _homes(module, parent, shared):
-            holders += _bodies(home.fqn, home.module)
-    places = []
-    for path, holder in holders:
-        if name in holder._modules:
+            bodies += _bodies(home.fqn, home.module)
+    holders = []
+    for path, body in bodies:
+        if name in body._modules:
             raise CkptError(f"{fqn} is a submodule", hint="swap_module changes it")
         tables: tuple[tuple[Any, type], ...] = (
-            (holder._parameters, nn.Parameter),
-            (holder._buffers, torch.Tensor),
-            (holder.__dict__, object),
+            (body._parameters, nn.Parameter),
+            (body._buffers, torch.Tensor),
+            (body.__dict__, object),
         )
         for table, kind in tables:
             if name in table:
-                places.append(_Place(path, table, name, kind))
+                holders.append(_Holder(path, table, name, kind))
                 break
-    if not places:
+    if not holders:
         text = f"{parent or 'the module'} has no attribute {name!r}"
         raise CkptError(text, hint="variants() lists submodules")
-    return places
+    return holders
 
 
 # Which submodules are variants

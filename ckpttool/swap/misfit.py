@@ -11,9 +11,11 @@ from ckpttool.containers.program import INSIDE, is_inlined, program_of
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.names import Names
-from ckpttool.core.text import plural
+from ckpttool.core.text import plural, shell
 from ckpttool.kinds.adapters import adapter_of
 from ckpttool.kinds.quantized import quantized_weights
+from ckpttool.operands.output import outputs
+from ckpttool.ruleset.infer_rules import drops
 from ckpttool.swap.weight_map import constants_of
 
 # What to do about weights that do not fit: a kind, and the hint of the command line.
@@ -108,3 +110,15 @@ def advice_on(
     if "dtype" in keys and "shape" not in keys and not has_other_names:
         return "cast"
     return "compare"
+
+
+def drop_left_over(error: Misfit, weights: Checkpoint, new: Section) -> str:
+    """Return the hint with the command that leaves out the keys without a weight."""
+    left_over = [problem.key for problem in error.problems]
+    patterns = drops(left_over, new.by_key().keys() - left_over) or ("PATTERN",)
+    words = []
+    for pattern in patterns:
+        words += ["--drop", pattern]
+    part = next(outputs(weights.source, "part"))
+    command = shell("ckpttool", "remap", weights.source, *words, "-o", part)
+    return f"all weights of the program are there; without the other keys: {command}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpttool.containers.pickle_read import collected
-from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.text import Info, Note, shell
@@ -16,13 +16,11 @@ from ckpttool.io.files import look_anew
 from ckpttool.naming.convert import ModelForm
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import operand_of
-from ckpttool.operands.output import outputs
 from ckpttool.operands.reading import as_read, read_for_model
 from ckpttool.operands.same_model import same_model
 from ckpttool.remapping.carried_code import check_code
 from ckpttool.remapping.write import Writer, cost_of
-from ckpttool.ruleset.infer_rules import drops
-from ckpttool.swap.misfit import Misfit
+from ckpttool.swap.misfit import Misfit, drop_left_over
 from ckpttool.swap.options import SwapOptions
 from ckpttool.swap.result import Swap
 from ckpttool.swap.swap import swap
@@ -56,7 +54,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         swapped = swap(deployed, new, model, options)
     except Misfit as error:
         if error.advice == "left_over":
-            error.hint = _drop_left_over(error, weights, new)
+            error.hint = drop_left_over(error, weights, new)
         raise
     if not swapped.sources and all(const.verdict != "from_model" for const in swapped.compared):
         raise Refused(
@@ -85,18 +83,6 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         return swapped
     written = _read(target, name, weights, options.out)
     return replace(swapped, verified=writer.prove(target, swapped.program, written))
-
-
-def _drop_left_over(error: Misfit, weights: Checkpoint, new: Section) -> str:
-    """Return the hint with the command that leaves out the keys without a weight."""
-    left_over = [problem.key for problem in error.problems]
-    patterns = drops(left_over, new.by_key().keys() - left_over) or ("PATTERN",)
-    words = []
-    for pattern in patterns:
-        words += ["--drop", pattern]
-    part = next(outputs(weights.source, "part"))
-    command = shell("ckpttool", "remap", weights.source, *words, "-o", part)
-    return f"all weights of the program are there; without the other keys: {command}"
 
 
 def _is_unchanged(before: Checkpoint, after: Checkpoint) -> bool:
