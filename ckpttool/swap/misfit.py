@@ -24,6 +24,7 @@ Advice = Literal[
     "values",
     "code",
     "compiled",
+    "frozen",
     "adapter",
     "quantized",
     "left_over",
@@ -38,6 +39,8 @@ HINTS: dict[Advice, str] = {
     "code": "a list of names cannot compute them, the model's code can: --model"
     " package.module:attr, or file.py:attr",
     "compiled": INSIDE,
+    "frozen": "the program has no weights: torch.jit.freeze(), for example, makes them constants of"
+    " its code; save the program again without it",
     "adapter": "the weights have an adapter that is not merged into them: merge it first (PEFT's"
     " merge_and_unload() returns the merged model), save its state_dict(), and swap that",
     "quantized": "the weights are quantized: `dequantize` in a rules file of `ckpttool remap`"
@@ -101,7 +104,7 @@ def advice_on(
     if "left_over" in keys and file is not None and file.compiled:
         return "compiled"
     if keys.keys() == {"left_over"}:
-        return "left_over"
+        return "left_over" if program.section("").tensors else "frozen"
     has_other_names = "left_over" in keys or "missing" in keys
     if names is None and has_other_names:
         return "model"

@@ -623,6 +623,17 @@ def test_weight_that_the_program_lacks_is_refused(tmp_path: Path, run: Run, key:
     assert (done.status, problems) == (1, [f"unexpected: not a weight of the program @ {key}"])
 
 
+def test_program_without_weights_is_refused(tmp_path: Path, run: Run) -> None:
+    module = nn.Linear(3, 2).eval()
+    frozen, new = tmp_path / "frozen.pt", tmp_path / "new.pt"
+    torch.jit.freeze(torch.jit.trace(module, (torch.ones(1, 3),))).save(str(frozen))
+    torch.save(module.state_dict(), new)
+    done = run("swap-weights", frozen, new, "-o", tmp_path / "out.pt")
+    assert done.status == 1
+    assert "hint: the program has no weights: torch.jit.freeze()" in done.err
+    assert "--drop" not in done.err
+
+
 def test_hint_excludes_keys_added_by_training(
     program: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
