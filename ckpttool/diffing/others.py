@@ -332,6 +332,10 @@ def _tied_here(
 # Metadata and versions
 
 
+# transformers writes whose tensors a safetensors file has: other formats need no such mark
+_LIBRARY = "format"
+
+
 def metadata_notes(left: Checkpoint, right: Checkpoint) -> Iterator[str]:
     """Yield a note on the entries of ``__metadata__`` that differ; information if only one of the
     formats has it.
@@ -343,6 +347,8 @@ def metadata_notes(left: Checkpoint, right: Checkpoint) -> Iterator[str]:
     for name in dict.fromkeys((*left.metadata, *right.metadata)):
         if left.metadata.get(name) == right.metadata.get(name):
             continue
+        if name == _LIBRARY and left.format != right.format:
+            continue
         names.append(name)
         if name not in right.metadata:
             fields.append("{} (in {left} only)")
@@ -350,6 +356,8 @@ def metadata_notes(left: Checkpoint, right: Checkpoint) -> Iterator[str]:
             fields.append("{} (in {right} only)")
         else:
             fields.append("{}")
+    if not names:
+        return
     words = f"the metadata of the files (__metadata__) differs: {some(fields)}"
     kind = Note if left.format == right.format else Info
     yield kind.about(words, "metadata", *names)

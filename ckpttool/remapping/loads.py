@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import RUNTIME, SERIALIZED
-from ckpttool.core.text import Info, dotted, plural, some
+from ckpttool.core.text import Info, dotted, plural, shell, some
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import current
 from ckpttool.kinds.adapters import adapter_in
@@ -31,13 +31,15 @@ _SIZE_MISMATCH = "size mismatch for "
 @dataclass(frozen=True, slots=True)
 class Loading:
     """How a model loads the output. `missing` keys and other `problems` make a strict load fail;
-    `notes` do not.
+    `notes` do not. `adds_names` is the command that adds what is missing, if that are second names
+    of tensors that are there.
     """
 
     model: str
     missing: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    adds_names: str = ""
 
     def check(self, partial: bool) -> None:
         """Raise `Refused` with all problems; with `partial`, keys may be missing."""
@@ -52,11 +54,16 @@ class Loading:
                 problems=[*self.problems, *(Problem("missing", key, "missing") for key in missing)],
             )
         if missing:
+            hint = (
+                "add --partial to write it without them (an encoder, an average of the parameters"
+                " alone)"
+            )
+            if self.adds_names:
+                hint = f"{hint}; then add these second names: {self.adds_names}"
             raise Refused(
                 f"the output would lack {plural(len(missing), 'key')} of {self.model}: "
                 "a strict load fails without them",
-                hint="add --partial to write it without them (an encoder, an average of the"
-                " parameters alone)",
+                hint=hint,
                 problems=[Problem("missing", key, "missing") for key in missing],
             )
 
@@ -98,6 +105,7 @@ def loading(outcome: Remap, options: RemapOptions, model: ModelOperand | None) -
     missing = dict.fromkeys(outcome.missing)
     problems: list[Problem] = []
     notes: list[str] = []
+    lacks_names = not missing
     for path in outcome.model_paths:
         section = outcome.result.section(path)
         if adapter_in(section) is not None:
@@ -108,14 +116,29 @@ def loading(outcome: Remap, options: RemapOptions, model: ModelOperand | None) -
         left_out = _left_out(outcome, path, by_code)
         is_incomplete = options.partial or options.trainable_only or bool(left_out)
         answer = _loading(section, by_code, options, is_incomplete)
-        missing.update(
-            dict.fromkeys(dotted(path, key) for key in answer.missing if key not in left_out)
-        )
+        keys = [key for key in answer.missing if key not in left_out]
+        missing.update((dotted(path, key), None) for key in keys)
+        lacks_names = lacks_names and _are_second_names(keys, section, by_code)
         problems += [replace(problem, key=dotted(path, problem.key)) for problem in answer.problems]
         notes += answer.notes
     if options.trainable_only:
         missing = dict.fromkeys(outcome.missing)
-    return Loading(model.title, tuple(missing), tuple(problems), tuple(dict.fromkeys(notes)))
+    line = shell("ckpttool", "remap", "OUT", *model.words, "--to", SERIALIZED, "-o", "NEW")
+    return Loading(
+        model.title,
+        tuple(missing),
+        tuple(problems),
+        tuple(dict.fromkeys(notes)),
+        line if lacks_names else "",
+    )
+
+
+def _are_second_names(keys: Sequence[str], section: Section, model: ModelOperand) -> bool:
+    """Return whether the section has the tensors of the keys under other names."""
+    saved = model.tables.saved
+    names = read(model.tables, section, SERIALIZED).match.names.values()
+    present = {saved[name] for name in names if saved.get(name) is not None}
+    return all(saved.get(key) in present for key in keys)
 
 
 def _left_out(outcome: Remap, path: str, model: ModelOperand) -> set[str]:
