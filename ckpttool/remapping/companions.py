@@ -102,6 +102,8 @@ def companions_of(
     elif is_dir(path) and target.folder is None and NAME in names_in(path):
         text = f"{NAME} is not copied, and PEFT needs it: write a folder, -o OUT/"
         decisions.notes.append(Note(text, "remap"))
+    if plan.dropped:
+        decisions.about_optimizers()
     unchanged = {output.key for output in plan.outputs if output.is_unchanged}
     keeps_names = unchanged == {output.key for output in plan.outputs}
     if not keeps_names:
@@ -163,6 +165,14 @@ class _Decisions:
                     f"{name} is copied unchanged: its ids keep the parameter order of the model"
                     " that saved them"
                 )
+
+    def about_optimizers(self) -> None:
+        """Say that copied optimizers do not lose the state of parameters that are left out."""
+        for name in optimizers_in(list(self.files)):
+            self.notes.append(
+                f"{name} is not changed: it still has the state of all parameters, also of those"
+                " that are left out"
+            )
 
     def about_dtype(self, folder: str, dtypes: Collection[str], *, stays: bool) -> None:
         """Let the dtype of a model's configuration follow the weights, which have `dtypes` now."""

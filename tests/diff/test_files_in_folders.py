@@ -57,3 +57,10 @@ def test_other_files_are_not(folder: Path, name: str, change: str, run: Run) -> 
         assert run(*shlex.split(command)).status == 1
     else:
         assert (name, change) != ("optimizer.pt", "other")
+
+
+def test_an_optimizer_in_its_own_file_keeps_dropped_parameters(folder: Path, run: Run) -> None:
+    done = run("remap", "b", "--drop", "bias", "-o", "out/")
+    assert done.status == 0
+    assert Path("out/optimizer.pt").read_bytes() == Path("b/optimizer.pt").read_bytes()
+    assert "warning: optimizer.pt is not changed: it still has the state of all" in done.err
