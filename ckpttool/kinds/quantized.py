@@ -55,6 +55,22 @@ SCHEMES = (
     Scheme("EETQ", "weight", ("int8",), ("_scales",)),
     Scheme("HIGGS", "weight", ("int16",), (), ("scales", "tables", "tables2")),
     Scheme("AQLM", "codes", (), (), ("codebooks", "scales")),
+    Scheme("QuIP#", "Qidxs", (), (), ("Wscale", "SU", "SV", "codebook_id")),
+    Scheme(
+        "VPTQ",
+        "indices",
+        (),
+        (),
+        (
+            "centroids.weight",
+            "res_centroids.weight",
+            "outlier_indices",
+            "outlier_centroids.weight",
+            "weight_scale",
+            "weight_bias",
+            "perm",
+        ),
+    ),
     Scheme("bitsandbytes, 8 bit", "weight", ("int8",), (), ("SCB", "weight_format")),
     Scheme("GPTQ", "qweight", (), (), ("g_idx",)),
     Scheme("AWQ", "qweight", (), (), ("qzeros", "scales")),
@@ -69,6 +85,8 @@ SCHEMES = (
             "weight_shape",
             "weight_g_idx",
             "weight_global_scale",
+            "scale_packed",
+            "meta",
         ),
     ),
     Scheme("MLX", "weight", ("uint32",), (), ("scales", "biases")),
@@ -103,7 +121,7 @@ SCHEMES = (
 _DTYPES = frozenset(dtype for scheme in SCHEMES for dtype in scheme.dtypes)
 _LEAVES = tuple(scheme.leaf for scheme in SCHEMES if not scheme.dtypes)
 # leaf of a quantized weight -> leaf of the same weight in a model that is not quantized
-_PLAIN = dict.fromkeys(("qweight", "weight_packed", "W_q", "codes"), "weight")
+_PLAIN = dict.fromkeys(("qweight", "weight_packed", "W_q", "codes", "Qidxs", "indices"), "weight")
 _BLOCKS, _SCALES = "_blocks", "_scales"  # of MXFP4: ``down_proj_blocks`` and ``down_proj_scales``
 
 
@@ -169,11 +187,14 @@ class QuantizedWeight:
     @property
     def part_names(self) -> tuple[str, ...]:
         """The names of the other entries, next to the weight or inside of it."""
+        module, dot, _ = self.weight.rpartition(".")
         names: dict[str, None] = {}
         for key in self.others:
             _, _, name = key.rpartition(".")
-            if key.startswith(f"{self.weight}."):
-                name = key[len(self.weight) + 1 :]
+            for path in (f"{self.weight}.", f"{module}{dot}"):
+                if path and key.startswith(path):
+                    name = key.removeprefix(path)
+                    break
             names[name] = None
         return tuple(names)
 

@@ -107,6 +107,28 @@ LAYOUTS: dict[str, tuple[Any, str]] = {
         },
         "AQLM, 3 weights with `codebooks`, `scales`",
     ),
+    "marlin-24 of compressed-tensors": (
+        lambda: {
+            "weight_packed": zeros(2, 64, dtype=INT32), "scale_packed": zeros(1, 32),
+            "meta": zeros(4, 16, dtype=torch.int16),
+        },
+        "compressed-tensors, 3 weights with `scale_packed`, `meta`",
+    ),
+    "QuIP#": (
+        lambda: {
+            "Qidxs": zeros(32, 8, dtype=torch.int16), "SU": torch.ones(64), "SV": torch.ones(32),
+            "Wscale": torch.ones(()),
+        },
+        "QuIP#, 3 weights with `Wscale`, `SU`, `SV`",
+    ),
+    "VPTQ": (
+        lambda: {
+            "indices": zeros(1, 8, 16, dtype=INT32), "centroids.weight": zeros(1, 2048),
+            "weight_scale": torch.ones(64), "weight_bias": zeros(64),
+            "perm": torch.arange(64, dtype=torch.int16),
+        },
+        "VPTQ, 3 weights with `centroids.weight`, `weight_scale`, `weight_bias`, `perm`",
+    ),
     "quanto": (
         lambda: {"weight._data": zeros(32, 64, dtype=torch.int8), "weight._scale": zeros(32, 1)},
         "quanto, 3 weights with `_scale`",
