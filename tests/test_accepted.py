@@ -51,6 +51,7 @@ def test_ignored_differences_are_counted_and_not_identical(run: Run) -> None:
     answer = "body.pt lacks 2 keys of model.py:build; accepted (2 ignored)"
     assert done.out.splitlines()[0] == answer
     assert "the head is retrained" in done.out
+    assert done.out.count("2 keys missing from body.pt") == 1
     data = run(*line, "--ignore", HEAD, "--format", "json").data
     assert (data["identical"], data["accepted"], data["summary"]) == (
         False,

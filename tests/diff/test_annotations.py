@@ -59,6 +59,13 @@ def test_an_annotation_lists_at_most_ten_keys(run: Run) -> None:
     )
 
 
+def test_an_annotation_says_the_shapes_of_repeated_layers_once(run: Run) -> None:
+    torch.save({f"layers.{at}.weight": torch.zeros(2, 3) for at in range(12)}, "small.pt")
+    torch.save({f"layers.{at}.weight": torch.zeros(2, 4) for at in range(12)}, "large.pt")
+    first = run("diff", "small.pt", "large.pt", "--format", "github").out.splitlines()[0]
+    assert first.endswith("::shape: layers.{0-11}.weight: [2, 3] instead of [2, 4]")
+
+
 def test_an_annotation_points_to_the_line_of_the_hook(run: Run) -> None:
     Path("net.py").write_text(HOOKED)
     done = run("diff", "--model", "net.py:Net", "--format", "github")

@@ -86,7 +86,7 @@ CAUSES = """\
 a.pt and b.pt differ: 6 likely renames, 3 renamed keys, 1 computed value, 8 tensors of another shape, 3 tensors with other values
 reason: different shape of many (4 keys)
 fix (not tried): ckpttool remap
-details: --all lists every key; `ckpttool explain doubtful-ids` says more about the reason
+details: `ckpttool explain doubtful-ids` says more about the reason
 
 likely renames: 2 pairs, inferred: the only one of its shape
   a.{0-1}.w -> b.{0-1}.w

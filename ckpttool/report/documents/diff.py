@@ -286,8 +286,9 @@ def _lead(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair], lists_a
         said.update(_notes_of(diff, "value"))
     else:
         for label, note in _not_fixed(diff):
-            blocks.append(_line(label, with_names(note, diff.names)))
-            said.add(note)
+            if note not in said:
+                blocks.append(_line(label, with_names(note, diff.names)))
+                said.add(note)
     if reason.code:
         explain = f"`ckpttool explain {reason.code}` says more about the reason"
         if not reason.note and not lists_all:

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from ckpttool.core.text import visible
+from ckpttool.report.collapse import collapse
 from ckpttool.report.document import (
     Commands,
     Document,
@@ -22,6 +24,7 @@ from ckpttool.report.renderers import text
 
 _LEVELS: tuple[Severity, ...] = ("error", "warning", "notice")
 _KEYS = 10  # keys in one annotation
+_WITH_DETAIL = ("shape", "dtype")  # statuses of which an annotation says what differs
 _SHOWN = 10  # annotations of each level that GitHub shows for a step
 _DATA = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
 _PROPERTY = _DATA | str.maketrans({":": "%3A", ",": "%2C"})
@@ -107,9 +110,17 @@ def _no_old_commands(lines: str) -> str:
 
 
 def _keys(findings: Sequence[Finding]) -> list[str]:
-    """Return a line for each key, and how many more there are."""
-    lines = [f"{finding.status}: {finding.keys}" for finding in findings[:_KEYS]]
-    more = len(findings) - _KEYS
+    """Return a line for each key, in which repeated layers are one, and how many more there are."""
+    named = []
+    for finding in findings:
+        detail = f": {finding.detail}" if finding.detail and finding.status in _WITH_DETAIL else ""
+        named.append((finding.keys, (finding.status, detail)))
+    lines: list[str] = []
+    more = len(findings)
+    for group in islice(collapse(named), _KEYS):
+        status, detail = group.likeness
+        lines.append(f"{status}: {group.pattern}{detail}")
+        more -= len(group.keys)
     if more > 0:
         lines.append(f"... {more} more")
     return lines
