@@ -86,7 +86,7 @@ CAUSES = """\
 a.pt and b.pt differ: 6 likely renames, 3 renamed keys, 1 computed value, 8 tensors of another shape, 3 tensors with other values
 reason: different shape of many (4 keys)
 fix (not tried): ckpttool remap
-details: `ckpttool explain doubtful-ids` says more about the reason
+details: --all lists every key; `ckpttool explain doubtful-ids` says more about the reason
 
 likely renames: 2 pairs, inferred: the only one of its shape
   a.{0-1}.w -> b.{0-1}.w
@@ -137,6 +137,7 @@ keys   1 same, 6 likely renames, 3 renamed keys, 1 computed value, 8 tensors of 
 
 # What a report shows of several keys, and what it shows of each key with --all
 FULL = {
+    "details: --all lists every key; `": "details: `",
     "  x.u -> z.u\n\n": "  x.u -> z.u\n\nEvery key\nsame: 1 key\n  w\n",
     "layers.{0-1}.a -> layers.{0-1}.b": "layers.0.a -> layers.0.b\n  layers.1.a -> layers.1.b",
     "one.{0-1}: [1] instead of [2]": "one.0: [1] instead of [2]\n  one.1: [1] instead of [2]",
