@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -207,19 +206,6 @@ class _OneCommand(_WithoutPydantic, TyperCommand):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [param for param in self.described.values() if not param.flags]
         return ["[OPTIONS]", *(str(param.mark.metavar) for param in arguments)]
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words. Raises `CkptError` for an option that takes one value and has two; of the
-        common options the last one counts.
-        """
-        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
-        for param, count in Counter(param for param in given if not param.multiple).items():
-            mark = self.described[param.name].mark if param.name in self.described else None
-            if count > 1 and isinstance(mark, Option) and mark.metavar and mark.group != COMMON:
-                flag = param.opts[-1]
-                raise CkptError(f"{flag} is given {count} times", hint=f"give {flag} once")
-        parsed: list[str] = super().parse_args(ctx, args)
-        return parsed
 
     def get_help(self, ctx: Any) -> str:
         return _fitted(super().get_help(ctx))

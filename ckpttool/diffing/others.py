@@ -25,6 +25,7 @@ from ckpttool.formats.registry import format_of
 from ckpttool.io.files import have_same_bytes
 from ckpttool.io.paths import join
 from ckpttool.naming.versions import Effect, other_versions_of
+from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import command
 
 
@@ -87,7 +88,9 @@ def _file_notes(sides: BothSides, values: Values | None) -> list[str]:
     """Return a note on files of a trainer (optimizer, scheduler) next to the weights; nothing if
     both folders have them with the same bytes, which are read only if `values` are.
     """
-    left, right = sides.left.source, sides.right.source
+    (left, section), (right, other_section) = split(sides.left.source), split(sides.right.source)
+    if section is not None or other_section is not None:
+        return []
     left_files, right_files = files_next_to(sides.left, left), files_next_to(sides.right, right)
     not_compared = []
     for name in dict.fromkeys((*left_files, *right_files)):

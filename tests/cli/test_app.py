@@ -110,11 +110,6 @@ def test_version() -> None:
             "did you mean --rtol or --atol?",
         ),
         (
-            ["diff", "x.pt", "--model", "a", "--model", "b"],
-            "--model is given 2 times",
-            "give --model once",
-        ),
-        (
             ["--all", "inspect", "x.pt"],
             "no such option",
             "usage: ckpttool [OPTIONS] COMMAND [ARGS]...",
