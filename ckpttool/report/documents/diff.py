@@ -286,7 +286,7 @@ def _lead(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair], lists_a
         said.update(_notes_of(diff, "value"))
     else:
         for label, note in _not_fixed(diff):
-            if note not in said:
+            if note != reason.note:
                 blocks.append(_line(label, with_names(note, diff.names)))
                 said.add(note)
     if reason.code:
