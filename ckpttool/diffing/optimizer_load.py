@@ -160,7 +160,7 @@ def _by_position(state: OptimizerState, target: Parameters) -> Misassigned:
     details = {}
     for param, name in zip(state.params, target.fresh_optimizer.params):
         shape = target.shapes.get(str(name))
-        where = f"its position is that of {name} {list(shape or ())}"
+        where = f"the optimizer has {name} {list(shape or ())} at this position"
         shapes = list(filter(None, state.shapes(param).values()))
         details[param] = f"state of shape {list(shapes[0])}; {where}" if shapes else where
     return Misassigned(Cause(Code.DOUBT, ("nothing says which parameter the id is",)), details)

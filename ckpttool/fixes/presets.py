@@ -4,7 +4,7 @@ into the other order, which no rename does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -118,24 +118,31 @@ def _has_most(templates: Templates, names: Templates) -> bool:
 
 
 def _sizes(question: DiffQuestion, preset: Preset) -> dict[str, int]:
-    """Return the sizes that the preset needs, from a configuration next to a side or the model."""
+    """Return the sizes that the preset needs, from configurations next to a side or the model. Two
+    that disagree tell nothing.
+    """
     if not preset.sizes:
         return {}
-    config: dict[str, Any] = {}
-    for folder in _folders(question):
-        for name in _CONFIGS:
-            config |= _read(join(folder, name))
-    sizes = {}
-    for size in preset.sizes:
-        for name in _NAMES_OF_SIZES.get(size, ()):
-            if isinstance(config.get(name), int):
-                sizes[size] = config[name]
-                break
-    return sizes
+    values: dict[str, set[int]] = {size: set() for size in preset.sizes}
+    for folder, name in product(_folders(question), _CONFIGS):
+        config = _read(join(folder, name))
+        for size in preset.sizes:
+            value = _size_in(config, size)
+            if value is not None:
+                values[size].add(value)
+    return {size: several.pop() for size, several in values.items() if len(several) == 1}
 
 
-def _folders(question: DiffQuestion) -> Collection[str]:
-    """Return the folders of the two sides that are on this machine."""
+def _size_in(config: Mapping[str, Any], size: str) -> int | None:
+    for name in _NAMES_OF_SIZES.get(size, ()):
+        value = config.get(name)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _folders(question: DiffQuestion) -> list[str]:
+    """Return the folders of the model and of the two sides that are on this machine."""
     folders = []
     model = question.options.model
     if isinstance(model, str) and model.startswith(HF):

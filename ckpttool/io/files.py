@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Union
 
+from ckpttool.core.checkpoint import Span
 from ckpttool.core.errors import CkptError
 from ckpttool.io import handles, progress, sources, transaction
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import comparing_checksums
+from ckpttool.io.pieces import comparing_checksums, same_data
 
 _HINT = "check the path and its permissions"
 _GLOB = re.compile(r"[*?[]")
-_CHUNK = 1 << 22  # bytes of two files that are compared at once
 _PIPE = 1 << 20  # bytes that are read from a pipe at a time
 
 
@@ -191,13 +191,7 @@ def size(path: str) -> int:
 
 def have_same_bytes(path: str, other: str) -> bool:
     """Return whether two files have the same bytes. Raises `CkptError` if one cannot be read."""
-    with opened(path) as left, opened(other) as right:
-        if left.size != right.size:
-            return False
-        for start in range(0, left.size, _CHUNK):
-            if left.read_at(start, _CHUNK) != right.read_at(start, _CHUNK):
-                return False
-    return True
+    return same_data(Span(path, 0, size(path)), Span(other, 0, size(other)))
 
 
 def look_ahead(heads: Mapping[str, int]) -> None:

@@ -31,7 +31,8 @@ class Scheme(NamedTuple):
 
     `leaf` is the last segment of the weight's key (any if empty), `dtypes` are the dtypes of the
     weight (any if empty). The other parts are next to it: `suffixes` are added to the leaf,
-    `siblings` are complete last segments.
+    `siblings` are complete last segments. `needed` is the sibling without which
+    the other names say nothing.
     """
 
     title: str
@@ -39,6 +40,7 @@ class Scheme(NamedTuple):
     dtypes: tuple[str, ...]
     suffixes: tuple[str, ...] = ()
     siblings: tuple[str, ...] = ()
+    needed: str = ""
 
 
 # One of the other parts is enough: activation scales and zero points are optional everywhere.
@@ -54,8 +56,8 @@ SCHEMES = (
     ),
     Scheme("EETQ", "weight", ("int8",), ("_scales",)),
     Scheme("HIGGS", "weight", ("int16",), (), ("scales", "tables", "tables2")),
-    Scheme("AQLM", "codes", (), (), ("codebooks", "scales")),
-    Scheme("QuIP#", "Qidxs", (), (), ("Wscale", "SU", "SV", "codebook_id")),
+    Scheme("AQLM", "codes", (), (), ("codebooks", "scales"), "codebooks"),
+    Scheme("QuIP#", "Qidxs", (), (), ("Wscale", "SU", "SV", "codebook_id"), "SU"),
     Scheme(
         "VPTQ",
         "indices",
@@ -70,6 +72,7 @@ SCHEMES = (
             "weight_bias",
             "perm",
         ),
+        "centroids.weight",
     ),
     Scheme("bitsandbytes, 8 bit", "weight", ("int8",), (), ("SCB", "weight_format")),
     Scheme("GPTQ", "qweight", (), (), ("g_idx",)),
@@ -119,6 +122,7 @@ SCHEMES = (
 )
 # A weight has one of these dtypes, or one of these leaves.
 _DTYPES = frozenset(dtype for scheme in SCHEMES for dtype in scheme.dtypes)
+_NEEDED = {scheme.title: scheme.needed for scheme in SCHEMES if scheme.needed}
 _LEAVES = tuple(scheme.leaf for scheme in SCHEMES if not scheme.dtypes)
 # leaf of a quantized weight -> leaf of the same weight in a model that is not quantized
 _PLAIN = dict.fromkeys(("qweight", "weight_packed", "W_q", "codes", "Qidxs", "indices"), "weight")
@@ -248,11 +252,12 @@ def quantized_weights(section: Section) -> Sequence[QuantizedWeight]:
         kind = leaf, entry.dtype
         if kind not in possible_parts:
             possible_parts[kind] = list(_possible_parts(*kind))
-        for title, name in possible_parts[kind]:
+        for scheme, name in possible_parts[kind]:
             part = module + dot + name
-            if part in keys:
-                schemes.setdefault(entry.key, title)
-                others.setdefault(entry.key, {})[part] = None
+            if part not in keys or not keys.issuperset(_needed(scheme, module + dot)):
+                continue
+            schemes.setdefault(entry.key, scheme)
+            others.setdefault(entry.key, {})[part] = None
     if not schemes:
         return []
     entries = {entry.key: entry for entry in section.tensors}
@@ -261,6 +266,12 @@ def quantized_weights(section: Section) -> Sequence[QuantizedWeight]:
         quantized = QuantizedWeight(scheme, weight, tuple(others[weight]))
         weights.append(_with_granularity(quantized, entries))
     return weights
+
+
+def _needed(title: str, module: str) -> tuple[str, ...]:
+    """Return the key without which the other names of a scheme say nothing; most need none."""
+    name = _NEEDED.get(title)
+    return () if name is None else (module + name,)
 
 
 def _parts_in_4bit(keys: Sequence[str]) -> dict[str, list[str]]:

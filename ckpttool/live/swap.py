@@ -56,7 +56,6 @@ class Package(Protocol):
 
 Swappable = Union[nn.Module, ExportedProgram, Package]
 
-_OF_KINDS: tuple[Advice, ...] = ("adapter", "quantized")
 _HINTS: dict[Advice, str] = {
     "cast": "cast=True converts them to the dtypes that are there",
     "code": "a list of names cannot compute them, the model's code can: model=module, or a"
@@ -65,7 +64,8 @@ _HINTS: dict[Advice, str] = {
     "values": "constants=True takes the model's values, keep_constants=True keeps the program's",
     "model": "state_dict hooks may rename keys when a model is saved: pass the model, as in"
     " model=module",
-    **{advice: HINTS[advice] for advice in _OF_KINDS},
+    "adapter": HINTS["adapter"],
+    "quantized": HINTS["quantized"],
     "left_over": "everything that is there gets a value: leave the other keys out",
 }
 

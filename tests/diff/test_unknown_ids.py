@@ -56,7 +56,7 @@ def test_no_parameter_is_the_same_and_the_shapes_are_told(run: Run) -> None:
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, "run.pt")
     done = run("diff", "run.pt", "--model", "nets.py:new", "--optimizer", "nets.py:adam", "--all")
     assert done.status == 1
-    line = "param_groups.1.params.3: state of shape [2]; its position is that of trunk.bias [4]"
+    line = "param_groups.1.params.3: state of shape [2]; the optimizer has trunk.bias [4] at this position"
     assert line in done.out
     words = ("diff", "run.pt", "--model", "nets.py:new", "--optimizer", "nets.py:adam")
     entries = run(*words, "--format", "json").data["entries"]

@@ -97,3 +97,9 @@ def test_the_preset_is_named_without_sizes_if_nothing_tells_them(
     assert "--rules 'llama-original-to-hf(heads=N, kv_heads=N)'" in done.out
     back = run("diff", "alone.pth", "meta.pth").out
     assert "--rules 'llama-original-to-hf(heads=N, kv_heads=N)' --reverse" in back
+
+
+def test_two_configurations_that_disagree_tell_no_sizes(model: torch.nn.Module, run: Run) -> None:
+    Path("config.json").write_text('{"num_attention_heads": 8, "num_key_value_heads": 8}')
+    out = run("diff", "meta.pth", "hf").out
+    assert "--rules 'llama-original-to-hf(heads=N, kv_heads=N)'" in out

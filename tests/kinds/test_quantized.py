@@ -180,6 +180,18 @@ def test_a_plain_model_is_told_that_the_file_is_quantized(
     }
 
 
+@pytest.mark.parametrize("names", [("indices", "perm"), ("codes", "scales"), ("Qidxs", "Wscale")])
+def test_names_that_a_plain_model_may_have_are_not_a_scheme(
+    run: Run, tmp_path: Path, names: tuple[str, str]
+) -> None:
+    """A flow has the order of its channels in such buffers."""
+    state = {f"flow.{name}": torch.arange(4) for name in names}
+    save_file({**state, "flow.weight": torch.ones(4, 4)}, tmp_path / "flow.safetensors")
+    assert "quantized" not in run("inspect", tmp_path / "flow.safetensors").out
+    words = ("--dtype", "bfloat16", "-o", tmp_path / "half.safetensors")
+    assert run("convert", tmp_path / "flow.safetensors", *words).status == 0
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_cast_of_the_scales_is_refused(layout: str, run: Run, tmp_path: Path) -> None:
     saved(layout, tmp_path / "q.safetensors")
