@@ -1,4 +1,4 @@
-"""A diff with what it compared, so that the same can be asked about other checkpoints."""
+"""A diff with what it compared, to compare other checkpoints in the same way."""
 
 from __future__ import annotations
 
