@@ -260,18 +260,18 @@ class Diff:
     fixes; `notes` are sentences about no single key.
 
     `harmless` are the statuses and codes that do not stop `identical`; `other_failure` says what
-    does if no entry shows it. `inferred` are likely renames if no model was given (None if that was
-    not asked), and `rules` is the text of a rules file for them, and `rules_options` the options of
-    a remap by that file; `identical` does not depend on them. `exchangeable` are keys of one shape
-    in the same layers, a tuple for each shape. `accepted` is whether every difference is accepted,
-    None without such options; `unused_ignores` are ignore entries that matched nothing, and
-    `failing_ignores` counts them if they are the only failure. `has_other_notes`: some notes are
-    about differences outside of the two models. `compared` says whether a difference in each of the
-    `ASPECTS` would be found, and `scope` how exactly values were compared, or what compares them.
-    `outlines` are the known tensors of each side by key, in its order. `kinds` say what the
-    compared sections of each side are; `section` is the path of the left's if the right is a
-    model. `asks` is the question, and `names` are the names of the two sides as the user wrote
-    them.
+    does if no entry shows it. `inferred` are likely renames (None if nothing looked for them; for a
+    model, if no suggested command rests on them), and `rules` is the text of a rules file for them,
+    and `rules_options` the options of a remap by that file; `identical` does not depend on them.
+    `exchangeable` are keys of one shape in the same layers, a tuple for each shape. `accepted` is
+    whether every difference is accepted, None without such options; `unused_ignores` are ignore
+    entries that matched nothing, and `failing_ignores` counts them if they are the only failure.
+    `has_other_notes`: some notes are about differences outside of the two models. `compared` says
+    whether a difference in each of the `ASPECTS` would be found, and `scope` how exactly values
+    were compared, or what compares them. `outlines` are the known tensors of each side by key, in
+    its order. `kinds` say what the compared sections of each side are; `section` is the path of the
+    left's if the right is a model. `asks` is the question, and `names` are the names of the two
+    sides as the user wrote them.
     """
 
     left: str

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
@@ -24,11 +25,27 @@ from ckpttool.diffing.result import (
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare, explain_computed
 from ckpttool.fixes.rules_file import Rules, suggested
+from ckpttool.naming.evidence import Inference
 from ckpttool.naming.match import prefixes
 from ckpttool.naming.wrappers import canonical_in, canonical_keys
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.names_files import saved_by
+
+
+class LikelyNames(NamedTuple):
+    """Two checkpoints compared by name, and their likely renames; None if nothing looked for
+    them.
+    """
+
+    left: Checkpoint
+    right: Checkpoint
+    entries: Sequence[Entry]
+    inferred: Inference | None
+
+    def rules(self) -> Rules | None:
+        """Return the rules that lead from the left's names to the right's."""
+        return suggested(self.entries, self.inferred, self.left, self.right)
 
 
 @dataclass(frozen=True)
@@ -116,23 +133,26 @@ class DiffQuestion:
         return list(filter(fits, several[0])) or several[0]
 
     @cached_property
-    def rules(self) -> Rules | None:
-        """The rules that lead from the left's names to the names of the right, or to the keys that
-        the model saves.
-        """
+    def likely(self) -> LikelyNames:
+        """The likely renames from left to right, or to the keys that the model saves."""
         assert self.left is not None
         if self.right is not None:
-            return suggested(self.diff.entries, self.diff.inferred, self.left, self.right)
-        return self.rules_from(self.left)
+            return LikelyNames(self.left, self.right, self.diff.entries, self.diff.inferred)
+        return self.likely_from(self.left)
 
-    def rules_from(self, left: Checkpoint) -> Rules | None:
-        """Return the rules that lead from the names of this checkpoint instead of left."""
+    def likely_from(self, left: Checkpoint) -> LikelyNames:
+        """Return the likely renames from the names of this checkpoint instead of left."""
         right = self.right
         if right is None:
             assert self.model is not None
             right = saved_by(self.model.names())
         entries = explain_computed(compare(model_section(left), model_section(right)))
-        return suggested(entries, suggestions(left, right, entries, False), left, right)
+        return LikelyNames(left, right, entries, suggestions(left, right, entries, False))
+
+    @cached_property
+    def rules(self) -> Rules | None:
+        """The rules that make the likely renames."""
+        return self.likely.rules()
 
     def ask_again(
         self, left: Checkpoint, right: Checkpoint | None, *, reads_values: bool = False

@@ -115,6 +115,8 @@ def _with_rules_to_model(question: DiffQuestion, fixes: Fixes, suggests: bool) -
     """
     left, diff = question.left, question.diff
     assert left is not None
+    if fixes.is_inferred:
+        diff = _with_likely_renames(question)
     is_open = suggests or not fixes.commands or fixes.is_partial
     if question.model is None or not left.state_dicts or is_written_program(left) or not is_open:
         return fixes.added_to(diff)
@@ -136,11 +138,16 @@ def _with_rules_to_model(question: DiffQuestion, fixes: Fixes, suggests: bool) -
     return fixes.added_to(diff)
 
 
+def _with_likely_renames(question: DiffQuestion) -> Diff:
+    """Return the diff with the pairs of names that inferred rules rest on."""
+    return replace(question.diff, inferred=question.likely.inferred)
+
+
 def _untried_rules(question: DiffQuestion, fixes: Fixes, rules: Rules) -> Diff:
     """Return the diff with rules that no remap could try. If left has the state of an optimizer,
     the command names the old model, whose keys have no wrappers: the rules are about these keys.
     """
-    left, diff = question.left, question.diff
+    left, diff = question.left, _with_likely_renames(question)
     assert left is not None
     optimizers = [section for section in left.sections if section.kind == "optimizer"]
     if not optimizers:
@@ -168,7 +175,8 @@ def _without_wrappers(question: DiffQuestion) -> Rules | None:
         plan = plan_remap(Checkpoint.of(section), RemapOptions(to=SERIALIZED), None, None)
     except CkptError:
         return None
-    return question.rules_from(replace(plan.result, source=left.source, format=left.format))
+    unwrapped = replace(plan.result, source=left.source, format=left.format)
+    return question.likely_from(unwrapped).rules()
 
 
 def _by_file(
@@ -184,7 +192,7 @@ def _by_file(
     if not trial.after.identical or rules.undone:
         notes = (*advice_on(question, unfixed), *rules.undone)
         fixes = fixes._replace(notes=notes, is_partial=True, unfixed=unfixed)
-    return fixes.added_to(question.diff)
+    return fixes.added_to(_with_likely_renames(question))
 
 
 def unpacked(question: DiffQuestion) -> Diff:

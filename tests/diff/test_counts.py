@@ -4,6 +4,7 @@ models.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from math import prod
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from command import Run
 
@@ -250,6 +252,34 @@ def test_a_suggested_rename_is_one_missing_and_one_unexpected_key(
         {"layers.0.q_proj.weight": torch.ones(3, 4), "layers.1.wq.weight": torch.ones(3, 5)}, "b.pt"
     )
     assert run("diff", "a.pt", "b.pt").out.startswith("a.pt and b.pt differ: 1 likely rename\n")
+
+
+def test_a_likely_rename_to_a_model_is_listed_once(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    return nn.ModuleDict({'layers': nn.ModuleList(nn.Linear(2, 3) for _ in range(2)),"
+        " 'head': nn.Linear(3, 5)})\n"
+    )
+    old = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2, 3) for _ in range(2))})
+    torch.save(old.state_dict(), "old.pt")
+    done = run("diff", "old.pt", "--model", "model.py:build")
+    assert done.status == 1
+    assert done.out.splitlines()[0] == (
+        "old.pt lacks 2 keys of model.py:build and has 4 keys likely under other names"
+    )
+    assert "\n  blocks.{0-1}.weight -> layers.{0-1}.weight\n" in done.out
+    assert done.out.count("blocks.{0-1}.weight") == 1
+    assert "missing: 2 keys" in done.out
+    assert "unexpected" not in done.out
+    result = json.loads(run("diff", "old.pt", "--model", "model.py:build", "--format", "json").out)
+    pairs = {pair["left"][0]: pair["right"][0] for pair in result["suggested"]}
+    assert pairs == {key: key.replace("blocks", "layers") for key in old.state_dict()}
+    # the entries are the answer of a strict load
+    assert result["summary"] == {"missing": 6, "unexpected": 4}
 
 
 def test_keys_that_are_not_saved_are_not_in_the_summary(

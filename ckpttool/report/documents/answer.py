@@ -222,6 +222,7 @@ def _phrases(diff: Diff, counts: dict[str, int]) -> list[str]:
 
 # Status -> noun, and the words after one of them and after several
 _UNLOADED = {
+    _LIKELY: ("key", "likely under another name", "likely under other names"),
     "renamed": ("key", "under another name", "under other names"),
     "transformed": ("value", "in another form", "in another form"),
     "unexpected": ("key", "that {it} does not know", "that {it} does not know"),
