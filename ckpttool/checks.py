@@ -32,7 +32,7 @@ from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.names import diff_names_file
 from ckpttool.formats.opening import unsafe_in_folder
 from ckpttool.io.files import look_anew
-from ckpttool.operands.checkpoint import model_section, open_operand
+from ckpttool.operands.checkpoint import is_code, model_section, open_operand
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.names_files import is_names_file, read_names
 from ckpttool.operands.output import command, free
@@ -128,6 +128,7 @@ def check(
         assert checks.ok
     """
     paths, chosen, allowed = several(files) or (), DiffOptions(**options), several(allow) or ()
+    _check_files(paths)
     kinds = [_kind(path) for path in paths]
     model = operand_of(chosen)
     if model is not None and "names" in kinds:
@@ -142,6 +143,17 @@ def check(
     for path, kind in zip(paths, kinds):
         files_checked.append(_checked(path, kind, model, chosen, allowed))
     return Checks(tuple(files_checked))
+
+
+def _check_files(operands: Sequence[str]) -> None:
+    """Raise `CkptError`, with the command that names it, if an operand is a model."""
+    models = [operand for operand in operands if is_code(operand)]
+    if models:
+        files = [operand for operand in operands if operand not in models]
+        raise CkptError(
+            f"{models[0]} is a model, and `check` takes files",
+            hint=shell("ckpttool", "check", *(files or ["names.json"]), "--model", models[0]),
+        )
 
 
 def _diff_line(path: str, model: ModelOperand) -> str:

@@ -319,6 +319,7 @@ _COMMANDS_MEANT = {
 }
 _LIKENESS = 0.7  # of a mistyped option
 
+_NO_MODEL = "missing option '--model'"
 _EXTRA = re.compile(r"extra argument(?:\(s\))? \((.*)\)$", re.DOTALL)
 
 
@@ -328,9 +329,12 @@ def _error_of(error: Any, args: Sequence[str]) -> CkptError:
     context = error.ctx
     if context is None:
         return CkptError(message, hint="see ckpttool --help")
-    with_out = _with_out(message, context, args)
-    if with_out:
-        return CkptError(message, hint=f"-o names the output: {with_out}")
+    corrected = _with_option(message, context, args)
+    if corrected is not None:
+        return CkptError(message, hint=corrected)
+    if message == _NO_MODEL:
+        line = shell("ckpttool", *args, "--model", "MODEL")
+        return CkptError(message, hint=f"name the model, such as model.py:build: {line}")
     usage = " ".join(context.get_usage().split())
     hint = usage.replace("Usage:", "usage:", 1)
     if hasattr(error, "possibilities") and context.parent is not None:
@@ -347,19 +351,28 @@ def _error_of(error: Any, args: Sequence[str]) -> CkptError:
     return CkptError(message, hint=f"{hint} (more: {context.command_path} --help)")
 
 
-def _with_out(message: str, context: Any, args: Sequence[str]) -> str:
-    """Return the line with -o before the argument that is too many, for a command that writes and
-    was called as `cp` is; empty if that is not the error.
+def _with_option(message: str, context: Any, args: Sequence[str]) -> str | None:
+    """Return the line with an option before the argument that is too many: ``--model`` before a
+    model, and -o if a command that writes was called as `cp` is. None if that is not the error.
     """
+    from ckpttool.operands.checkpoint import is_code
+
     extra = "".join(_EXTRA.findall(message))
-    outs: list[str] = []
+    if message == _NO_MODEL:
+        extra = next(filter(is_code, args), "")
+    if args.count(extra) != 1:
+        return None
+    flag, meaning = "-o", "-o names the output"
+    if is_code(extra):
+        flag, meaning = "--model", "--model names the model"
+    flags: list[str] = []
     for param in context.command.params:
-        if param.name == "out":
-            outs += param.opts
-    if not outs or not set(outs).isdisjoint(args) or args.count(extra) != 1:
-        return ""
+        if flag in param.opts:
+            flags += param.opts
+    if not flags or not set(flags).isdisjoint(args):
+        return None
     place = args.index(extra)
-    return shell("ckpttool", *args[:place], "-o", *args[place:])
+    return f"{meaning}: {shell('ckpttool', *args[:place], flag, *args[place:])}"
 
 
 def _takes(command: str, flag: str) -> bool:

@@ -26,7 +26,9 @@ from ckpttool.naming.wrappers import is_lightning
 if TYPE_CHECKING:
     from ckpttool.naming.match import NameTables
 
-_MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")  # as MODEL operands are written
+# as MODEL operands are written: model.py:build(n=4)
+_MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*(\(.*\))?", re.DOTALL)
+_ONE_COLON = re.compile(r"(.+[^:]):([^:]+)")
 MODEL_SECTIONS = (
     "model",
     "state_dict",
@@ -91,6 +93,11 @@ def open_operand(operand: str) -> Checkpoint:
             f"{operand} is a model, and a checkpoint is expected there",
             hint=f"--model {operand}",
         )
+    section = _section_with_one_colon(operand)
+    if section is not None:
+        raise CkptError(
+            f"{operand} does not exist", hint=f"two colons name a section of a file: {section}"
+        )
     path, picked = split(operand)
     with progress.doing(f"reading {path}", None):
         checkpoint = read_form(opening.open_checkpoint(path))
@@ -140,7 +147,21 @@ def _lists_inside(checkpoint: Checkpoint, path: str) -> list[Section]:
 
 def is_code(operand: str) -> bool:
     """Return True if the operand names a Python object, and no file."""
-    return _MODEL.fullmatch(operand) is not None and not os.path.lexists(operand)
+    if _MODEL.fullmatch(operand) is None or os.path.lexists(operand):
+        return False
+    return _section_with_one_colon(operand) is None
+
+
+def _section_with_one_colon(operand: str) -> str | None:
+    """Return ``train.pt::ema`` for ``train.pt:ema`` if that file exists; None for others."""
+    parts = _ONE_COLON.fullmatch(operand)
+    if parts is None or os.path.lexists(operand):
+        return None
+    path, section = parts.groups()
+    is_code_too = path.endswith(".py") or os.path.lexists(f"{path}.py")
+    if is_code_too or not os.path.isfile(path):
+        return None
+    return f"{path}::{section}"
 
 
 def _described(checkpoint: Checkpoint, path: str) -> Checkpoint:

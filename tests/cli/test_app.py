@@ -143,6 +143,26 @@ def test_version() -> None:
             "-o names the output: ckpttool remap x.pt -o 'a b.pt' -q",
         ),
         (
+            ["explain", "head.weight", "model.py:build(n=4)"],
+            "got unexpected extra argument",
+            "--model names the model: ckpttool explain head.weight --model 'model.py:build(n=4)'",
+        ),
+        (
+            ["fix", "x.pt", "model.py:build", "-o", "y.pt"],
+            "missing option '--model'",
+            "--model names the model: ckpttool fix x.pt --model model.py:build -o y.pt",
+        ),
+        (
+            ["fix", "x.pt"],
+            "missing option '--model'",
+            "name the model, such as model.py:build: ckpttool fix x.pt --model MODEL",
+        ),
+        (
+            ["check", "x.pt", "model.py:build"],
+            "model.py:build is a model, and `check` takes files",
+            "ckpttool check x.pt --model model.py:build",
+        ),
+        (
             ["remap", "x.pt", "y.pt", "-o", "z.pt"],
             "got unexpected extra argument",
             "usage: ckpttool remap [OPTIONS]",

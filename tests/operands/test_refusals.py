@@ -51,6 +51,15 @@ REFUSED = {
         "m.py:build is a model, and a checkpoint is expected",
         "--model m.py:build",
     ),
+    "inspect usual.pt:ema_model": (
+        "usual.pt:ema_model does not exist",
+        "two colons name a section of a file: usual.pt::ema_model",
+    ),
+    "diff two.pt:a lin.pt": ("two.pt:a does not exist", "two.pt::a"),
+    "diff lin.pt m.py:build(width=3)": (
+        "m.py:build(width=3) is a model, and diff compares",
+        "--model 'm.py:build(width=3)'",
+    ),
     "inspect lin.pt::ema": ("lin.pt has no section 'ema'", "its sections are: (root)"),
     "inspect empty.pt::ema": ("empty.pt has no section 'ema'", "its sections are: none"),
     "remap two.pt --model m.py:build --to runtime -o o.pt": (
