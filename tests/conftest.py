@@ -26,8 +26,7 @@ import torch
 import dcp_ranks
 import schemas
 import wrapped_ranks
-from ckpttool.cli.app import main
-from command import Done, Run
+from command import Done, Run, main
 from torch_version import needs_torch
 from wrapped_ranks import BLOCKS, CHAINS, SHARDED, TRAINED, Wrapped, filename
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool import CkptError, Diff
-from ckpttool.core.limits import Limits, limited
 from ckpttool.diffing.baseline import _lines, judged
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import HARMLESS, STATUSES, Entry
 from command import Run
+from surroundings import limited
 
 MODEL = """
 import torch
@@ -107,7 +107,7 @@ def test_oversized_ignore_file_names_the_limit() -> None:
         refused = (
             pytest.raises(CkptError, match=r"the limit rules_bytes is") if status else nullcontext()
         )
-        with limited(Limits(rules_bytes=limit)), refused:
+        with limited(rules_bytes=limit), refused:
             assert len(_lines("ignored.txt")) == 1
 
 

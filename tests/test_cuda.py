@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpttool
-from ckpttool.live import swap_weights
 from command import Run
 from optimizer_support import same
 from places import ROOT
@@ -237,7 +236,7 @@ def test_a_live_model_on_the_gpu_gets_the_weights(tmp_path: Path) -> None:
             assert equal(live.state_dict(), new.state_dict())
             assert addresses == {name: value.data_ptr() for name, value in live.named_parameters()}
         live = Net(0).to(GPU).eval()
-        swap_weights(live, new.state_dict())
+        ckpttool.swap_weights(live, new.state_dict())
         assert torch.equal(live(tokens()), new.to(GPU).eval()(tokens()))
         assert live.head.weight is live.embed.weight
 
@@ -262,7 +261,7 @@ def test_an_exported_program_on_the_gpu_gets_new_weights(
     assert torch.equal(program.module()(tokens()), new(tokens()))
     assert {value.device.type for value in program.state_dict.values()} == {GPU}
     loaded = torch.export.load(tmp_path / "old.pt2")
-    swap_weights(loaded, new.state_dict())
+    ckpttool.swap_weights(loaded, new.state_dict())
     assert torch.equal(loaded.module()(tokens()), new(tokens()))
 
 
@@ -331,9 +330,9 @@ def test_a_loaded_package_of_the_gpu_gets_new_weights(tmp_path: Path, place: str
         if not key.endswith("num_batches_tracked")
     }
     for model in (Net, program, old):
-        swap_weights(runner, used, model=model)
+        ckpttool.swap_weights(runner, used, model=model)
         assert torch.allclose(runner(tokens()), new(tokens()), atol=1e-5)
-        swap_weights(
+        ckpttool.swap_weights(
             runner, {key: torch.zeros_like(value) for key, value in used.items()}, model=model
         )
         assert not torch.allclose(runner(tokens()), new(tokens()), atol=1e-5)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.naming.wrappers import COUNTER
 from command import Run, main
 from optimizer_support import same
 from wrapped_ranks import BLOCKS, CHAINS, PLAIN, TRAINED, Net, Wrapped, filename, net, tensors, wrap
@@ -71,20 +70,20 @@ def test_averaging_counter_is_copied_into_programs(
         wrapped.folder / "plain.pt",
         programs / "out.pt2",
     )
-    torch.save({**torch.load(averaged), COUNTER: torch.tensor(7)}, programs / "seven.pt")
+    torch.save({**torch.load(averaged), "n_averaged": torch.tensor(7)}, programs / "seven.pt")
     words = ("swap-weights", programs / "averaged.pt2", "-o", out, "--force", "--format", "json")
     done = run(*words, programs / "seven.pt")
     assert (done.data["kept"], done.data["ignored"]) == ([], [])
-    assert torch.export.load(out).state_dict[COUNTER] == 7
-    assert run(*words, plain).data["kept"] == [COUNTER]
-    assert torch.export.load(out).state_dict[COUNTER] == 0
+    assert torch.export.load(out).state_dict["n_averaged"] == 7
+    assert run(*words, plain).data["kept"] == ["n_averaged"]
+    assert torch.export.load(out).state_dict["n_averaged"] == 0
     assert run(*words, programs / "seven.pt", "--from", "averaged").status == 0
     assert run(*words, plain, "--from", "averaged").status == 1
     assert run(*words, plain, "--from", "averagd").status == 2
     swapped = run(
         "swap-weights", programs / "plain.pt2", programs / "seven.pt", "-o", out, "--force"
     ).out
-    assert COUNTER in swapped.rpartition("that programs do not have")[2]
+    assert "n_averaged" in swapped.rpartition("that programs do not have")[2]
 
 
 @pytest.mark.parametrize("new", TRAINED)

@@ -123,7 +123,7 @@ def test_printed_texts_name_keywords(name: str) -> None:
 
 def test_the_command_line_names_flags(capsys: pytest.CaptureFixture[str]) -> None:
     """The texts of the same results name flags there: the test above sees a difference."""
-    from ckpttool.cli.app import main
+    from command import main
 
     Path("net.py").write_text("from torch import nn\n\nbuild = lambda: nn.Linear(9, 9)\n")
     assert main(["diff", "layers.pt", "--model", "net.py:build"]) == 1

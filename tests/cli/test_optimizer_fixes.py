@@ -17,9 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import optimizer_models as models
-from ckpttool.diffing.result import HARMLESS
-from ckpttool.fixes.optimizer import FOREIGN, NO_REMAP
-from command import Run, fixes_in, main, notes_in
+from command import HARMLESS, Run, fixes_in, main, notes_in
 from optimizer_support import save, steps, train
 
 # Another class's state
@@ -28,6 +26,9 @@ ALL = os.environ.get("CKPTTOOL_SUITES") == "all"
 CLASSES = (
     *("adamw", "amsgrad", "fused_in_order", "sgd", "plain_sgd", "nadam", "radam"),
     *("adagrad", "rmsprop", "adafactor", "adamax", "lbfgs"),
+)
+NO_REMAP = (
+    "no remap makes this state fit: load the model only, and start the optimizer from scratch"
 )
 
 
@@ -217,6 +218,7 @@ def test_pytorch_3852_other_param_groups(
     assert any("does not load as it is" in note for note in notes_in(data)) != loads
 
 
+FOREIGN = "the new model does not have these keys, and a remap would lose their values"
 NO_FIX = [  # model and optimizer of the file, new model and optimizer, what the note says
     *(("Net", make, "Shrunk", make, FOREIGN) for make in ("adamw", "in_order", "decayed")),
     ("Net", "lbfgs_named", "Reordered", "lbfgs_named", "belongs to all parameters together"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckpttool import CkptError
 from ckpttool.containers.strict_json import dumps, loads, quoted, read_file, value_at
-from ckpttool.core.limits import Limits, limited
+from surroundings import limited
 
 VALUES = st.recursive(
     st.none()
@@ -43,10 +43,10 @@ def test_quoted_text_matches_dumps(text):
 
 def test_whitespace_around_a_value_is_ignored(tmp_path):
     (tmp_path / "a.json").write_text(" \t\r\n[1]\n\r\t ")
-    with limited(Limits(json_bytes=11)):
+    with limited(json_bytes=11):
         assert read_file(str(tmp_path / "a.json"), "") == [1]
     with (
-        limited(Limits(json_bytes=10)),
+        limited(json_bytes=10),
         pytest.raises(CkptError, match="--max-memory 20 raises it"),
     ):
         read_file(str(tmp_path / "a.json"), "")

@@ -35,7 +35,7 @@ from hypothesis import strategies as st
 from ckpttool import CkptError
 from ckpttool.containers.pickle_read import ABSENT, Global, loads
 from ckpttool.containers.pickle_write import dumps
-from ckpttool.core.limits import Limits, limited
+from surroundings import limited
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -535,14 +535,14 @@ def test_truncation_and_stack_underflow_have_different_errors() -> None:
 
 def test_pickles_beyond_a_limit_are_refused() -> None:
     with (
-        limited(Limits(pickle_bytes=3)),
+        limited(pickle_bytes=3),
         pytest.raises(CkptError, match="the limit pickle_bytes is 3 "),
     ):
         loads(b"\x80\x02].")
-    with limited(Limits(pickle_bytes=3)):
+    with limited(pickle_bytes=3):
         assert loads(b"abK\x07.", start=2).root == 7
     with (
-        limited(Limits(pickle_opcodes=50)),
+        limited(pickle_opcodes=50),
         pytest.raises(CkptError, match="the limit pickle_opcodes is 50 "),
     ):
         loads(b"\x80\x02" + b"]0" * 100 + b"].")

@@ -18,13 +18,11 @@ import ckpttool
 from ckpttool import CkptError, Names, Plan
 from ckpttool.containers.strict_json import read_file
 from ckpttool.core import schema
-from ckpttool.core.limits import Limits, limited
-from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.names_files import read_names
-from ckpttool.tracing.trace import trace
-from zoo import zoo_model
+from surroundings import limited
+from zoo import traced
 
-NAMES = json.loads(json.dumps(trace(zoo_model("fused_qkv")).to_json()))
+NAMES = json.loads(json.dumps(traced("fused_qkv").to_json()))
 PLAN = {
     "schema": "ckpttool.plan/1",
     "outputs": [
@@ -150,7 +148,7 @@ def test_repeated_member_is_refused(tmp_path: Path) -> None:
 def test_file_over_the_size_limit_names_the_limit(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(json.dumps(PLAN))
     with (
-        limited(Limits(json_bytes=100)),
+        limited(json_bytes=100),
         pytest.raises(
             CkptError,
             match=r"--max-memory 200 raises"
@@ -198,9 +196,9 @@ def test_junk_at_any_path_round_trips_or_is_refused(reader: str, data: st.DataOb
 
 
 def test_names_file_round_trip(tmp_path: Path) -> None:
-    names = ModelOperand(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))).names()
+    names = ckpttool.trace(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     (tmp_path / "n.json").write_text(json.dumps(names.to_json()))
-    assert ModelOperand(str(tmp_path / "n.json")).names().to_json() == names.to_json()
+    assert ckpttool.trace(str(tmp_path / "n.json")).to_json() == names.to_json()
 
 
 def test_nullable_value_of_either_kind() -> None:

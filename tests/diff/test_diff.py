@@ -33,7 +33,7 @@ from ckpttool.diffing.names import compare_names, names_alone
 from ckpttool.diffing.one_model import compare_through
 from ckpttool.diffing.result import STATUSES, Entry
 from ckpttool.diffing.sections import compare
-from ckpttool.operands.checkpoint import model_section, open_operand
+from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand
 from command import Run, main, notes_in
 from hook_zoo import ZOO
@@ -112,11 +112,7 @@ def test_a_model_alone_is_the_same_if_hooks_change_no_key(name: str, same: bool)
 def forms(name: str, folder: Path) -> list[Section]:
     """Return checkpoints of the model: as saved, with its runtime names, and wrapped."""
     state = state_of(name)
-    runtime = {
-        k: v
-        for k, v in runtime_values(randomized(zoo_model(name).build(True), 2)).items()
-        if v.numel()
-    }
+    runtime = {k: v for k, v in runtime_values(randomized(zoo_model(name), 2)).items() if v.numel()}
     for form, content in (
         ("saved", state),
         ("runtime", runtime),
@@ -124,7 +120,7 @@ def forms(name: str, folder: Path) -> list[Section]:
     ):
         torch.save(content, folder / f"{form}.pt")
     return [
-        model_section(open_operand(str(folder / f"{form}.pt")))
+        model_section(ckpttool.open_checkpoint(str(folder / f"{form}.pt")))
         for form in ("saved", "runtime", "ddp")
     ]
 
@@ -166,7 +162,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any], str], object]] = {
 
 
 def loads(name: str, state: dict[str, torch.Tensor]) -> bool:
-    model = zoo_model(name).build(True)
+    model = zoo_model(name)
     converted: list[bool] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -342,7 +338,7 @@ def test_json_has_the_spread_of_value_differences(tmp_path: Path, run: Run) -> N
 def test_a_conversion_at_load_is_noted_if_no_key_shows_it(
     run: Run, tmp_path: Path, lost: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
-    state = ZOO["casts_to_half"]().state_dict()
+    state = zoo_model("casts_to_half").state_dict()
     torch.save({key: value for key, value in state.items() if key not in lost}, tmp_path / "a.pt")
     arguments = ("diff", "--model", f"{MODELS}:casts_to_half", tmp_path / "a.pt", *more)
     result = run(*arguments, "--format", "json")
@@ -369,7 +365,7 @@ def test_a_conversion_at_load_is_noted_if_no_key_shows_it(
 
 def test_a_conversion_at_load_is_not_noted_if_a_key_shows_it(run: Run, tmp_path: Path) -> None:
     torch.save(
-        {key: value.half() for key, value in ZOO["joins_experts"]().state_dict().items()},
+        {key: value.half() for key, value in zoo_model("joins_experts").state_dict().items()},
         tmp_path / "a.pt",
     )
     arguments = (

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.tracing import instances
 from command import Run, fixes_in, notes_in
 from places import ROOT
+from surroundings import free_memory
 
 LINEAR = "\n        self.head = nn.Linear(width, 4)"
 
@@ -239,7 +239,7 @@ def test_without_memory_to_load_the_old_keys_a_note_says_so(
     free = 4 * sum(
         parameter.nbytes for parameter in build_net()[0].parameters()
     )  # tracing needs 3 times the size of the model, loading 5 times
-    monkeypatch.setattr(instances, "memory_available", lambda: free)
+    free_memory(monkeypatch, free)
     notes = notes_in(run(*DIFF, "--format", "json").data)
     assert any(
         note.startswith("could not check if the new code loads the old keys") for note in notes

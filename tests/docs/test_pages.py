@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.cli.params import COMMANDS
+from command import commands
 from doc_lines import command_lines, first_lines
 from places import DOCS, ROOT
 from recording import recording, texts
@@ -50,7 +50,7 @@ def test_command_line_exists(line: str) -> None:
 
 def test_readme_names_every_command() -> None:
     page = (ROOT / "README.md").read_text()
-    assert [name for name in COMMANDS if not re.search(rf"`(ckpttool )?{name}\b", page)] == []
+    assert [name for name in commands() if not re.search(rf"`(ckpttool )?{name}\b", page)] == []
 
 
 def test_image_shows_the_output_of_the_demo(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+import ckpttool
 from ckpttool.naming.wrappers import canonical_keys, infer, is_lightning
-from ckpttool.operands.checkpoint import model_section, open_operand
+from ckpttool.operands.checkpoint import model_section
 from ckpttool.tracing.instances import listed, runtime_tensors
 from command import main
 from places import DATA, DOCS, TESTS
@@ -90,7 +91,7 @@ def peft_row(folder: Path) -> str:
 
 
 def lightning_row(folder: Path) -> str:
-    source = open_operand(str(LIGHTNING))
+    source = ckpttool.open_checkpoint(str(LIGHTNING))
     section = model_section(source)
     lightning = is_lightning(source)
     names = canonical_keys(section.by_key(), lightning=lightning)

@@ -9,12 +9,13 @@ import random
 import pytest
 import torch
 
+import ckpttool
 from ckpttool.core.checkpoint import ExtraEntry, Span, TensorEntry
 from ckpttool.core.expression import Argument, Expression, Op, Ref, Special
-from ckpttool.core.limits import Limits, limited
 from ckpttool.evaluate import ops, torch_eval
 from ckpttool.evaluate.ops import ROW_MAJOR
-from ckpttool.operands.checkpoint import model_section, open_operand
+from ckpttool.operands.checkpoint import model_section
+from surroundings import limited
 
 torch.set_num_threads(1)
 
@@ -32,7 +33,7 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TensorEntry |
         "s": torch.tensor(1.0),
     }
     torch.save({**state, "sparse": torch.eye(2).to_sparse(), "number": 3}, path)
-    return dict(model_section(open_operand(str(path))).by_key())
+    return dict(model_section(ckpttool.open_checkpoint(str(path))).by_key())
 
 
 def narrow(source: Expression, *args: int) -> Op:
@@ -276,7 +277,7 @@ def test_results_beyond_the_limits_are_left_to_torch(
     """The limit is twice the 240 bytes read, and each tensor counts once. Torch reports larger
     results.
     """
-    with limited(Limits(made_bytes=1, made_times=2, made_parts=4)):
+    with limited(made_bytes=1, made_times=2, made_parts=4):
         assert ops.on_index("w", cat(0, A, A), entries) is not None
         assert ops.on_index("w", cat(0, A, A, A), entries) is None
         assert ops.on_index("w", cat(0, A, B, A, B), entries) is not None

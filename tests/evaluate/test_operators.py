@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckpttool import Checkpoint, CkptError, Plan, Refused
 from ckpttool.core.checkpoint import Section, Span, Storage, TensorEntry
 from ckpttool.core.expression import Argument, Op, Ref, Special
-from ckpttool.core.limits import Limits, limited
 from ckpttool.core.plan import Output
 from ckpttool.evaluate.apply import apply
 from ckpttool.evaluate.ops import GETITEM, OPS
 from ckpttool.evaluate.torch_eval import entry_of, evaluate, load
+from surroundings import limited
 
 torch.set_num_threads(1)
 LEAVES = {
@@ -263,9 +263,9 @@ def test_integers_of_a_file_are_divided(tmp_path: Path) -> None:
 
 def test_more_parts_than_the_limit_are_refused() -> None:
     rows = Op("aten.unbind.int", (X,))
-    with limited(Limits(made_parts=3)):
+    with limited(made_parts=3):
         assert torch.equal(evaluate(Op(GETITEM, (rows, 2)), LEAVES.__getitem__), LEAVES["x"][2])
-    with limited(Limits(made_parts=2)):
+    with limited(made_parts=2):
         assert not kernels_run_by(rows)
 
 
@@ -310,12 +310,12 @@ def test_the_limit_counts_bytes_in_memory_at_once() -> None:
     chain: Argument = X
     for _ in range(100):
         chain = Op("aten.neg.default", (chain,))
-    with limited(Limits(made_bytes=4 * 48, made_times=4)):
+    with limited(made_bytes=4 * 48, made_times=4):
         assert torch.equal(evaluate(chain, LEAVES.__getitem__), LEAVES["x"])  # type: ignore[arg-type]
         wide = Op("aten.stack.default", (tuple(Op("aten.neg.default", (X,)) for _ in range(5)),))
         with pytest.raises(Refused, match="made_bytes"):
             evaluate(wide, LEAVES.__getitem__)
-    with limited(Limits(made_bytes=1, made_times=4)), pytest.raises(Refused, match="made_times"):
+    with limited(made_bytes=1, made_times=4), pytest.raises(Refused, match="made_times"):
         evaluate(wide, LEAVES.__getitem__)
 
 

@@ -21,8 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckpttool.core.options import call_text
-from command import fixes_in, main, notes_in
+from command import call, fixes_in, main, notes_in
 
 SEEDS = int(os.environ.get("CKPTTOOL_FIXES", "40"))
 State = dict[str, torch.Tensor]
@@ -135,7 +134,7 @@ def test_printed_command_runs_and_keeps_every_value(
     monkeypatch.chdir(tmp_path)
     Path("m.py").write_text(MODULE)
     kwargs, model = draw_model(namespace, rng)
-    by_model = ["--model", call_text("m.py:Net", kwargs)]
+    by_model = ["--model", call("m.py:Net", **kwargs)]
     left = write_state(damage(state_of(model, rng), rng), Path("left"), rng)
     if rng.random() < 0.6:
         words = [*by_model, left]

@@ -8,20 +8,18 @@ import pytest
 import torch
 from torch import nn
 
+import ckpttool
 from ckpttool import CkptError, Names, explain
 from ckpttool.core import expression as ex
 from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import TABLE, Wrapper
-from ckpttool.operands.model import ModelOperand
-from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.trace import trace
 from command import Run
 from hook_zoo import ZOO
 
 
 @pytest.mark.parametrize("model", ZOO)
 def test_every_name_resolves_to_its_tensors(model: str) -> None:
-    names = trace(of_object(ZOO[model]))
+    names = ckpttool.trace(ZOO[model])
     tables = NameTables(names)
     by_key = {
         s.key: {tables.first[fqn] for fqn in ex.refs(s.source)}
@@ -90,7 +88,7 @@ def test_other_tensors_with_the_name_are_listed(name: str, run: Run) -> None:
 
 
 def test_an_unknown_name_is_an_error_that_lists_similar_names() -> None:
-    names = ModelOperand(Fused).names()
+    names = ckpttool.trace(Fused)
     list_all = "list them: ckpttool trace Fused --all"
     for name, hint in ("step", "similar names: steps"), ("added", list_all), ("xyz", list_all):
         with pytest.raises(CkptError, match=f"has no tensor '{name}'") as refused:
@@ -109,7 +107,7 @@ class Deep(nn.Module):
 
 @cache
 def deep() -> Names:
-    return trace(of_object(Deep))
+    return ckpttool.trace(Deep)
 
 
 def wrapped(how: str) -> tuple[nn.Module, nn.Module]:

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load, load_file, save, save_file
 
+import ckpttool
 from ckpttool import Checkpoint, CkptError, open_checkpoint
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.evaluate.torch_eval import load as tensor_of
@@ -33,7 +34,6 @@ from ckpttool.io.files import opened
 from ckpttool.io.paths import is_url, join, name, parent, safe_path
 from ckpttool.io.pieces import Piece, SpanReader, read_span
 from ckpttool.io.write_remote import PART, _appearing, write
-from ckpttool.operands.checkpoint import open_operand
 from command import fixes_in, main
 from places import DATA
 from remote_servers import web_server
@@ -119,7 +119,7 @@ def test_every_kind_of_file_is_read(store: Store) -> None:
         store.put("legacy.pt", legacy),
         store.put("train.ckpt", torch_zip({"epoch": 3, "model": STATE})) + "::model",
     ):
-        assert same(tensors(open_operand(url)), STATE)
+        assert same(tensors(ckpttool.open_checkpoint(url)), STATE)
 
 
 @pytest.mark.parametrize(
@@ -511,25 +511,27 @@ def test_a_driver_that_cannot_read_ranges_is_asked_for_each(
         raise AttributeError("no such file in the cache")
 
     monkeypatch.setattr(type(memory), "cat_ranges", refuse)
-    assert same(tensors(open_operand(f"{url}::model")), STATE)
+    assert same(tensors(ckpttool.open_checkpoint(f"{url}::model")), STATE)
     other = Store(memory, "memory://ranges").put("n.pt", torch_zip({"model": STATE}))
     monkeypatch.setattr(type(memory), "cat_file", lambda self, *rest, **options: 1 / 0)
     with pytest.raises(CkptError, match=r"n\.pt: ZeroDivisionError"):
-        open_operand(other)
+        ckpttool.open_checkpoint(other)
 
 
 def test_chained_urls_are_read(tmp_path: Path) -> None:
     url = Store(fsspec.filesystem("memory"), "memory://chain").put(
         "m.pt", torch_zip({"model": STATE})
     )
-    assert same(tensors(open_operand(f"simplecache::{url}::model")), STATE)
+    assert same(tensors(ckpttool.open_checkpoint(f"simplecache::{url}::model")), STATE)
     with fsspec.open("memory://chain/a.zip", "wb") as file:
         import zipfile
 
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr("deep/m.safetensors", save(STATE))
-    assert same(tensors(open_operand("zip://deep/m.safetensors::memory://chain/a.zip")), STATE)
-    assert same(tensors(open_operand("zip://deep::memory://chain/a.zip")), STATE)
+    assert same(
+        tensors(ckpttool.open_checkpoint("zip://deep/m.safetensors::memory://chain/a.zip")), STATE
+    )
+    assert same(tensors(ckpttool.open_checkpoint("zip://deep::memory://chain/a.zip")), STATE)
 
 
 def test_file_urls_are_read_but_not_written(
@@ -537,7 +539,7 @@ def test_file_urls_are_read_but_not_written(
 ) -> None:
     save_file(STATE, tmp_path / "a.safetensors")
     url = (tmp_path / "a.safetensors").as_uri()
-    assert same(tensors(open_operand(url)), STATE)
+    assert same(tensors(ckpttool.open_checkpoint(url)), STATE)
     assert main(["remap", url, "-o", (tmp_path / "b.pt").as_uri()]) == 2
     assert f"hint: -o {tmp_path / 'b.pt'}" in capsys.readouterr().err
     assert main(["remap", url, "-o", f"simplecache::{url}", "--force"]) == 2

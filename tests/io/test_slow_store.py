@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save
 
 import ckpttool
-from ckpttool.io.remote import forget
 from counting_store import CountingStore, counted
+from surroundings import forget
 
 SHARDS = 40
 

@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool import Refused
-from ckpttool.live import swap_weights
-from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.instances import filled
+import ckpttool
+from ckpttool import Refused, swap_weights
 from opaque_zoo import ZOO, noisy
-from zoo import runtime_values
+from zoo import randomized, runtime_values
 
 
 def loaded(build: Any, state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -31,7 +29,7 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("name", ZOO)
 def test_a_module_gets_the_values_that_its_loading_computes(name: str, in_place: bool) -> None:
-    state = filled(of_object(ZOO[name]), 77).state_dict()
+    state = randomized(ZOO[name](), 77).state_dict()
     module = ZOO[name]()
     objects = {fqn: id(tensor) for fqn, tensor in module.named_parameters()}
     result = swap_weights(module, state, model=module, in_place=in_place)
@@ -101,11 +99,10 @@ def test_a_buffer_that_loading_computes_is_updated() -> None:
 
 
 def test_names_without_code_are_refused() -> None:
-    from ckpttool.tracing.trace import trace
 
     module = ZOO["quantized"]()
     with pytest.raises(Refused) as refused:
-        swap_weights(module, module.state_dict(), model=trace(of_object(ZOO["quantized"])))
+        swap_weights(module, module.state_dict(), model=ckpttool.trace(ZOO["quantized"]))
     assert "model=module" in refused.value.hint
     result = swap_weights(module, module.state_dict(), model=module)
     assert result.by_code

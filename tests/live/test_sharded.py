@@ -23,8 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sharded_live
-from ckpttool import Refused
-from ckpttool.live import swap_weights
+from ckpttool import Refused, swap_weights
 from ckpttool.live.model import local_part
 from torch_version import needs_torch
 

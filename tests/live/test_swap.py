@@ -24,11 +24,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 import ckpttool
-from ckpttool import CkptError, Refused
-from ckpttool.evaluate.torch_eval import same_bits
-from ckpttool.live import swap_weights
-from ckpttool.tracing.build_model import LoadedModel, load
+from ckpttool import CkptError, Refused, swap_weights
+from ckpttool.tracing.build_model import load
 from ckpttool.tracing.trace import trace
+from expressions import same_bits
 from places import ROOT
 from torch_version import needs_torch
 from unflattened import Nested, Shared, example, made, program, unflattened
@@ -345,7 +344,7 @@ def test_model_resolves_keys_that_hooks_rename() -> None:
     assert "model=module" in refused.value.hint
     for model in (operand, definition, trace(definition), live, lambda: definition.build(True)):
         fresh = definition.build(True)
-        done = swap_weights(fresh, state, model)
+        done = swap_weights(fresh, state, model=model)
         assert done.form == "serialized"
         assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), other.parameters()))
 
@@ -800,7 +799,8 @@ def test_a_compiled_module_uses_the_new_weights_without_recompilation() -> None:
         return graph.forward
 
     live, other = seeded(nn.Linear, 0, 4, 2), seeded(nn.Linear, 1, 4, 2)
-    compiled, x = torch.compile(live, backend=backend), torch.ones(1, 4)
+    compiled: Any = torch.compile(live, backend=backend)
+    x = torch.ones(1, 4)
     compiled(x)
     wrapped: Any = torch.compile(other)
     for state in (other.state_dict(), wrapped.state_dict()):
@@ -961,19 +961,17 @@ def test_a_loaded_package_accepts_only_valid_weights(package: Any, tmp_path: Pat
         ({"spare": torch.ones(1)}, "unexpected: not a weight of the program @ spare"),
     ):
         with pytest.raises(Refused) as refused:
-            swap_weights(compiled, {**good.state_dict(), **broken}, model)
+            swap_weights(compiled, {**good.state_dict(), **broken}, model=model)
         assert problems(refused) == {expected}
         assert torch.equal(compiled(x), start)
     with pytest.raises(Refused) as other:
-        swap_weights(compiled, nn.Linear(2, 2).state_dict(), nn.Linear(2, 2))
+        swap_weights(compiled, nn.Linear(2, 2).state_dict(), model=nn.Linear(2, 2))
     assert other.value.message == "no constant of the package is a weight of the model"
     assert "no such weight in the model @ inner.bias" in problems(other)
     with pytest.raises(Refused, match="no constant of the package"):
-        swap_weights(compiled, good.state_dict(), lambda: nn.Linear(2, 2))
+        swap_weights(compiled, good.state_dict(), model=lambda: nn.Linear(2, 2))
     with pytest.raises(CkptError, match="does not say what shapes, dtypes and strides"):
-        swap_weights(
-            compiled, good.state_dict(), trace(LoadedModel("TwoLayers", lambda real: TwoLayers()))
-        )
+        swap_weights(compiled, good.state_dict(), model=ckpttool.trace(TwoLayers))
     with pytest.raises(CkptError) as unknown:
         swap_weights(compiled, good.state_dict())
     assert "does not say what shapes, dtypes and strides" in unknown.value.message
@@ -982,7 +980,7 @@ def test_a_loaded_package_accepts_only_valid_weights(package: Any, tmp_path: Pat
         state = new.state_dict()
         # torch would ignore its strides
         state["outer.weight"] = state["outer.weight"].t().contiguous().t()
-        done = swap_weights(compiled, state, kind)
+        done = swap_weights(compiled, state, model=kind)
         assert torch.allclose(compiled(x), new(x))
         assert done.constants == ("mask",)
         for tensor in state.values():

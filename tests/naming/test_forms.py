@@ -16,7 +16,6 @@ from ckpttool.core.expression import Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED, RuntimeTensor, SerializedKey
 from ckpttool.naming.convert import move, read
 from ckpttool.naming.match import NameTables
-from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.instances import filled
 
@@ -59,7 +58,7 @@ def section(*keys: str, form: str | None = None) -> Section:
 
 
 def tables(build: Any) -> NameTables:
-    return NameTables(ModelOperand(build).names())
+    return NameTables(ckpttool.trace(build))
 
 
 @pytest.mark.parametrize("form", [RUNTIME, SERIALIZED])

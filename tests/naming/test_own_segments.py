@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import segment_models
-from ckpttool.fixes.commands import INFERRED
 from command import fixes_in, main, notes_in
 from zoo import randomized, runtime_values
 
@@ -28,6 +27,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compile(dp)": lambda model: torch.compile(nn.DataParallel(model)),  # type: ignore[dict-item,return-value]
     "averaged": AveragedModel,
 }
+INFERRED = "the suggested rules are inferred from names and shapes; check the values"
 
 
 def loaded(make: Callable[[], nn.Module], path: str) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool import Checkpoint, CkptError
-from ckpttool.core.checkpoint import Section, TensorEntry
-from ckpttool.operands.checkpoint import model_section, open_operand
+from ckpttool import CkptError
 from command import Run
 
 CODE = """
@@ -183,21 +180,13 @@ def test_sections_are_deduplicated_in_order() -> None:
     assert done.sections == ("b", "a")
 
 
-def test_ambiguous_model_section_is_refused() -> None:
-    entry = TensorEntry("w", "float32", (1,), (1,), 0, None)
-    for paths, expected in (
-        (("a", "x"), None),
-        (("model", "net", "x"), None),
-        (("model", "ema", "x"), "model"),
-    ):
-        sections = tuple(Section(path, "state_dict", (replace(entry, key=path),)) for path in paths)
-        source = Checkpoint("f.pt", "torch_zip", 0, sections)
-        if expected is not None:
-            assert model_section(source).path == expected
-            continue
-        with pytest.raises(CkptError, match="holds several state dicts") as refused:
-            model_section(source)
-        assert refused.value.hint == f"pick one: f.pt::{paths[0]}"
+@pytest.mark.parametrize("sections", [("a", "x"), ("model", "net", "x")])
+def test_ambiguous_model_section_is_refused(run: Run, sections: tuple[str, ...]) -> None:
+    torch.save({name: {f"{name}.w": torch.ones(1)} for name in sections}, "f.pt")
+    done = run("diff", "f.pt", "--model", "m.py:build")
+    assert done.status == 2
+    assert "holds several state dicts" in done.err
+    assert f"hint: pick one: f.pt::{sections[0]}" in done.err
 
 
 def test_file_named_like_a_model_operand_is_read(
@@ -205,9 +194,11 @@ def test_file_named_like_a_model_operand_is_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"w": torch.ones(1)}, "model.py:build")
-    assert [entry.key for entry in open_operand("model.py:build").sections[0].tensors] == ["w"]
+    assert [
+        entry.key for entry in ckpttool.open_checkpoint("model.py:build").sections[0].tensors
+    ] == ["w"]
     with pytest.raises(CkptError, match="is a model"):
-        open_operand("model.py:other")
+        ckpttool.open_checkpoint("model.py:other")
 
 
 def test_unread_storages_are_listed_by_section(tmp_path: Path) -> None:
@@ -221,12 +212,14 @@ def test_unread_storages_are_listed_by_section(tmp_path: Path) -> None:
         },
         path,
     )
-    assert sorted(storage.path for storage in open_operand(path).unreached) == [
+    assert sorted(storage.path for storage in ckpttool.open_checkpoint(path).unreached) == [
         "model.x.0",
         "more.0",
     ]
-    assert [storage.path for storage in open_operand(f"{path}::model").unreached] == ["model.x.0"]
-    assert not open_operand(f"{path}::ema").unreached
+    assert [storage.path for storage in ckpttool.open_checkpoint(f"{path}::model").unreached] == [
+        "model.x.0"
+    ]
+    assert not ckpttool.open_checkpoint(f"{path}::ema").unreached
 
 
 def test_names_object_is_accepted_as_a_model(tmp_path: Path) -> None:

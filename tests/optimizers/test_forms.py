@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+import ckpttool
 import optimizer_models as models
 from ckpttool import CkptError, Refused, open_checkpoint
 from ckpttool.core.checkpoint import ExtraEntry, Section
 from ckpttool.core.optimizer_state import FLAT, ParamGroup, numbered, renamed
 from ckpttool.formats.registry import format_for
-from ckpttool.operands.checkpoint import open_operand
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.forms import read, same_options, write
 from command import Run
@@ -274,7 +274,7 @@ def test_state_in_other_dicts_is_read_unless_they_have_attributes(tmp_path: Path
 
 
 def test_dropped_state_is_not_in_the_file_of_an_extracted_optimizer(tmp_path: Path) -> None:
-    from ckpttool.cli.app import main
+    from command import main
 
     _, optimizer = train(models.Net, models.adamw)
     section(
@@ -297,7 +297,7 @@ def test_dropped_state_is_not_in_the_file_of_an_extracted_optimizer(tmp_path: Pa
         == 0
     )
     assert torch.load(out)["scaler"].keys() == {"growth"}
-    assert open_operand(str(out)).sections[0].kind == "optimizer"
+    assert ckpttool.open_checkpoint(str(out)).sections[0].kind == "optimizer"
 
 
 def test_an_exponentially_shared_pickle_is_refused(tmp_path: Path) -> None:

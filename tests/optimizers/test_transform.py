@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import nn
 
+import ckpttool
 from ckpttool import Names, Refused
 from ckpttool.core.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.optimizer_state import FQN, OptimizerState, ParamGroup
 from ckpttool.io.pieces import read_all
-from ckpttool.operands.model import ModelOperand
 from ckpttool.optimizers.groups import arranged, different, placed
 from ckpttool.optimizers.transform import between, carry, from_serialized, move_of, to_serialized
 
 
 def names(*modules: str) -> Names:
-    return ModelOperand(lambda: nn.ModuleDict({name: nn.PReLU() for name in modules})).names()
+    return ckpttool.trace(lambda: nn.ModuleDict({name: nn.PReLU() for name in modules}))
 
 
 def test_a_rule_overrides_equal_names() -> None:
@@ -34,7 +34,7 @@ def test_a_buffer_with_the_name_of_a_parameter_is_ignored() -> None:
     model = nn.ModuleDict({"a": nn.PReLU()})
     buffered = nn.ModuleDict({"a": nn.Module()})
     buffered["a"].register_buffer("weight", model["a"].weight.detach().clone())
-    new = ModelOperand(lambda: buffered).names()
+    new = ckpttool.trace(lambda: buffered)
     assert between(names("a"), new, {"a.weight": "a.weight"}) == {}
 
 
@@ -71,7 +71,7 @@ class SavedModel(nn.Module):
 
 @pytest.mark.parametrize("count", ["buffer", "parameter"])
 def test_a_new_parameter_comes_from_the_key_that_it_loads(count: str) -> None:
-    old, new = ModelOperand(lambda: SavedModel(count)).names(), ModelOperand(RenamesBoth).names()
+    old, new = ckpttool.trace(lambda: SavedModel(count)), ckpttool.trace(RenamesBoth)
     assert between(old, new, {"old": "old", "count": "count"}) == {"new": Ref("old")}
     assert between(old, new, {"count": "count"}) == {}  # the optimizer does not have its source
     assert between(old, new, {"old": "seen", "count": "count"}) == {"new": Ref("old")}
@@ -83,7 +83,7 @@ def test_a_parameter_that_a_rule_renames_is_used_once() -> None:
             super().__init__()
             self.other = nn.Parameter(torch.ones(2))
 
-    old, new = ModelOperand(lambda: SavedModel("buffer")).names(), ModelOperand(Two).names()
+    old, new = ckpttool.trace(lambda: SavedModel("buffer")), ckpttool.trace(Two)
     assert between(old, new, {"old": "other"}) == {"other": Ref("old")}
 
 
@@ -289,7 +289,7 @@ def test_parameters_and_serialized_keys_are_converted() -> None:
                 [state.pop(f"{prefix}{part}") for part in ("top", "bottom")]
             )
 
-    model_names = ModelOperand(SavesInTwoParts).names()
+    model_names = ckpttool.trace(SavesInTwoParts)
     result = from_serialized(model_names, ["top", "bottom", "v"])
     assert result is not None
     assert set(result) == {"w", "v"}

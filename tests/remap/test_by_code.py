@@ -16,15 +16,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpttool
 from ckpttool import CkptError, Refused
-from ckpttool.operands.model import ModelOperand
-from ckpttool.tracing import instances
-from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.instances import filled
 from command import Run
 from loading_zoo import Undeclared, packed
 from opaque_zoo import ZOO, Listed, Net, Transposed, blended, noisy
 from places import ROOT
-from zoo import runtime_values
+from surroundings import free_memory
+from zoo import randomized, runtime_values
 
 torch.set_num_threads(1)
 OPERAND = str(ROOT / "tests/support/opaque_zoo.py")
@@ -32,7 +29,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def trained(name: str) -> nn.Module:
-    return filled(of_object(ZOO[name]), 77)
+    return randomized(ZOO[name](), 77)
 
 
 def saved(state: Tensors, path: Path) -> str:
@@ -242,7 +239,7 @@ def test_plan_names_the_model_whose_code_it_needs(run: Run, tmp_path: Path) -> N
 def test_each_section_is_computed_separately(run: Run, tmp_path: Path) -> None:
     weights, average = (
         trained("quantized").state_dict(),
-        filled(of_object(ZOO["quantized"]), 5).state_dict(),
+        randomized(ZOO["quantized"](), 5).state_dict(),
     )
     torch.save(
         {"model": weights, "ema": {f"module.{key}": value for key, value in average.items()}},
@@ -284,17 +281,21 @@ def test_nondeterministic_values_are_refused(build: type[nn.Module], tmp_path: P
 
 
 def test_too_little_memory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = saved(trained("transposed").state_dict(), tmp_path / "a.pt")
-    model = ModelOperand(ZOO["transposed"])
-    model.names()
-    monkeypatch.setattr(instances, "memory_available", lambda: 100)
+    weights = trained("transposed").state_dict()
+    source = saved(weights, tmp_path / "a.pt")
+    nbytes = sum(weight.nbytes for weight in weights.values())
+    free_memory(monkeypatch, 4 * nbytes)  # tracing needs 3 times the size of the model, loading 5
     with pytest.raises(
         CkptError,
         match=r"own load_state_dict\(\); .* takes .* MiB, and 0 MiB are"
         r" free",
     ):
         ckpttool.remap(
-            source, str(tmp_path / "b.pt"), model=model, to="runtime", from_="serialized"
+            source,
+            str(tmp_path / "b.pt"),
+            model=ZOO["transposed"],
+            to="runtime",
+            from_="serialized",
         )
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import ckpttool
 from ckpttool.kinds.quantized import quantized_weights
-from ckpttool.operands.checkpoint import open_operand
 from command import Run, notes_in
 
 State = dict[str, torch.Tensor]
@@ -156,7 +156,7 @@ def test_cost_grows_with_the_number_of_weights(tmp_path: Path) -> None:
             for key, value in SCHEMES[NF4].items()
         }
         save_file(state, tmp_path / "in.safetensors")
-        (section,) = open_operand(str(tmp_path / "in.safetensors")).sections
+        (section,) = ckpttool.open_checkpoint(str(tmp_path / "in.safetensors")).sections
         events: list[str] = []
 
         def note(_: FrameType, event: str, __: object, events: list[str] = events) -> None:

@@ -15,16 +15,8 @@ from torch import nn
 
 import ckpttool
 from ckpttool import Refused, Remap
-from ckpttool.core import expression as ex
-from ckpttool.core.options import call_text
-from ckpttool.evaluate import torch_eval
-from ckpttool.formats.fit import fit
-from ckpttool.formats.registry import format_for
-from ckpttool.formats.remarks import MARK
-from ckpttool.io.write import WriteOptions, write_file
-from ckpttool.operands.checkpoint import open_operand
-from command import Run
-from hook_zoo import ZOO
+from command import Run, call
+from expressions import is_opaque, same_bits
 from zoo import FLAT, State, randomized, runtime_values, state_of, traced, zoo_model
 
 torch.set_num_threads(1)
@@ -40,21 +32,11 @@ def remapped(source: Path, **options: Any) -> Remap:
 
 
 def converted(source: Path, out: Path, name: str, to: str, **options: Any) -> Remap:
-    done = remapped(source, model=traced(name), to=to, **options)
-    target = format_for(str(out))
-    write_file(
-        target.layout(fit(done.result, target, keep_aliases=True)),
-        str(out),
-        WriteOptions(fsync=False),
-    )
-    return done
+    return remapped(source, out=str(out), model=traced(name), to=to, no_fsync=True, **options)
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    left, right = left.resolve_conj(), right.resolve_conj()
-    return (left.dtype, left.shape) == (right.dtype, right.shape) and torch_eval.same_bits(
-        left, right
-    )
+    return same_bits(left.resolve_conj(), right.resolve_conj())
 
 
 def assert_same(found: State, expected: State) -> None:
@@ -99,8 +81,8 @@ def test_runtime_values_equal_the_loaded_models_and_convert_back_to_the_same_fil
     except Refused:
         assert not traced(name).roundtrips
         return
-    found, model = torch.load(there), randomized(zoo_model(name).build(True), 2)
-    before = runtime_values(randomized(zoo_model(name).build(True), 1))
+    found, model = torch.load(there), randomized(zoo_model(name), 2)
+    before = runtime_values(randomized(zoo_model(name), 1))
     try:
         model.load_state_dict(deepcopy(state_of(name)), strict=False)
         loaded = runtime_values(model)
@@ -117,7 +99,7 @@ def test_runtime_values_equal_the_loaded_models_and_convert_back_to_the_same_fil
     assert_same({**before, **found}, {k: v for k, v in before.items() if k in found})
     assert set(before) - set(found) <= set(traced(name).not_serialized)
     if name not in (*AMBIGUOUS, "adds_an_alias"):  # names show the form, so it is not recorded
-        assert MARK.encode() not in there.read_bytes()
+        assert b"ckpttool.form" not in there.read_bytes()
     if name not in OTHER_LAYOUT:
         converted(there, back, name, "serialized")
         assert back.read_bytes() == source.read_bytes()
@@ -125,7 +107,7 @@ def test_runtime_values_equal_the_loaded_models_and_convert_back_to_the_same_fil
 
 @pytest.mark.parametrize("name", UNVERSIONED)
 def test_serialized_values_equal_the_hooks_output(tmp_path: Path, name: str) -> None:
-    names, model = traced(name), randomized(zoo_model(name).build(True), 1)
+    names, model = traced(name), randomized(zoo_model(name), 1)
     persistent = {t.fqn for t in names.runtime if t.persistent} | set(names.extra_state)
     made = {s.key: state_of(name)[s.key] for s in names.serialized if s.source is None}
     torch.save(
@@ -135,7 +117,7 @@ def test_serialized_values_equal_the_hooks_output(tmp_path: Path, name: str) -> 
     try:
         converted(tmp_path / "run.pt", tmp_path / "saved.pt", name, "serialized", from_="runtime")
     except Refused:
-        assert any(s.source is not None and ex.is_opaque(s.source) for s in names.serialized)
+        assert any(s.source is not None and is_opaque(s.source) for s in names.serialized)
         return
     found = torch.load(tmp_path / "saved.pt")
     assert_same(found, {k: v for k, v in state_of(name).items() if k not in names.extra_state})
@@ -151,7 +133,7 @@ def test_form_is_recorded_if_names_do_not_show_it(tmp_path: Path, name: str, end
         save_file({key: tensor.contiguous() for key, tensor in state_of(name).items()}, source)
     first = converted(source, there, name, "runtime")
     assert "read as serialized" in " ".join(first.notes)
-    assert MARK.encode() in there.read_bytes()
+    assert b"ckpttool.form" in there.read_bytes()
     again = converted(there, back, name, "serialized")
     assert (again.source_form, again.notes) == ("runtime", ())
     assert back.read_bytes() == source.read_bytes()
@@ -175,7 +157,7 @@ def test_different_copies_are_not_dropped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrap", [lambda k: f"module.{k}", lambda k: f"_orig_mod.module.{k}"])
 def test_wrappers_are_removed_from_keys_and_metadata(tmp_path: Path, wrap: Any) -> None:
-    model = randomized(ZOO["batch_norm"](), 1)
+    model = randomized(zoo_model("batch_norm"), 1)
     state: Any = model.state_dict()
     wrapped = type(state)((wrap(key), value) for key, value in state.items())
     wrapped._metadata = {wrap(path).rstrip("."): value for path, value in state._metadata.items()}
@@ -185,7 +167,7 @@ def test_wrappers_are_removed_from_keys_and_metadata(tmp_path: Path, wrap: Any) 
     assert dict(found._metadata) == dict(state._metadata)
     assert_same(found, state)
     assert done.counts["renamed"] == len(state)
-    ZOO["batch_norm"]().load_state_dict(found, strict=True)
+    zoo_model("batch_norm").load_state_dict(found, strict=True)
 
 
 def test_rules_rename_metadata_and_hooks_do_not(tmp_path: Path) -> None:
@@ -200,7 +182,7 @@ def test_rules_rename_metadata_and_hooks_do_not(tmp_path: Path) -> None:
 
 
 def test_metadata_is_renamed_by_wrappers_then_rules(tmp_path: Path) -> None:
-    state: Any = ZOO["batch_norm"]().state_dict()
+    state: Any = zoo_model("batch_norm").state_dict()
     wrapped = type(state)((f"module.{key}", value) for key, value in state.items())
     wrapped._metadata = {
         f"module.{path}".rstrip("."): value for path, value in state._metadata.items()
@@ -257,7 +239,7 @@ def test_non_tensor_entries_are_dropped_by_name(tmp_path: Path, run: Run, droppe
     assert all(
         kept[n].storage.tolist() == h.storage.tolist() for n, h in held.items() if n != dropped
     )
-    assert [one.path for one in open_operand(str(out)).unreached] == [
+    assert [one.path for one in ckpttool.open_checkpoint(str(out)).unreached] == [
         f"{n}.storage" for n in held if n != dropped
     ]
 
@@ -345,7 +327,7 @@ def test_tensors_that_do_not_fit_another_model_are_refused_by_name(
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     torch.save(torch.optim.swa_utils.AveragedModel(model).state_dict(), tmp_path / "in.pt")
     operand = f"{tmp_path / 'm.py'}:net"
-    words = ("--model", operand, "--to-model", call_text(operand, kwargs), "--format", "json")
+    words = ("--model", operand, "--to-model", call(operand, **kwargs), "--format", "json")
     done = run("remap", tmp_path / "in.pt", *words, "-o", tmp_path / "out.pt")
     assert {
         problem["key"].removeprefix("module.") for problem in done.data.get("problems", ())

@@ -21,7 +21,6 @@ import ckpttool
 from ckpttool import CkptError, Refused
 from ckpttool.core.checkpoint import Lazy
 from ckpttool.core.expression import Op
-from ckpttool.core.limits import Limits, limited
 from ckpttool.formats.fit import fit
 from ckpttool.formats.registry import format_for
 from ckpttool.io.write import WriteOptions
@@ -30,6 +29,7 @@ from ckpttool.operands.checkpoint import model_section
 from ckpttool.ruleset.parse import faults, read, step_of
 from command import Run, main
 from places import DOCS
+from surroundings import limited
 
 torch.set_num_threads(1)
 State = dict[str, torch.Tensor]
@@ -783,13 +783,13 @@ def test_limits_of_the_file(tmp_path: Path) -> None:
     text = '# a.b.c\n[[rule]]\nrename = "a.b.c.d.e => b" # d.e.f.g\n'
     rules = rules_in(tmp_path, text)
     for limits, passes in (
-        (Limits(rules_bytes=len(text)), True),
-        (Limits(rules_bytes=len(text) - 1), False),
-        (Limits(rules_dots=3), True),
-        (Limits(rules_dots=2), False),
+        ({"rules_bytes": len(text)}, True),
+        ({"rules_bytes": len(text) - 1}, False),
+        ({"rules_dots": 3}, True),
+        ({"rules_dots": 2}, False),
     ):
         with (
-            limited(limits),
+            limited(**limits),
             nullcontext()
             if passes
             else pytest.raises(
@@ -804,9 +804,9 @@ def test_limits_of_the_file(tmp_path: Path) -> None:
 def test_more_parts_than_the_limit_are_refused(tmp_path: Path) -> None:
     source = str(save({"w": numbers(3, 2)}, tmp_path / "in.safetensors"))
     rules = rules_in(tmp_path, '[[rule]]\nunstack = "w"\ninto = "{e}.w"')
-    with limited(Limits(made_parts=3)):
+    with limited(made_parts=3):
         assert len(model_section(ckpttool.remap(source, rules=rules).result).tensors) == 3
-    with limited(Limits(made_parts=2)), pytest.raises(Refused) as caught:
+    with limited(made_parts=2), pytest.raises(Refused) as caught:
         ckpttool.remap(source, rules=rules)
     assert [problem.key for problem in caught.value.problems] == ["w"]
     assert "the limit made_parts is 2" in caught.value.problems[0].problem

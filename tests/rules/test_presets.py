@@ -18,9 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpttool import CkptError, rules
-from ckpttool.core.options import call_text
 from ckpttool.ruleset.parse import SETS, read
-from command import Run, main
+from command import Run, call, main
 
 torch.set_num_threads(1)
 State = dict[str, torch.Tensor]
@@ -36,7 +35,7 @@ def sizes_of(name: str) -> dict[str, int]:
 
 
 def call_of(name: str) -> str:
-    return call_text(name, sizes_of(name))
+    return call(name, **sizes_of(name))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool import CkptError, Refused
-from ckpttool.core.limits import Limits, limited, spent
+from ckpttool.core.limits import spent
 from ckpttool.ruleset.patterns import Regex, matches, parse, pattern_of
 from ckpttool.ruleset.tensor_ops import shown
+from surroundings import limited
 
 LONG = ".".join(["a"] * 3000)
 
@@ -71,7 +72,7 @@ def _fresh() -> None:
 )
 def test_endless_regular_expression_is_answered_or_stopped(text: str, in_a_thread: bool) -> None:
     def match() -> bool:
-        with limited(Limits(rules_seconds=1)):
+        with limited(rules_seconds=1):
             return matches(f"re:{text}", "a" * 60 + "!")
 
     refused = None
@@ -84,7 +85,7 @@ def test_endless_regular_expression_is_answered_or_stopped(text: str, in_a_threa
 
 
 def test_time_limit_is_per_call() -> None:
-    with limited(Limits(rules_seconds=1)):
+    with limited(rules_seconds=1):
         with pytest.raises(CkptError, match="takes too long"):
             list(map(partial(matches, f"re:{SLOW}"), ["a" * 24 + "!"] * 10_000))
         with pytest.raises(CkptError, match="takes too long"):

@@ -22,7 +22,6 @@ from ckpttool import Names, Plan, Remap, open_checkpoint
 from ckpttool.containers.rank_shards import RankParts
 from ckpttool.core.checkpoint import Span
 from ckpttool.core.expression import Ref
-from ckpttool.core.options import call_text
 from ckpttool.core.plan import Output
 from ckpttool.core.text import is_flat
 from ckpttool.diffing.causes import Code
@@ -31,7 +30,7 @@ from ckpttool.naming.flat import misfit, slots, unit_paths
 from ckpttool.remapping.gather import gather
 from ckpttool.tracing.build_model import load
 from ckpttool.tracing.trace import trace
-from command import Run, fixes_in, notes_in
+from command import Run, call, fixes_in, notes_in
 from flatten_params_wrapper import flattened
 from fsdp_run import Block, Mlp, Net
 from places import ROOT, SUPPORT
@@ -43,7 +42,7 @@ UNITS = ["layers.*", "layers.*.mlp"]
 
 
 def from_option(*units: str) -> tuple[str, ...]:
-    return ("--from", call_text("fsdp-flat", {"units": list(units)})) if units else ()
+    return ("--from", call("fsdp-flat", units=list(units))) if units else ()
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ from safetensors.torch import save
 
 import ckpttool
 from ckpttool.core.dtypes import BY_SAFETENSORS
-from ckpttool.io import sources
 from command import Run
 from mutate import mutated
+from surroundings import trust_file_times
 
 CHANGED = 20_000 if os.environ.get("CKPTTOOL_SUITES") == "all" else 1_000
 
@@ -263,7 +263,7 @@ def small_change(data: bytes, chance: random.Random) -> bytes:
 def test_changed_bytes(
     tmp_path: Path, record_property: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_TICK", 0)  # nobody else writes to the file
+    trust_file_times(monkeypatch)
     record_property("cases", CHANGED)
     path, chance, starts = tmp_path / "x.safetensors", random.Random(0), seeds()
     good = list(filter(is_accepted, starts))

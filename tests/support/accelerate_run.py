@@ -74,7 +74,7 @@ def _save(accelerator: Any, kind: str, folder: Path) -> None:
 
 
 def _write_again(folder: Path) -> None:
-    from ckpttool.cli.app import main
+    from command import main
 
     (folder / "again").mkdir()
     for part, other in (("pytorch_model_fsdp_0", "optimizer"), ("optimizer_0", "model")):

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any, NamedTuple
 
 from ckpttool.cli.app import main
 
-__all__ = ["Done", "Run", "fixes_in", "main", "notes_in"]
+__all__ = ["HARMLESS", "Done", "Run", "call", "commands", "fixes_in", "main", "notes_in"]
+
+# statuses of entries that do not make a difference
+HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
 
 
 class Done(NamedTuple):
@@ -40,3 +46,15 @@ def fixes_in(data: Any) -> list[str]:
 def notes_in(data: Any) -> list[str]:
     """Return the sentences of a JSON report's notes."""
     return [one["text"] for one in data["notes"]]
+
+
+def call(name: str, **arguments: Any) -> str:
+    """Return ``NAME(heads=32)``: a model, a preset or a form with arguments."""
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def commands() -> dict[str, str]:
+    """Return the summary of each command that ``ckpttool --help`` lists."""
+    with redirect_stdout(StringIO()) as out:
+        assert main(["--help"]) == 0
+    return dict(re.findall(r"^  ([a-z][a-z-]*)  +(\S.*)$", out.getvalue(), re.MULTILINE))

@@ -19,12 +19,10 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool import Checkpoint, CkptError, Refused
-from ckpttool.cli.app import main
-from ckpttool.core.checkpoint import Span
-from ckpttool.formats.opening import open_checkpoint
-from ckpttool.io import sources
+from ckpttool import Checkpoint, CkptError, Refused, plugin
+from command import main
 from places import ROOT
+from surroundings import trust_file_times
 
 State = dict[str, torch.Tensor]
 MANY = "3,000 keys"
@@ -165,7 +163,7 @@ class FormatContract:
         if not state:
             return
         path = self.saved(state, tmp_path)
-        checkpoint = open_checkpoint(str(path))
+        checkpoint = ckpttool.open_checkpoint(path)
         assert checkpoint.format == self.name
         outlines = {
             entry.key: (entry.dtype, entry.shape, entry.nbytes)
@@ -199,7 +197,7 @@ class FormatContract:
     @pytest.fixture(autouse=True)
     def clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Read files that were written just now without waiting for the clock."""
-        monkeypatch.setattr(sources, "_TICK", 0)
+        trust_file_times(monkeypatch)
 
     def test_a_file_that_is_cut_at_any_byte_is_refused(self, tmp_path: Path) -> None:
         path = self.saved(self.state("0-dim"), tmp_path)
@@ -225,19 +223,19 @@ class FormatContract:
             tracemalloc.stop()
 
     def read_all(self, path: Path) -> Checkpoint:
-        checkpoint = open_checkpoint(str(path))
+        checkpoint = ckpttool.open_checkpoint(path)
         ckpttool.inspect(checkpoint, stats=True)
         return checkpoint
 
     def check_bounds(self, path: Path) -> None:
         try:
-            checkpoint = open_checkpoint(str(path))
+            checkpoint = ckpttool.open_checkpoint(path)
         except CkptError:
             return
         for section in checkpoint.sections:
             for entry in section.tensors:
                 data = None if entry.storage is None else entry.storage.data
-                if isinstance(data, Span):
+                if isinstance(data, plugin.Span):
                     size = Path(data.path).stat().st_size
                     assert data.offset + data.length <= size, (entry, size)
 

@@ -146,7 +146,7 @@ def convert(folder: Path) -> dict[str, list[str]]:
     """Convert every folder with ckpttool in both directions, and compare with torch's own
     conversions.
     """
-    from ckpttool.cli.app import main
+    from command import main
 
     found = {}
     for layout in LAYOUTS:

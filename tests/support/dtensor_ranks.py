@@ -100,7 +100,7 @@ def _save(rank: int, folder: Path, name: str, state: Any) -> None:
 def _load_again(rank: int, folder: Path) -> None:
     """Load a DCP folder that ckpttool wrote from FSDP2 shards, on a different mesh."""
     if rank == 0:
-        from ckpttool.cli.app import main
+        from command import main
 
         assert main(["remap", f"{folder}/fsdp-named_?.pt", "-o", f"{folder}/again.dcp"]) == 0
     dist.barrier()

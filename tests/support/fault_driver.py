@@ -21,8 +21,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ckpttool.cli.app import main
 from ckpttool.io.temporary import owner_of
+from command import main
 from fault_injector import MODES, Injector
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import ckpttool
 from ckpttool import Names
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import format_for
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.optimizers.move import remap_optimizers
@@ -68,7 +68,7 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 def remapped(path: str, out: Path, **options: Any) -> tuple[dict[str, Any], OptimizerRemap]:
     """Remap the file's optimizer; return it as loaded by torch, and the report."""
-    source = open_checkpoint(path)
+    source = ckpttool.open_checkpoint(path)
     request = OptimizerRequest(state_dicts=saved_state_dicts(source), **options)
     result, done = remap_optimizers(source, request)
     write_pieces(format_for(str(out)).layout(result), out)

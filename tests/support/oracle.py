@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+import ckpttool
 from ckpttool import Checkpoint, CkptError, write
-from ckpttool.cli.app import main as ckpttool
 from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.evaluate import torch_eval
 from ckpttool.evaluate.compare import content_of_storage
-from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import FORMATS
+from command import main
 
 Print = tuple[str, tuple[int, ...], str]  # dtype, shape, hash of the elements
 
@@ -135,7 +135,7 @@ def fingerprint_of(entry: TensorEntry) -> Print:
 
 def disagreements(path: str) -> list[str]:
     """List the tensors and storages on which ckpttool and torch disagree."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = ckpttool.open_checkpoint(path)
     loaded = _loaded(checkpoint, path)
     entries = [entry for section in checkpoint.sections for entry in section.all_tensors()]
     dense = {fingerprint_of(entry): entry.key for entry in entries if entry.storage is not None}
@@ -158,15 +158,17 @@ def problems(path: str, out: Path) -> Iterator[str]:
     """Read, diff and rewrite the file with ckpttool; yield every problem."""
     yield from disagreements(path)
     quiet = ("--report", str(out / "report.json"))
-    has_state_dict = any(section.kind == "state_dict" for section in open_checkpoint(path).sections)
+    has_state_dict = any(
+        section.kind == "state_dict" for section in ckpttool.open_checkpoint(path).sections
+    )
     # 2: an error
-    if ckpttool(["diff", path, path, "--values", *quiet]) != (0 if has_state_dict else 2):
+    if main(["diff", path, path, "--values", *quiet]) != (0 if has_state_dict else 2):
         yield "differs from itself"
-    if FORMATS[open_checkpoint(path).format].endings:
-        ending = FORMATS[open_checkpoint(path).format].endings[0]
+    if FORMATS[ckpttool.open_checkpoint(path).format].endings:
+        ending = FORMATS[ckpttool.open_checkpoint(path).format].endings[0]
         rewritten = str(out / f"rewritten{ending}")
         try:
-            write(open_checkpoint(path), rewritten, verify=True, force=True, no_fsync=True)
+            write(ckpttool.open_checkpoint(path), rewritten, verify=True, force=True, no_fsync=True)
         except CkptError:
             yield "cannot be rewritten"
         else:

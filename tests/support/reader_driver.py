@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpttool
-from ckpttool.cli.app import main
+from command import main
 from fault_driver import preload, run
 from fault_injector import Injector
 

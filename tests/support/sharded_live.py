@@ -33,8 +33,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpttool import Refused
-from ckpttool.live import swap_weights
+from ckpttool import Refused, swap_weights
 
 Build = Callable[[int], Any]
 Weights = dict[str, torch.Tensor]

@@ -8,25 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 
+import ckpttool
 from ckpttool import Names
-from ckpttool.tracing.build_model import LoadedModel
-from ckpttool.tracing.trace import trace
 from hook_zoo import ZOO
 
 State = dict[str, Any]
 
 
-def zoo_model(name: str, materialize: bool = False) -> LoadedModel:
-    def make(real: bool) -> nn.Module:
-        with torch.device("cpu" if real else "meta"):
-            return ZOO[name]()
-
-    return LoadedModel(name, make, materialize)
+def zoo_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return ZOO[name]()
 
 
 @cache
 def traced(name: str, materialize: bool = False) -> Names:
-    return trace(zoo_model(name, materialize))
+    return ckpttool.trace(ZOO[name], materialize=materialize)
 
 
 def randomized(model: nn.Module, seed: int) -> nn.Module:
@@ -63,7 +59,7 @@ def state_of(name: str) -> Any:
     """Return the state dict of a model with random weights, or None if torch.save cannot write
     it.
     """
-    state = randomized(zoo_model(name).build(True), 1).state_dict()
+    state = randomized(zoo_model(name), 1).state_dict()
     flat = all(isinstance(v, torch.Tensor) and not nn.parameter.is_lazy(v) for v in state.values())
     return (
         state

@@ -14,8 +14,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool import Refused
-from ckpttool.core.options import call_text
-from command import Run
+from command import Run, call
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 BY_CONSTRUCTOR = {"buffer", "attribute", "nested"}
@@ -105,7 +104,7 @@ def test_outputs_are_correct_if_constants_are_reported_as_equal(seed: int, tmp_p
     parts = " ".join(part for part in PARTS if rng.random() < 0.5) or "buffer"
     old, new = 2.0, rng.choice([2.0, 3.0])
     program, weights, expected = saved(parts, old, new, tmp_path)
-    model: dict[str, Any] = {"model": call_text(f"{__file__}:build", {"parts": parts, "k": new})}
+    model: dict[str, Any] = {"model": call(f"{__file__}:build", parts=parts, k=new)}
     decided = BY_LOADING.intersection(parts.split())
     if old != new:
         decided |= BY_CONSTRUCTOR.intersection(parts.split())
@@ -132,7 +131,7 @@ def test_outputs_are_correct_if_constants_are_reported_as_equal(seed: int, tmp_p
 def test_different_constants_are_refused_by_name(tmp_path: Path, run: Run) -> None:
     program, weights, expected = saved("buffer attribute literal", 2.0, 3.0, tmp_path)
     out = tmp_path / "out.pt2"
-    model = call_text(f"{__file__}:build", {"parts": "buffer attribute literal", "k": 3.0})
+    model = call(f"{__file__}:build", parts="buffer attribute literal", k=3.0)
     words = ("swap-weights", program, weights, "-o", out, "--model", model)
     done = run(*words)
     assert done.status == 1
@@ -163,7 +162,7 @@ def test_constants_of_torchscript_are_reported_as_not_compared(tmp_path: Path, r
     program, new = tmp_path / "old.pt", tmp_path / "new.pt"
     torch.jit.trace(build("cached", 2.0), (X,), check_trace=False).save(str(program))
     torch.save(build("cached", 2.0).state_dict(), new)
-    model = call_text(f"{__file__}:build", {"parts": "cached", "k": 2.0})
+    model = call(f"{__file__}:build", parts="cached", k=2.0)
     done = run("swap-weights", program, new, "--model", model, "--dry-run")
     assert done.status == 0
     assert "kept, not compared: plain attributes and constants of its code: 1 tensor" in done.out

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import ckpttool
 from ckpttool import CkptError, Names
-from ckpttool.operands.model import ModelOperand
 from optimizer_models import Net, decayed
 
 HUGE = 1 << 22  # squared, in float32: 64 TiB
@@ -56,7 +56,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
 
 
 def names_of(model: Callable[[], nn.Module], make: Any, **options: Any) -> Names:
-    return ModelOperand(model, optimizer=make, **options).names()
+    return ckpttool.trace(model, optimizer=make, **options)
 
 
 def unpacked(result: Any) -> torch.optim.Optimizer:

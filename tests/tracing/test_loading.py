@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import ckpttool
 import loading_zoo
 from ckpttool import CkptError
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import ExtraEntry, Section
 from ckpttool.evaluate.torch_eval import evaluate
-from ckpttool.operands.checkpoint import open_operand
 from ckpttool.tracing import instances
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.loading import Verdict, load_verdict
@@ -49,7 +49,7 @@ def section_of(state: Mapping[str, Any]) -> Section:
     path = f"{_FOLDER.name}/state.pt"
     # torch refuses to save views of one tensor in several dtypes
     torch.save(clone_state(state), path)
-    sections = open_operand(path).sections
+    sections = ckpttool.open_checkpoint(path).sections
     return sections[0] if sections else Section("", "state_dict", ())
 
 
@@ -101,15 +101,15 @@ _states: dict[str, dict[str, Any]] = {}
 
 def check(name: str, damages: list[tuple[str, int]]) -> Verdict:
     if name not in _states:
-        _states[name] = randomized(zoo_model(name).build(True), 3).state_dict()
+        _states[name] = randomized(zoo_model(name), 3).state_dict()
     state: Any = apply_damages(_states[name], damages)
     if damages and not hasattr(state, "_metadata"):
         state = dict(state)
     section = section_of(state)
     if damages:
         assume(section.kind != "other")  # `diff` refuses a file with few tensors among other values
-    verdict = load_verdict(zoo_model(name), section)
-    model = randomized(zoo_model(name).build(True), 6)
+    verdict = load_verdict(of_object(ZOO[name]), section)
+    model = randomized(zoo_model(name), 6)
     before = runtime_values(model)
     ok, missing, unexpected = load_with_torch(model, clone_state(state))
     assert verdict.ok == ok, verdict
@@ -148,12 +148,12 @@ def test_damaged_checkpoints_have_the_verdict_of_torch(
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_dtype_changes_match_the_file(name: str, dtype: torch.dtype) -> None:
-    state = zoo_model(name).build(True).state_dict()
+    state = zoo_model(name).state_dict()
     for key, value in list(state.items())[::2]:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             state[key] = value.to(dtype)
-    verdict = load_verdict(zoo_model(name), section_of(state))
-    runtime = runtime_values(zoo_model(name).build(True))
+    verdict = load_verdict(of_object(ZOO[name]), section_of(state))
+    runtime = runtime_values(zoo_model(name))
     expected = {
         (
             fqn,
@@ -169,7 +169,7 @@ def test_dtype_changes_match_the_file(name: str, dtype: torch.dtype) -> None:
 
 
 def test_an_unknown_extra_state_is_an_error() -> None:
-    state = zoo_model("extra_state").build(True).state_dict()
+    state = zoo_model("extra_state").state_dict()
     section = section_of(state)
     unknown = Section(
         "",
@@ -179,7 +179,7 @@ def test_an_unknown_extra_state_is_an_error() -> None:
         section.modules,
     )
     with pytest.raises(CkptError, match=r"depends on 1 object that no safe loader makes"):
-        load_verdict(zoo_model("extra_state"), unknown)
+        load_verdict(of_object(ZOO["extra_state"]), unknown)
     wrong = Section(
         "",
         "state_dict",
@@ -187,22 +187,22 @@ def test_an_unknown_extra_state_is_an_error() -> None:
         (ExtraEntry("0._extra_state", value={"format": 2}),),
         section.modules,
     )
-    verdict = load_verdict(zoo_model("extra_state"), wrong)
+    verdict = load_verdict(of_object(ZOO["extra_state"]), wrong)
     assert not verdict.ok
     assert verdict.errors[0].startswith("ValueError: unknown format 2 (")
 
 
 def test_the_error_of_torch_is_the_verdict() -> None:
-    state = zoo_model("loads_only_with_metadata").build(True).state_dict()
-    verdict = load_verdict(zoo_model("loads_only_with_metadata"), section_of(dict(state)))
+    state = zoo_model("loads_only_with_metadata").state_dict()
+    verdict = load_verdict(of_object(ZOO["loads_only_with_metadata"]), section_of(dict(state)))
     assert (verdict.ok, verdict.errors[0].partition(" (")[0]) == (False, "KeyError: '0.gamma'")
     verdict = load_verdict(of_object(Exits), section_of(nn.Linear(2, 2).state_dict()))
     assert (verdict.ok, verdict.errors[0].partition(" (")[0]) == (
         False,
         "RuntimeError: exits: no loading",
     )
-    state = {**zoo_model("plain").build(True).state_dict(), "0.weight": torch.ones(7, 7)}
-    assert load_verdict(zoo_model("plain"), section_of(state)).errors == (
+    state = {**zoo_model("plain").state_dict(), "0.weight": torch.ones(7, 7)}
+    assert load_verdict(of_object(ZOO["plain"]), section_of(state)).errors == (
         "size mismatch for 0.weight: copying a param with shape torch.Size([7, 7]) from"
         " checkpoint, "
         "the shape in current model is torch.Size([4, 3]).",
@@ -211,10 +211,12 @@ def test_the_error_of_torch_is_the_verdict() -> None:
 
 def test_a_lazy_model_gets_the_shapes_of_the_file() -> None:
     state = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).state_dict()
-    verdict = load_verdict(zoo_model("lazy"), section_of(state))
+    verdict = load_verdict(of_object(ZOO["lazy"]), section_of(state))
     assert verdict.ok
     assert verdict.reads == {key: ex.Ref(key) for key in state}
-    assert not load_verdict(zoo_model("lazy"), section_of({**state, "0.more": torch.ones(1)})).ok
+    assert not load_verdict(
+        of_object(ZOO["lazy"]), section_of({**state, "0.more": torch.ones(1)})
+    ).ok
 
 
 class CustomLoad(nn.Linear):

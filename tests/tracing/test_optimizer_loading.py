@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.operands.checkpoint import open_operand
+import ckpttool
 from ckpttool.tracing import instances
 from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.build_optimizer import OptimizerVerdict, load_optimizer, optimizer_verdict
@@ -57,7 +57,7 @@ def verdict(
     state: dict[str, Any], make: Callable[..., Any], path: Path, real: bool = False
 ) -> OptimizerVerdict | None:
     torch.save({"model": build().state_dict(), "optimizer": state}, path)
-    section = open_operand(str(path)).section("optimizer")
+    section = ckpttool.open_checkpoint(str(path)).section("optimizer")
     return optimizer_verdict(
         replace(of_object(build), materialize=real), load_optimizer(make), section
     )

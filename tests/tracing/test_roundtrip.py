@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+import ckpttool
 import loading_zoo
 import small_models
 from ckpttool import CkptError
 from ckpttool.tracing import instances
-from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.instances import same
-from ckpttool.tracing.trace import trace
+from surroundings import free_memory, only_large_models
 from zoo import runtime_values
 
 torch.set_num_threads(1)
@@ -207,12 +207,12 @@ def test_round_trips_match_torch(cls: type[nn.Module]) -> None:
         torch.equal(restored[name], expected[name]) for name in expected
     )
     assert same == ROUND_TRIPS[cls]
-    names = trace(of_object(cls))
+    names = ckpttool.trace(cls)
     assert (names.roundtrips, names.notes) == (same, ())
 
 
 def test_a_model_may_refuse_large_values() -> None:
-    assert trace(of_object(ChecksABound)).roundtrips
+    assert ckpttool.trace(ChecksABound).roundtrips
 
 
 def test_a_round_trip_that_cannot_be_tried_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_a_round_trip_that_cannot_be_tried_is_unknown(monkeypatch: pytest.Monkey
         raise CkptError("no memory", hint="add memory")
 
     monkeypatch.setattr("ckpttool.tracing.trace.check_memory", no_memory)
-    names = trace(of_object(AddsSavedZeros))
+    names = ckpttool.trace(AddsSavedZeros)
     assert names.roundtrips
     assert names.notes == (
         "cannot be told whether it is given back: loaded from shift, which no tensor of the model"
@@ -266,8 +266,8 @@ def test_a_constructor_that_creates_other_tensors_on_meta_is_traced(
     is_real: Callable[[torch.Tensor], bool], cheap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not cheap:  # it is built with tensors that look real
-        monkeypatch.setattr(instances, "_CHEAP", -1)
-    names = trace(of_object(lambda: CacheIfReal(is_real)))
+        only_large_models(monkeypatch)
+    names = ckpttool.trace(lambda: CacheIfReal(is_real))
     assert [tensor.fqn for tensor in names.runtime] == ["theta", "cache"]
     assert names.not_serialized == ("cache",)
     assert names.notes == ()
@@ -285,8 +285,8 @@ def test_a_large_constructor_may_copy_its_modules(monkeypatch: pytest.MonkeyPatc
             self.layers = nn.ModuleList(copy.deepcopy(first) for _ in range(2))
 
     real = [name for name, _ in (*Copies().named_parameters(), *Copies().named_buffers())]
-    monkeypatch.setattr(instances, "_CHEAP", -1)
-    names = trace(of_object(Copies))
+    only_large_models(monkeypatch)
+    names = ckpttool.trace(Copies)
     assert (sorted(tensor.fqn for tensor in names.runtime), names.notes) == (sorted(real), ())
     assert "cache" in real
 
@@ -297,15 +297,15 @@ def test_a_constructor_that_reads_values_is_noted(monkeypatch: pytest.MonkeyPatc
             super().__init__(2, 2)
             self.total = 0.0 if self.weight.device.type == "meta" else float(self.weight.sum())
 
-    monkeypatch.setattr(instances, "_CHEAP", -1)
-    assert trace(of_object(Reads)).notes == (
+    only_large_models(monkeypatch)
+    assert ckpttool.trace(Reads).notes == (
         "on the meta device alone: whether its constructor makes other tensors for real was not"
         " looked at",
     )
 
 
 def test_a_buffer_whose_name_ends_in_extra_state_is_a_tensor() -> None:
-    names = trace(of_object(loading_zoo.buffer_with_such_an_ending))
+    names = ckpttool.trace(loading_zoo.buffer_with_such_an_ending)
     assert [s.key for s in names.serialized] == ["weight", "bias", "my_extra_state"]
     assert (names.extra_state, names.not_serialized, names.roundtrips) == ((), (), True)
 
@@ -337,16 +337,16 @@ class AcceptsOneExtraState(small_models.Pickled):
 
 
 def test_a_tensor_in_extra_state_that_fails_to_load_is_not_saved() -> None:
-    assert trace(of_object(small_models.Pickled)).not_serialized == ()
-    assert trace(of_object(AcceptsOneExtraState)).not_serialized == ("amax",)
+    assert ckpttool.trace(small_models.Pickled).not_serialized == ()
+    assert ckpttool.trace(AcceptsOneExtraState).not_serialized == ("amax",)
 
 
 def test_a_model_that_differs_on_meta_and_does_not_fit_in_memory_is_noted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(instances, "_CHEAP", -1)
-    monkeypatch.setattr(instances, "memory_available", lambda: -1)
-    (note,) = trace(of_object(CacheIfReal)).notes
+    only_large_models(monkeypatch)
+    free_memory(monkeypatch, -1)
+    (note,) = ckpttool.trace(CacheIfReal).notes
     assert note.startswith("on the meta device the constructor creates other tensors")
 
 
@@ -419,5 +419,5 @@ def test_tensors_that_are_not_restored_are_reported(
 ) -> None:
     """A model too large for random values is checked by a real round trip."""
     monkeypatch.setattr("ckpttool.tracing.trace._PROBE_LIMIT", limit)
-    names = trace(of_object(build))
+    names = ckpttool.trace(build)
     assert list(map(str, names.roundtrip_problems)) == PROBLEMS[build]

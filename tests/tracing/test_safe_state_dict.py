@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+import ckpttool
 import python2
 from ckpttool import CkptError
 from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.live.model import section_of
-from ckpttool.operands.checkpoint import open_operand
 from ckpttool.tracing.safe_state_dict import Stored, needs_values, stored
 from command import Run
 from loading_zoo import Opaque, Packed, Undeclared, packed
@@ -154,7 +154,7 @@ ONLY_IN_TORCH = ("too deep",)  # created by torch but not here
 
 
 def load_stored(path: Path) -> Stored:
-    (section,) = open_operand(str(path)).sections
+    (section,) = ckpttool.open_checkpoint(str(path)).sections
     return stored(section, True)
 
 
@@ -214,7 +214,7 @@ def test_a_tensor_has_the_geometry_of_its_entry(tmp_path: Path) -> None:
     """
     path = tmp_path / "a.pt"
     torch.save({"w": torch.arange(4.0)}, path)
-    (section,) = open_operand(str(path)).sections
+    (section,) = ckpttool.open_checkpoint(str(path)).sections
     (entry,) = section.tensors
     transposed = replace(entry, shape=(2, 2), stride=(1, 2))
     result = stored(Section("", "state_dict", (transposed,)), True)
@@ -231,7 +231,7 @@ def test_a_tensor_has_the_geometry_of_its_entry(tmp_path: Path) -> None:
 def test_extra_state_has_values_even_if_tensors_are_on_meta(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({"w": torch.ones(2), "a._extra_state": torch.ones(2), "b": [torch.ones(2)]}, path)
-    (section,) = open_operand(str(path)).sections
+    (section,) = ckpttool.open_checkpoint(str(path)).sections
     state = stored(section, False).state
     assert [one.device.type for one in (state["w"], state["a._extra_state"], state["b"][0])] == [
         "meta",

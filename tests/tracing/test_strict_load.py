@@ -27,9 +27,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import loading_zoo
-from ckpttool.tracing import instances
 from command import main
 from drawn_models import MODELS, build, is_safe
+from surroundings import only_large_models
 
 torch.set_num_threads(1)
 PAIRS = int(os.environ.get("CKPTTOOL_PAIRS", "150"))
@@ -305,8 +305,8 @@ def _bits(value: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
 def test_status_is_0_if_and_only_if_torch_loads_strictly(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if seed % 2:  # treat the model as too large to be built with values
-        monkeypatch.setattr(instances, "_CHEAP", -1)
+    if seed % 2:
+        only_large_models(monkeypatch)
     path = tmp_path / "state.pt"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+import ckpttool
 from ckpttool import Names
-from ckpttool.core import expression as ex
-from ckpttool.evaluate.torch_eval import evaluate
-from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.trace import trace
+from expressions import evaluate, is_opaque, key_of, operators, reads
 from files import run_measured
 from hook_zoo import ZOO
 from zoo import assert_same, randomized, runtime_values, traced, zoo_model
@@ -26,7 +24,7 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_expressions_give_the_saved_values(name: str) -> None:
-    model = randomized(zoo_model(name).build(True), 1)
+    model = randomized(zoo_model(name), 1)
     runtime, state = runtime_values(model), model.state_dict()
     tensors = {
         k: v
@@ -41,12 +39,12 @@ def test_expressions_give_the_saved_values(name: str) -> None:
         for s in names.serialized:
             value = tensors[s.key]
             if nn.parameter.is_lazy(value):
-                assert s.source == ex.Ref(s.key)
+                assert key_of(s.source) == s.key
                 continue
             assert s.dtype == str(value.dtype).removeprefix("torch.")
             assert s.shape == tuple(value.shape)
-            if s.source is not None and not ex.is_opaque(s.source):
-                assert_same(evaluate(s.source, runtime.__getitem__), value, s.key)
+            if s.source is not None and not is_opaque(s.source):
+                assert_same(evaluate(s.source, runtime), value, s.key)
     assert meta.runtime == real.runtime
     assert [s.hook for s in meta.serialized] == [s.hook for s in real.serialized]
     assert meta.roundtrip_problems == real.roundtrip_problems
@@ -55,12 +53,12 @@ def test_expressions_give_the_saved_values(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_a_strict_load_gives_the_traced_values(name: str) -> None:
     """The model round-trips if and only if the load restores all saved tensors."""
-    names, source = traced(name), randomized(zoo_model(name).build(True), 4)
+    names, source = traced(name), randomized(zoo_model(name), 4)
     expected = runtime_values(source)
     with torch.no_grad():  # copies need tensors without gradients
         state = source.state_dict()
     is_lazy = any(isinstance(v, torch.Tensor) and nn.parameter.is_lazy(v) for v in state.values())
-    model = randomized(zoo_model(name).build(True), 5)
+    model = randomized(zoo_model(name), 5)
     before = runtime_values(model)
     try:
         # a hook may change it
@@ -81,22 +79,25 @@ def test_a_strict_load_gives_the_traced_values(name: str) -> None:
     for r in names.load:
         if r.source is None:
             assert_same(after[r.fqn], before[r.fqn], r.fqn)
-        elif not ex.is_opaque(r.source):
-            assert_same(evaluate(r.source, state.__getitem__), after[r.fqn], r.fqn)
+        elif not is_opaque(r.source):
+            assert_same(evaluate(r.source, state), after[r.fqn], r.fqn)
 
 
-def source_of(name: str, key: str) -> ex.Expression | None:
+OPAQUE = ["opaque"], ["weight"]
+
+
+def source_of(name: str, key: str) -> Any:
     return next(s.source for s in traced(name).serialized if s.key == key)
 
 
 def test_a_rename_is_a_ref() -> None:
-    assert source_of("strip_layer", "weight") == ex.Ref("layer.weight")
-    assert source_of("clones_and_moves", "layer.weight") == ex.Ref("layer.weight")
-    assert source_of("wraps_in_parameter", "norm.bias") == ex.Ref("norm.bias")
-    assert source_of("shares_memory_with_numpy", "weight") == ex.Ref("weight")
-    assert source_of("swaps_two_names", "a.weight") == ex.Ref("b.weight")
-    assert source_of("two_tensors_in_one", "kernel") == ex.Ref("weight")
-    assert source_of("zero_elements", "empty") == ex.Ref("empty")
+    assert key_of(source_of("strip_layer", "weight")) == "layer.weight"
+    assert key_of(source_of("clones_and_moves", "layer.weight")) == "layer.weight"
+    assert key_of(source_of("wraps_in_parameter", "norm.bias")) == "norm.bias"
+    assert key_of(source_of("shares_memory_with_numpy", "weight")) == "weight"
+    assert key_of(source_of("swaps_two_names", "a.weight")) == "b.weight"
+    assert key_of(source_of("two_tensors_in_one", "kernel")) == "weight"
+    assert key_of(source_of("zero_elements", "empty")) == "empty"
 
 
 def test_aliases_refer_to_the_first_name() -> None:
@@ -105,26 +106,27 @@ def test_aliases_refer_to_the_first_name() -> None:
         ("embed.weight", None),
         ("head.weight", "embed.weight"),
     ]
-    assert source_of("tied", "head.weight") == ex.Ref("embed.weight")
-    assert [(r.fqn, r.source) for r in names.load] == [
-        ("embed.weight", ex.Ref("embed.weight")),
-        ("head.weight", ex.Ref("head.weight")),
+    assert key_of(source_of("tied", "head.weight")) == "embed.weight"
+    assert [(r.fqn, key_of(r.source)) for r in names.load] == [
+        ("embed.weight", "embed.weight"),
+        ("head.weight", "head.weight"),
     ]
 
 
 def test_constants_have_no_source() -> None:
     assert source_of("adds_a_constant", "version") is None
     assert source_of("adds_random_numbers", "seed") is None
-    assert ex.is_opaque(source_of("adds_random_numbers", "noisy"))
-    assert list(ex.refs(source_of("drops_out", "weight"))) == ["weight"]
+    assert is_opaque(source_of("adds_random_numbers", "noisy"))
+    assert (reads(source_of("drops_out", "weight"))) == ["weight"]
 
 
 def test_code_that_cannot_be_traced_is_opaque() -> None:
     for name in ("divides_by_item", "goes_through_numpy", "goes_through_bytes"):
-        assert source_of(name, "weight") == ex.Op("opaque", (ex.Ref("weight"),))
-        assert source_of(name, "bias") == ex.Ref("bias")
-    assert source_of("unpacks_a_subclass", "inner") == ex.Op("opaque", (ex.Ref("weight"),))
-    assert source_of("asserts_on_values", "kernel") == ex.Ref("weight")
+        assert (operators(source_of(name, "weight")), reads(source_of(name, "weight"))) == OPAQUE
+        assert key_of(source_of(name, "bias")) == "bias"
+    inner = source_of("unpacks_a_subclass", "inner")
+    assert (operators(inner), reads(inner)) == OPAQUE
+    assert key_of(source_of("asserts_on_values", "kernel")) == "weight"
 
 
 def test_tensors_that_are_not_saved_are_listed() -> None:
@@ -150,19 +152,21 @@ def test_lazy_parameters_have_no_shape() -> None:
 
 def test_loads_from_slices_are_joined() -> None:
     loaded = {r.fqn: r.source for r in traced("loads_by_slices").load}
-    assert loaded["1.deep.weight"] == ex.Op(
-        "aten.cat.default", ((ex.Ref("1.deep.a"), ex.Ref("1.deep.b")), 0)
-    )
-    assert loaded["1.deep.columns"] == ex.Op(
-        "aten.cat.default", ((ex.Ref("1.deep.left"), ex.Ref("1.deep.right")), 1)
-    )
+    weight, columns = loaded["1.deep.weight"], loaded["1.deep.columns"]
+    assert operators(weight) == operators(columns) == ["aten.cat.default"]
+    parts = {key: torch.full((2, 2), float(at)) for at, key in enumerate(reads(weight))}
+    assert list(parts) == ["1.deep.a", "1.deep.b"]
+    assert torch.equal(evaluate(weight, parts), torch.cat([*parts.values()]))
+    parts = {key: torch.full((2, 2), float(at)) for at, key in enumerate(reads(columns))}
+    assert list(parts) == ["1.deep.left", "1.deep.right"]
+    assert torch.equal(evaluate(columns, parts), torch.cat([*parts.values()], 1))
 
 
 def test_a_non_persistent_buffer_of_a_shared_module_has_all_its_names() -> None:
     inner = nn.BatchNorm1d(2)
     inner.register_buffer("mask", torch.ones(2), persistent=False)
     model = nn.Sequential(inner, nn.Sequential(inner))
-    result = trace(of_object(model)).runtime
+    result = ckpttool.trace(model).runtime
     assert {one.fqn for one in result if one.persistent} == set(model.state_dict())
     assert {one.fqn for one in result if not one.persistent} == {"0.mask", "1.0.mask"}
 
@@ -239,7 +243,7 @@ def test_a_meta_only_model_with_extra_state_is_traced() -> None:
     def hide(module: nn.Module, state: dict[str, object], prefix: str, metadata: object) -> None:
         del state[f"{prefix}hidden"]
 
-    names = trace(of_object(Large))
+    names = ckpttool.trace(Large)
     assert ([key.key for key in names.serialized], names.not_serialized) == (
         ["weight"],
         ("hidden",),
@@ -263,7 +267,7 @@ class ListsOne(ListsReversed):
 
 @pytest.mark.parametrize("build", [ListsReversed, ListsOne])
 def test_parameters_are_in_the_order_of_named_parameters(build: type[nn.Module]) -> None:
-    result = [tensor.fqn for tensor in trace(of_object(build)).runtime]
+    result = [tensor.fqn for tensor in ckpttool.trace(build).runtime]
     assert result == [name for name, _ in build().named_parameters()]
 
 
@@ -282,9 +286,9 @@ def test_a_save_that_works_without_values_is_opaque() -> None:
         model._register_state_dict_hook(save)
         return model
 
-    source = {key.key: key.source for key in trace(of_object(build)).serialized}["weight"]
-    assert ex.is_opaque(source)
-    assert set(ex.refs(source)) == {"weight"}
+    source = {key.key: key.source for key in ckpttool.trace(build).serialized}["weight"]
+    assert is_opaque(source)
+    assert set(reads(source)) == {"weight"}
 
 
 def test_operators_in_place_keep_the_dtype() -> None:
@@ -299,12 +303,12 @@ def test_operators_in_place_keep_the_dtype() -> None:
 
     model, (weight,) = (
         build(),
-        (key for key in trace(of_object(build)).serialized if key.key == "weight"),
+        (key for key in ckpttool.trace(build).serialized if key.key == "weight"),
     )
     assert weight.dtype == "bfloat16"
     assert weight.source is not None
     assert_same(
-        evaluate(weight.source, runtime_values(model).__getitem__),
+        evaluate(weight.source, runtime_values(model)),
         model.state_dict()["weight"],
         "weight",
     )
@@ -324,7 +328,7 @@ def test_keys_that_depend_on_values_are_noted() -> None:
         )
         return model
 
-    names = trace(of_object(build))
+    names = ckpttool.trace(build)
     assert (
         "state_dict() writes some keys for some values of the tensors only: positive" in names.notes
     )
@@ -346,7 +350,7 @@ def test_a_dropped_tensor_next_to_a_renamed_one_is_not_a_collision() -> None:
         model._register_state_dict_hook(save)
         return model
 
-    names = trace(of_object(build))
+    names = ckpttool.trace(build)
     assert names.not_serialized == ("a",)
     assert not any("lost in saving" in str(problem) for problem in names.roundtrip_problems)
 
@@ -361,7 +365,7 @@ def test_a_tensor_overwritten_by_another_module_is_reported() -> None:
         )
         return model
 
-    problems = trace(of_object(build)).roundtrip_problems
+    problems = ckpttool.trace(build).roundtrip_problems
     assert "lost in saving: it and 1.weight are sent to one key, 1.weight @ 0.weight" in map(
         str, problems
     )
@@ -375,7 +379,7 @@ def test_a_tensor_replaced_by_a_constant_is_not_saved() -> None:
         )
         return model
 
-    assert trace(of_object(build)).not_serialized == ("weight",)
+    assert ckpttool.trace(build).not_serialized == ("weight",)
 
 
 def test_keys_that_change_in_a_nested_model_are_noted() -> None:
@@ -388,5 +392,5 @@ def test_keys_that_change_in_a_nested_model_are_noted() -> None:
                 )
             )
 
-    (note,) = (note for note in trace(of_object(AddsKeyIfNested)).notes if "as a part" in note)
+    (note,) = (note for note in ckpttool.trace(AddsKeyIfNested).notes if "as a part" in note)
     assert "5 is there instead" in note

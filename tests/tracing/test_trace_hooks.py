@@ -11,15 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+import ckpttool
 import hook_zoo
 from ckpttool import CkptError
-from ckpttool.core.names import Hook
-from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.trace import trace
 from zoo import traced
 
 
-def hooks(name: str) -> dict[str, Hook]:
+def hooks(name: str) -> dict[str, Any]:
     return {s.key: s.hook for s in traced(name).serialized if s.hook is not None}
 
 
@@ -93,7 +91,7 @@ def test_the_hook_of_a_key_is_the_last_that_changed_it() -> None:
             for key in list(sd):
                 sd[key] = sd[key].detach()
 
-    names = trace(of_object(lambda: nn.Sequential(Casts(), Casts())))
+    names = ckpttool.trace(lambda: nn.Sequential(Casts(), Casts()))
     functions = {
         s.key: (s.hook.function.rpartition(".")[2], s.hook.module) if s.hook else None
         for s in names.serialized
@@ -116,7 +114,7 @@ def test_a_sparse_tensor_changed_in_place_has_a_hook() -> None:
         )
         return model
 
-    assert [s.key for s in trace(of_object(build)).serialized if s.hook is not None] == ["table"]
+    assert [s.key for s in ckpttool.trace(build).serialized if s.hook is not None] == ["table"]
 
 
 def test_a_second_change_by_an_outer_function_is_reported() -> None:
@@ -136,7 +134,7 @@ def test_a_second_change_by_an_outer_function_is_reported() -> None:
 
     by_key = {
         s.key: s.hook.function.rpartition(".")[2]
-        for s in trace(of_object(Outer)).serialized
+        for s in ckpttool.trace(Outer).serialized
         if s.hook
     }
     assert by_key == {"weight": "state_dict", "bias": "inner"}
@@ -144,7 +142,7 @@ def test_a_second_change_by_an_outer_function_is_reported() -> None:
 
 def test_a_shared_module_has_the_path_of_the_key() -> None:
     inner = hook_zoo.StripLayer()
-    names = trace(of_object(lambda: nn.ModuleDict({"a": inner, "b": inner})))
+    names = ckpttool.trace(lambda: nn.ModuleDict({"a": inner, "b": inner}))
     by_key = {s.key: s.hook.module for s in names.serialized if s.hook}
     assert by_key == {"a.weight": "a", "a.bias": "a", "b.weight": "b", "b.bias": "b"}
 
@@ -189,7 +187,7 @@ def model_with_failing_hook(kind: str) -> nn.Module:
 )
 def test_a_failing_hook_is_reported_with_its_module_and_file(kind: str, message: str) -> None:
     with pytest.raises(CkptError, match=f"^state_dict\\(\\) {message}"):
-        trace(of_object(lambda: model_with_failing_hook(kind)))
+        ckpttool.trace(lambda: model_with_failing_hook(kind))
 
 
 def test_the_error_for_a_model_too_large_for_real_values_names_the_hook() -> None:
@@ -199,7 +197,7 @@ def test_the_error_for_a_model_too_large_for_real_values_names_the_hook() -> Non
         return model
 
     with pytest.raises(CkptError) as caught:
-        trace(of_object(build))
+        ckpttool.trace(build)
     assert "<lambda>" in caught.value.message
     assert "MiB" in caught.value.message
     assert "more memory" in caught.value.hint
@@ -210,4 +208,4 @@ def test_a_state_dict_that_is_not_a_mapping_is_an_error(value: str) -> None:
     model = nn.Linear(1, 1)
     vars(model)["state_dict"] = lambda *a, **k: eval(value)
     with pytest.raises(CkptError, match="not a mapping from names"):
-        trace(of_object(lambda: model))
+        ckpttool.trace(lambda: model)

@@ -11,10 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpttool.core import expression as ex
-from ckpttool.evaluate.torch_eval import evaluate
-from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.trace import trace
+import ckpttool
+from expressions import evaluate, is_opaque
 from zoo import assert_same, randomized, runtime_values
 
 torch.set_num_threads(1)
@@ -120,15 +118,15 @@ STEPS = st.lists(
 @settings(max_examples=50, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(steps=STEPS)
 def test_the_trace_of_a_random_program_is_exact(steps: list[Step]) -> None:
-    names = trace(of_object(model, {"steps": steps}))
+    names = ckpttool.trace(lambda: model(steps))
     live = randomized(model(steps), 1)
     runtime = runtime_values(live)
     state = live.state_dict()
     other = randomized(model(steps), 2).state_dict()
     assert [s.key for s in names.serialized] == list(state)
     for s in names.serialized:
-        assert s.source is None or not ex.is_opaque(s.source), s
+        assert s.source is None or not is_opaque(s.source), s
         if s.source is None:
             assert_same(other[s.key], state[s.key], s.key)  # a constant
         else:
-            assert_same(evaluate(s.source, runtime.__getitem__), state[s.key], s.key)
+            assert_same(evaluate(s.source, runtime), state[s.key], s.key)

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import dcp_ranks
 from ckpttool import CkptError, open_checkpoint
-from ckpttool.core.limits import Limits, limited
 from ckpttool.core.pickle_imports import KNOWN
 from ckpttool.formats.dcp_metadata import parse
 from command import main
+from surroundings import limited
 from torch_version import needs_torch
 
 
@@ -601,10 +601,10 @@ def test_metadata_beyond_a_limit_is_refused(
     """
     folder = save({"w": torch.ones(4), "x": torch.ones(4)}, tmp_path / "m")
     nbytes = (folder / ".metadata").stat().st_size
-    with limited(Limits(pickle_bytes=nbytes)):
+    with limited(pickle_bytes=nbytes):
         open_checkpoint(str(folder))
     with (
-        limited(Limits(pickle_bytes=nbytes - 1)),
+        limited(pickle_bytes=nbytes - 1),
         pytest.raises(
             CkptError,
             match=r"\.metadata is"

@@ -25,7 +25,6 @@ from torch import nn
 
 import real_models
 from ckpttool import CkptError, open_checkpoint
-from ckpttool.core.limits import Limits, limited
 from ckpttool.formats.huggingface import (
     Item,
     Shards,
@@ -37,6 +36,7 @@ from ckpttool.formats.registry import FORMATS
 from ckpttool.remapping.options import parse_size
 from command import Run, main
 from files import write_pieces
+from surroundings import limited
 
 INDEX = "model.safetensors.index.json"
 RULE = "model.{x*} => trunk.{x*}"
@@ -615,9 +615,9 @@ def test_exchanged_shards_are_read_with_a_note(tmp_path: Path) -> None:
 def test_an_index_beyond_the_limit_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "m", {"a.safetensors": {"a": torch.ones(2)}})
     nbytes = path.stat().st_size
-    with limited(Limits(json_bytes=nbytes)):
+    with limited(json_bytes=nbytes):
         open_checkpoint(str(path))
-    with limited(Limits(json_bytes=nbytes - 1)), pytest.raises(CkptError, match="it is longer"):
+    with limited(json_bytes=nbytes - 1), pytest.raises(CkptError, match="it is longer"):
         open_checkpoint(str(path))
 
 

@@ -16,20 +16,19 @@ import pytest
 import torch
 from torch import nn
 
+import ckpttool
 from ckpttool import CkptError, Refused, open_checkpoint
 from ckpttool.containers.program import is_inlined
 from ckpttool.core.checkpoint import in_row_major
-from ckpttool.core.limits import Limits, limited
 from ckpttool.formats.pt2 import layout, read, read_program
 from ckpttool.formats.registry import recognize
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand
 from ckpttool.swap.options import SwapOptions
 from ckpttool.swap.swap import swap
-from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.trace import trace
 from command import Run
 from files import write_pieces
+from surroundings import limited
 from torch_version import needs_torch
 
 OUTSIDE = {
@@ -114,7 +113,7 @@ def test_weights_next_to_the_code_are_read(package):
 @needs_compiler
 def test_source_that_is_too_long_is_not_read(package):
     """Without the source, constants cannot be distinguished from weights."""
-    with limited(Limits(json_bytes=20_000)):
+    with limited(json_bytes=20_000):
         section, *constants = read(package).sections
     names = {entry.key for section in read(package).sections for entry in section.tensors}
     assert ({entry.key for entry in section.tensors}, constants) == (names, [])
@@ -155,14 +154,14 @@ def test_an_inlined_weight_is_refused(package, run: Run, tmp_path):
     swap(
         read(package),
         model_section(open_checkpoint(str(tmp_path / "used.pt"))),
-        ModelOperand(trace(of_object(build))),
+        ModelOperand(ckpttool.trace(build)),
     )
     state = {**Model(1).state_dict(), "spare": torch.ones(3, 3)}
     torch.save(
         {key: value for key, value in state.items() if key != "b.bias"}, tmp_path / "spare.pt"
     )
     names, weights = (
-        ModelOperand(trace(of_object(build))),
+        ModelOperand(ckpttool.trace(build)),
         model_section(open_checkpoint(str(tmp_path / "spare.pt"))),
     )
     with pytest.raises(Refused) as caught:
@@ -249,7 +248,7 @@ def test_swap_accepts_names_that_compiled_code_lacks(tmp_path, state, problems):
     path = archive(tmp_path / "p.pt2", {"model": two}, values)
     torch.save({"w": torch.full((2, 2), 7.0), **state}, tmp_path / "new.pt")
     new = model_section(open_checkpoint(str(tmp_path / "new.pt")))
-    names = ModelOperand(trace(of_object(Twice)))
+    names = ModelOperand(ckpttool.trace(Twice))
     if problems:
         with pytest.raises(Refused) as caught:
             swap(read(path), new, names, SwapOptions(from_="runtime"))
@@ -318,7 +317,7 @@ def test_the_source_identifies_constants(tmp_path):
     with zipfile.ZipFile(path, "a") as out:
         out.writestr("p/data/aotinductor/model/m.wrapper.cpp", source)
     for most, keys in ((len(source), [["w"], ["c"]]), (len(source) - 1, [["w", "c"]])):
-        with limited(Limits(json_bytes=most)):
+        with limited(json_bytes=most):
             assert [section.keys for section in read(path).sections] == keys
 
 

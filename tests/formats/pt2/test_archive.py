@@ -23,12 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.testing._internal.two_tensor import TwoTensor
 
+import ckpttool
 from ckpttool import Checkpoint, CkptError, Refused
 from ckpttool.containers.zip_read import read_archive
 from ckpttool.containers.zip_write import NewRecord, layout_archive
 from ckpttool.core.checkpoint import Lazy, Section, Span, Storage, TensorEntry
 from ckpttool.formats.pt2 import layout, names, read, read_program
-from ckpttool.operands.checkpoint import open_operand
 from files import change_archive, write_pieces
 
 pytestmark = pytest.mark.skipif(
@@ -311,7 +311,7 @@ def test_several_programs_are_read_and_written_separately(tmp_path):
         ("inner/second", "state_dict"), ("inner/second.constants", "other"),
     ]  # fmt: skip
     assert together.notes == ("2 programs: first, inner/second",)
-    picked = open_operand(f"{path}::inner/second").section("")
+    picked = ckpttool.open_checkpoint(f"{path}::inner/second").section("")
     assert [entry.span for entry in picked.tensors] == [
         entry.span for entry in together.sections[2].tensors
     ]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+import ckpttool
 from ckpttool import Checkpoint, CkptError, Refused, open_checkpoint
 from ckpttool.containers.zip_read import read_archive
 from ckpttool.core.checkpoint import Lazy, Storage
@@ -24,8 +25,6 @@ from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand
 from ckpttool.swap.options import SwapOptions
 from ckpttool.swap.swap import swap
-from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.trace import trace
 from command import Run
 from files import change_archive, write_pieces
 from places import DATA
@@ -292,7 +291,7 @@ def test_computed_subclass_weights_are_refused(tmp_path, pair):
     torch.export.save(torch.export.export(Paired(1.0), (torch.ones(3),)), tmp_path / "old.pt2")
     state = Scaled().state_dict()
     torch.save(state if pair is None else {**state, "pair": pair}, tmp_path / "new.pt")
-    model = ModelOperand(trace(of_object(Scaled if pair is None else lambda: Paired(1.0))))
+    model = ModelOperand(ckpttool.trace(Scaled if pair is None else lambda: Paired(1.0)))
     with pytest.raises(Refused) as caught:
         swap(
             read(str(tmp_path / "old.pt2")),

@@ -20,7 +20,6 @@ from torch import nn
 from torch._utils import _rebuild_tensor, _rebuild_tensor_v2
 
 from ckpttool import CkptError, open_checkpoint
-from ckpttool.core.limits import Limits, limited
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.fit import fit, losses
 from ckpttool.formats.registry import FORMATS, recognize
@@ -29,6 +28,7 @@ from ckpttool.io.files import check_assumed
 from command import Run
 from files import write_pieces
 from places import DATA
+from surroundings import limited
 
 MAGIC = 0x1950A86A20F9469CFC6C
 
@@ -170,7 +170,7 @@ def test_large_pickles_are_read_completely(tmp_path):
     path = saved(state, tmp_path / "many.pt")
     assert [e.key for e in read(path).section("").tensors] == list(state)
     for most in (1 << 17, 1 << 18, 200_000):
-        with limited(Limits(pickle_bytes=most)), pytest.raises(CkptError, match="damaged pickle"):
+        with limited(pickle_bytes=most), pytest.raises(CkptError, match="damaged pickle"):
             read(path)
 
 

@@ -15,10 +15,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim.swa_utils import AveragedModel
 
+import ckpttool
 from ckpttool.naming.wrappers import strip, stripped_paths
-from ckpttool.tracing.build_model import of_object
 from ckpttool.tracing.instances import listed, runtime_tensors
-from ckpttool.tracing.trace import trace
 from torch_version import needs_torch
 
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
@@ -53,7 +52,7 @@ def test_wrappers_inside_a_model_are_removed() -> None:
         compiled: Any = torch.compile(nn.Linear(2, 2))
         return nn.Sequential(checkpoint_wrapper(nn.Sequential(compiled)), NamedLikeWrappers())
 
-    canonical = {r.fqn: r.canonical for r in trace(of_object(build)).runtime}
+    canonical = {r.fqn: r.canonical for r in ckpttool.trace(build).runtime}
     assert canonical["0._checkpoint_wrapped_module.0._orig_mod.weight"] == "0.0.weight"
     assert canonical["1.module.weight"] == "1.module.weight"
     assert canonical["1._orig_mod.0.weight"] == "1._orig_mod.0.weight"
@@ -104,7 +103,7 @@ def test_renaming_hooks_work_without_fqn_modifiers(wrapper: str, modifiers: bool
         module: nn.Module = WRAPPERS[wrapper](nn.Sequential(HidesSegment(modifiers)))
         return module
 
-    names = trace(of_object(build))
+    names = ckpttool.trace(build)
     canonical = {tensor.fqn: tensor.canonical for tensor in names.runtime}
     (saved,) = [s for s in names.serialized if s.key.endswith("0.weight")]
     assert names.roundtrips
