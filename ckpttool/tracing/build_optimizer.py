@@ -31,6 +31,7 @@ _FORM = (
     " file.py:make_optimizer"
 )
 _OWNER = "ckpttool.owner"  # added to the state of each parameter, to see which parameter gets it
+_FUSED = "fused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +128,23 @@ def _with_ids(names: Names, model: nn.Module, definition: LoadedOptimizer, on_me
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step with gradients of zeros. Raises what its code raises."""
+    """Take a step with gradients of zeros. Raises what its code raises.
+
+    The fused kernels of torch do not check shapes: they would write past the end of a state that
+    is smaller than its parameter. So the step is not fused.
+    """
+    fused = [group for group in optimizer.param_groups if group.get(_FUSED)]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    try:
+        for group in fused:
+            group[_FUSED] = False
+        optimizer.step()
+    finally:
+        for group in fused:
+            group[_FUSED] = True
 
 
 def _is_plain(value: Any) -> bool:

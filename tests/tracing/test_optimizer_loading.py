@@ -15,7 +15,13 @@ from torch import nn
 import ckpttool
 from ckpttool.tracing import instances
 from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.build_optimizer import OptimizerVerdict, load_optimizer, optimizer_verdict
+from ckpttool.tracing.build_optimizer import (
+    OptimizerVerdict,
+    load_optimizer,
+    optimizer_verdict,
+    with_optimizer,
+)
+from ckpttool.tracing.trace import trace
 
 
 class RaisesWithoutMessage(torch.optim.SGD):
@@ -101,3 +107,31 @@ def test_the_verdict_matches_torch(
 def test_an_error_without_a_message_is_reported_by_class(tmp_path: Path) -> None:
     result = verdict(saved(), raises_without_message, tmp_path / "a.pt")
     assert result == OptimizerVerdict({}, "AssertionError", False)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_no_fused_kernel_gets_state_of_another_shape(kind: str, tmp_path: Path) -> None:
+    """It would read or write past the end of the tensors. Larger state is harmless in the test."""
+
+    def fused(model: nn.Module) -> torch.optim.Optimizer:
+        options = {"momentum": 0.9} if kind == "SGD" else {}
+        made: torch.optim.Optimizer = getattr(torch.optim, kind)(
+            model.parameters(), lr=0.1, fused=True, **options
+        )
+        return made
+
+    def state_of(model: nn.Module) -> dict[str, Any]:
+        optimizer = fused(model)
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        return optimizer.state_dict()
+
+    result = verdict(state_of(nn.Linear(2, 30)), fused, tmp_path / "a.pt")
+    assert result is not None
+    assert result.error is not None
+    assert result.error.startswith("The size of tensor a")
+    result = verdict(state_of(build()), fused, tmp_path / "b.pt")
+    assert result is not None
+    assert (result.error, result.stepped) == (None, True)
+    names = with_optimizer(trace(of_object(build)), of_object(build), load_optimizer(fused))
+    assert names.optimizer_groups[0]["fused"] is True
