@@ -344,8 +344,7 @@ def _by_options(groups: Iterable[Mapping[str, object]]) -> OptimizerClass | None
 
 
 # Hyperparameters that torch adds to groups of files that lack them (each class's ``__setstate__``),
-# or that a scheduler put there, which no step needs; and state that a step creates only if the
-# file's hyperparameters ask for it.
+# or that a scheduler put there, which no step needs.
 _FILLED_IN = frozenset(
     {
         "amsgrad",
@@ -365,7 +364,10 @@ _FILLED_IN = frozenset(
         "swa_lr",
     }
 )
-_ON_REQUEST = frozenset({"max_exp_avg_sq", "grad_avg", "momentum_buffer"})
+# State that a step creates only if a hyperparameter of the file asks for it -> the hyperparameter.
+# SGD creates its buffer whenever it is missing.
+_ON_REQUEST = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
+_CREATED_LATER = frozenset({("SGD", "momentum_buffer")})
 
 
 def lacking(
@@ -388,13 +390,25 @@ def lacking(
                 missing.append(f"{GROUPS}.{index}.{name}")
     row = _by_options(groups)
     usual = () if row is None or row.title == class_of(state) else sorted(row.state)
+    requested = _requested(state, "" if row is None else row.title)
     for param, param_state in state.state.items():
         if not param_state:
             continue
         for name in steps.get(param) or usual:
-            if name not in param_state and name not in _ON_REQUEST:
+            is_needed = name not in _ON_REQUEST or name in requested.get(param, ())
+            if name not in param_state and is_needed:
                 missing.append(f"{STATE}.{param}.{name}")
     return missing
+
+
+def _requested(state: OptimizerState, title: str) -> dict[Param, list[str]]:
+    """Return parameter -> the names of state that the hyperparameters of its group ask for."""
+    requested: dict[Param, list[str]] = {}
+    for group in state.groups:
+        names = [name for name, option in _ON_REQUEST.items() if group.options.get(option)]
+        names = [name for name in names if (title, name) not in _CREATED_LATER]
+        requested.update(dict.fromkeys(group.params, names))
+    return requested
 
 
 def with_new_options(

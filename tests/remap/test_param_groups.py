@@ -175,3 +175,41 @@ def test_load_says_which_hyperparameters_it_changes(old: str, new: str) -> None:
         (item.group, item.name, item.before, item.after) for item in loaded.hyperparameters
     ] == expected
     assert expected
+
+
+def group_per_layer(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Any:
+    def build(model: Net) -> torch.optim.Optimizer:
+        return make(groups_of(model, BODY, HEAD), **options)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "lacks"),
+    [
+        (torch.optim.Adam, {"amsgrad": True}, {"max_exp_avg_sq"}),
+        (torch.optim.Adam, {"amsgrad": False}, set()),
+        (torch.optim.RMSprop, {"centered": True}, {"grad_avg"}),
+        (torch.optim.RMSprop, {"momentum": 0.5}, {"momentum_buffer"}),
+        (torch.optim.SGD, {"momentum": 0.5, "lr": 0.1}, set()),
+    ],
+)
+def test_new_groups_ask_for_no_state_that_the_file_lacks(
+    make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], lacks: set[str]
+) -> None:
+    model, optimizer = trained(lambda net: make(net.parameters(), lr=0.1), False)
+    file = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    fresh, build = Net(), group_per_layer(make, **options)
+    target = build(fresh)
+    if lacks:
+        with pytest.raises(ckpttool.Refused) as caught:
+            ckpttool.remap(file, model=Net, to_optimizer=build)
+        assert {problem.key for problem in caught.value.problems} == lacks
+        with pytest.raises(ckpttool.Refused):
+            ckpttool.load(file, fresh, target)
+        assert not target.state
+        return
+    assert ckpttool.remap(file, model=Net, to_optimizer=build).optimizers
+    ckpttool.load(file, fresh, target)
+    fresh(torch.ones(1, 2)).sum().backward()
+    target.step()
