@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpttool.core import expression as ex
 from ckpttool.core.names import Names
-from ckpttool.core.optimizer_state import ID, FilledTensor, Param, ParamGroup
+from ckpttool.core.optimizer_state import FLAT, ID, FilledTensor, Param, ParamGroup
 from ckpttool.core.text import Info, plural, some
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.optimizers.forms import WHOLE
@@ -33,7 +33,7 @@ def created_state(
     if to == ID or target is None or not target.optimizer:
         return {}, []
     parameters = Parameters(target)
-    options_of = _without_state(groups, states, parameters)
+    options_of = _without_state(groups, states, parameters, to)
     if not options_of:
         return {}, []
     if create is None:
@@ -68,12 +68,13 @@ def _without_state(
     groups: Sequence[ParamGroup],
     states: Mapping[Param, Mapping[Any, Any]],
     parameters: Parameters,
+    to: str,
 ) -> dict[str, Mapping[str, Any]]:
     """Return the FQN of each trainable parameter that has no state while others have some, with the
-    hyperparameters of its group.
+    hyperparameters of its group. torch loads a state without any, but not a flattened one.
     """
     slots = set(map(str, chain.from_iterable(states.values())))
-    if not slots or slots & WHOLE:
+    if (not slots and to != FLAT) or slots & WHOLE:
         return {}
     trainable = set(parameters.trainable)
     options_of: dict[str, Mapping[str, Any]] = {}

@@ -182,6 +182,26 @@ def test_parameters_without_any_state_are_not_said_to_lack_it(
     assert "new state of 1 parameter, as SGD creates it: expert.weight" in " ".join(created.split())
 
 
+def test_a_flattened_optimizer_that_took_no_step_needs_its_state(
+    code: dict[str, Any], run: Run
+) -> None:
+    """torch loads one without any state by names, but not in the flattened form."""
+    model, optimizer = fresh(code, "Adam")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "old.pt")
+    args = ["remap", "old.pt", "--model", "m.py:Model", "--optimizer", "m.py:make_Adam"]
+    warned = run(*args, "-o", "none.pt", "--optimizer-keys", "flat").err
+    assert "6 trainable parameters without state" in " ".join(warned.split())
+    assert not run(*args, "-o", "named.pt", "--optimizer-keys", "fqn").err
+    run(*args, "-o", "all.pt", "--optimizer-keys", "flat", "--partial")
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    with pytest.raises(TypeError):
+        set_optimizer_state_dict(model, optimizer, torch.load("none.pt")["optimizer"], options=flat)
+    for path, options in (("named.pt", None), ("all.pt", flat)):
+        model, optimizer = fresh(code, "Adam")
+        saved = torch.load(path)["optimizer"]
+        set_optimizer_state_dict(model, optimizer, saved, options=options)
+
+
 def test_a_new_head_gets_state_too(code: dict[str, Any], run: Run) -> None:
     train_and_save(code, "Adam")
     args = ["--model", "m.py:Model", "--to-model", "m.py:WithNewHead", "--partial"]
