@@ -241,12 +241,26 @@ def _with_old_model(
 def _has_same_groups(state: OptimizerState, target: Parameters) -> bool | None:
     """Return whether the groups have as many parameters as the optimizer's; None if they do not,
     and that says nothing: the state has names, or one group.
+
+    One group counts as the same if the optimizer has one too, in another order than the model's.
     """
     sizes = [len(group.params) for group in state.groups]
     if sizes == [len(group) for group in target.groups]:
         return True
     has_names = state.form != ID or all(group.param_names for group in state.groups)
-    return None if has_names or len(sizes) == 1 else False
+    if has_names:
+        return None
+    if len(sizes) != 1:
+        return False
+    return (
+        True if len(target.groups) == 1 and not _in_model_order(target.groups[0], target) else None
+    )
+
+
+def _in_model_order(params: Sequence[str], target: Parameters) -> bool:
+    rank = {name: place for place, name in enumerate(target.shapes)}
+    places = [rank[name] for name in params]
+    return places == sorted(places)
 
 
 def _owners(

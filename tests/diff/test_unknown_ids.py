@@ -86,3 +86,43 @@ def test_the_printed_remap_renames_model_and_optimizer(run: Run) -> None:
     state = torch.load("out.pt")["optimizer"]["state"]
     moments = [values["exp_avg"] for values in state.values()]
     assert [tuple(moment.shape) for moment in moments] == [(4, 4), (2, 4), (4,), (2,)]
+
+
+IN_OWN_ORDER = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, names):
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.zeros(3)))
+def old():
+    return Net("ab")
+def new():
+    return Net("cab")
+def adam(net):
+    return torch.optim.Adam(reversed(list(net.parameters())))
+"""
+
+
+def test_the_printed_remap_names_an_optimizer_in_another_order_than_the_model(run: Run) -> None:
+    """Shapes do not tell that the ids are in no model's order."""
+    Path("nets.py").write_text(IN_OWN_ORDER)
+    names: dict[str, object] = {}
+    exec(IN_OWN_ORDER, names)
+    net = names["old"]()
+    optimizer = names["adam"](net)
+    for mark, parameter in enumerate(net.parameters()):
+        parameter.grad = torch.full_like(parameter, 10.0**mark)
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, "run.pt")
+    words = ("diff", "run.pt", "--model", "nets.py:new", "--optimizer", "nets.py:adam")
+    (fix,) = run(*words, "--format", "json").data["fix"]
+    line = shlex.split(fix["command"].replace("OLD", "nets.py:old"))
+    assert run(*line[1:], "-o", "out.pt").status == 0
+    net = names["new"]()
+    optimizer = names["adam"](net)
+    optimizer.load_state_dict(torch.load("out.pt")["optimizer"])
+    marks = {name: optimizer.state[param] for name, param in net.named_parameters()}
+    assert not marks["c"]
+    assert marks["b"]["exp_avg"][0] > marks["a"]["exp_avg"][0]
