@@ -15,9 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckpttool import Refused, open_checkpoint
-from ckpttool.formats.fit import check_in_place
-from ckpttool.formats.registry import FORMATS
 from command import Run
 
 torch.set_num_threads(1)
@@ -163,20 +160,24 @@ def test_the_error_names_the_entry_and_the_shortest_fix(
     assert hint.format(operand) in output
 
 
-def test_in_place_refuses_another_format(tmp_path: Path) -> None:
-    torch.save({"w": W, "w._extra_state": 3}, tmp_path / "in.pt")
-    source = open_checkpoint(str(tmp_path / "in.pt"))
-    save_file({"w": W}, tmp_path / "in.safetensors")
-    other = open_checkpoint(str(tmp_path / "in.safetensors"))
-    for checkpoint, target in ((source, "safetensors"), (other, "torch_zip")):
-        with pytest.raises(Refused, match="is in another format"):
-            check_in_place(checkpoint, FORMATS[target])
-    for checkpoint, target in (
-        (source, "torch_zip"),
-        (source, "torch_legacy"),
-        (other, "safetensors"),
-    ):
-        check_in_place(checkpoint, FORMATS[target])
+def test_in_place_refuses_another_format(tmp_path: Path, remap: Remap) -> None:
+    """The name of the file says another format than its content."""
+    torch.save({"w": W, "w._extra_state": 3}, tmp_path / "torch.safetensors")
+    save_file({"w": W}, tmp_path / "safetensors.pt")
+    for name in ("torch.safetensors", "safetensors.pt"):
+        before = (tmp_path / name).read_bytes()
+        status, output = remap(tmp_path / name, "--in-place", "--rule", "w => v")
+        assert (status, "is in another format" in output) == (1, True), output
+        assert (tmp_path / name).read_bytes() == before
+
+
+def test_in_place_keeps_the_format(tmp_path: Path, remap: Remap) -> None:
+    torch.save({"w": W, "w._extra_state": 3}, tmp_path / "a.pt")
+    save_file({"w": W}, tmp_path / "a.safetensors")
+    for name, keys in (("a.pt", {"v", "w._extra_state"}), ("a.safetensors", {"v"})):
+        assert remap(tmp_path / name, "--in-place", "--rule", "w => v")[0] == 0
+        found = torch.load(tmp_path / name) if name == "a.pt" else load_file(tmp_path / name)
+        assert found.keys() == keys
 
 
 def test_dropped_entries_are_not_written(tmp_path: Path, remap: Remap) -> None:

@@ -12,8 +12,16 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import ckpttool
+from ckpttool import Checkpoint
 from ckpttool.core.checkpoint import Lazy, Part, Span
 from ckpttool.io.pieces import Pieces
+
+
+def write(checkpoint: Checkpoint, path: str | Path) -> str:
+    """Write the checkpoint and return the path as a string."""
+    ckpttool.write(checkpoint, str(path), force=True, no_fsync=True)
+    return str(path)
 
 
 def write_pieces(pieces: Pieces, path: str | Path) -> str:

@@ -10,11 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool import CkptError, Refused, open_checkpoint
-from ckpttool.evaluate import torch_eval
-from ckpttool.formats.fit import check_in_place
-from ckpttool.formats.registry import FORMATS, recognize
-from ckpttool.formats.torchscript import layout, read
+import ckpttool
+from ckpttool import CkptError, open_checkpoint
 from command import Run
 from files import change_archive
 from places import DATA
@@ -64,7 +61,7 @@ def scripted(path: Path, traced: bool) -> str:
 @pytest.mark.parametrize("traced", [True, False])
 def test_keys_and_values_match_the_state_dict(tmp_path, traced):
     path = scripted(tmp_path / "model.pt", traced)
-    assert recognize(path).format.name == "torchscript"
+    assert open_checkpoint(path).format == "torchscript"
     (section,) = open_checkpoint(path).sections
     expected = torch.jit.load(path).state_dict()
     assert [entry.key for entry in section.tensors] == list(expected)
@@ -89,8 +86,7 @@ def test_views_of_another_dtype_match_torch(tmp_path):
     path = str(tmp_path / "model.pt")
     torch.jit.save(torch.jit.script(module), path)
     expected = torch.jit.load(path).state_dict()
-    for entry in open_checkpoint(path).section("").tensors:
-        assert torch.equal(torch_eval.load(entry), expected[entry.key])
+    assert ckpttool.diff(path, expected, values=True).identical
 
 
 def test_tensors_are_extracted(tmp_path: Path, run: Run) -> None:
@@ -106,13 +102,9 @@ def test_tensors_are_extracted(tmp_path: Path, run: Run) -> None:
 
 def test_renames_are_refused(tmp_path: Path, run: Run) -> None:
     path = scripted(tmp_path / "model.pt", True)
-    with pytest.raises(Refused, match="calls every tensor by its attribute"):
-        layout(read(path))
-    with pytest.raises(Refused, match="TorchScript"):
-        check_in_place(read(path), FORMATS["torch_zip"])
     before = Path(path).read_bytes()
     done = run("remap", path, "--in-place", "--drop", "brain")
-    assert (done.status, "error: " in done.err) == (1, True)
+    assert (done.status, "TorchScript" in done.err) == (1, True)
     assert Path(path).read_bytes() == before
 
 
@@ -156,7 +148,7 @@ def test_weights_from_the_archive_itself_give_the_same_file(tmp_path: Path, run:
     done = run("swap-weights", OLD, OLD, "-o", tmp_path / "out.pt", "--verify")
     assert done.status == 0, done.err
     expected = torch.jit.load(OLD).state_dict()
-    assert [entry.key for entry in read(OLD).section("").tensors] == list(expected)
+    assert [entry.key for entry in open_checkpoint(OLD).section("").tensors] == list(expected)
     found = torch.jit.load(tmp_path / "out.pt").state_dict()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
@@ -233,7 +225,7 @@ OBJECT = b"c__torch__\nTagger\n)\x81"
 def test_damaged_and_malicious_archives_are_refused(tmp_path, changes, message):
     broken = altered(OLD, tmp_path / "broken.pt", changes)
     with pytest.raises(CkptError) as caught:
-        read(broken)
+        open_checkpoint(broken)
     assert message in caught.value.message
 
 
@@ -255,13 +247,13 @@ def test_an_object_other_than_a_module_of_the_code_has_no_tensors(tmp_path, root
     class.
     """
     odd = altered(OLD, tmp_path / "odd.pt", {"data.pkl": b"\x80\x02" + root})
-    assert read(odd).section("").tensors == ()
+    assert open_checkpoint(odd).section("").tensors == ()
 
 
 def test_attributes_without_a_name_are_ignored(tmp_path):
     root = OBJECT + b"}(K\x01" + OBJECT + b"}bX\1\0\0\0aNub."
     assert (
-        read(altered(OLD, tmp_path / "odd.pt", {"data.pkl": b"\x80\x02" + root}))
+        open_checkpoint(altered(OLD, tmp_path / "odd.pt", {"data.pkl": b"\x80\x02" + root}))
         .section("")
         .tensors
         == ()
@@ -273,13 +265,13 @@ def test_two_pickles_are_refused(tmp_path):
         for name in ("a/data.pkl", "b/data.pkl", "a/constants.pkl"):
             archive.writestr(name, b"N.")
     with pytest.raises(CkptError, match=r"2 records are called NAME/data.pkl, not one"):
-        read(str(tmp_path / "two.pt"))
+        open_checkpoint(str(tmp_path / "two.pt"))
 
 
 @pytest.mark.parametrize("code", [b"", b"\xff"])
 def test_a_class_without_code_has_no_tensors(tmp_path, code):
     changed = altered(OLD, tmp_path / "other.pt", {CODE: code})
-    assert read(changed).section("").tensors == ()
+    assert open_checkpoint(changed).section("").tensors == ()
 
 
 def test_other_archives_are_named_in_the_error(tmp_path):
@@ -287,13 +279,13 @@ def test_other_archives_are_named_in_the_error(tmp_path):
         for name in ("m/model.json", "m/tensors/0", "m/code/m.py"):
             archive.writestr(name, b"x")
     with pytest.raises(CkptError, match=r"torch 1.0 to 1.3"):
-        recognize(str(tmp_path / "old.pt"))
+        open_checkpoint(str(tmp_path / "old.pt"))
     buffer = io.BytesIO()
     with torch.package.PackageExporter(buffer) as exporter:
         exporter.save_pickle("model", "model.pkl", {"a": torch.ones(1)})
     (tmp_path / "package.pt").write_bytes(buffer.getvalue())
     with pytest.raises(CkptError, match=r"torch.package"):
-        recognize(str(tmp_path / "package.pt"))
+        open_checkpoint(str(tmp_path / "package.pt"))
     (tmp_path / "mobile.ptl").write_bytes(b"\x1c\0\0\0PTMF" + bytes(64))
     with pytest.raises(CkptError, match="mobile"):
-        recognize(str(tmp_path / "mobile.ptl"))
+        open_checkpoint(str(tmp_path / "mobile.ptl"))

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import ckpttool
 from ckpttool import Checkpoint
-from ckpttool.core.checkpoint import Section
-from ckpttool.formats.torch_zip import layout, read
 from command import Run
-from files import write_pieces
+from files import write
 
 W, V = torch.ones(2), torch.zeros(3)
 
@@ -68,14 +67,14 @@ def prefixed(prefix: str) -> Any:
 
 
 def written(tmp_path: Path, checkpoint: Checkpoint) -> Any:
-    return torch.load(write_pieces(layout(checkpoint), tmp_path / "out.pt"), weights_only=False)
+    return torch.load(write(checkpoint, tmp_path / "out.pt"), weights_only=False)
 
 
 def test_state_dicts_inside_objects_are_renamed(tmp_path: Path, run: Run) -> None:
     instance = pickled(state(), 7, own=state(), word=state(), list=[state()])
     path = saved(tmp_path, OrderedDict(o=instance, items=Items([3, state()]), epoch=3))
     names = ["o.0", "o.word", "o.list.0", "o", "items.1"]
-    assert [section.path for section in read(str(path)).sections] == names
+    assert [section.path for section in ckpttool.open_checkpoint(str(path)).sections] == names
     for name in names:
         out = tmp_path / "out.pt"
         done = run(
@@ -164,7 +163,9 @@ def test_a_storage_is_dropped_only_with_its_container(
         assert done.status == 0, done.err
         found = torch.load(tmp_path / "out.pt", weights_only=False)
         assert (list(found) if isinstance(found, dict) else [len(found[0]), len(found)]) == kept
-        assert drops[-1] not in [entry.path for entry in read(str(tmp_path / "out.pt")).unreached]
+        assert drops[-1] not in [
+            entry.path for entry in ckpttool.open_checkpoint(str(tmp_path / "out.pt")).unreached
+        ]
 
 
 def put(held: Any, instance: Any, state: Any) -> None:
@@ -188,7 +189,7 @@ class BySetter:
 def test_a_state_setter_is_copied_with_its_object(tmp_path: Path, run: Run) -> None:
     """Its storages are copied and renumbered with the others."""
     path = saved(tmp_path, {"first": {"w": V}, "last": {"w": W, "x._extra_state": BySetter()}})
-    (unreached,) = read(str(path)).unreached
+    (unreached,) = ckpttool.open_checkpoint(str(path)).unreached
     assert unreached.is_referred
     words = ("--drop", "first", "--keep-pickled-code")
     done = run("remap", path, "-o", tmp_path / "out.pt", *words)
@@ -201,14 +202,14 @@ def test_a_state_setter_is_copied_with_its_object(tmp_path: Path, run: Run) -> N
 
 def test_a_shared_state_dict_is_split_if_its_copies_differ(tmp_path: Path) -> None:
     shared = state()
-    checkpoint = read(str(saved(tmp_path, {"model": shared, "best": shared})))
+    checkpoint = ckpttool.open_checkpoint(str(saved(tmp_path, {"model": shared, "best": shared})))
     found = written(tmp_path, with_sections(checkpoint, model=prefixed("a."), best=prefixed("b.")))
     assert [list(found[name]) for name in ("model", "best")] == [
         ["a.weight", "a.bias"],
         ["b.weight", "b.bias"],
     ]
 
-    def versions(section: Section, number: int) -> Section:
+    def versions(section: Any, number: int) -> Any:
         return replace(prefixed("a.")(section), modules={"": {"version": number}})
 
     both = with_sections(checkpoint, model=lambda s: versions(s, 1), best=lambda s: versions(s, 2))
@@ -218,13 +219,13 @@ def test_a_shared_state_dict_is_split_if_its_copies_differ(tmp_path: Path) -> No
         {"": {"version": 2}},
     ]
 
-    def swapped(section: Section) -> Section:
+    def swapped(section: Any) -> Any:
         weight, bias = prefixed("a.")(section).tensors
         return replace(
             section, tensors=(replace(weight, key=bias.key), replace(bias, key=weight.key))
         )
 
-    def reordered(section: Section) -> Section:
+    def reordered(section: Any) -> Any:
         weight, bias = prefixed("a.")(section).tensors
         return replace(
             section, tensors=(replace(bias, key=bias.key), replace(weight, key=weight.key))
@@ -241,7 +242,7 @@ def test_a_shared_state_dict_is_split_if_its_copies_differ(tmp_path: Path) -> No
 
 def test_a_shared_list_is_split_if_its_state_dicts_differ(tmp_path: Path) -> None:
     held = [{"w": W, "v": V}]
-    checkpoint = read(str(saved(tmp_path, {"last": held, "best": held})))
+    checkpoint = ckpttool.open_checkpoint(str(saved(tmp_path, {"last": held, "best": held})))
     changed = {"last.0": prefixed("a."), "best.0": prefixed("b.")}
     found = written(tmp_path, with_sections(checkpoint, **changed))
     assert [list(found[name][0]) for name in ("last", "best")] == [["a.w", "a.v"], ["b.w", "b.v"]]
@@ -250,7 +251,7 @@ def test_a_shared_list_is_split_if_its_state_dicts_differ(tmp_path: Path) -> Non
 def test_attributes_of_a_state_dict_are_kept_without_its_versions(tmp_path: Path) -> None:
     own = state()
     own.note = "own"
-    checkpoint = read(str(saved(tmp_path, {"m": own, "n": state()})))
+    checkpoint = ckpttool.open_checkpoint(str(saved(tmp_path, {"m": own, "n": state()})))
     found = written(
         tmp_path,
         with_sections(checkpoint, **dict.fromkeys("mn", lambda s: replace(s, modules=None))),
@@ -258,7 +259,7 @@ def test_attributes_of_a_state_dict_are_kept_without_its_versions(tmp_path: Path
     assert [vars(found[name]) for name in "mn"] == [{"note": "own"}, {}]
     plain = OrderedDict(w=W)
     vars(plain)["note"] = "own"
-    checkpoint = read(str(saved(tmp_path, plain)))
+    checkpoint = ckpttool.open_checkpoint(str(saved(tmp_path, plain)))
     assert checkpoint.sections[0].modules is None
     found = written(tmp_path, with_sections(checkpoint, **{"": prefixed("a.")}))
     assert (list(found), vars(found)) == (["a.w"], {"note": "own"})
