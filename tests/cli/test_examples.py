@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import shutil
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ckpttool.cli import topics
-from ckpttool.cli.params import COMMANDS, load
-from ckpttool.cli.parser import ABOUT
-from command import Run
+from command import Run, commands, main
 
 MODEL = """
 import torch
@@ -58,15 +59,21 @@ def from_hf(state_dict):
     return {key.removeprefix("module."): value for key, value in state_dict.items()}
 """
 HEADS, KV_HEADS, WIDTH = 32, 8, 64
-TEXTS = {
-    **{name: load(name).function.__doc__ or "" for name in COMMANDS},
-    **{f"help {topic}".strip(): topics.text(topic, 200) or "" for topic in topics.TOPICS},
-}
-EXAMPLES = {
-    line: place
-    for place, text in TEXTS.items()
-    for line in re.findall(r"^ +(ckpttool .*)$", text, re.MULTILINE)
-}
+TOPICS = [[], *(["help", topic] for topic in ("rules", "patterns", "forms", "formats", "options"))]
+HELP = [*TOPICS, ["--help"], *([name, "--help"] for name in commands())]
+
+
+def printed(words: list[str], width: int = 200) -> str:
+    with patch.dict(os.environ, COLUMNS=str(width)), redirect_stdout(StringIO()) as out:
+        assert main(words) == 0
+    return out.getvalue()
+
+
+def examples_in(text: str) -> list[str]:
+    return re.findall(r"^ +(ckpttool .*)$", text, re.MULTILINE)
+
+
+EXAMPLES = list(dict.fromkeys(line for words in HELP for line in examples_in(printed(words))))
 
 
 def llama() -> dict[str, torch.Tensor]:
@@ -135,12 +142,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_command_has_two_examples() -> None:
-    assert [
-        name
-        for name in COMMANDS
-        if len(re.findall(rf"^ +ckpttool {name}\b", TEXTS[name], re.MULTILINE)) < 2
-    ] == []
-    assert "ckpttool help COMMAND" in ABOUT
+    for name in commands():
+        text = printed([name, "--help"])
+        assert len(re.findall(rf"^ +ckpttool {name}\b", text, re.MULTILINE)) >= 2, name
 
 
 @pytest.mark.parametrize("line", EXAMPLES)
@@ -169,25 +173,21 @@ def test_example_runs(
         ] == []
 
 
-@pytest.mark.parametrize("width", [50, 80, 120])
-@pytest.mark.parametrize(
-    "words", [*(("help", topic) for topic in topics.TOPICS), ("--help",), *((name, "--help") for name in COMMANDS)]
-)  # fmt: skip
-def test_no_help_is_wider_than_the_terminal(
-    run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], width: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    text = run(*filter(None, words)).out if words != ("help", "") else run().out
-    assert text
-    assert [line for line in text.splitlines() if len(line) > width] == []
-    if width >= 80:
-        assert len(topics.text("rules", 80).splitlines()) <= 24
+@pytest.mark.parametrize("words", HELP, ids=" ".join)
+def test_no_help_is_wider_than_the_terminal(words: list[str]) -> None:
+    for width in (50, 80, 120):
+        lines = printed(words, width).splitlines()
+        assert lines
+        assert [line for line in lines if len(line) > width] == []
 
 
-def test_commands_that_continue_can_be_pasted() -> None:
-    line = "ckpttool remap a.pt -o b.pt --rule 'encoder.{x*} => backbone.{x*}' --model 'm.py:build(n=1)'"
-    for width in (30, 50, 80):
-        lines = list(topics.continued(line, width, 2))
-        assert all(part.endswith(" \\") for part in lines[:-1])
-        joined = "\n".join(lines).replace("\\\n", "")  # as a shell does
-        assert shlex.split(joined) == shlex.split(line)
+def test_help_of_rules_fits_on_a_screen() -> None:
+    assert len(printed(["help", "rules"], 80).splitlines()) <= 24
+
+
+@pytest.mark.parametrize("words", HELP, ids=" ".join)
+def test_commands_that_continue_can_be_pasted(words: list[str]) -> None:
+    for width in (50, 80):
+        joined = printed(words, width).replace("\\\n", "")  # as a shell does
+        commands = [shlex.split(line.split("  ")[0]) for line in examples_in(printed(words))]
+        assert [shlex.split(line) for line in examples_in(joined)] == commands, width

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from ckpttool import CkptError, Problem
+from ckpttool import CkptError, Problem, Refused
 from ckpttool.cli import ranks
-from ckpttool.cli.failures import Failure, OfAllRanks, failure_of
+from ckpttool.cli.failures import Failure, OfAllRanks, failure_of, problem_lines
 from ckpttool.distributed.job import Job
 from ckpttool.io.syscalls import Terminated
 
@@ -160,3 +160,36 @@ def test_traceback_shows_problems_and_hint() -> None:
     assert "hint: check it" in "".join(
         traceback.format_exception(CkptError("no file", hint="check it"))
     )
+
+
+def test_failure_has_the_status_of_its_error() -> None:
+    assert failure_of(CkptError("m", hint="h")).status == 2
+    assert failure_of(Refused("m", hint="h", problems=[Problem("p", "k")])).problems == (
+        Problem("p", "k"),
+    )
+
+
+def test_missing_package_is_named() -> None:
+    failure = failure_of(ModuleNotFoundError("No module named 'torch._C'", name="torch._C"))
+    assert (failure.status, failure.message) == (2, "this needs torch, which is not installed")
+    assert failure.hint == "pip install torch"
+    assert failure_of(ModuleNotFoundError("", name="ckpttool.nowhere")).message.startswith(
+        "internal error"
+    )
+
+
+def test_many_problems_are_grouped() -> None:
+    few = [Problem(f"{i} are gone", f"k{i}") for i in range(10)]
+    assert problem_lines(few) == list(map(str, few))
+    layers = [Problem("gone", f"layers.{i}.w") for i in range(100)]
+    assert problem_lines([*layers, Problem("odd", "x")]) == ["gone @ layers.{0-99}.w", "odd @ x"]
+    many = problem_lines([Problem("gone", f"k{i}") for i in range(42)])
+    shown = ["  k0", "  k1", "  k2", "  k3", "  k4"]
+    assert many == ["gone (42):", *shown, "... and 37 more (--format json)"]
+    details = [Problem(f"of another shape here: [{i}] instead of [9]", f"k{i}") for i in range(4)]
+    assert problem_lines(details) == [
+        "of another shape here (4):",
+        *(f"  [{i}] instead of [9] @ k{i}" for i in range(4)),
+    ]
+    reasons = problem_lines([Problem(f"reason {i}", "w") for i in range(42)])
+    assert (len(reasons), reasons[-1]) == (11, "... and 32 more (--format json)")

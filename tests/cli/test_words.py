@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from ckpttool import Problem
-from ckpttool.cli import streams
-from ckpttool.cli.failures import problem_lines
 from command import Run
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -26,6 +22,9 @@ class Layer(nn.Linear):
         print("a layer is made")
 def build(): return nn.Sequential(*[Layer() for _ in range(20)])
 def number(): return 3
+def once():
+    warnings.warn("only once")
+    return nn.Linear(2, 2)
 """
 
 
@@ -63,26 +62,11 @@ def test_repeated_output_of_model_code_is_printed_once(
     assert lines.count("a layer is made") == 1
     (warned,) = [line for line in lines if line.startswith("warning: UserWarning: old ")]
     assert "more from there" in warned
-    with streams.collected():
-        warnings.warn("only once", UserWarning, stacklevel=1)
-    assert re.fullmatch(r"warning: UserWarning: only once \(.*:\d+\)\n", capsys.readouterr().err)
 
 
-def test_many_problems_are_grouped() -> None:
-    few = [Problem(f"{i} are gone", f"k{i}") for i in range(10)]
-    assert problem_lines(few) == list(map(str, few))
-    layers = [Problem("gone", f"layers.{i}.w") for i in range(100)]
-    assert problem_lines([*layers, Problem("odd", "x")]) == ["gone @ layers.{0-99}.w", "odd @ x"]
-    many = problem_lines([Problem("gone", f"k{i}") for i in range(42)])
-    shown = ["  k0", "  k1", "  k2", "  k3", "  k4"]
-    assert many == ["gone (42):", *shown, "... and 37 more (--format json)"]
-    details = [Problem(f"of another shape here: [{i}] instead of [9]", f"k{i}") for i in range(4)]
-    assert problem_lines(details) == [
-        "of another shape here (4):",
-        *(f"  [{i}] instead of [9] @ k{i}" for i in range(4)),
-    ]
-    reasons = problem_lines([Problem(f"reason {i}", "w") for i in range(42)])
-    assert (len(reasons), reasons[-1]) == (11, "... and 32 more (--format json)")
+def test_a_warning_of_model_code_names_its_line(run: Run) -> None:
+    done = run("diff", "--model", "noisy.py:once")
+    assert re.fullmatch(r"warning: UserWarning: only once \(.*noisy.py:\d+\)\n", done.err)
 
 
 def test_json_contains_all_problems(run: Run) -> None:

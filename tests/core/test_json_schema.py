@@ -16,9 +16,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool import CkptError, Names, Plan
-from ckpttool.containers.strict_json import read_file
 from ckpttool.core import schema
-from ckpttool.operands.names_files import read_names
 from surroundings import limited
 from zoo import traced
 
@@ -139,23 +137,23 @@ def test_only_the_first_100_faults_are_reported() -> None:
 
 
 def test_repeated_member_is_refused(tmp_path: Path) -> None:
-    text = json.dumps(PLAN).replace('"dropped":', '"outputs": [], "dropped":')
+    text = json.dumps(NAMES).replace('"runtime":', '"load": [], "runtime":')
     (tmp_path / "p.json").write_text(text)
-    with pytest.raises(CkptError, match="'outputs' is there twice"):
-        read_file(str(tmp_path / "p.json"), "")
+    with pytest.raises(CkptError, match="'load' is there twice"):
+        ckpttool.trace(str(tmp_path / "p.json"))
 
 
 def test_file_over_the_size_limit_names_the_limit(tmp_path: Path) -> None:
-    (tmp_path / "p.json").write_text(json.dumps(PLAN))
+    (tmp_path / "p.json").write_text(json.dumps(NAMES))
     with (
         limited(json_bytes=100),
         pytest.raises(
             CkptError,
-            match=r"--max-memory 200 raises"
+            match=r"max-memory 200 raises"
             r" it",
         ),
     ):
-        read_file(str(tmp_path / "p.json"), "")
+        ckpttool.trace(str(tmp_path / "p.json"))
 
 
 def places(value: Any, path: str = "") -> Iterator[str]:
@@ -222,8 +220,8 @@ def test_unknown_param_group_is_refused(tmp_path: Path) -> None:
         names_json["optimizer"][0]["group"] = group
         (tmp_path / "names.json").write_text(json.dumps(names_json))
         if not problems:
-            read_names(str(tmp_path / "names.json"))
+            ckpttool.trace(str(tmp_path / "names.json"))
             continue
         with pytest.raises(CkptError) as raised:
-            read_names(str(tmp_path / "names.json"))
+            ckpttool.trace(str(tmp_path / "names.json"))
         assert [problem.key for problem in raised.value.problems] == problems

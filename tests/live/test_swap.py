@@ -24,9 +24,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 import ckpttool
+import fusion_decoder
 from ckpttool import CkptError, Refused, swap_weights
-from ckpttool.tracing.build_model import load
-from ckpttool.tracing.trace import trace
 from expressions import same_bits
 from places import ROOT
 from torch_version import needs_torch
@@ -332,8 +331,7 @@ def test_another_dtype_requires_cast() -> None:
 
 def test_model_resolves_keys_that_hooks_rename() -> None:
     operand = f"{ROOT / 'examples' / 'fusion_decoder.py'}:build"
-    definition = load(operand)
-    live, other = definition.build(True), definition.build(True)
+    live, other = fusion_decoder.build(), fusion_decoder.build()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(1)
@@ -342,8 +340,8 @@ def test_model_resolves_keys_that_hooks_rename() -> None:
     with pytest.raises(Refused) as refused:
         swap_weights(live, state)
     assert "model=module" in refused.value.hint
-    for model in (operand, definition, trace(definition), live, lambda: definition.build(True)):
-        fresh = definition.build(True)
+    for model in (operand, fusion_decoder.build, ckpttool.trace(operand), live):
+        fresh = fusion_decoder.build()
         done = swap_weights(fresh, state, model=model)
         assert done.form == "serialized"
         assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), other.parameters()))

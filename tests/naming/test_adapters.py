@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 
+import ckpttool
 import real_models
-from ckpttool.kinds.adapters import adapter_of, missing_modules
 from command import Run, notes_in
 from places import SUPPORT
 
 TARGETS = [f"model.layers.{n}.self_attn.{name}" for n in range(2) for name in ("q_proj", "v_proj")]
 LLAMA = f"{SUPPORT / 'real_models.py'}:llama"
+
+
+def adapter_of(state: Any) -> Any:
+    """Return the adapter that `inspect` finds among the keys, or None."""
+    return ckpttool.inspect(state).adapters.get("")
+
+
+def named(*keys: str) -> dict[str, torch.Tensor]:
+    return {key: torch.ones(1) for key in keys}
+
+
+def notes_on(adapter: Any, base: Any) -> str:
+    return "\n".join(map(str, ckpttool.diff(adapter, base).notes))
 
 
 def test_adapters_saved_by_peft_are_recognised() -> None:
@@ -24,20 +38,20 @@ def test_adapters_saved_by_peft_are_recognised() -> None:
         real_models.llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True)
     )
     base = real_models.llama().state_dict()
-    alone, in_model = adapter_of(get_peft_model_state_dict(model)), adapter_of(model.state_dict())
-    assert alone is not None
-    assert in_model is not None
+    saved = get_peft_model_state_dict(model)
+    alone, in_model = adapter_of(saved), adapter_of(model.state_dict())
     assert [*alone.modules] == [*in_model.modules] == model.targeted_module_names == TARGETS
     assert (alone.title, alone.alone, in_model.alone) == ("a LoRA adapter", True, False)
     assert len(in_model.rest) == len(base)
-    assert missing_modules(alone, base) == missing_modules(in_model, base) == ()
-    assert missing_modules(alone, real_models.bert().state_dict()) == tuple(TARGETS)
+    for state in (saved, model.state_dict()):
+        assert "all of them are in right" in notes_on(state, base)
+    missing = notes_on(saved, real_models.bert().state_dict())
+    assert f"{len(TARGETS)} adapted modules not in right: {TARGETS[0]}" in missing
 
 
 def test_an_ia3_adapter_is_recognised() -> None:
     config = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
     adapter = adapter_of(get_peft_model_state_dict(get_peft_model(real_models.llama(), config)))
-    assert adapter is not None
     assert adapter.kinds == ("IA3",)
     assert [*adapter.modules] == [f"model.layers.{n}.self_attn.k_proj" for n in range(2)]
 
@@ -60,20 +74,27 @@ def test_an_ia3_adapter_is_recognised() -> None:
             "down.0.to_q",
         ),
         (["a.b.lora_embedding_A", "a.b.lora_embedding_B"], "a.b", "a.b"),
+        (["a.17.ia3_l.weight"], "a.17", "a.17"),
+        (["a\nb.ia3_l.weight"], "a\nb", "a\nb"),
     ],
 )
 def test_adapters_of_other_tools_are_recognised(keys: list[str], module: str, base: str) -> None:
-    adapter = adapter_of(keys)
-    assert adapter is not None
+    adapter = adapter_of(named(*keys))
     assert (dict(adapter.modules), adapter.alone) == ({module: tuple(keys)}, True)
-    assert missing_modules(adapter, [f"{base}.weight"]) == ()
-    assert missing_modules(adapter, ["other.weight"]) == (module,)
+    assert "all of them are in right" in notes_on(named(*keys), named(f"{base}.weight"))
+    assert "1 adapted module not in right" in notes_on(named(*keys), named("other.weight"))
 
 
 @pytest.mark.parametrize("build", [name for name in real_models.ALL if name != "lora"])
 def test_a_model_is_not_an_adapter(build: str) -> None:
     assert adapter_of(getattr(real_models, build)().state_dict()) is None
-    assert adapter_of(["lora_weights.weight", "colora.weight", "alpha"]) is None
+
+
+@pytest.mark.parametrize(
+    "keys", [["lora_weights.weight", "colora.weight", "alpha"], ["a.0.ia7_l.weight"]]
+)
+def test_keys_like_those_of_an_adapter_are_no_adapter(keys: list[str]) -> None:
+    assert adapter_of(named(*keys)) is None
 
 
 NOTES = [

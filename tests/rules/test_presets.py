@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import ckpttool
 from ckpttool import CkptError, rules
-from ckpttool.ruleset.parse import SETS, read
 from command import Run, call, main
 
 torch.set_num_threads(1)
@@ -40,7 +40,6 @@ def call_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_examples_are_correct_and_reversible_presets_roundtrip(tmp_path: Path, name: str) -> None:
-    assert read(call_of(name))
     before = (
         (FOLDER / f"{name}.toml").read_text().partition("before = [")[2].partition("]\nafter")[0]
     )
@@ -50,7 +49,7 @@ def test_examples_are_correct_and_reversible_presets_roundtrip(tmp_path: Path, n
     assert main(["remap", str(source), "--rules", call_of(name), "-o", str(there)]) in (0, 1)
     if name in ONE_WAY:
         with pytest.raises(CkptError, match="cannot be reversed"):
-            read(name, reverse=True)
+            ckpttool.remap(source, rules=name, reverse=True)
     elif there.exists():
         assert (
             main(["remap", str(there), "--rules", call_of(name), "--reverse", "-o", str(back)]) == 0
@@ -88,10 +87,10 @@ def test_a_part_of_a_tensor_parallel_model_is_refused(
     assert not out.exists()
 
 
-def test_unknown_preset_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["remap", "x.pt", "--rules", "none", "-o", str(tmp_path / "out.pt")]) == 2
-    with pytest.raises(CkptError, match="no preset with that name"):
-        read("none")
+def test_unknown_preset_is_an_error(run: Run, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "x.pt")
+    done = run("remap", tmp_path / "x.pt", "--rules", "none", "-o", tmp_path / "out.pt")
+    assert (done.status, "no preset with that name" in done.err) == (2, True)
 
 
 def test_presets_are_listed(run: Run) -> None:
@@ -99,7 +98,6 @@ def test_presets_are_listed(run: Run) -> None:
     assert (done.status, done.err) == (0, "")
     assert [line.split()[0] for line in done.out.splitlines() if "-to-" in line] == NAMES
     data = run("rules", "--format", "json").data
-    assert data == SETS.write([rules()])
     assert {one["name"]: one["sizes"] for one in data["sets"]} == {
         name: list(sizes_of(name)) for name in NAMES
     }
