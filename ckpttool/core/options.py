@@ -132,7 +132,7 @@ def on_command_line() -> Iterator[None]:
 
 
 _SHELL = re.compile(r"`[^`]*`|\b(?:ckpttool|git) [a-z].*?(?=;|$)")  # a command to paste into a shell
-_VALUE = r"""'[^']*'|"[^"]*"|[A-Z][A-Z_.]*\b|[^\s;,()]*[.:*/_][^\s;,()]*|\w+(?=$|;)"""
+_VALUE = r"""'[^']*'|"[^"]*"|[A-Z][A-Z_.]*\b|[^\s;,()]*[.:*/_][^\s;,()]*(?<!:)|\w+(?=$|;|: )"""
 _FLAG = re.compile(rf"(?<![\w-])(?:--([a-z][a-z-]*[a-z])|-o\b)(?:[ =]({_VALUE}))?")
 _FLAGS_WITHOUT_VALUE = {
     *("materialize", "force", "partial", "cast", "constants", "keep_constants", "in_place"),

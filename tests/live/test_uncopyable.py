@@ -280,6 +280,7 @@ def test_flags_become_keywords_outside_of_commands() -> None:
         ("add --materialize to build it for real", "add materialize=True to build it for real"),
         ("pass --model MODEL too", "pass model=MODEL too"),
         ("... 2 more (--all)", "... 2 more (to_json())"),
+        ("--optimizer-keys names: no such form", "optimizer_keys='names': no such form"),
         ("fetch it: git lfs pull --include a.pt", "fetch it: git lfs pull --include a.pt"),
         ("list them: ckpttool trace M --all", "list them: ckpttool trace M --all"),
         (
