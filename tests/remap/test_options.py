@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import ckpttool
 from ckpttool import CkptError
-from ckpttool.remapping.options import RemapOptions
 from command import Run, notes_in
 
 Options = dict[str, Any]
@@ -73,23 +73,41 @@ CONFLICTS: list[tuple[Options, str, list[Options]]] = [
 ]
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {"w": torch.ones(2)}}, "a.pt")
+    return tmp_path
+
+
+def flags(options: Options) -> list[str]:
+    """Return the options as words of the command line."""
+    words: list[str] = []
+    for name, value in options.items():
+        flag = "-o" if name == "out" else f"--{name.strip('_').replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif value is not None:
+            words += [flag, *value] if isinstance(value, list) else [flag, value]
+    return words
+
+
 @pytest.mark.parametrize(("options", "words", "fixed"), CONFLICTS)
 def test_only_conflicting_options_are_refused(
-    options: Options, words: str, fixed: list[Options]
+    options: Options, words: str, fixed: list[Options], folder: Path, run: Run
 ) -> None:
-    with pytest.raises(CkptError) as caught:
-        RemapOptions(**options).check("a.pt")
-    assert words in caught.value.message
-    assert caught.value.hint
-    for one in fixed:
-        RemapOptions(**one).check("a.pt")
+    refused = run("remap", "a.pt", "--dry-run", *flags(options))
+    assert refused.status == 2
+    assert words in refused.err.splitlines()[0]
+    assert "hint: " in refused.err
+    for alternative in fixed:
+        assert words not in run("remap", "a.pt", "--dry-run", *flags(alternative)).err, alternative
 
 
-@pytest.mark.parametrize("ckpt", [None, "a.pt::model"])
-def test_in_place_refuses_a_section_operand(ckpt: str | None) -> None:
+def test_in_place_refuses_a_section_operand(folder: Path) -> None:
     with pytest.raises(CkptError, match="would leave only one section"):
-        RemapOptions(in_place=True).check(ckpt)
-    RemapOptions(out="o.pt").check(ckpt)
+        ckpttool.remap("a.pt::model", in_place=True, rule=["w => v"])
+    ckpttool.remap("a.pt::model", "o.pt", rule=["w => v"])
 
 
 @pytest.mark.parametrize(
