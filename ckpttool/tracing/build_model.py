@@ -733,6 +733,9 @@ def copied(module: nn.Module, real: bool) -> nn.Module:
     memo: dict[int, Any] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in (*module.parameters(), *module.buffers()):
+        if type(tensor) is torch.nn.UninitializedBuffer:  # `deepcopy` copies lazy parameters only
+            memo[id(tensor)] = _uninitialized(tensor, real)
+            continue
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
         if not is_plain or tensor.is_quantized or tensor.is_nested:
             continue  # copied as it is
@@ -748,6 +751,12 @@ def copied(module: nn.Module, real: bool) -> nn.Module:
             twin = nn.Parameter(twin, tensor.requires_grad)
         memo[id(tensor)] = twin
     return copy_of(module, memo, real)
+
+
+def _uninitialized(buffer: torch.Tensor, real: bool) -> torch.Tensor:
+    make: Any = torch.nn.UninitializedBuffer
+    copy: torch.Tensor = make(device=buffer.device if real else "meta", dtype=buffer.dtype)
+    return copy
 
 
 def _copied_storage(tensor: torch.Tensor, real: bool) -> torch.UntypedStorage:
