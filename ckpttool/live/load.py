@@ -146,6 +146,12 @@ def load(
             hint="pass definition=build, the function or class that builds the model before it is"
             " sharded",
         )
+    if optimizer is not None and instances(model, FSDP1):
+        raise CkptError(
+            "the state of an optimizer under FSDP1 is cut like its flat parameters",
+            hint="load the model with ckpttool, and the optimizer with"
+            " FSDP.optim_state_dict_to_load",
+        )
     operand = _operand_of(core if definition is None else definition)
     source = read_for_model(open_checkpoint(ckpt), operand)
     weights = _narrowed(source, ckpt, section, select)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,18 +15,20 @@ from torch.utils._pytree import tree_map
 
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.text import plural
+from ckpttool.naming.wrappers import strip
 from ckpttool.tracing.build_model import attempt
-from ckpttool.tracing.instances import is_dtensor
+from ckpttool.tracing.instances import is_dtensor, wrapper_paths
 
 
 def like(optimizer: Optimizer, model: Module) -> Callable[[Module], Optimizer]:
     """Return a function that makes such an optimizer, with a copy of its state, for a copy of
-    `model`.
+    `model`, or for the same model without its wrappers.
 
     The constructors of some optimizers create state that a step needs. Raise `CkptError` if the
     optimizer has parameters that the model does not have.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    paths = wrapper_paths(model)
+    names = {id(parameter): strip(name, paths) for name, parameter in model.named_parameters()}
     strangers = []
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -49,7 +51,8 @@ def like(optimizer: Optimizer, model: Module) -> Callable[[Module], Optimizer]:
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             if name in twin.__dict__:
                 twin.__dict__[name] = type(twin.__dict__[name])()
-        parameters = dict(fresh.named_parameters())
+        parameters = _by_canonical_name(fresh)
+        _check_has(parameters, names.values())
         twin.state = defaultdict(dict)
         for owner, values in optimizer.state.items():
             parameter = parameters[names[id(owner)]] if id(owner) in names else owner
@@ -64,6 +67,24 @@ def like(optimizer: Optimizer, model: Module) -> Callable[[Module], Optimizer]:
         return twin
 
     return make
+
+
+def _by_canonical_name(model: Module) -> dict[str, torch.nn.Parameter]:
+    paths = wrapper_paths(model)
+    named = model.named_parameters(remove_duplicate=False)
+    return {strip(name, paths): parameter for name, parameter in named}
+
+
+def _check_has(parameters: Collection[str], names: Iterable[str]) -> None:
+    problems = [Problem("not in the definition", name) for name in names if name not in parameters]
+    if problems:
+        raise CkptError(
+            f"the definition builds a model without {plural(len(problems), 'parameter')} of the"
+            " live model",
+            hint="pass definition=build, the function or class that builds this model before it is"
+            " sharded",
+            problems=problems,
+        )
 
 
 def _copied(value: Any, device: torch.device) -> Any:

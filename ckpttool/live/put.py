@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 from ckpttool.core.checkpoint import ExtraEntry, Section, Span, TensorEntry
 from ckpttool.core.dtypes import itemsize
-from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.optimizer_state import rebuilt
 from ckpttool.core.text import plural
 from ckpttool.evaluate import torch_eval
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import comparing_checksums, map_span
-from ckpttool.live.model import FSDP1, innermost, instances, placed
+from ckpttool.live.model import innermost, placed
 from ckpttool.live.swap import swap_weights
 from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing.build_model import describe
@@ -162,12 +162,6 @@ def _optimizer_state(
     if optimizer is None or state is None:
         yield
         return
-    if instances(model, FSDP1):
-        raise CkptError(
-            "the state of an optimizer under FSDP1 is cut like its flat parameters",
-            hint="load the model with ckpttool, and the optimizer with"
-            " FSDP.optim_state_dict_to_load",
-        )
     parameters = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
     maker, problems = Maker(True), list[Problem]()
 

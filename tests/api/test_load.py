@@ -589,3 +589,48 @@ def test_sharded_models_are_loaded_on_two_ranks(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(path.name for path in tmp_path.glob("same-*")) == ["same-0", "same-1"]
+
+
+def test_a_sharded_model_with_activation_checkpoints_gets_its_optimizer(tmp_path: Path) -> None:
+    needs_torch("2.7", "fully_shard without a GPU")
+    from torch.distributed.fsdp import fully_shard
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+    def trained_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = build()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        trained_steps(net, optimizer)
+        saved = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(saved, tmp_path / "run.pt")
+        trained_steps(net, optimizer)
+        sharded: Any = build()
+        sharded[1] = checkpoint_wrapper(sharded[1])
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        new = torch.optim.AdamW(sharded.parameters(), lr=0.1)
+        wrong = partial(nn.Sequential, nn.Linear(2, 3))
+        with pytest.raises(ckpttool.CkptError, match="without 2 parameters"):
+            ckpttool.load(str(tmp_path / "run.pt") + "::optimizer", sharded, new, definition=wrong)
+        ckpttool.load(str(tmp_path / "run.pt"), sharded, new, definition=build)
+        trained_steps(sharded, new)
+        for left, right in zip(net.parameters(), sharded.parameters()):
+            assert torch.equal(left, right.full_tensor())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_lazy_model_with_lazy_buffers_is_loaded(tmp_path: Path) -> None:
+    trained = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    trained(torch.rand(5, 3))
+    torch.save(trained.state_dict(), tmp_path / "a.pt")
+    live = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    assert ckpttool.load(str(tmp_path / "a.pt"), live).tensors == 7
+    assert torch.equal(live.eval()(torch.ones(1, 3)), trained.eval()(torch.ones(1, 3)))
