@@ -131,9 +131,7 @@ def on_command_line() -> Iterator[None]:
         _ON_COMMAND_LINE.reset(token)
 
 
-_SHELL = re.compile(
-    r"`[^`]*`|\b(?:ckpttool|git) [a-z].*?(?=;|$)"
-)  # a command to paste into a shell
+_SHELL = re.compile(r"`[^`]*`|\b(?:ckpttool|git) [a-z].*?(?=;|$)")  # a command for a shell
 _VALUE = r"""'[^']*'|"[^"]*"|[A-Z][A-Z_.]*\b|[^\s;,()]*[.:*/_][^\s;,()]*(?<!:)|\w+(?=$|;|: )"""
 _FLAG = re.compile(rf"(?<![\w-])(?:--([a-z][a-z-]*[a-z])|-o\b)(?:[ =]({_VALUE}))?")
 _FLAGS_WITHOUT_VALUE = {

@@ -13,11 +13,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+import ckpttool
 import optimizer_models as models
 import optimizer_support
 from ckpttool import Refused, open_checkpoint
-from ckpttool.optimizers.move import remap_optimizers
-from ckpttool.optimizers.request import OptimizerRequest
 from optimizer_support import equal_weights, remapped, same, save, steps, train
 from torch_version import needs_torch
 
@@ -157,7 +156,7 @@ REFUSED = {
         (),
         (),
         "nothing says which parameters the ids are",
-        "--model",
+        "model=",
     ),
     "some parameters": (
         "Net",
@@ -196,7 +195,7 @@ def test_state_that_cannot_follow_is_refused(case: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"names": names_of(*names)} if names else {}
     options |= {"to_names": names_of(*to_names)} if to_names else {"keys": "fqn"}
     with pytest.raises(Refused, match=message) as refused:
-        remapped(path, tmp_path / "out.pt", **options)
+        remapped(f"{path}::optimizer", tmp_path / "out.pt", **options)
     assert any(more in text for text in (refused.value.hint, *map(str, refused.value.problems)))
 
 
@@ -222,7 +221,7 @@ def test_groups_of_equal_shapes_are_refused_without_the_optimizer(tmp_path: Path
     path = save(tmp_path / "o.pt", model, optimizer)
     with pytest.raises(Refused, match="cannot be told apart") as refused:
         remapped(path, tmp_path / "out.pt", keys="fqn", names=names_of("Net"))
-    assert "--optimizer" in refused.value.hint
+    assert "pass optimizer=" in refused.value.hint
     found, _ = remapped(path, tmp_path / "out.pt", keys="fqn", names=names_of("Net", "by_layer"))
     assert same(found["optimizer"], get_optimizer_state_dict(model, optimizer))
 
@@ -270,7 +269,11 @@ def test_pytorch_1489_reordered_parameters(keys: str | None, tmp_path: Path) -> 
     """torch loads them by position without a warning, even if the file has param_names."""
     model, optimizer = train(models.Net, models.adamw)
     path = save(tmp_path / "o.pt", model, optimizer)
-    options = {"names": names_of("Net"), "to_names": names_of("Reordered", "adamw"), "keys": keys}
+    options: dict[str, Any] = {
+        "names": names_of("Net"),
+        "to_names": names_of("Reordered", "adamw"),
+        "keys": keys,
+    }
     found, done = remapped(path, tmp_path / "out.pt", **options)
     assert (done.new, done.dropped) == ((), ())
     other = resumed(found, models.Reordered, models.adamw, keys or "id")
@@ -308,7 +311,11 @@ def test_pytorch_3852_a_removed_layer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="doesn't match the size"):
         optimizer.load_state_dict(torch.load(path)["optimizer"])
     found, done = remapped(
-        path, tmp_path / "out.pt", names=names_of("Net"), to_names=names_of("Shrunk")
+        path,
+        tmp_path / "out.pt",
+        names=names_of("Net"),
+        to_names=names_of("Shrunk"),
+        drop="second.*",
     )
     assert done.dropped == ("second.weight", "second.bias")
     assert any("left out, the state of 2 parameters: second.weight" in note for note in done.notes)
@@ -317,27 +324,25 @@ def test_pytorch_3852_a_removed_layer(tmp_path: Path) -> None:
 
 def test_unchanged_optimizers_are_kept(tmp_path: Path) -> None:
     path = save(tmp_path / "o.pt", *train(models.Net, models.named))
-    source = open_checkpoint(path)
-    named, _ = remap_optimizers(source, OptimizerRequest("fqn"))
-    for checkpoint, request in (
-        (source, OptimizerRequest("id")),
-        (named, OptimizerRequest(called=lambda name: name.removeprefix("other."))),
-    ):
-        result, done = remap_optimizers(checkpoint, request)
-        assert result is checkpoint
-        assert done == ()
+    named = str(tmp_path / "named.pt")
+    remapped(path, tmp_path / "named.pt", keys="fqn")
+    same_keys: dict[str, Any] = {"optimizer_keys": "id"}
+    same_names: dict[str, Any] = {"rule": "{x*} => {x*}"}
+    for source, options in ((path, same_keys), (named, same_names)):
+        done = ckpttool.remap(source, dry_run=True, **options)
+        assert done.optimizers == ()
+        places = [
+            [(entry.key, entry.span) for entry in checkpoint.section("optimizer").tensors]
+            for checkpoint in (done.result, open_checkpoint(source))
+        ]
+        assert places[0] == places[1]
 
 
 def test_a_resized_layer_is_refused_by_name(tmp_path: Path) -> None:
     path = save(tmp_path / "o.pt", *train(models.Net, models.named))
-    net, other = names_of("Net"), {"first": "embed", "embed": "first"}
-
-    def called(name: str) -> str:
-        module, _, rest = name.partition(".")
-        return f"{other.get(module, module)}.{rest}"
-
+    net, swapped = names_of("Net"), ["first.{x*} => embed.{x*}", "embed.{x*} => first.{x*}"]
     with pytest.raises(Refused) as refused:
-        remapped(path, tmp_path / "out.pt", names=net, to_names=net, called=called)
+        remapped(path, tmp_path / "out.pt", names=net, to_names=net, rule=swapped)
     assert "exp_avg is [4, 3], the parameter [4, 4]" in "".join(map(str, refused.value.problems))
 
 
@@ -347,9 +352,13 @@ def test_a_resized_layer_is_refused_by_name(tmp_path: Path) -> None:
 def test_moments_of_a_fused_projection_are_fused(tmp_path: Path) -> None:
     model, optimizer = train(models.Split, models.adamw)
     path = save(tmp_path / "o.pt", model, optimizer)
-    found, _ = remapped(
-        path, tmp_path / "out.pt", names=names_of("Split"), to_names=names_of("Fused")
+    state, _ = remapped(
+        f"{path}::optimizer",
+        tmp_path / "out.pt",
+        names=names_of("Split"),
+        to_names=names_of("Fused"),
     )
+    found = {"model": torch.load(path)["model"], "optimizer": state}
     other, target = resumed(found, models.Fused, models.adamw, "id")
     steps(model, optimizer, 3, 5)
     steps(other, target, 3, 5)
@@ -365,7 +374,7 @@ def test_moments_roundtrip_through_serialized_keys(tmp_path: Path) -> None:
     model, optimizer = train(models.Split, models.adamw)
     path = save(tmp_path / "o.pt", model, optimizer)
     names = names_of("Split")
-    there, _ = remapped(path, tmp_path / "there.pt", names=names, keys="fqn", form="serialized")
+    there, _ = remapped(path, tmp_path / "there.pt", names=names, keys="fqn", to="serialized")
     assert list(there["optimizer"]["state"]) == ["qkv.weight"]
     assert torch.equal(
         there["optimizer"]["state"]["qkv.weight"]["exp_avg"],
@@ -446,9 +455,8 @@ def test_several_optimizers_use_their_own_names(tmp_path: Path) -> None:
         },
         path,
     )
-    result, done = remap_optimizers(
-        open_checkpoint(str(path)), OptimizerRequest("fqn", names_of("Net"))
-    )
+    remap = ckpttool.remap(path, optimizer_keys="fqn", model=names_of("Net"))
+    result, done = remap.result, remap.optimizers
     assert [(one.section, one.params) for one in done] == [
         ("optimizer_states.0", 1),
         ("optimizer_states.1", 8),

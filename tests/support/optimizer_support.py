@@ -11,14 +11,6 @@ from torch import nn
 
 import ckpttool
 from ckpttool import Names
-from ckpttool.formats.registry import format_for
-from ckpttool.operands.checkpoint import saved_state_dicts
-from ckpttool.optimizers.move import remap_optimizers
-from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
-from ckpttool.tracing.build_model import load
-from ckpttool.tracing.build_optimizer import load_optimizer, with_optimizer
-from ckpttool.tracing.trace import trace
-from files import write_pieces
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -27,11 +19,8 @@ def names_of(model: str, optimizer: str | None = None) -> Names:
     """Trace the names of a model in `optimizer_models`, with its optimizer's ids if one is
     given.
     """
-    loaded = load(f"optimizer_models:{model}")
-    names = trace(loaded)
-    if optimizer is None:
-        return names
-    return with_optimizer(names, loaded, load_optimizer(f"optimizer_models:{optimizer}"))
+    made = None if optimizer is None else f"optimizer_models:{optimizer}"
+    return ckpttool.trace(f"optimizer_models:{model}", optimizer=made)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
@@ -66,13 +55,26 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return str(path)
 
 
-def remapped(path: str, out: Path, **options: Any) -> tuple[dict[str, Any], OptimizerRemap]:
-    """Remap the file's optimizer; return it as loaded by torch, and the report."""
-    source = ckpttool.open_checkpoint(path)
-    request = OptimizerRequest(state_dicts=saved_state_dicts(source), **options)
-    result, done = remap_optimizers(source, request)
-    write_pieces(format_for(str(out)).layout(result), out)
-    return torch.load(out, weights_only=True), done[0]
+def remapped(
+    path: str,
+    out: Path,
+    keys: str | None = None,
+    names: Names | None = None,
+    to_names: Names | None = None,
+    **options: Any,
+) -> tuple[dict[str, Any], Any]:
+    """Remap the file; return it as loaded by torch, and the report on its optimizer."""
+    done = ckpttool.remap(
+        path,
+        str(out),
+        optimizer_keys=keys,
+        model=names,
+        to_model=to_names,
+        force=True,
+        no_fsync=True,
+        **options,
+    )
+    return torch.load(out, weights_only=True), done.optimizers[0]
 
 
 def same(left: Any, right: Any) -> bool:
