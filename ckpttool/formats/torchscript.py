@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ckpttool.containers.nodes import walk
 from ckpttool.containers.pickle_read import Call, Global
 from ckpttool.containers.program import Program, StoragePlace, root_of
 from ckpttool.containers.tensors import Storages, entry_of, is_tensor
@@ -117,7 +118,7 @@ def layout_program(program: Checkpoint) -> Pieces:
 
 class _ScriptModules:
     """Walks the modules of the pickle as `state_dict()` does; `attributes` counts the other tensors
-    of the modules.
+    of the modules, also those in lists, dicts and packed weights.
     """
 
     def __init__(self, archive: Archive, folder: str, storages: Storages) -> None:
@@ -125,6 +126,7 @@ class _ScriptModules:
         self.folder = folder
         self.storages = storages
         self.attributes = 0
+        self.seen: set[int] = set()  # ids of nodes in attributes
         # by record, those in its code
         self.classes: dict[str, dict[str, tuple[list[str], list[str]]]] = {}
 
@@ -165,10 +167,22 @@ class _ScriptModules:
             for name, value in node.state.items():
                 if type(name) is not str or name in parameters or name in buffers:
                     continue
-                self.attributes += is_tensor(value)
                 if _is_object(value):
                     modules.append(((*path, name), value))
+                else:
+                    self.attributes += self._count_in(value)
             todo += reversed(modules)
+
+    def _count_in(self, value: Any) -> int:
+        """Return how many tensors an attribute holds: itself, in a list, or packed for a backend;
+        each once.
+        """
+        count = 0
+        for node in walk(value, seen=self.seen):
+            if is_tensor(node):
+                count += 1
+                self.seen.update(map(id, node.args))  # a tensor that another one wraps is a part
+        return count
 
 
 def _classes_in(code: str) -> dict[str, tuple[list[str], list[str]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,34 @@ def test_keys_and_values_match_the_state_dict(tmp_path, traced):
     aliases = section.aliases()
     assert aliases["again.inner.weight"] == aliases["tied.weight"] == "blocks.0.inner.weight"
     assert "plain attributes and constants of its code: " in open_checkpoint(path).notes[0]
+
+
+class WithLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.listed: Any = torch.jit.Attribute([torch.ones(2), torch.zeros(2)], list[torch.Tensor])
+        self.named: Any = torch.jit.Attribute({"a": torch.ones(3)}, dict[str, torch.Tensor])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.listed[0] + self.listed[1] + self.named["a"].sum()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_in_lists_and_packed_weights_are_counted(tmp_path: Path, run: Run) -> None:
+    """`state_dict()` does not have them, so a swap keeps them, and says so."""
+    path, new = tmp_path / "model.pt", tmp_path / "new.pt"
+    torch.jit.script(WithLists()).save(str(path))
+    torch.save(WithLists().state_dict(), new)
+    expected = "plain attributes and constants of its code: 3 tensors"
+    assert open_checkpoint(str(path)).notes == (expected,)
+    assert f"kept, not compared: {expected}" in run("swap-weights", path, new, "--dry-run").out
+    quantized = torch.ao.quantization.quantize_dynamic(
+        nn.Sequential(nn.Linear(2, 2)), {nn.Linear}, dtype=torch.qint8
+    )
+    torch.jit.script(quantized).save(str(path))
+    assert not torch.jit.load(str(path)).state_dict()
+    assert "2 tensors" in open_checkpoint(str(path)).notes[0]
 
 
 def test_views_of_another_dtype_match_torch(tmp_path):
