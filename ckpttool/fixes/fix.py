@@ -19,7 +19,7 @@ from ckpttool.core.options import (
 from ckpttool.core.text import Note, code_of
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.diff import diff_with_fixes
-from ckpttool.kinds import parts
+from ckpttool.kinds import lists, parts
 from ckpttool.operands.checkpoint import Ckpt
 from ckpttool.operands.model import operand_of
 from ckpttool.operands.output import command
@@ -78,8 +78,8 @@ def fix(
     assert model is not None
     answer = diff_with_fixes(ckpt, None, diff_options, model=model)
     written = _fields_of(EditOptions, chosen)
-    if answer.identical and not any(fix.options for fix in answer.fix):
-        kinds = {kind.name for kind in answer.kinds.get("left", ())}
+    kinds = {kind.name for kind in answer.kinds.get("left", ())}
+    if answer.identical and not answer.fix and lists.NAME not in kinds:
         if parts.NAME in kinds:  # no format has a place for them
             request = RemapOptions(model=chosen.model, to="serialized", **written)
             result = remap_by(ckpt, request, progress, model)
@@ -163,6 +163,8 @@ def applicable(answer: Diff, shows: str, *, casts: bool = True) -> Fix:
     hint = f"{shows} shows what differs and why"
     if answer.fix:
         hint = f"{shows} shows what differs, why, and what fixes a part of it"
+    if answer.identical:
+        hint = f"{shows} shows a command that writes the others, and what to do about these"
     hint = "; ".join((*notes.get("no-fix", ()), hint))
     if "old-code" in notes and answer.fix:
         lines = " and ".join(f"`{line}`" for line in answer.fix)
@@ -179,4 +181,7 @@ def _unfixed_problems(answer: Diff) -> list[Problem]:
     for entry in left_over or differences:
         key = (*entry.right, *entry.left)[0]
         problems.append(entry.problem(key, answer.names))
+    if answer.identical:  # a list of all parameters, which has no buffers
+        for unfixed in answer.unfixed:
+            problems += [Problem(unfixed.code, key) for key in unfixed.keys]
     return problems

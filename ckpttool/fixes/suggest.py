@@ -199,18 +199,20 @@ def unpacked(question: DiffQuestion) -> Diff:
     """Return the diff of a pickled module or a list that fits, with the command that writes a state
     dict which also fits: under the names that the model saves, or that it has.
 
-    A list has no buffers: the output does not have them either.
+    A list has no buffers: the command is a part of the fix if the model loads some.
     """
     for form in (SERIALIZED, RUNTIME):
         options = RemapOptions(**question.model_options, to=form)
         trial = try_remap(question, options, form)
         if trial is None:
             continue
-        differing = list(filter(trial.after.is_difference, trial.after.entries))
-        if differing and all(entry.status == "missing" for entry in differing):
-            trial = replace(trial, after=question.diff)
         if trial.after.identical:
             return Fixes((trial.fix,)).added_to(question.diff)
+        differing = list(filter(trial.after.is_difference, trial.after.entries))
+        if differing and all(entry.status == "missing" for entry in differing):
+            unfixed = unfixed_by(question, trial)
+            advice = tuple(advice_on(question, unfixed))
+            return Fixes((trial.fix,), advice, True, unfixed=unfixed).added_to(question.diff)
     return question.diff
 
 

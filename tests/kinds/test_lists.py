@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +132,11 @@ def test_buffers_are_not_in_a_list(folder: Path, run: Run) -> None:
     refused = run("remap", *words, "--to", "serialized", "-o", "o.pt")
     assert refused.status == 1
     assert "norm.running_mean" in refused.err
-    assert run("fix", *words, "-o", "o.pt").status == 0
+    refused = run("fix", *words, "-o", "o.pt")
+    assert refused.status == 1
+    assert "norm.running_mean" in refused.err
+    assert not (folder / "o.pt").exists()
+    assert run("remap", *words, "--to", "serialized", "--partial", "-o", "o.pt").status == 0
     result = nets()["Normed"]().load_state_dict(torch.load(folder / "o.pt"), strict=False)
     buffers = [name for name, _ in model.named_buffers()]
     # torch makes a counter of batches for a state dict without module versions
@@ -144,8 +150,15 @@ def test_buffers_are_not_in_a_list(folder: Path, run: Run) -> None:
         "train.pt::ema.shadow_params and the parameters of averaged.py:Normed have the same shapes and"
     )
     assert "not in the list: 3 buffers of the model (norm.running_mean" in done.out
-    assert run("fix", *average, "-o", "p.pt").status == 0
-    assert (folder / "p.pt").read_bytes() == (folder / "o.pt").read_bytes()
+    (command,) = re.findall("^partial fix: ckpttool (.*)$", done.out, re.M)
+    assert "norm.running_var" in re.findall("^not fixed: .*$", done.out, re.M)[0]
+    assert run(*shlex.split(command)).status == 0
+    assert (folder / "train.serialized.pt").read_bytes() == (folder / "o.pt").read_bytes()
+    # with the buffers of the model next to it, the average loads
+    filled = ("--fill-from", "train.pt::model", "-o", "filled.pt")
+    assert run("remap", *words, "--to", "serialized", *filled).status == 0
+    assert run("diff", "filled.pt", *words[1:]).status == 0
+    nets()["Normed"]().load_state_dict(torch.load(folder / "filled.pt"))
     # the model of the file is compared, unless the list is named
     assert run("diff", "train.pt", *words[1:]).status == 0
     assert "(section model)" in run("diff", "train.pt", *words[1:]).out.splitlines()[0]

@@ -271,7 +271,10 @@ def _lead(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair], lists_a
     said = {*of_kind, *_notes_of(diff, *_SAID_BY_FIX)}
     if diff.identical:
         if diff.fix:
-            blocks.append(Commands("fix", diff.fix))
+            blocks.append(Commands(_label_of_fix(diff), diff.fix))
+        for label, note in _not_fixed(diff) if diff.unfixed else ():
+            blocks.append(_line(label, with_names(note, diff.names)))
+            said.add(note)
         return _Lead(blocks, said)
     reason = _reason(diff, unpaired, likely)
     if reason.text:
