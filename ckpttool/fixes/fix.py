@@ -85,7 +85,8 @@ def fix(
             result = remap_by(ckpt, request, progress, model)
         else:
             result = copy_by(ckpt, RemapOptions(**written), progress, model)
-        return replace(result, loads_into=model.called)
+        by_name = _notes_of(answer, "optimizer-order")
+        return replace(result, notes=(*result.notes, *by_name), loads_into=model.called)
     trial = applicable(answer, command("diff", (answer.left,), diff_options))
     if isinstance(trial.options, ConvertOptions):
         result = _converted(ckpt, trial.options, chosen, progress)
@@ -100,11 +101,18 @@ def fix(
         if hint == error.hint:
             raise
         raise type(error)(error.message, hint=hint, problems=error.problems) from None
-    notes = [*result.notes]
+    on_fix = {code for code, row in CODES.items() if row.kind == "fix"} - {"leaves-keys"}
+    notes = (*result.notes, *_notes_of(answer, *on_fix))
+    return replace(result, notes=notes, loads_into=model.called)
+
+
+def _notes_of(answer: Diff, *codes: str) -> list[Note]:
+    """Return the notes of the diff that have one of these codes."""
+    notes = []
     for note in answer.notes:
-        if isinstance(note, Note) and CODES[note.code].kind == "fix" and note.code != "leaves-keys":
+        if isinstance(note, Note) and note.code in codes:
             notes.append(note.named(*answer.names))
-    return replace(result, notes=tuple(notes), loads_into=model.called)
+    return notes
 
 
 def _hint_on_options(hint: str, line: str) -> str:

@@ -148,6 +148,18 @@ def in_order_of(
 
     `called` returns the new name for each of the model's names, if they were renamed.
     """
+    place = {key: at for at, key in enumerate(keys_in_order_of(section, names, called))}
+    tensors = sorted(section.tensors, key=lambda entry: place.get(entry.key, len(place)))
+    return replace(section, tensors=tuple(tensors))
+
+
+def keys_in_order_of(
+    section: Section, names: Names, called: Callable[[str], str] | None = None
+) -> list[str]:
+    """Return the keys of the state dict that the model has, in the order of its ``state_dict()``.
+
+    `called` returns the new name for each of the model's names, if they were renamed.
+    """
     tables = NameTables(names)
     serialized, runtime = list(tables.serialized_names), list(tables.runtime_names)
     if called is None:
@@ -161,10 +173,8 @@ def in_order_of(
         count = len(section_names.intersection(serialized))
         order = serialized if count >= len(section_names.intersection(runtime)) else runtime
     rank = {name: position for position, name in enumerate(order)}
-    tensors = sorted(
-        section.tensors, key=lambda entry: rank.get(name_of.get(entry.key, ""), len(rank))
-    )
-    return replace(section, tensors=tuple(tensors))
+    keys = [key for key in section.keys if name_of.get(key) in rank]
+    return sorted(keys, key=lambda key: rank[name_of[key]])
 
 
 def same_key_order(left: Iterable[Section], right: Iterable[Section]) -> bool | None:

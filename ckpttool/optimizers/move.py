@@ -139,8 +139,9 @@ def _moved(
     sources, follow_keys = _sources(named, request, to, where)
     if to_names is not None:
         sources = _of_new_model(sources, to_names, where)
-    # the parameters may have other names than this model's
-    saved_by = None if follow_keys else request.names
+    saved_by = request.names
+    if follow_keys and to_names is None:
+        saved_by = None  # the parameters may have other names than this model's
     if to == ID and to_names is None:
         same = identity(named.params)
         old_groups = new_groups(named, same, request.names, None, state.form, to, where)
@@ -180,6 +181,11 @@ def _moved(
         )
     if param_map is not None and param_map.assumed:
         notes.append(param_map.rests_on(where))
+    if to == ID and state.form != ID and loaded_by is None:
+        notes.append(
+            f"{where}: its ids are in the order of the file, which may not be the order of the"
+            " model that loads them: --model MODEL takes that order"
+        )
     return in_form(written, to), OptimizerRemap(
         section.path,
         was=state.form,

@@ -8,14 +8,18 @@ from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Payload, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.expression import refs
 from ckpttool.core.options import call_of
+from ckpttool.core.plan import Plan
 from ckpttool.core.text import Note, dotted, plural
 from ckpttool.core.values import dataclass
 from ckpttool.naming.convert import read
 from ckpttool.naming.match import align, match
+from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.operands.checkpoint import is_code, model_section, open_checkpoint
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.reading import read_for_model
+from ckpttool.optimizers.identify import keys_in_order_of
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.result import Filled, Remap
@@ -49,9 +53,11 @@ def filler_of(operand: Any) -> Filler:
     return Filler(model.title, open_checkpoint(dict(state)))
 
 
-def fill(outcome: Remap, fillers: Sequence[Filler], request: Request) -> Remap:
-    """Return the result with the missing keys of its model, or of `--like`: each from the first
-    filler that has it. Raise `Refused` if one cannot be brought to the names of the result.
+def fill(
+    outcome: Remap, fillers: Sequence[Filler], request: Request, model: ModelOperand | None
+) -> Remap:
+    """Return the result with the missing keys of `model`, whose names it has, or of `--like`: each
+    from the first filler that has it. Raise `Refused` if one cannot be brought to these names.
     """
     sections = {section.path: section for section in outcome.result.sections}
     files = dict(outcome.result.files)
@@ -59,13 +65,16 @@ def fill(outcome: Remap, fillers: Sequence[Filler], request: Request) -> Remap:
     taken: set[str] = set()
     notes = [*outcome.notes]
     for filler in fillers:
-        offer = _under_final_names(filler, request)
+        offer = _under_final_names(filler, request, model)
         files.update(filler.checkpoint.files)
         keys: list[str] = []
         unused = set(offer)
         for path in outcome.model_paths:
-            names = [name for name in _lacking(sections[path], request) if name in offer]
-            sections[path] = _with_entries(sections[path], [offer[name] for name in names])
+            names = [name for name in _lacking(sections[path], request, model) if name in offer]
+            if request.rule_steps and model is request.saved:
+                _check_not_renamed(outcome.plan, path, names)
+            entries = [offer[name] for name in names]
+            sections[path] = _with_entries(sections[path], entries, request, model)
             keys += [dotted(path, name) for name in names]
             unused.difference_update(names)
         filled.append(Filled(filler.title, tuple(keys), len(unused)))
@@ -87,9 +96,30 @@ def fill(outcome: Remap, fillers: Sequence[Filler], request: Request) -> Remap:
     )
 
 
-def _lacking(section: Section, request: Request) -> list[str]:
+def _check_not_renamed(plan: Plan, path: str, names: Sequence[str]) -> None:
+    """Raise `Refused` if rules gave the tensors of these names other names: they are in the result
+    already.
+    """
+    new_names: dict[str, str] = {}
+    for output in plan.outputs:
+        if output.section == path and not output.is_unchanged:
+            new_names.update(dict.fromkeys(refs(output.source), output.key))
+    renamed = {old: new_names[key] for key, old in canonical_keys(new_names).items()}
+    problems = []
+    for key, name in canonical_keys(names).items():
+        if name in renamed:
+            problems.append(Problem(f"is {renamed[name]} in the output", key))
+    if problems:
+        raise Refused(
+            f"--fill-from would add {plural(len(problems), 'tensor')} a second time: rules gave"
+            " them other names",
+            hint="name the model that loads the output: --to-model NEW",
+            problems=problems,
+        )
+
+
+def _lacking(section: Section, request: Request, model: ModelOperand | None) -> list[str]:
     """Return the names that the section lacks: of the model that will load it, or of `--like`."""
-    model = request.loads or request.saved
     if model is not None:
         return list(match(section.keys, *loadable(model.tables, request.model_form)).missing)
     assert request.like is not None
@@ -97,11 +127,12 @@ def _lacking(section: Section, request: Request) -> list[str]:
     return [key for key in request.like.keys if key not in present]
 
 
-def _under_final_names(filler: Filler, request: Request) -> dict[str, TensorEntry]:
+def _under_final_names(
+    filler: Filler, request: Request, model: ModelOperand | None
+) -> dict[str, TensorEntry]:
     """Return the tensors of the filler by the names that the model, or `--like`, has for them, with
     the keys that the result gives them; without tensors that it does not have.
     """
-    model = request.loads or request.saved
     try:
         section = model_section(read_for_model(filler.checkpoint, model))
         if model is not None:
@@ -153,11 +184,38 @@ def _check_dense(filler: Filler, section: Section) -> None:
         )
 
 
-def _with_entries(section: Section, entries: Sequence[TensorEntry]) -> Section:
-    """Return the section with more tensors, which are plain ones in any format."""
-    tensors = list(section.tensors)
-    for entry in entries:
+def _with_entries(
+    section: Section, added: Sequence[TensorEntry], request: Request, model: ModelOperand | None
+) -> Section:
+    """Return the section with more tensors, which are plain ones in any format. Each comes after
+    the key that is before it in the model's ``state_dict()``, or in `--like`: the order of keys is
+    evidence for the ids of optimizers.
+
+    section  d b    added  c    model  a b c d    result  d b c
+    """
+    plain: dict[str, TensorEntry] = {}
+    for entry in added:
         if isinstance(entry.payload, Payload):
             entry = entry.payload.resolved(entry)
-        tensors.append(replace(entry, payload=None))
-    return replace(section, tensors=tuple(tensors))
+        plain[entry.key] = replace(entry, payload=None)
+    complete = replace(section, tensors=(*section.tensors, *plain.values()))
+    following: dict[str, list[TensorEntry]] = {}  # by the key before them
+    before = ""
+    for key in _expected_order(complete, request, model):
+        if key in plain:
+            following.setdefault(before, []).append(plain.pop(key))
+        else:
+            before = key
+    tensors = following.get("", [])
+    for entry in section.tensors:
+        tensors += [entry, *following.get(entry.key, ())]
+    return replace(section, tensors=(*tensors, *plain.values()))
+
+
+def _expected_order(section: Section, request: Request, model: ModelOperand | None) -> list[str]:
+    """Return the section's keys in the order of the model that will load it, or of `--like`."""
+    if model is not None:
+        return keys_in_order_of(section, model.names())
+    assert request.like is not None
+    key_of = {name: key for key, name in align(section.keys, request.like.by_key()).items()}
+    return [key_of[name] for name in request.like.keys if name in key_of]

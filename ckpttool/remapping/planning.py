@@ -42,7 +42,7 @@ def plan_remap(
         outcome = with_gathered_optimizers(outcome, inputs.gathered, inputs.names)
     outcome = replace(outcome, missing=missing_keys(outcome, inputs))
     if inputs.fillers:
-        outcome = fill(outcome, inputs.fillers, inputs.request)
+        outcome = fill(outcome, inputs.fillers, inputs.request, inputs.named_by)
     outcome = _with_versions(outcome, inputs)
     outcome = replace(outcome, notes=(*_notes_of_source(outcome, inputs.source), *outcome.notes))
     if outcome.result.optimizers or options.optimizer_keys is not None:

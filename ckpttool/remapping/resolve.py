@@ -65,6 +65,11 @@ class Inputs:
         return None if self.options.to_model is None else self.to_model
 
     @property
+    def named_by(self) -> ModelOperand | None:
+        """The model whose names the result has; None if no model is named."""
+        return self.request.loads or self.other_model or self.request.saved
+
+    @property
     def saved(self) -> ModelOperand | None:
         """The model with the names that the keys have; None if the keys stay as they are."""
         return self.request.saved

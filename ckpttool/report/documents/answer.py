@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ckpttool.core.text import listed, number, plural
+from ckpttool.core.text import code_of, listed, number, plural
 from ckpttool.diffing.causes import NOT_WEIGHTS, Code
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, alike
 from ckpttool.naming.evidence import Pair
@@ -107,6 +107,8 @@ def _identical(diff: Diff) -> str:
         same = f"{left} loads into {right}"
     elif diff.asks == "optimizer":
         same = f"the optimizer state of {left} loads into {right}"
+        if any(code_of(note) == "optimizer-order" for note in diff.notes):
+            same += " by name, and not by position"
     elif harmless and diff.compared.get("values"):
         if set(statuses) == {"dtype"}:
             count = plural(harmless, "tensor")
