@@ -203,6 +203,40 @@ class _AllCommands(_WithoutPydantic, TyperGroup):
 class _OneCommand(_WithoutPydantic, TyperCommand):
     """A command whose help has the options under headings."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        self._check_given_once(args)
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
+
+    def _check_given_once(self, args: Sequence[str]) -> None:
+        """Raise `CkptError` if an option names two models or two optimizers: click takes the last
+        one, and the answer would be about that one alone.
+        """
+        by_flag: dict[str, Param] = {}
+        for param in self.described.values():
+            by_flag.update(dict.fromkeys(param.flags, param))
+        given: dict[str, str] = {}
+        words = iter(args)
+        for word in words:
+            flag, equals, value = word.partition("=")
+            named = by_flag.get(flag)
+            if named is None or not isinstance(named.mark, Option) or named.mark.metavar is None:
+                continue
+            if not equals:
+                value = next(words, "")
+            if named.mark.group not in (IS, BECOMES) or named.kind == list[str]:
+                continue
+            if given.setdefault(flag, value) != value:
+                text = f"{flag} is given twice: {given[flag]} and {value}"
+                raise CkptError(text, hint=self._hint_on_two(flag, given[flag], value))
+
+    def _hint_on_two(self, flag: str, first: str, second: str) -> str:
+        if self.name != "diff" or flag != "--model":
+            return "name one of them"
+        from ckpttool.cli.commands.diff import line_of_models
+
+        return f"name one of them; to compare the two: {line_of_models(first, second)}"
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [param for param in self.described.values() if not param.flags]
         return ["[OPTIONS]", *(str(param.mark.metavar) for param in arguments)]

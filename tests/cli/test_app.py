@@ -129,6 +129,17 @@ def test_version() -> None:
             "-o names the output: ckpttool remap x.pt -o 'a b.pt' -q",
         ),
         (
+            ["diff", "--model", "a.py:build", "--model=b.py:build"],
+            "--model is given twice: a.py:build and b.py:build",
+            "name one of them; to compare the two: ckpttool trace a.py:build -o names.json &&"
+            " ckpttool diff names.json --model b.py:build",
+        ),
+        (
+            ["remap", "x.pt", "--to-model", "a.py:build", "--to-model", "b.py:build"],
+            "--to-model is given twice: a.py:build and b.py:build",
+            "name one of them",
+        ),
+        (
             ["explain", "head.weight", "model.py:build(n=4)"],
             "got unexpected extra argument",
             "--model names the model: ckpttool explain head.weight --model 'model.py:build(n=4)'",

@@ -88,10 +88,15 @@ def _check_models(operands: Sequence[str]) -> None:
     checkpoints = [operand for operand in operands if operand not in models]
     command = shell("ckpttool", "diff", *checkpoints, "--model", models[-1])
     if len(models) > 1:
-        file = free("names", "old", ".json") if os.path.lexists("names.json") else "names.json"
-        trace = shell("ckpttool", "trace", models[0], "-o", file)
-        command = f"{trace} && {shell('ckpttool', 'diff', file, '--model', models[1])}"
+        command = line_of_models(models[0], models[1])
     raise CkptError(f"{models[0]} is a model, and diff compares checkpoints", hint=command)
+
+
+def line_of_models(old: str, new: str) -> str:
+    """Return the commands that compare the names of two models."""
+    file = free("names", "old", ".json") if os.path.lexists("names.json") else "names.json"
+    trace = shell("ckpttool", "trace", old, "-o", file)
+    return f"{trace} && {shell('ckpttool', 'diff', file, '--model', new)}"
 
 
 def _diff_of_two(
