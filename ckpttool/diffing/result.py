@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ckpttool.core.checkpoint import Kind, Section, once_per_section
-from ckpttool.core.errors import Problem
+from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.names import HOOK, Hook, Names
 from ckpttool.core.schema import (
     COUNT,
@@ -305,6 +305,10 @@ class Diff:
         """Whether the exit status is 0."""
         return self.identical if self.accepted is None else self.accepted
 
+    def __bool__(self) -> bool:
+        """Raise `CkptError`: an assertion about the diff itself would hold in both cases."""
+        raise CkptError("a Diff is neither true nor false", hint="use .identical or .passes")
+
     def is_difference(self, entry: Entry) -> bool:
         """Return True if the entry alone means that the two are not identical."""
         return not entry.is_one_of(self.harmless)
@@ -315,12 +319,12 @@ class Diff:
         return count_of(STATUSES, Counter(entry.status for entry in self.entries))
 
     def problems(self, sides: Sides = SIDES) -> list[Problem]:
-        """Return everything that differs as problems of an error, what no entry shows under the
-        name of the left.
+        """Return everything that differs and is not accepted as problems of an error, what no
+        entry shows under the name of the left.
         """
         problems = []
         for entry in self.entries:
-            if self.is_difference(entry):
+            if self.is_difference(entry) and entry.ignored is None:
                 key = " -> ".join((*entry.left, *entry.right))
                 problems.append(entry.problem(key, sides))
         return problems or [Problem(self.other_failure or "different", self.left, "torch-error")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.core.errors import CkptError, Refused
@@ -43,16 +44,25 @@ def save_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> N
     )
 
 
-def check_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> None:
+def check_names(
+    model: Any,
+    path: str,
+    *,
+    ignore: str | Sequence[str] | None = None,
+    ignore_file: str | Sequence[str] | None = None,
+    **options: Unpack[OptimizerKeywords],
+) -> None:
     """Compare a model with a names file: for a unit test.
 
     Args:
         model: Anything that `trace` takes.
         path: The file, which `save_names` wrote.
+        ignore: Changes that are accepted: ``missing head.* # trained again``.
+        ignore_file: Files with such lines.
         **options: As for `trace`.
 
     Raises:
-        Refused: Names have changed; every one is a problem.
+        Refused: Names have changed; every change that is not accepted is a problem.
         CkptError: There is no such file.
 
     Example::
@@ -63,10 +73,11 @@ def check_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> 
     again = f"ckpttool.save_names(model, {path!r})"
     if not os.path.exists(path):
         raise CkptError(f"{path} does not exist", hint=f"{again} writes it")
-    changes = diff(path, model=model, **options)
-    if not changes.identical:
+    changes = diff(path, model=model, ignore=ignore, ignore_file=ignore_file, **options)
+    if not changes.passes:
         problems = changes.problems((path, "the model"))
-        count = sum(map(changes.is_difference, changes.entries))
+        entries = filter(changes.is_difference, changes.entries)
+        count = sum(entry.ignored is None for entry in entries)
         message = f"{plural(count, 'name')} of the model changed since {path} was written"
         if not count:
             message = f"the model is not as it was when {path} was written: {changes.other_failure}"

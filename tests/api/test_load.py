@@ -527,6 +527,26 @@ def test_check_names_can_be_used_in_a_unit_test(tmp_path: Path) -> None:
     ckpttool.check_names(changed, path)
 
 
+def test_check_names_accepts_what_is_ignored(tmp_path: Path) -> None:
+    path, allow = str(tmp_path / "names.json"), tmp_path / "allow.txt"
+    ckpttool.save_names(Net(), path)
+    changed = Net()
+    changed.extra = nn.Linear(2, 2)
+    allow.write_text("missing extra.* # a new layer\n")
+    ckpttool.check_names(changed, path, ignore_file=str(allow))
+    ckpttool.check_names(changed, path, ignore=["missing extra.*"])
+    with pytest.raises(ckpttool.Refused, match="1 name ") as refused:
+        ckpttool.check_names(changed, path, ignore="missing extra.weight")
+    assert [problem.key for problem in refused.value.problems] == ["extra.bias"]
+
+
+def test_a_diff_is_neither_true_nor_false() -> None:
+    same = ckpttool.diff(Net().state_dict(), Net().state_dict())
+    with pytest.raises(ckpttool.CkptError, match="neither true nor false"):
+        bool(same)
+    assert same.passes
+
+
 def test_save_names_writes_the_same_file_as_trace(tmp_path: Path) -> None:
     (tmp_path / "accents.py").write_text(
         "from torch import nn\n\ndef build():\n    return nn.ModuleDict({'größe': nn.Linear(2,"
