@@ -90,8 +90,7 @@ def _with_rules_between(question: DiffQuestion, fixes: Fixes, suggests: bool) ->
         return fixes.added_to(diff)
     trial = None
     needs_file = rules.few is None and (not fixes.commands or fixes.is_partial)
-    has_program = is_written_program(left) or is_written_program(right)
-    if suggests or (needs_file and not has_program):
+    if suggests or (needs_file and not is_written_program(left)):
         trial = by_rules(question, rules.text())
     if suggests and trial is None:
         return _untried_rules(question, fixes, rules)

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from ckpttool.containers.zip_read import read_archive
 from ckpttool.core.errors import CkptError
+from ckpttool.core.text import shell
 from ckpttool.io import files, paths
 from ckpttool.io.files import opened
 
@@ -42,6 +43,7 @@ class Look:
         if self.is_pattern or self.is_folder:
             return b""
         _check_exists(self.path)
+        _check_not_a_part(self.path)
         with opened(self.path) as file:
             head = file.read(_HEAD)
         if not head:
@@ -88,6 +90,18 @@ class Look:
     def files(self) -> tuple[str, ...]:
         """The names of the files in the folder; none for a file."""
         return tuple(name for name in self.names if files.is_file(paths.join(self.path, name)))
+
+
+def _check_not_a_part(path: str) -> None:
+    """Raise `CkptError` if it is a file of torch.distributed.checkpoint: only the folder says what
+    is in it.
+    """
+    folder = paths.parent(path)
+    if path.endswith(".distcp") and files.is_file(paths.join(folder, ".metadata")):
+        raise CkptError(
+            f"{path} is a part of the checkpoint in {folder}",
+            hint=f"name the folder: {shell('ckpttool', 'inspect', folder)}",
+        )
 
 
 def _check_exists(path: str) -> None:

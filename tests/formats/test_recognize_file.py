@@ -178,6 +178,15 @@ def test_missing_files_are_errors(tmp_path):
         open_checkpoint("a\0b")
 
 
+def test_a_file_of_a_dcp_folder_leads_to_the_folder(tmp_path):
+    folder = tmp_path / "saved"
+    torch.distributed.checkpoint.save({"w": torch.ones(2)}, checkpoint_id=folder)
+    (part,) = folder.glob("*.distcp")
+    with pytest.raises(CkptError, match="is a part of the checkpoint in") as refused:
+        open_checkpoint(str(part))
+    assert refused.value.hint == f"name the folder: ckpttool inspect {folder}"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_without_permission_is_an_error(tmp_path):
     (tmp_path / "a.pt").write_bytes(b"x")

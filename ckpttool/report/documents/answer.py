@@ -47,6 +47,10 @@ _OF_OPTIMIZER = {
 }
 
 
+# after the first line about a file with dangerous imports
+RUNS_CODE = "; weights_only=False would run code in it"
+
+
 class LikelyRenames(NamedTuple):
     """The inferred pairs of two names, and the keys of each side that they pair."""
 
@@ -84,6 +88,8 @@ def answer(diff: Diff, counts: Mapping[str, int]) -> str:
     if diff.failing_ignores:
         unused = plural(diff.failing_ignores, "unused ignore entry")
         sentence = f"{unused} (--fail-on-unused); {sentence}"
+    if diff.asks != "pair" and any(code_of(note) == "dangerous-import" for note in diff.notes):
+        sentence += RUNS_CODE
     return sentence
 
 

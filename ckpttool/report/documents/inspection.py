@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckpttool.core.checkpoint import Checkpoint, Described, Section, TensorEntry
 from ckpttool.core.dtypes import itemsize
-from ckpttool.core.pickle_imports import DANGEROUS, KNOWN, UNKNOWN, Import
+from ckpttool.core.pickle_imports import DANGEROUS, KNOWN, UNKNOWN, Import, dangerous
 from ckpttool.core.text import dotted, human_bytes, listed, number, plural, shape_text
 from ckpttool.core.values import dataclass
 from ckpttool.formats.registry import format_of
@@ -35,6 +35,7 @@ from ckpttool.report.document import (
     noted,
     shortened,
 )
+from ckpttool.report.documents.answer import RUNS_CODE
 
 if TYPE_CHECKING:
     from ckpttool.diffing.result import Outline
@@ -85,7 +86,7 @@ def document(
         tables.append(shortened(_optimizer_params(inspection), limit))
     tables.append(shortened(_aliases(inspection), limit))
     tables.append(shortened(_extras(checkpoint, all), None if all else _FEW_ROWS))
-    if any(imported.verdict == DANGEROUS for imported in checkpoint.imports):
+    if dangerous(checkpoint.imports):
         tables.insert(0, _imports(checkpoint))
     else:
         tables.append(shortened(_imports(checkpoint), limit))
@@ -98,7 +99,10 @@ def document(
         lead.append(Facts(tuple(sentences), is_short=True))
     listing = Listing((checkpoint.source,), {"tensor": "plain"}, partial(_findings, inspection))
     title = f"inspect {checkpoint.source}"
-    return Document(title, _contents(inspection), True, tuple(blocks), listing, tuple(lead))
+    sentence = _contents(inspection)
+    if dangerous(checkpoint.imports):
+        sentence += RUNS_CODE
+    return Document(title, sentence, True, tuple(blocks), listing, tuple(lead))
 
 
 def _metadata(checkpoint: Checkpoint, all: bool) -> Table:
