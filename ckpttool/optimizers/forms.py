@@ -381,7 +381,8 @@ def lacking(
     `steps` are the names of the state that a first step creates for a parameter, if known. torch
     loads such a state, and fails with a ``KeyError`` at the next step (pytorch#7499).
     """
-    options = dict.fromkeys(chain.from_iterable(groups))
+    # the constructor's options are in every group; others are the user's
+    options = [name for name in dict.fromkeys(chain.from_iterable(groups)) if _in_all(name, groups)]
     needed = [name for name in options if name != PARAM_NAMES and name not in _FILLED_IN]
     missing = []
     for index, group in enumerate(state.groups):
@@ -399,6 +400,10 @@ def lacking(
             if name not in param_state and is_needed:
                 missing.append(f"{STATE}.{param}.{name}")
     return missing
+
+
+def _in_all(name: str, groups: Sequence[Mapping[str, object]]) -> bool:
+    return all(name in group for group in groups)
 
 
 def _requested(state: OptimizerState, title: str) -> dict[Param, list[str]]:

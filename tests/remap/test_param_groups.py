@@ -213,3 +213,21 @@ def test_new_groups_ask_for_no_state_that_the_file_lacks(
     ckpttool.load(file, fresh, target)
     fresh(torch.ones(1, 2)).sum().backward()
     target.step()
+
+
+def test_an_option_of_one_group_is_not_needed_in_the_others() -> None:
+    """Rprop has no weight decay: the user's code adds it to a group."""
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        groups = groups_of(model, WEIGHTS, BIASES)
+        groups[1]["weight_decay"] = 0.0
+        return torch.optim.Rprop(groups)
+
+    model, optimizer = trained(build, False)
+    file = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    fresh = Net()
+    target = build(fresh)
+    ckpttool.load(file, fresh, target)
+    assert target.state[fresh.head.bias]["prev"] == optimizer.state[model.head.bias]["prev"]
+    done = ckpttool.remap(file, model=Net, optimizer=build, to_optimizer=build)
+    assert done.optimizers
