@@ -342,6 +342,8 @@ def _completion(choices: Choices | None) -> Callable[[str], list[str]] | None:
 _OPTIONS_MEANT = {
     "--json": "--format json",
     "--rename": "--rule",
+    "--strip-prefix": "--rule 'PREFIX.{x*} => {x*}'",
+    "--prefix": "--rule '{x*} => PREFIX.{x*}'",
     "--tolerance": "--rtol or --atol",
     "--out": "-o",
     "--output": "-o",

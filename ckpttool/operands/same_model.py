@@ -92,7 +92,7 @@ def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list
         both = ",".join((*paths, other.path))
         notes.append(
             f"{other.title} has {shared} of the {len(changed_names)} names of "
-            f"{changed[0].title} and stays as it is (--sections '{both}' takes it too)"
+            f"{changed[0].title} and stays as it is (`remap --sections {both}` takes it too)"
         )
     return notes
 

@@ -46,7 +46,7 @@ def new_groups(
         if new is None:
             _same_parameters(named, parameters, where)
         groups = arranged(
-            named, sources, parameters.groups, target.optimizer_groups, by_parameter=was == FLAT
+            named, sources, parameters.groups, parameters.options, by_parameter=was == FLAT
         )
         if new is None:
             return groups

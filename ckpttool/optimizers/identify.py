@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, zip_longest
+from typing import Any
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section
@@ -68,13 +69,26 @@ class Parameters:
             groups[param.group].append(self.canonical[param.fqn])
         return tuple(map(tuple, groups))
 
+    @cached_property
+    def options(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the hyperparameters of each group. Those with several values (``betas``) are
+        tuples, as in torch; names files have lists.
+        """
+        groups = []
+        for options in self.names.optimizer_groups:
+            values = {}
+            for name, value in options.items():
+                values[name] = tuple(value) if isinstance(value, list) else value
+            groups.append(values)
+        return tuple(groups)
+
     @property
     def fresh_optimizer(self) -> OptimizerState:
         """Return the state of the model's optimizer before its first step."""
-        options = self.names.optimizer_groups
         groups = []
         for index, params in enumerate(self.groups):
-            groups.append(ParamGroup(params, options[index] if index < len(options) else {}))
+            options = self.options[index] if index < len(self.options) else {}
+            groups.append(ParamGroup(params, options))
         return OptimizerState(FQN, tuple(groups), {})
 
     @cached_property
@@ -251,9 +265,10 @@ class ParamMap:
                 f"{where}: its ids are read as those of the {identified_by(self.evidence)}; the"
                 " file lists the model's keys in this order"
             )
+        evidence = self.evidence.removeprefix("the ")
         return (
             f"{where}: the file says neither whose state its ids are nor in which order its model"
-            f" was registered; this answer assumes the {self.evidence}"
+            f" was registered; this answer assumes the {evidence}"
         )
 
     def settled(self, where: str) -> ParamMap:

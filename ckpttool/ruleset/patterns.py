@@ -448,9 +448,19 @@ def similar_pattern(text: str, keys: Sequence[str]) -> str:
         rest = ".{x*}"  # the pattern names a module instead of what is in it
         right += rest
     if similar + rest == left:
-        return ""
+        return _with_more_segments(left, right)
     to = f" => {right}" if arrow else ""
     return f"did you mean '{similar}{rest}{to}'?"
+
+
+def _with_more_segments(left: str, right: str) -> str:
+    """Return a hint with ``{x*}`` for ``{x}`` at the end, which is one segment; else empty."""
+    variable = re.search(r"\{(\w+)\}$", left)
+    if variable is None:
+        return ""
+    longer = f"{{{variable[1]}*}}"
+    to = f" => {right.replace(variable[0], longer)}" if right else ""
+    return f"{variable[0]} is one segment: did you mean '{left[: variable.start()]}{longer}{to}'?"
 
 
 def _similar_head(head: str, keys: Sequence[str]) -> str:

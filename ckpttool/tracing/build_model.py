@@ -13,6 +13,7 @@ import inspect
 import io
 import logging
 import os
+import re
 import sys
 import textwrap
 import threading
@@ -574,9 +575,10 @@ def find(operand: str, form: str, example: str = "") -> Any:
     """
     place, _, attr = operand.rpartition(":")
     if not place or not attr or os.sep in attr:
-        raise CkptError(f"{operand!r} names no Python object", hint=f"{form}{example}")
+        hint = _did_you_mean(operand) or f"{form}{example}"
+        raise CkptError(f"{operand!r} names no Python object", hint=hint)
     try:
-        value: Any = _module(place, form)
+        value: Any = _module(place, attr, form)
         for part in attr.split("."):
             with user_code(f"{operand} cannot be read"):
                 names = [name for name in dir(value) if not name.startswith("_")]
@@ -616,11 +618,28 @@ def _models(module: Any) -> list[str]:
     return names[:3]
 
 
-def _module(place: str, form: str) -> ModuleType:
+def _did_you_mean(operand: str) -> str:
+    """Return a hint with the operand as it should be written, if a file shows what was meant:
+    ``net.py:build`` for ``net.build``, ``net.py::build`` and ``net:build``; else empty.
+    """
+    if Path(operand).is_file():
+        return ""
+    place, _, attr = re.sub(":+", ":", operand).rpartition(":")
+    if not place:
+        place, _, attr = operand.rpartition(".")
+    modules = {f"{place}.py": attr, place: attr, f"{operand}.py": "FUNCTION"}
+    for path, name in modules.items():
+        if path.endswith(".py") and Path(path).is_file():
+            return f"did you mean {path}:{name}?"
+    return ""
+
+
+def _module(place: str, attr: str, form: str) -> ModuleType:
     if place.endswith(".py"):
         return _from_file(Path(place), form)
     if not all(part.isidentifier() for part in place.split(".")):
-        raise CkptError(f"{place!r} is neither a module nor a .py file", hint=form)
+        hint = _did_you_mean(f"{place}:{attr}") or form
+        raise CkptError(f"{place!r} is neither a module nor a .py file", hint=hint)
     _keep_importable(os.getcwd())
     with user_code(f"{place} cannot be imported", imports=True):
         try:

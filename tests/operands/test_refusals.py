@@ -80,6 +80,11 @@ REFUSED = {
         "name what builds the model: m.py:build, m.py:Net, m.py:sgd",
     ),
     "diff --model void.py lin.pt": ("void.py is a file of code", "as in file.py:build"),
+    "diff --model m lin.pt": ("'m' names no Python object", "did you mean m.py:FUNCTION?"),
+    "diff --model m.build lin.pt": ("'m.build' names no Python object", "m.py:build"),
+    "diff --model m.py::build lin.pt": ("'m.py:' is neither a module nor", "m.py:build"),
+    "diff --model ./m:build lin.pt": ("'./m' is neither a module nor", "./m.py:build"),
+    "remap lin.pt --strip-prefix x. -o o.pt": ("no such option", "--rule 'PREFIX.{x*} => {x*}'"),
     "diff --model bad.py lin.pt": ("bad.py is a file of code", "as in file.py:build"),
     "diff --model lin.pt lin.pt": ("lin.pt is not a model", "`ckpttool inspect lin.pt`"),
     "diff --model m.py:build(a=) lin.pt": (
@@ -170,7 +175,7 @@ def test_unchanged_state_dict_with_half_of_the_names_is_reported(run: Run) -> No
     reported = {line.split()[1] for line in done.err.splitlines() if "stays as it is" in line}
     assert (done.status, reported) == (0, {"most", "half"})
     assert (
-        "half has 3 of the 6 names of model and stays as it is (--sections 'model,half' takes"
+        "half has 3 of the 6 names of model and stays as it is (`remap --sections model,half` takes"
         " it too)"
     ) in done.err
 

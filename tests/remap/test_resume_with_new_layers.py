@@ -150,6 +150,18 @@ def test_filled_keys_are_where_the_model_has_them(run: Run, make: str) -> None:
     assert list(torch.load("out.pt")["model"]) == list(torch.load("init.pt"))
 
 
+def test_hyperparameters_keep_the_types_of_torch(run: Run, make: str) -> None:
+    optimizers = ("--optimizer", f"model.py:{make}", "--to-optimizer", f"model.py:{make}")
+    run("remap", "train.pt", *TO_NEW, *optimizers, "--fill-from", "init.pt", "-o", "out.pt")
+    written = torch.load("out.pt")["optimizer"]["param_groups"]
+    _, optimizer = resumed_by_hand(make)
+    for group, expected in zip(written, optimizer.state_dict()["param_groups"]):
+        assert {name: type(value) for name, value in group.items()} == {
+            name: type(value) for name, value in expected.items()
+        }
+        assert group["betas"] == (0.9, 0.999)
+
+
 def test_an_optimizer_of_all_parameters_gets_the_new_ones(run: Run, make: str) -> None:
     done = run("remap", "train.pt", *TO_NEW, "--fill-from", "init.pt", "-o", "out.pt")
     if make == "two_groups":

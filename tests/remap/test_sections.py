@@ -77,8 +77,8 @@ def test_rules_apply_to_an_average_but_not_to_another_model(tmp_path: Path, run:
     assert done.status == 0
     assert "sections  model, ema" in done.out
     assert (
-        "critic has 2 of the 2 names of model and stays as it is (--sections 'model,ema,critic'"
-        in done.said[1]
+        "critic has 2 of the 2 names of model and stays as it is"
+        " (`remap --sections model,ema,critic` takes it too)" in done.said[1]
     )
     found = torch.load(tmp_path / "b.pt")
     assert _equal(

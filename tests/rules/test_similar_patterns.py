@@ -28,6 +28,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "model._orig_mod.blocks.{i}.{x*} => layers.{i}.{x*}",  # with a prefix that no key has
         "_orig_mod.block.{i}.{x*} => layers.{i}.{x*}",  # mistyped
         "_orig_mod.haed.bias => head.bias",
+        "_orig_mod.{x} => {x}",  # one segment instead of all
     ],
 )
 def test_the_hint_is_a_rule_that_works(run: Run, rule: str) -> None:
