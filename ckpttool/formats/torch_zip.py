@@ -249,7 +249,6 @@ def layout(checkpoint: Checkpoint) -> Pieces:
     return layout_archive(archive, entries, _alignment(archive, folder))
 
 
-@many_objects()
 def holds_unused_bytes(checkpoint: Checkpoint) -> bool:
     """Return whether the file that was read holds records that it no longer lists, as after an edit
     in place.
@@ -262,6 +261,7 @@ def holds_unused_bytes(checkpoint: Checkpoint) -> bool:
     )
 
 
+@many_objects()
 def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
     """Return the file that was read, followed by a new pickle and a new directory; the old ones
     stay, unused.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckpttool
 from ckpttool.core.checkpoint import Lazy, Span, Storage, TensorEntry
 from ckpttool.core.dtypes import BY_NAME, itemsize
 from ckpttool.evaluate import numpy_eval, torch_eval
@@ -259,3 +261,21 @@ def test_strides_outside_the_storage_are_an_error() -> None:
     for shape, stride, offset in [((3,), (1,), 0), ((2,), (-1,), 0), ((2, 2), (1, 1), 1)]:
         with pytest.raises(ValueError, match=r"incompatible|too small|offset"):
             numpy_eval.gathered(TensorEntry("w", "float32", shape, stride, offset, lazy))
+
+
+def test_the_values_of_eight_bits_are_found_once() -> None:
+    """Afterwards each byte of a float8 tensor is looked up."""
+    state = {f"w{number}": torch.ones(4).to(torch.float8_e4m3fn) for number in range(5)}
+    found = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal found
+        found += event == "call" and frame.f_code.co_name == "_value_of"
+
+    numpy_eval._all_values.cache_clear()
+    sys.setprofile(count)
+    try:
+        ckpttool.inspect(state, stats=True)
+    finally:
+        sys.setprofile(None)
+    assert found == 256
