@@ -256,22 +256,35 @@ class Unfixed:
 @public
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """The answer of `diff`. `fix` are commands that can be pasted, `unfixed` is what none of them
-    fixes; `notes` are sentences about no single key.
+    """The answer of `diff`.
 
-    `harmless` are the statuses and codes that do not stop `identical`; `other_failure` says what
-    does if no entry shows it. `inferred` are likely renames (None if nothing looked for them; for a
-    model, if no suggested command rests on them), and `rules` is the text of a rules file for them,
-    and `rules_options` the options of a remap by that file; `identical` does not depend on them.
-    `exchangeable` are keys of one shape in the same layers, a tuple for each shape. `accepted` is
-    whether every difference is accepted, None without such options; `unused_ignores` are ignore
-    entries that matched nothing, and `failing_ignores` counts them if they are the only failure.
-    `has_other_notes`: some notes are about differences outside of the two models. `compared` says
-    whether a difference in each of the `ASPECTS` would be found, and `scope` how exactly values
-    were compared, or what compares them. `outlines` are the known tensors of each side by key, in
-    its order. `kinds` say what the compared sections of each side are; `section` is the path of the
-    left's if the right is a model. `asks` is the question, and `names` are the names of the two
-    sides as the user wrote them.
+    Attributes:
+        left: The left operand, as reports call it.
+        right: The right operand, as reports call it.
+        identical: True if no entry differs, but for `harmless` ones, and nothing else failed.
+        entries: The findings, one for each key or pair of keys.
+        fix: Commands that can be pasted.
+        notes: Sentences that are not about a single key.
+        inferred: Likely renames; `identical` does not depend on them. None if they were not
+            searched, or, for a model, if no suggested command uses them.
+        rules: The text of a rules file for the likely renames.
+        exchangeable: Keys of one shape in the same layers, a tuple for each shape.
+        harmless: Statuses and codes of entries that are not differences.
+        other_failure: Why the two are not identical if no entry shows it.
+        accepted: True if no difference fails with the options that accept some; None without them.
+        unused_ignores: Ignore entries that matched nothing.
+        failing_ignores: The number of unused ignore entries if they are the only failure.
+        remedy: How the saved optimizer state could be fixed.
+        has_other_notes: True if some notes are about differences outside of the two models.
+        compared: Aspect (one of `ASPECTS`) -> whether a difference in it would be found.
+        scope: How exactly values were compared, or the option that compares them.
+        outlines: The known tensors of the left and of the right, by key, in its order.
+        unfixed: Keys that no command of `fix` fixes.
+        rules_options: The options of a remap that uses `rules`.
+        kinds: ``left`` or ``right`` -> what its compared sections are.
+        section: The path of the left's section if the right is a model.
+        asks: The question (`Asks`).
+        names: The names of the two sides as the user wrote them.
     """
 
     left: str

@@ -32,8 +32,13 @@ from ckpttool.tracing.build_model import CannotBuild
 @public
 @dataclass(frozen=True, slots=True)
 class HyperparameterChange:
-    """A hyperparameter of a param group that loading changed: `before` is the optimizer's, None if
-    it had none.
+    """A hyperparameter of a param group that loading changed.
+
+    Attributes:
+        group: The index of the param group.
+        name: The hyperparameter, such as ``lr``.
+        before: The value in the optimizer; None if it had none.
+        after: The value from the checkpoint.
     """
 
     group: int
@@ -47,14 +52,20 @@ class HyperparameterChange:
 class Loaded:
     """What `load` did.
 
-    `section` is the path of the state dict in the file, None if only the optimizer was loaded;
-    `tensors` counts the tensors of the model that got values; `fix` is the call or command of the
-    remap that was applied on the way, None if the keys fit as they were; `optimizer` is the path of
-    the optimizer's state, None if it was not loaded. `hyperparameters` are the changed ones: a
-    saved param group brings its own, as in ``load_state_dict``; a group that no saved group equals
-    keeps what the code sets. With ``partial=True``, `missing` are keys of the model that the file
-    lacks, `mismatched` those that have another shape there, and `unexpected` are keys of the file
-    that the model does not have: these tensors of the model are unchanged.
+    A saved param group brings its hyperparameters, as in ``load_state_dict``; a group that no saved
+    group equals keeps what the code sets.
+
+    Attributes:
+        ckpt: The checkpoint.
+        section: The path of the state dict in the file; None if only the optimizer was loaded.
+        tensors: The number of tensors of the model that got values.
+        fix: The call or command of the remap that was applied; None if the keys fit as they were.
+        optimizer: The path of the optimizer's state; None if it was not loaded.
+        hyperparameters: The hyperparameters that loading changed.
+        missing: With ``partial=True``, keys of the model that the file lacks. These tensors, and
+            the mismatched ones, are unchanged.
+        mismatched: With ``partial=True``, keys of the model that have another shape in the file.
+        unexpected: With ``partial=True``, keys of the file that the model does not have.
     """
 
     ckpt: str
