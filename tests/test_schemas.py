@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,7 @@ from torch import nn
 
 import ckpttool
 import schemas
-from ckpttool.core.names import NAMES
-from ckpttool.core.plan import PLAN
-from ckpttool.schemas import OBJECTS, schema
+from ckpttool import CkptError, Names, Plan
 from command import Run
 
 MODEL = """
@@ -90,10 +89,14 @@ def test_python_results_match_the_json_of_the_commands(folder: Path, run: Run) -
     assert ckpttool.swap_weights("p.pt2", "a.pt", dry_run=True, model=model).to_json() == printed
 
 
-@pytest.mark.parametrize("name", OBJECTS)
+def schema(run: Run, name: str) -> Any:
+    return json.loads(run("schema", name).out)
+
+
+@pytest.mark.parametrize("name", schemas.NAMES.values())
 def test_schema_command_prints_a_valid_schema(run: Run, name: str) -> None:
-    printed = json.loads(run("schema", name).out)
-    assert printed == schema(name)
+    printed = schema(run, name)
+    schemas.Draft202012Validator.check_schema(printed)
     assert printed["title"] in run("schema").out
     assert schemas.validator(name).is_valid({"schema": "another"}) is False
 
@@ -106,7 +109,7 @@ def test_unknown_object_is_an_error(run: Run) -> None:
 
 def test_later_versions_may_add_members(folder: Path, run: Run) -> None:
     data = {**run("inspect", "a.pt", "--format", "json").data, "later": 1}
-    validator = schemas.Draft202012Validator(schema("inspect"))
+    validator = schemas.Draft202012Validator(schema(run, "inspect"))
     assert (validator.is_valid(data), schemas.validator("inspect").is_valid(data)) == (True, False)
 
 
@@ -121,11 +124,31 @@ def paths(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [prefix, *(path for name, item in inner for path in paths(item, (*prefix, name)))]
 
 
-@pytest.mark.parametrize("name", ["names", "plan"])
+READERS: dict[str, Callable[[Any], object]] = {
+    "names": lambda value: Names.from_json(value, "names.json"),
+    "plan": Plan.from_json,
+}
+
+
+def refused_by(read: Callable[[Any], object], value: Any) -> bool:
+    """Return whether the reader refuses the value for a reason that a schema can express, which
+    does not know of duplicates and references.
+    """
+    try:
+        read(value)
+    except CkptError as error:
+        return not error.problems or any(
+            "stands" not in problem.problem and "is not a name in this file" not in problem.problem
+            for problem in error.problems
+        )
+    return False
+
+
+@pytest.mark.parametrize("name", READERS)
 def test_reader_and_schema_agree(folder: Path, run: Run, name: str) -> None:
     """Change one value anywhere: the reader and the schema must both accept or both refuse."""
     if name == "names":
-        kind, data = NAMES, run("trace", "model.py:Net", "--format", "json").data
+        read, data = READERS[name], run("trace", "model.py:Net", "--format", "json").data
     else:
         options = (
             "--dry-run",
@@ -137,8 +160,8 @@ def test_reader_and_schema_agree(folder: Path, run: Run, name: str) -> None:
             "--format",
             "json",
         )
-        kind, data = PLAN, run("remap", "b.pt", *options).data["plan"]
-    validator = schemas.Draft202012Validator(schema(name))
+        read, data = READERS[name], run("remap", "b.pt", *options).data["plan"]
+    validator = schemas.Draft202012Validator(schema(run, name))
     locations = [path for path in paths(data) if path and path != ("schema",)]
     values = st.sampled_from(
         [None, True, 3, -1, 1.5, "x", "float32", [], [1], {}, {"ref": "x"}, {"op": "o", "args": 1}]
@@ -154,9 +177,7 @@ def test_reader_and_schema_agree(folder: Path, run: Run, name: str) -> None:
         for step in path[:-1]:
             parent = parent[step]
         parent[path[-1]] = value
-        wrong = [
-            one for one in kind.problems(changed, None) if "stands" not in one.problem
-        ]  # duplicates: a schema cannot express this
+        wrong = refused_by(read, changed)
         assert (not wrong) == validator.is_valid(changed), (path, value)
         refused += bool(wrong)
 

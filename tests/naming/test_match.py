@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.naming.match import match, unlike
+from ckpttool.naming.match import base_name, base_names, match, split_call, unlike
 
 CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
     # keys, names, expected matches
@@ -174,3 +174,14 @@ def test_call_variants_below_a_wrapper_of_several_segments_are_matched() -> None
     result = match(keys, {"f.w": "f.w"})
     assert (result.names, result.variants) == ({keys[0]: "f.w"}, {keys[1]: "f.w"})
     assert result.complete
+
+
+def test_names_of_call_variants() -> None:
+    """A base name is tried from the shortest and must exist."""
+    assert split_call("foo@12") == ("foo", 12)
+    for name in ("foo", "foo@", "foo@x", "@1", "foo@0", "foo@01"):
+        assert split_call(name) == (name, 0)
+    assert list(base_names("a@1.b@2.w")) == ["a.b.w", "a.b@2.w", "a@1.b.w"]
+    assert list(base_names("a.w@1")) == []
+    assert base_name("a@1.b@2.w", {"a@1.b.w"}) == "a@1.b.w"
+    assert base_name("a@1.w", {"b.w"}) is None

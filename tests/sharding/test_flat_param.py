@@ -26,7 +26,7 @@ from ckpttool.core.plan import Output
 from ckpttool.core.text import is_flat
 from ckpttool.diffing.causes import Code
 from ckpttool.evaluate.torch_eval import evaluate
-from ckpttool.naming.flat import misfit, slots, unit_paths
+from ckpttool.naming.flat import Slot, misfit, slots, unit_paths
 from ckpttool.remapping.gather import gather
 from ckpttool.tracing.build_model import load
 from ckpttool.tracing.trace import trace
@@ -707,3 +707,26 @@ def test_padding_fills_up_to_a_multiple_of_the_ranks(names: Names) -> None:
             fits = {numel == total, numel % world_size == 0 and 0 <= numel - total < world_size}
             assert (misfit(unit_slots, numel, world_size, padded=True) is None) == (True in fits)
             assert (misfit(unit_slots, numel, world_size, padded=False) is None) == (numel == total)
+
+
+SLOTS = (Slot(("a",), (4,), 0), Slot(("b", "tied"), (2, 2), 4))
+
+
+@pytest.mark.parametrize(("sizes", "numel", "padded", "message"), [
+    (SLOTS, 8, False, None),
+    (SLOTS, 9, True, None),
+    (SLOTS, 9, False, "need 8: after its last parameter, b [2, 2], 1 are left"),
+    (SLOTS, 12, True, "need 8: after its last parameter, b [2, 2], 4 are left"),
+    (SLOTS, 4, True, "need 8: b [2, 2] would be elements 4 to 8"),
+    (SLOTS, 3, False, "need 8: a [4] would be elements 0 to 4"),
+    ((), 0, False, None),
+    ((), 3, False, "need 0: 3 are left"),
+])  # fmt: skip
+def test_misfit_names_the_first_parameter_that_does_not_fit(
+    sizes: tuple[Slot, ...], numel: int, padded: bool, message: str | None
+) -> None:
+    """The flat parameter is padded for three ranks."""
+    result = misfit(sizes, numel, 3, padded)
+    assert result == (
+        None if message is None else f"holds {numel} elements, and the model's parameters {message}"
+    )

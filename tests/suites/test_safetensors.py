@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError, deserialize, safe_open
-from safetensors.torch import save
+from safetensors.torch import _TYPES, save
 
 import ckpttool
-from ckpttool.core.dtypes import BY_SAFETENSORS
 from command import Run
 from mutate import mutated
 from surroundings import trust_file_times
@@ -44,7 +43,12 @@ def tensors(*infos: str) -> str:
     return "{" + ",".join(f'"t.{number}":{info}' for number, info in enumerate(infos)) + "}"
 
 
-SIZES = {code: row.itemsize for code, row in BY_SAFETENSORS.items()} | {
+DTYPES = {code: str(dtype).removeprefix("torch.") for code, dtype in _TYPES.items()} | {
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
+}
+SIZES: dict[str, float] = {code: dtype.itemsize for code, dtype in _TYPES.items()} | {
+    "F8_E8M0": 1,
     "F4": 0.5,
     "F6_E2M3": 0.75,
     "F6_E3M2": 0.75,
@@ -164,9 +168,7 @@ def read_by_reference(path: Path, data: bytes) -> dict[str, tuple[Any, ...]] | N
     found = {}
     for name, info in read:
         code, shape = info["dtype"], tuple(info["shape"])
-        dtype = (
-            BY_SAFETENSORS[code].name if code in BY_SAFETENSORS else "float6_" + code[3:].lower()
-        )
+        dtype = DTYPES[code] if code in DTYPES else "float6_" + code[3:].lower()
         if code == "F4" and shape[-1] % 2:
             dtype = "float4_e2m1fn"  # torch cannot hold this tensor
         elif code == "F4":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +15,6 @@ import ckpttool
 import loading_zoo
 import small_models
 from ckpttool import CkptError
-from ckpttool.tracing import instances
-from ckpttool.tracing.instances import same
 from surroundings import free_memory, only_large_models
 from zoo import runtime_values
 
@@ -310,23 +307,6 @@ def test_a_buffer_whose_name_ends_in_extra_state_is_a_tensor() -> None:
     assert (names.extra_state, names.not_serialized, names.roundtrips) == ((), (), True)
 
 
-def test_same_compares_the_parts_of_tensors() -> None:
-    sparse = torch.eye(2).to_sparse()
-    assert same(sparse, torch.eye(2).to_sparse())
-    assert not same(sparse, (torch.eye(2) * 2).to_sparse())
-    assert not same(sparse, torch.ones(2, 2).to_sparse())
-    assert not same(sparse, torch.eye(2))
-    assert same(
-        loading_zoo.Packed(torch.ones(2, 2), torch.ones(2)),
-        loading_zoo.Packed(torch.ones(2, 2), torch.ones(2)),
-    )
-    quantized = [
-        torch.quantize_per_tensor(torch.ones(2) * one, 0.5, 0, torch.qint8) for one in (1, 1, 2)
-    ]
-    assert same(quantized[0], quantized[1])
-    assert not same(quantized[0], quantized[2])
-
-
 class AcceptsOneExtraState(small_models.Pickled):
     """Accepts only its initial extra state, so other values cannot be tried."""
 
@@ -348,18 +328,6 @@ def test_a_model_that_differs_on_meta_and_does_not_fit_in_memory_is_noted(
     free_memory(monkeypatch, -1)
     (note,) = ckpttool.trace(CacheIfReal).notes
     assert note.startswith("on the meta device the constructor creates other tensors")
-
-
-def test_a_platform_that_does_not_tell_its_memory_has_4_gib(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def unknown(*args: object) -> int:
-        raise OSError
-
-    assert instances.memory_available() > 1 << 20
-    monkeypatch.setattr("builtins.open", unknown)
-    monkeypatch.setattr(os, "sysconf", unknown)
-    assert instances.memory_available() == 4 << 30
 
 
 class ChangesState(nn.Module):

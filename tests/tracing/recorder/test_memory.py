@@ -1,12 +1,15 @@
-"""The geometry of tensors in a storage: the same elements have the same geometry for any
-strides.
-"""
+"""The geometry of tensors in a storage, equal tensors, and free memory."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 
+import loading_zoo
+from ckpttool.tracing import instances
+from ckpttool.tracing.instances import same
 from ckpttool.tracing.memory import geometry
 
 
@@ -26,3 +29,32 @@ def test_overlapping_elements_are_detected(shape: tuple[int, int], stride: tuple
     assert geometry(x).overlaps_itself == (x.unique().numel() < x.numel())
     extent = int(x.max() - x.min()) + 1 if x.numel() else 0
     assert geometry(x).is_dense == (extent == x.numel() == x.unique().numel())
+
+
+def test_same_compares_the_parts_of_tensors() -> None:
+    sparse = torch.eye(2).to_sparse()
+    assert same(sparse, torch.eye(2).to_sparse())
+    assert not same(sparse, (torch.eye(2) * 2).to_sparse())
+    assert not same(sparse, torch.ones(2, 2).to_sparse())
+    assert not same(sparse, torch.eye(2))
+    assert same(
+        loading_zoo.Packed(torch.ones(2, 2), torch.ones(2)),
+        loading_zoo.Packed(torch.ones(2, 2), torch.ones(2)),
+    )
+    quantized = [
+        torch.quantize_per_tensor(torch.ones(2) * one, 0.5, 0, torch.qint8) for one in (1, 1, 2)
+    ]
+    assert same(quantized[0], quantized[1])
+    assert not same(quantized[0], quantized[2])
+
+
+def test_a_platform_that_does_not_tell_its_memory_has_4_gib(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(*args: object) -> int:
+        raise OSError
+
+    assert instances.memory_available() > 1 << 20
+    monkeypatch.setattr("builtins.open", unknown)
+    monkeypatch.setattr(os, "sysconf", unknown)
+    assert instances.memory_available() == 4 << 30
