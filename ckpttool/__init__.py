@@ -1,5 +1,23 @@
-"""ckpttool: inspects, diffs and converts PyTorch checkpoints. The functions are the commands of the
-command line.
+"""Inspect, diff and convert PyTorch checkpoints.
+
+The functions are the commands of the command line, with the same options as keywords:
+
+inspect(ckpt)                      what is in a checkpoint; `print` shows the report
+diff(left, right)                  what differs between two checkpoints, and what fixes it
+diff(ckpt, model=model)            whether the model loads the checkpoint, or why not
+fix(ckpt, out, model=model)        apply the fix
+remap(ckpt, out, rule="a => b")    rename keys, convert optimizer state
+convert(ckpt, out)                 another format or dtype
+swap_weights(program, new, out)    new weights in an exported program
+trace(model), explain(name, model) all names of a model's tensors, or of one
+check(files), undo(path), rules()  as the commands
+
+load(ckpt, model, optimizer)       into a live model, whatever wrappers are between them
+save_names, check_names            the names of a model as a unit test
+open_checkpoint(ckpt), write       the index of a checkpoint; write a changed one
+
+They raise `CkptError`, and `Refused` if they would have to guess or lose something. An operand is a
+path, a URL, a state dict or a model, as the command line takes it or as an object.
 """
 
 from __future__ import annotations

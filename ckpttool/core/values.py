@@ -94,7 +94,9 @@ def _told(value: Any) -> str:
         return repr(value) if value.bit_length() < 128 else "<int>"
     if isinstance(value, (tuple, list, dict, frozenset)):
         return f"<{len(value)}>"
-    return f"<{type(value).__name__}>"
+    source = getattr(value, "source", None)
+    of_file = f" {source}" if isinstance(source, str) and len(source) <= _TEXT else ""
+    return f"<{type(value).__name__}{of_file}>"
 
 
 def _text(self: Any) -> str:

@@ -104,10 +104,14 @@ def open_operand(operand: str) -> Checkpoint:
     if picked is None:
         return _described(with_kinds(checkpoint), path)
     if all(section.path != picked for section in checkpoint.sections):
-        lists = _lists_inside(checkpoint, picked)
+        lists = _inside(picked, checkpoint, is_list=True)
         if len(lists) == 1:
             return open_operand(f"{path}::{lists[0].path}")
+        state_dicts = _inside(picked, checkpoint)
         checkpoint = checkpoint.read_as([picked])
+        has_tensors = any(s.path == picked and s.tensors for s in checkpoint.sections)
+        if len(state_dicts) == 1 and not has_tensors:
+            return open_operand(f"{path}::{state_dicts[0].path}")
     selected = replace(pick(checkpoint, picked), source=operand)
     return _described(with_kinds(selected), path)
 
@@ -139,10 +143,15 @@ def pick(checkpoint: Checkpoint, picked: str) -> Checkpoint:
     )
 
 
-def _lists_inside(checkpoint: Checkpoint, path: str) -> list[Section]:
-    """Return the lists of tensors directly in the dict at this path, as in an average's state."""
-    sections = checkpoint.sections
-    return [s for s in sections if s.is_list and s.path.rpartition(".")[0] == path]
+def _inside(path: str, checkpoint: Checkpoint, *, is_list: bool = False) -> list[Section]:
+    """Return the state dicts, or the lists of tensors, directly in the dict at this path, as in an
+    average's state.
+    """
+    inside = []
+    for section in checkpoint.state_dicts:
+        if section.is_list == is_list and section.path.rpartition(".")[0] == path:
+            inside.append(section)
+    return inside
 
 
 def is_code(operand: str) -> bool:

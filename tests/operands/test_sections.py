@@ -110,6 +110,17 @@ def test_nested_state_dict_is_kept_in_a_section_and_in_place(tmp_path: Path) -> 
     assert list(torch.load(path)["net"]) == ["w", "folded"]
 
 
+def test_dict_around_the_only_state_dict_names_it(tmp_path: Path) -> None:
+    average = {"decay": 0.99, "shadow": nn.Linear(2, 3).state_dict()}
+    torch.save({"model": nn.Linear(2, 3).state_dict(), "ema": average}, tmp_path / "a.pt")
+    (section,) = open_checkpoint(f"{tmp_path}/a.pt::ema").sections
+    assert list(section.by_key()) == ["weight", "bias"]
+    two = {"fast": average["shadow"], "slow": average["shadow"]}
+    torch.save({"ema": two}, tmp_path / "b.pt")
+    (section,) = open_checkpoint(f"{tmp_path}/b.pt::ema").sections
+    assert not section.tensors  # a choice would be a guess
+
+
 def test_tensor_next_to_a_section_is_not_a_state_dict(tmp_path: Path) -> None:
     """This holds even if the tensor has the name of a parameter."""
     torch.save(
