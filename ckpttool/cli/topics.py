@@ -32,7 +32,7 @@ Patterns name keys, in --drop, --filter and --ignore:
 
   head.weight      this key
   {x}.weight       {x} is one segment between dots
-  encoder.{x*}     {x*} is one or more segments
+  encoder.{x*}     {x*} is any number of segments
   head.*           any text, also across dots
   layers.[0-3].*   one of these characters; ? is any one
   re:h\\.(\\d+)\\.w   a regular expression for the complete key
