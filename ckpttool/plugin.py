@@ -1,4 +1,4 @@
-"""What a package that adds a format imports: see examples/plugin.
+"""The API for a package that adds a format: see examples/plugin.
 
 Its entry point in the group ``ckpttool.formats`` is a `Format`, whose `matches` takes a `Look`, and
 whose module reads files as a `Checkpoint` of `Section` and `TensorEntry`. The bytes of a tensor are

@@ -167,8 +167,8 @@ def _as_json(failure: Failure) -> str:
 
 
 def problem_lines(problems: Sequence[Problem]) -> list[str]:
-    """Return a line for each problem. A reason that many keys have is said once, above its first
-    keys, in which repeated layers are one.
+    """Return a line for each problem. A reason that many keys have is printed once, above its
+    first keys, in which repeated layers are one.
     """
     by_reason: dict[str, list[Problem]] = {}
     for problem in problems:

@@ -78,7 +78,7 @@ def _root_context(group: Any, args: Sequence[str]) -> Any:
         if stop.code:
             shells = "bash, zsh, fish, powershell or pwsh"
             hint = f"name the shell, {shells}: ckpttool --show-completion bash"
-            raise CkptError("there are no completions for this shell", hint=hint) from None
+            raise CkptError("this shell has no completions", hint=hint) from None
         raise typer.Exit from None
 
 

@@ -168,9 +168,7 @@ def formats() -> str:
         lines.append(f"  {row.title:<43}{' '.join(endings) or 'read only'}{package}".rstrip())
     for problem in added.problems:
         lines.append(f"  the package {problem.key} fails: {problem.problem}")
-    return "\n".join(
-        [*lines, "", "More: docs/formats.md; a format of your own: examples/plugin", ""]
-    )
+    return "\n".join([*lines, "", "More: docs/formats.md; to add a format: examples/plugin", ""])
 
 
 def versions() -> str:

@@ -328,7 +328,8 @@ def _shard_order(
 def _cuts(
     placements: tuple[tuple[str, int, int], ...], mesh_shape: tuple[int, ...]
 ) -> tuple[dict[int, list[int]], dict[int, int]]:
-    """Return the mesh dimensions that cut each dimension, and the one that cuts it in strides.
+    """Return for each dimension the mesh dimensions that cut it, and the mesh dimension that cuts
+    it in strides.
 
     A strided shard is cut after the shards that follow it, which have as many pieces as its split
     factor: FSDP2 makes it from a tensor that tensor parallelism has sharded

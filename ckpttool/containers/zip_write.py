@@ -40,7 +40,7 @@ Entry = Union[Record, NewRecord]  # a record that is kept, or a new one
 
 
 def with_new(records: Sequence[Record], data: Mapping[str, Data]) -> list[Entry]:
-    """Return the records with new bytes for those of these names."""
+    """Return the records; those named in `data` have new bytes."""
     entries: list[Entry] = []
     for record in records:
         new = data.get(record.name)

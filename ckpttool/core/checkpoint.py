@@ -61,8 +61,8 @@ class Storage:
     """The bytes behind one or more tensors. Tensors that share a storage hold the same `Storage`
     object.
 
-    `origin` is the storage of a tensor that it is computed from: where that one was, a writer can
-    put it.
+    `origin` is the storage of a tensor that it is computed from: a writer can put the result in its
+    place.
     """
 
     data: Span | Lazy
@@ -357,7 +357,7 @@ class Section:
 
     @once_per_section
     def has_own_storages(self) -> bool:
-        """Return whether each tensor has a storage of its own."""
+        """Return whether no two tensors share a storage."""
         return len({id(entry.storage) for entry in self.tensors}) == len(self.tensors)
 
     @once_per_section
@@ -391,7 +391,7 @@ class Readings:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a section is, if it is more than a state dict of tensors under a model's names.
+    """The kind of a section that is more than a state dict of tensors under a model's names.
 
     `name` is the row of `kinds.table` that recognized it, `section` its path. `text` is a sentence
     without its subject, the section: "is a LoRA adapter ...". `facts` are what the row read in the

@@ -21,7 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 Choices = Union[Iterable[str], Callable[[], Iterable[str]]]
 
-# Groups of options: those that nearly all commands have, what CKPT is, and what OUT becomes
+# Groups of options: common ones, options about CKPT, options about OUT
 COMMON, IS, BECOMES = "Common options", "What it is", "What it becomes"
 
 

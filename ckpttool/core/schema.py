@@ -272,7 +272,7 @@ def titled(title: str, kind: JsonKind, is_file: bool = False) -> JsonKind:
 
 
 def either(first: JsonKind, second: JsonKind) -> JsonKind:
-    """Return the kind of values that are of one of the two; problems are those of the first."""
+    """Return the kind of values that fit one of the two; the problems come from the first."""
     return JsonKind(
         lambda value, path: () if second.fits(value) else first.problems(value, path),
         lambda closed: {"anyOf": [first.schema(closed), second.schema(closed)]},

@@ -1,4 +1,4 @@
-"""What a report says about loading a state dict into a model, besides the keys that differ."""
+"""Notes on loading a state dict into a model, besides the keys that differ."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _torch_says(loading: LoadedSection) -> list[Note]:
             shown.update(f"size mismatch for {key}: " for key in entry.right)
     for key in loading.verdict.unknown:
         shown.add(f'While copying the parameter named "{key}"')
-    # errors of copying a parameter: the same one for many parameters is said once
+    # an error of copying that many parameters have is noted once
     groups: dict[str, list[str]] = {}
     for text in loading.verdict.errors:
         if not text.startswith(tuple(shown)):

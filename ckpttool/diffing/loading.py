@@ -338,8 +338,8 @@ def _overwritten(
 
 
 class _TensorLoad(NamedTuple):
-    """What a runtime tensor gets: `usual` by loading the model's own state dict, `source` by
-    loading this file (None: nothing). `expected` is the key that saves it, or else the usual value.
+    """The value that a runtime tensor gets: `usual` from the model's own state dict, `source` from
+    this file (None: no value). `expected` is the key that saves it, or else the usual value.
     """
 
     usual: Expression | None

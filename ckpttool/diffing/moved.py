@@ -76,7 +76,7 @@ def _places(
 ) -> dict[Hashable, list[str]]:
     """Map dtype, shape and hash of each tensor to the keys of the candidates that have them.
 
-    Most candidates are not read: only those that have dtype, shape and first bytes of one.
+    A candidate is read only if dtype, shape and first bytes are equal to a tensor's.
     """
     beginnings = {_beginning(tensor) for tensor in tensors}
     likenesses = {likeness for likeness, _ in beginnings}

@@ -22,8 +22,8 @@ def compare_on_ranks(
     then rank 0 goes on.
 
     Every rank runs the comparisons once, as if all values were equal, to learn which tensors they
-    compare. What they compare only if values differ is computed when it is needed. Without a job,
-    return `values`.
+    compare. Comparisons that are made only if values differ are computed when they are needed.
+    Without a job, return `values`.
     """
     if values is None or current() is None:
         return values

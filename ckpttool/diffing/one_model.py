@@ -126,7 +126,8 @@ class _BothFiles(NamedTuple):
 def explain_program(
     names: Names, entries: Sequence[Entry], left: Section, right: Section
 ) -> tuple[Entry, ...]:
-    """Return the entries; what a program never has, or has and no checkpoint does, says so.
+    """Return the entries, with a cause for tensors that a program never has, or that only a program
+    has.
 
     A program has no counter of an AveragedModel and no state of the model's code. An archive of
     TorchScript also has the buffers that the model does not save.

@@ -1,4 +1,4 @@
-"""Compare the optimizer in a checkpoint, and the model next to it, with those that load them."""
+"""Compare a saved optimizer, and its model, with the optimizer and model that load them."""
 
 from __future__ import annotations
 

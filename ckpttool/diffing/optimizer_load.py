@@ -124,7 +124,7 @@ def compare_with_optimizer(
 
 
 def _is_difference(entry: Entry) -> bool:
-    """Return True unless it is about a hyperparameter: loading takes those of the file."""
+    """Return True unless it is about a hyperparameter: loading takes the file's."""
     return entry.status not in HARMLESS and not _is_hyperparameter((*entry.left, *entry.right)[0])
 
 

@@ -168,9 +168,7 @@ def _other_sections(checkpoint: Checkpoint, compared: Section) -> dict[str, Sect
 
 
 def only_on_one_side(sides: BothSides) -> tuple[list[str], list[str]]:
-    """Return notes on sections and entries that only the left has, and those that only the right
-    has.
-    """
+    """Return notes on sections and entries that only the left has, and that only the right has."""
     left, right = sides.left, sides.right
     left_sections = _other_sections(left, sides.left_section)
     right_sections = _other_sections(right, sides.right_section)

@@ -369,7 +369,7 @@ def explain_quantized(
     right: Section | None = None,
     values: Values | None = None,
 ) -> tuple[Entry, ...]:
-    """Return the entries; parts of quantized weights that differ say so, since no cast and no
+    """Return the entries, with a cause for parts of quantized weights that differ: no cast and no
     rename converts these.
 
     A weight that only one side has quantized has other values there, whatever its dtype is. If
@@ -391,7 +391,7 @@ def explain_quantized(
 
 
 def _of_quantized(entry: Entry, schemes: Sequence[str | None], *, reads_values: bool) -> Entry:
-    """Return the entry of keys that have these schemes, None for those that are not quantized."""
+    """Return the entry, with its cause if a key is quantized; `schemes` has the scheme of each."""
     titles = [scheme for scheme in schemes if scheme is not None]
     if not titles or entry.cause is None or entry.has(Code.SCALED, Code.SCALED_VALUE):
         return entry

@@ -154,9 +154,9 @@ def _in_step(left: Chunks, right: Chunks, size: int) -> Iterator[tuple[bytes, by
 class Change:
     """How far the numbers of a tensor changed from left to right.
 
-    `norm` is that of the difference, `relative` is relative to the norm of left, `maximum` the
-    distance of two elements; `differing` counts the `elements` that differ. Norms and
-    distances are of finite elements, and None if they are not finite themselves.
+    `norm` is the norm of the difference, `relative` is `norm` divided by the norm of left,
+    `maximum` is the largest distance of two elements; `differing` counts the `elements` that
+    differ. Norms and distances are of finite elements, and None if they are not finite themselves.
     """
 
     relative: float | None

@@ -34,8 +34,8 @@ def diff(
     (`ignore_dtype` leaves that out).
 
     Args:
-        left: What there is: anything that `open_checkpoint` takes, or a names file.
-        right: What is expected, if that is another checkpoint.
+        left: The checkpoint that you have: anything that `open_checkpoint` takes, or a names file.
+        right: The checkpoint that is expected, if it is not a model.
         **options: `model` is what is expected otherwise, `optimizer` its optimizer. `values`
             compares the bytes too, with `rtol` and `atol` as in ``torch.isclose``; `whole` also
             compares optimizer state and other entries.

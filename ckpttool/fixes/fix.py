@@ -53,8 +53,8 @@ def fix(
         ckpt: Anything that `open_checkpoint` takes.
         out: The path to write; nothing is written without it.
         progress: As for `remap`.
-        **options: `model` and `optimizer` are what loads it; the others are those of `remap` about
-            writing.
+        **options: `model` and `optimizer` will load the checkpoint; the others are the options of
+            `remap` about writing.
 
     Returns:
         What `remap` returns; `loads_into` is the model.

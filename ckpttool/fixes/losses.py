@@ -1,4 +1,4 @@
-"""What a remap leaves out of its source."""
+"""Find tensors and entries that a remap leaves out."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _has_other_order(diff: Diff) -> bool:
 
 
 def _migration(path: str, model: ModelOperand, options: DiffOptions) -> RemapOptions:
-    """Return the options that name what a checkpoint has, and what it will have."""
+    """Return the options that name the old names file and the new model."""
     return RemapOptions(
         model=path,
         to_model=model.model,

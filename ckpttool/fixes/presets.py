@@ -30,7 +30,7 @@ _CONFIGS = ("config.json", "params.json")
 # size of a preset -> its names in these files
 _NAMES_OF_SIZES = {
     "heads": ("num_attention_heads", "n_heads"),
-    # without a number of their own there are as many as heads
+    # without this number there are as many as heads
     "kv_heads": ("num_key_value_heads", "n_kv_heads", "num_attention_heads", "n_heads"),
 }
 
@@ -39,7 +39,7 @@ Templates = frozenset[tuple[str, ...]]
 
 class KnownNames(NamedTuple):
     """A preset for the names of left, in reverse if left has the names that it leads to. `sizes`
-    are those of the model, as far as they are known.
+    are the model's, as far as they are known.
     """
 
     preset: Preset

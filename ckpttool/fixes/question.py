@@ -108,7 +108,7 @@ class DiffQuestion:
         """The prefixes of left below which it has the names of right, if there are several: a
         choice is a guess.
 
-        If the shapes below some of them are those of right, only these.
+        If some of them have the shapes of right below them, return only these.
         """
         if self.left is None or not self.left.state_dicts:
             return []

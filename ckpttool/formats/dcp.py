@@ -128,7 +128,7 @@ def flattened(root: Any, nbytes: int = 0, alone: str = "") -> dict[str, tuple[Pa
     """Return flat key -> the path and the node of each leaf of the state dict at the node `root`.
 
     `nbytes` is the size of the file. A pickle can share a node, and each place of it takes memory.
-    `alone` is the hint for a root that is no dict.
+    `alone` is the hint for a root that is not a dict.
     Raises `Refused`, all problems at once, if torch cannot flatten it: other keys than text, or a
     key of two leaves.
     """

@@ -450,7 +450,7 @@ def _ends(chunk: Chunk) -> list[int]:
 
 
 def _offsets(text: str) -> dict[str, tuple[int, ...]]:
-    """Return the offsets of each tensor's chunk, without those that are not numbers."""
+    """Return the offsets of each tensor's chunk; offsets that are not numbers are left out."""
     try:
         info: Any = strict_json.loads(text)
     except ValueError:

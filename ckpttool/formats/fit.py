@@ -1,5 +1,5 @@
-"""What an output can hold: fit a checkpoint to it, refuse what it has no place for, and say what is
-left out.
+"""Fit a checkpoint to the format of an output: refuse entries that the format cannot hold, and note
+what is left out.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpo
         tensors.append(dense if target.holds.aliases else row_major(dense))
     fitted = replace(section, path="", tensors=tuple(tensors), modules=None, packed_as="")
     if fitted == section:
-        return checkpoint  # and what is known about its section
+        return checkpoint  # whose section keeps its known facts
     return replace(checkpoint, sections=(fitted,), metadata={**checkpoint.metadata, **aliases})
 
 

@@ -121,8 +121,9 @@ def fsdp_home(look: Look) -> str | None:
 
 
 class RankItem(NamedTuple):
-    """What each rank saved to a file of its own: ``model``. `pattern` is the name of these files,
-    `files` the file of each rank. `ranks` is the number of ranks in their names, or None.
+    """An item that each rank saved to a separate file, such as ``model``. `pattern` is the name of
+    these files, `files` the file of each rank. `ranks` is the number of ranks in their names, or
+    None.
     """
 
     name: str
@@ -267,7 +268,7 @@ def file_inside(look: Look, endings: tuple[str, ...] = _ENDINGS) -> str | None:
 
 
 def _candidates(look: Look, endings: tuple[str, ...]) -> list[str]:
-    """List the indexes of shards, then the files that are no shards; a trainer's other files only
+    """List the indexes of shards, then the files that are not shards; a trainer's other files only
     if there is nothing else.
     """
     indexes = [name for name in look.files if INDEX.fullmatch(name)]

@@ -396,8 +396,8 @@ def _with_new_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Shards | None]:
 
 
 def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
-    """Return the shards with their entries in the order of each shard, which may not be that of the
-    index. A computed entry is where a tensor that it is computed from was; without one it follows
+    """Return the shards with their entries in the order of each shard, which may differ from the
+    index's. A computed entry is where a tensor that it is computed from was; without one it follows
     the entry before it.
     """
     places: dict[int, tuple[str, int]] = {}

@@ -1,6 +1,4 @@
-"""What is seen of a path before its format is known. Each fact is read once, when it is first asked
-for.
-"""
+"""Facts about a path before its format is known. Each is read once, when it is first needed."""
 
 from __future__ import annotations
 

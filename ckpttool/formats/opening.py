@@ -70,7 +70,7 @@ def _open(path: str) -> Checkpoint:
 
 def files_next_to(checkpoint: Checkpoint, path: str) -> tuple[str, ...]:
     """Return the names of the files for resuming in the folder at `path`, which are not read;
-    nothing if it is no folder.
+    nothing if it is not a folder.
     """
     if files.is_glob(path) or not files.is_dir(path):
         return ()

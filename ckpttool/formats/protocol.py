@@ -1,5 +1,5 @@
-"""What a format is: how its files are recognized, what it can hold, and the module that reads and
-writes it.
+"""A format: how to recognize its files, what it can hold, and the module that reads and writes
+them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Format:
 
     `succeeded_by`: the format that its library writes today instead.
 
-    `package` is the distribution that the format comes from; empty for those of ckpttool.
+    `package` is the distribution that the format comes from; empty for ckpttool's own.
     """
 
     name: str

@@ -346,7 +346,7 @@ def _changed(
 def _paired(
     old: Section, new: Section
 ) -> tuple[list[tuple[TensorEntry, TensorEntry]], list[Problem]]:
-    """Return the tensors of the program with their replacements, and what does not fit."""
+    """Return the tensors of the program with their replacements, and the problems."""
     count = Counter(entry.key for entry in new.tensors)
     replacements = {entry.key: entry for entry in new.tensors}
     present = {entry.key: entry for entry in old.tensors}

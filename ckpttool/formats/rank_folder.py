@@ -1,4 +1,4 @@
-"""Read a folder in which each rank saved each item to a file of its own.
+"""Read a folder in which each rank saved each item to a separate file.
 
 The checkpoint manager of verl saves ``model_world_size_2_rank_0.pt``, ``optim_...`` and
 ``extra_state_...``. torch_checkpointing saves ``model_0.pt``, ``optimizer_0.pt``, ``step_0.pt``,

@@ -28,7 +28,7 @@ def _of_file(has_signature: Callable[[Look], bool]) -> Callable[[Look], str | No
 
 _index = _of_file(signatures.is_index)
 
-# in the order in which they are asked: the most certain first
+# in the order in which they are tried: the most certain first
 TABLE = (
     Format(
         "safetensors",

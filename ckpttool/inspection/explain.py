@@ -140,8 +140,8 @@ def explain(name: str, model: Any, **options: Unpack[OptimizerKeywords]) -> Expl
 
 
 def _keys_with(tensor: RuntimeTensor, tables: NameTables) -> tuple[str, ...]:
-    """Return the keys that hold the tensor, completely or in part; without those that are another
-    name of it, if there are others.
+    """Return the keys that hold the tensor, completely or in part. Keys of its aliases are left out
+    if there are others.
     """
     first = tables.first[tensor.fqn]
     keys = []
@@ -179,8 +179,8 @@ def _named(names: Names, tables: NameTables, name: str) -> list[RuntimeTensor]:
 
 
 def _fqns_of(tables: NameTables, name: str) -> list[str]:
-    """Return the names that it may stand for: itself, the FQN of the key, and what the key is
-    computed from.
+    """Return the names that it may refer to: itself, the FQN of the key, and the names from which
+    the key is computed.
     """
     source = tables.saved.get(name)
     parts = () if source is None else ex.refs(source)

@@ -118,7 +118,7 @@ def note_archive(
 ) -> None:
     """Note first byte, length and CRC of the records of the archive at byte `base` of the file.
 
-    A local file has a `version` (`version_of`), and what is known of other versions is forgotten.
+    A local file has a `version` (`version_of`); records of other versions are forgotten.
     """
     global _records
     if version is not None or not base:

@@ -47,7 +47,7 @@ class LocalFile:
     def read(self, count: int = -1, /) -> bytes:
         """Return the next `count` bytes (default: all), fewer at the end of the file."""
         parts = []
-        # not more than there is: Python makes room for all bytes that are asked for
+        # not more than there is: Python allocates all requested bytes
         end = self.size if count < 0 else min(self._at + count, self.size)
         while self._at < end:
             data = self.read_at(self._at, end - self._at)

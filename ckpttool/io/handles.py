@@ -1,5 +1,5 @@
 """Local files that are open for reading. Inside of `kept`, a file is opened once, however often it
-is asked for.
+is read.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def look_ahead(heads: Mapping[str, int]) -> None:
     """Open the files side by side, and let the system read about so many bytes at the start of
     each: behind NFS, an open file is several requests.
 
-    What fails is said when the file is read. Outside of `kept` nothing is done.
+    An error is raised when the file is read. Outside of `kept` nothing is done.
     """
     if not _blocks or len(heads) < _FEW:
         return

@@ -437,10 +437,10 @@ def _parts(url: str, start: int, end: int) -> list[Range]:
 
 
 def fetch(ranges: Sequence[Range]) -> list[bytes]:
-    """Return the bytes of each range of files of one store: those of a batch are fetched side by
-    side.
+    """Return the bytes of each range of files of one store.
 
-    A batch is asked for again after errors that may pass. Raises `CkptError`.
+    The ranges of a batch are fetched side by side. A batch is fetched again after errors that may
+    pass. Raises `CkptError`.
     """
     answers: list[bytes] = []
     batch: list[Range] = []

@@ -67,7 +67,7 @@ def _appearing(url: str, nbytes: int, replace: bool) -> Iterator[Any]:
     raises.
 
     Without `replace`, S3 itself refuses to replace an object, if the driver can ask for it; for
-    other stores it is checked at the end that there is none.
+    other stores, check at the end that none was created meanwhile.
     """
     fs, path = filesystem(url)
     at_close = not _AT_CLOSE.isdisjoint(

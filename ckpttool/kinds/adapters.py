@@ -94,7 +94,7 @@ def recognize(section: Section) -> Kind | None:
 
 def by_config(section: Section, peft_type: str) -> Kind:
     """Return the kind of a section that PEFT's configuration calls an adapter, though its keys do
-    not show it: a prompt, or a method without modules of its own.
+    not show it: a prompt, or a method that adds no modules.
     """
     method = peft_type.lower().replace("_", " ")
     adapter = Adapter((method,), {}, tuple(section.keys))
@@ -208,7 +208,7 @@ def path_and_rest(name: str, modules: Collection[str]) -> tuple[str, str]:
 def misfits(adapter: Adapter, shapes: Shapes, base: Shapes) -> list[str]:
     """Return the modules for which LoRA's update has another shape than the weight in `base`.
 
-    `shapes` are those of the adapter's tensors. A weight may be transposed, as in Conv1D of
+    `shapes` are the shapes of the adapter's tensors. A weight may be transposed, as in Conv1D of
     transformers.
     """
     weights = {adapter.inside(key): shape for key, shape in base.items()}

@@ -343,7 +343,7 @@ def problems_of_parts(section: Section, outputs: Sequence[Output]) -> list[Probl
     """Return what would separate the parts of quantized weights, or change their numbers without
     their scales.
 
-    `outputs` are those of a plan for the section.
+    `outputs` are the outputs of a plan for the section.
     """
     weights = quantized_weights(section)
     if not weights:

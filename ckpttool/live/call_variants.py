@@ -112,8 +112,8 @@ def swap_attribute(
 
 
 class _Holder(NamedTuple):
-    """Where a variant of a submodule keeps an attribute: a table of its parameters, of its buffers,
-    or of other attributes. `path` is None for a variant without an FQN.
+    """The place in which a variant of a submodule keeps an attribute: a table of its parameters, of
+    its buffers, or of other attributes. `path` is None for a variant without an FQN.
     """
 
     path: str | None

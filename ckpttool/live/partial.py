@@ -37,8 +37,8 @@ class Part:
 
 
 def fitting_part(section: Section, model: Module, operand: ModelOperand) -> Part:
-    """Return what fits `model`, whose names are those of `operand`, by name and shape. Raise
-    `Refused` if nothing does.
+    """Return the part that fits `model` by name and shape; `operand` gives the model's names. Raise
+    `Refused` if nothing fits.
     """
     if instances(model, FSDP1) or instances(model, FSDP2):
         raise CkptError(

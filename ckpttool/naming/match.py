@@ -240,7 +240,7 @@ def _match_each(
     matched: dict[str, str] = {}
     wrapped: Counter[str] = Counter()
     problems: list[Problem] = []
-    rest: list[str] = []  # keys that are no name in any way
+    rest: list[str] = []  # keys that match no name in any spelling
     for key in keys:
         if key in spellings:
             matched[key] = spellings[key]
@@ -441,7 +441,7 @@ def unlike(
 ) -> dict[str, str]:
     """Return left key -> right key for keys of one side only, in the order of the left.
 
-    `wrapper_paths` are those that all keys of each side show.
+    `wrapper_paths` are the wrappers that all keys of each side show.
     """
     if not only_left or not only_right:
         return {}

@@ -31,8 +31,8 @@ class Effect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OtherVersion:
-    """A module whose version differs on two sides; None: there is no version. `is_lost`: one side
-    has no versions at all.
+    """A module whose version differs on two sides; None: it has no version there. `is_lost`: one
+    side has no versions at all.
     """
 
     path: str

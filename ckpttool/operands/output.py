@@ -32,7 +32,7 @@ from ckpttool.io.paths import name as paths_name
 from ckpttool.io.pieces import Files, Link, Piece, Pieces
 from ckpttool.operands.checkpoint import is_folder, split
 
-# For what only the user knows; those whose names do not say what it is, with what it is.
+# Placeholders for facts that only the user knows, with a description if the name is not enough
 OLD_CODE = {
     "OLD": "the model that saved the file",
     "OLD_OPTIMIZER": "the function that made the optimizer that saved the file",

@@ -52,7 +52,7 @@ def same_model(
     """Return the other state dicts with the same names and shapes, with any wrappers around them.
 
     If the model's `names` are known, also return state dicts that hold the complete model in
-    another form. A list of tensors has no names of its own: it changes only if it is named.
+    another form. A list of tensors has no names: it changes only if the user names it.
     """
     others = []
     for other in checkpoint.state_dicts:

@@ -36,11 +36,12 @@ class OptimizerRequest:
     `model_keys` its keys. `narrowed` is `model` if some of its tensors are left out: then
     parameters that have names follow their keys.
 
-    `state_dicts` are those of the file as it was saved (`operands.checkpoint.saved_state_dicts`):
-    the order of their keys is evidence for the ids. `old_model` is the same command with the model
-    named that saved the file, `output` the file to write. `create` returns the state that the
-    optimizer creates for parameters without any, if they get it. `of_sections` are `names`,
-    `to_names` and `create` of the optimizers that are named by their sections.
+    `state_dicts` are the state dicts of the file as it was saved, by
+    `operands.checkpoint.saved_state_dicts`: the order of their keys is evidence for the ids.
+    `old_model` is the same command with the model named that saved the file, `output` the file to
+    write. `create` returns the state that the optimizer creates for parameters without any, if they
+    get it. `of_sections` are `names`, `to_names` and `create` of the optimizers that are named by
+    their sections.
     """
 
     keys: str | None = None

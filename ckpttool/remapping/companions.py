@@ -139,7 +139,7 @@ class _Decisions:
 
     def about_configs(self, folder: str, out: str, *, stays: bool, is_plain: bool) -> None:
         """Leave files out that describe the old keys, or say what to check if the output `stays` in
-        the folder. `is_plain`: the keys are those that the model has without quantization.
+        the folder. `is_plain`: the model has the same keys without quantization.
         """
         names = names_in(folder) if stays else list(self.files)
         for name in filter(_DESCRIBES_NAMES.fullmatch, names):
@@ -170,8 +170,8 @@ class _Decisions:
         """Say that copied optimizers do not lose the state of parameters that are left out."""
         for name in optimizers_in(list(self.files)):
             self.notes.append(
-                f"{name} is not changed: it still has the state of all parameters, also of those"
-                " that are left out"
+                f"{name} is not changed: it still has the state of all parameters, also of"
+                " parameters that are left out"
             )
 
     def about_dtype(self, folder: str, dtypes: Collection[str], *, stays: bool) -> None:
@@ -273,7 +273,7 @@ def _read_config(path: str) -> tuple[dict[str, Any], bytes]:
 
 
 def _set_dtype(config: dict[str, Any], old: str, new: str) -> None:
-    """Write `new` for the dtype `old` in a configuration, and in those of its parts."""
+    """Write `new` for the dtype `old` in a configuration and in the configurations of its parts."""
     for name, value in config.items():
         if name in _DTYPE and value == old:
             config[name] = new

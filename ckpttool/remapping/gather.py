@@ -347,7 +347,7 @@ def _is_slice_of_matrix(entry: TensorEntry) -> bool:
 
 
 def _runtime_name(key: str, tables: NameTables, reading: Reading) -> str:
-    """Return the runtime FQN of a key; the key itself if it is no tensor of the model."""
+    """Return the runtime FQN of a key; the key itself if it is not a tensor of the model."""
     name = reading.match.names.get(key)
     if name is None:
         return key

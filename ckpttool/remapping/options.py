@@ -165,8 +165,8 @@ class RemapOptions(OptimizerOptions, EditOptions):
 
     @property
     def optimizers(self) -> dict[str, tuple[Any, Any]]:
-        """The optimizer that saved each section and the one that will load it, if they are named by
-        their sections.
+        """Section -> the optimizer that saved it and the optimizer that will load it, if they are
+        named by section.
         """
         saved = self.optimizer if isinstance(self.optimizer, Optimizers) else {}
         loads = self.to_optimizer if isinstance(self.to_optimizer, Optimizers) else {}

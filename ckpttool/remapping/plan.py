@@ -143,7 +143,7 @@ def _applied(
 
 
 def _of_other_model(result: Checkpoint, drafts: Sequence[Draft]) -> Checkpoint:
-    """Return `result` with the state dicts of the `drafts` as those that another model loads."""
+    """Return `result`, in which another model loads the state dicts of the `drafts`."""
     paths = {draft.section.path for draft in drafts}
     sections = []
     for section in result.sections:

@@ -61,7 +61,7 @@ def remap(
             ``ckpttool remap --help``.
 
     Returns:
-        The plan, the new index, and what was written.
+        The plan, the new index, and how it was written.
 
     Raises:
         Refused: Something would be lost, collide or have to be guessed; all problems at once.

@@ -81,7 +81,7 @@ class Request:
 
     @property
     def called(self) -> Callable[[str], str] | None:
-        """What the rules call a name that has no tensor; None without rules."""
+        """Return the name that the rules give to a name without a tensor; None without rules."""
         if not self.rule_steps:
             return None
         from ckpttool.ruleset.steps import name_after

@@ -140,7 +140,7 @@ class Writer:
         if target.folder is None:
             if current() is not None and not self.in_place:
                 raise Refused(
-                    f"{target.path} is one file, and each rank writes files of its own",
+                    f"{target.path} is one file, and each rank writes separate files",
                     hint="write a folder (-o OUT/, or -o OUT.dcp), or run the command without"
                     " torchrun",
                 )

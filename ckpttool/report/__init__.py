@@ -118,8 +118,8 @@ _CUT = "(--all)"  # ends a cell that does not show everything
 
 
 def _in_python(document: Document) -> Document:
-    """Return the document with keywords instead of flags. Commands, and what comes from a file,
-    stay as they are.
+    """Return the document with keywords instead of flags. Commands and text from files stay as they
+    are.
     """
     from dataclasses import replace
 

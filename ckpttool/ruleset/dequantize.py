@@ -81,7 +81,7 @@ def _by_block(
 ) -> Expression:
     """Return the numbers times the scale of their block.
 
-    Complete blocks are dimensions of their own:   [rows, columns] -> [i, rows of a block, j, ...]
+    Complete blocks become dimensions:   [rows, columns] -> [i, rows of a block, j, ...]
     else the scales are repeated, and cut to the shape.
     """
     lead = shape[:-2]

@@ -569,9 +569,7 @@ class InTurn:
         return literal, literal.apply(key)
 
     def _may_match(self, segments: Sequence[str]) -> list[tuple[int, Rule]]:
-        """Return the patterns that match a key of these segments, and those that only trying
-        tells.
-        """
+        """Return the patterns that may match a key of these segments; the caller tries each."""
         words = tuple([segment if segment in self._words else "" for segment in segments])
         rules = self._by_words.get(words)
         if rules is None:

@@ -20,8 +20,8 @@ _REMADE = "a constant of the program, which the model's loading computes from th
 
 
 class ModelConstants(NamedTuple):
-    """The constants, `compared` with the model's. `values` are those of the model that differ,
-    and `sources` tell which constants get one of them.
+    """The constants, `compared` with the model's. `values` are the model's values that differ, and
+    `sources` say which constants get one of them.
     """
 
     compared: list[ComparedConstant]
@@ -37,8 +37,8 @@ def compare_constants(
     weight_map: WeightMap,
     options: SwapOptions,
 ) -> ModelConstants:
-    """Compare the program's tensors, by their canonical names, with those of the model after it has
-    loaded the weights. It is a problem if they differ and no option decides.
+    """Compare the program's tensors, by their canonical names, with the model's after it has loaded
+    the weights. It is a problem if they differ and no option decides.
     """
     verdict = "from_model" if options.constants else "different"
     compared, values = _compared(entries, names, code, weight_map.state_dict, verdict)

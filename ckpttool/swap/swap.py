@@ -163,7 +163,7 @@ def _map(
     options: SwapOptions,
     chosen: Mapping[str, Expression],
 ) -> tuple[WeightMap, Section, Plan | None]:
-    """Map the weights to the program's names, without those that give `chosen` constants a value.
+    """Map the weights to the program's names, except weights that give `chosen` constants a value.
 
     Also return the weights under the names that the map uses; and if these come from loading them
     into the model, this load as a plan.

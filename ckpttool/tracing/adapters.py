@@ -138,6 +138,6 @@ def _loaded(
             missing.append(key)
     unexpected = list(result.unexpected_keys)
     if model.peft_config[name].is_prompt_learning:
-        # the strict load of the prompt comes after the one that returned `result`
+        # the strict load of the prompt comes after the load that returned `result`
         unexpected = [key for key in unexpected if key not in saved]
     return tuple(missing), tuple(unexpected)

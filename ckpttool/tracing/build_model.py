@@ -121,7 +121,7 @@ def _log_as_warning(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the random numbers of the block, and restore those of the caller."""
+    """Seed the random numbers of the block, and restore the caller's generators."""
     if torch.cuda.is_initialized():
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)

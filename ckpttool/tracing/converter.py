@@ -212,7 +212,7 @@ def _outputs(
     first: Mapping[str, str],
     recorder: Recorder,
 ) -> list[Output]:
-    """Return the outputs: those that share no bytes get values of their own."""
+    """Return the outputs. Outputs that share no bytes get separate values."""
     key_of = {id(tensor): key for key, tensor in inputs.items()}
     input_places = {place_of(token(tensor)) for tensor in inputs.values()}
     simplifier = Simplifier(inputs)
@@ -242,7 +242,9 @@ def _cloned(source: Expression) -> Op:
 def _problems_of_reading(
     outputs: list[Output], first: Mapping[str, str], keys: Collection[str]
 ) -> Iterator[Problem]:
-    """Yield the tensors that no output reads, and those that `--drop` names although one does."""
+    """Yield the tensors that no output reads, and tensors that `--drop` names although an output
+    reads them.
+    """
     read: dict[str, str] = {}
     for output in outputs:
         for key in refs(output.source):

@@ -1,5 +1,5 @@
-"""How many elements of a tensor do expressions read? Views count as what they show: the rows that a
-slice leaves out are read by nobody. What an operator computes is taken to read its arguments.
+"""How many elements of a tensor do expressions read? A view reads the elements that it shows:
+nothing reads the rows that a slice leaves out. An operator counts as reading all of its arguments.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _COPIES = ("aten.clone.default", CAST)
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """The elements of a row-major tensor that a view shows, of them those that an operator with
-    indices picks; `index` is its arguments, None for all.
+    """The elements of a row-major tensor that a view shows. An operator with indices picks some of
+    them: `index` is its arguments, None for all.
     """
 
     offset: int
@@ -37,7 +37,7 @@ class _Region:
 
 
 def unread_elements(sources: Iterable[Expression], shapes: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many elements of each tensor no source reads, for those that have some.
+    """Return the tensors of which no source reads some elements, with the number of these.
 
     `shapes` are tensors without data, by their keys; keys that no source names are left out.
     """

@@ -124,7 +124,7 @@ class _LoneParameter:
         return self.parameter.detach().clone(), self._state()
 
     def before_step(self) -> dict[str, Any]:
-        """Return the state that the first step creates, before it is changed; that of the
+        """Return the state that the first step creates, before it is changed; the state of the
         constructor, if the class does not tell the two apart.
         """
         create = getattr(self.optimizer, "_init_group", None)
@@ -225,7 +225,7 @@ def _checked(trial: _LoneParameter) -> dict[str, Any]:
 
 
 def _shapes_of_state(trial: _LoneParameter, small: Mapping[str, Any]) -> dict[str, torch.Size]:
-    """Return the shapes of the state of a parameter without data; `small` are those of a small
+    """Return the shapes of the state of a parameter without data; `small` is the state of a small
     part of it.
     """
     state = trial.before_step()

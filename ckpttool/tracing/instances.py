@@ -274,8 +274,8 @@ def fill(model: nn.Module, filling: Filling, only: Collection[str] | None = None
     """Give every tensor that has values (or `only` those with these first names) other values,
     integers as `others`.
 
-    The values of a negative seed are the negatives of the positive seed's, those of a seed over 100
-    are 64 times as large.
+    A negative seed gives the negatives of the positive seed's values; a seed over 100 gives values
+    that are 64 times as large.
     """
     if filling == "own":
         return

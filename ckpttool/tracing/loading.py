@@ -87,8 +87,8 @@ class Verdict:
     real tensors may refuse it. `by_values`: the model's code looked at values, or made some outside
     of torch: for other values `reads` may differ. `special` are the runtime tensors of another kind
     (quantized, subclasses): whether they keep a value is known only with values. `altered` are the
-    keys whose values they do not keep; `replaced` are those that loading replaces by values of its
-    own, as far as that was tried. `unknown` are the keys of objects that no safe loader creates:
+    keys whose values they do not keep; `replaced` are the keys whose values loading replaces by
+    others, as far as that was tried. `unknown` are the keys of objects that no safe loader creates:
     whether torch loads these is not known.
     """
 
@@ -543,8 +543,8 @@ def _feeders(
 
 
 class _NotedVersions(dict[str, Any]):
-    """What a state dict says of one module. `read` gets its path once code looks at more than
-    torch's own does.
+    """The metadata of one module in a state dict. `read` gets its path once code looks at more than
+    torch's own code does.
     """
 
     read: list[str] | None = None

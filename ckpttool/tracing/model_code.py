@@ -157,7 +157,7 @@ def values_of_constants(
 
     The tensors are outside of the state dict (buffers that are not saved, plain attributes), and
     have their names without wrappers. If there is no `state_dict`, or the model does not load it,
-    their values are those of the constructor.
+    they have the values that the constructor gives.
     """
     names = list(names)
     try:

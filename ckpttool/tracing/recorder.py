@@ -441,7 +441,7 @@ def _depends_on_order(inputs: Sequence[torch.Tensor], targets: Sequence[torch.Te
 
 @cache
 def _can_copy(dtype: torch.dtype) -> bool:
-    """Return whether real tensors of the dtype can be copied: those of four bits cannot."""
+    """Return whether real tensors of the dtype can be copied: four-bit tensors cannot."""
     try:
         source, target = (torch.empty(1, dtype=dtype, device="cpu") for _ in range(2))
         target.copy_(source)

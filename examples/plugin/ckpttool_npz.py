@@ -117,7 +117,7 @@ def _header(head: BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def _stride(shape: tuple[int, ...], is_fortran: bool) -> tuple[int, ...]:
-    """Return the elements between neighbours: in Fortran's order those of a column are adjacent."""
+    """Return the elements between neighbors: in Fortran's order a column is contiguous."""
     dims = range(len(shape))
     if is_fortran:
         return tuple(prod(shape[:dim]) for dim in dims)

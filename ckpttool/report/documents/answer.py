@@ -72,7 +72,7 @@ class LikelyRenames(NamedTuple):
         return cls(tuple(pairs), frozenset(left), frozenset(right))
 
     def explain(self, entry: Entry) -> bool:
-        """Return True if they pair all keys of the entry: with them it is no difference."""
+        """Return True if they pair all keys of the entry, so that it is not a difference."""
         if entry.status not in ("unexpected", "missing", "shape"):
             return False
         return self.left.issuperset(entry.left) and self.right.issuperset(entry.right)

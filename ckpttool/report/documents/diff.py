@@ -261,7 +261,7 @@ class _Lead(NamedTuple):
 def _lead(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair], lists_all: bool) -> _Lead:
     """Return the lead of a diff; if nothing differs it says only what kind of file it is.
 
-    `unpaired` are the entries that count, but for those that the `likely` renames explain.
+    `unpaired` are the entries that count and that the `likely` renames do not explain.
     """
     blocks: list[Block] = []
     if diff.kinds:

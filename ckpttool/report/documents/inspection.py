@@ -439,8 +439,8 @@ class _Module:
         return self.tensors, self.nbytes, tuple(self.dtypes), below
 
     def children(self) -> list[tuple[str, int, _Module]]:
-        """Return the modules below: the pattern of those that are alike, their number, and the
-        first of them.
+        """Return the modules below, grouped if they are alike: the pattern of their names, their
+        number, and the first of them.
         """
         alike = [(name, module.likeness) for name, module in self.below.items()]
         children = []

@@ -120,7 +120,7 @@ def _cell(entry: Cell) -> str:
     if entry.role in _CODE_ROLES:
         return _code_span(entry.text).replace("|", "\\|")
     text = _escape(entry.text)
-    # a mark next to a space is no mark
+    # Markdown ignores a mark next to a space
     if not entry.text or entry.text.strip() != entry.text:
         return text
     mark = _MARKS.get(entry.role, "")
