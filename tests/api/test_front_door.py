@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool import CkptError
-from ckpttool.core.dtypes import itemsize
+from ckpttool import CkptError, plugin
 
 STATE = {"weight": torch.ones(1, 1)}
 
@@ -152,6 +151,12 @@ def test_an_uninstalled_copy_has_an_unknown_version(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_unknown_dtype_is_an_error() -> None:
+    """A package that adds a format may know more dtypes."""
+    data = plugin.Storage(plugin.Span("a.pt", 0, 4))
+    tensor = plugin.TensorEntry("w", "float3", (1,), (1,), 0, data)
+    checkpoint = plugin.Checkpoint(
+        "a.pt", "torch_zip", 4, (plugin.Section("", "state_dict", (tensor,)),)
+    )
     with pytest.raises(CkptError, match="unknown dtype 'float3'") as raised:
-        itemsize("float3")
+        ckpttool.inspect(checkpoint).to_json()
     assert "pip install -U ckpttool" in raised.value.hint
