@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from ckpttool.containers.rank_shards import is_of_ranks, ranks_agree
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names, OptimizerParam
+from ckpttool.core.optimizer_state import Param
 from ckpttool.core.text import Note, plural, shell, some
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.load_notes import compared_by_loading, unreadable_note
@@ -58,7 +60,7 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
             f" parameter's dtype: {some(verdict.converted)}"
         )
         notes.append(Note(text, "converts"))
-    notes += _note_on_stateless(section)
+    notes += _note_on_stateless(section, fit.names)
     title = names.optimizer_class or "model.parameters()"
     if isinstance(model.optimizer, str):
         title = model.optimizer
@@ -112,10 +114,13 @@ def _model_in_file(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bo
     return _ModelInFile(False, problem, (Note(text, "other-sections"),))
 
 
-def _note_on_stateless(section: Section) -> list[Note]:
-    """Return a note on the parameters without state, if others have some."""
+def _note_on_stateless(section: Section, names: Mapping[Param, str]) -> list[Note]:
+    """Return a note on the parameters without state, if others have some; `names` are theirs."""
     state = read(section)
-    without = [str(param) for param in state.params if not state.state.get(param)]
+    without = []
+    for param in state.params:
+        if not state.state.get(param):
+            without.append(names.get(param, str(param)))
     if not without or len(without) == len(state.params):
         return []
     count = plural(len(without), "parameter")

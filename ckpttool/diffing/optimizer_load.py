@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -56,13 +56,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class OptimizerFit:
     """`fits`: torch loads the state, and every parameter gets its own; `remedy` may fix it if
-    not.
+    not. `names` are those of the parameters, as far as they are known without doubt.
     """
 
     entries: tuple[Entry, ...]
     notes: tuple[str, ...]
     fits: bool
     remedy: Remedy | None = None
+    names: Mapping[Param, str] = field(default_factory=dict)
 
 
 def compare_with_optimizer(
@@ -109,7 +110,7 @@ def compare_with_optimizer(
         notes.append(note(f"torch: {error}", "torch-error"))
     if not differs and error is None and param_map.doubt is None:
         notes += _notes_on_fit(param_map, named, target)
-        return OptimizerFit(tuple(entries), tuple(notes), True)
+        return OptimizerFit(tuple(entries), tuple(notes), True, names=param_map.names)
     if needs or (not differs and error is not None and state.form == ID):
         remedy = Remedy("drop_state")  # it is the state of another optimizer
     elif param_map.doubt is not None:

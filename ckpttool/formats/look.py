@@ -114,7 +114,7 @@ def _check_exists(path: str) -> None:
         )
     from difflib import get_close_matches
 
-    close = get_close_matches(paths.name(path), files.names_in(folder), n=3, cutoff=0.6)
+    close = get_close_matches(paths.name(path), files.names_in(folder), n=3, cutoff=0.7)
     hint = "check the path"
     if close:
         hint = f"did you mean {' or '.join(paths.join(folder, name) for name in close)}?"

@@ -50,8 +50,7 @@ HINTS: dict[Advice, str] = {
     "--model file.py:build",
     "alone": "the program has the names of these weights: leave --model out",
     "cast": "--cast converts them to the program's dtypes",
-    "compare": "`ckpttool diff PROGRAM WEIGHTS` compares the two; the program may be of another"
-    " version of the model",
+    "compare": "the program may be of another version of the model",
 }
 
 

@@ -20,7 +20,7 @@ from ckpttool.operands.reading import as_read, read_for_model
 from ckpttool.operands.same_model import same_model
 from ckpttool.remapping.carried_code import check_code
 from ckpttool.remapping.write import Writer, cost_of
-from ckpttool.swap.misfit import Misfit, drop_left_over
+from ckpttool.swap.misfit import HINTS, Misfit, drop_left_over
 from ckpttool.swap.options import SwapOptions
 from ckpttool.swap.result import Swap
 from ckpttool.swap.swap import swap
@@ -55,6 +55,9 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     except Misfit as error:
         if error.advice == "left_over":
             error.hint = drop_left_over(error, weights, new)
+        elif error.advice in ("compare", "model") and not weights.in_memory:
+            line = shell("ckpttool", "diff", weights.source, "--model", program)
+            error.hint = f"{HINTS[error.advice]}; which names and shapes differ: {line}"
         raise
     if not swapped.sources and all(const.verdict != "from_model" for const in swapped.compared):
         raise Refused(

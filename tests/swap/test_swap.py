@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "dtype and shape": (
         changed(norm__bias=torch.ones(4).half(), norm__weight=torch.ones(5)),
-        ["`ckpttool diff "],
+        ["which names and shapes differ: ckpttool diff "],
     ),
     "all at once": (
         changed(
