@@ -59,8 +59,14 @@ _NOT_COMPARED = Note(
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A file, its kind, its problems, a hint that fixes them, and notes on parts that were not
-    checked.
+    """The result for one file.
+
+    Attributes:
+        path: The file.
+        kind: ``checkpoint``, ``names`` or ``rules``.
+        problems: Everything that is wrong with it.
+        hint: How to fix the problems.
+        notes: Remarks on parts that were not checked.
     """
 
     path: str
@@ -73,7 +79,11 @@ class Checked:
 @public
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """The files, in the order in which they were named."""
+    """The result of `check`.
+
+    Attributes:
+        files: The result for each file, in the order in which they were named.
+    """
 
     files: tuple[Checked, ...]
 

@@ -291,21 +291,28 @@ def once_per_section(find: Callable[[Section], Fact]) -> Callable[[Section], Fac
 @public
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One state dict in a file. `path` is the dotted way to it from the file's root (``""`` is the
-    root itself).
+    """One state dict in a file.
 
-    `kind` is one of `KINDS`: ``other`` are tensors outside of all state dicts. `modules` are the
-    module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or
-    None if it has none; torch ignores a path that is not a string, and it is copied. `mapping` is
-    an optimizer's complete state dict: Python's own dicts, lists, tuples and scalars, with a
-    `TensorEntry` for each of `tensors` and an `ExtraEntry` for any other object; None for other
-    kinds. `form` is the form of a model's names that is recorded in the file, because the names
-    alone do not tell it (`formats.form_mark`). `in_lightning`: the section was picked from a
-    Lightning checkpoint, so a common prefix of its keys is the LightningModule's attribute.
-    `has_runtime_names`: no state_dict hook made it, as in exported programs and pickled modules.
-    `packed_as` says what the file has in place of a state dict: a pickled ``module`` of the class
-    `module_class`, a ``list`` of tensors, whose keys are their numbers, or a dict of NumPy
-    ``arrays``.
+    Attributes:
+        path: The dotted path from the file's root; ``""`` is the root itself.
+        kind: One of `KINDS`; ``other`` are tensors outside of all state dicts.
+        tensors: The tensors, in file order.
+        extras: The entries that are not tensors.
+        modules: Module paths of the state dict's ``_metadata`` with their payloads (versions), in
+            file order; None if it has none. torch ignores a path that is not a string, and it is
+            copied.
+        mapping: An optimizer's complete state dict: Python's own dicts, lists, tuples and scalars,
+            with a `TensorEntry` for each of `tensors` and an `ExtraEntry` for any other object.
+            None for other kinds.
+        form: The form of a model's names that is recorded in the file (`formats.remarks`), because
+            the names alone do not tell it.
+        in_lightning: True if the section was picked from a Lightning checkpoint: a common prefix of
+            its keys is the LightningModule's attribute.
+        has_runtime_names: True if no state_dict hook made it, as in exported programs and pickled
+            modules.
+        packed_as: What the file has instead of a state dict: a pickled ``module``, a ``list`` of
+            tensors, whose keys are their numbers, or a dict of NumPy ``arrays``.
+        module_class: The class of the pickled module.
     """
 
     path: str
@@ -415,22 +422,31 @@ class Kind:
 class Checkpoint:
     """The index of one checkpoint.
 
-    `source` is what the user named, `format` its name in `formats.table.FORMATS`, `nbytes` the size
-    of the file. `others` are the dotted paths of everything in the file that belongs to no state
-    dict (``epoch``, ``args``), and `objects` the values there, with the objects around sections and
-    tensors (without these): each can be compared. `imports` are the classes and functions that its
-    pickles import, dangerous ones first, but for torch's own and Python's containers; they are the
-    imports of the whole file, also if one section of it was picked. `metadata` is the safetensors
-    ``__metadata__``. `container` is the reader's own view of the rest of the file; the modules of
-    its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it
-    is). `notes` say, in sentences, what the reader found odd and read all the same. Every storage
-    of the file belongs to a tensor in `sections`, or is in `unreached`. `other_files` are files of
-    the folder that belong to the checkpoint and are not read (Megatron's ``common.pt``). `readings`
-    are set where the file could be read in another way, and are about nothing but the `sections`
-    that were read. `kinds` say what the sections are, as `kinds.table` recognized them when the
-    operand was opened. `adapter_config` is PEFT's description next to an adapter. `files` are the
-    paths and URLs that were opened for the index, each as it was then (`io.sources.State`,
-    `io.remote.Stat`).
+    Every storage of the file belongs to a tensor in `sections`, or is in `unreached`.
+
+    Attributes:
+        source: The operand that the user named.
+        format: The name of the format in `formats.registry.TABLE`.
+        nbytes: The size of the file.
+        sections: The state dicts, optimizers and other tensors.
+        others: Dotted paths of everything that belongs to no state dict (``epoch``, ``args``).
+        imports: The classes and functions that the pickles of the complete file import, dangerous
+            ones first, except torch's own and Python's containers.
+        metadata: The ``__metadata__`` of safetensors.
+        container: The reader's own view of the rest of the file, for the modules of its format
+            (`containers.program.program_of` reads a program in it).
+        notes: Oddities that the reader accepted, as sentences.
+        unreached: Storages that no tensor has.
+        other_files: Files of the folder that belong to the checkpoint and are not read
+            (Megatron's ``common.pt``).
+        readings: Another way to read the file, if there is one; it is about the `sections` that
+            were read, and nothing else.
+        objects: The values at `others`, and the objects around sections and tensors (without
+            these). Each can be compared.
+        kinds: The kinds of the sections, as `kinds.table` recognized them when it was opened.
+        adapter_config: PEFT's description next to an adapter.
+        files: The paths and URLs that were opened for the index, each as it was then
+            (`io.sources.State`, `io.remote.Stat`).
     """
 
     source: str

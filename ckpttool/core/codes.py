@@ -25,8 +25,14 @@ KINDS = {
 @public
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A code with its meaning, a line of a report that has it, and how to fix it. `kind` is one of
-    `KINDS`.
+    """A code of reports and how to fix its cause.
+
+    Attributes:
+        code: The code, as ``ckpttool explain`` takes it.
+        kind: One of `KINDS`.
+        meaning: What the code says.
+        example: A line of a report that has it.
+        fix: How to fix it.
     """
 
     code: str

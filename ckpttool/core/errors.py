@@ -12,8 +12,12 @@ from ckpttool.core.values import dataclass, public
 @public
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem, and the key (or path) that has it. `kind` is its code (`ckpttool.core.codes`), for
-    code that chooses a hint.
+    """A problem of one key or path; ``str`` gives ``problem @ key``.
+
+    Attributes:
+        problem: What is wrong.
+        key: The key or path that has the problem.
+        kind: The code of the problem (`ckpttool.core.codes`), for code that chooses a hint.
     """
 
     problem: str
@@ -37,8 +41,10 @@ _REPEATED = 3  # keys that repeat the problem that they have
 class CkptError(Exception):
     """No answer: bad usage, unreadable or unsafe input, I/O failure (exit status 2).
 
-    `message` is one line; `hint` says what to do about it, with a command that can be pasted where
-    there is one; `problems` lists every place at once.
+    Attributes:
+        message: One line that says what is wrong.
+        hint: How to fix it, if possible with a command that can be pasted.
+        problems: Every problem at once, each with its key.
     """
 
     exit_status = 2

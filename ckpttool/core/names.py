@@ -49,9 +49,15 @@ class RuntimeTensor:
     """A tensor as ``named_parameters(remove_duplicate=False)`` /
     ``named_buffers(remove_duplicate=False)`` list it.
 
-    `canonical` is the FQN without the segments that wrappers added; `kind` is ``parameter`` or
-    ``buffer``; `alias_of` is the first FQN of the same tensor; `shape` is None for an uninitialized
-    (lazy) parameter.
+    Attributes:
+        fqn: Its name in the module.
+        canonical: The FQN without the segments that wrappers added.
+        kind: ``parameter`` or ``buffer``.
+        persistent: False for a buffer that ``state_dict()`` does not save.
+        trainable: ``requires_grad``.
+        dtype: Torch's name without ``torch.``.
+        shape: Its sizes; None for an uninitialized (lazy) parameter.
+        alias_of: The first FQN of the same tensor; None if this is the first.
     """
 
     fqn: str
@@ -100,10 +106,13 @@ class LoadedTensor:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerParam:
-    """A parameter's position in ``optimizer.state_dict()``: its id, its FQN, the index of its param
-    group.
+    """A parameter's position in ``optimizer.state_dict()``.
 
-    `state` are the names of its state after one step; empty if that is not known.
+    Attributes:
+        id: Its number in the state dict.
+        fqn: Its name in the module.
+        group: The index of its param group.
+        state: The names of its state after one step; empty if that is not known.
     """
 
     id: int
@@ -115,12 +124,24 @@ class OptimizerParam:
 @public
 @dataclass(frozen=True, slots=True)
 class Names:
-    """All names of one model; the fields are as in the contract's `trace` object.
+    """All names of one model; `to_json` gives the contract's `trace` object.
 
-    `modules` are the module paths of the state dict's ``_metadata``, or None if it has none;
-    `versions` the versions of modules whose loading depends on it, else None. `optimizer_groups`
-    are the hyperparameters of each param group, if they are plain values. `notes` say what was not
-    examined, or could not be determined.
+    Attributes:
+        model: The operand that named the model.
+        torch: The version of torch that ran the model.
+        runtime: The parameters and buffers, under all of their names.
+        serialized: The tensors of ``state_dict()``.
+        load: The runtime tensors after ``load_state_dict``.
+        not_serialized: FQNs of tensors that feed no key of ``state_dict()``.
+        extra_state: Keys of ``state_dict()`` that are not tensors.
+        roundtrips: True if loading restores what saving wrote.
+        roundtrip_problems: Tensors and keys that do not survive saving and loading.
+        optimizer: The parameters of the optimizer, by id.
+        modules: Module paths of the state dict's ``_metadata``; None if it has none.
+        optimizer_class: The class of the optimizer; None without one.
+        optimizer_groups: The hyperparameters of each param group, if they are plain values.
+        notes: Facts that were not examined or could not be determined.
+        versions: Versions of modules (``_metadata``) if loading depends on them, else None.
     """
 
     model: str

@@ -117,7 +117,15 @@ class ModelRun:
 @public
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The result of a remap. Sections that it does not name are copied unchanged."""
+    """The result of a remap as data. Sections that it does not name are copied unchanged.
+
+    Attributes:
+        outputs: The entries of the result, each with its expression over the source's tensors.
+        dropped: Entries of the source that the result does not hold, with the reason.
+        modules: Module paths of ``_metadata`` that change their names.
+        runs: Runs of a model's own code that compute values.
+        optimizers: Optimizer states that move to other parameters.
+    """
 
     outputs: tuple[Output, ...] = ()
     dropped: tuple[Dropped, ...] = ()

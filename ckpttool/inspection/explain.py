@@ -31,10 +31,17 @@ _STATE = re.compile(r"(?:(?:optimizer|optim)\.)?state\.(.+)\.[^.]+")
 @public
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`serialized` are the keys with the tensor or a part of it; `forms` maps each form to the name
-    in it.
+    """The names of one tensor of a model.
 
-    `also` are the FQNs of other tensors that `name` names in another form.
+    Attributes:
+        name: The name that was given.
+        tensor: The runtime tensor.
+        serialized: The keys that hold the tensor or a part of it.
+        forms: Form -> the name of the tensor in it.
+        aliases: The other FQNs of the same tensor.
+        also: FQNs of other tensors that `name` names in another form.
+        optimizer: The position of the parameter in ``optimizer.state_dict()``; None for a buffer.
+        hook: The state_dict hook that renames or computes a key of the tensor.
     """
 
     name: str

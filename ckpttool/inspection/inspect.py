@@ -69,10 +69,13 @@ class InspectedTensor(NamedTuple):
 class Inspection:
     """A checkpoint, and what its names show.
 
-    `wrappers` are the segments that wrappers added to the keys of each section (``module``,
-    ``_orig_mod``, ...), and `aliases` maps the second names of tensors to the first; both by
-    section path. `statistics` are by the identity of each dense tensor; None if values were not
-    read.
+    Attributes:
+        checkpoint: The index of the file.
+        wrappers: Section path -> the segments that wrappers added to its keys (``module``,
+            ``_orig_mod``, ...).
+        aliases: Section path -> the other names of tensors, each with the first name.
+        statistics: Identity of each dense tensor -> the statistics of its values; None if values
+            were not read.
     """
 
     checkpoint: Checkpoint

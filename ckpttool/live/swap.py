@@ -78,12 +78,15 @@ _COMPILED_IN = (
 @public
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """The result of a swap. `sources`: FQN -> expression over the state dict's keys; `constants`
-    are unchanged.
+    """The result of a swap into a module or program in memory.
 
-    `form` is the form of the keys; `ignored` are entries that no module holds as a tensor.
-    `by_code` are the FQNs that were computed by running the model's own loading, as by the command.
-    `compared` says for each constant of a program how it compares with the model's.
+    Attributes:
+        sources: FQN -> expression over the keys of the state dict.
+        form: The form of the keys.
+        ignored: Entries of the state dict that no module holds as a tensor.
+        constants: The program's constants that are unchanged.
+        by_code: FQNs whose values the model's own loading computed.
+        compared: How each constant of a program compares with the model's.
     """
 
     sources: Mapping[str, Expression]

@@ -32,9 +32,12 @@ from ckpttool.remapping.write import COST, UNDO, VERIFIED, Cost, Undo, Verified
 @public
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What `--fill-from` took from a checkpoint: missing keys, below the paths of their sections.
+    """Tensors that `--fill-from` took from one checkpoint.
 
-    `unused` counts its tensors that the result has from elsewhere.
+    Attributes:
+        source: The checkpoint.
+        keys: The keys that were missing, below the paths of their sections.
+        unused: The number of its tensors that the result has from elsewhere.
     """
 
     source: str
@@ -45,19 +48,33 @@ class Filled:
 @public
 @dataclass(frozen=True, slots=True)
 class Remap:
-    """The result of a remap. `result` is the checkpoint to write.
+    """The result of a remap.
 
-    `source_form` and `form` are the forms that the keys were in and are in, as words, or None.
-    `ruled` is what the rules did to the model, `model` what the whole remap did to it, unless
-    `--select` narrows it. `narrowed` is the same if tensors of the model are left out. `sections`
-    are the state dicts that were changed together, if there are several. `written` says how a file
-    named by --in-place was written, or would be, and `undo` how that is taken back, `verified` how
-    the output is known to be right, `cost` what a `dry_run` found it to take. `companions` says
-    what became of the other files of a folder. `source` and `output` are the operands CKPT and OUT.
-    `format` is the title of the output's format. `changes_content` is False if the result has the
-    names, values and order of the source: only its format may differ. `loads_into` is the model
-    that `fix` wrote the output for. `missing` are the keys of the model, below the paths of their
-    sections, that the result lacks, `filled` is what other checkpoints gave it.
+    Attributes:
+        result: The checkpoint to write.
+        plan: The plan of the change.
+        source_form: The form that the keys were in, in words; None if it is not known.
+        form: The form that was requested for the keys, in words; None without one.
+        notes: Remarks on the change.
+        optimizers: What happens to each optimizer state.
+        ruled: The change that the rules make to the model.
+        model: The change that the complete remap makes to the model; None if `--select` narrows it.
+        narrowed: The same change if tensors of the model are left out.
+        sections: The paths of the state dicts that changed together, if there are several.
+        written: How a file named by `--in-place` was written, or would be.
+        undo: How to undo the in-place edit.
+        verified: How the output was checked.
+        cost: The bytes that a dry run found it to read, write and hold.
+        companions: What happens to the other files of a folder.
+        source: The operand CKPT.
+        output: The operand OUT.
+        dry_run: True if only the plan was made and nothing was written.
+        changes_content: False if the result has the names, values and order of the source: only
+            its format may differ.
+        missing: Keys of the model that the result lacks, below the paths of their sections.
+        format: The title of the output's format.
+        loads_into: The model that `fix` wrote the output for.
+        filled: What other checkpoints gave it.
     """
 
     result: Checkpoint

@@ -305,8 +305,11 @@ UNDO = record(Undo, {"command": TEXT, "bytes": COUNT}, called={"bytes": "nbytes"
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """What `undo` did with `path`. `way`: the last edit is undone, or an interrupted one rolled
-    back.
+    """The result of `undo`.
+
+    Attributes:
+        path: The file or folder.
+        way: ``undone``: the last edit is undone; ``rolled back``: an interrupted edit is.
     """
 
     path: str

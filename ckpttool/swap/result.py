@@ -42,14 +42,23 @@ class ComparedConstant(NamedTuple):
 @public
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """The program with its new weights. `sources`: FQN -> expression over the checkpoint's keys.
+    """The program with its new weights.
 
-    `unchanged`: the program had all of these values before. `compared` compares each constant that
-    is not in NEW with the model's. `form` is the form of the checkpoint's keys; `ignored` are its
-    entries that no program holds. `kept` are tensors of the program that no checkpoint of the model
-    has: counters of AveragedModels, buffers that are not saved. `cost` is the result of a dry run,
-    `verified` how the output was checked. `source`, `weights` and `output` are the operands:
-    PROGRAM, NEW, and OUT. `notes` are on what was read.
+    Attributes:
+        program: The index of the program as it is written.
+        sources: FQN -> expression over the checkpoint's keys.
+        form: The form of the checkpoint's keys.
+        ignored: Entries of the checkpoint that no program holds.
+        kept: Tensors of the program that no checkpoint of the model has: counters of
+            AveragedModels, buffers that are not saved.
+        compared: How each constant that is not in NEW compares with the model's.
+        cost: The bytes that a dry run found it to read, write and hold.
+        verified: How the output was checked.
+        source: The operand PROGRAM.
+        weights: The operand NEW.
+        output: The operand OUT.
+        unchanged: True if the program had all of these values before.
+        notes: Remarks on the files that were read.
     """
 
     program: Checkpoint

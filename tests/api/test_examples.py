@@ -1,7 +1,8 @@
-"""The examples in the docstrings of the functions run as they are printed."""
+"""Docstrings of the API: they are complete, and their examples run as they are printed."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 import ckpttool
 
 FUNCTIONS = [name for name in ckpttool.__all__ if inspect.isfunction(getattr(ckpttool, name))]
+RESULTS = [name for name in ckpttool.__all__ if dataclasses.is_dataclass(getattr(ckpttool, name))]
 BUILD = """
 from torch import nn
 
@@ -64,3 +66,11 @@ def test_function_documents_its_arguments_and_its_example_runs(
     for key, value in list(names.items()):
         if key.startswith("test_"):
             value()
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_result_documents_each_of_its_fields(name: str) -> None:
+    result = getattr(ckpttool, name)
+    attributes = (inspect.getdoc(result) or "").partition("\nAttributes:\n")[2]
+    documented = re.findall(r"^    (\w+): ", attributes, re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(result)]
