@@ -11,8 +11,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from ckpttool.io import write_remote
 from remote_servers import s3_server
+from surroundings import upload_in_parts
 
 
 @pytest.fixture(scope="session")
@@ -41,4 +41,4 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Upload in parts of 5 MiB, the least that S3 allows."""
-    monkeypatch.setattr(write_remote, "PART", 5 << 20)
+    upload_in_parts(monkeypatch, 5 << 20)

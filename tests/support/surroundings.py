@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from ckpttool.core import limits
-from ckpttool.io import remote, sources
+from ckpttool.io import remote, sources, write_remote
 from ckpttool.tracing import instances
 
 
@@ -36,3 +36,7 @@ def forget(url: str) -> None:
 def trust_file_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read files that were written just now without waiting for the clock."""
     monkeypatch.setattr(sources, "_TICK", 0)
+
+
+def upload_in_parts(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr(write_remote, "PART", nbytes)
