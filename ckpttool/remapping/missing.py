@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpttool.core.text import dotted
+from ckpttool.core.text import Note, dotted, plural, some
 from ckpttool.kinds.adapters import adapter_in
 from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.match import match
@@ -24,6 +24,24 @@ def missing_keys(outcome: Remap, inputs: Inputs) -> tuple[str, ...]:
     if outcome.missing and inputs.gathered is None:
         return _needed(outcome, request, other or saved)
     return outcome.missing
+
+
+def note_on_kept_keys(outcome: Remap, inputs: Inputs) -> list[Note]:
+    """Return a note if the options are about optimizers only, so that keys stay as they are, and
+    the model that is named for them has keys which the file lacks.
+    """
+    model = inputs.to_model or inputs.model
+    if model is None or inputs.request.saved is not None or not outcome.result.state_dicts:
+        return []
+    missing: list[str] = []
+    for section in of_one_model(outcome.result, inputs.options.sections, model.names()):
+        keys = match(section.keys, *loadable(model.tables, ModelForm.SERIALIZED)).missing
+        missing += [dotted(section.path, key) for key in keys]
+    if not missing:
+        return []
+    count = plural(len(missing), "key")
+    text = f"the keys stay as they are: the file lacks {count} of {model.title}: {some(missing)}"
+    return [Note(text, "missing")]
 
 
 def _not_reached(outcome: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:

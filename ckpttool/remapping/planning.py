@@ -13,7 +13,7 @@ from ckpttool.operands.output import target_for
 from ckpttool.remapping.by_position import notes_on_lists
 from ckpttool.remapping.filling import fill
 from ckpttool.remapping.gather_optimizers import with_gathered_optimizers
-from ckpttool.remapping.missing import missing_keys
+from ckpttool.remapping.missing import missing_keys, note_on_kept_keys
 from ckpttool.remapping.optimizers import optimizer_request, with_optimizers
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import remap as remap_index
@@ -47,6 +47,7 @@ def plan_remap(
     outcome = replace(outcome, notes=(*_notes_of_source(outcome, inputs.source), *outcome.notes))
     if outcome.result.optimizers or options.optimizer_keys is not None:
         outcome = with_optimizers(outcome, optimizer_request(inputs))
+        outcome = replace(outcome, notes=(*outcome.notes, *note_on_kept_keys(outcome, inputs)))
     other_names = None if inputs.other_model is None else inputs.to_names
     lists = notes_on_lists(outcome, inputs.names, other_names, inputs.request.called)
     changes = inputs.gathered is not None or changes_content(inputs.source, outcome)

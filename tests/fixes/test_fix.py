@@ -255,7 +255,7 @@ def test_an_averaged_model_next_to_the_model_keeps_its_counter(optimizer: bool, 
     words = ("--optimizer", "fix_net.py:sgd") if optimizer else ()
     done = run("fix", "run.pt", "--model", "fix_net.py:Hidden", *words, "-o", "fixed.pt")
     assert done.status == 0
-    assert "names of model and stays as it is (--sections" in done.err
+    assert "names of model and stays as it is (`remap --sections" in done.err
     fixed = torch.load("fixed.pt")
     model().load_state_dict(fixed["model"])
     AveragedModel(model()).load_state_dict(fixed["ema"])

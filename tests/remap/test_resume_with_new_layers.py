@@ -182,3 +182,19 @@ def test_a_tensor_that_rules_renamed_is_not_filled_again(run: Run, make: str) ->
     assert "is stages.weight in the output @ blocks.weight" in refused.err
     assert "--to-model" in refused.err
     assert not Path("out.pt").exists()
+
+
+def test_keys_that_stay_and_are_incomplete_are_noted(run: Run, make: str) -> None:
+    """Options about optimizers leave the keys alone, also if the model lacks some."""
+    saved = torch.load("train.pt")
+    words = ("--model", "model.py:old", "--optimizer", f"model.py:{make}", "--to-optimizer")
+    other = "model.py:two_groups" if make == "one_group" else "model.py:one_group"
+    complete = run("remap", "train.pt", *words, other, "-o", "complete.pt")
+    assert complete.status == 0
+    assert "the keys stay as they are" not in complete.err
+    saved["model"].pop("head.bias")
+    torch.save(saved, "part.pt")
+    part = run("remap", "part.pt", *words, other, "-o", "out.pt")
+    assert part.status == 0
+    lacks = "the keys stay as they are: the file lacks 1 key of model.py:old: model.head.bias"
+    assert lacks in part.err
