@@ -120,6 +120,13 @@ class Pattern:
     bound: Bound
     has_star: bool
 
+    @property
+    def only_key(self) -> str | None:
+        """The key that a pattern without variables matches; None if it has variables."""
+        if self.bound or not self.is_simple:
+            return None
+        return ".".join(text for _, text in self.literals)
+
     def ways(self, segments: Sequence[str]) -> Iterable[Bound]:
         """Yield each way to match a key of these segments. Raises `TooManyTries` if there are too
         many to try.
@@ -537,14 +544,15 @@ class InTurn:
         self._by_words: dict[tuple[str, ...], list[tuple[int, Rule]]] = {}
         self._renamed: dict[str, tuple[Rule | None, str | None]] = {}
         for index, rule in enumerate(rules):
-            tokens = rule.source.tokens if isinstance(rule.source, Pattern) else ()
-            if tokens and not any(token.name for token in tokens):
-                key = ".".join(token.text for token in tokens)
+            if isinstance(rule.source, Regex):
+                self._others.append((index, rule))
+                continue
+            key = rule.source.only_key
+            if key is not None:
                 self._literal.setdefault(key, (index, rule))
                 continue
             self._others.append((index, rule))
-            if isinstance(rule.source, Pattern):
-                self._words.update(text for _, text in rule.source.literals)
+            self._words.update(text for _, text in rule.source.literals)
 
     def first(self, key: str) -> tuple[Rule | None, str | None]:
         """Return the rule and the key's new name, or two None. Raises as `Rule.apply` does."""
