@@ -70,10 +70,19 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     keys = key, key if left.key == right.key else (right.key,)
     if values is None and _have_same_outline(left, right):
         return Entry("same", *keys)
-    if not isinstance(left, TensorEntry) or not isinstance(right, TensorEntry):
-        if type(left) is type(right):
-            return _compare_objects(left, right, values)
-        return Entry("shape", *keys, Cause(Code.OBJECT_ONE_SIDE))
+    if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
+        return _compare_tensors(left, right, keys, values)
+    if type(left) is type(right):
+        return _compare_objects(left, right, values)
+    return Entry("shape", *keys, Cause(Code.OBJECT_ONE_SIDE))
+
+
+def _compare_tensors(
+    left: TensorEntry,
+    right: TensorEntry,
+    keys: tuple[tuple[str, ...], tuple[str, ...]],
+    values: Values | None,
+) -> Entry:
     if not _are_of_one_kind(left, right):
         detail = f"{kind(left)} instead of {kind(right)}"
         return Entry("shape", *keys, Cause(Code.KIND), None, detail)
