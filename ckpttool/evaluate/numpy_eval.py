@@ -166,13 +166,17 @@ def _read_spanned(entry: TensorEntry, data: Span) -> tuple[bytearray, tuple[int,
     start = data.offset + entry.offset * size
     extents = [(length - 1) * step for length, step in zip(entry.shape, stride)]
     spanned = 1 + sum(extents)
+    everything = Span(data.path, start, spanned * size)
     dims = [dim for dim, extent in enumerate(extents) if extent]
-    if dims:
-        longest = max(dims, key=lambda dim: stride[dim])
-        places = entry.shape[longest]
-        count = spanned - extents[longest]  # elements at each place
-        if 2 * count * places <= spanned:
-            step = stride[longest] * size
-            spans = [Span(data.path, start + i * step, count * size) for i in range(places)]
-            return read_spans(spans), (*stride[:longest], count, *stride[longest + 1 :])
-    return read_span(Span(data.path, start, spanned * size)), stride
+    if not dims:
+        return read_span(everything), stride
+    longest = max(dims, key=lambda dim: stride[dim])
+    places = entry.shape[longest]
+    count = spanned - extents[longest]  # elements at each place
+    if 2 * count * places > spanned:
+        return read_span(everything), stride
+    spans = []
+    for place in range(places):
+        offset = start + place * stride[longest] * size
+        spans.append(Span(data.path, offset, count * size))
+    return read_spans(spans), (*stride[:longest], count, *stride[longest + 1 :])

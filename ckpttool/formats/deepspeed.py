@@ -487,11 +487,11 @@ def _layout_problems(layout: _FlatLayout) -> list[Problem]:
     groups, gaps, sizes = layout.groups, layout.gaps, layout.sizes
     if not groups:
         return [Problem("no shapes of parameters", "param_shapes")]
-    are_gaps = all(type(gap) is int and gap >= 0 for gap in chain(*gaps))
-    if not are_gaps or list(map(len, gaps)) != list(map(len, groups)):
+    if not _have_gaps(groups, gaps):
         return [Problem("not one for each parameter", _PADDINGS)]
-    counts = list(map(len, sizes))
-    if len(set(counts)) > 1 or (layout.stage < 3 and counts[0] != len(groups)):
+    counts = [len(numels) for numels in sizes]
+    counts_differ = len(set(counts)) > 1
+    if counts_differ or (layout.stage < 3 and counts[0] != len(groups)):
         return [Problem(f"{len(groups)} param groups, the ranks have {counts}", "param_shapes")]
     if layout.stage == 3:
         return _stage_3_problems(groups, sizes)
@@ -499,13 +499,22 @@ def _layout_problems(layout: _FlatLayout) -> list[Problem]:
     for index, shapes in enumerate(groups):
         # The end of a group is padded to a multiple of twice the number of ranks, and not always
         # saved.
-        expected = sum(map(prod, shapes.values())) + sum(gaps[index])
-        least = expected - sum(gaps[index][-1:])
+        paddings = gaps[index]
+        expected = sum(map(prod, shapes.values())) + sum(paddings)
+        least = expected - sum(paddings[-1:])
+        most = expected + 2 * len(sizes) - 1
         actual = sum(numels[index] for numels in sizes)
-        if not least <= actual < expected + 2 * len(sizes):
+        if not least <= actual <= most:
             text = f"the ranks hold {actual:,} elements, its parameters are {expected:,}"
             problems.append(Problem(text, f"param group {index}"))
     return problems
+
+
+def _have_gaps(groups: Sequence[Shapes], gaps: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether each parameter of each group has a padding."""
+    if [len(paddings) for paddings in gaps] != [len(shapes) for shapes in groups]:
+        return False
+    return all(type(padding) is int and padding >= 0 for padding in chain(*gaps))
 
 
 def _stage_3_problems(groups: Sequence[Shapes], sizes: Sequence[tuple[int, ...]]) -> list[Problem]:

@@ -179,21 +179,25 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> Sequence[Any]:
     """Return the part of each parameter of the unit in one value of the flat parameter's state."""
     if not isinstance(value, TensorEntry):
         return [value] * len(unit.slots)
-    flat = unit.entry
     parts = [part for part in parts_of(value) if part is not None]
-    on_all_ranks = len(parts) == len(parts_of(flat))
-    outlines = {(part.shape, part.dtype) for part in parts}
-    if on_all_ranks and outlines == {((unit.chunk,), value.dtype)}:
+    if _are_cut_as(unit, parts, value.dtype):
         return [cut_out(value, slot) for slot in unit.slots]
     if any(part.numel > 1 or part.storage is None for part in parts):
         shapes = ", ".join(str(list(part.shape)) for part in parts)
-        text = f"is {shapes} on the ranks, {flat.key} is [{unit.chunk}] on each"
+        text = f"is {shapes} on the ranks, {unit.entry.key} is [{unit.chunk}] on each"
         problems.append(Problem(text, value.key))
         return [value] * len(unit.slots)
     if not ranks_agree(value):
         problems.append(Problem(DIFFERS, value.key))
     # a step counter: each parameter has its own
     return [in_own_storage(parts[0]) for _ in unit.slots]
+
+
+def _are_cut_as(unit: Unit, parts: Sequence[TensorEntry], dtype: str) -> bool:
+    """Return whether each rank has a part of the size of its part of the flat parameter."""
+    if len(parts) != len(parts_of(unit.entry)):
+        return False
+    return all(part.shape == (unit.chunk,) and part.dtype == dtype for part in parts)
 
 
 def _owners(state: OptimizerState, names: Names, where: str) -> ParamMap:

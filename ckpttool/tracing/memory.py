@@ -236,10 +236,12 @@ def _is_slice(root: Geometry, piece: Geometry, dim: int, start: int) -> bool:
         return False
     if len(piece.shape) != len(root.shape):
         return False
-    if piece.shape[:dim] != root.shape[:dim] or piece.shape[dim + 1 :] != root.shape[dim + 1 :]:
-        return False
-    strides = zip(piece.shape, piece.stride, root.stride)
-    return all(size == 1 or stride == whole for size, stride, whole in strides)
+    for index, size in enumerate(piece.shape):
+        if index != dim and size != root.shape[index]:
+            return False
+        if size != 1 and piece.stride[index] != root.stride[index]:
+            return False
+    return True
 
 
 def _flat(root: Geometry, value: Expression, geom: Geometry) -> Expression | None:
