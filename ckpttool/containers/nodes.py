@@ -269,14 +269,19 @@ def _name_and_parts(node: Any) -> tuple[tuple[object, ...], Iterable[Any]]:
         return ("set", node.frozen), children(node)
     if type(node) is Persistent:
         return ("reference",), children(node)
-    if type(node) is not Call:
-        return (type(node).__name__, len(node)), children(node)
-    items = node.items or ()
-    pairs = list(chain(*(node.pairs or {}).items()))
-    state = () if node.state is ABSENT else (node.state, node.setter)
-    counts = len(items), len(pairs), len(state)
-    parts = (node.func, node.args, node.kwargs, *items, *pairs, *state)
-    return ("call", node.how, *counts), parts
+    if type(node) is Call:
+        return _of_call(node)
+    return (type(node).__name__, len(node)), children(node)
+
+
+def _of_call(call: Call) -> tuple[tuple[object, ...], Iterable[Any]]:
+    items = call.items or ()
+    pairs: list[Any] = []
+    if call.pairs:
+        pairs.extend(chain(*call.pairs.items()))
+    state = () if call.state is ABSENT else (call.state, call.setter)
+    name = ("call", call.how, len(items), len(pairs), len(state))
+    return name, (call.func, call.args, call.kwargs, *items, *pairs, *state)
 
 
 def as_later_protocols(node: Call) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import codecs
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import field, replace
@@ -938,10 +938,7 @@ _MOST_TEXT, _MOST_PARTS, _MOST_LEVELS = 200, 8, 4  # of a call that is shown
 
 
 def _shown_call(call: Call) -> str:
-    parts = _shown_parts(call.args, 0)
-    for key, value in islice((call.kwargs or {}).items(), _MOST_PARTS):
-        parts.append(f"{_shown(key, 1)}={_shown(value, 1)}")
-    arguments = ", ".join(parts)
+    arguments = ", ".join([*_shown_parts(call.args, 0), *_shown_pairs(call.kwargs or {}, "=", 0)])
     text = f"{_shown(call.func, 0)}({arguments})"
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
 
@@ -952,6 +949,13 @@ def _shown_parts(parts: Iterable[Any], level: int) -> list[str]:
         if len(shown) == _MOST_PARTS:
             return [*shown, "..."]
         shown.append(_shown(part, level + 1))
+    return shown
+
+
+def _shown_pairs(pairs: Mapping[Any, Any], sign: str, level: int) -> list[str]:
+    shown = []
+    for key, value in islice(pairs.items(), _MOST_PARTS):
+        shown.append(f"{_shown(key, level + 1)}{sign}{_shown(value, level + 1)}")
     return shown
 
 
@@ -968,10 +972,7 @@ def _shown(node: Any, level: int) -> str:
         arguments = ", ".join(_shown_parts(node.args, level))
         return f"{_shown(node.func, level + 1)}({arguments})"
     if type(node) is dict:
-        pairs = []
-        for key, value in islice(node.items(), _MOST_PARTS):
-            pairs.append(f"{_shown(key, level + 1)}: {_shown(value, level + 1)}")
-        return "{" + ", ".join(pairs) + "}"
+        return "{" + ", ".join(_shown_pairs(node, ": ", level)) + "}"
     if type(node) not in (list, tuple):
         return _SHOWN.get(type(node), "...")
     parts = ", ".join(_shown_parts(node, level))
