@@ -13,7 +13,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import apply
 from ckpttool.kinds.adapters import Adapter, adapter_in
 from ckpttool.naming import wrappers
-from ckpttool.naming.convert import Form, check_versions, read
+from ckpttool.naming.convert import Form, ModelForm, check_versions, read
 from ckpttool.naming.wrappers import Chain
 from ckpttool.operands.load_plan import LOAD_HOOK, by_loading
 from ckpttool.operands.model import ModelOperand
@@ -36,6 +36,7 @@ from ckpttool.remapping.steps import (
 from ckpttool.remapping.through_models import (
     to_model_form,
     to_other_model,
+    with_common_keys,
     with_counters,
     without_pruning,
 )
@@ -118,6 +119,10 @@ def _through_models(draft: Draft, task: SectionTask) -> Draft:
         return draft
     if task.adapter is not None and loads is not None:
         return to_other_base(draft, saved.tables, loads.tables, loads.code)
+    if loads is not None and request.model_form is ModelForm.SERIALIZED:
+        kept = with_common_keys(draft, saved, loads)
+        if kept is not None:
+            return kept
     draft = _to_form(draft, task, saved)
     if loads is not None:
         draft = to_other_model(draft, request, loads)

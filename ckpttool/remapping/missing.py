@@ -31,14 +31,13 @@ def note_on_kept_keys(outcome: Remap, inputs: Inputs) -> list[Note]:
     the model that is named for them has keys which the file lacks.
     """
     model = inputs.to_model or inputs.model
-    if model is None or inputs.request.saved is not None or not outcome.result.state_dicts:
+    if model is None or inputs.request.saved is not None or len(outcome.result.state_dicts) != 1:
         return []
-    missing: list[str] = []
-    for section in of_one_model(outcome.result, inputs.options.sections, model.names()):
-        keys = match(section.keys, *loadable(model.tables, ModelForm.SERIALIZED)).missing
-        missing += [dotted(section.path, key) for key in keys]
-    if not missing:
+    (section,) = outcome.result.state_dicts
+    keys = match(section.keys, *loadable(model.tables, ModelForm.SERIALIZED)).missing
+    if not keys:
         return []
+    missing = [dotted(section.path, key) for key in keys]
     count = plural(len(missing), "key")
     text = f"the keys stay as they are: the file lacks {count} of {model.title}: {some(missing)}"
     return [Note(text, "missing")]

@@ -168,6 +168,30 @@ def to_other_model(draft: Draft, request: Request, model: ModelOperand) -> Draft
     )
 
 
+def with_common_keys(draft: Draft, saved: ModelOperand, loads: ModelOperand) -> Draft | None:
+    """Return the draft with the keys as they are, if both models save all of them, and only their
+    runtime names are others: one computes what the other has. None for other models.
+
+    saved  q, k, v  ─ hook ─▶  qkv.weight        loads  qkv.weight  ─▶  qkv.weight
+    """
+    section, tables = draft.section, loads.tables
+    match = read(saved.tables, section, SERIALIZED).match
+    if match.unmatched or match.wrapped or not match.names:
+        return None
+    fqns: set[str] = set()
+    for key in match.names.values():
+        source = saved.tables.saved.get(key)
+        fqns.update(() if source is None else ex.refs(source))
+    if fqns <= tables.runtime_names.keys():
+        return None
+    for entry in section.tensors:
+        _, shape = tables.serialized_likeness.get(match.names[entry.key], ("", None))
+        if shape != entry.shape:
+            return None
+    missing = lacking(tables, ModelForm.SERIALIZED, draft.plan)
+    return replace(draft, canonical=tables.serialized_names, form=SERIALIZED, missing=missing)
+
+
 def without_pruning(section: Section, tables: NameTables) -> Plan | None:
     """Return the plan that computes pruned weights as `torch.nn.utils.prune.remove` does, if the
     model has no masks. None if there are none.

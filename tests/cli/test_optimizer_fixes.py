@@ -545,6 +545,18 @@ def test_split_or_fused_parameters_are_not_missing(
     assert status == 1
     (command,) = fixes_in(data)
     assert "--partial" not in command
+    out = paste(command, old, "in_order")
+    written = torch.load(out)
+    saved = torch.load(path)
+    assert torch.equal(written["model"]["qkv.weight"], saved["model"]["qkv.weight"])
+    before, after = moments(saved["optimizer"]), moments(written["optimizer"])
+    assert torch.equal(before, after)
+    assert resume_error(out, getattr(models, new), models.in_order) is None
+
+
+def moments(optimizer: dict[str, Any]) -> torch.Tensor:
+    """Return the first moments of q, k and v, below each other."""
+    return torch.cat([slots["exp_avg"] for slots in optimizer["state"].values()])
 
 
 # Frozen parameters
