@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,12 +9,15 @@ from ckpttool.containers.rank_shards import is_of_ranks, ranks_agree
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names, OptimizerParam
-from ckpttool.core.optimizer_state import Param
 from ckpttool.core.text import Note, plural, shell, some
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.load_notes import compared_by_loading, unreadable_note
 from ckpttool.diffing.model import load
-from ckpttool.diffing.optimizer_load import OptimizerFit, compare_with_optimizer
+from ckpttool.diffing.optimizer_load import (
+    OptimizerFit,
+    compare_with_optimizer,
+    note_on_stateless,
+)
 from ckpttool.diffing.result import HARMLESS, Diff, Entry
 from ckpttool.diffing.saved_optimizers import (
     SavedOptimizer,
@@ -60,7 +62,7 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
             f" parameter's dtype: {some(verdict.converted)}"
         )
         notes.append(Note(text, "converts"))
-    notes += _note_on_stateless(section, fit.names)
+    notes += note_on_stateless(section, fit)
     title = names.optimizer_class or "model.parameters()"
     if isinstance(model.optimizer, str):
         title = model.optimizer
@@ -112,20 +114,6 @@ def _model_in_file(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bo
     if failing and all(entry.status == "dtype" for entry in failing):
         text += f": {min(entry.why() for entry in failing)}"
     return _ModelInFile(False, problem, (Note(text, "other-sections"),))
-
-
-def _note_on_stateless(section: Section, names: Mapping[Param, str]) -> list[Note]:
-    """Return a note on the parameters without state, if others have some; `names` are theirs."""
-    state = read(section)
-    without = []
-    for param in state.params:
-        if not state.state.get(param):
-            without.append(names.get(param, str(param)))
-    if not without or len(without) == len(state.params):
-        return []
-    count = plural(len(without), "parameter")
-    text = f"{count} without state in the checkpoint: {some(without)}"
-    return [Note(text, "no-optimizer-state")]
 
 
 def _with_copies_of_ranks(fit: OptimizerFit, section: Section) -> OptimizerFit:

@@ -8,6 +8,7 @@ from dataclasses import field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import Refused
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import (
@@ -21,7 +22,7 @@ from ckpttool.core.optimizer_state import (
     Param,
     numbered,
 )
-from ckpttool.core.text import Info, Note
+from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import SIDES, Cause, Code
 from ckpttool.diffing.result import HARMLESS, Entry, Remedy, only_right
@@ -204,6 +205,20 @@ def _notes_on_fit(param_map: ParamMap, named: OptimizerState, target: Parameters
         yield Note.about(words, "optimizer-order")
     elif param_map.evidence not in ("param_names", "names"):
         yield rests_on(param_map, SIDES[0])
+
+
+def note_on_stateless(section: Section, fit: OptimizerFit) -> list[Note]:
+    """Return a note on the parameters without state, if others have some."""
+    state = read(section)
+    without = []
+    for param in state.params:
+        if not state.state.get(param):
+            without.append(fit.names.get(param, str(param)))
+    if not without or len(without) == len(state.params):
+        return []
+    count = plural(len(without), "parameter")
+    text = f"{count} without state in the checkpoint: {some(without)}"
+    return [Note(text, "no-optimizer-state")]
 
 
 def _with_old_model(
