@@ -422,23 +422,23 @@ def _named_children(tree: Tree, node: Any, path: Path, steps: Steps) -> Iterator
     of the object.
     """
     tree.storages.look(_count_inside(node))
-    pairs = pairs_of(node) or {}
-    for key, value in pairs.items():
-        name = text_of(key) or str(key)
-        yield (*path, name), (*steps, ("item", key)), value
-    if isinstance(node, (list, tuple)):
-        for index, value in enumerate(node):
-            yield (*path, str(index)), (*steps, ("item", index)), value
-    if not isinstance(node, Call):
-        return
-    for index, value in enumerate(node.args):
-        yield (*path, str(index)), (*steps, ("arg", index)), value
-    for name, value in (node.kwargs or {}).items():
-        yield (*path, str(name)), (*steps, ("kwarg", name)), value
-    for index, value in enumerate(node.items or ()):
-        yield (*path, str(index)), (*steps, ("element", index)), value
-    if node.state is not ABSENT:
+    for kind, parts in _parts_by_kind(node):
+        for key, value in parts:
+            name = text_of(key) or str(key)
+            yield (*path, name), (*steps, (kind, key)), value
+    if isinstance(node, Call) and node.state is not ABSENT:
         yield path, (*steps, ("state", None)), node.state
+
+
+def _parts_by_kind(node: Any) -> Iterator[tuple[str, Iterable[tuple[Any, Any]]]]:
+    """Yield the nodes inside by kind, each with its key or index."""
+    yield "item", (pairs_of(node) or {}).items()
+    if isinstance(node, (list, tuple)):
+        yield "item", enumerate(node)
+    if isinstance(node, Call):
+        yield "arg", enumerate(node.args)
+        yield "kwarg", (node.kwargs or {}).items()
+        yield "element", enumerate(node.items or ())
 
 
 def _count_inside(node: Any) -> int:

@@ -236,13 +236,23 @@ def _read_archive(window: _Window) -> Archive:
     by_name = {record.name: record for record in records}
     names = Counter(entry.raw_name.lower() for entry in entries)
     if len(names) != len(records) or len(by_name) != len(records):
-        twice: dict[str, None] = {}
-        for entry, record in zip(entries, records):
-            if names[entry.raw_name.lower()] > 1:
-                twice[record.name] = None
-        message = "without regard to case, as for torch, the archive holds two records of one name"
-        raise _corrupt(window.path, message, twice)
+        raise _two_of_one_name(window.path, entries, records, names)
     return Archive(window.path, window.base, window.length, tuple(records), by_name, is_tight)
+
+
+def _two_of_one_name(
+    path: str,
+    entries: Iterable[_DirectoryEntry],
+    records: Iterable[Record],
+    names: Mapping[bytes, int],
+) -> CkptError:
+    """Return the error; `names` counts the names in lower case."""
+    twice: dict[str, None] = {}
+    for entry, record in zip(entries, records):
+        if names[entry.raw_name.lower()] > 1:
+            twice[record.name] = None
+    message = "without regard to case, as for torch, the archive holds two records of one name"
+    return _corrupt(path, message, twice)
 
 
 def _located(window: _Window, entries: Sequence[_DirectoryEntry]) -> dict[int, Record]:

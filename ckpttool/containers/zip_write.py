@@ -203,20 +203,24 @@ class _Layout:
 
     def finish(self) -> None:
         """Append the central directory and the three end records, as torch writes them."""
-        offset, count = self.cursor, len(self.directory)
+        offset = self.cursor
         needs = tuple(late for _, late in self.directory if late is not None)
         size = sum(len(entry) for entry, _ in self.directory)
         if needs:
             self.put(Lazy(size, partial(_late_directory, self.directory)), needs=needs)
         else:
             self.put(b"".join(entry for entry, _ in self.directory))
-        counts = (count, count, size, offset)
-        end64 = za.END64.pack(za.END64_SIGNATURE, za.END64.size - 12, 0x031E, 45, 0, 0, *counts)
-        locator = za.LOCATOR.pack(za.LOCATOR_SIGNATURE, 0, self.cursor, 1)
-        few = min(count, za.U16)
-        counts = (few, few, min(size, U32), min(offset, U32))
-        end = za.END.pack(za.END_SIGNATURE, 0, 0, *counts, 0)
-        self.put(end64 + locator + end)
+        self.put(_end_records(len(self.directory), size, offset))
+
+
+def _end_records(count: int, size: int, offset: int) -> bytes:
+    """Return the end records after a directory of so many entries and bytes at `offset`."""
+    counts = (count, count, size, offset)
+    end64 = za.END64.pack(za.END64_SIGNATURE, za.END64.size - 12, 0x031E, 45, 0, 0, *counts)
+    locator = za.LOCATOR.pack(za.LOCATOR_SIGNATURE, 0, offset + size, 1)
+    few = min(count, za.U16)
+    counts = (few, few, min(size, U32), min(offset, U32))
+    return end64 + locator + za.END.pack(za.END_SIGNATURE, 0, 0, *counts, 0)
 
 
 def _joined(first: Data, second: Data) -> Span | None:
