@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
 from functools import partial
 from importlib import import_module
@@ -608,14 +608,7 @@ def steps_of(
     does.
     """
     content = _load_toml(text, path)
-    tables, examples = content.get("rule"), content.get("example", [])
-    others = [name for name in content if name not in ("rule", "sizes", "example")]
-    if others or not isinstance(tables, list) or not tables or not isinstance(examples, list):
-        raise CkptError(
-            f"{path} is not a list of rules{': ' if others else ''}{', '.join(others)}",
-            hint="each rule is a table that begins with [[rule]]; the file may also have [sizes]"
-            " and [[example]]",
-        )
+    tables, examples = _tables_of(content, path)
     places, example_places = _places(text, "rule", tables), _places(text, "example", examples)
     file_sizes, given = content.get("sizes", {}), given or {}
     wrong = _faults_of_sizes(file_sizes)
@@ -629,12 +622,29 @@ def steps_of(
         problems += [Problem(failure, place) for failure in for_each(example)]
     if problems:
         raise _mistakes(path, problems)
-    names = {*file_sizes, *_used_sizes(tables)}
+    _check_given(given, {*file_sizes, *_used_sizes(tables)})
+    return _reversed(tables, places, sizes, path) if reverse else steps
+
+
+def _tables_of(content: Mapping[str, Any], path: str) -> tuple[list[Any], list[Any]]:
+    """Return the rules and the examples of a file."""
+    tables, examples = content.get("rule"), content.get("example", [])
+    others = [name for name in content if name not in ("rule", "sizes", "example")]
+    if others or not isinstance(tables, list) or not tables or not isinstance(examples, list):
+        raise CkptError(
+            f"{path} is not a list of rules{': ' if others else ''}{', '.join(others)}",
+            hint="each rule is a table that begins with [[rule]]; the file may also have [sizes]"
+            " and [[example]]",
+        )
+    return tables, examples
+
+
+def _check_given(given: Sizes, names: Collection[str]) -> None:
+    """Raise `CkptError` if a size is given that the rules do not name."""
     unknown = [name for name in given if name not in names]
     if unknown:
         hint = f"they know {', '.join(sorted(names))}" if names else "they know no named sizes"
         raise CkptError(f"the rules know no size {', '.join(unknown)}", hint=hint)
-    return _reversed(tables, places, sizes, path) if reverse else steps
 
 
 def _example_failures(
