@@ -101,9 +101,10 @@ def _resolved(branch: Any, path: Path, problems: list[Problem]) -> Any:
     types = set(map(type, inside))
     if types <= {str}:
         return _optimizer(inside) if type(inside.get("param_groups")) is list else inside
-    last = max(inside) if types == {int} else -1
-    if types == {int} and min(inside) >= 0 and last < len(inside) + _MAX_HOLES:
-        return [inside.get(index) for index in range(last + 1)]
+    if types == {int} and min(inside) >= 0:
+        length = max(inside) + 1
+        if length <= len(inside) + _MAX_HOLES:
+            return [inside.get(index) for index in range(length)]
     problems.append(Problem("neither a dict nor a list", _key(path)))
     return {}
 

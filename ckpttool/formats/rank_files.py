@@ -214,6 +214,18 @@ def _numbers(paths: Sequence[str]) -> dict[str, int]:
 # Sections
 
 
+def _counters(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the counters of steps at the root of a rank's file."""
+    assert isinstance(checkpoint.container, Container)
+    counters: dict[str, Any] = {}
+    for key, value in (pairs_of(checkpoint.container.pickle.root) or {}).items():
+        if type(key) is not str or type(value) not in (bool, int, float, str):
+            continue
+        if not _COUNTERS.isdisjoint(map(str.lower, _WORD.findall(key))):
+            counters[key] = value
+    return counters
+
+
 class _Merge:
     """Merges the sections of all ranks, and collects problems."""
 
@@ -225,21 +237,16 @@ class _Merge:
     def others(self, ranks: Sequence[Checkpoint]) -> None:
         """Check the other entries: rank 0's are kept, and the counters of steps must be equal."""
         lost: dict[str, None] = {}
-        by_key: dict[str, list[Any]] = {}  # each plain value, of each rank
+        by_key: dict[str, list[Any]] = {}  # each counter, of each rank
         for rank, checkpoint in enumerate(ranks):
             lost.update(dict.fromkeys(checkpoint.others))
-            assert isinstance(checkpoint.container, Container)
-            pairs = pairs_of(checkpoint.container.pickle.root) or {}
-            for key, value in pairs.items():
-                if type(key) is str and type(value) in (bool, int, float, str):
-                    by_key.setdefault(key, [_ABSENT] * len(ranks))[rank] = value
+            for key, value in _counters(checkpoint).items():
+                by_key.setdefault(key, [_ABSENT] * len(ranks))[rank] = value
         for key in ranks[0].others:
             lost.pop(key, None)
         self.notes += [f"not copied: {key}, which rank 0 does not have" for key in lost]
         for key, values in by_key.items():
-            words = map(str.lower, _WORD.findall(key))
-            if not _COUNTERS.isdisjoint(words):
-                self._is_same(key, values)
+            self._is_same(key, values)
 
     def _is_same(self, path: str, values: Sequence[Any]) -> bool:
         """Return True if all ranks that have the value have the same, or one of the same kind; else
@@ -406,18 +413,22 @@ def _of_shards(
         copies=tuple(map(tuple, copies.values())),
         of_dtensors=kind == DTENSOR,
     )
-    first_copies = {chunk: local[0] for chunk, local in copies.items()}
+    first_copies = {chunk: equal[0] for chunk, equal in copies.items()}
+    storage = _storage_of(shape, itemsize(dtype), first_copies)
+    return in_row_major(key, dtype, shape, storage, payload=parts)
+
+
+def _storage_of(shape: tuple[int, ...], size: int, chunks: Mapping[Chunk, TensorEntry]) -> Storage:
+    """Return the storage of the tensor: its only chunk's, or assembled when it is read."""
 
     def produce() -> Iterator[Part]:
-        data = [(chunk, row_major_data(local)) for chunk, local in first_copies.items()]
-        return assemble(shape, itemsize(dtype), data)
+        data = [(chunk, row_major_data(local)) for chunk, local in chunks.items()]
+        return assemble(shape, size, data)
 
-    spans = [local.span for local in first_copies.values()]
+    spans = [local.span for local in chunks.values()]
     if len(spans) == 1 and spans[0] is not None:
-        storage = Storage(spans[0])
-    else:
-        storage = Storage(Lazy(prod(shape) * itemsize(dtype), produce))
-    return in_row_major(key, dtype, shape, storage, payload=parts)
+        return Storage(spans[0])
+    return Storage(Lazy(prod(shape) * size, produce))
 
 
 def _end_to_end(parts: tuple[TensorEntry | None, ...], key: str) -> TensorEntry:
