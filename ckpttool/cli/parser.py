@@ -375,16 +375,20 @@ def _error_of(error: Any, args: Sequence[str]) -> CkptError:
     hint = usage.replace("Usage:", "usage:", 1)
     if hasattr(error, "possibilities") and context.parent is not None:
         flag = getattr(error, "option_name", "")
-        others = [name for name in COMMANDS if flag and _takes(name, flag)]
-        near = get_close_matches(flag, error.possibilities or (), 1, _LIKENESS)
-        meant = _OPTIONS_MEANT.get(flag, "")
-        if others:
-            hint = f"it is for `ckpttool {others[0]}`; {hint}"
-        elif meant and _takes(context.info_name, meant.split()[0]):
-            hint = f"did you mean {meant}?"
-        elif near:
-            hint = f"did you mean {near[0]}?"
+        hint = _on_option(flag, context.info_name, error.possibilities or (), hint)
     return CkptError(message, hint=f"{hint} (more: {context.command_path} --help)")
+
+
+def _on_option(flag: str, command: str, possibilities: Sequence[str], usage: str) -> str:
+    """Return a hint on an option that the command does not have; `usage` if nothing is like it."""
+    others = [name for name in COMMANDS if flag and _takes(name, flag)]
+    if others:
+        return f"it is for `ckpttool {others[0]}`; {usage}"
+    meant = _OPTIONS_MEANT.get(flag, "")
+    if meant and _takes(command, meant.split()[0]):
+        return f"did you mean {meant}?"
+    near = get_close_matches(flag, possibilities, 1, _LIKENESS)
+    return f"did you mean {near[0]}?" if near else usage
 
 
 def _with_option(message: str, context: Any, args: Sequence[str]) -> str | None:
