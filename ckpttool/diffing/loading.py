@@ -123,6 +123,16 @@ def _in_other_form(tables: NameTables, section: Section, unpaired: Unpaired) -> 
         if key in unpaired.saved and name in unpaired.expected:
             entries.append(_renamed(key, name, wrapper_cause(key, name), unpaired))
     runtime = read(tables, section, RUNTIME).match.names
+    entries += _under_runtime_names(tables, runtime, unpaired)
+    keys = {fqn: key for key, fqn in runtime.items()}
+    return entries + _computed_from(tables, keys, unpaired)
+
+
+def _under_runtime_names(
+    tables: NameTables, runtime: Mapping[str, str], unpaired: Unpaired
+) -> list[Entry]:
+    """Pair keys that are runtime FQNs with the serialized keys of the same tensors."""
+    entries = []
     for key, fqn in runtime.items():
         targets = tables.keys_of.get(tables.first.get(fqn, fqn), ())
         open_targets = [name for name in targets if name in unpaired.expected]
@@ -134,8 +144,7 @@ def _in_other_form(tables: NameTables, section: Section, unpaired: Unpaired) -> 
             hook = tables.hooks.get(target)
             cause = Cause(Code.RUNTIME_KEY, (segment_change(fqn, target),)).and_also(cause)
         entries.append(_renamed(key, target, cause, unpaired, hook))
-    keys = {fqn: key for key, fqn in runtime.items()}
-    return entries + _computed_from(tables, keys, unpaired)
+    return entries
 
 
 def _renamed(

@@ -262,6 +262,11 @@ def _to_serialized(tables: NameTables, draft: _PlanDraft) -> None:
                 problem = f"{key} is computed from it, and the checkpoint does not have it"
                 draft.problems.extend(Problem(problem, fqn) for fqn in missing)
     draft.keep(tables.names.extra_state)
+    _drop_unused(tables, draft, used)
+
+
+def _drop_unused(tables: NameTables, draft: _PlanDraft, used: Mapping[str, str]) -> None:
+    """Drop runtime tensors that no key uses; `used`: name -> its first FQN."""
     used_name = {first: name for name, first in used.items()}
     for name in draft.keys:
         if name not in tables.first or name in used:

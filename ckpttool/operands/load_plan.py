@@ -57,15 +57,11 @@ def by_loading(model: ModelOperand, section: Section) -> Plan | None:
 
 
 def _plan_of(model: ModelOperand, section: Section) -> Plan | None:
-    canonical = wrappers.canonical_in(section)
-    if len(set(canonical.values())) < len(canonical):
+    path, unwrapped = section.path, _unwrapped(section)
+    if unwrapped is None:
         return None
-    path = section.path
-    outputs = [Output(path, name, Ref(key)) for key, name in canonical.items()]
-    modules = module_renames(path, section.modules or (), canonical)
-    unwrapped = Plan(tuple(outputs), modules=modules)
     bare = section
-    if any(key != name for key, name in canonical.items()):
+    if not all(output.is_unchanged for output in unwrapped.outputs):
         bare = apply(unwrapped, Checkpoint.of(section)).section(path)
     try:
         verdict = model.verdict(bare)
@@ -88,6 +84,16 @@ def _plan_of(model: ModelOperand, section: Section) -> Plan | None:
         if reads.get(key) != Ref(key):
             dropped.append(Dropped(path, key, f"the model takes it for a copy of {other}"))
     return compose(unwrapped, Plan(_in_order(path, reads, keys), tuple(dropped)))
+
+
+def _unwrapped(section: Section) -> Plan | None:
+    """Return the plan that takes wrappers off the keys; None if two keys become one."""
+    canonical = wrappers.canonical_in(section)
+    if len(set(canonical.values())) < len(canonical):
+        return None
+    outputs = [Output(section.path, name, Ref(key)) for key, name in canonical.items()]
+    modules = module_renames(section.path, section.modules or (), canonical)
+    return Plan(tuple(outputs), modules=modules)
 
 
 def _reads(tables: NameTables, verdict: Verdict, keys: Iterable[str]) -> dict[str, Expression]:

@@ -107,16 +107,23 @@ def _pairs_in(content: Any, checkpoint: Checkpoint) -> Iterator[Pair]:
         if any(kind != "item" for kind, _ in steps):
             continue  # a part of an object, which indexing does not reach
         inside = _at(content, [step for _, step in steps])
-        if section.kind == "state_dict":
-            for entry in section.tensors:
-                if entry.storage is not None:
-                    yield dotted(section.path, entry.key), entry, _at(inside, [entry.key])
-        elif section.kind == "optimizer" and section.mapping is not None:
-            for keys, entry in _leaves(section.mapping):
-                yield dotted(section.path, entry.key), entry, _at(inside, keys)
+        for keys, entry in _leaves_of(section):
+            yield dotted(section.path, entry.key), entry, _at(inside, keys)
 
 
-def _leaves(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], TensorEntry]]:
+Leaf = tuple[tuple[Any, ...], TensorEntry]  # the keys from the section to a tensor, and the tensor
+
+
+def _leaves_of(section: Section) -> Iterator[Leaf]:
+    if section.kind == "state_dict":
+        for entry in section.tensors:
+            if entry.storage is not None:
+                yield (entry.key,), entry
+    elif section.kind == "optimizer" and section.mapping is not None:
+        yield from _leaves(section.mapping)
+
+
+def _leaves(value: Any, way: tuple[Any, ...] = ()) -> Iterator[Leaf]:
     if isinstance(value, TensorEntry):
         if value.storage is not None:
             yield way, value

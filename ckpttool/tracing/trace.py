@@ -645,10 +645,11 @@ def _as_part(instance: nn.Module, saved: Saved) -> tuple[Problem, ...]:
     except Exception as error:  # a hook may raise anything
         text = f"is not saved at all as a part of another: {type(error).__name__}: {error}"
         return (Problem(text, _ROOT),)
-    expected = {f"{_PART}.{entry.key}" for entry in saved.serialized}
-    expected.update(f"{_PART}.{name}" for name in saved.extra_state)
+    prefix = f"{_PART}."
+    expected = {prefix + entry.key for entry in saved.serialized}
+    expected.update(prefix + name for name in saved.extra_state)
     lost, other = sorted(expected - keys), sorted(keys - expected)
     text = f"is not saved under this key where the model is a part of another: {_ABSOLUTE}"
     if other:
-        text += f"; {other[0].removeprefix(f'{_PART}.')} is there instead"
-    return tuple(Problem(text, key.removeprefix(f"{_PART}.")) for key in lost or other)
+        text += f"; {other[0].removeprefix(prefix)} is there instead"
+    return tuple(Problem(text, key.removeprefix(prefix)) for key in lost or other)
