@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpttool.containers.pickle_read import collected
-from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.text import Info, Note, shell
@@ -15,7 +16,7 @@ from ckpttool.formats.registry import format_of, recognize
 from ckpttool.io.files import look_anew
 from ckpttool.naming.convert import ModelForm
 from ckpttool.operands.checkpoint import model_section, split
-from ckpttool.operands.model import operand_of
+from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.reading import as_read, read_for_model
 from ckpttool.operands.same_model import same_model
 from ckpttool.remapping.carried_code import check_code
@@ -44,32 +45,18 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         deployed = _read(path, name, weights, options.out)
     if not options.keep_pickled_code:
         check_code(deployed, {imported.name for imported in dangerous(imports)})
-    model = operand_of(options)
-    new = model_section(read_for_model(weights, model))
-    if model is not None and options.source_form is ModelForm.PRETRAINED:
-        model = model.by_pretrained
-    elif model is not None and options.source_form is None:
-        model = as_read(model, new, weights.source)
+    model, new = _model_and_section(weights, options)
     try:
         swapped = swap(deployed, new, model, options)
     except Misfit as error:
-        if error.advice == "left_over":
-            error.hint = drop_left_over(error, weights, new)
-        elif error.advice in ("compare", "model") and not weights.in_memory:
-            line = shell("ckpttool", "diff", weights.source, "--model", program)
-            error.hint = f"{HINTS[error.advice]}; which names and shapes differ: {line}"
+        error.hint = _hint(error, program, weights, new)
         raise
     if not swapped.sources and all(const.verdict != "from_model" for const in swapped.compared):
         raise Refused(
             f"nothing to swap: no key of {weights.source} is a weight of {path}",
             hint="compare the two: " + shell("ckpttool", "diff", program, weights.source),
         )
-    notes = [*weights.notes, *not_looked_into(imports)]
-    if format_of(deployed).holds.code_storages:
-        notes += [Info(f"kept, not compared: {note}", "constants") for note in deployed.notes]
-    for other in same_model(weights, new, None if model is None else model.names()):
-        same = f"{weights.part(other.path)} holds the same model too"
-        notes.append(Note(f"the weights are those of {new.title}; {same}", "same-model"))
+    notes = [*weights.notes, *not_looked_into(imports), *_notes(deployed, weights, new, model)]
     swapped = replace(
         swapped,
         source=program,
@@ -86,6 +73,40 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         return swapped
     written = _read(target, name, weights, options.out)
     return replace(swapped, verified=writer.prove(target, swapped.program, written))
+
+
+def _model_and_section(
+    weights: Checkpoint, options: SwapOptions
+) -> tuple[ModelOperand | None, Section]:
+    """Return the model that names the weights, and the section with the weights."""
+    model = operand_of(options)
+    new = model_section(read_for_model(weights, model))
+    if model is not None and options.source_form is ModelForm.PRETRAINED:
+        return model.by_pretrained, new
+    if model is not None and options.source_form is None:
+        return as_read(model, new, weights.source), new
+    return model, new
+
+
+def _hint(error: Misfit, program: str, weights: Checkpoint, new: Section) -> str:
+    if error.advice == "left_over":
+        return drop_left_over(error, weights, new)
+    if error.advice in ("compare", "model") and not weights.in_memory:
+        line = shell("ckpttool", "diff", weights.source, "--model", program)
+        return f"{HINTS[error.advice]}; which names and shapes differ: {line}"
+    return error.hint
+
+
+def _notes(
+    deployed: Checkpoint, weights: Checkpoint, new: Section, model: ModelOperand | None
+) -> Iterator[Note]:
+    """Yield notes on constants in the program's code, and on other sections with the same model."""
+    if format_of(deployed).holds.code_storages:
+        for note in deployed.notes:
+            yield Info(f"kept, not compared: {note}", "constants")
+    for other in same_model(weights, new, None if model is None else model.names()):
+        same = f"{weights.part(other.path)} holds the same model too"
+        yield Note(f"the weights are those of {new.title}; {same}", "same-model")
 
 
 def _is_unchanged(before: Checkpoint, after: Checkpoint) -> bool:
