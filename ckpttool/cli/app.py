@@ -101,11 +101,9 @@ def _is_worker(pid: int, parent: int) -> bool:
 
 def _format_of(args: Sequence[str]) -> str:
     """Return the format of the output, also if the command line is wrong."""
-    words = [
-        part
-        for word in args
-        for part in (word.split("=", 1) if word.startswith("--format=") else [word])
-    ]
+    words: list[str] = []
+    for word in args:
+        words += word.split("=", 1) if word.startswith("--format=") else [word]
     formats = [value for flag, value in pairwise(words) if flag == "--format"]
     return formats[-1] if formats else "text"
 

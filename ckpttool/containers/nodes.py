@@ -80,7 +80,10 @@ def entries_with_code(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     import.
     """
     others = set(checkpoint.others)
-    payloads = [(extra.key, extra.payload) for extra in checkpoint.objects if extra.key in others]
+    payloads = []
+    for extra in checkpoint.objects:
+        if extra.key in others:
+            payloads.append((extra.key, extra.payload))
     for section in checkpoint.sections:
         payloads += [(dotted(section.path, entry.key), entry.payload) for entry in section.entries]
     seen: set[int] = set()

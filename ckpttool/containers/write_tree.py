@@ -75,7 +75,9 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
             edits.update(_shared(changes, place, first_nodes))
     edits = _outside(edits, replaced)
     kept = set(checkpoint.others)
-    edits.update((steps, REMOVE) for path, (steps, _) in tree.others.items() if path not in kept)
+    for path, (steps, _) in tree.others.items():
+        if path not in kept:
+            edits[steps] = REMOVE
     _check_arguments(edits)
     _check_rings(edits, tree)
     return _edited(root, edits) if edits else root

@@ -461,7 +461,12 @@ def unpairable(entries: Sequence[Entry]) -> tuple[set[str], set[str]]:
 
 
 def _only(entries: Iterable[Entry], status: str) -> dict[str, Entry]:
-    return {(entry.left or entry.right)[0]: entry for entry in entries if entry.status == status}
+    by_key = {}
+    for entry in entries:
+        if entry.status == status:
+            first, *_ = entry.left or entry.right
+            by_key[first] = entry
+    return by_key
 
 
 # Notes on the keys of both sides

@@ -245,7 +245,10 @@ def difference_of_elements(
     text = f"{count:,} of {total:,} elements differ"
     if farthest:
         text += f", by {farthest:.3g} at most"
-    counts = [f"{number:,} {kind}" for kind, number in not_finite.items() if number]
+    counts = []
+    for kind, elements in not_finite.items():
+        if elements:
+            counts.append(f"{elements:,} {kind}")
     if counts:
         text += f"; {', '.join(counts)}"
     exponents[0] = 0  # of equal elements

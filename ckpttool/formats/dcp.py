@@ -117,8 +117,9 @@ def _optimizer(mapping: dict[Any, Any]) -> dict[Any, Any]:
     ids: dict[str, int] = {}
     for group in mapping["param_groups"]:
         params = group.get("params") if type(group) is dict else None
-        if type(params) is list:
-            ids.update((str(param), param) for param in params if type(param) is int)
+        for param in params if type(params) is list else ():
+            if type(param) is int:
+                ids[str(param)] = param
     state = mapping["state"]
     if ids and type(state) is dict:
         mapping["state"] = {ids.get(key, key): value for key, value in state.items()}

@@ -189,7 +189,9 @@ def _merged(shards: Mapping[str, Checkpoint], weight_map: Mapping[str, str] | No
         section = shard.sections[0]
         keys = section.keys
         if not entries.keys().isdisjoint(keys):
-            again.update((key, home[key]) for key in keys if key in home)
+            for key in keys:
+                if key in home:
+                    again[key] = home[key]
         entries.update(zip(keys, section.entries))
         home.update(dict.fromkeys(keys, name))
         if section.modules is not None:

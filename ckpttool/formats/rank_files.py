@@ -292,7 +292,10 @@ class _Merge:
         first = next((rank for rank in by_rank if by_rank[rank] is not None), None)
         if first is None:
             return None
-        other = [f"rank {rank}" for rank, modules in by_rank.items() if modules != by_rank[first]]
+        other = []
+        for rank, modules in by_rank.items():
+            if modules != by_rank[first]:
+                other.append(f"rank {rank}")
         if other:
             self.notes.append(
                 f"{dotted(path, '_metadata')} (module versions) differs or is missing on"

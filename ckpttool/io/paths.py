@@ -89,11 +89,10 @@ def safe_path(folder: str | Path, name: str) -> str | None:
         return None if _IN_URLS.search(name) else join(str(folder), name)
     home = Path(os.path.realpath(folder))
     real = Path(os.path.realpath(home / name))
-    blobs = [
-        parent.parent / "blobs" for parent in (home, *home.parents) if parent.name == "snapshots"
-    ]
-    return (
-        os.path.join(folder, name)
-        if any(real.is_relative_to(root) for root in (home, *blobs))
-        else None
-    )
+    roots = [home]
+    for parent in (home, *home.parents):
+        if parent.name == "snapshots":
+            roots.append(parent.parent / "blobs")
+    if not any(map(real.is_relative_to, roots)):
+        return None
+    return os.path.join(folder, name)

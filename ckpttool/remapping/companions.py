@@ -57,12 +57,16 @@ class Companions:
         return tuple(name for name, content in self.files.items() if isinstance(content, bytes))
 
     def __str__(self) -> str:
-        parts = (
-            ("copied", self.copied),
-            ("rewritten", self.rewritten),
-            ("not copied", tuple(self.left_out)),
-        )
-        return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts if names)
+        parts = {
+            "copied": self.copied,
+            "rewritten": self.rewritten,
+            "not copied": self.left_out,
+        }
+        texts = []
+        for what, names in parts.items():
+            if names:
+                texts.append(f"{what}: {', '.join(names)}")
+        return "; ".join(texts)
 
 
 COMPANIONS = record(

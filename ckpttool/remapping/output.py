@@ -105,8 +105,10 @@ def command_without(
 def _patterns(names: Sequence[str], output: Checkpoint) -> list[str]:
     """Return names of files with ``*`` for numbers; the names if that would match anything else."""
     patterns = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
-    kept = [dotted(section.path, key) for section in output.sections for key in section.keys]
-    for path in (*kept, *output.others):
+    kept = list(output.others)
+    for section in output.sections:
+        kept += [dotted(section.path, key) for key in section.keys]
+    for path in kept:
         if any(fnmatchcase(path, pattern) for pattern in patterns):
             return list(names)
     return patterns

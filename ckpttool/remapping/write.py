@@ -155,10 +155,11 @@ class Writer:
 
     def check_file(self, out: str, *others: str) -> None:
         """Raise `CkptError` if the file cannot or must not be written. `others` are also read."""
-        read = [path for source in (self.source, *others) for path in (source, *files_of(source))]
-        write.preflight(
-            out, (*read, *sources.files_read()), force=self.options.force, in_place=self.in_place
-        )
+        read: list[str] = []
+        for source in (self.source, *others):
+            read += (source, *files_of(source))
+        read += sources.files_read()
+        write.preflight(out, read, force=self.options.force, in_place=self.in_place)
 
     def file(self, pieces: Pieces, out: str, decided: Decided | None = None) -> None:
         """Write the file; `decided`, if known, is everything that decides its values."""

@@ -99,7 +99,9 @@ def save(model: LoadedModel, real: bool, instance: nn.Module | None = None) -> S
         written = dict.fromkeys((*by_key, *other.extra_state))
         seen.update(written)
         always &= set(written)
-        further.update((key, entry) for key, entry in by_key.items() if key not in keys)
+        for key, entry in by_key.items():
+            if key not in keys:
+                further[key] = entry
         serialized = tuple(_of_both(entry, by_key.get(entry.key), reads) for entry in serialized)
         unexplained.update(_changed_constants(serialized, saved.state, other.state))
     feeding = _feeders(model, saved, unexplained)
