@@ -82,13 +82,20 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One named tensor: its geometry and its storage.
+    """One named tensor: its geometry and its storage. Stride and offset count elements.
 
-    `shape`, `stride` and `offset` count elements, as in torch. `storage` is None if the bytes are
-    not one strided block (see `layout`: ``sparse_coo``, ``quantized``, ``subclass``, ``meta``,
-    ...); such a tensor can be renamed and copied within its format, but not computed with or
-    converted. `packed_bytes` is its size. `payload` is the reader's own record of the entry, for
-    the writer of the same format.
+    Attributes:
+        key: Its key in the state dict.
+        dtype: Torch's name without ``torch.``.
+        shape: Its sizes.
+        stride: The distance of neighbors in each dimension.
+        offset: The place of the first element in the storage.
+        storage: The bytes; None if they are not one strided block. Such a tensor can be renamed and
+            copied within its format, but not computed with or converted.
+        layout: ``strided``; or the kind of a tensor that is not one block: ``sparse_coo``,
+            ``quantized``, ``subclass``, ``meta``, ...
+        packed_bytes: The bytes of a tensor without a storage.
+        payload: The reader's own record of the entry, for the writer of the same format.
     """
 
     key: str
@@ -222,12 +229,16 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class ExtraEntry:
-    """An entry of a state_dict that is not a tensor (``_extra_state``, a version number); it is
-    copied completely.
+    """An entry of a state dict that is not a tensor (``_extra_state``, a version number).
 
-    `value` is the plain Python value (numbers, strings, lists, dicts), if it is one, else None.
-    `tensors` are the tensors inside it (a tuple of packed parameters, a nested dict), with keys
-    relative to the entry.
+    It is copied completely.
+
+    Attributes:
+        key: Its key in the state dict.
+        payload: The reader's own record of the entry, for the writer of the same format.
+        value: The plain Python value (numbers, strings, lists, dicts); None for any other.
+        tensors: The tensors inside it (a tuple of packed parameters, a nested dict), with keys
+            relative to the entry.
     """
 
     key: str

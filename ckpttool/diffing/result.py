@@ -102,11 +102,19 @@ def names_outlines(names: Names) -> tuple[Outlines, Outlines]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One finding. Entries with the same cause are one line of a report; `detail` is about this
-    entry only.
+    """One finding. Entries with the same cause are one line of a report.
 
-    `ignored` is the reason from an ignore entry. `spread` is how far the values differ, if it was
-    measured: pairs of ``(exponent of 2, elements)``; `change` has norms and counts of the same.
+    Attributes:
+        status: One of `STATUSES`.
+        left: The keys of the left; empty if only the right has the key.
+        right: The keys of the right; empty if only the left has the key.
+        cause: Why it differs; None if that is not known.
+        hook: The state_dict hook that is responsible.
+        detail: Text about this entry only.
+        spread: How far the values differ, if that was measured: pairs of ``(exponent of 2,
+            elements)``.
+        ignored: The reason of the ignore entry that accepts it.
+        change: Norms and counts of the change of values, if they were measured.
     """
 
     status: str
@@ -221,14 +229,18 @@ class Remedy:
 class Fix(str):
     """A command that can be pasted.
 
-    `complete`: nothing differs after it, or after the last of two. `tried`: on the index; it has no
-    placeholder.
+    Attributes:
+        complete: True if nothing differs after it, or after the last of two commands.
+        tried: True if it was tried on the index; it has no placeholder.
+        options: The options of the remap that it is, if that was tried, is complete and guesses
+            nothing.
+        source: The operand of that remap, if it is a section of left.
     """
 
     complete: bool
     tried: bool
-    options: Any  # of the remap that it is, if that was tried, is complete and guesses nothing
-    source: str  # the operand of that remap, if it is a section of left
+    options: Any
+    source: str
 
     def __new__(
         cls,
@@ -247,7 +259,12 @@ class Fix(str):
 
 @dataclass(frozen=True, slots=True)
 class Unfixed:
-    """Keys that no suggested command fixes, and why: a code."""
+    """Keys that no suggested command fixes.
+
+    Attributes:
+        code: The code that says why.
+        keys: The keys.
+    """
 
     code: str
     keys: tuple[str, ...]

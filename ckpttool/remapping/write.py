@@ -40,8 +40,12 @@ from ckpttool.operands.output import Target
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes. `memory` is the maximum of values held at a time: none if everything is copied in
-    small parts.
+    """The cost of a command, in bytes.
+
+    Attributes:
+        read: Bytes that are read.
+        written: Bytes that are written.
+        memory: The most bytes of values held at a time; 0 if everything is copied in small parts.
     """
 
     read: int
@@ -62,10 +66,12 @@ COST = record(Cost, {"read": COUNT, "written": COUNT, "memory": COUNT})
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Bytes of an output's tensors that were `read` back and are what was planned.
+    """How an output was checked, in bytes of its tensors.
 
-    `by_library` of these were also read by the `library` that loads such files, and are the same
-    there.
+    Attributes:
+        read: Bytes that were read back and are what was planned.
+        library: The library that loads such files; None if it was not used.
+        by_library: Bytes of these that the library also read, with the same result.
     """
 
     read: int
