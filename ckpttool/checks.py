@@ -5,7 +5,7 @@ pipeline.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import product
@@ -211,16 +211,22 @@ def _pickles(path: str, checkpoint: Checkpoint, allow: Sequence[str]) -> Checked
     names_files = any(imported.file != path for imported in imports)
     problems = tuple(_of_import(imported, names_files) for imported in imports)
     if any(imported.verdict == DANGEROUS for imported in imports):
+        hint = "do not load it"
         line = _weights_alone(checkpoint)
-        hint = f"do not load it; to take the weights only, run {line}" if line else "do not load it"
-        return Checked(path, "checkpoint", problems, hint, (_NOT_READ,))
-    names = dict.fromkeys(imported.name for imported in imports)
+        if line is not None:
+            hint += f"; to take the weights only, run {line}"
+    else:
+        hint = _to_allow(path, allow, dict.fromkeys(imported.name for imported in imports))
+    return Checked(path, "checkpoint", problems, hint, (_NOT_READ,))
+
+
+def _to_allow(path: str, allow: Iterable[str], names: Collection[str]) -> str:
+    """Return the hint with the command that accepts these imports, too."""
     words = ["ckpttool", "check", path]
     for name in (*allow, *names):
         words += ["--allow", name]
     trusted = "it" if len(names) == 1 else "all of them"
-    hint = f"if you trust {trusted}: {shell(*words)}"
-    return Checked(path, "checkpoint", problems, hint, (_NOT_READ,))
+    return f"if you trust {trusted}: {shell(*words)}"
 
 
 def _is_allowed(imported: Import, allow: Sequence[str]) -> bool:

@@ -336,9 +336,10 @@ def _overwritten(
         keys = [key for key in group if key in saved]
         if len(keys) < 2:
             continue
+        kept = keys[-1]
         loaded = None if verdict is None else verdict.reads.get(next(ex.refs(source), ""))
-        used = [] if loaded is None else [key for key in ex.refs(loaded) if key in keys]
-        kept = used[0] if used else keys[-1]
+        if loaded is not None:
+            kept = next((key for key in ex.refs(loaded) if key in keys), kept)
         for key in keys:
             if key not in readers and not same_values(saved[key], saved[kept]):
                 detail = f"loading keeps {kept}"

@@ -157,7 +157,10 @@ _NAMED = "import torch, sys; torch.save({'tensor': torch.load(sys.argv[1])}, sys
 def _hint(checkpoint: Checkpoint) -> str:
     hint = "choose an output that ends in .pt"
     if not checkpoint.state_dicts:
-        if [key for section in checkpoint.sections for key in section.keys] == [""]:
+        keys: list[str] = []
+        for section in checkpoint.sections:
+            keys += section.keys
+        if keys == [""]:
             name = f'python -c "{_NAMED}" {quote(checkpoint.source)} OUT.pt'
             return f"it is one tensor without a name; give it one: {name}"
         if checkpoint.optimizers:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from shlex import quote
@@ -213,16 +213,23 @@ def _unfit(keys: Sequence[str], names: Mapping[str, str], graph: Any) -> Iterato
         if key not in names:
             continue
         name = names[key]
-        parts = name.split(".")
-        taken = [part for part in parts if part in reserved or part.startswith("__")]
         below = [path for path in _parents(name) if path in count]
+        impossible = _impossible_part(name, reserved)
         if count[name] > 1 or name in paths:
             yield Problem("the program has a tensor or a module of that name", name)
         elif below:
             yield Problem(f"{below[0]} is a tensor, and has nothing below it", name)
-        elif taken or not all(parts):
-            part = taken[0] if taken else "an empty part"
-            yield Problem(f"not a name that a module of torch can have: {part}", name)
+        elif impossible is not None:
+            yield Problem(f"not a name that a module of torch can have: {impossible}", name)
+
+
+def _impossible_part(name: str, reserved: Container[str]) -> str | None:
+    """Return a part of the name that no module can have; None if a module can have all of them."""
+    parts = name.split(".")
+    for part in parts:
+        if part in reserved or part.startswith("__"):
+            return part
+    return None if all(parts) else "an empty part"
 
 
 def _parents(name: str) -> list[str]:

@@ -489,7 +489,11 @@ def _without_segments(lefts: Sequence[str], rights: Sequence[str]) -> dict[str, 
     pairs += [(left, right) for right, left in pair(open_rights, left_names).items()]
     left_count = Counter(left for left, _ in pairs)
     right_count = Counter(right for _, right in pairs)
-    return {left: right for left, right in pairs if left_count[left] == right_count[right] == 1}
+    unambiguous = {}
+    for left, right in pairs:
+        if left_count[left] == right_count[right] == 1:
+            unambiguous[left] = right
+    return unambiguous
 
 
 def _match_names(keys: Sequence[str], names: Mapping[str, str]) -> Mapping[str, str]:

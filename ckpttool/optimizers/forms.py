@@ -81,6 +81,15 @@ def _read_nested(mapping: Mapping[Any, Any], problems: list[Problem]) -> Optimiz
     types = set(map(type, params))
     if len(types) > 1:
         problems.append(Problem("some params are ids and some names", GROUPS))
+    state, loose = _read_states(states, params, problems)
+    rest = {key: value for key, value in mapping.items() if key not in (STATE, GROUPS)}
+    return OptimizerState(FQN if types == {str} else ID, tuple(groups), state, loose, rest)
+
+
+def _read_states(
+    states: Mapping[Any, Any], params: Container[Param], problems: list[Problem]
+) -> tuple[dict[Param, Mapping[Any, Any]], dict[str, Any]]:
+    """Return the state of each parameter, and state that belongs to no parameter."""
     state: dict[Param, Mapping[Any, Any]] = {}
     loose: dict[str, Any] = {}
     for key, value in states.items():
@@ -92,8 +101,7 @@ def _read_nested(mapping: Mapping[Any, Any], problems: list[Problem]) -> Optimiz
             loose[key] = value
         else:
             problems.append(Problem("no param group has this parameter", f"{STATE}.{key}"))
-    rest = {key: value for key, value in mapping.items() if key not in (STATE, GROUPS)}
-    return OptimizerState(FQN if types == {str} else ID, tuple(groups), state, loose, rest)
+    return state, loose
 
 
 def _read_group(group: Any, index: int, problems: list[Problem]) -> ParamGroup:
