@@ -151,8 +151,8 @@ class DiffQuestion:
 
     @cached_property
     def rules(self) -> Rules | None:
-        """The rules that make the likely renames."""
-        return self.likely.rules()
+        """The rules that make the likely renames; None for an adapter, which follows its base."""
+        return None if self.diff.asks == "adapter" else self.likely.rules()
 
     def ask_again(
         self, left: Checkpoint, right: Checkpoint | None, *, reads_values: bool = False

@@ -9,14 +9,14 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import RUNTIME, SERIALIZED
-from ckpttool.core.text import Note, code_of
+from ckpttool.core.text import Info, Note, code_of
 from ckpttool.diffing.checkpoints import is_written_program
 from ckpttool.diffing.result import Diff, Fix, Unfixed
 from ckpttool.fixes.choose import tried_fixes
 from ckpttool.fixes.commands import Fixes
 from ckpttool.fixes.presets import known_names, with_preset
 from ckpttool.fixes.question import DiffQuestion
-from ckpttool.fixes.rules_file import Rules, by_file, suggested, with_file
+from ckpttool.fixes.rules_file import Rules, by_file, renamed, suggested, with_file
 from ckpttool.fixes.search import by_rules
 from ckpttool.fixes.trial import TriedFix, try_remap
 from ckpttool.fixes.unfixed import advice_on, unfixed_by
@@ -49,6 +49,10 @@ def answered(question: DiffQuestion, suggests: bool = False) -> Diff:
         return fixes.added_to(question.diff)
     if question.right is not None:
         return _with_rules_between(question, fixes, suggests)
+    if question.diff.asks == "adapter" and not fixes.commands:
+        line = renamed(question.left.source, RemapOptions(rule=("FROM => TO",)))
+        note = Info(f"an adapter follows the rules that rename its base: {line}", "other-names")
+        return fixes._replace(notes=(*fixes.notes, note)).added_to(question.diff)
     return _with_rules_to_model(question, fixes, suggests)
 
 

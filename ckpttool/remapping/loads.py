@@ -12,7 +12,7 @@ from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.text import Info, dotted, plural, shell, some
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import current
-from ckpttool.kinds.adapters import adapter_in
+from ckpttool.kinds.adapters import Adapter, adapter_in, missing_modules
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import ModelForm, Reading, read
 from ckpttool.naming.match import match
@@ -108,7 +108,9 @@ def loading(outcome: Remap, options: RemapOptions, model: ModelOperand | None) -
     lacks_names = not missing
     for path in outcome.model_paths:
         section = outcome.result.section(path)
-        if adapter_in(section) is not None:
+        adapter = adapter_in(section)
+        if adapter is not None:
+            problems += _modules_without_place(adapter, model)
             continue
         by_code = model if options.form is not ModelForm.PRETRAINED else model.by_pretrained
         if model.is_folder:
@@ -131,6 +133,15 @@ def loading(outcome: Remap, options: RemapOptions, model: ModelOperand | None) -
         tuple(dict.fromkeys(notes)),
         line if lacks_names else "",
     )
+
+
+def _modules_without_place(adapter: Adapter, model: ModelOperand) -> list[Problem]:
+    """Return a problem for each module of an adapter that the model does not have."""
+    if not adapter.alone:
+        return []
+    names = {*model.tables.serialized_names, *model.tables.runtime_names}
+    missing = missing_modules(adapter, names)
+    return [Problem("not a module of this model", module) for module in missing]
 
 
 def _are_second_names(keys: Sequence[str], section: Section, model: ModelOperand) -> bool:

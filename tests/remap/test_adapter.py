@@ -224,3 +224,27 @@ def test_rules_may_name_the_adapters_own_keys(tmp_path: Path) -> None:
     assert not any(key.startswith("base_model") for key in load_file(out))
     with pytest.raises(Refused, match="do not fit"):
         ckpttool.remap(source, str(tmp_path / "p.safetensors"), rule=["nowhere.{x*} => {x*}"])
+
+
+def test_adapter_is_not_written_for_a_base_without_its_modules(tmp_path: Path) -> None:
+    saved_with_head = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["head"], init_lora_weights=False
+    )
+    adapter = peft.get_peft_model(old(), saved_with_head)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapter.save_pretrained(tmp_path / "adapter")
+    renamed = Tree(NEW)
+    with pytest.raises(Refused) as refused:
+        ckpttool.remap(tmp_path / "adapter", str(tmp_path / "out"), to_model=renamed)
+    assert {problem.key for problem in refused.value.problems} == {
+        "layers.0.q_proj",
+        "layers.1.q_proj",
+    }
+    assert not (tmp_path / "out").exists()
+    ckpttool.remap(tmp_path / "adapter", str(tmp_path / "same"), to_model=old())
+    # rules between its keys and the model's would take PEFT's segments away
+    answer = ckpttool.diff(tmp_path / "adapter", model=renamed)
+    assert (answer.passes, answer.fix, answer.rules) == (False, (), None)
+    assert any("follows the rules that rename its base" in note for note in answer.notes)
+    assert ckpttool.diff(tmp_path / "adapter", model=old()).passes
