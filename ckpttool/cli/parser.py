@@ -355,7 +355,6 @@ _COMMANDS_MEANT = {
 }
 _LIKENESS = 0.7  # of a mistyped option
 
-_NO_MODEL = "missing option '--model'"
 _EXTRA = re.compile(r"extra argument(?:\(s\))? \((.*)\)$", re.DOTALL)
 
 
@@ -365,10 +364,16 @@ def _error_of(error: Any, args: Sequence[str]) -> CkptError:
     context = error.ctx
     if context is None:
         return CkptError(message, hint="see ckpttool --help")
-    corrected = _with_option(message, context, args)
+    lacks_model = _lacks(error, "--model", args)
+    extra = "".join(_EXTRA.findall(message))
+    if lacks_model:
+        from ckpttool.operands.checkpoint import is_code
+
+        extra = next(filter(is_code, args), "")
+    corrected = _with_option(extra, context, args)
     if corrected is not None:
         return CkptError(message, hint=corrected)
-    if message == _NO_MODEL:
+    if lacks_model:
         line = shell("ckpttool", *args, "--model", "MODEL")
         return CkptError(message, hint=f"name the model, such as model.py:build: {line}")
     usage = " ".join(context.get_usage().split())
@@ -391,15 +396,19 @@ def _on_option(flag: str, command: str, possibilities: Sequence[str], usage: str
     return f"did you mean {near[0]}?" if near else usage
 
 
-def _with_option(message: str, context: Any, args: Sequence[str]) -> str | None:
+def _lacks(error: Any, flag: str, args: Sequence[str]) -> bool:
+    """Return whether the error is that a required option is missing."""
+    if flag not in getattr(getattr(error, "param", None), "opts", ()):
+        return False
+    return not any(word.partition("=")[0] == flag for word in args)
+
+
+def _with_option(extra: str, context: Any, args: Sequence[str]) -> str | None:
     """Return the line with an option before the argument that is too many: ``--model`` before a
-    model, and -o if a command that writes was called as `cp` is. None if that is not the error.
+    model, and -o if a command that writes was called as `cp` is. None if there is no such argument.
     """
     from ckpttool.operands.checkpoint import is_code
 
-    extra = "".join(_EXTRA.findall(message))
-    if message == _NO_MODEL:
-        extra = next(filter(is_code, args), "")
     if args.count(extra) != 1:
         return None
     flag, meaning = "-o", "-o names the output"

@@ -268,9 +268,9 @@ def _has_same_groups(state: OptimizerState, target: Parameters) -> bool | None:
         return None
     if len(sizes) != 1:
         return False
-    return (
-        True if len(target.groups) == 1 and not _in_model_order(target.groups[0], target) else None
-    )
+    if len(target.groups) == 1 and not _in_model_order(target.groups[0], target):
+        return True
+    return None
 
 
 def _in_model_order(params: Sequence[str], target: Parameters) -> bool:

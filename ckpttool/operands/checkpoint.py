@@ -104,14 +104,11 @@ def open_operand(operand: str) -> Checkpoint:
     if picked is None:
         return _described(with_kinds(checkpoint), path)
     if all(section.path != picked for section in checkpoint.sections):
-        lists = _inside(picked, checkpoint, is_list=True)
-        if len(lists) == 1:
-            return open_operand(f"{path}::{lists[0].path}")
-        state_dicts = _inside(picked, checkpoint)
-        checkpoint = checkpoint.read_as([picked])
-        has_tensors = any(s.path == picked and s.tensors for s in checkpoint.sections)
-        if len(state_dicts) == 1 and not has_tensors:
-            return open_operand(f"{path}::{state_dicts[0].path}")
+        inner = _only_inside(picked, checkpoint)
+        if inner is None:
+            checkpoint = checkpoint.read_as([picked])
+        else:
+            picked, operand = inner, f"{path}::{inner}"
     selected = replace(pick(checkpoint, picked), source=operand)
     return _described(with_kinds(selected), path)
 
@@ -143,15 +140,22 @@ def pick(checkpoint: Checkpoint, picked: str) -> Checkpoint:
     )
 
 
-def _inside(path: str, checkpoint: Checkpoint, *, is_list: bool = False) -> list[Section]:
-    """Return the state dicts, or the lists of tensors, directly in the dict at this path, as in an
-    average's state.
+def _only_inside(path: str, checkpoint: Checkpoint) -> str | None:
+    """Return the path of the only list of tensors directly in the dict at `path`, as in an
+    average's state, or else of the only state dict, if no tensor is next to it; None if there is
+    none, or a choice.
     """
-    inside = []
+    lists: list[str] = []
+    state_dicts: list[str] = []
     for section in checkpoint.state_dicts:
-        if section.is_list == is_list and section.path.rpartition(".")[0] == path:
-            inside.append(section)
-    return inside
+        if section.path.rpartition(".")[0] == path:
+            paths = lists if section.is_list else state_dicts
+            paths.append(section.path)
+    if len(lists) == 1:
+        return lists[0]
+    whole = checkpoint.read_as([path]).sections
+    has_tensors = any(section.path == path and section.tensors for section in whole)
+    return state_dicts[0] if len(state_dicts) == 1 and not has_tensors else None
 
 
 def is_code(operand: str) -> bool:

@@ -119,7 +119,7 @@ def _through_models(draft: Draft, task: SectionTask) -> Draft:
         return draft
     if task.adapter is not None and loads is not None:
         return to_other_base(draft, saved.tables, loads.tables, loads.code)
-    if loads is not None and request.model_form is ModelForm.SERIALIZED:
+    if loads is not None and _asks_for_keys_of_model(request):
         kept = with_common_keys(draft, saved, loads)
         if kept is not None:
             return kept
@@ -127,6 +127,16 @@ def _through_models(draft: Draft, task: SectionTask) -> Draft:
     if loads is not None:
         draft = to_other_model(draft, request, loads)
     return with_counters(draft, keep=request.like is not None or isinstance(task.form, Chain))
+
+
+def _asks_for_keys_of_model(request: Request) -> bool:
+    """Return whether the options ask for all keys that the model saves, and name no form of the
+    file's.
+    """
+    options = request.options
+    if options.trainable_only or options.source_form is not None:
+        return False
+    return request.model_form is ModelForm.SERIALIZED
 
 
 def _to_form(draft: Draft, task: SectionTask, saved: ModelOperand) -> Draft:

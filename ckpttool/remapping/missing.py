@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from ckpttool.core.text import Note, dotted, plural, some
 from ckpttool.kinds.adapters import adapter_in
-from ckpttool.naming.convert import ModelForm
+from ckpttool.naming.convert import ModelForm, read
 from ckpttool.naming.match import match
 from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.reading import as_read
 from ckpttool.operands.same_model import of_one_model
 from ckpttool.remapping.resolve import Inputs
 from ckpttool.remapping.result import Remap
@@ -34,7 +35,11 @@ def note_on_kept_keys(outcome: Remap, inputs: Inputs) -> list[Note]:
     if model is None or inputs.request.saved is not None or len(outcome.result.state_dicts) != 1:
         return []
     (section,) = outcome.result.state_dicts
-    keys = match(section.keys, *loadable(model.tables, ModelForm.SERIALIZED)).missing
+    if section.is_list or adapter_in(section) is not None:  # they lack keys by nature
+        return []
+    if model.is_folder:
+        model = as_read(model, section, outcome.result.source)
+    keys = read(model.tables, section).match.missing
     if not keys:
         return []
     missing = [dotted(section.path, key) for key in keys]
