@@ -147,6 +147,27 @@ class Plan:
         return tuple(output for output in self.outputs if not isinstance(output.source, Ref))
 
     @property
+    def second_names(self) -> tuple[Output, ...]:
+        """The outputs whose tensor the result also has under its old key, or under the key of an
+        earlier output. They are added, not renamed.
+        """
+        first: dict[tuple[str, str], str] = {}
+        for output in self.outputs:
+            if isinstance(output.source, Ref):
+                tensor = output.section, output.source.key
+                if output.is_unchanged:
+                    first[tensor] = output.key
+                else:
+                    first.setdefault(tensor, output.key)
+        added = []
+        for output in self.outputs:
+            if not isinstance(output.source, Ref):
+                continue
+            if output.key != first[output.section, output.source.key]:
+                added.append(output)
+        return tuple(added)
+
+    @property
     def reads(self) -> set[tuple[str, str]]:
         """Return the section and the key of everything that it moves, reads, or drops.
 

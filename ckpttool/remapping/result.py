@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint
-from ckpttool.core.expression import BY_CODE, Ref
+from ckpttool.core.expression import BY_CODE
 from ckpttool.core.optimizer_state import FORMS
 from ckpttool.core.plan import PLAN, Plan
 from ckpttool.core.schema import (
@@ -103,14 +103,16 @@ class Remap:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many outputs are renamed, transformed and unchanged."""
-        renamed = sum(
-            isinstance(o.source, Ref) and o.source.key != o.key for o in self.plan.outputs
-        )
+        """How many outputs are renamed, second names, transformed and unchanged."""
+        unchanged = sum(output.is_unchanged for output in self.plan.outputs)
+        second_names = len(self.plan.second_names)
         transformed = len(self.plan.computed)
-        return dict(
-            zip(_COUNTED, (renamed, transformed, len(self.plan.outputs) - renamed - transformed))
-        )
+        return {
+            "renamed": len(self.plan.outputs) - unchanged - second_names - transformed,
+            "second_names": second_names,
+            "transformed": transformed,
+            "unchanged": unchanged,
+        }
 
     @property
     def model_paths(self) -> tuple[str, ...]:
@@ -140,7 +142,7 @@ def _together(outcome: Remap) -> tuple[object, ...] | None:
     return first.was, first.to, params, outcome.optimizers
 
 
-_COUNTED = ("renamed", "transformed", "unchanged")
+_COUNTED = ("renamed", "second_names", "transformed", "unchanged")
 _FORM = one_of(*FORMS)
 _OPTIMIZERS = list_of(
     record(
@@ -186,6 +188,7 @@ REMAP = record(
         "from": "source_form",
         "to": "form",
         "renamed": lambda outcome: outcome.counts["renamed"],
+        "second_names": lambda outcome: outcome.counts["second_names"],
         "transformed": lambda outcome: outcome.counts["transformed"],
         "unchanged": lambda outcome: outcome.counts["unchanged"],
         "by_code": lambda outcome: [

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckpttool.core.expression import BY_CODE, Ref, cast_dtype, refs
+from ckpttool.core.expression import BY_CODE, cast_dtype, refs
 from ckpttool.core.optimizer_state import FLAT, FQN, ID
-from ckpttool.core.plan import Plan
+from ckpttool.core.plan import Output, Plan
 from ckpttool.core.text import dotted, number, plural, some
 from ckpttool.optimizers.identify import identified_by
 from ckpttool.report.collapse import patterns
@@ -144,6 +144,8 @@ def _counted(outcome: Remap) -> str:
         if count:
             keys = number(count) if phrases else plural(count, "key")
             phrases.append(f"{keys} {kind}")
+    if counts["second_names"]:
+        phrases.append(f"{plural(counts['second_names'], 'second name')} added")
     params = 0
     for state in outcome.optimizers:
         if state.was != state.to or not phrases:
@@ -179,18 +181,16 @@ def _if_any(count: int) -> str:
 
 def swapped(outcome: Swap) -> Document:
     """Return what a swap did, or would do."""
-    renamed = computed = 0
-    for fqn, source in outcome.sources.items():
-        if not isinstance(source, Ref):
-            computed += 1
-        elif source.key != fqn:
-            renamed += 1
+    plan = Plan(tuple(Output("", fqn, source) for fqn, source in outcome.sources.items()))
+    second_names, computed = len(plan.second_names), len(plan.computed)
+    changed = sum(not output.is_unchanged for output in plan.outputs)
     summary = facts(
         ("program", Cell(outcome.source, "key")),
         ("weights", Cell(outcome.weights, "key")),
         ("output", Cell(outcome.output, "key")),
         ("key form", outcome.form),
-        ("renamed", _if_any(renamed)),
+        ("renamed", _if_any(changed - second_names - computed)),
+        ("second names", _if_any(second_names)),
         ("computed", _if_any(computed)),
         ("computed by load_state_dict()", _if_any(len(outcome.by_code))),
         ("constants kept", _if_any(len(outcome.constants))),
@@ -245,16 +245,23 @@ def presets_document(presets: Sequence[Preset]) -> Document:
 
 
 def _changes(plan: Plan, most: int) -> Keys:
-    """Return the changed keys, repeated layers on one line: at most so many lines."""
-    changed = []
+    """Return the changed keys and the second names, repeated layers on one line: at most so many
+    lines of each.
+    """
+    second_names = {(output.section, output.key) for output in plan.second_names}
+    changed, added = [], []
     for output in plan.outputs:
         if not output.is_unchanged:
             keys = tuple(dict.fromkeys(refs(output.source)))
-            changed.append((keys, (output.key,), ""))
-    if not changed:
-        return Keys("", ())
-    title, hidden = f"Changes: {plural(len(changed), 'key')}", "more keys (--format json)"
-    return Keys("", (key_group(title, changed, most, hidden, first=_COLLAPSED),))
+            is_added = (output.section, output.key) in second_names
+            (added if is_added else changed).append((keys, (output.key,), ""))
+    groups = []
+    for title, pairs in (("Changes", changed), ("Second names added", added)):
+        if pairs:
+            heading = f"{title}: {plural(len(pairs), 'key')}"
+            hidden = "more keys (--format json)"
+            groups.append(key_group(heading, pairs, most, hidden, first=_COLLAPSED))
+    return Keys("", tuple(groups))
 
 
 def _dropped(plan: Plan) -> Table:
