@@ -19,6 +19,7 @@ from ckpttool.report.document import (
     Document,
     Inline,
     Keys,
+    Pairing,
     Paragraph,
     Table,
     facts,
@@ -249,7 +250,8 @@ def _changes(plan: Plan, most: int) -> Keys:
     lines of each.
     """
     second_names = {(output.section, output.key) for output in plan.second_names}
-    changed, added = [], []
+    changed: list[Pairing] = []
+    added: list[Pairing] = []
     for output in plan.outputs:
         if not output.is_unchanged:
             keys = tuple(dict.fromkeys(refs(output.source)))
