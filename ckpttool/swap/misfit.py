@@ -104,10 +104,10 @@ def advice_on(
         return "compiled"
     if keys.keys() == {"left_over"}:
         return "left_over" if program.section("").tensors else "frozen"
-    has_other_names = "left_over" in keys or "missing" in keys
+    has_other_names = not keys.keys().isdisjoint(("left_over", "missing", "not_in_model"))
     if names is None and has_other_names:
         return "model"
-    if "left_over" in keys and keys["left_over"] == keys.get("missing"):
+    if "not_in_model" in keys and keys.keys().isdisjoint(("left_over", "missing")):
         return "alone"
     if "dtype" in keys and "shape" not in keys and not has_other_names:
         return "cast"

@@ -37,6 +37,7 @@ from ckpttool.swap.weight_map import (
 )
 
 _DEFAULT = SwapOptions()
+_NOT_IN_MODEL = ("missing", "not_in_model")
 
 
 def swap(
@@ -83,7 +84,8 @@ def swap(
 
     have = {**computed, **constants.values}
     have.update((entry.key, entry) for entry in sides.counters)
-    changing = _changing(program, sides, sources, kept)
+    unknown = [problem.key for problem in weight_map.problems if problem.kind in _NOT_IN_MODEL]
+    changing = _changing(program, sides, sources, [*kept, *unknown])
     fitted, misfits = fit_all(changing, sources, have, options.cast, program.in_memory)
     problems = [*weight_map.problems, *constants.problems, *misfits]
     problems += _untied(weight_map.twins, {entry.key: entry for entry in weights.tensors})

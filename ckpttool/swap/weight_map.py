@@ -155,10 +155,8 @@ def map_by_model(
         remade=_remade(constants, names, values),
         state_dict=_state_dict(tables, weights, reading),
     )
-    for fqn in matched.unmatched:
-        problem = "the model has no tensor of this name: is it another model?"
-        weight_map.problems.append(Problem(problem, fqn))
     _add_unused(weight_map, keys, meaning)
+    weight_map.problems[:] = _with_unknown(weight_map.problems, matched.unmatched)
     return weight_map
 
 
@@ -213,6 +211,23 @@ def _add_unused(
             weight_map.problems.append(Problem(_LEFT_OVER, key, "left_over"))
         else:
             weight_map.ignored.append(key)
+
+
+def _with_unknown(problems: Sequence[Problem], unknown: Sequence[str]) -> list[Problem]:
+    """Return the problems with the weights of the program that are `unknown` to the model. A key
+    that has the name of one is a part of its problem.
+    """
+    left_over = [problem.key for problem in problems if problem.kind == "left_over"]
+    shared = match(left_over, {fqn: fqn for fqn in unknown}).names
+    result = [problem for problem in problems if problem.key not in shared]
+    for fqn in unknown:
+        if fqn in shared.values():
+            text = "the program and the weights have this name, the model has no tensor of it"
+            result.append(Problem(text, fqn, "not_in_model"))
+        else:
+            text = "the model has no tensor of this name: is it another model?"
+            result.append(Problem(text, fqn, "missing"))
+    return result
 
 
 def _share(values: dict[str, Expression], first: Mapping[str, str]) -> None:

@@ -670,3 +670,56 @@ def test_other_weights_of_the_model_in_the_file_are_named(
     done = run(*words[:2], f"{words[2]}::ema", *words[3:], "-o", tmp_path / "ema.pt2")
     assert "holds the same model" not in done.err
     assert torch.equal(outputs(tmp_path / "ema.pt2"), averaged.module(*TOKENS))
+
+
+class Renamed(nn.Module):
+    """A model whose first layer has another name in a later version of the code."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, nn.Linear(2, 2))
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, head = self.children()
+        return head(first(x))
+
+
+def before() -> nn.Module:
+    return Renamed("encoder")
+
+
+def after() -> nn.Module:
+    return Renamed("backbone")
+
+
+IN_BOTH = "the program and the weights have this name, the model has no tensor of it"
+UNKNOWN = "the model has no tensor of this name: is it another model?"
+UNEXPECTED = "unexpected: not a weight of the program"
+
+
+@pytest.mark.parametrize(
+    ("new", "found", "hint"),
+    [
+        (before, {IN_BOTH: "encoder"}, "leave --model out"),
+        (after, {UNKNOWN: "encoder", UNEXPECTED: "backbone"}, "ckpttool diff "),
+    ],
+)
+def test_a_weight_is_not_both_unexpected_and_missing(
+    tmp_path: Path,
+    run: Run,
+    new: Callable[[], nn.Module],
+    found: dict[str, str],
+    hint: str,
+) -> None:
+    program, weights = tmp_path / "old.pt2", tmp_path / "new.pt"
+    torch.export.save(torch.export.export(before(), (torch.ones(1, 2),)), program)
+    torch.save(new().state_dict(), weights)
+    model = ("--model", f"{__file__}:after")
+    done = run("swap-weights", program, weights, *model, "-o", tmp_path / "out.pt2")
+    expected: set[str] = set()
+    for text, module in found.items():
+        expected.update(f"{text} @ {module}.{name}" for name in ("weight", "bias"))
+    assert done.status == 1
+    assert set(re.findall(r"^  (.*)$", done.err, re.MULTILINE)) == expected
+    assert hint in done.err
