@@ -13,14 +13,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from ckpttool.diffing.causes import Cause, Code
-from ckpttool.diffing.result import Entry, only_left, only_right
-from ckpttool.diffing.sections import explain_computed, parts
-from ckpttool.fixes.commands import PART
 from command import Run, fixes_in, notes_in
 
 torch.set_num_threads(1)
 X = torch.rand(3, 4)
+FIXES_SOME = "the suggested command fixes only some of the differences"
 
 
 def plain() -> nn.Module:
@@ -71,29 +68,6 @@ MODELS = {
 }
 
 
-def test_a_renamed_key_is_not_called_computed() -> None:
-    """Left `w` is right `x`; only right `w`, another tensor, is computed from `w_g` and `w_v`."""
-    renamed = Entry("renamed", ("w",), ("x",), Cause(Code.HOOK, ("hides `a`",)))
-    result = explain_computed(
-        [renamed, only_left("w_g"), only_left("w_v"), only_right("w"), only_right("other")]
-    )
-    assert [entry.has(Code.PART, Code.COMPUTED_FROM) for entry in result] == [
-        False,
-        True,
-        True,
-        True,
-        False,
-    ]
-
-
-def test_part_names_match_torch() -> None:
-    for name, build in MODELS.items():
-        state = build().state_dict()
-        of = {parameter for parameter, _ in parts(state).values()}
-        assert of == (set() if name == "plain" else {"0.weight", "2.weight"})
-        assert set(state) - set(parts(state)) <= set(plain().state_dict())
-
-
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils:FutureWarning")
 @pytest.mark.parametrize(
     ("saved_kind", "target_kind"), [pair for pair in product(MODELS, MODELS) if pair[0] != pair[1]]
@@ -121,6 +95,6 @@ def test_a_printed_command_produces_the_same_model(
         try:
             target.load_state_dict(out)
         except RuntimeError:
-            assert any(PART in note for note in notes_in(answer.data)), command
+            assert any(FIXES_SOME in note for note in notes_in(answer.data)), command
             continue
         assert torch.allclose(target.eval()(X), source.eval()(X)), command

@@ -10,13 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckpttool
 import real_models
-from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
-from ckpttool.diffing.moved import Rotary, explain_moved, rotary
-from ckpttool.diffing.sections import compare
-from ckpttool.evaluate.compare import Difference
-from ckpttool.live.model import section_of
-from ckpttool.naming.evidence import Tensor, exchangeable
 from command import Run
 from places import SUPPORT
 
@@ -26,17 +21,9 @@ State = dict[str, torch.Tensor]
 
 def reasons(left: State, right: State) -> dict[str, str]:
     """Return key -> the reason of a value difference, as `--values` reports it."""
-    sections = section_of(left), section_of(right)
-
-    def differ(one: TensorEntry, other: TensorEntry) -> Difference | None:
-        return None if torch.equal(left[one.key], right[other.key]) else Difference("differ")
-
-    entries = compare(*sections, differ)
-    result = explain_moved(entries, *sections)
-    assert [(entry.status, entry.left, entry.right) for entry in result] == [
-        (entry.status, entry.left, entry.right) for entry in entries
-    ]
-    return {entry.left[0]: entry.reason for entry in result if entry.status == "value"}
+    diff = ckpttool.diff(left, right, values=True)
+    assert {entry.status for entry in diff.entries} <= {"same", "value"}
+    return {entry.left[0]: entry.reason for entry in diff.entries if entry.status == "value"}
 
 
 def test_swapped_layers_are_reported() -> None:
@@ -81,26 +68,19 @@ def test_sparse_tensors_are_skipped(tmp_path: Path, run: Run) -> None:
     ]
 
 
-def test_only_matrices_of_one_shape_are_checked_for_rotary_order() -> None:
+def test_only_dense_matrices_are_checked_for_rotary_order() -> None:
     w = torch.rand(6, 3)
-    section = section_of(
-        {
-            "w": w,
-            "more": torch.cat([w, w]),
-            "none": torch.empty(6, 0),
-            "half": w.half(),
-            "one": w[0, 0],
-        }
+    rotary = (
+        "different values; rows in rotary order, heads of 6: adjacent pairs in {}, halves in {}"
     )
-    sparse = TensorEntry("sparse", "float32", (6, 3), (3, 1), 0, None, "sparse_coo")
-    entries = {**section.by_key(), "object": ExtraEntry("object"), "sparse": sparse}
-    permuted = section_of({"w": permute(w, 1)}).by_key()["w"]
-    assert rotary(entries["w"], permuted) == Rotary(6, True)
-    assert rotary(permuted, entries["w"]) == Rotary(6, False)
-    result = [
-        rotary(one, other) for one in entries.values() for other in (permuted, *entries.values())
-    ]
-    assert [order for order in result if order is not None] == [Rotary(6, True)]
+    assert reasons({"w": w}, {"w": permute(w, 1)}) == {"w": rotary.format("left", "right")}
+    assert reasons({"w": permute(w, 1)}, {"w": w}) == {"w": rotary.format("right", "left")}
+    sparse = w.to_sparse(), permute(w, 1).to_sparse()
+    for left, right in (sparse, (torch.empty(6, 0), torch.empty(6, 0)), (w[0, 0], w[0, 1])):
+        assert "rotary" not in str(reasons({"w": left}, {"w": right}))
+    halves = {"w": w.half()}
+    (entry,) = ckpttool.diff(halves, {"w": permute(w, 1)}, values=True, ignore_dtype=True).entries
+    assert "rotary" not in entry.reason
 
 
 def test_an_unchanged_tensor_is_not_a_source_of_moved_values() -> None:
@@ -205,7 +185,7 @@ def test_a_tied_head_is_not_exchangeable(run: Run, tmp_path: Path) -> None:
 def test_a_model_loads_with_exchangeable_tensors_swapped() -> None:
     model = real_models.llama()
     state = model.state_dict()
-    alike = exchangeable(Tensor(key, "float32", tuple(value.shape)) for key, value in state.items())
+    alike = ckpttool.diff(state, model=model).exchangeable
     assert alike
     for first, *others in alike:
         for other in others:
