@@ -88,6 +88,23 @@ class ModelChange:
         """Return the new name of a tensor that stays complete; any other name as it is."""
         return self.called.get(name, name)
 
+    def new_names(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the new name of each of the names that is a tensor which stays complete. Names
+        without the wrappers of their keys get none.
+        """
+        keys = self._keys(names)
+        paths = self._wrappers_beside(keys)
+        new_keys: dict[str, str] = {}
+        for output in self.plan.outputs:
+            source = ex.without_cast(output.source)
+            if isinstance(source, Ref):
+                new_keys.setdefault(source.key, output.key)
+        new_names = {}
+        for name, key in keys.items():
+            if key in new_keys:
+                new_names[name] = copied(strip(new_keys[key], paths))
+        return new_names
+
     def shapes(self, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
         entries = self.section.by_key()
         shapes = {}
@@ -117,9 +134,7 @@ class ModelChange:
         def value_before(key: str) -> Expression:
             return by_first[first.get(key, key)]
 
-        paths: Collection[str] = ()
-        if any(name != key for name, key in keys.items()):
-            paths = wrappers.recognize([output.key for output in self.plan.outputs])
+        paths = self._wrappers_beside(keys)
         after: dict[Expression, str] = {}
         for output in self.plan.outputs:
             tensors = dict.fromkeys(first.get(key, key) for key in ex.refs(output.source))
@@ -137,6 +152,12 @@ class ModelChange:
                 problems=problems,
             )
         return {name: source for source, name in after.items()}
+
+    def _wrappers_beside(self, keys: Mapping[str, str]) -> Collection[str]:
+        """Return the wrappers of the new keys if names come without those of their keys."""
+        if all(name == key for name, key in keys.items()):
+            return ()
+        return wrappers.recognize([output.key for output in self.plan.outputs])
 
     def _keys(self, names: Sequence[str]) -> dict[str, str]:
         """Which of the names are which keys: as they are, or without the wrappers' segments of the

@@ -2,96 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import Section, TensorEntry
+from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.errors import Problem, Refused
-from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import Names
-from ckpttool.core.optimizer_state import ID, OptimizerState, Param
-from ckpttool.core.plan import OptimizerMove
+from ckpttool.core.optimizer_state import OptimizerState, Param
 from ckpttool.naming.model_change import ModelChange
-from ckpttool.optimizers import forms
-from ckpttool.optimizers.groups import in_groups, notes_on_change, placed
 from ckpttool.optimizers.identify import Parameters, ParamMap, own_names, owners
-from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
-from ckpttool.optimizers.transform import identity, in_form, move_of
+from ckpttool.optimizers.request import OptimizerRequest
 
 
-def without_left_out(
-    section: Section, state: OptimizerState, request: OptimizerRequest, narrowed: ModelChange
-) -> tuple[Section, OptimizerRemap] | None:
-    """Return an optimizer with ids without the parameters whose tensors are left out; None if it
-    keeps all of them.
+def parameters_left_out(
+    state: OptimizerState, request: OptimizerRequest, narrowed: ModelChange, where: str
+) -> dict[Param, str]:
+    """Return the parameters whose tensors are left out of the model, with their names.
 
-    The other parameters are numbered again, as an optimizer of the smaller model does. Raise
-    `Refused` if nothing says whose state the ids are, and one of them may belong to a tensor that
-    is left out.
+    Raise `Refused` if all are left out, and if nothing says whose state the ids are, and one of
+    them may belong to a tensor that is left out.
     """
-    where = section.title
     param_map = _identified(state, request, where)
     if param_map is None:
         # else --select: a note says that it is the state of all parameters
         if request.model is not None:
             _check_none_left_out(state, narrowed, where)
-        return None
+        return {}
     keys_of = _serialized_keys(request.names)
     left_out = {}
     for param, name in param_map.names.items():
         if narrowed.loses([name, *keys_of.get(name, ())]):
             left_out[param] = name
-    if not left_out:
-        return None
-    if len(left_out) == len(state.params):
+    if left_out and len(left_out) == len(state.params):
         raise Refused(
             f"{where}: all of its parameters are left out of the model",
             hint=f"drop the optimizer too: --drop {where}",
             problems=[Problem("left out of the model", name) for name in left_out.values()],
         )
-    named = param_map.state
-    kept: dict[str, Expression] = {}
-    for param in state.params:
-        if param not in left_out:
-            kept[param_map.names[param]] = Ref(str(param))
-    groups = placed(named, identity(list(kept)))
-    kept_state: dict[Param, Any] = {name: named.state[name] for name in kept if name in named.state}
-    rest = in_groups(named, groups, kept_state)
-    dropped = tuple(left_out.values())
-    notes = notes_on_change(where, state, rest, ID, (), dropped)
-    if param_map.assumed:
-        notes.append(param_map.rests_on(where))
-    move = move_of(section, state, ID, rest.groups, kept, {})
-    result = forms.write(in_form(rest, ID), section)
-    report = OptimizerRemap(
-        section.path,
-        was=ID,
-        to=ID,
-        params=len(kept),
-        evidence=param_map.evidence,
-        dropped=dropped,
-        notes=tuple(notes),
-        move=move,
-    )
-    return result, report
-
-
-def one_move(first: OptimizerMove, second: OptimizerMove) -> OptimizerMove:
-    """Return the second move, of the ids that the first gives, as a move of what the first
-    moves.
-    """
-    sources = list(first.sources.values())
-    over = {}
-    for name, source in second.sources.items():
-        over[name] = ex.substitute(source, lambda number: sources[int(number)])
-    groups = []
-    for group in second.groups:
-        if group.like is None:
-            groups.append(group)
-        else:
-            groups.append(replace(first.groups[group.like], params=group.params))
-    return replace(second, sources=over, groups=tuple(groups))
+    return left_out
 
 
 def _identified(state: OptimizerState, request: OptimizerRequest, where: str) -> ParamMap | None:

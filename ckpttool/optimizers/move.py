@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from itertools import chain
 
@@ -37,7 +37,7 @@ from ckpttool.optimizers.identify import (
     owners,
     saved_order,
 )
-from ckpttool.optimizers.left_out import one_move, without_left_out
+from ckpttool.optimizers.left_out import parameters_left_out
 from ckpttool.optimizers.request import AFRESH, OptimizerRemap, OptimizerRequest
 from ckpttool.optimizers.transform import (
     between,
@@ -84,19 +84,13 @@ def _remapped(section: Section, request: OptimizerRequest) -> tuple[Section, Opt
     """Return the section as requested; None if it is so already."""
     where = section.title
     state = forms.read(section)
-    to = request.keys or state.form
-    listed = in_file(state)[0]
-    narrowed = request.narrowed
-    if narrowed is not None:
-        if state.form == to == ID and request.to_names is None and narrowed.keeps_rest:
-            rest = without_left_out(section, state, request, narrowed)
-            if rest is not None:
-                return rest if listed is None else _names_after_keys(rest, request, narrowed)
-        request = _follow_narrowed(request, narrowed, listed, to)
-    to_names = request.to_names
-    must_write = to_names is not None or (request.keys is not None and request.names is not None)
     if not state.params:
         return None
+    to = request.keys or state.form
+    listed = in_file(state)[0]
+    request = _follow_narrowed(state, request, to, where)
+    to_names = request.to_names
+    must_write = to_names is not None or (request.keys is not None and request.names is not None)
     if not must_write and to == state.form and not _is_renamed(state, request, to):
         return None
     request = _rules_first(state, request, where)
@@ -108,23 +102,6 @@ def _remapped(section: Section, request: OptimizerRequest) -> tuple[Section, Opt
         )
     result, report = _moved(section, state, request, to)
     return None if result == state and not must_write else (forms.write(result, section), report)
-
-
-def _names_after_keys(
-    rest: tuple[Section, OptimizerRemap], request: OptimizerRequest, narrowed: ModelChange
-) -> tuple[Section, OptimizerRemap]:
-    """Return an optimizer without the parameters that were left out, the others named as their
-    keys are after the remap.
-    """
-    section, report = rest
-    by_keys = replace(request, names=None, ruled=narrowed, model=narrowed, narrowed=None)
-    follows = _remapped(section, by_keys)
-    if follows is None or follows[1].move is None:
-        return rest
-    assert report.move is not None
-    move = one_move(report.move, follows[1].move)
-    notes = dict.fromkeys((*report.notes, *follows[1].notes))
-    return follows[0], replace(report, move=move, notes=tuple(notes))
 
 
 def _moved(
@@ -142,7 +119,9 @@ def _moved(
     saved_by = request.names
     if follow_keys and to_names is None:
         saved_by = None  # the parameters may have other names than this model's
-    if to == ID and to_names is None:
+    if request.left_out:
+        groups = placed(named, sources)
+    elif to == ID and to_names is None:
         same = identity(named.params)
         old_groups = new_groups(named, same, request.names, None, state.form, to, where)
         groups = with_new_names(old_groups, sources)
@@ -201,21 +180,26 @@ def _moved(
 
 
 def _follow_narrowed(
-    request: OptimizerRequest,
-    narrowed: ModelChange,
-    listed: Mapping[Param, str] | None,
-    to: str,
+    state: OptimizerState, request: OptimizerRequest, to: str, where: str
 ) -> OptimizerRequest:
     """Return the request for an optimizer of a model without some of its tensors: its parameters
     follow their keys, or stay if all of them are kept.
     """
-    if listed is None:
+    narrowed = request.narrowed
+    if narrowed is None:
+        return request
+    listed = in_file(state)[0]
+    left_out: Mapping[Param, str] = {}
+    if state.form == to == ID and request.to_names is None and narrowed.keeps_rest:
+        left_out = parameters_left_out(state, request, narrowed, where)
+        follows = bool(left_out)
+    elif listed is None:
         follows = to != ID
     else:
         follows = request.model is None or narrowed.loses(list(listed.values()))
-    if follows:
-        return replace(request, ruled=narrowed, model=narrowed)
-    return replace(request, narrowed=None)
+    if not follows:
+        return replace(request, narrowed=None)
+    return replace(request, ruled=narrowed, model=narrowed, left_out=frozenset(left_out.values()))
 
 
 def _shapes(named: OptimizerState, request: OptimizerRequest) -> dict[str, tuple[int, ...] | None]:
@@ -414,6 +398,15 @@ def _by_rules_file(
     return after
 
 
+def _kept(
+    named: OptimizerState, left_out: Container[str], change: ModelChange
+) -> dict[str, Expression]:
+    """Return the parameters that are not left out, under the new names of their keys."""
+    names = [str(param) for param in named.params if param not in left_out]
+    new_names = change.new_names(names)
+    return {new_names.get(name, name): Ref(name) for name in names}
+
+
 def _check_places(
     named: OptimizerState, after: Mapping[str, Expression], is_narrowed: bool, where: str
 ) -> None:
@@ -464,6 +457,8 @@ def _sources(
     """Return the new parameters as expressions over the old ones, and whether they follow the keys
     of the model.
     """
+    if request.left_out and request.ruled is not None:
+        return _kept(named, request.left_out, request.ruled), True
     ruled = _by_rules_file(named, request, to, where)
     if ruled is not None:
         return ruled, True

@@ -34,7 +34,8 @@ class OptimizerRequest:
 
     `ruled` is the effect of the rules on the model, `model` the effect of the complete remap,
     `model_keys` its keys. `narrowed` is `model` if some of its tensors are left out: then
-    parameters that have names follow their keys.
+    parameters that have names follow their keys. `left_out` are the names of the parameters of an
+    optimizer with ids whose tensors are left out.
 
     `state_dicts` are the state dicts of the file as it was saved, by
     `operands.checkpoint.saved_state_dicts`: the order of their keys is evidence for the ids.
@@ -52,6 +53,7 @@ class OptimizerRequest:
     ruled: ModelChange | None = None
     model: ModelChange | None = None
     narrowed: ModelChange | None = None
+    left_out: frozenset[str] = frozenset()
     model_keys: Sequence[str] = ()
     state_dicts: Sequence[Section] = ()
     old_model: str | None = None
