@@ -43,7 +43,7 @@ class ModelChange:
 
     def renames(self, names: Sequence[str]) -> bool:
         """Return True if one of the names is a tensor whose key changes."""
-        keys = set(self._keys(names).values())
+        keys = set(self.keys_of(names).values())
         for output in self.plan.outputs:
             if any(key in keys and key != output.key for key in ex.refs(output.source)):
                 return True
@@ -56,7 +56,7 @@ class ModelChange:
         for output in self.plan.outputs:
             for key in ex.refs(output.source):
                 kept.add(first.get(key, key))
-        return any(first.get(key, key) not in kept for key in self._keys(names).values())
+        return any(first.get(key, key) not in kept for key in self.keys_of(names).values())
 
     @cached_property
     def after(self) -> Section:
@@ -92,7 +92,7 @@ class ModelChange:
         """Return the new name of each of the names that is a tensor which stays complete. Names
         without the wrappers of their keys get none.
         """
-        keys = self._keys(names)
+        keys = self.keys_of(names)
         paths = self._wrappers_beside(keys)
         new_keys: dict[str, str] = {}
         for output in self.plan.outputs:
@@ -108,7 +108,7 @@ class ModelChange:
     def shapes(self, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
         entries = self.section.by_key()
         shapes = {}
-        for name, key in self._keys(names).items():
+        for name, key in self.keys_of(names).items():
             entry = entries.get(key)
             if isinstance(entry, TensorEntry):
                 shapes[name] = entry.shape
@@ -120,7 +120,7 @@ class ModelChange:
 
         Raise `Refused`, all problems at once, if only some are.
         """
-        keys = self._keys(list(before))
+        keys = self.keys_of(list(before))
         if not keys:
             return None
         problems = []
@@ -159,7 +159,7 @@ class ModelChange:
             return ()
         return wrappers.recognize([output.key for output in self.plan.outputs])
 
-    def _keys(self, names: Sequence[str]) -> dict[str, str]:
+    def keys_of(self, names: Sequence[str]) -> dict[str, str]:
         """Which of the names are which keys: as they are, or without the wrappers' segments of the
         keys.
         """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import OptimizerState, Param
+from ckpttool.core.text import plural, some
 from ckpttool.naming.model_change import ModelChange
 from ckpttool.optimizers.identify import Parameters, ParamMap, own_names, owners
 from ckpttool.optimizers.request import OptimizerRequest
@@ -77,20 +80,55 @@ def _check_none_left_out(state: OptimizerState, narrowed: ModelChange, where: st
         param_shapes = set(filter(None, state.shapes(param).values()))
         shapes |= param_shapes
         has_unknown |= not param_shapes
-    entries = narrowed.section.by_key()
     problems = []
-    for dropped in narrowed.plan.dropped:
-        entry = entries.get(dropped.key)
-        if not isinstance(entry, TensorEntry):
-            continue
-        is_float = entry.dtype.startswith(("float", "bfloat", "complex"))
-        if is_float and (has_unknown or entry.shape in shapes):
-            problems.append(Problem("left out of the model", dropped.key))
+    for entry in _dropped_floats(narrowed):
+        if has_unknown or entry.shape in shapes:
+            problems.append(Problem("left out of the model", entry.key))
     if problems:
         raise Refused(
             f"{where}: parameters may be left out of the model, and nothing says which of its ids"
             " are theirs",
-            hint="pass --model MODEL (and --optimizer O), which says whose state it is; or drop"
-            f" the optimizer too: --drop {where}",
+            hint=_NAME_MODEL.format(where=where),
             problems=problems,
         )
+
+
+def check_names_are_keys(names: Sequence[str], narrowed: ModelChange, where: str) -> None:
+    """Raise `Refused` if some parameters are no keys of the model, and a tensor that is left out
+    may be computed from them.
+    """
+    keys = narrowed.keys_of(names)
+    unknown = [name for name in names if name not in keys]
+    if not unknown:
+        return
+    problems = []
+    known = set(keys.values())
+    for entry in _dropped_floats(narrowed):
+        if entry.key not in known:
+            problems.append(Problem("left out of the model", entry.key))
+    if problems:
+        raise Refused(
+            f"{where}: parameters may be left out of the model, and"
+            f" {plural(len(unknown), 'parameter')} of the optimizer"
+            f" {'has' if len(unknown) == 1 else 'have'} no key of that name: {some(unknown)}",
+            hint=_NAME_MODEL.format(where=where),
+            problems=problems,
+        )
+
+
+_NAME_MODEL = (
+    "pass --model MODEL (and --optimizer O), which says whose state it is; or drop the optimizer"
+    " too: --drop {where}"
+)
+
+
+def _dropped_floats(narrowed: ModelChange) -> Iterator[TensorEntry]:
+    """Yield the floating-point tensors that are left out: only these are parameters with state."""
+    entries = narrowed.section.by_key()
+    for dropped in narrowed.plan.dropped:
+        entry = entries.get(dropped.key)
+        if isinstance(entry, TensorEntry) and entry.dtype.startswith(_FLOATS):
+            yield entry
+
+
+_FLOATS = ("float", "bfloat", "complex")

@@ -37,7 +37,7 @@ from ckpttool.optimizers.identify import (
     owners,
     saved_order,
 )
-from ckpttool.optimizers.left_out import parameters_left_out
+from ckpttool.optimizers.left_out import check_names_are_keys, parameters_left_out
 from ckpttool.optimizers.request import AFRESH, OptimizerRemap, OptimizerRequest
 from ckpttool.optimizers.transform import (
     between,
@@ -189,6 +189,8 @@ def _follow_narrowed(
     if narrowed is None:
         return request
     listed = in_file(state)[0]
+    if listed is not None and request.names is None and request.model is not None:
+        check_names_are_keys(list(listed.values()), narrowed, where)
     left_out: Mapping[Param, str] = {}
     if state.form == to == ID and request.to_names is None and narrowed.keeps_rest:
         left_out = parameters_left_out(state, request, narrowed, where)
