@@ -62,6 +62,8 @@ _HINTS: dict[Advice, str] = {
     " function that builds it",
     "constants": "constants=True swaps the constants among them too",
     "values": "constants=True takes the model's values, keep_constants=True keeps the program's",
+    "no_values": "constants=True takes them from the model's code: add model=module, or a function"
+    " that builds it; without constants=True those that are there are kept",
     "model": "state_dict hooks may rename keys when a model is saved: pass the model, as in"
     " model=module",
     "adapter": HINTS["adapter"],

@@ -22,6 +22,7 @@ from ckpttool.swap.weight_map import constants_of
 Advice = Literal[
     "constants",
     "values",
+    "no_values",
     "code",
     "compiled",
     "frozen",
@@ -36,6 +37,8 @@ Advice = Literal[
 HINTS: dict[Advice, str] = {
     "constants": "some of them are constants of the program: --constants swaps these too",
     "values": "--constants takes the model's values, --keep-constants keeps the program's",
+    "no_values": "--constants takes them from the model's code: add --model package.module:attr, or"
+    " file.py:attr; without --constants the program's are kept",
     "code": "a list of names cannot compute them, the model's code can: --model"
     " package.module:attr, or file.py:attr",
     "compiled": INSIDE,
@@ -89,6 +92,8 @@ def advice_on(
         keys[problem.kind].add(problem.key)
     if keys.keys() == {"value"}:
         return "values"
+    if keys.keys() == {"no_value"}:
+        return "no_values"
     left_over = keys.get("left_over", set())
     # without these keys the other weights are not what was trained
     if adapter_of(left_over) is not None:

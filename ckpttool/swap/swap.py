@@ -37,6 +37,7 @@ from ckpttool.swap.weight_map import (
 )
 
 _DEFAULT = SwapOptions()
+_NO_VALUE = "a constant without a new value: the weights do not have it"
 _NOT_IN_MODEL = ("missing", "not_in_model")
 
 
@@ -79,7 +80,10 @@ def swap(
     compared = outside if compare else []
     constants = compare_constants(compared, canonical_names(program), code, weight_map, options)
     sources.update(constants.sources)
+    no_values: list[Problem] = []
     if options.constants:
+        if code is None and not (chosen or weight_map.remade):
+            no_values = [Problem(_NO_VALUE, entry.key, "no_value") for entry in outside]
         kept = tuple(key for key in kept if key not in sources)
 
     have = {**computed, **constants.values}
@@ -87,7 +91,7 @@ def swap(
     unknown = [problem.key for problem in weight_map.problems if problem.kind in _NOT_IN_MODEL]
     changing = _changing(program, sides, sources, [*kept, *unknown])
     fitted, misfits = fit_all(changing, sources, have, options.cast, program.in_memory)
-    problems = [*weight_map.problems, *constants.problems, *misfits]
+    problems = [*weight_map.problems, *constants.problems, *no_values, *misfits]
     problems += _untied(weight_map.twins, {entry.key: entry for entry in weights.tensors})
     for section in program.sections:
         problems += _untied(section.aliases().items(), fitted)

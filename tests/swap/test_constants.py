@@ -158,6 +158,23 @@ def test_constants_are_listed_but_not_compared_without_a_model(tmp_path: Path, r
     assert "not compared" in done.out
 
 
+def test_new_constants_without_a_source_are_refused(tmp_path: Path, run: Run) -> None:
+    program, weights, expected = saved("buffer", 2.0, 3.0, tmp_path)
+    out = tmp_path / "new.pt2"
+    words = ("swap-weights", program, weights, "--constants", "-o", out)
+    refused = run(*words)
+    assert (refused.status, out.exists()) == (1, False)
+    assert "the weights do not have it @ scale" in refused.err
+    assert "add --model" in refused.err
+    model = call(f"{__file__}:build", parts="buffer", k=3.0)
+    assert run(*words, "--model", model).status == 0
+    assert torch.equal(outputs(str(out)), expected)
+    in_memory = torch.export.load(program)
+    with pytest.raises(Refused, match="1 problem") as error:
+        ckpttool.swap_weights(in_memory, torch.load(weights), constants=True)
+    assert "add model=module" in (error.value.hint or "")
+
+
 def test_constants_of_torchscript_are_reported_as_not_compared(tmp_path: Path, run: Run) -> None:
     program, new = tmp_path / "old.pt", tmp_path / "new.pt"
     torch.jit.trace(build("cached", 2.0), (X,), check_trace=False).save(str(program))

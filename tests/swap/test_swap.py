@@ -412,9 +412,8 @@ def test_values_that_contradict_the_program_are_refused(
     if "scale" in changes:
         needs_torch("2.7", "a tied weight under both names in a program")
     torch.save({**of_views()[1], **changes}, tmp_path / "new.pt")
-    done = run(
-        "swap-weights", views, tmp_path / "new.pt", "-o", tmp_path / "out.pt2", "--constants"
-    )
+    words = ["swap-weights", views, tmp_path / "new.pt", "-o", tmp_path / "out.pt2"]
+    done = run(*words, *(["--constants"] if "scale" in changes else []))
     assert (done.status, os.listdir(tmp_path)) == (1, ["new.pt"])
     assert message in done.err
 
