@@ -68,7 +68,8 @@ _HINTS: dict[Advice, str] = {
     " model=module",
     "adapter": HINTS["adapter"],
     "quantized": HINTS["quantized"],
-    "left_over": "everything that is there gets a value: leave the other keys out",
+    "left_over": "everything that is there gets a value: leave the other keys out, which loses"
+    " their effect on the model's output",
 }
 
 _COMPILED_IN = (

@@ -48,9 +48,9 @@ class Loading:
             count = len(self.problems) + len(missing)
             raise Refused(
                 f"{self.model} would not load the output: {plural(count, 'problem')}",
-                hint="rename keys with --rule 'FROM => TO', leave them out with --drop PATTERN, or"
-                " name the model that "
-                "the output is for (--to-model)",
+                hint="rename keys with --rule 'FROM => TO', leave them out with --drop PATTERN"
+                " (which loses their effect on the model's output), or name the model that the"
+                " output is for (--to-model)",
                 problems=[*self.problems, *(Problem("missing", key, "missing") for key in missing)],
             )
         if missing:

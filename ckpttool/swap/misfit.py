@@ -48,7 +48,8 @@ HINTS: dict[Advice, str] = {
     " merge_and_unload() returns the merged model), save its state_dict(), and swap that",
     "quantized": "the weights are quantized: `dequantize` in a rules file of `ckpttool remap`"
     " writes their values (FP8, scaled int8, MXFP4)",
-    "left_over": "all weights of the program are there: leave the other keys out, and try again",
+    "left_over": "all weights of the program are there: leave the other keys out, which loses"
+    " their effect on the model's output, and try again",
     "model": "state_dict hooks may rename keys when a model is saved: pass the model's definition, "
     "--model file.py:build",
     "alone": "the program has the names of these weights: leave --model out",
@@ -128,4 +129,7 @@ def drop_left_over(error: Misfit, weights: Checkpoint, new: Section) -> str:
         words += ["--drop", pattern]
     part = next(outputs(weights.source, "part"))
     command = shell("ckpttool", "remap", weights.source, *words, "-o", part)
-    return f"all weights of the program are there; without the other keys: {command}"
+    return (
+        "all weights of the program are there; without the other keys, and their effect on the"
+        f" model's output: {command}"
+    )

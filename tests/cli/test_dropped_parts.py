@@ -413,3 +413,35 @@ def test_named_ids_are_numbered_again(run: Run, tmp_path: Path) -> None:
         == 0
     )
     assert torch.load(out)["optimizer"]["state"].keys() == saved["optimizer"]["state"].keys()
+
+
+class Normed(nn.Module):
+    """An earlier version of the code of `Plain`, with a buffer and a layer more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.old = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.register_buffer("mean", torch.ones(2))
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
+
+
+def test_advice_to_drop_says_what_is_lost(tmp_path: Path, run: Run) -> None:
+    weights, program, model = tmp_path / "old.pt", tmp_path / "p.pt2", f"{__file__}:Plain"
+    torch.save(Normed().state_dict(), weights)
+    torch.export.save(torch.export.export(Plain(), (torch.ones(1, 2),)), program)
+    for command in (
+        ("diff", weights, "--model", model),
+        ("remap", weights, "--to-model", model, "-o", tmp_path / "new.pt"),
+        ("swap-weights", program, weights, "-o", tmp_path / "new.pt2"),
+    ):
+        done = run(*command)
+        assert done.status == 1
+        assert "effect on the model's output" in done.out + done.err

@@ -646,7 +646,9 @@ def test_hint_excludes_keys_added_by_training(
     done = run("swap-weights", program, "train.pt", "-o", "out.pt2", "--model", MODEL)
     assert done.status == 1
     assert "unexpected: not a weight of the program @ loss.net.{0-4}.weight" in done.err
-    (hint,) = re.findall("without the other keys: ckpttool (.*)", " ".join(done.err.split()))
+    (hint,) = re.findall(
+        "their effect on the model's output: ckpttool (.*)", " ".join(done.err.split())
+    )
     assert run(*shlex.split(hint)).status == 0
     assert (
         run("swap-weights", program, "train.part.pt", "-o", "out.pt2", "--model", MODEL).status == 0
