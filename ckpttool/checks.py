@@ -157,6 +157,8 @@ def check(
 
 def _check_files(operands: Sequence[str]) -> None:
     """Raise `CkptError`, with the command that names it, if an operand is a model."""
+    if "" in operands:
+        raise CkptError("the name of a file is empty", hint="name the files to check")
     models = [operand for operand in operands if is_code(operand)]
     if models:
         files = [operand for operand in operands if operand not in models]

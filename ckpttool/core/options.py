@@ -10,10 +10,12 @@ from contextvars import ContextVar
 from dataclasses import fields
 from functools import wraps
 from inspect import Parameter, Signature
+from numbers import Real
 from typing import Annotated, Any, TypeVar, Union
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import spent
+from ckpttool.core.text import a
 from ckpttool.core.values import dataclass
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -71,11 +73,13 @@ def expand_options(
     """Show the fields of the dataclass, or `only` these, in the function's signature instead of
     ``**options``.
 
-    A call with another keyword raises TypeError, with the closest known name. The function gets an
-    `os.PathLike` as text, also in a list.
+    A call with another keyword raises TypeError, with the closest known name, and a value of a kind
+    that the parameter does not take raises `CkptError`. The function gets an `os.PathLike` as text,
+    also in a list.
     """
 
     def decorate(function: Function) -> Function:
+        kinds: dict[str, str] = {}  # the annotation of each parameter
         parameters: dict[str, Parameter] = {}
         for parameter in Signature.from_callable(function).parameters.values():
             if parameter.kind is not Parameter.VAR_KEYWORD:
@@ -84,6 +88,10 @@ def expand_options(
             if field.name not in parameters and (only is None or field.name in only):
                 option = Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default)
                 parameters[field.name] = option
+                annotated = _ANNOTATED.match(str(field.type))
+                kinds[field.name] = annotated[1] if annotated else ""
+        for parameter in parameters.values():
+            kinds.setdefault(parameter.name, str(parameter.annotation))
 
         @wraps(function)
         def checked(*args: Any, **keywords: Any) -> Any:
@@ -93,11 +101,14 @@ def expand_options(
                     raise TypeError(text + _did_you_mean(name, parameters))
             spent.clear()
             texts = {name: _as_text(value) for name, value in keywords.items()}
+            values = [_as_text(value) for value in args]
+            for name, value in (*zip(parameters, values), *texts.items()):
+                _check_kind(function.__name__, name, value, kinds[name])
             if _ON_COMMAND_LINE.get():
-                return function(*map(_as_text, args), **texts)
+                return function(*values, **texts)
             token = _ON_COMMAND_LINE.set(True)  # calls inside of this one leave the text to it
             try:
-                return function(*map(_as_text, args), **texts)
+                return function(*values, **texts)
             except CkptError as error:
                 error.rewrite(in_python)
                 raise
@@ -108,6 +119,57 @@ def expand_options(
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+_ANNOTATED = re.compile(r"Annotated\[\s*(.*?),\s*Option\(", re.DOTALL)
+_TEXTS = (list, tuple, set, frozenset)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    if isinstance(value, _TEXTS):
+        return all(isinstance(item, str) for item in value)
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return value is None or isinstance(value, int)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real)
+
+
+# The annotation of a parameter, without None -> whether it takes a value, and what it takes.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "str": (_is_text, "a text or a path"),
+    "Sequence[str]": (_are_texts, "a text or a list of texts"),
+    "str | Sequence[str]": (_are_texts, "a text or a list of texts"),
+    "bool": (_is_flag, "True or False"),
+    "float": (_is_number, "a number"),
+    "Progress": (callable, "a function"),
+}
+
+
+def _check_kind(function: str, name: str, value: Any, annotation: str) -> None:
+    """Raise `CkptError` if the parameter does not take values of this kind."""
+    takes, words = _KINDS.get(annotation.removesuffix(" | None"), (None, ""))
+    if isinstance(value, str) and "\0" in value:
+        raise CkptError(f"{name} of {function}() has a null character", hint="check the text")
+    if takes is None or takes(value):
+        return
+    if value is None and annotation.endswith(" | None"):
+        return
+    kind = a(value)
+    if isinstance(value, _TEXTS):
+        kind += " of other objects"
+    raise CkptError(
+        f"{name} of {function}() is {words}, not {kind}",
+        hint=f"see help(ckpttool.{function}) for what each argument is",
+    )
 
 
 def _did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -105,6 +105,9 @@ def listed(words: Sequence[str]) -> str:
 
 
 def a(value: object) -> str:
+    """Return the class of the value with its article: ``a Linear``; ``None`` for None."""
+    if value is None:
+        return "None"
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 

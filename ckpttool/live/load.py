@@ -13,7 +13,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import PARAM_NAMES, PARAMS
 from ckpttool.core.options import expand_options
-from ckpttool.core.text import listed, plural, some
+from ckpttool.core.text import a, listed, plural, some
 from ckpttool.core.values import dataclass, public
 from ckpttool.io import sources
 from ckpttool.live.fitting import fitting_model, fitting_state
@@ -150,6 +150,7 @@ def load(
         print(loaded.fix)  # the call that would write the same keys to a file, or None
     """
     sources.begin_call()
+    _check_live(model, optimizer)
     core = innermost(model)
     if definition is None and (instances(core, FSDP1) or instances(core, FSDP2)):
         raise CkptError(
@@ -191,6 +192,21 @@ def load(
         mismatched=part.mismatched,
         unexpected=part.unexpected,
     )
+
+
+def _check_live(model: Any, optimizer: Any) -> None:
+    """Raise `CkptError` if the model or the optimizer is not an object that can be loaded."""
+    if not isinstance(model, Module):
+        raise CkptError(
+            f"load() puts a checkpoint into a module, not into {a(model)}",
+            hint="pass the checkpoint first and then the module that loads it, as in"
+            " ckpttool.load(ckpt, model)",
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise CkptError(
+            f"load() puts state into an optimizer, not into {a(optimizer)}",
+            hint="pass the torch.optim.Optimizer of the module's parameters",
+        )
 
 
 def _narrowed(

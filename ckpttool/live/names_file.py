@@ -6,11 +6,16 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch.nn import Module
+from torch.optim import Optimizer
+
 from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.options import OptimizerOptions, expand_options
 from ckpttool.core.text import plural
 from ckpttool.fixes.diff import diff
 from ckpttool.io.pieces import Piece
 from ckpttool.io.write import WriteOptions, preflight, write_file
+from ckpttool.live.optimizer_copy import like
 from ckpttool.operands.model import trace
 from ckpttool.report.renderers import json
 
@@ -20,13 +25,14 @@ if TYPE_CHECKING:
     from ckpttool.keywords import OptimizerKeywords
 
 
+@expand_options(OptimizerOptions)
 def save_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> None:
     """Write the names file of a model, as ``ckpttool trace MODEL -o PATH --force`` does.
 
     Args:
         model: Anything that `trace` takes.
         path: The file to write.
-        **options: As for `trace`.
+        **options: As for `trace`; `optimizer` may also be the optimizer of a module itself.
 
     Raises:
         CkptError: The model's own code fails, or the file cannot be written.
@@ -35,6 +41,7 @@ def save_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> N
 
         ckpttool.save_names(build(), "names.json")
     """
+    options["optimizer"] = _definition(model, options.get("optimizer"))
     text = json.render(trace(model, **options).to_json())
     preflight(path, (), force=True, in_place=True)
     write_file(
@@ -44,6 +51,7 @@ def save_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> N
     )
 
 
+@expand_options(OptimizerOptions)
 def check_names(
     model: Any,
     path: str,
@@ -59,7 +67,7 @@ def check_names(
         path: The file, which `save_names` wrote.
         ignore: Changes that are accepted: ``missing head.* # trained again``.
         ignore_file: Files with such lines.
-        **options: As for `trace`.
+        **options: As for `trace`; `optimizer` may also be the optimizer of a module itself.
 
     Raises:
         Refused: Names have changed; every change that is not accepted is a problem.
@@ -73,6 +81,7 @@ def check_names(
     again = f"ckpttool.save_names(model, {path!r})"
     if not os.path.exists(path):
         raise CkptError(f"{path} does not exist", hint=f"{again} writes it")
+    options["optimizer"] = _definition(model, options.get("optimizer"))
     changes = diff(path, model=model, ignore=ignore, ignore_file=ignore_file, **options)
     if not changes.passes:
         problems = changes.problems((path, "the model"))
@@ -84,3 +93,10 @@ def check_names(
         raise Refused(
             message, hint=f"if checkpoints may change, {again} accepts it", problems=problems
         )
+
+
+def _definition(model: Any, optimizer: Any) -> Any:
+    """Return a function that makes such an optimizer, for the optimizer of a module."""
+    if isinstance(optimizer, Optimizer) and isinstance(model, Module):
+        return like(optimizer, model)
+    return optimizer

@@ -68,11 +68,27 @@ def load_optimizer(operand: Any) -> LoadedOptimizer:
     if isinstance(operand, str):
         operand, arguments = call_of(operand)
         target = find(operand, _FORM)
+    if isinstance(operand, torch.optim.Optimizer):
+        raise CkptError(
+            f"{a(operand)} object belongs to the parameters of one model",
+            hint=f"pass a function that makes it for any model, as in {_function_of(operand)}",
+        )
     if not isinstance(operand, str):
         operand = getattr(operand, "__name__", repr(operand))
     if not callable(target):
         raise CkptError(f"{operand} is not a function but {a(target)}", hint=_FORM)
     return LoadedOptimizer(operand, partial(target, **arguments) if arguments else target)
+
+
+def _function_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return a function of the model that makes such an optimizer."""
+    kind = type(optimizer)
+    name = kind.__name__
+    if getattr(torch.optim, name, None) is kind:
+        name = f"torch.optim.{name}"
+    rate = optimizer.defaults.get("lr")
+    options = f", lr={rate}" if isinstance(rate, float) else ""
+    return f"lambda model: {name}(model.parameters(){options})"
 
 
 def with_optimizer(names: Names, model: LoadedModel, optimizer: LoadedOptimizer) -> Names:

@@ -125,3 +125,66 @@ def test_counts_of_problems_and_differences_agree(tmp_path: Path) -> None:
         ckpttool.load(tmp_path / "a.pt", build())
     counts = Counter(problem.kind for problem in refused.value.problems)
     assert counts == {status: count for status, count in diff.summary.items() if status != "same"}
+
+
+def _wrong_arguments() -> list[tuple[str, Callable[[Any, str], object]]]:
+    """Calls with an argument of a wrong kind, or with two that were exchanged."""
+    return [
+        ("out", lambda model, path: ckpttool.remap(path, model)),
+        ("out", lambda model, path: ckpttool.convert(path, 3)),  # type: ignore[arg-type]
+        ("out", lambda model, path: ckpttool.fix(path, model, model=model)),
+        ("rule", lambda model, path: ckpttool.remap(path, rule=[1])),  # type: ignore[list-item]
+        ("rules", lambda model, path: ckpttool.remap(path, rules=model)),
+        ("to", lambda model, path: ckpttool.remap(path, to=model)),
+        ("drop", lambda model, path: ckpttool.remap(path, drop=1.5)),  # type: ignore[arg-type]
+        ("ignore", lambda model, path: ckpttool.diff(path, model=model, ignore=model)),
+        ("progress", lambda model, path: ckpttool.remap(path, progress=path)),  # type: ignore[arg-type]
+        ("name", lambda model, path: ckpttool.explain(model, path)),
+        ("files", lambda model, path: ckpttool.check(model)),
+        ("path", lambda model, path: ckpttool.undo(model)),
+        ("path", lambda model, path: ckpttool.save_names(path, model)),
+        ("path", lambda model, path: ckpttool.check_names(path, model)),
+        ("path", lambda model, path: ckpttool.check_names(model, None)),  # type: ignore[arg-type]
+        ("module", lambda model, path: ckpttool.load(model, path)),  # type: ignore[arg-type]
+        ("optimizer", lambda model, path: ckpttool.load(path, model, path)),  # type: ignore[arg-type]
+        ("checkpoint", lambda model, path: ckpttool.inspect(model)),
+        ("checkpoint", lambda model, path: ckpttool.open_checkpoint(None)),  # type: ignore[arg-type]
+        ("model", lambda model, path: ckpttool.trace(None)),
+    ]
+
+
+@pytest.mark.parametrize(("named", "call"), _wrong_arguments())
+def test_a_wrong_kind_of_argument_is_named(
+    named: str, call: Callable[[Any, str], object], tmp_path: Path
+) -> None:
+    model, path = torch.nn.Linear(2, 2), tmp_path / "weights.pt"
+    torch.save(model.state_dict(), path)
+    with pytest.raises(CkptError) as error:
+        call(model, str(path))
+    assert named in error.value.message
+    assert error.value.hint
+
+
+def test_names_of_a_live_optimizer(tmp_path: Path) -> None:
+    path = tmp_path / "names.json"
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    groups: list[dict[str, Any]] = [
+        {"params": model[1].parameters()},
+        {"params": model[0].parameters(), "lr": 0.5},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    ckpttool.save_names(model, path, optimizer=optimizer)  # type: ignore[arg-type]
+    ckpttool.check_names(model, path, optimizer=optimizer)  # type: ignore[arg-type]
+    other = torch.optim.AdamW(model.parameters())
+    with pytest.raises(Refused, match="changed since"):
+        ckpttool.check_names(model, path, optimizer=other)  # type: ignore[arg-type]
+
+
+def test_the_hint_for_a_live_optimizer_is_a_function_that_works() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(CkptError, match="object belongs to") as error:
+        ckpttool.trace(model, optimizer=optimizer)
+    _, _, function = (error.value.hint or "").partition("as in ")
+    names = ckpttool.trace(model, optimizer=eval(function, {"torch": torch}))
+    assert names.to_json()["optimizer_groups"][0]["lr"] == 0.5

@@ -132,7 +132,7 @@ def test_a_huge_model_costs_no_memory() -> None:
     ("make", "message"),
     [
         (3, "3 is not a function but an int"),
-        (lambda model: None, "gives a NoneType, not an optimizer"),
+        (lambda model: None, "gives None, not an optimizer"),
         (
             lambda model: [
                 torch.optim.SGD(model.parameters()),
@@ -140,7 +140,7 @@ def test_a_huge_model_costs_no_memory() -> None:
             ],
             "gives a list",
         ),
-        (lambda model: {"lr_scheduler": None}, "gives a NoneType"),
+        (lambda model: {"lr_scheduler": None}, "gives None"),
         (lambda model: [], "gives a list"),
         (
             lambda model: torch.optim.SGD(Net().parameters()),
