@@ -49,7 +49,7 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
     if model.optimizer is not None:
         from ckpttool.tracing.build_optimizer import load_optimizer, optimizer_verdict
 
-        builder = load_optimizer(model.optimizer)
+        builder = load_optimizer(model.optimizer, model.model)
         verdict = optimizer_verdict(model.definition(), builder, section, by_dcp)
     fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, verdict, by_dcp)
     fit = _with_copies_of_ranks(fit, section)

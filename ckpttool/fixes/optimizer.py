@@ -16,7 +16,7 @@ from ckpttool.fixes.commands import Fixes
 from ckpttool.fixes.question import DiffQuestion
 from ckpttool.fixes.trial import TriedFix, try_remap
 from ckpttool.operands.checkpoint import open_operand, split
-from ckpttool.operands.output import PLACEHOLDERS, command, outputs
+from ckpttool.operands.output import FIX, PLACEHOLDERS, command, outputs
 from ckpttool.remapping.options import RemapOptions
 
 FOREIGN = "the new model does not have these keys, and a remap would lose their values"
@@ -38,7 +38,7 @@ def optimizer_fixes(question: DiffQuestion, remedy: Remedy) -> Fixes:
     word, options = _remap_for(question, remedy)
     if _has_placeholder(options):
         path = split(question.left.source)[0]
-        line = command("remap", (path,), replace(options, out=next(outputs(path, word))))
+        line = command("remap", (path,), replace(options, out=next(outputs(path, word))), FIX)
         return Fixes((line,))
     trial = _try_on_file(question, word, options)
     if trial is None:

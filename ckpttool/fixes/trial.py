@@ -18,7 +18,7 @@ from ckpttool.diffing.result import (
 from ckpttool.fixes.losses import left_out, loses
 from ckpttool.fixes.question import DiffQuestion
 from ckpttool.operands.model import ModelOperand, operand_of
-from ckpttool.operands.output import command, outputs, target_for
+from ckpttool.operands.output import FIX, command, outputs, target_for
 from ckpttool.remapping import run as remap
 from ckpttool.remapping.loads import loaded_by, loading
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
@@ -52,7 +52,7 @@ class TriedFix:
     @property
     def fix(self) -> Fix:
         """The command line."""
-        line = command(self.verb, self.operands, self.options)
+        line = command(self.verb, self.operands, self.options, FIX)
         is_applied = self.after.identical and self.verb != "swap-weights" and not self.stateless
         options = self.options if is_applied else None
         source = self.operands[0] if self.part else ""

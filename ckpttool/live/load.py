@@ -18,7 +18,6 @@ from ckpttool.core.values import dataclass, public
 from ckpttool.io import sources
 from ckpttool.live.fitting import fitting_model, fitting_state
 from ckpttool.live.model import FSDP1, FSDP2, innermost, instances
-from ckpttool.live.optimizer_copy import like
 from ckpttool.live.partial import fitting_part
 from ckpttool.live.put import put
 from ckpttool.operands.checkpoint import Ckpt, model_section, open_checkpoint, open_operand, pick
@@ -27,6 +26,7 @@ from ckpttool.operands.reading import read_for_model
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.planning import plan_remap
 from ckpttool.tracing.build_model import CannotBuild
+from ckpttool.tracing.optimizer_copy import like
 
 
 @public

@@ -6,16 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.nn import Module
-from torch.optim import Optimizer
-
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.options import OptimizerOptions, expand_options
 from ckpttool.core.text import plural
 from ckpttool.fixes.diff import diff
 from ckpttool.io.pieces import Piece
 from ckpttool.io.write import WriteOptions, preflight, write_file
-from ckpttool.live.optimizer_copy import like
 from ckpttool.operands.model import trace
 from ckpttool.report.renderers import json
 
@@ -32,7 +28,7 @@ def save_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> N
     Args:
         model: Anything that `trace` takes.
         path: The file to write.
-        **options: As for `trace`; `optimizer` may also be the optimizer of a module itself.
+        **options: As for `trace`.
 
     Raises:
         CkptError: The model's own code fails, or the file cannot be written.
@@ -41,7 +37,6 @@ def save_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> N
 
         ckpttool.save_names(build(), "names.json")
     """
-    options["optimizer"] = _definition(model, options.get("optimizer"))
     text = json.render(trace(model, **options).to_json())
     preflight(path, (), force=True, in_place=True)
     write_file(
@@ -67,7 +62,7 @@ def check_names(
         path: The file, which `save_names` wrote.
         ignore: Changes that are accepted: ``missing head.* # trained again``.
         ignore_file: Files with such lines.
-        **options: As for `trace`; `optimizer` may also be the optimizer of a module itself.
+        **options: As for `trace`.
 
     Raises:
         Refused: Names have changed; every change that is not accepted is a problem.
@@ -81,7 +76,6 @@ def check_names(
     again = f"ckpttool.save_names(model, {path!r})"
     if not os.path.exists(path):
         raise CkptError(f"{path} does not exist", hint=f"{again} writes it")
-    options["optimizer"] = _definition(model, options.get("optimizer"))
     changes = diff(path, model=model, ignore=ignore, ignore_file=ignore_file, **options)
     if not changes.passes:
         problems = changes.problems((path, "the model"))
@@ -93,10 +87,3 @@ def check_names(
         raise Refused(
             message, hint=f"if checkpoints may change, {again} accepts it", problems=problems
         )
-
-
-def _definition(model: Any, optimizer: Any) -> Any:
-    """Return a function that makes such an optimizer, for the optimizer of a module."""
-    if isinstance(optimizer, Optimizer) and isinstance(model, Module):
-        return like(optimizer, model)
-    return optimizer

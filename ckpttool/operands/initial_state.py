@@ -20,7 +20,7 @@ def initial_states(
     from ckpttool.tracing.build_optimizer import load_optimizer
 
     def ask() -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, str]]:
-        optimizer = load_optimizer(model.optimizer)
+        optimizer = load_optimizer(model.optimizer, model.model)
         return initial_state.initial_states(model.definition(), optimizer, groups)
 
     job = current()

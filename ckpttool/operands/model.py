@@ -105,10 +105,11 @@ class ModelOperand:
             )
         from ckpttool.tracing.build_optimizer import load_optimizer, with_optimizer
 
-        return self._once(
-            lambda: with_optimizer(self._bare, self.definition(), load_optimizer(self.optimizer)),
-            self.optimizer,
-        )
+        def ask() -> Names:
+            optimizer = load_optimizer(self.optimizer, self.model)
+            return with_optimizer(self._bare, self.definition(), optimizer)
+
+        return self._once(ask, self.optimizer)
 
     @cached_property
     def _bare(self) -> Names:
@@ -316,7 +317,7 @@ def trace(model: Any, **options: Unpack[OptimizerKeywords]) -> Names:
     Args:
         model: A module, a function or class that builds one, ``file.py:build``, a names file, or an
             exported program.
-        **options: `optimizer` makes the optimizer of the model's parameters; `materialize` builds
+        **options: `optimizer` makes the optimizer of the model's parameters, or is that of a module; `materialize` builds
             the model with real weights instead of on the meta device.
 
     Returns:

@@ -42,12 +42,18 @@ _PLAIN = (str, int, float, list, tuple, Mapping)  # values of options that a com
 _WRITABLE = tuple(ending for row in TABLE for ending in row.endings)
 
 
-def command(verb: str, operands: tuple[str, ...], options: Any) -> str:
+# The options of a remap whose objects are the arguments of the `diff` that it fixes
+FIX = {"to_model": "model", "to_optimizer": "optimizer"}
+
+
+def command(
+    verb: str, operands: tuple[str, ...], options: Any, called: Mapping[str, str] = {}
+) -> str:
     """Return ``ckpttool VERB OPERANDS OPTIONS`` with the options that are not at their default,
     output options last.
 
     If an operand or the value of an option is an object in memory, return the Python call, in which
-    such objects are called as the arguments are.
+    such objects are called as the arguments are, or as `called` says.
     """
     late = {field.name for field in fields(OutputOptions)}
     chosen: dict[str, Any] = {}
@@ -58,7 +64,9 @@ def command(verb: str, operands: tuple[str, ...], options: Any) -> str:
     if MEMORY.title in operands or not all(map(_is_plain, chosen.values())):
         names = {MEMORY.title: "ckpt", "CKPT": "CKPT"}
         arguments = [names.get(operand, repr(operand)) for operand in operands]
-        arguments += [f"{name}={_literal(name, value)}" for name, value in chosen.items()]
+        arguments += [
+            f"{name}={_literal(called.get(name, name), value)}" for name, value in chosen.items()
+        ]
         return f"ckpttool.{verb.replace('-', '_')}({', '.join(arguments)})"
     words: list[str] = []
     hints = get_type_hints(type(options), include_extras=True)

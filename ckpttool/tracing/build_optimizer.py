@@ -24,6 +24,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.optimizers import forms
 from ckpttool.tracing.build_model import LoadedModel, find, prints_once, says_meta, user_code
 from ckpttool.tracing.instances import dtype_name, is_cheap, memory_available
+from ckpttool.tracing.optimizer_copy import like
 from ckpttool.tracing.safe_state_dict import Maker, NotMade
 
 _FORM = (
@@ -58,13 +59,15 @@ class LoadedOptimizer:
         return optimizer
 
 
-def load_optimizer(operand: Any) -> LoadedOptimizer:
-    """Return the definition: of an operand, whose import runs the user's code, or of the function
-    or class itself.
+def load_optimizer(operand: Any, model: Any = None) -> LoadedOptimizer:
+    """Return the definition: of an operand, whose import runs the user's code, of the function or
+    class itself, or of an optimizer of the parameters of `model`, if that is a module.
 
     Raises `CkptError` if there is none.
     """
     target, arguments = operand, dict[str, Any]()
+    if isinstance(operand, torch.optim.Optimizer) and isinstance(model, nn.Module):
+        return LoadedOptimizer(type(operand).__name__, like(operand, model))
     if isinstance(operand, str):
         operand, arguments = call_of(operand)
         target = find(operand, _FORM)

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ckpttool
 from ckpttool.live import load as live_load
 from ckpttool.live import put as live_put
-from ckpttool.live.optimizer_copy import like
+from ckpttool.tracing.optimizer_copy import like
 from command import main
 from drawn_models import MODELS, build
 from places import SUPPORT
@@ -654,3 +654,25 @@ def test_a_lazy_model_with_lazy_buffers_is_loaded(tmp_path: Path) -> None:
     live = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
     assert ckpttool.load(str(tmp_path / "a.pt"), live).tensors == 7
     assert torch.equal(live.eval()(torch.ones(1, 3)), trained.eval()(torch.ones(1, 3)))
+
+
+def test_the_call_that_a_refusal_prints_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def training(parameters: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+        return model, torch.optim.AdamW([*model.parameters()][:parameters])
+
+    model, optimizer = training(4)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "train.pt")
+    model, optimizer = training(2)
+    with pytest.raises(ckpttool.Refused, match="does not fit") as refused:
+        ckpttool.load("train.pt", model, optimizer)
+    call, _, _ = (refused.value.hint or "").partition("; ")
+    written = eval(call, {"ckpttool": ckpttool, "model": model, "optimizer": optimizer})
+    ckpttool.load(written.output, model, optimizer)
+    assert len(optimizer.state) == 2

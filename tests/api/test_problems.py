@@ -184,7 +184,7 @@ def test_the_hint_for_a_live_optimizer_is_a_function_that_works() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with pytest.raises(CkptError, match="object belongs to") as error:
-        ckpttool.trace(model, optimizer=optimizer)
+        ckpttool.trace(build, optimizer=optimizer)
     _, _, function = (error.value.hint or "").partition("as in ")
-    names = ckpttool.trace(model, optimizer=eval(function, {"torch": torch}))
+    names = ckpttool.trace(build, optimizer=eval(function, {"torch": torch}))
     assert names.to_json()["optimizer_groups"][0]["lr"] == 0.5
