@@ -317,8 +317,9 @@ def trace(model: Any, **options: Unpack[OptimizerKeywords]) -> Names:
     Args:
         model: A module, a function or class that builds one, ``file.py:build``, a names file, or an
             exported program.
-        **options: `optimizer` makes the optimizer of the model's parameters, or is that of a module; `materialize` builds
-            the model with real weights instead of on the meta device.
+        **options: `optimizer` makes the optimizer of the model's parameters, or is the optimizer of
+            a module; `materialize` builds the model with real weights instead of on the meta
+            device.
 
     Returns:
         The runtime names, the keys of ``state_dict()``, and how each is made of the other.
