@@ -102,9 +102,9 @@ def check_names_are_keys(names: Sequence[str], narrowed: ModelChange, where: str
     if not unknown:
         return
     problems = []
-    known = set(keys.values())
+    param_keys = set(keys.values())
     for entry in _dropped_floats(narrowed):
-        if entry.key not in known:
+        if entry.key not in param_keys:
             problems.append(Problem("left out of the model", entry.key))
     if problems:
         raise Refused(

@@ -40,11 +40,11 @@ def trained(path: Path, optimizer_of: Callable[[nn.Module], torch.optim.Optimize
     model = Fused()
     optimizer = optimizer_of(model)
 
-    def loss() -> torch.Tensor:
+    def loss() -> float:
         optimizer.zero_grad()
         value = model(INPUT).pow(2).sum()
         value.backward()
-        return value
+        return value.item()
 
     optimizer.step(loss)
     state = optimizer.state_dict()
