@@ -8,7 +8,6 @@ import json
 import shlex
 import shutil
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,8 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool import CkptError, Refused, open_checkpoint
-from ckpttool.containers.program import is_inlined
-from ckpttool.core.checkpoint import in_row_major
-from ckpttool.formats.pt2 import layout, read, read_program
-from ckpttool.formats.registry import recognize
-from ckpttool.operands.checkpoint import model_section
-from ckpttool.operands.model import ModelOperand
-from ckpttool.swap.options import SwapOptions
-from ckpttool.swap.swap import swap
+from ckpttool import CkptError, Refused, Swap, open_checkpoint, swap_weights
 from command import Run
-from files import write_pieces
 from surroundings import limited
 from torch_version import needs_torch
 
@@ -89,8 +79,8 @@ def outputs_of(path: str, x: torch.Tensor) -> torch.Tensor:
 
 @needs_compiler
 def test_weights_next_to_the_code_are_read(package):
-    assert recognize(package).format.name == "pt2"
-    checkpoint = read(package)
+    checkpoint = open_checkpoint(package)
+    assert checkpoint.format == "pt2"
     state = Model(0).state_dict()
     with zipfile.ZipFile(package) as archive:
         config = json.loads(archive.read("outside/data/aotinductor/model/weights_config.json"))
@@ -114,8 +104,10 @@ def test_weights_next_to_the_code_are_read(package):
 def test_source_that_is_too_long_is_not_read(package):
     """Without the source, constants cannot be distinguished from weights."""
     with limited(json_bytes=20_000):
-        section, *constants = read(package).sections
-    names = {entry.key for section in read(package).sections for entry in section.tensors}
+        section, *constants = open_checkpoint(package).sections
+    names = {
+        entry.key for section in open_checkpoint(package).sections for entry in section.tensors
+    }
     assert ({entry.key for entry in section.tensors}, constants) == (names, [])
 
 
@@ -141,7 +133,7 @@ def test_swapped_weights_give_the_outputs_of_the_new_model(
 def test_an_inlined_weight_is_refused(package, run: Run, tmp_path):
     torch.save(Model(1).state_dict(), tmp_path / "new.pt")
     with pytest.raises(Refused) as caught:
-        swap(read(package), model_section(open_checkpoint(str(tmp_path / "new.pt"))))
+        swap_weights(package, str(tmp_path / "new.pt"), str(tmp_path / "out.pt2"))
     problems = {problem.key: problem.problem for problem in caught.value.problems}
     assert problems.pop("b.bias") == (
         "4 elements: written into the compiled code, and cannot be swapped"
@@ -151,21 +143,14 @@ def test_an_inlined_weight_is_refused(package, run: Run, tmp_path):
     command = shlex.split(caught.value.hint.rpartition(": ")[2])
     words = {"NEW": tmp_path / "new.pt", "KEY": "b.bias", "OUT": tmp_path / "used.pt"}
     assert run(*(words.get(word, word) for word in command[1:])).status == 0
-    swap(
-        read(package),
-        model_section(open_checkpoint(str(tmp_path / "used.pt"))),
-        ModelOperand(ckpttool.trace(build)),
-    )
+    names = ckpttool.trace(build)
+    swap_weights(package, str(tmp_path / "used.pt"), str(tmp_path / "out.pt2"), model=names)
     state = {**Model(1).state_dict(), "spare": torch.ones(3, 3)}
     torch.save(
         {key: value for key, value in state.items() if key != "b.bias"}, tmp_path / "spare.pt"
     )
-    names, weights = (
-        ModelOperand(ckpttool.trace(build)),
-        model_section(open_checkpoint(str(tmp_path / "spare.pt"))),
-    )
     with pytest.raises(Refused) as caught:
-        swap(read(package), weights, names)
+        swap_weights(package, str(tmp_path / "spare.pt"), str(tmp_path / "spare.pt2"), model=names)
     assert [str(problem) for problem in caught.value.problems] == [
         "unexpected: the compiled code does not use it @ spare"
     ]
@@ -216,9 +201,11 @@ def archive(path: Path, configs: dict[str, object], weights: dict[str, object], 
 ONE = {"w": ["weight_0", [2, 2], [2, 1], 0]}
 
 
-def with_ones(checkpoint, tmp_path):
-    torch.save({"w": torch.full((2, 2), 7.0)}, tmp_path / "new.pt")
-    return swap(checkpoint, model_section(open_checkpoint(str(tmp_path / "new.pt")))).program
+def swap_ones(path: str, folder: Path, program: str) -> Swap:
+    """Give one program of the file new weights, and write the result to `out.pt2`."""
+    torch.save({"w": torch.full((2, 2), 7.0)}, folder / "new.pt")
+    out = str(folder / "out.pt2")
+    return swap_weights(f"{path}::{program}", str(folder / "new.pt"), out)
 
 
 class Twice(nn.Module):
@@ -247,19 +234,19 @@ def test_swap_accepts_names_that_compiled_code_lacks(tmp_path, state, problems):
     values: dict[str, object] = {f"weight_{at}": torch.ones(2, 2) for at in (0, 1)}
     path = archive(tmp_path / "p.pt2", {"model": two}, values)
     torch.save({"w": torch.full((2, 2), 7.0), **state}, tmp_path / "new.pt")
-    new = model_section(open_checkpoint(str(tmp_path / "new.pt")))
-    names = ModelOperand(ckpttool.trace(Twice))
+    out = str(tmp_path / "out.pt2")
+    operands = (path, str(tmp_path / "new.pt"), out)
+    names = ckpttool.trace(Twice)
     if problems:
         with pytest.raises(Refused) as caught:
-            swap(read(path), new, names, SwapOptions(from_="runtime"))
+            swap_weights(*operands, model=names, from_="runtime")
         assert [str(problem) for problem in caught.value.problems] == problems
         return
-    done = swap(read(path), new, names, SwapOptions(from_="runtime"))
+    done = swap_weights(*operands, model=names, from_="runtime")
     assert (set(done.sources), done.kept) == (
         {"w", "fixed"} & {"w", *state},
         () if "fixed" in state else ("fixed",),
     )
-    out = write_pieces(layout(done.program), tmp_path / "out.pt2")
     with zipfile.ZipFile(out) as written:
         assert torch.equal(
             torch.load(written.open("p/data/weights/weight_0")), torch.full((2, 2), 7.0)
@@ -273,14 +260,14 @@ def test_swap_accepts_names_that_compiled_code_lacks(tmp_path, state, problems):
 def test_weights_shared_with_another_model_are_refused(tmp_path):
     path = archive(tmp_path / "p.pt2", {"cpu": ONE, "cuda": ONE, "own": {"w": ["weight_1", [2, 2], [2, 1], 0]}},
                    {"weight_0": torch.ones(2, 2), "weight_1": torch.ones(2, 2)})  # fmt: skip
-    assert [section.path for section in read(path).sections] == ["cpu", "cuda", "own"]
+    assert [section.path for section in open_checkpoint(path).sections] == ["cpu", "cuda", "own"]
     with pytest.raises(Refused) as caught:
-        layout(with_ones(read_program(path, "cpu"), tmp_path))
+        swap_ones(path, tmp_path, "cpu")
     assert [str(p) for p in caught.value.problems] == [
         "the weights of cuda too @ p/data/weights/weight_0"
     ]
-    out = write_pieces(layout(with_ones(read_program(path, "own"), tmp_path)), tmp_path / "out.pt2")
-    with zipfile.ZipFile(out) as written:
+    swap_ones(path, tmp_path, "own")
+    with zipfile.ZipFile(tmp_path / "out.pt2") as written:
         assert torch.load(written.open("p/data/weights/weight_1"))[1, 1] == 7
         assert torch.load(written.open("p/data/weights/weight_0"))[1, 1] == 1
 
@@ -288,15 +275,16 @@ def test_weights_shared_with_another_model_are_refused(tmp_path):
 def test_a_model_without_weights_does_not_prevent_a_swap(tmp_path):
     more = ("data/aotinductor/", "data/aotinductor/inside/m.wrapper.so")
     path = archive(tmp_path / "p.pt2", {"cpu": ONE}, {"weight_0": torch.ones(2, 2)}, *more)
-    assert "2 programs: cpu, inside" in read(path).notes
-    assert len(layout(with_ones(read_program(path, "cpu"), tmp_path))) > 1
+    assert "2 programs: cpu, inside" in open_checkpoint(path).notes
+    swap_ones(path, tmp_path, "cpu")
+    with zipfile.ZipFile(tmp_path / "out.pt2") as written:
+        assert torch.load(written.open("p/data/weights/weight_0"))[1, 1] == 7
 
 
 def test_a_rename_of_compiled_weights_is_refused(tmp_path):
-    old = read(archive(tmp_path / "p.pt2", {"model": ONE}, {"weight_0": torch.ones(2, 2)}))
-    (section,) = old.sections
+    path = archive(tmp_path / "p.pt2", {"model": ONE}, {"weight_0": torch.ones(2, 2)})
     with pytest.raises(Refused) as caught:
-        layout(replace(old, sections=(replace(section, tensors=(section.tensors[0].under("v"),)),)))
+        ckpttool.remap(path, str(tmp_path / "out.pt2"), rule="w => v")
     assert [str(p) for p in caught.value.problems] == [
         "compiled code calls its weights by the names that they have @ w"
     ]
@@ -318,26 +306,30 @@ def test_the_source_identifies_constants(tmp_path):
         out.writestr("p/data/aotinductor/model/m.wrapper.cpp", source)
     for most, keys in ((len(source), [["w"], ["c"]]), (len(source) - 1, [["w", "c"]])):
         with limited(json_bytes=most):
-            assert [section.keys for section in read(path).sections] == keys
+            assert [section.keys for section in open_checkpoint(path).sections] == keys
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (8,), (9,), (1, 1), (2, 4)])
-def test_inlined_constants_match_torch(shape):
+def test_inlined_constants_match_torch(tmp_path: Path, shape: tuple[int, ...]) -> None:
     from torch._inductor.graph import GraphLowering
 
-    tensor = torch.zeros(shape)
-    assert is_inlined(in_row_major("w", "float32", shape, None)) == (
-        shape == () or GraphLowering.can_inline_constant(tensor)
-    )
+    is_inlined = shape == () or GraphLowering.can_inline_constant(torch.zeros(shape))
+    path = archive(tmp_path / "p.pt2", {"model": ONE}, {"weight_0": torch.ones(2, 2)})
+    torch.save({"w": torch.ones(2, 2), "small": torch.zeros(shape)}, tmp_path / "new.pt")
+    with pytest.raises(Refused) as caught:
+        swap_weights(path, str(tmp_path / "new.pt"), str(tmp_path / "out.pt2"))
+    (problem,) = caught.value.problems
+    assert problem.key == "small"
+    assert ("written into the compiled code" in problem.problem) == is_inlined
 
 
 def test_an_exported_program_next_to_the_code_is_refused(tmp_path):
     path = archive(tmp_path / "p.pt2", {"cpu": ONE}, {"weight_0": torch.ones(2, 2)}, "models/model.json",
                    "data/weights/model_weights_config.json", "data/constants/model_constants_config.json")  # fmt: skip
     with pytest.raises(CkptError, match="not as torch"):
-        read(path)
+        open_checkpoint(path)
     with pytest.raises(Refused) as caught:
-        layout(with_ones(read_program(path, "cpu"), tmp_path))
+        swap_ones(path, tmp_path, "cpu")
     assert "the exported program in the file" in caught.value.problems[0].problem
 
 
@@ -356,10 +348,10 @@ def test_a_wrong_config_is_refused(tmp_path, config):
     weights = {"weight_0": torch.ones(2, 2), "text": {"a": 1}, "sparse": torch.eye(2).to_sparse()}
     path = archive(tmp_path / "p.pt2", {"model": config}, weights)
     with pytest.raises(CkptError) as caught:
-        read(path)
+        open_checkpoint(path)
     assert caught.value.exit_status == 2
     again = archive(
         tmp_path / "q.pt2", {"other": ONE, "model": config}, {"weight_0": torch.ones(2, 2)}
     )
     with pytest.raises(CkptError):
-        read_program(again, "model")
+        swap_ones(again, tmp_path, "model")

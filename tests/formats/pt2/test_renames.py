@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool import Checkpoint, Refused
-from ckpttool.formats.pt2 import layout, names, read
-from ckpttool.formats.pt2_program import ATTRIBUTES
+import ckpttool
+from ckpttool import Checkpoint, Refused, open_checkpoint
 from command import Run
-from files import change_archive, write_pieces
+from files import change_archive, write
 from places import DATA
 from torch_version import needs_torch
 
@@ -110,9 +109,8 @@ def check(path: str, old: Path, new: dict[str, str]) -> None:
     module.load_state_dict({new.get(key, key): value for key, value in before.state_dict.items()})
     assert torch.equal(module(EXAMPLE), expected)
     assert torch.equal(torch.export.unflatten(after)(EXAMPLE), expected)
-    new_names = names(path)
-    assert {t.fqn for t in new_names.runtime} == {
-        new.get(t.fqn, t.fqn) for t in names(str(old)).runtime
+    assert {tensor.fqn for tensor in ckpttool.trace(path).runtime} == {
+        new.get(tensor.fqn, tensor.fqn) for tensor in ckpttool.trace(str(old)).runtime
     }
 
 
@@ -120,18 +118,18 @@ def check(path: str, old: Path, new: dict[str, str]) -> None:
 def test_random_renames_match_torch_or_are_refused(
     program: Path, seed: int, tmp_path: Path
 ) -> None:
-    source = read(str(program))
+    source = open_checkpoint(str(program))
     new = random_names([key for section in source.sections for key in section.by_key()], seed)
     refusal = None
     try:
-        pieces = layout(renamed_by(source, new))
+        out = write(renamed_by(source, new), tmp_path / "renamed.pt2")
     except Refused as error:
         refusal = error
     if refusal is not None:
         assert "cannot have these names" in refusal.message
         assert {problem.key for problem in refusal.problems} <= {*new.values()}
         return
-    check(write_pieces(pieces, tmp_path / "renamed.pt2"), program, new)
+    check(out, program, new)
 
 
 def is_from_torch(name: str) -> bool:
@@ -139,19 +137,20 @@ def is_from_torch(name: str) -> bool:
     return getattr(getattr(nn.Module, name, None), "__module__", "torch").startswith("torch")
 
 
-def test_all_attributes_of_torch_modules_are_known(program: Path) -> None:
+def test_names_of_all_attributes_of_torch_modules_are_refused(
+    program: Path, tmp_path: Path
+) -> None:
     loaded = torch.export.load(program)
     modules = (loaded.module(), torch.export.unflatten(loaded), torch.fx.symbolic_trace(nn.ReLU()))
-    known = {name for name in loaded.state_dict for name in name.split(".")} | {"again", "plain"}
-    taken = {
-        name
-        for module in modules
-        for name in dir(module)
-        if not name.startswith("__") and is_from_torch(name)
-    }
-    assert {
-        name for name in taken - known if not re.match("(true|false)_graph_", name)
-    } <= ATTRIBUTES
+    attributes = {name for module in modules for name in dir(module)}
+    names = {name for name in attributes if not name.startswith("__") and is_from_torch(name)}
+    submodules = {name for key in loaded.state_dict for name in key.split(".")}
+    source = open_checkpoint(str(program))
+    keys = [entry.key for entry in source.sections[0].tensors]
+    for name in names - submodules - {"again", "plain"}:
+        with pytest.raises(Refused, match="cannot have these names") as caught:
+            write(renamed_by(source, {keys[0]: f"x.{name}.y"}), tmp_path / "out.pt2")
+        assert str(caught.value.problems[0]).startswith("not a name that a module of torch")
 
 
 @pytest.mark.parametrize("version", ["2.9.1", "2.8.0", "2.7.1"])
@@ -212,12 +211,12 @@ def test_names_that_no_module_can_have_are_refused(tmp_path: Path, run: Run) -> 
 def test_a_name_that_conflicts_is_refused(
     program: Path, tmp_path: Path, new: str, problem: str | None
 ) -> None:
-    renamed = renamed_by(read(str(program)), {"w": new})
+    renamed = renamed_by(open_checkpoint(str(program)), {"w": new})
     if problem is None:
-        check(write_pieces(layout(renamed), tmp_path / "out.pt2"), program, {"w": new})
+        check(write(renamed, tmp_path / "out.pt2"), program, {"w": new})
         return
     with pytest.raises(Refused) as caught:
-        layout(renamed)
+        write(renamed, tmp_path / "out.pt2")
     assert [str(found) for found in caught.value.problems] == [f"{problem} @ {new}"]
 
 
@@ -228,10 +227,11 @@ def test_an_unknown_kind_in_the_signature_prevents_renames(program: Path, tmp_pa
         lambda _, data: data.replace(b'"tensor_constant"', b'"another_constant"'),
         tmp_path / "new.pt2",
     )
-    source = read(changed)
-    assert len(layout(source)) == 1
+    source = open_checkpoint(changed)
+    out = write(source, tmp_path / "out.pt2")
+    assert Path(out).read_bytes() == Path(changed).read_bytes()
     with pytest.raises(Refused) as caught:
-        layout(renamed_by(source, {"w": "v"}))
+        write(renamed_by(source, {"w": "v"}), out)
     assert [problem.key for problem in caught.value.problems] == ["another_constant"]
 
 
