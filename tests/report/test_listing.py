@@ -2,39 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
-import ckpttool
-from ckpttool.report.documents.diff import findings
-from command import Run
+from command import Done, Run
+from names_files import names_file, ref, runtime, serialized
 
 
-def test_keys_are_listed_in_the_order_of_the_right_side(tmp_path: Path) -> None:
-    """Keys only on the left come last. A tensor whose shape depends on values has no size."""
+def listing_of(done: Done) -> Any:
+    """Return the key listing that an HTML report holds for its table."""
+    found = re.search(r'<script type="application/json" id="listing">(.*?)</script>', done.out)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def outlines_of(listing: Any) -> dict[str, list[Any]]:
+    """Return dtype, shape and size of each key of the left, and of the keys that only the right
+    has.
+    """
+    outlines: dict[str, list[Any]] = {}
+    for _, _, left, left_outlines, *right in listing["rows"]:
+        keys, numbers = (left, left_outlines) if left else right
+        for key, number in zip(keys, numbers):
+            outlines[key] = listing["outlines"][number]
+    return outlines
+
+
+def test_keys_are_listed_in_the_order_of_the_right_side(tmp_path: Path, run: Run) -> None:
     sparse = torch.eye(2).to_sparse()
     torch.save({"old": torch.ones(3), "b": sparse, "a": torch.ones(2)}, tmp_path / "left.pt")
     torch.save({"a": torch.ones(2), "b": sparse, "new": torch.ones(1)}, tmp_path / "right.pt")
-    found = list(findings(ckpttool.diff(str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))))
-    shown = {
-        name.key: (name.dtype, name.shape) for one in found for name in (*one.left, *one.right)
-    }
-    assert shown["b"] == ("float32 sparse_coo", "[2, 2]")
-    assert shown["old"] == ("float32", "[3]")
-    assert [(one.left or one.right)[0].key for one in found if one.status != "unexpected"] == [
-        "a",
-        "b",
-        "new",
-    ]
-    names = ckpttool.trace("torch.nn:Linear(in_features=2, out_features=3)")
-    loose = replace(
-        names, serialized=(replace(names.serialized[0], shape=None), names.serialized[1])
+    done = run("diff", tmp_path / "left.pt", tmp_path / "right.pt", "--format", "html")
+    listing = listing_of(done)
+    assert done.status == 1
+    assert outlines_of(listing)["b"][:2] == ["float32 sparse_coo", "[2, 2]"]
+    assert outlines_of(listing)["old"][:2] == ["float32", "[3]"]
+    keys = [(row[2] or row[4])[0] for row in listing["rows"]]
+    assert [key for key in keys if key != "old"] == ["a", "b", "new"]
+
+
+def test_a_tensor_whose_shape_depends_on_values_has_no_size(tmp_path: Path, run: Run) -> None:
+    names = names_file(
+        tmp_path / "names.json",
+        [runtime("weight"), runtime("bias")],
+        [serialized("weight", ref("weight"), size=None), serialized("bias", ref("bias"), size=3)],
     )
-    sizes = {
-        name.key: name.nbytes for one in findings(ckpttool.diff(model=loose)) for name in one.left
-    }
+    done = run("diff", "--model", names, "--format", "html")
+    sizes = {key: outline[2] for key, outline in outlines_of(listing_of(done)).items()}
     assert sizes == {"weight": None, "bias": 12}
 
 
