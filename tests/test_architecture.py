@@ -165,7 +165,11 @@ def test_only_the_command_line_prints() -> None:
 
 
 WRITERS = (
-    *(f"ckpttool.io.{name}" for name in ("syscalls", "temporary", "transaction", "write", "undo")),
+    "ckpttool.io.syscalls",
+    "ckpttool.io.temporary",
+    "ckpttool.io.transaction",
+    "ckpttool.io.undo",
+    "ckpttool.io.write_folder",
     "ckpttool.distributed.files",
     "ckpttool.cli.output",
 )

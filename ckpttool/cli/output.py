@@ -127,7 +127,7 @@ def _rendered(
 
 
 def _check_no_source(path: str, read: Iterable[str]) -> None:
-    from ckpttool.io.write import is_one_of
+    from ckpttool.io.preflight import is_one_of
 
     if is_one_of(path, read):
         raise CkptError(f"{path} is read by this command", hint="name another file")
@@ -150,11 +150,12 @@ def write_text(path: str, text: str, *, force: bool, in_place: bool = False) -> 
             raise OSError(error.errno, error.strerror, path) from error
         return
     from ckpttool.io.pieces import Piece
-    from ckpttool.io.write import WriteOptions, preflight, write_file
+    from ckpttool.io.preflight import check_file
+    from ckpttool.io.write import WriteOptions, write_file
 
     if not in_place:
         _check_no_source(path, sources.files_read())
-    preflight(path, (), force=force, in_place=in_place)
+    check_file(path, (), force=force, in_place=in_place)
     write_file(
         [Piece(text.encode("utf-8", "backslashreplace"))],
         path,

@@ -18,6 +18,7 @@ from ckpttool.core.errors import CkptError, Problem
 from ckpttool.distributed.job import Job, RankDone, assigned
 from ckpttool.io import progress, sources
 from ckpttool.io.files import size
+from ckpttool.io.fill import fill
 from ckpttool.io.paths import is_url, join
 from ckpttool.io.pieces import (
     Files,
@@ -31,7 +32,8 @@ from ckpttool.io.pieces import (
 )
 from ckpttool.io.syscalls import lock
 from ckpttool.io.temporary import is_mine, remove
-from ckpttool.io.write import NEW, Contents, WriteOptions, check_space, failing, fill
+from ckpttool.io.write import WriteOptions, check_space, failing
+from ckpttool.io.write_folder import NEW, Contents
 
 
 def is_text(content: Pieces) -> bool:

@@ -11,7 +11,8 @@ from ckpttool.core.options import OptimizerOptions, expand_options
 from ckpttool.core.text import plural
 from ckpttool.fixes.diff import diff
 from ckpttool.io.pieces import Piece
-from ckpttool.io.write import WriteOptions, preflight, write_file
+from ckpttool.io.preflight import check_file
+from ckpttool.io.write import WriteOptions, write_file
 from ckpttool.operands.model import trace
 from ckpttool.report.renderers import json
 
@@ -38,7 +39,7 @@ def save_names(model: Any, path: str, **options: Unpack[OptimizerKeywords]) -> N
         ckpttool.save_names(build(), "names.json")
     """
     text = json.render(trace(model, **options).to_json())
-    preflight(path, (), force=True, in_place=True)
+    check_file(path, (), force=True, in_place=True)
     write_file(
         [Piece(text.encode("utf-8", "backslashreplace"))],
         path,

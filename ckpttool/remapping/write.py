@@ -17,7 +17,7 @@ from ckpttool.distributed.job import Job, current, only_first
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.formats.registry import recognize
-from ckpttool.io import progress, sources, write
+from ckpttool.io import preflight, progress, sources
 from ckpttool.io import undo as io_undo
 from ckpttool.io.files import files_of, forget_answers, is_dir, settle, size
 from ckpttool.io.paths import is_url
@@ -33,7 +33,8 @@ from ckpttool.io.pieces import (
     nbytes_of,
 )
 from ckpttool.io.undo import Way
-from ckpttool.io.write import Contents, WriteOptions
+from ckpttool.io.write import WriteOptions, write_file
+from ckpttool.io.write_folder import Contents, home_of, write_folder
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import Target
 
@@ -155,7 +156,7 @@ class Writer:
         forget_answers(target.folder)
         force, in_place = self.options.force, self.in_place
         for source in (self.source, *others):
-            write.preflight_folder(
+            preflight.check_folder(
                 target.folder, target.present(), source, force=force, in_place=in_place
             )
 
@@ -165,12 +166,12 @@ class Writer:
         for source in (self.source, *others):
             read += (source, *files_of(source))
         read += sources.files_read()
-        write.preflight(out, read, force=self.options.force, in_place=self.in_place)
+        preflight.check_file(out, read, force=self.options.force, in_place=self.in_place)
 
     def file(self, pieces: Pieces, out: str, decided: Decided | None = None) -> None:
         """Write the file; `decided`, if known, is everything that decides its values."""
         # now that all is open which the command reads
-        write.check_no_source(out, sources.files_read())
+        preflight.check_no_source(out, sources.files_read())
         name = name_of(out if is_url(out) else os.path.realpath(out))
         self._write({name: pieces}, out, None, decided)
 
@@ -198,18 +199,18 @@ class Writer:
             if stale is None:
                 (content,) = files.values()
                 assert not isinstance(content, Link)
-                write.write_file(content, out, options)
+                write_file(content, out, options)
             else:
                 contents: Contents = files
                 if job is not None:
                     from ckpttool.distributed.files import written
 
                     plan = None if decided is None else decided()
-                    home = write.home_of(out)
+                    home = home_of(out)
                     verify = self.options.verify
                     shared = written(job, files, out, home, plan, options, verify=verify)
                     contents = stack.enter_context(shared)
-                write.write_folder(contents, out, options, stale=stale)
+                write_folder(contents, out, options, stale=stale)
         _prove_bytes(options.digests)
 
     def _options(self, is_remote: bool = False) -> WriteOptions:

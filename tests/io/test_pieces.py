@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from ckpttool import CkptError
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.io.checksums import fastest_crc32 as fastest
+from ckpttool.io.fill import BLOCK
 from ckpttool.io.pieces import CHUNK, Piece, digest_on_disk, read_all, read_spans, same_data, stream
 from ckpttool.io.remote import cache, forget
-from ckpttool.io.write import BLOCK, WriteOptions
+from ckpttool.io.write import WriteOptions
 from ckpttool.io.write import write_file as write
 
 CUTS = st.lists(st.integers(0, 12), max_size=5)

@@ -28,8 +28,9 @@ from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.evaluate.torch_eval import load
 from ckpttool.io import syscalls, temporary, transaction
 from ckpttool.io.pieces import Piece, stream
-from ckpttool.io.write import WriteOptions, write_folder
+from ckpttool.io.write import WriteOptions
 from ckpttool.io.write import write_file as write
+from ckpttool.io.write_folder import write_folder
 from command import main
 
 STATE = {"a.weight": torch.arange(12.0), "b": torch.ones(2)}

@@ -384,7 +384,7 @@ def test_source_changed_during_a_write_is_refused(
 
 def test_source_changed_between_two_output_files_is_refused(store: Store) -> None:
     """The names of the output files start with the name of the source."""
-    from ckpttool.io.write import write_folder
+    from ckpttool.io.write_folder import write_folder
 
     url = store.put("a", save(STATE))
     span = Span(url, 0, open_checkpoint(url).nbytes)

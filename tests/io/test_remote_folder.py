@@ -16,8 +16,8 @@ import ckpttool
 from ckpttool import CkptError
 from ckpttool.core.checkpoint import Lazy
 from ckpttool.io.pieces import Link, Piece
+from ckpttool.io.preflight import check_file, check_folder
 from ckpttool.io.remote import forget
-from ckpttool.io.write import preflight, preflight_folder
 from ckpttool.io.write_remote import write_folder
 
 OUT = "memory://folders/m"
@@ -39,7 +39,7 @@ def test_existing_file_is_kept(fs: Any) -> None:
     """This also holds for files created after the check, while the new files are written; what was
     written goes.
     """
-    preflight_folder(f"{OUT}/new/", (), "elsewhere.pt", force=False, in_place=False)
+    check_folder(f"{OUT}/new/", (), "elsewhere.pt", force=False, in_place=False)
     fs.pipe_file("/folders/m/new/index", b"theirs")
     with pytest.raises(
         CkptError, match="new/index exists: another process has written it meanwhile"
@@ -69,13 +69,13 @@ def test_new_file_keeps_the_other_files(fs: Any) -> None:
 def test_refused_outputs(fs: Any) -> None:
     how = {"force": True, "in_place": False}
     with pytest.raises(CkptError, match="m is a folder"):
-        preflight(OUT, [], **how)
+        check_file(OUT, [], **how)
     with pytest.raises(CkptError, match="mine is a file"):
-        preflight_folder(f"{OUT}/mine", (), "elsewhere.pt", **how)
+        check_folder(f"{OUT}/mine", (), "elsewhere.pt", **how)
     for source in (f"{OUT}/", f"{OUT}/shard"):
         with pytest.raises(CkptError, match="is the folder of the source"):
-            preflight_folder(OUT, (), source, **how)
-    preflight_folder(OUT, (), "memory://folders/elsewhere/shard", **how)
+            check_folder(OUT, (), source, **how)
+    check_folder(OUT, (), "memory://folders/elsewhere/shard", **how)
 
 
 # Links

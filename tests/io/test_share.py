@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpttool.core.checkpoint import Span
+from ckpttool.io.fill import fill
 from ckpttool.io.pieces import Piece
-from ckpttool.io.write import fill
 from ckpttool.io.write import write_file as write
 from command import Run
 
@@ -112,7 +112,7 @@ def test_bytes_are_read_instead_of_shared_if_a_digest_is_wanted(
         shared.append(os.pwrite(descriptor, content[span.offset : span.offset + span.length], at))
         return True
 
-    monkeypatch.setattr("ckpttool.io.write._clone", clone)
+    monkeypatch.setattr("ckpttool.io.fill._clone", clone)
     digest = hashlib.sha256() if hashed else None
     with open(tmp_path / "out", "wb") as out:
         fill(out.fileno(), [Piece(Span(str(tmp_path / "source"), 0, len(content)))], digest)

@@ -22,7 +22,7 @@ from ckpttool import CkptError
 from ckpttool.io import patch, syscalls, temporary, transaction
 from ckpttool.io.pieces import digest_on_disk
 from ckpttool.io.temporary import me
-from ckpttool.io.write import _can_move
+from ckpttool.io.write_folder import _can_move
 from command import main
 
 AS_ROOT = pytest.mark.skipif(

@@ -21,9 +21,11 @@ from ckpttool import CkptError
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.io import files, progress, sources, syscalls
 from ckpttool.io.files import opened
+from ckpttool.io.fill import FLUSHED
 from ckpttool.io.pieces import CHUNK, LEAST, Crc, Piece, same_bytes
+from ckpttool.io.preflight import check_file
 from ckpttool.io.syscalls import put
-from ckpttool.io.write import FLUSHED, WriteOptions, failing, preflight
+from ckpttool.io.write import WriteOptions, failing
 from ckpttool.io.write import write_file as write
 from files import run_measured
 
@@ -274,13 +276,13 @@ def test_refused_and_allowed_outputs(tmp_path: Path, source: Path) -> None:
         (Path(os.devnull), "can be replaced"),
     ):
         with pytest.raises(CkptError) as caught:
-            preflight(str(place), [str(source)], force=False, in_place=False)
+            check_file(str(place), [str(source)], force=False, in_place=False)
         assert hint in caught.value.hint
     with pytest.raises(CkptError, match="the source itself"):
-        preflight(str(source), [str(source)], force=True, in_place=False)
-    preflight(str(tmp_path / "new"), [str(source)], force=False, in_place=False)
-    preflight(str(tmp_path / "other"), [str(source)], force=True, in_place=False)
-    preflight(str(source), [str(source)], force=False, in_place=True)
+        check_file(str(source), [str(source)], force=True, in_place=False)
+    check_file(str(tmp_path / "new"), [str(source)], force=False, in_place=False)
+    check_file(str(tmp_path / "other"), [str(source)], force=True, in_place=False)
+    check_file(str(source), [str(source)], force=False, in_place=True)
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,10 @@ from ckpttool import CkptError
 from ckpttool.core.checkpoint import Lazy, Span
 from ckpttool.io import syscalls, temporary
 from ckpttool.io.pieces import Digest, Files, Link, Piece, Ready
+from ckpttool.io.preflight import check_folder
 from ckpttool.io.transaction import recover
-from ckpttool.io.write import (
-    Contents,
-    WriteOptions,
-    _can_move,
-    home_of,
-    preflight_folder,
-    write_folder,
-)
+from ckpttool.io.write import WriteOptions
+from ckpttool.io.write_folder import Contents, _can_move, home_of, write_folder
 
 
 def failing_data() -> Lazy:
@@ -114,7 +109,7 @@ def test_preflight(tmp_path: Path) -> None:
     def check(
         out: Path, present: Collection[str] = (), source: str = "elsewhere.pt", **how: bool
     ) -> None:
-        preflight_folder(str(out), present, source, **{"force": False, "in_place": False, **how})
+        check_folder(str(out), present, source, **{"force": False, "in_place": False, **how})
 
     check(out)
     check(tmp_path / "new")

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckpttool.io import pieces, write
+from ckpttool.io import fill, pieces
 
 _PRELOADED = [
     "torch.distributed.rendezvous",
@@ -128,7 +128,7 @@ def _rank(folder: Path, environment: dict[str, str], argv: list[str], fault: Fau
         before_each_unit(_Death(fault.at, mark) if dies else partial(_outlive, mark))
     read, written = (
         _counted(pieces.SpanReader, "_fill", 1),
-        _counted(vars(write)["_Blocks"], "_put", 1, 0),
+        _counted(vars(fill)["_Blocks"], "_put", 1, 0),
     )
     status = main(argv)
     sys.stdout.flush()
