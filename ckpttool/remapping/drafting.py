@@ -47,7 +47,8 @@ class SectionTask:
     """A section to rename, for the steps.
 
     `adapter` is what its keys show of one, `start` the draft before the first step, `first` the
-    finished draft of the first section, if this is another one.
+    finished draft of the first section, if this is another one. `of_trainer`: a Lightning Trainer
+    wrote the section.
     """
 
     request: Request
@@ -55,6 +56,7 @@ class SectionTask:
     adapter: Adapter | None
     start: Draft
     first: Draft | None
+    of_trainer: bool = False
 
     @property
     def form(self) -> Form | None:
@@ -92,7 +94,7 @@ def _draft(section: Section, request: Request, lightning: bool, first: Draft | N
     adapter = adapter_in(section)
     if adapter is not None and adapter.alone and not _is_for_peft(request.options.form):
         start = without_peft(start)
-    task = SectionTask(request, section, adapter, start, first)
+    task = SectionTask(request, section, adapter, start, first, lightning)
     draft = start
     for step in _STEPS:
         draft = step(draft, task)
@@ -184,10 +186,23 @@ def _names_or_wrappers(draft: Draft, task: SectionTask) -> Draft:
     if request.like is not None:
         return take_names(draft, request.like)
     if isinstance(form, Chain):
-        return rewrap(draft, form)
+        return rewrap(draft, _around_module(form, task))
     if form is not None and request.saved is None:
         return rewrap(draft, Chain(()))
     return draft
+
+
+def _around_module(form: Chain, task: SectionTask) -> Chain:
+    """Return the chain without its innermost ``lightning`` if the keys are those of a
+    LightningModule with several attributes already: none of them is the wrapped model.
+
+    model.weight, loss.scale  ─ ddp(lightning) ─▶  module.model.weight, module.loss.scale
+    """
+    is_read_from_keys = task.request.options.source_form is None
+    is_module = task.of_trainer and "lightning" not in task.start.wrappers.words
+    if is_read_from_keys and is_module and form.words[-1:] == ("lightning",):
+        return Chain(form.words[:-1])
+    return form
 
 
 def _rules(draft: Draft, task: SectionTask) -> Draft:
