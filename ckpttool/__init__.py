@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ckpttool.operands.model import trace
     from ckpttool.remapping.result import Remap
     from ckpttool.remapping.run import convert, remap, write
-    from ckpttool.remapping.write import Undone, undo
+    from ckpttool.remapping.undo import Undone, undo
     from ckpttool.ruleset.parse import rules
     from ckpttool.swap.result import Swap
     from ckpttool.swapping import swap_weights
@@ -106,7 +106,7 @@ _MODULES = {
     "trace": "operands.model",
     "Remap": "remapping.result",
     **dict.fromkeys(("convert", "remap", "write"), "remapping.run"),
-    **dict.fromkeys(("Undone", "undo"), "remapping.write"),
+    **dict.fromkeys(("Undone", "undo"), "remapping.undo"),
     "rules": "ruleset.parse",
     "Swap": "swap.result",
     "swap_weights": "swapping",

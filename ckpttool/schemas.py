@@ -19,7 +19,7 @@ from ckpttool.diffing.result import DIFF
 from ckpttool.inspection.explain import EXPLAIN
 from ckpttool.inspection.inspect import INSPECT
 from ckpttool.remapping.result import REMAP
-from ckpttool.remapping.write import UNDONE
+from ckpttool.remapping.undo import UNDONE
 from ckpttool.ruleset.parse import SETS
 from ckpttool.swap.result import SWAP
 

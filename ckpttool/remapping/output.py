@@ -25,8 +25,8 @@ from ckpttool.operands.output import Target, command, outputs
 from ckpttool.remapping.carried_code import check_code, copied_imports
 from ckpttool.remapping.companions import Companions, companions_of
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
-from ckpttool.remapping.result import Remap
-from ckpttool.remapping.write import Cost, Decided, Writer, cost_of, undo_of
+from ckpttool.remapping.result import Remap, Undo
+from ckpttool.remapping.write import Cost, Decided, Writer, cost_of
 
 
 def with_metadata(outcome: Remap, pairs: Mapping[str, str], target: Target) -> Remap:
@@ -232,7 +232,7 @@ def _edit_in_place(
     edited.update(files)
     expected = fingerprints(output) if options.verify and not options.dry_run else None
     written = edit(edited, target.home, fsync=not options.no_fsync, dry_run=options.dry_run)
-    undo = undo_of(path, written.kept) if written.nbytes else None
+    undo = Undo.of(path, written.kept) if written.nbytes else None
     outcome = replace(outcome, written=written, undo=undo)
     if options.dry_run:
         return replace(outcome, cost=Cost(0, written.nbytes, 0))

@@ -20,13 +20,36 @@ from ckpttool.core.schema import (
     row,
     unless_empty,
 )
-from ckpttool.core.text import dotted
+from ckpttool.core.text import dotted, human_bytes, shell
 from ckpttool.core.values import dataclass, public
 from ckpttool.io.undo import Written
 from ckpttool.naming.model_change import ModelChange
 from ckpttool.optimizers.request import OptimizerRemap
 from ckpttool.remapping.companions import COMPANIONS, Companions
-from ckpttool.remapping.write import COST, UNDO, VERIFIED, Cost, Undo, Verified
+from ckpttool.remapping.write import COST, VERIFIED, Cost, Verified
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """How to undo an in-place edit: the command, and the bytes that are kept on the disk until
+    then.
+    """
+
+    command: str
+    nbytes: int
+
+    @classmethod
+    def of(cls, path: str, nbytes: int) -> Undo:
+        """Return the command that undoes the edit of `path`."""
+        return cls(shell("ckpttool", "undo", path), nbytes)
+
+    def __str__(self) -> str:
+        if not self.nbytes:
+            return self.command
+        return f"{self.command} (until then {human_bytes(self.nbytes)} of old content are kept)"
+
+
+UNDO = record(Undo, {"command": TEXT, "bytes": COUNT}, called={"bytes": "nbytes"})
 
 
 @public

@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
-from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Lazy, Span
 from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.options import OutputOptions, expand_options
-from ckpttool.core.schema import COUNT, TEXT, one_of, record
-from ckpttool.core.text import human_bytes, shell
+from ckpttool.core.options import OutputOptions
+from ckpttool.core.schema import COUNT, TEXT, record
+from ckpttool.core.text import human_bytes
 from ckpttool.core.values import dataclass
-from ckpttool.distributed.job import Job, current, only_first
+from ckpttool.distributed.job import Job, current
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.opening import open_checkpoint
-from ckpttool.formats.registry import recognize
 from ckpttool.io import preflight, progress, sources
-from ckpttool.io import undo as io_undo
 from ckpttool.io.files import files_of, forget_answers, is_dir, settle, size
 from ckpttool.io.paths import is_url
 from ckpttool.io.paths import name as name_of
@@ -32,10 +29,8 @@ from ckpttool.io.pieces import (
     digest_on_disk,
     nbytes_of,
 )
-from ckpttool.io.undo import Way
 from ckpttool.io.write import WriteOptions, write_file
 from ckpttool.io.write_folder import Contents, home_of, write_folder
-from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import Target
 
 
@@ -291,82 +286,3 @@ def _prove_bytes(digests: Mapping[str, Digest] | None) -> None:
             hint="check the disk, and do not use it",
             problems=problems,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Undo:
-    """How to undo an in-place edit: the command, and the bytes that are kept on the disk until
-    then.
-    """
-
-    command: str
-    nbytes: int
-
-    def __str__(self) -> str:
-        if not self.nbytes:
-            return self.command
-        return f"{self.command} (until then {human_bytes(self.nbytes)} of old content are kept)"
-
-
-UNDO = record(Undo, {"command": TEXT, "bytes": COUNT}, called={"bytes": "nbytes"})
-
-
-@dataclass(frozen=True, slots=True)
-class Undone:
-    """The result of `undo`.
-
-    Attributes:
-        path: The file or folder.
-        way: ``undone``: the last edit is undone; ``rolled back``: an interrupted edit is.
-    """
-
-    path: str
-    way: Way
-
-    def to_json(self) -> dict[str, Any]:
-        """The `undo` object of the contract."""
-        return dict(UNDONE.write(self))
-
-
-UNDONE = record(
-    Undone, {"path": TEXT, "way": one_of("undone", "rolled back")}, title="ckpttool.undo/1"
-)
-
-
-def undo_of(path: str, nbytes: int) -> Undo:
-    return Undo(shell("ckpttool", "undo", path), nbytes)
-
-
-@expand_options()
-def undo(path: str, *, force: bool = False, no_fsync: bool = False) -> Undone:
-    """Roll back an interrupted edit of the file or folder, or else undo its last in-place edit.
-
-    Args:
-        path: The file or folder that was edited.
-        force: Also roll back an edit that was begun on another machine or in another container,
-            whose process has ended.
-        no_fsync: Do not wait until the disk has the bytes.
-
-    Returns:
-        What was done: undone, or rolled back.
-
-    Raises:
-        CkptError: There is nothing to undo, or the file has changed since.
-
-    Example::
-
-        ckpttool.remap("good.safetensors", in_place=True, rule=["0.{x*} => a.{x*}"])
-        print(ckpttool.undo("good.safetensors").way)
-    """
-    sources.begin_call()
-    if split(path)[1] is not None:
-        raise CkptError("undo gives a whole file back", hint="name the file without ::SECTION")
-    only_first()
-
-    def last() -> str:
-        return recognize(path).path if is_dir(path) else path
-
-    return Undone(path, io_undo.undo(path, last, fsync=not no_fsync, force=force))
-
-
-# Dangerous pickle imports

@@ -32,7 +32,7 @@ from ckpttool.report.document import (
 if TYPE_CHECKING:
     from ckpttool.optimizers.request import OptimizerRemap
     from ckpttool.remapping.result import Filled, Remap
-    from ckpttool.remapping.write import Undone
+    from ckpttool.remapping.undo import Undone
     from ckpttool.ruleset.parse import Preset
     from ckpttool.swap.result import Swap
 
