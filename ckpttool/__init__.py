@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from ckpttool.fixes.diff import diff
     from ckpttool.fixes.fix import fix
     from ckpttool.inspection.explain import Explanation, explain
-    from ckpttool.inspection.inspect import Inspection, inspect
+    from ckpttool.inspection.inspect import inspect
+    from ckpttool.inspection.result import Inspection
     from ckpttool.live.load import HyperparameterChange, Loaded, load
     from ckpttool.live.names_file import check_names, save_names
     from ckpttool.live.swap import Swapped
@@ -98,7 +99,8 @@ _MODULES = {
     "diff": "fixes.diff",
     "fix": "fixes.fix",
     **dict.fromkeys(("Explanation", "explain"), "inspection.explain"),
-    **dict.fromkeys(("Inspection", "inspect"), "inspection.inspect"),
+    "Inspection": "inspection.result",
+    "inspect": "inspection.inspect",
     **dict.fromkeys(("HyperparameterChange", "Loaded", "load"), "live.load"),
     **dict.fromkeys(("check_names", "save_names"), "live.names_file"),
     "Swapped": "live.swap",

@@ -17,7 +17,7 @@ from ckpttool.core.plan import PLAN
 from ckpttool.core.schema import ERROR, JsonKind
 from ckpttool.diffing.result import DIFF
 from ckpttool.inspection.explain import EXPLAIN
-from ckpttool.inspection.inspect import INSPECT
+from ckpttool.inspection.result import INSPECT
 from ckpttool.remapping.result import REMAP
 from ckpttool.remapping.undo import UNDONE
 from ckpttool.ruleset.parse import SETS

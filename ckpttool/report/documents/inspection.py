@@ -15,7 +15,7 @@ from ckpttool.core.pickle_imports import DANGEROUS, KNOWN, UNKNOWN, Import, dang
 from ckpttool.core.text import dotted, human_bytes, listed, number, plural, shape_text
 from ckpttool.core.values import dataclass
 from ckpttool.formats.registry import format_of
-from ckpttool.inspection.inspect import Inspection, names_in_file
+from ckpttool.inspection.result import Inspection, names_in_file
 from ckpttool.naming.flat import flat_params
 from ckpttool.operands.checkpoint import split
 from ckpttool.report.collapse import KeyPattern, collapse, patterns
