@@ -26,7 +26,7 @@ from ckpttool.evaluate.compare import Difference, same_objects
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.kinds.adapters import Adapter, misfits, missing_modules
 from ckpttool.kinds.parts import joined_alike, joined_dimension
-from ckpttool.kinds.quantized import quantized_weights
+from ckpttool.kinds.quantized import BY_TORCH, parts_by_torch, quantized_weights
 from ckpttool.naming.match import aliases, unlike
 from ckpttool.naming.wrappers import evidence_in
 
@@ -384,7 +384,11 @@ def explain_quantized(
     A weight that only one side has quantized has other values there, whatever its dtype is. If
     `values` are compared, say that these were not.
     """
-    left_schemes, right_schemes = _schemes(left), {} if right is None else _schemes(right)
+    keys: list[str] = []
+    for entry in entries:
+        keys += (*entry.left, *entry.right)
+    left_schemes = _schemes(left, keys)
+    right_schemes = {} if right is None else _schemes(right, keys)
     if not left_schemes and not right_schemes:
         return tuple(entries)
     explained = []
@@ -418,12 +422,16 @@ def _of_quantized(entry: Entry, schemes: Sequence[str | None], *, reads_values: 
     return replace(entry, status="value", cause=cause)
 
 
-def _schemes(section: Section) -> dict[str, str]:
-    """Map each key of a quantized weight to the title of its scheme."""
+def _schemes(section: Section, keys: Iterable[str]) -> dict[str, str]:
+    """Map each key of a quantized weight to the title of its scheme; also those of the `keys` that
+    it has if it is not quantized.
+    """
     schemes: dict[str, str] = {}
     for weight in quantized_weights(section):
         for key in (*weight.keys, weight.plain):
             schemes.setdefault(key, weight.scheme)
+    for key in parts_by_torch(section, keys):
+        schemes.setdefault(key, BY_TORCH)
     return schemes
 
 

@@ -5,7 +5,7 @@ computed with.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,6 +19,9 @@ from ckpttool.core.values import dataclass
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _OF_TORCH = "quantized"  # the layout of a tensor that has its own scales
+BY_TORCH = "torch.ao.quantization"
+# the entries of a module in which torch packs all parameters: ``fc._packed_params._packed_params``
+_PACKED = ("_packed_params", "_all_weight_values")
 # ``0.weight.quant_state.bitsandbytes__nf4``, next to ``0.weight``
 _BITSANDBYTES_4BIT = ".quant_state.bitsandbytes__"
 # of quanto: ``0.weight._data``, or packed ``0.weight._data._data``, next to ``0.weight._scale``
@@ -144,7 +147,7 @@ def recognize(section: Section) -> Kind | None:
     for scheme, group in by_scheme.items():
         counts.append(_described(scheme, group))
     for dtype, count in by_torch.items():
-        counts.append(f"by torch.ao.quantization, {plural(count, 'weight')} of {dtype}")
+        counts.append(f"by {BY_TORCH}, {plural(count, 'weight')} of {dtype}")
     text = f"is quantized: {'; '.join(counts)}"
     together = tuple(weight.keys for weight in weights)
     return Kind(NAME, section.path, text, tuple(weights), together)
@@ -227,6 +230,48 @@ class QuantizedWeight:
 def _without_data(key: str) -> str:
     """Return the key of a weight of quanto in a model that is not quantized."""
     return key.removesuffix(_DATA).removesuffix(_DATA)
+
+
+def parts_by_torch(section: Section, keys: Iterable[str]) -> Iterator[str]:
+    """Yield which of the keys, of this section or of another, are parts of weights that torch
+    quantized in the section.
+
+    If torch packs the parameters of a module, these are all of its keys: nothing is left under the
+    names that the module has if it is not quantized.
+    """
+    weights: set[str] = set()
+    packed: set[str] = set()
+    for weight in _keys_by_torch(section):
+        module = _module_of(weight)
+        if weight.rpartition(".")[0] == module:
+            name = f"{module}." if module else ""
+            weights.update((weight, f"{name}scale", f"{name}zero_point"))
+        else:
+            packed.add(module)
+    if not weights and not packed:
+        return
+    for key in keys:
+        if key in weights or _module_of(key) in packed:
+            yield key
+
+
+def _keys_by_torch(section: Section) -> Iterator[str]:
+    """Yield the keys of tensors that have their own scales, and of objects with such tensors."""
+    for entry in section.tensors:
+        if entry.layout == _OF_TORCH:
+            yield entry.key
+    for extra in section.extras:
+        if any(tensor.layout == _OF_TORCH for tensor in extra.tensors):
+            yield extra.key
+
+
+def _module_of(key: str) -> str:
+    """Return the path of the module that has the parameter, or packs it."""
+    path = key.split(".")[:-1]
+    for segment in _PACKED:
+        if segment in path:
+            path = path[: path.index(segment)]
+    return ".".join(path)
 
 
 @once_per_section

@@ -57,3 +57,85 @@ def test_weights_that_were_renamed_and_back_load(folder: Path, run: Run) -> None
     before.load_state_dict(torch.load("q.pt", weights_only=True))
     after.load_state_dict(torch.load("back.pt", weights_only=True))
     assert torch.equal(before(torch.ones(1, 3)), after(torch.ones(1, 3)))
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.EmbeddingBag(20, 16)
+        self.fc = nn.Linear(16, 2)
+
+
+BAG = """
+from torch import nn
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.EmbeddingBag(20, 16)
+        self.fc = nn.Linear(16, 2)
+def build():
+    return Bag()
+"""
+OF_EMBEDDINGS = torch.ao.quantization.float_qparams_weight_only_qconfig
+
+
+def bag_dynamic() -> nn.Module:
+    kinds = {
+        nn.EmbeddingBag: OF_EMBEDDINGS,
+        nn.Linear: torch.ao.quantization.default_dynamic_qconfig,
+    }
+    return torch.ao.quantization.quantize_dynamic(Bag().eval(), kinds)
+
+
+def bag_static() -> nn.Module:
+    model: Any = Bag().eval()
+    model.emb.qconfig = OF_EMBEDDINGS
+    return torch.ao.quantization.convert(torch.ao.quantization.prepare(model))
+
+
+def recurrent() -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.LSTM(4, 4)), {nn.LSTM})
+
+
+def convolution() -> nn.Module:
+    model: Any = nn.Sequential(nn.Conv2d(2, 2, 1)).eval()
+    model.qconfig = torch.ao.quantization.get_default_qconfig("x86")
+    return torch.ao.quantization.convert(torch.ao.quantization.prepare(model))
+
+
+LSTM = "from torch import nn\ndef build():\n    return nn.Sequential(nn.LSTM(4, 4))\n"
+CONVOLUTION = "from torch import nn\ndef build():\n    return nn.Sequential(nn.Conv2d(2, 2, 1))\n"
+MODELS = {
+    "linear, dynamic": (quantized, MODEL),
+    "embedding bag, dynamic": (bag_dynamic, BAG),
+    "embedding bag, static": (bag_static, BAG),
+    "LSTM, dynamic": (recurrent, LSTM),
+    "convolution, static": (convolution, CONVOLUTION),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("right", ["--model m.py:build", "float.pt", "of the float model"])
+def test_no_hint_loses_the_weights(
+    case: str, right: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    build, code = MODELS[case]
+    Path("m.py").write_text(code)
+    space: dict[str, Any] = {}
+    exec(code, space)
+    torch.save(build().state_dict(), "q.pt")
+    torch.save(space["build"]().state_dict(), "float.pt")
+    words = ["float.pt", "q.pt"] if right == "of the float model" else ["q.pt", *right.split()]
+    done = run("diff", *words)
+    assert done.status == 1
+    lines = done.out.splitlines()
+    assert any("is quantized: by torch.ao.quantization" in line for line in lines), done.out
+    hints = [line for line in lines if line.startswith(("no fix", "not fixed", "rename", "fix"))]
+    assert len(hints) == 1, done.out
+    assert "of quantized weights" in hints[0]
+    assert "no rename or cast converts it" in hints[0]
+    for wrong in ("--fill-from", "strict=False and", "FROM => TO"):
+        assert wrong not in done.out
+    differing = run("diff", *words, "--format", "json").data["entries"]
+    assert {entry["code"] for entry in differing if entry["status"] != "same"} == {"quantized"}
