@@ -98,4 +98,7 @@ def _dtype(node: Any) -> str | None:
 def _is_shape(shape: Any) -> bool:
     if type(shape) is not tuple or len(shape) > _MOST_DIMS:
         return False
-    return all(type(size) is int and size >= 0 for size in shape)
+    for size in shape:
+        if type(size) is not int or size < 0:
+            return False
+    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from math import prod
-from operator import add
+from operator import add, le
 from typing import Union
 
 from ckpttool.core.checkpoint import Part, Span, TensorEntry
@@ -63,15 +63,14 @@ def _is_inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
     if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
         return False
     ends = map(add, chunk.offsets, chunk.sizes)
-    return all(end <= extent for end, extent in zip(ends, shape))
+    return all(map(le, ends, shape))
 
 
 def _overlap(left: Chunk, right: Chunk) -> bool:
-    dims = zip(left.offsets, left.sizes, right.offsets, right.sizes)
-    return all(
-        start < other + other_size and other < start + size
-        for start, size, other, other_size in dims
-    )
+    for start, size, other, other_size in zip(left.offsets, left.sizes, right.offsets, right.sizes):
+        if start >= other + other_size or other >= start + size:
+            return False
+    return True
 
 
 def row_major_data(entry: TensorEntry) -> Data:

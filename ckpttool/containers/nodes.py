@@ -85,7 +85,8 @@ def entries_with_code(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         if extra.key in others:
             payloads.append((extra.key, extra.payload))
     for section in checkpoint.sections:
-        payloads += [(dotted(section.path, entry.key), entry.payload) for entry in section.entries]
+        for entry in section.entries:
+            payloads.append((dotted(section.path, entry.key), entry.payload))
     seen: set[int] = set()
     for path, payload in payloads:
         for name in _imports_in(getattr(payload, "node", None), seen):

@@ -350,10 +350,15 @@ def _little_endian(data: bytes) -> int:
 # NONE, NEWTRUE, NEWFALSE, EMPTY_TUPLE
 _CONSTANTS: dict[int, Any] = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
 _NUMBERS = {0x4D: "<H", 0x4A: "<i", 0x47: ">d"}  # BININT2, BININT, BINFLOAT
-_UNPACK = {
-    opcode: (struct.calcsize(code), struct.Struct(code).unpack_from)
-    for opcode, code in _NUMBERS.items()
-}
+
+
+def _number(code: str) -> tuple[int, Callable[..., tuple[Any, ...]]]:
+    """Return the width of a number, and what reads it."""
+    layout = struct.Struct(code)
+    return layout.size, layout.unpack_from
+
+
+_UNPACK = {opcode: _number(code) for opcode, code in _NUMBERS.items()}
 
 # Opcode -> the width of the length, what makes the object of the bytes after it, and the memory for
 # each that is not ASCII.

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from math import prod
+from operator import lt
 from typing import Any
 
 from ckpttool.containers.chunks import Chunk
@@ -65,9 +66,12 @@ def is_whole(entry: TensorEntry) -> bool:
 
 def _copies(entry: TensorEntry) -> list[tuple[TensorEntry, TensorEntry]]:
     """Return each further copy of a chunk, with the first one."""
+    if not isinstance(entry.payload, RankParts):
+        return []
     pairs = []
-    for first, *others in entry.payload.copies if isinstance(entry.payload, RankParts) else ():
-        pairs += [(first, copy) for copy in others]
+    for first, *others in entry.payload.copies:
+        for copy in others:
+            pairs.append((first, copy))
     return pairs
 
 
@@ -217,7 +221,7 @@ def _local_dtensor(key: str, state: Any, storages: Storages) -> LocalShard:
     shape = sizes_of(_items(spec["tensor_meta"])[0])
     mesh_shape = _mesh_shape(mesh)
     at = _counts(mesh["_coordinate_on_dim"])
-    if len(at) != len(mesh_shape) or any(index >= size for index, size in zip(at, mesh_shape)):
+    if len(at) != len(mesh_shape) or not all(map(lt, at, mesh_shape)):
         raise ValueError("its coordinate is not in the mesh")
     placements = tuple(map(_placement, _items(spec["placements"])))
     order = _shard_order(placements, mesh_shape, spec)
@@ -275,8 +279,12 @@ def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
     else:
         shape = layout["shape"]
         sizes = list(sizes_of(shape) if type(shape) is Call else _items(shape))
-    # a dimension may have the size of several that were made one
-    return tuple(size if type(size) is int else prod(_counts(size)) for size in sizes)
+    return tuple(map(_mesh_size, sizes))
+
+
+def _mesh_size(node: Any) -> int:
+    """Return the size of a dimension, or of several that were made one."""
+    return node if type(node) is int else prod(_counts(node))
 
 
 def _placement(node: Any) -> tuple[str, int, int]:
@@ -322,7 +330,10 @@ def _shard_order(
         if cuts and min(cuts) < index:
             raise Unsupported("is cut in strides after other cuts, which the mesh does not explain")
         order[dim] = [*cuts, index]
-    return tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(order.items()))
+    cuts_by_dim = []
+    for dim, mesh_dims in sorted(order.items()):
+        cuts_by_dim.append((dim, tuple(mesh_dims)))
+    return tuple(cuts_by_dim)
 
 
 def _cuts(
@@ -393,8 +404,9 @@ def _counts(node: Any) -> tuple[int, ...]:
     """Return the numbers of a list or tuple. Raises `ValueError` or `TypeError` for anything
     else.
     """
-    if not all(type(count) is int and 0 <= count < MOST for count in node):
-        raise ValueError("not counts")
+    for count in node:
+        if type(count) is not int or not 0 <= count < MOST:
+            raise ValueError("not counts")
     return tuple(node)
 
 

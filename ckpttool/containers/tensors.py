@@ -425,10 +425,14 @@ def sizes_of(node: Any) -> tuple[int, ...]:
         if type(size) is int and 0 <= size < MOST:
             continue
         # writing a large number would take long
-        if any(type(number) is int and abs(number) >= MOST for number in sizes):
+        if any(map(_is_huge, sizes)):
             raise malformed("sizes that no tensor has")
         raise malformed(f"sizes {sizes!r}")
     return tuple(sizes)
+
+
+def _is_huge(size: Any) -> bool:
+    return type(size) is int and abs(size) >= MOST
 
 
 @dataclass(slots=True, eq=False)
@@ -585,7 +589,9 @@ def _with_references(root: Any, moved: Callable[[Persistent], Persistent]) -> An
             copy.extend([copied(part, depth) for part in node])
         elif kind is dict:
             copy = copies[id(node)] = {}
-            copy.update([(copied(key, depth), copied(value, depth)) for key, value in node.items()])
+            for key, value in node.items():
+                new_key = copied(key, depth)
+                copy[new_key] = copied(value, depth)
         elif kind is PickledSet:
             copy = PickledSet(copied(node.items, depth), node.frozen)
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -130,7 +131,10 @@ def _attributes(node: Any) -> tuple[dict[Any, Any], Steps] | None:
 
 
 def _are_attributes(node: Any) -> bool:
-    return type(node) is dict and all(pairs_of(node.get(name)) is not None for name in SLOTS)
+    if type(node) is not dict:
+        return False
+    slots = map(node.get, SLOTS)
+    return None not in map(pairs_of, slots)
 
 
 def _named(slot: Mapping[Any, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -141,7 +145,7 @@ def _named(slot: Mapping[Any, Any]) -> Iterator[tuple[str, Any, Any]]:
             yield name, key, value
 
 
-_SCALARS = (bool, int, float, str, bytes, type(None))
+_SCALARS = frozenset((bool, int, float, str, bytes, type(None)))
 _MAX_OPTIMIZER_DEPTH = 50
 # of shared containers and their parts: a small pickle can share them without end
 _MAX_REPEATS = 500_000
@@ -184,7 +188,7 @@ def mapping_of(
             raise _TooMuch
         if len(path) >= _MAX_OPTIMIZER_DEPTH:
             return ExtraEntry(key, Carried(node, storages))
-        if is_list and all(type(part) in _SCALARS for part in node):
+        if is_list and _SCALARS.issuperset(map(type, node)):
             flat.add(id(node))
             return node
         if is_list:
@@ -209,7 +213,7 @@ def _dict_pairs(node: Any) -> dict[Any, Any] | None:
     if type(node) is not dict and (not is_mapping(node) or node.state is not ABSENT):
         return None
     pairs = pairs_of(node)
-    if pairs is not None and all(type(key) in (int, str) for key in pairs):
+    if pairs is not None and {int, str}.issuperset(map(type, pairs)):
         return pairs
     return None
 
@@ -477,6 +481,11 @@ _RANDOM_STATES = ((5056,), (816,), (16,))
 _SETTINGS = (bool, int, float, str, type(None))
 
 
+def _may_be_random_state(entry: TensorEntry) -> bool:
+    """Return True for the dtype and shape of a random generator's state."""
+    return entry.dtype == "uint8" and entry.shape in _RANDOM_STATES
+
+
 def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -> bool:
     """Return whether a mapping has ``_metadata``, or holds tensors and no section of tensors.
 
@@ -493,7 +502,7 @@ def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -
     if not tensors or settings > len(tensors):
         return False
     entries = (entry_of(name, value, tree.storages) for name, value in tensors.items())
-    if all(entry.dtype == "uint8" and entry.shape in _RANDOM_STATES for entry in entries):
+    if all(map(_may_be_random_state, entries)):
         return False
     # A module's own dict is under the module's path, like the tensors next to it; a section has a
     # name of one word.
@@ -703,7 +712,7 @@ def _plain(tree: Tree, node: Any) -> object:
         if type(node) in (list, tuple):
             return [convert(part, depth + 1) for part in node]
         pairs = pairs_of(node)
-        if pairs is not None and all(type(key) is str for key in pairs):
+        if pairs is not None and {str}.issuperset(map(type, pairs)):
             return {key: convert(value, depth + 1) for key, value in pairs.items()}
         raise ValueError
 
@@ -758,15 +767,18 @@ def _parts(node: Any) -> list[tuple[str, Any]]:
     have the object's.
     """
     if isinstance(node, (list, tuple)):
-        return [(str(index), part) for index, part in enumerate(node)]
+        indexes = map(str, range(len(node)))
+        return list(zip(indexes, node))
     if type(node) is PickledSet:
-        return [("", part) for part in node.items]
+        return list(zip(repeat(""), node.items))
     pairs = pairs_of(node) or {}
     unnamed = list(pairs)
     if type(node) is Call:
         unnamed += (node.func, *node.args, node.kwargs, node.items, node.state, node.setter)
-    parts = [(text_of(key) or "", value) for key, value in pairs.items()]
-    parts += [("", part) for part in unnamed]
+    parts = []
+    for key, value in pairs.items():
+        parts.append((text_of(key) or "", value))
+    parts += zip(repeat(""), unnamed)
     return parts
 
 

@@ -94,6 +94,11 @@ def _removals(place: Place) -> dict[Steps, Any]:
     return {place.steps: REMOVE}
 
 
+def _is_inside(steps: Steps, container: Steps) -> bool:
+    """Return whether the node at `steps` is inside of the node at `container`."""
+    return steps != container and steps[: len(container)] == container
+
+
 def _outside(edits: Mapping[Steps, Any], replaced: Sequence[Steps]) -> dict[Steps, Any]:
     """Return the edits, without removals inside of nodes that are replaced.
 
@@ -102,7 +107,7 @@ def _outside(edits: Mapping[Steps, Any], replaced: Sequence[Steps]) -> dict[Step
     kept: dict[Steps, Any] = {}
     lost: list[Problem] = []
     for steps, node in edits.items():
-        is_inside = any(steps != at and steps[: len(at)] == at for at in replaced)
+        is_inside = any(_is_inside(steps, at) for at in replaced)
         if not is_inside:
             kept[steps] = node
         elif node is not REMOVE:
@@ -141,14 +146,19 @@ def _check_rings(edits: Mapping[Steps, Any], tree: Tree) -> None:
     removed = {steps for steps, node in edits.items() if node is REMOVE}
     problems = []
     for path, (at, container) in tree.rings.items():
-        is_changed = any(steps[: len(container)] == container != steps for steps in edits)
-        is_removed = any(at[:length] in removed for length in range(len(at) + 1))
-        if is_changed and not is_removed:
+        is_changed = any(_is_inside(steps, container) for steps in edits)
+        around = (at[:length] for length in range(len(at) + 1))
+        if is_changed and removed.isdisjoint(around):
             problems.append(Problem("refers back to a container around it", path))
     if problems:
         raise Refused(
             "a container that holds itself cannot be changed", hint=_HINT, problems=problems
         )
+
+
+def _is_part_of(path: str, name: str) -> bool:
+    """Return whether the dotted path is `name`, or below it."""
+    return path == name or path.startswith(f"{name}.")
 
 
 def _check_storages(checkpoint: Checkpoint, tree: Tree) -> None:
@@ -164,7 +174,7 @@ def _check_storages(checkpoint: Checkpoint, tree: Tree) -> None:
         path = storage.path
         if path not in missing:
             continue
-        if not any(path == name or path.startswith(f"{name}.") for name in removed):
+        if not any(_is_part_of(path, name) for name in removed):
             text = "the object around it is kept, and cannot be written without it"
             problems.append(Problem(text, path))
     if problems:
@@ -204,7 +214,8 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
         if section.path:
             root[section.path] = _fresh_state_dict(section, nodes)
         else:
-            root.update((entry.key, nodes.of(entry)) for entry in section.entries)
+            for entry in section.entries:
+                root[entry.key] = nodes.of(entry)
     return root
 
 
@@ -219,7 +230,10 @@ def _fresh_state_dict(section: Section, nodes: _Nodes) -> Any:
 
 
 def _modules(modules: Mapping[str, object]) -> dict[Any, Any]:
-    return {path: {} if payload is None else payload for path, payload in modules.items()}
+    nodes: dict[Any, Any] = {}
+    for path, payload in modules.items():
+        nodes[path] = {} if payload is None else payload
+    return nodes
 
 
 class _Nodes:

@@ -9,7 +9,7 @@ import re
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -139,10 +139,16 @@ def read_archive(path: str, base: int = 0, length: int | None = None) -> Archive
     version = _version_of(path)
     read = _read if version is not None else _read.__wrapped__
     archive = read(path, base, length, version)
-    checked = [r for r in archive.records if r.has_crc and r.method == STORED]
-    places = ((base + record.data, record.nbytes, record.crc) for record in checked)
+    places = _checked_places(archive, base)
     note_archive(path, base, version, places, partial(_name_at, path, base, length))
     return archive
+
+
+def _checked_places(archive: Archive, base: int) -> Iterator[tuple[int, int, int]]:
+    """Yield where each stored record's data is in the file, its bytes, and its checksum."""
+    for record in archive.records:
+        if record.has_crc and record.method == STORED:
+            yield base + record.data, record.nbytes, record.crc
 
 
 def _version_of(path: str) -> object:
@@ -262,10 +268,16 @@ def _located(window: _Window, entries: Sequence[_DirectoryEntry]) -> dict[int, R
     records: dict[int, Record] = {}
     for first in range(0, len(entries), _AT_A_TIME):
         batch = entries[first : first + _AT_A_TIME]
-        window.file.prefetch((window.base + entry.start, _to_fetch(entry)) for entry in batch)
+        window.file.prefetch(_heads(window, batch))
         for entry in batch:
             records[entry.start] = _locate(window, entry)
     return records
+
+
+def _heads(window: _Window, batch: Iterable[_DirectoryEntry]) -> Iterator[tuple[int, int]]:
+    """Yield where each record starts in the file, and how many bytes are fetched there."""
+    for entry in batch:
+        yield window.base + entry.start, _to_fetch(entry)
 
 
 def _to_fetch(entry: _DirectoryEntry) -> int:
@@ -413,7 +425,10 @@ def _zip64_values(path: str, extra: bytes, values: tuple[int, int, int]) -> list
         if tag != ZIP64_FIELD or len(content) < 8 * values.count(U32):
             continue
         wide = struct.iter_unpack("<Q", content[: len(content) // 8 * 8])
-        return [next(wide)[0] if value == U32 else value for value in values]
+        sizes = []
+        for value in values:
+            sizes.append(next(wide)[0] if value == U32 else value)
+        return sizes
     raise _corrupt(path, "a record's zip64 sizes are missing")
 
 

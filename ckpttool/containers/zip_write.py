@@ -265,7 +265,8 @@ def _padded_header(archive: Archive, record: Record, start: int, step: int) -> b
     header = za.read_span(_region(archive, record.start, record.data))
     extra_at = za.LOCAL.size + int.from_bytes(header[26:28], "little")
     extra = header[extra_at:]
-    if all(tag != _PADDING_FIELD for tag, _ in za.extra_fields(extra)):
+    tags = (tag for tag, _ in za.extra_fields(extra))
+    if _PADDING_FIELD not in tags:
         return None
     others = _without(extra, (_PADDING_FIELD, za.ZIP64_FIELD))
     fixed, name = header[: za.LOCAL.size], header[za.LOCAL.size : extra_at]
