@@ -140,6 +140,9 @@ BY_SHAPE = Way(
     lambda a, b: f"{_shape(a, b)} in each layer" if len(a.members) > 1 else _shape(a, b),
     weak=True,
 )
+# why tensors that could be each other stay open
+UNTOLD = "one shape, and no name or order tells them apart"
+UNCONFIRMED = "only their shapes agree: neither names nor order say that they are the same tensor"
 BY_SHAPE_ALONE = Way(  # if a name does not say the kind of tensor
     _has_kind_on_one_side,
     _shape,
@@ -753,7 +756,8 @@ class _Search:
                 continue
             if any(self._may(a, b) for a, b in product(lefts, rights)):
                 seen.update(left, right)
-                yield Ambiguous(left, right, "one shape, and no name or order tells them apart")
+                is_choice = len(lefts) > 1 or len(rights) > 1
+                yield Ambiguous(left, right, UNTOLD if is_choice else UNCONFIRMED)
 
 
 def _by_certain_part(several: Iterable[Group]) -> Mapping[str, list[Group]]:

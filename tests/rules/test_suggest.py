@@ -631,3 +631,33 @@ def test_order_of_rotary_rows_is_one_rule_for_all_layers(
     assert written.keys() == sides[1].keys()
     assert all(torch.equal(written[key], value) for key, value in sides[1].items())
     assert found.data["rules"].count("permute = ") == 1
+
+
+def test_the_only_candidate_is_not_called_a_choice(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    left = {
+        "pos_emb.weight": (12, 4),
+        "h.0.fc.weight": (6, 4),
+        "h.0.fc.bias": (6,),
+        "norm.weight": (4,),
+        "head.weight": (50, 4),
+    }
+    right = {
+        "net.wte.weight": (50, 4),
+        "net.wpe.weight": (12, 4),
+        "net.h.0.fc.weight": (6, 4),
+        "net.h.0.fc.bias": (6,),
+        "net.ln_f.weight": (4,),
+    }
+    for name, shapes in {"left.pt": left, "right.pt": right}.items():
+        torch.save({key: torch.ones(shape) for key, shape in shapes.items()}, name)
+    (match,) = run("diff", "left.pt", "right.pt", "--format", "json").data["ambiguous"]
+    assert (match["left"], match["right"]) == (["head.weight"], ["net.wte.weight"])
+    assert "only their shapes agree" in match["reason"]
+    two = {key: torch.ones(shape) for key, shape in left.items()}
+    torch.save({**two, "other.weight": torch.zeros(50, 4)}, "left.pt")
+    (match,) = run("diff", "left.pt", "right.pt", "--format", "json").data["ambiguous"]
+    assert match["left"] == ["head.weight", "other.weight"]
+    assert "tells them apart" in match["reason"]
