@@ -64,7 +64,7 @@ def _try_on_file(question: DiffQuestion, word: str, options: RemapOptions) -> Tr
     trial = try_remap(file_question, options, word, most)
     if trial is None:
         trial = try_remap(file_question, options, word, most, loses_state=True)
-    if trial is None or trial.after.identical or trial.stateless:
+    if trial is not None and (trial.after.identical or trial.stateless):
         return trial
     if file.state_dicts and options.model is not None:
         for with_keys in own_keys(file, options):
