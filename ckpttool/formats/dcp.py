@@ -286,7 +286,10 @@ def holds_each_option(checkpoint: Checkpoint, path: str) -> bool:
     """
     folder = checkpoint.container
     key = f"{path}.param_groups".lstrip(".")
-    return not isinstance(folder, Folder) or all(other != key for _, other in folder.values)
+    if not isinstance(folder, Folder):
+        return True
+    single_values = (value_key for _, value_key in folder.values)
+    return key not in single_values
 
 
 def _refuse(folder: str, problems: list[Problem]) -> None:

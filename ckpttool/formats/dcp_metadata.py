@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from operator import add
 from typing import Any, Union
 
 from ckpttool.containers import strict_json
@@ -159,9 +160,7 @@ def _tensor(
     more = properties[5:]
     if len(more) > 1:
         raise ValueError("a newer torch wrote its properties: pip install -U ckpttool")
-    return TensorItem(
-        dtype.name, shape, placed, tuple(None if sizes is None else _sizes(sizes) for sizes in more)
-    )
+    return TensorItem(dtype.name, shape, placed, tuple(map(_sizes_if_any, more)))
 
 
 def _places(node: Any) -> dict[tuple[str, Any], FileRange]:
@@ -234,14 +233,19 @@ def _list(node: Any) -> Sequence[Any]:
     raise ValueError(f"{type(node).__name__} instead of a list")
 
 
+def _sizes_if_any(node: Any) -> tuple[int, ...] | None:
+    return None if node is None else _sizes(node)
+
+
 def _sizes(node: Any) -> tuple[int, ...]:
     sizes = node
     if type(node) is Call and node.func == Global("torch", "Size"):
         sizes = node.args[0]
     if type(sizes) not in (tuple, list) or len(sizes) > MAX_DIMS:
         raise ValueError("its sizes are not a tuple")
-    if not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in sizes):
-        raise ValueError(f"sizes {list(sizes)!r:.80}")
+    for size in sizes:
+        if type(size) is not int or not 0 <= size <= _MAX_SIZE:
+            raise ValueError(f"sizes {list(sizes)!r:.80}")
     return tuple(sizes)
 
 
@@ -363,7 +367,8 @@ def _heads(metadata: Metadata) -> dict[str, int]:
     heads: dict[str, int] = {}
     for item in metadata.items.values():
         if isinstance(item, TensorItem):
-            heads.update((place.name, _HEAD) for place in item.places)
+            for place in item.places:
+                heads[place.name] = _HEAD
     for item in metadata.items.values():
         if not isinstance(item, BytesItem) or item.place.name not in heads:
             continue
@@ -446,7 +451,7 @@ def read_shards(folder: str, names: Sequence[str]) -> tuple[Metadata, str]:
 
 
 def _ends(chunk: Chunk) -> list[int]:
-    return [offset + size for offset, size in zip(chunk.offsets, chunk.sizes)]
+    return list(map(add, chunk.offsets, chunk.sizes))
 
 
 def _offsets(text: str) -> dict[str, tuple[int, ...]]:

@@ -178,7 +178,9 @@ def _differences(
     files: Sequence[RankFile], keys: Sequence[str], inside: str | None = None
 ) -> list[Problem]:
     """Return the values that should be equal in all files, and are not."""
-    dicts = [file.items if inside is None else mapping(file.items, inside) for file in files]
+    dicts = [file.items for file in files]
+    if inside is not None:
+        dicts = [mapping(items, inside) for items in dicts]
     problems = []
     for key in keys:
         expected = plain(dicts[0].get(key))
@@ -246,10 +248,14 @@ def _zero_stage(file: RankFile) -> int:
     return int(stage)
 
 
+def _is_positive(count: Any) -> bool:
+    return type(count) is int and count >= 1
+
+
 def _partition_count(file: RankFile) -> int:
     value = plain(mapping(file.items, "optimizer_state_dict").get("partition_count"))
     counts = value if type(value) is list else [value]
-    if not counts or any(type(count) is not int or count < 1 for count in counts):
+    if not counts or not all(map(_is_positive, counts)):
         raise malformed(f"{file.path}: {value!r} partitions")
     if len(set(counts)) > 1:
         raise CkptError(
@@ -514,7 +520,10 @@ def _have_gaps(groups: Sequence[Shapes], gaps: Sequence[tuple[int, ...]]) -> boo
     """Return whether each parameter of each group has a padding."""
     if [len(paddings) for paddings in gaps] != [len(shapes) for shapes in groups]:
         return False
-    return all(type(padding) is int and padding >= 0 for padding in chain(*gaps))
+    for padding in chain(*gaps):
+        if type(padding) is not int or padding < 0:
+            return False
+    return True
 
 
 def _stage_3_problems(groups: Sequence[Shapes], sizes: Sequence[tuple[int, ...]]) -> list[Problem]:
@@ -639,7 +648,7 @@ def _universal_optimizer(
             if not isinstance(value, TensorEntry) or value.numel == 1:
                 for param in shapes:
                     state[param].setdefault(name, _copy(value, param, name))
-            elif any(name not in state[param] for param in shapes):
+            elif not all(name in state[param] for param in shapes):
                 notes.append(f"not copied: {name} of {rest.path}, which belongs to one rank alone")
     return _optimizer_section(groups, options, state, notes)
 
@@ -690,8 +699,9 @@ def _saved_whole(
     """Return the tensors of the module that rank 0 has completely: buffers, and before ZeRO-3
     others.
     """
-    # ZeRO-3 leaves a placeholder
-    names = [name for name, entry in module.items() if files.stage < 3 or entry.numel]
+    names = list(module)
+    if files.stage >= 3:  # which leaves placeholders
+        names = [name for name, entry in module.items() if entry.numel]
     for name in sequence(files.models[0].items, "buffer_names"):
         if type(name) is str and name in module:
             names.append(name)
@@ -718,7 +728,9 @@ def _frozen(files: RankFiles) -> dict[str, TensorEntry]:
                 problems=[Problem("a rank has no part of it", name)] * missing,
             )
         layout = _FlatLayout(3, ({name: sizes_of(size)},), (), ())
-        flats = [[file.flat(name, nodes[name])] for file, nodes in zip(files.models, fragments)]
+        flats = []
+        for file, nodes in zip(files.models, fragments):
+            flats.append([file.flat(name, nodes[name])])
         gathered |= layout.gather(flats)
     return gathered
 
@@ -809,9 +821,15 @@ def _gathered(
     values: list[Any] = []  # of all ranks
     flats: list[list[TensorEntry]] = []
     for file, by_param in zip(files, nodes):
-        of_rank = [file.flat(name, n) if is_tensor(n) else plain(n) for n in by_param]
-        values += of_rank
-        flats.append([value for value in of_rank if isinstance(value, TensorEntry)])
+        flats_of_rank: list[TensorEntry] = []
+        for node in by_param:
+            if is_tensor(node):
+                flat = file.flat(name, node)
+                values.append(flat)
+                flats_of_rank.append(flat)
+            else:
+                values.append(plain(node))
+        flats.append(flats_of_rank)
     if all(map(_has_sizes, flats, layout.sizes)):
         gathered = layout.gather(flats)
         return {p: replace(entry, key=f"state.{p}.{name}") for p, entry in gathered.items()}
@@ -826,9 +844,12 @@ def _gathered(
 
 def _has_sizes(flats: Sequence[TensorEntry], sizes: Sequence[int]) -> bool:
     """Return True if there is a flat tensor of at least each size."""
-    return len(flats) == len(sizes) and all(
-        len(flat.shape) == 1 and flat.numel >= size for flat, size in zip(flats, sizes)
-    )
+    if len(flats) != len(sizes):
+        return False
+    for flat, size in zip(flats, sizes):
+        if len(flat.shape) != 1 or flat.numel < size:
+            return False
+    return True
 
 
 def _is_same_number(value: Any, other: Any) -> bool:

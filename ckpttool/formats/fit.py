@@ -198,8 +198,9 @@ def loses_versions(checkpoint: Checkpoint, target: Format) -> bool:
     """Return whether there are module versions (``_metadata``), and the format has no place for
     them.
     """
-    versions = any(section.modules is not None for section in checkpoint.sections)
-    return versions and not target.holds.versions
+    if target.holds.versions:
+        return False
+    return any(section.modules is not None for section in checkpoint.sections)
 
 
 def losses(checkpoint: Checkpoint, target: Format) -> list[str]:

@@ -210,7 +210,12 @@ def shards_of(index: str) -> list[str]:
 
 def stem_of_shards(names: Iterable[str]) -> str:
     """Return STEM if all names are ``STEM-00001-of-00002.safetensors``; else nothing."""
-    stems = {match["stem"] if match else "" for match in map(_SHARD.fullmatch, names)}
+    stems = set()
+    for name in names:
+        shard = _SHARD.fullmatch(name)
+        if shard is None:
+            return ""
+        stems.add(shard["stem"])
     return stems.pop() if len(stems) == 1 else ""
 
 
@@ -272,7 +277,8 @@ def _candidates(look: Look, endings: tuple[str, ...]) -> list[str]:
     if there is nothing else.
     """
     indexes = [name for name in look.files if INDEX.fullmatch(name)]
-    single = [name for name in look.files if name.endswith(endings) and not _SHARD.fullmatch(name)]
+    files = [name for name in look.files if name.endswith(endings)]
+    single = [name for name in files if not _SHARD.fullmatch(name)]
     if single:  # some of them may be shards with other names
         shards = set[str]()
         for index in indexes:
@@ -465,10 +471,13 @@ def checkpoint_files(folder: str, like: str) -> set[str]:
     The new checkpoint replaces them: an old index or single file would be read instead of it.
     """
     names = set(names_in(folder)) if is_dir(folder) else set()
-    if like == DCP_METADATA:
-        return {name for name in names if name == DCP_METADATA or name.endswith(".distcp")}
-    kind = ".bin" if ".bin" in like else ".safetensors"
     replaced = set()
+    if like == DCP_METADATA:
+        for name in names:
+            if name == DCP_METADATA or name.endswith(".distcp"):
+                replaced.add(name)
+        return replaced
+    kind = ".bin" if ".bin" in like else ".safetensors"
     for name in names:
         is_single = name in ("model.safetensors", "pytorch_model.bin")
         if kind in name and (is_single or INDEX.fullmatch(name) or _SHARD.fullmatch(name)):

@@ -269,6 +269,14 @@ def _heads(index: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]:
     return heads
 
 
+def _is_state_dict(shard: Checkpoint) -> bool:
+    """Return whether the shard holds one state dict, and nothing around it."""
+    if len(shard.sections) != 1:
+        return False
+    section = shard.sections[0]
+    return not section.path and section.kind == "state_dict"
+
+
 def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
     path = safe_path(folder, name)
     if path is None:
@@ -284,7 +292,7 @@ def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
         return [Problem(problem.problem, f"{name}: {problem.key}") for problem in error.problems]
     if shard is None:
         return [Problem(f"is in a format that shards cannot have: {kind.title}", name)]
-    if [(section.path, section.kind) for section in shard.sections] != [("", "state_dict")]:
+    if not _is_state_dict(shard):
         return [Problem("does not hold one state dict", name)]
     return shard
 

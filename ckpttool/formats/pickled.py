@@ -37,8 +37,8 @@ def read(path: str) -> Checkpoint:
     pickle = replace(loads(data, origin=Origin(path, nbytes, end=nbytes)), protocol=2)
     storages = Storages(_no_storage, memory=pickle.memory or Memory(nbytes), pickled=pickle.end)
     checkpoint = read_tree(path, FORMAT, nbytes, pickle, storages, {})
-    has_arrays = any(section.packed_as == "arrays" for section in checkpoint.sections)
-    if pickle.end != nbytes or not has_arrays:
+    packings = [section.packed_as for section in checkpoint.sections]
+    if pickle.end != nbytes or "arrays" not in packings:
         raise unknown(Look(path))
     return checkpoint
 

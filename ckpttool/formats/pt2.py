@@ -483,7 +483,9 @@ def names(path: str, program: str | None = None) -> Names:
         for kind in spec.keys() & _KINDS.keys():
             graph[spec[kind][FIELDS[kind]]] = _KINDS[kind]
     tensors = [tensor for tensor in _runtime(checkpoint, graph) if tensor.kind != "constant"]
-    first = {tensor.fqn: tensor.alias_of or tensor.fqn for tensor in tensors}
+    first: dict[str, str] = {}  # of the names of each tensor
+    for tensor in tensors:
+        first[tensor.fqn] = tensor.alias_of or tensor.fqn
     serialized = []
     for entry in checkpoint.section("").tensors:
         source = Ref(first[entry.key])

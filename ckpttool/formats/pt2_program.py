@@ -182,7 +182,7 @@ def renamed_graph(program: Program, names: Mapping[str, str]) -> tuple[bytes, li
     """Return ``models/M.json`` with new `names` for FQNs, and the problems with these."""
     model = read_graph(program)
     specs = _specs(model)
-    unknown = {kind for kind in chain(*specs) if kind not in FIELDS and kind not in _NAMELESS}
+    unknown = set(chain(*specs)).difference(FIELDS, _NAMELESS)
     text = "the graph has inputs or outputs that are not known, and may name tensors"
     problems = [Problem(text, kind) for kind in sorted(unknown)]
     keys: list[str] = []
@@ -326,7 +326,8 @@ def _payloads(
         raise damaged(
             archive.path, f"{config} is not as torch.export.save writes it: {error}"
         ) from error
-    homes.update((storage, StoragePlace(record)) for record, storage in storages.items())
+    for path, storage in storages.items():
+        homes[storage] = StoragePlace(path)
     return tuple(tensors), tuple(objects)
 
 
@@ -436,7 +437,7 @@ def _nested_entries(
     """Return the tensors and the other objects of the dict in the record."""
     pickle, storages, inner = open_record(archive, record)
     pairs = pairs_of(pickle.root)
-    if pairs is None or not all(type(key) is str for key in pairs):
+    if pairs is None or not {str}.issuperset(map(type, pairs)):
         raise damaged(archive.path, f"its record {record} is not a state dict")
     tensors: list[TensorEntry] = []
     objects: list[ExtraEntry] = []

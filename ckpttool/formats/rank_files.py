@@ -17,6 +17,7 @@ from ckpttool.containers.rank_shards import (
     ALL_RANKS,
     DTENSOR,
     SHARDED_TENSOR,
+    LocalShard,
     RankParts,
     Unsupported,
     local_shard,
@@ -311,7 +312,10 @@ class _Merge:
         if not self._is_same(path, values):
             return first
         if isinstance(first, (TensorEntry, ExtraEntry)):
-            entry = self._entry([None if value is _ABSENT else value for value in values], path)
+            by_rank = []
+            for value in values:
+                by_rank.append(None if value is _ABSENT else value)
+            entry = self._entry(by_rank, path)
             if isinstance(entry, TensorEntry):
                 tensors.append(entry)
             return entry
@@ -383,20 +387,30 @@ def _assembled(
         if isinstance(entry, ExtraEntry) or entry.storage is None:
             return None
         parts.append(entry)
-    by_rank = tuple(entry if isinstance(entry, TensorEntry) else None for entry in entries)
+    by_rank = []
+    for rank_entry in entries:
+        by_rank.append(rank_entry if isinstance(rank_entry, TensorEntry) else None)
     if is_flat(key):
-        return _end_to_end(by_rank, key)
-    return replace(parts[0], payload=RankParts(by_rank, whole=False, copies=(tuple(parts),)))
+        return _end_to_end(tuple(by_rank), key)
+    payload = RankParts(tuple(by_rank), whole=False, copies=(tuple(parts),))
+    return replace(parts[0], payload=payload)
+
+
+def _complete_tensor(shard: LocalShard) -> tuple[object, ...]:
+    """Return what the shards of a tensor say about the complete tensor."""
+    return shard.shape, shard.dtype, shard.layout
 
 
 def _of_shards(
     entries: Sequence[TensorEntry | ExtraEntry | None], key: str, kind: str
 ) -> TensorEntry:
-    sharded = [entry for entry in entries if entry is not None and shard_kind(entry) == kind]
-    if len(sharded) < len(entries):
-        raise _misfit(f"a {kind} on some ranks, and not on all", key)
+    sharded = []
+    for entry in entries:
+        if entry is None or shard_kind(entry) != kind:
+            raise _misfit(f"a {kind} on some ranks, and not on all", key)
+        sharded.append(entry)
     shards = list(map(local_shard, sharded))
-    if len({(shard.shape, shard.dtype, shard.layout) for shard in shards}) > 1:
+    if len(set(map(_complete_tensor, shards))) > 1:
         raise _misfit("its shape, dtype or placements differ between the ranks", key)
     shape, dtype = shards[0].shape, shards[0].dtype
     copies: dict[Chunk, list[TensorEntry]] = {}
@@ -425,7 +439,9 @@ def _storage_of(shape: tuple[int, ...], size: int, chunks: Mapping[Chunk, Tensor
     """Return the storage of the tensor: its only chunk's, or assembled when it is read."""
 
     def produce() -> Iterator[Part]:
-        data = [(chunk, row_major_data(local)) for chunk, local in chunks.items()]
+        data = []
+        for chunk, local in chunks.items():
+            data.append((chunk, row_major_data(local)))
         return assemble(shape, size, data)
 
     spans = [local.span for local in chunks.values()]
@@ -438,11 +454,13 @@ def _end_to_end(parts: tuple[TensorEntry | None, ...], key: str) -> TensorEntry:
     """Concatenate a flat parameter of which every rank holds a plain tensor."""
     present = [part for part in parts if part is not None]
     dtype = present[0].dtype
-    if any(len(part.shape) != 1 or part.dtype != dtype for part in present):
-        raise _misfit(
-            "it has the name of a flat parameter, but is not one-dimensional or not of one dtype",
-            key,
-        )
+    for part in present:
+        if len(part.shape) != 1 or part.dtype != dtype:
+            raise _misfit(
+                "it has the name of a flat parameter, but is not one-dimensional or not of one"
+                " dtype",
+                key,
+            )
     numel = sum(part.numel for part in present)
     storage = concatenated(across(present, 0, numel))
     return in_row_major(key, dtype, (numel,), storage, payload=RankParts(parts, whole=True))

@@ -64,10 +64,11 @@ def is_program(look: Look) -> bool:
     """Return whether the zip archive holds exported or compiled programs."""
     if "serialized_exported_program.json" in look.inner_records:
         return True
-    return any(
-        name.startswith("data/aotinductor/") or _PROGRAM.fullmatch(name)
-        for name in look.inner_records
-    )
+    return any(map(_is_of_program, look.inner_records))
+
+
+def _is_of_program(record: str) -> bool:
+    return record.startswith("data/aotinductor/") or _PROGRAM.fullmatch(record) is not None
 
 
 def is_torchscript(look: Look) -> bool:

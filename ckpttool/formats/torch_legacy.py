@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from ckpttool.containers.nodes import children, walk
@@ -164,7 +165,7 @@ def _parse(path: str, data: bytes, nbytes: int) -> _Pickles:
     references = _References()
     tree = loads(data, system.end, references, origin)
     keys = loads(data, tree.end, origin=origin)
-    if type(keys.root) is not list or not all(type(key) in (str, int) for key in keys.root):
+    if type(keys.root) is not list or not {str, int}.issuperset(map(type, keys.root)):
         raise _unfit(path, "the list of its storages is not a list of keys")
     return _Pickles(tree, references, keys.root, keys.end)
 
@@ -187,7 +188,7 @@ def _shift_views(path: str, root: Any, views: Mapping[int, int]) -> None:
             shifted.add(id(node.args))
         elif id(node) in shifted:
             inside = node[1:]
-        if any(id(part) in views for part in inside):
+        if not views.keys().isdisjoint(map(id, inside)):
             raise _unfit(path, "a part of a storage is outside of every tensor")
 
 
@@ -215,7 +216,8 @@ def _find_storages(
     def read() -> tuple[dict[str, Span], int]:
         spans: dict[str, Span] = {}
         at = pickles.end
-        file.prefetch((span.offset - _NUMEL, _NUMEL) for span in expected.values())
+        starts = (span.offset - _NUMEL for span in expected.values())
+        file.prefetch(zip(starts, repeat(_NUMEL)))
         for key, number in zip(pickles.keys, expected):
             numel = int.from_bytes(file.read_at(at, _NUMEL), "little", signed=True)
             spans[number] = Span(path, at + _NUMEL, numel * references.widths[number])

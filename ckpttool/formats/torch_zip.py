@@ -71,8 +71,12 @@ def read_from(archive: Archive, source: str) -> Checkpoint:
 
 def sizes_in(archive: Archive, folder: str) -> dict[str, int]:
     """Return the bytes of every storage in the archive by its key."""
-    keys = ((key_of(record, folder), record.nbytes) for record in archive.records)
-    return {key: nbytes for key, nbytes in keys if key is not None}
+    sizes = {}
+    for record in archive.records:
+        key = key_of(record, folder)
+        if key is not None:
+            sizes[key] = record.nbytes
+    return sizes
 
 
 def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
@@ -387,7 +391,9 @@ def with_records(archive: Archive, data: Mapping[str, bytes | Span | Lazy]) -> P
     their sizes.
     """
     folder = folder_of(archive)
-    new = {folder + name: piece for name, piece in data.items()}
+    new = {}
+    for name, piece in data.items():
+        new[folder + name] = piece
     return layout_archive(archive, with_new(archive.records, new), _alignment(archive, folder))
 
 
