@@ -158,7 +158,7 @@ def _check_kind(function: str, name: str, value: Any, annotation: str) -> None:
     """Raise `CkptError` if the parameter does not take values of this kind."""
     takes, words = _KINDS.get(annotation.removesuffix(" | None"), (None, ""))
     if isinstance(value, str) and "\0" in value:
-        raise CkptError(f"{name} of {function}() has a null character", hint="check the text")
+        raise CkptError(f"{name} of {function}() has a null byte", hint="check the text")
     if takes is None or takes(value):
         return
     if value is None and annotation.endswith(" | None"):

@@ -384,9 +384,7 @@ def explain_quantized(
     A weight that only one side has quantized has other values there, whatever its dtype is. If
     `values` are compared, say that these were not.
     """
-    keys: list[str] = []
-    for entry in entries:
-        keys += (*entry.left, *entry.right)
+    keys = _keys_beside_lone_ones(entries)
     left_schemes = _schemes(left, keys)
     right_schemes = {} if right is None else _schemes(right, keys)
     if not left_schemes and not right_schemes:
@@ -401,6 +399,20 @@ def explain_quantized(
             schemes += [right_schemes.get(key) for key in entry.left]
         explained.append(_of_quantized(entry, schemes, reads_values=values is not None))
     return tuple(explained)
+
+
+def _keys_beside_lone_ones(entries: Sequence[Entry]) -> list[str]:
+    """Return the keys of the modules of which only one side has some."""
+    modules: set[str] = set()
+    for entry in entries:
+        if entry.status in ("missing", "unexpected"):
+            modules.update(key.rpartition(".")[0] for key in (*entry.left, *entry.right))
+    keys = []
+    for entry in entries:
+        for key in (*entry.left, *entry.right):
+            if key.rpartition(".")[0] in modules:
+                keys.append(key)
+    return keys
 
 
 def _of_quantized(entry: Entry, schemes: Sequence[str | None], *, reads_values: bool) -> Entry:
@@ -424,7 +436,7 @@ def _of_quantized(entry: Entry, schemes: Sequence[str | None], *, reads_values: 
 
 def _schemes(section: Section, keys: Iterable[str]) -> dict[str, str]:
     """Map each key of a quantized weight to the title of its scheme; also those of the `keys` that
-    it has if it is not quantized.
+    are parts of weights that torch packs.
     """
     schemes: dict[str, str] = {}
     for weight in quantized_weights(section):
