@@ -52,8 +52,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 LINES = [
-    ("inspect a.safetensors", 0, 100),
-    ("inspect a.pt --format json", 0, 118),
+    ("inspect a.safetensors", 0, 102),
+    ("inspect a.pt --format json", 0, 120),
     ("inspect none.pt", 2, 100),
     ("diff a.safetensors a.pt", 0, 170),
     ("diff a.safetensors a.pt --values", 0, 170),
