@@ -143,7 +143,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real)
 
 
-# The annotation of a parameter, without None -> whether it takes a value, and what it takes.
+# Annotation of a parameter, without None -> the check of a value, and words for such values
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "str": (_is_text, "a text or a path"),
     "Sequence[str]": (_are_texts, "a text or a list of texts"),

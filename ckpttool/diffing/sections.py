@@ -384,7 +384,7 @@ def explain_quantized(
     A weight that only one side has quantized has other values there, whatever its dtype is. If
     `values` are compared, say that these were not.
     """
-    keys = _keys_beside_lone_ones(entries)
+    keys = _keys_of_uneven_modules(entries)
     left_schemes = _schemes(left, keys)
     right_schemes = {} if right is None else _schemes(right, keys)
     if not left_schemes and not right_schemes:
@@ -401,8 +401,8 @@ def explain_quantized(
     return tuple(explained)
 
 
-def _keys_beside_lone_ones(entries: Sequence[Entry]) -> list[str]:
-    """Return the keys of the modules of which only one side has some."""
+def _keys_of_uneven_modules(entries: Sequence[Entry]) -> list[str]:
+    """Return all keys of the modules that have a key on one side only."""
     modules: set[str] = set()
     for entry in entries:
         if entry.status in ("missing", "unexpected"):
@@ -435,8 +435,8 @@ def _of_quantized(entry: Entry, schemes: Sequence[str | None], *, reads_values: 
 
 
 def _schemes(section: Section, keys: Iterable[str]) -> dict[str, str]:
-    """Map each key of a quantized weight to the title of its scheme; also those of the `keys` that
-    are parts of weights that torch packs.
+    """Map each key of a quantized weight to the title of its scheme. `keys` may be parts of weights
+    that torch packs, which only their module shows.
     """
     schemes: dict[str, str] = {}
     for weight in quantized_weights(section):

@@ -89,11 +89,11 @@ class ModelChange:
         return self.called.get(name, name)
 
     def new_names(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the new name of each of the names that is a tensor which stays complete. Names
-        without the wrappers of their keys get none.
+        """Map each name of a tensor that stays complete to its new name. A name without the
+        wrappers of its key gets a new name without wrappers.
         """
         keys = self.keys_of(names)
-        paths = self._wrappers_beside(keys)
+        paths = self._spare_wrappers(keys)
         new_keys: dict[str, str] = {}
         for output in self.plan.outputs:
             source = ex.without_cast(output.source)
@@ -134,7 +134,7 @@ class ModelChange:
         def value_before(key: str) -> Expression:
             return by_first[first.get(key, key)]
 
-        paths = self._wrappers_beside(keys)
+        paths = self._spare_wrappers(keys)
         after: dict[Expression, str] = {}
         for output in self.plan.outputs:
             tensors = dict.fromkeys(first.get(key, key) for key in ex.refs(output.source))
@@ -153,8 +153,8 @@ class ModelChange:
             )
         return {name: source for source, name in after.items()}
 
-    def _wrappers_beside(self, keys: Mapping[str, str]) -> Collection[str]:
-        """Return the wrappers of the new keys if names come without those of their keys."""
+    def _spare_wrappers(self, keys: Mapping[str, str]) -> Collection[str]:
+        """Return the wrappers in the new keys, if `keys` maps names without wrappers."""
         if all(name == key for name, key in keys.items()):
             return ()
         return wrappers.recognize([output.key for output in self.plan.outputs])

@@ -141,8 +141,10 @@ BY_SHAPE = Way(
     weak=True,
 )
 # why tensors that could be each other stay open
-UNTOLD = "one shape, and no name or order tells them apart"
-UNCONFIRMED = "only their shapes agree: neither names nor order say that they are the same tensor"
+INDISTINGUISHABLE = "one shape, and no name or order tells them apart"
+ONLY_SHAPES_AGREE = (
+    "only their shapes agree: neither names nor order say that they are the same tensor"
+)
 BY_SHAPE_ALONE = Way(  # if a name does not say the kind of tensor
     _has_kind_on_one_side,
     _shape,
@@ -757,7 +759,7 @@ class _Search:
             if any(self._may(a, b) for a, b in product(lefts, rights)):
                 seen.update(left, right)
                 is_choice = len(lefts) > 1 or len(rights) > 1
-                yield Ambiguous(left, right, UNTOLD if is_choice else UNCONFIRMED)
+                yield Ambiguous(left, right, INDISTINGUISHABLE if is_choice else ONLY_SHAPES_AGREE)
 
 
 def _by_certain_part(several: Iterable[Group]) -> Mapping[str, list[Group]]:

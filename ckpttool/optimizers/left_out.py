@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.names import Names
-from ckpttool.core.optimizer_state import OptimizerState, Param
+from ckpttool.core.optimizer_state import OptimizerState
 from ckpttool.core.text import plural, some
 from ckpttool.naming.model_change import ModelChange
 from ckpttool.optimizers.identify import Parameters, ParamMap, own_names, owners
 from ckpttool.optimizers.request import OptimizerRequest
 
+_FLOATS = ("float", "bfloat", "complex")
+_NAME_MODEL = (
+    "pass --model MODEL (and --optimizer O), which says whose state it is; or drop the optimizer"
+    " too: --drop {where}"
+)
 
-def parameters_left_out(
+
+def without_left_out(
     state: OptimizerState, request: OptimizerRequest, narrowed: ModelChange, where: str
-) -> dict[Param, str]:
-    """Return the parameters whose tensors are left out of the model, with their names.
+) -> OptimizerRequest | None:
+    """Return the request for the parameters that are not left out of the model. None if all are
+    kept, and if nothing says whose state it is.
 
     Raise `Refused` if all are left out, and if nothing says whose state the ids are, and one of
     them may belong to a tensor that is left out.
@@ -28,19 +36,22 @@ def parameters_left_out(
         # else --select: a note says that it is the state of all parameters
         if request.model is not None:
             _check_none_left_out(state, narrowed, where)
-        return {}
+        return None
     keys_of = _serialized_keys(request.names)
-    left_out = {}
-    for param, name in param_map.names.items():
+    left_out = []
+    for name in param_map.names.values():
         if narrowed.loses([name, *keys_of.get(name, ())]):
-            left_out[param] = name
-    if left_out and len(left_out) == len(state.params):
+            left_out.append(name)
+    if not left_out:
+        return None
+    if len(left_out) == len(state.params):
         raise Refused(
             f"{where}: all of its parameters are left out of the model",
             hint=f"drop the optimizer too: --drop {where}",
-            problems=[Problem("left out of the model", name) for name in left_out.values()],
+            problems=[Problem("left out of the model", name) for name in left_out],
         )
-    return left_out
+    names = frozenset(left_out)
+    return replace(request, ruled=narrowed, model=narrowed, owners=param_map, left_out=names)
 
 
 def _identified(state: OptimizerState, request: OptimizerRequest, where: str) -> ParamMap | None:
@@ -94,7 +105,7 @@ def _check_none_left_out(state: OptimizerState, narrowed: ModelChange, where: st
 
 
 def check_names_are_keys(names: Sequence[str], narrowed: ModelChange, where: str) -> None:
-    """Raise `Refused` if some parameters are no keys of the model, and a tensor that is left out
+    """Raise `Refused` if the model has no key for some parameters, and a tensor that is left out
     may be computed from them.
     """
     keys = narrowed.keys_of(names)
@@ -108,18 +119,11 @@ def check_names_are_keys(names: Sequence[str], narrowed: ModelChange, where: str
             problems.append(Problem("left out of the model", entry.key))
     if problems:
         raise Refused(
-            f"{where}: parameters may be left out of the model, and"
-            f" {plural(len(unknown), 'parameter')} of the optimizer"
-            f" {'has' if len(unknown) == 1 else 'have'} no key of that name: {some(unknown)}",
+            f"{where}: parameters may be left out of the model, which has no key for"
+            f" {plural(len(unknown), 'parameter')} of the optimizer: {some(unknown)}",
             hint=_NAME_MODEL.format(where=where),
             problems=problems,
         )
-
-
-_NAME_MODEL = (
-    "pass --model MODEL (and --optimizer O), which says whose state it is; or drop the optimizer"
-    " too: --drop {where}"
-)
 
 
 def _dropped_floats(narrowed: ModelChange) -> Iterator[TensorEntry]:
@@ -129,6 +133,3 @@ def _dropped_floats(narrowed: ModelChange) -> Iterator[TensorEntry]:
         entry = entries.get(dropped.key)
         if isinstance(entry, TensorEntry) and entry.dtype.startswith(_FLOATS):
             yield entry
-
-
-_FLOATS = ("float", "bfloat", "complex")

@@ -37,7 +37,7 @@ from ckpttool.optimizers.identify import (
     owners,
     saved_order,
 )
-from ckpttool.optimizers.left_out import check_names_are_keys, parameters_left_out
+from ckpttool.optimizers.left_out import check_names_are_keys, without_left_out
 from ckpttool.optimizers.request import AFRESH, OptimizerRemap, OptimizerRequest
 from ckpttool.optimizers.transform import (
     between,
@@ -191,17 +191,14 @@ def _follow_narrowed(
     listed = in_file(state)[0]
     if listed is not None and request.names is None and request.model is not None:
         check_names_are_keys(list(listed.values()), narrowed, where)
-    left_out: Mapping[Param, str] = {}
+    stays = replace(request, narrowed=None)
     if state.form == to == ID and request.to_names is None and narrowed.keeps_rest:
-        left_out = parameters_left_out(state, request, narrowed, where)
-        follows = bool(left_out)
-    elif listed is None:
+        return without_left_out(state, request, narrowed, where) or stays
+    if listed is None:
         follows = to != ID
     else:
         follows = request.model is None or narrowed.loses(list(listed.values()))
-    if not follows:
-        return replace(request, narrowed=None)
-    return replace(request, ruled=narrowed, model=narrowed, left_out=frozenset(left_out.values()))
+    return replace(request, ruled=narrowed, model=narrowed) if follows else stays
 
 
 def _shapes(named: OptimizerState, request: OptimizerRequest) -> dict[str, tuple[int, ...] | None]:
@@ -358,6 +355,8 @@ def _owners(state: OptimizerState, request: OptimizerRequest, where: str) -> Par
     """Identify the parameters of the ids; with rules only, the file's own keys count too if they
     can be these.
     """
+    if request.owners is not None:
+        return request.owners
     state_dicts = request.state_dicts
     names, ruled = request.names, request.ruled
     if ruled is None:

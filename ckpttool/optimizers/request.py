@@ -11,6 +11,7 @@ from ckpttool.core.names import Names
 from ckpttool.core.plan import OptimizerMove
 from ckpttool.core.values import dataclass
 from ckpttool.naming.model_change import ModelChange
+from ckpttool.optimizers.identify import ParamMap
 
 Called = Callable[[str], str]
 # FQN -> hyperparameters; see `tracing.initial_state`
@@ -35,7 +36,7 @@ class OptimizerRequest:
     `ruled` is the effect of the rules on the model, `model` the effect of the complete remap,
     `model_keys` its keys. `narrowed` is `model` if some of its tensors are left out: then
     parameters that have names follow their keys. `left_out` are the names of the parameters of an
-    optimizer with ids whose tensors are left out.
+    optimizer with ids whose tensors are left out; `owners` says then whose state the ids are.
 
     `state_dicts` are the state dicts of the file as it was saved, by
     `operands.checkpoint.saved_state_dicts`: the order of their keys is evidence for the ids.
@@ -53,6 +54,7 @@ class OptimizerRequest:
     ruled: ModelChange | None = None
     model: ModelChange | None = None
     narrowed: ModelChange | None = None
+    owners: ParamMap | None = None
     left_out: frozenset[str] = frozenset()
     model_keys: Sequence[str] = ()
     state_dicts: Sequence[Section] = ()

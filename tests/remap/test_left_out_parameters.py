@@ -83,7 +83,7 @@ def test_key_that_may_be_computed_from_parameters_needs_the_model(tmp_path: Path
     drop = ("--drop", "qk", "-o", tmp_path / "o.pt")
     done = run("remap", tmp_path / "in.pt", *drop)
     assert done.status == 1
-    assert "2 parameters of the optimizer have no key of that name: q.weight, k.weight" in done.err
+    assert "which has no key for 2 parameters of the optimizer: q.weight, k.weight" in done.err
 
     done = run("remap", tmp_path / "in.pt", *drop, "--model", f"{__file__}:Fused")
     assert done.status == 0
