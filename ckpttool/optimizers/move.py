@@ -38,8 +38,9 @@ from ckpttool.optimizers.identify import (
     saved_order,
 )
 from ckpttool.optimizers.left_out import check_names_are_keys, without_left_out
-from ckpttool.optimizers.request import AFRESH, OptimizerRemap, OptimizerRequest
+from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
 from ckpttool.optimizers.transform import (
+    AFRESH,
     between,
     carry,
     from_serialized,

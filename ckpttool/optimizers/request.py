@@ -20,8 +20,6 @@ Create = Callable[
 ]
 OfSection = tuple[Names | None, Names | None, Create | None]
 
-AFRESH = "load the model alone (CKPT::SECTION), and start the optimizer from scratch"
-
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRequest:

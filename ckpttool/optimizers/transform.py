@@ -21,12 +21,15 @@ from ckpttool.core.optimizer_state import (
     numbered,
 )
 from ckpttool.core.plan import GroupMove, OptimizerMove
+from ckpttool.core.text import plural
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.evaluate.ops import OPS
 from ckpttool.naming.convert import with_keys
 from ckpttool.naming.match import NameTables
 from ckpttool.optimizers.forms import ELEMENTWISE, WHOLE, same_option, same_options
 from ckpttool.optimizers.identify import Parameters
+
+AFRESH = "load the model alone (CKPT::SECTION), and start the optimizer from scratch"
 
 Sources = Mapping[str, Expression]  # new name of a parameter -> an expression over the old ones
 Shapes = Mapping[str, "tuple[int, ...] | None"]
@@ -135,8 +138,8 @@ def carry(
         problems.append(Problem(problem, ", ".join(sorted(shared))))
     if problems:
         raise Refused(
-            f"{where}: the state of {len(problems)} parameters cannot follow them",
-            hint="load the model alone (CKPT::SECTION), and start the optimizer from scratch",
+            f"{where}: state cannot follow its parameters: {plural(len(problems), 'problem')}",
+            hint=AFRESH,
             problems=problems,
         )
     return carried

@@ -194,7 +194,7 @@ def test_concatenated_parameters_must_have_taken_the_same_steps() -> None:
         ({"exp_avg": moment(3), "step": 3}, "exp_avg: it does not have the shape of its parameter"),
     ):
         with pytest.raises(
-            Refused, match="the state of 1 parameters cannot follow them"
+            Refused, match="state cannot follow its parameters: 1 problem"
         ) as refused:
             carry_state(concatenated, a=one, b=other)
         assert [str(problem) for problem in refused.value.problems] == [f"{message} @ x"]

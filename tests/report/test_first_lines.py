@@ -160,7 +160,7 @@ shape: 2 keys, different shape
     "diff renamed.pt net.pt": """\
 renamed.pt and net.pt differ: 2 keys only in renamed.pt, 2 keys only in net.pt
 no fix: 2 keys missing from renamed.pt (2.weight, 2.bias): copy the values from another checkpoint (remap --fill-from CKPT), or load with strict=False and initialize them
-no fix: 2 keys not in net.pt (head.weight, head.bias): no fix is suggested: leaving them out loses their values and their effect on the model's output
+no fix: 2 keys not in net.pt (head.weight, head.bias): leaving them out loses their values and their effect on the model's output
 rename: for tensors that only have another name, run `ckpttool remap renamed.pt --rule 'FROM => TO' -o renamed.renamed.pt`
 details: --all lists every key; `ckpttool explain unexpected` says more about the reason
 """,
