@@ -40,16 +40,15 @@ OBJECTS: dict[str, JsonKind] = {
 }
 
 
-def schema(name: str, closed: bool = False) -> dict[str, Any]:
-    """The JSON Schema of an object; a `closed` one refuses members that it does not name, which
-    later versions may add.
+def schema(name: str) -> dict[str, Any]:
+    """The JSON Schema of an object.
 
     Raises `CkptError` where there is no such object.
     """
     if name not in OBJECTS:
         raise CkptError(f"no such object: {name}", hint=f"the objects are {', '.join(OBJECTS)}")
     kind = OBJECTS[name]
-    schema = {"$schema": DIALECT, "title": kind.title, **kind.schema(closed)}
+    schema = {"$schema": DIALECT, "title": kind.title, **kind.schema()}
     if "#/$defs/" in repr(schema):
         schema["$defs"] = DEFINITIONS
     return schema

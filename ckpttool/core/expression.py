@@ -304,7 +304,7 @@ def _in_json(problems: Callable[[Any, Path], Iterator[Problem]], name: str) -> J
     """Return the kind; its schema refers to a definition that the JSON Schema must have
     (`DEFINITIONS`).
     """
-    return JsonKind(problems, lambda closed: {"$ref": f"#/$defs/{name}"}, _read, to_json)
+    return JsonKind(problems, lambda: {"$ref": f"#/$defs/{name}"}, _read, to_json)
 
 
 ARGUMENT, EXPRESSION = _in_json(_problems, "argument"), _in_json(_problems_at_top, "expression")

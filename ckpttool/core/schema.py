@@ -34,13 +34,12 @@ class JsonKind:
     """A kind of JSON value.
 
     `problems(value, path)` says what is wrong with a value, and where in the file; nothing if it
-    fits. `schema(closed)` is the kind as JSON Schema 2020-12; if it is closed, objects must not
-    have other members. `title` is the value of the member ``schema`` of an object: its name and
-    version.
+    fits. `schema()` is the kind as JSON Schema 2020-12. `title` is the value of the member
+    ``schema`` of an object: its name and version.
     """
 
     problems: Callable[[Any, Path], _Problems]
-    schema: Callable[[bool], dict[str, Any]]
+    schema: Callable[[], dict[str, Any]]
     read: Callable[[Any], Any] = _itself
     write: Callable[[Any], Any] = _itself
     title: str = ""
@@ -74,14 +73,14 @@ def plain(said: str, fits: Callable[[Any], bool], keywords: Mapping[str, Any]) -
     """
     return JsonKind(
         lambda value, path: () if fits(value) else _is_not(value, said, path),
-        lambda closed: dict(keywords),
+        lambda: dict(keywords),
     )
 
 
 def nullable(kind: JsonKind) -> JsonKind:
     return JsonKind(
         lambda value, path: () if value is None else kind.problems(value, path),
-        lambda closed: {"anyOf": [kind.schema(closed), {"type": "null"}]},
+        lambda: {"anyOf": [kind.schema(), {"type": "null"}]},
         lambda value: None if value is None else kind.read(value),
         lambda value: None if value is None else kind.write(value),
     )
@@ -107,7 +106,7 @@ def list_of(kind: JsonKind, unique: str = "") -> JsonKind:
 
     return JsonKind(
         problems,
-        lambda closed: {"type": "array", "items": kind.schema(closed)},
+        lambda: {"type": "array", "items": kind.schema()},
         lambda value: tuple(map(kind.read, value)),
         lambda items: list(map(kind.write, items)),
     )
@@ -136,9 +135,9 @@ def items(*kinds: JsonKind) -> JsonKind:
         for number, (kind, item) in enumerate(zip(kinds, value)):
             yield from kind.problems(item, (path, number))
 
-    def schema(closed: bool) -> dict[str, Any]:
+    def schema() -> dict[str, Any]:
         count = len(kinds)
-        schemas = [kind.schema(closed) for kind in kinds]
+        schemas = [kind.schema() for kind in kinds]
         return {"type": "array", "prefixItems": schemas, "minItems": count, "maxItems": count}
 
     return JsonKind(problems, schema)
@@ -157,7 +156,7 @@ def map_of(kind: JsonKind) -> JsonKind:
 
     return JsonKind(
         problems,
-        lambda closed: {"type": "object", "additionalProperties": kind.schema(closed)},
+        lambda: {"type": "object", "additionalProperties": kind.schema()},
         lambda value: {name: kind.read(member) for name, member in value.items()},
         lambda members: {name: kind.write(member) for name, member in members.items()},
     )
@@ -177,10 +176,9 @@ def object_of(needs: Members, may: Members | None = None) -> JsonKind:
             elif name in needs:
                 yield Problem("is missing", at((path, name)))
 
-    def schema(closed: bool) -> dict[str, Any]:
-        properties = {name: kind.schema(closed) for name, kind in members.items()}
-        only = {"additionalProperties": False} if closed else {}
-        return {"type": "object", "properties": properties, "required": list(needs), **only}
+    def schema() -> dict[str, Any]:
+        properties = {name: kind.schema() for name, kind in members.items()}
+        return {"type": "object", "properties": properties, "required": list(needs)}
 
     return JsonKind(problems, schema)
 
@@ -251,9 +249,9 @@ def titled(title: str, kind: JsonKind, is_file: bool = False) -> JsonKind:
     if not is_file:
         first |= {"tool": one_of("ckpttool"), "version": TEXT}
 
-    def schema(closed: bool) -> dict[str, Any]:
-        untitled = kind.schema(closed)
-        members = {name: member.schema(closed) for name, member in first.items()}
+    def schema() -> dict[str, Any]:
+        untitled = kind.schema()
+        members = {name: member.schema() for name, member in first.items()}
         return {
             **untitled,
             "properties": {**members, **untitled["properties"]},
@@ -275,7 +273,7 @@ def either(first: JsonKind, second: JsonKind) -> JsonKind:
     """Return the kind of values that fit one of the two; the problems come from the first."""
     return JsonKind(
         lambda value, path: () if second.fits(value) else first.problems(value, path),
-        lambda closed: {"anyOf": [first.schema(closed), second.schema(closed)]},
+        lambda: {"anyOf": [first.schema(), second.schema()]},
     )
 
 

@@ -17,7 +17,13 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.core.options import EditOptions, ModelOptions, OptimizerOptions, OutputOptions
+from ckpttool.core.options import (
+    EditOptions,
+    ModelOptions,
+    OptimizerOptions,
+    OutputOptions,
+    in_python,
+)
 from ckpttool.diffing.options import CompareOptions, DiffOptions
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.run import WRITTEN
@@ -285,3 +291,32 @@ def test_results_are_frozen() -> None:
             with pytest.raises(dataclasses.FrozenInstanceError):
                 delattr(result, field.name)
         assert dataclasses.replace(result) == result  # type: ignore[type-var]
+
+
+def test_flags_become_keywords_outside_of_commands() -> None:
+    for text, expected in (
+        ("add --materialize to build it for real", "add materialize=True to build it for real"),
+        ("pass --model MODEL too", "pass model=MODEL too"),
+        ("... 2 more (--all)", "... 2 more (to_json())"),
+        ("--optimizer-keys names: no such form", "optimizer_keys='names': no such form"),
+        ("fetch it: git lfs pull --include a.pt", "fetch it: git lfs pull --include a.pt"),
+        ("list them: ckpttool trace M --all", "list them: ckpttool trace M --all"),
+        (
+            "`remap CKPT -o OUT --to runtime`, or (remap --drop 'a b')",
+            "`remap(CKPT, out=OUT, to='runtime')`, or (remap drop='a b')",
+        ),
+        ("--like and --to both say it", "like= and to= both say it"),
+        ("choose: -o OUT or --from FORM", "choose: out=OUT or from_=FORM"),
+        ("leave it out: --drop common.pt", "leave it out: drop='common.pt'"),
+        ("--drop optimizer; or --drop 'a.*'", "drop='optimizer'; or drop='a.*'"),
+        ("--from runtime says otherwise", "from_= runtime says otherwise"),
+        (
+            "`ckpttool remap x --drop y`, or --rule 'A => B'",
+            "`ckpttool remap x --drop y`, or rule='A => B'",
+        ),
+        (
+            "as here: ckpttool diff x --model M; --partial writes it",
+            "as here: ckpttool diff x --model M; partial=True writes it",
+        ),
+    ):
+        assert in_python(text) == expected

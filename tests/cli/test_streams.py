@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.cli import streams
 from command import main
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
@@ -185,21 +184,32 @@ def test_only_an_empty_folder_created_by_torch_is_removed(
     if case == "before":
         folder.mkdir()
         os.utime(folder, (1, 1))
-    with streams.nothing_left():
+
+    def build() -> nn.Module:
         if case not in ("before", "none"):
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             os.utime(folder, (time.time(),) * 2)  # file times have a coarse resolution
         if case == "full":
             (folder / "kept").touch()
+        return nn.Linear(2, 2)
+
+    monkeypatch.setattr(nn, "Built", build, raising=False)
+    assert main(["trace", "torch.nn:Built"]) == 0
     assert folder.exists() is stays
 
 
-def test_long_line_is_clipped_in_the_middle() -> None:
-    assert streams.clipped("x" * 4000) == "x" * 4000
-    assert (
-        streams.clipped("a" * 2000 + "b" + "c" * 2000)
-        == "a" * 2000 + " … 1 characters … " + "c" * 2000
-    )
+def test_long_line_is_clipped_in_the_middle(
+    odd_keys: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def line_of(section: str) -> str:
+        assert main(["inspect", f"{odd_keys}::{section}"]) == 2
+        return capfd.readouterr().err.splitlines()[0]
+
+    begin, end = line_of("x").split("x", 1)
+    room = 4000 - len(begin) - len(end)
+    assert line_of("x" * room) == f"{begin}{'x' * room}{end}"
+    half = "x" * (2000 - len(begin)), "x" * (2000 - len(end))
+    assert line_of("x" * (room + 1)) == f"{begin}{half[0]} … 1 characters … {half[1]}{end}"
 
 
 def test_report_path_that_is_a_folder_is_refused(

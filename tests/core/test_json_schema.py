@@ -16,7 +16,6 @@ from torch import nn
 
 import ckpttool
 from ckpttool import CkptError, Names, Plan
-from ckpttool.core import schema
 from surroundings import limited
 from zoo import traced
 
@@ -199,17 +198,38 @@ def test_names_file_round_trip(tmp_path: Path) -> None:
     assert ckpttool.trace(str(tmp_path / "n.json")).to_json() == names.to_json()
 
 
-def test_nullable_value_of_either_kind() -> None:
-    kind = schema.nullable(schema.either(schema.TEXT, schema.TEXTS))
-    for value, fits in (("a", True), (["a"], True), (None, True), (5, False), ([5], False)):
-        assert kind.fits(value) is fits
-        assert (not [*kind.problems(value, None)]) is fits
+@pytest.mark.parametrize(
+    ("member", "value", "expected"),
+    [
+        ("modules", None, []),
+        ("modules", ["a"], []),
+        ("modules", 5, ["5 is not a list @ $.modules"]),
+        ("modules", [5], ["5 is not a string @ $.modules[0]"]),
+        ("notes", ["a note"], []),
+        ("notes", [{"code": "a", "text": "a note"}], []),
+        ("notes", [5], ["5 is not an object @ $.notes[0]"]),
+    ],
+)
+def test_member_may_have_values_of_several_kinds(
+    member: str, value: Any, expected: list[str]
+) -> None:
+    changed_names = {**NAMES, member: value}
+    if expected:
+        assert problems("names", changed_names) == expected
+    else:
+        assert (
+            Names.from_json(changed_names, "f.json").to_json()["serialized"] == NAMES["serialized"]
+        )
 
 
 def test_member_with_a_space_has_a_quoted_path() -> None:
-    kind = schema.object_of({"plain": schema.TEXT, "not plain": schema.TEXT})
-    paths = [problem.key for problem in kind.problems({"plain": 1, "not plain": 1}, None)]
-    assert paths == ["$.plain", "$['not plain']"]
+    options = {"plain": [], "not plain": {"rf": "b"}, "lr": {"rf": "b"}}
+    groups = [{"params": [], "like": None, "options": options}]
+    move = {"section": "o", "form": "id", "params": [], "groups": groups}
+    assert problems("plan", {**PLAN, "optimizers": [move]}) == [
+        "not an expression: {'rf': 'b'} @ $.optimizers[0].groups[0].options['not plain']",
+        "not an expression: {'rf': 'b'} @ $.optimizers[0].groups[0].options.lr",
+    ]
 
 
 def test_unknown_param_group_is_refused(tmp_path: Path) -> None:

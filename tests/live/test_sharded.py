@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sharded_live
 from ckpttool import Refused, swap_weights
-from ckpttool.live.model import local_part
 from torch_version import needs_torch
 
 
@@ -58,20 +58,28 @@ def test_a_value_may_be_in_the_shard_of_another_weight(order: str) -> None:
         dist.destroy_process_group()
 
 
-def test_the_local_part_is_memory_only_if_it_is_dense() -> None:
+LOCAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dense": torch.clone,
+    "subclass": lambda value: TwoTensor(value.clone(), value + 1),
+}
+
+
+@pytest.mark.parametrize("kind", LOCAL)
+def test_the_local_part_of_a_shard_gets_the_new_values(kind: str) -> None:
+    """A dense one in its own memory."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (1,))
-        dense = torch.ones(2, 2)
-        spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(dense.shape, dense.stride(), dense.dtype))
-        for local, is_memory in (
-            (dense, True),
-            (TwoTensor(dense, dense), False),
-            (dense.to_sparse(), False),
-        ):
-            part = local_part(DTensor(local, spec, requires_grad=False))
-            assert (part is local) == is_memory
-            assert (part is None) != is_memory
+        mesh, old, new = init_device_mesh("cpu", (1,)), torch.zeros(2, 2), torch.eye(2)
+        meta = TensorMeta(old.shape, old.stride(), old.dtype)
+        spec = DTensorSpec(mesh, (Shard(0),), meta)
+        sharded = [DTensor(LOCAL[kind](value), spec, requires_grad=False) for value in (old, new)]
+        live: Any = nn.Module()
+        live.weight = nn.Parameter(sharded[0], requires_grad=False)
+        memory = live.weight.to_local().data_ptr()
+        swap_weights(live, {"weight": sharded[1]})
+        local = live.weight.to_local()
+        assert repr(local.detach()) == repr(LOCAL[kind](new))
+        assert kind == "subclass" or local.data_ptr() == memory
     finally:
         dist.destroy_process_group()
 

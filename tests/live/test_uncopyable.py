@@ -17,8 +17,6 @@ from torch import nn
 from torch.nn.utils import prune
 
 import ckpttool
-from ckpttool.core.options import in_python
-from ckpttool.tracing.copy_module import copy_of
 
 X = torch.ones(3, 4)
 CASES: dict[str, Callable[[], nn.Module]] = {}
@@ -92,6 +90,27 @@ def lock() -> nn.Module:
         SimpleNamespace(lock=threading.RLock(), part=model[0], owner=model),
     )
     return model
+
+
+class Cleared(nn.Module):
+    """Its load hook changes its layer, which it knows from its settings too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.settings = SimpleNamespace(lock=threading.Lock(), layer=self.layer, owner=self)
+        self.register_load_state_dict_pre_hook(Cleared.clear)
+
+    @staticmethod
+    def clear(module: Any, state: Any, *_: Any) -> None:
+        assert module.settings.layer is module.layer
+        assert module.settings.owner is module
+        nn.init.zeros_(module.settings.layer.weight)
+
+
+@case
+def hooks_that_use_settings() -> nn.Module:
+    return Cleared()
 
 
 @case
@@ -184,8 +203,10 @@ def test_load_and_diff_of_a_live_module(name: str, tmp_path: Path) -> None:
     expected.load_state_dict(torch.load(tmp_path / "new.pt"))
     model = CASES[name]()
     before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    values = {key: value.clone() for key, value in model.state_dict().items()}
 
     assert ckpttool.diff(tmp_path / "new.pt", model=model).identical
+    assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
     wrapped = {f"module.{key}": value for key, value in torch.load(tmp_path / "new.pt").items()}
     torch.save(wrapped, tmp_path / "wrapped.pt")
     ckpttool.load(tmp_path / "wrapped.pt", model)
@@ -197,19 +218,6 @@ def test_load_and_diff_of_a_live_module(name: str, tmp_path: Path) -> None:
         attributes = vars(module)
         assert attributes.keys() == before[path].keys()
         assert all(attributes[attribute] is value for attribute, value in before[path].items())
-
-
-@pytest.mark.parametrize("real", [True, False])
-def test_copy_shares_no_tensor_and_no_module(real: bool) -> None:
-    model = lock()
-    twin: Any = copy_of(model, {}, real)
-    parts = {id(part) for part in model.modules()}
-    assert not parts & {id(part) for part in twin.modules()}
-    assert twin.settings.part is twin[0]
-    assert twin.settings.owner is twin
-    assert twin.lock is model.lock
-    assert all(a is not b for a, b in zip(model.parameters(), twin.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
 
 
 class NoCopies(torch.Tensor):
@@ -225,11 +233,10 @@ class NoCopies(torch.Tensor):
 def test_parameter_that_nothing_copies_is_an_error_and_not_shared(tmp_path: Path) -> None:
     model = base()
     model.extra = nn.Parameter(torch.ones(2).as_subclass(NoCopies))
-    with pytest.raises(NotImplementedError):
-        copy_of(model, {}, True)
-    torch.save(base().state_dict(), tmp_path / "in.pt")
-    with pytest.raises(ckpttool.CkptError):
+    torch.save({**base().state_dict(), "extra": torch.zeros(2)}, tmp_path / "in.pt")
+    with pytest.raises(ckpttool.CkptError, match="extra cannot be copied"):
         ckpttool.load(tmp_path / "in.pt", model)
+    assert model.extra.tolist() == [1, 1]
 
 
 def needs_values(device: Any = None) -> nn.Module:
@@ -273,32 +280,3 @@ def test_errors_of_the_api_name_keywords_and_no_flags(
 def test_load_builds_a_definition_for_real_if_it_needs_values(tmp_path: Path) -> None:
     torch.save(base().state_dict(), tmp_path / "in.pt")
     assert ckpttool.load(tmp_path / "in.pt", base(), definition=needs_values).tensors == 4
-
-
-def test_flags_become_keywords_outside_of_commands() -> None:
-    for text, expected in (
-        ("add --materialize to build it for real", "add materialize=True to build it for real"),
-        ("pass --model MODEL too", "pass model=MODEL too"),
-        ("... 2 more (--all)", "... 2 more (to_json())"),
-        ("--optimizer-keys names: no such form", "optimizer_keys='names': no such form"),
-        ("fetch it: git lfs pull --include a.pt", "fetch it: git lfs pull --include a.pt"),
-        ("list them: ckpttool trace M --all", "list them: ckpttool trace M --all"),
-        (
-            "`remap CKPT -o OUT --to runtime`, or (remap --drop 'a b')",
-            "`remap(CKPT, out=OUT, to='runtime')`, or (remap drop='a b')",
-        ),
-        ("--like and --to both say it", "like= and to= both say it"),
-        ("choose: -o OUT or --from FORM", "choose: out=OUT or from_=FORM"),
-        ("leave it out: --drop common.pt", "leave it out: drop='common.pt'"),
-        ("--drop optimizer; or --drop 'a.*'", "drop='optimizer'; or drop='a.*'"),
-        ("--from runtime says otherwise", "from_= runtime says otherwise"),
-        (
-            "`ckpttool remap x --drop y`, or --rule 'A => B'",
-            "`ckpttool remap x --drop y`, or rule='A => B'",
-        ),
-        (
-            "as here: ckpttool diff x --model M; --partial writes it",
-            "as here: ckpttool diff x --model M; partial=True writes it",
-        ),
-    ):
-        assert in_python(text) == expected

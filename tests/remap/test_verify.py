@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 
 import ckpttool
-from ckpttool import Checkpoint
 from command import Run
 
 
@@ -79,28 +81,48 @@ def test_optimizer_state_is_read_too(tmp_path: Path, run: Run) -> None:
     assert done.verified.by_library == done.verified.read == 32 + 2 * 32 + 8
 
 
+WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
+    "bytes": lambda value: value + 1,
+    "shape": lambda value: value[None],
+    "nothing": lambda value: None,
+}
+
+
 @pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "out.dcp"])
-@pytest.mark.parametrize("what", ["bytes", "shape", "nothing"])
+@pytest.mark.parametrize("what", WRONG)
 def test_value_that_the_library_reads_differently_is_an_error(
     out: str, what: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library is patched, because an incorrect output cannot be produced."""
-    from ckpttool.operands import reference
+    read_torch, read_dcp, wrong = torch.load, dcp.load_state_dict, WRONG[what]
 
-    def wrong(read: Callable[[Checkpoint, str], Any]) -> Callable[[Checkpoint, str], Any]:
-        def pairs(checkpoint: Checkpoint, path: str) -> Any:
-            library, found = read(checkpoint, path)
-            values = {
-                "bytes": lambda value: value + 1,
-                "shape": lambda value: value[None],
-                "nothing": lambda _: None,
-            }
-            return library, ((place, entry, values[what](value)) for place, entry, value in found)
+    def load(*args: Any, **options: Any) -> Any:
+        return {key: wrong(value) for key, value in read_torch(*args, **options).items()}
 
-        return pairs
+    def load_state_dict(state: dict[str, Any], *args: Any, **options: Any) -> None:
+        read_dcp(state, *args, **options)
+        state.update({key: wrong(value) for key, value in state.items()})
 
-    for name in ("_safetensors", "_torch", "_dcp"):
-        monkeypatch.setattr(reference, name, wrong(getattr(reference, name)))
+    class Opened:
+        def __init__(self, path: str, framework: str) -> None:
+            self.tensors = load_file(path)
+
+        def __enter__(self) -> Opened:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def keys(self) -> list[str]:
+            return list(self.tensors)
+
+        def get_tensor(self, key: str) -> Any:
+            return wrong(self.tensors[key])
+
+    if out == "out.pt":  # torch.distributed.checkpoint calls it too
+        monkeypatch.setattr(torch, "load", load)
+    monkeypatch.setattr(dcp, "load_state_dict", load_state_dict)
+    monkeypatch.setattr(safetensors, "safe_open", Opened)
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "in.pt")
     with pytest.raises(ckpttool.CkptError, match="differently") as error:
         ckpttool.remap(

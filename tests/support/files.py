@@ -9,13 +9,12 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import ckpttool
 from ckpttool import Checkpoint
-from ckpttool.core.checkpoint import Lazy, Part, Span
-from ckpttool.io.pieces import Pieces
 
 
 def write(checkpoint: Checkpoint, path: str | Path) -> str:
@@ -24,7 +23,7 @@ def write(checkpoint: Checkpoint, path: str | Path) -> str:
     return str(path)
 
 
-def write_pieces(pieces: Pieces, path: str | Path) -> str:
+def write_pieces(pieces: Iterable[Any], path: str | Path) -> str:
     """Write the pieces one after the other and return the path as a string."""
     with open(path, "wb") as out:
         for piece in pieces:
@@ -37,12 +36,12 @@ def write_pieces(pieces: Pieces, path: str | Path) -> str:
     return str(path)
 
 
-def content(part: Part) -> Iterator[bytes]:
-    """Yield the bytes of the part."""
-    if isinstance(part, Lazy):
+def content(part: Any) -> Iterator[bytes]:
+    """Yield the bytes of a part of a storage: of a file, computed, or in memory."""
+    if hasattr(part, "produce"):
         for inner in part.produce():
             yield from content(inner)
-    elif isinstance(part, Span):
+    elif hasattr(part, "path"):
         with open(part.path, "rb") as source:
             source.seek(part.offset)
             yield source.read(part.length)

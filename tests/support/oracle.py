@@ -19,13 +19,11 @@ import torch
 
 import ckpttool
 from ckpttool import Checkpoint, CkptError, write
-from ckpttool.core.checkpoint import TensorEntry
-from ckpttool.evaluate import torch_eval
-from ckpttool.evaluate.compare import content_of_storage
-from ckpttool.formats.registry import FORMATS
 from command import main
+from files import content
 
 Print = tuple[str, tuple[int, ...], str]  # dtype, shape, hash of the elements
+ENDINGS = {"torch_zip": ".pt", "torch_legacy": ".pt", "safetensors": ".safetensors"}
 
 
 class StandIn:
@@ -120,17 +118,30 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def fingerprint(tensor: torch.Tensor) -> Print:
     """Return dtype, shape and a hash of the bytes of a dense tensor."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    data = torch_eval.to_bytes(dense)
     return (
         str(tensor.dtype).removeprefix("torch."),
         tuple(tensor.shape),
-        hashlib.sha256(data).hexdigest(),
+        _digest(dense.view(torch.uint8) if dense.numel() else dense),
     )
 
 
-def fingerprint_of(entry: TensorEntry) -> Print:
+def fingerprint_of(entry: Any) -> Print:
     """Return the fingerprint of an index entry."""
-    return fingerprint(torch_eval.load(entry))
+    dtype = getattr(torch, entry.dtype)
+    if not entry.numel:
+        return fingerprint(torch.empty(entry.shape, dtype=dtype))
+    whole = torch.frombuffer(bytearray(_bytes(entry.storage)), dtype=torch.uint8)
+    start = entry.offset * dtype.itemsize
+    elements = whole[start : start + (entry.end - entry.offset) * dtype.itemsize].clone()
+    return fingerprint(elements.view(dtype).as_strided(entry.shape, entry.stride))
+
+
+def _bytes(storage: Any) -> bytes:
+    return b"".join(content(storage.data))
+
+
+def _digest(elements: torch.Tensor) -> str:
+    return hashlib.blake2b(memoryview(elements.numpy())).hexdigest()
 
 
 def disagreements(path: str) -> list[str]:
@@ -141,12 +152,11 @@ def disagreements(path: str) -> list[str]:
     dense = {fingerprint_of(entry): entry.key for entry in entries if entry.storage is not None}
     packed = sum(entry.storage is None for entry in entries)
     theirs = {fingerprint(tensor): tensor for tensor in tensors_of(loaded) if _is_dense(tensor)}
-    named = {content_of_storage(found.storage) for found in checkpoint.unreached}
+    named = {_digest_of(found.storage) for found in checkpoint.unreached}
     found = [
         f"torch has {mark[0]} {list(mark[1])}, which is not in the index"
         for mark, tensor in theirs.items()
-        if mark not in dense
-        and hashlib.blake2b(torch_eval.to_bytes(_whole(tensor))).digest() not in named
+        if mark not in dense and _digest(_whole(tensor)) not in named
     ]
     found += [f"{dense[mark]}: torch has no such tensor" for mark in dense.keys() - theirs.keys()]
     if packed + len(named) < sum(not _is_dense(tensor) for tensor in tensors_of(loaded)):
@@ -164,8 +174,8 @@ def problems(path: str, out: Path) -> Iterator[str]:
     # 2: an error
     if main(["diff", path, path, "--values", *quiet]) != (0 if has_state_dict else 2):
         yield "differs from itself"
-    if FORMATS[ckpttool.open_checkpoint(path).format].endings:
-        ending = FORMATS[ckpttool.open_checkpoint(path).format].endings[0]
+    ending = ENDINGS.get(ckpttool.open_checkpoint(path).format)
+    if ending is not None:
         rewritten = str(out / f"rewritten{ending}")
         try:
             write(ckpttool.open_checkpoint(path), rewritten, verify=True, force=True, no_fsync=True)
@@ -219,7 +229,7 @@ def _unaccounted(checkpoint: Checkpoint, path: str) -> list[str]:
     entries = [entry for section in checkpoint.sections for entry in section.all_tensors()]
     storages = {id(entry.storage): entry.storage for entry in entries if entry.storage is not None}
     storages |= {id(found.storage): found.storage for found in checkpoint.unreached}
-    known = set(map(content_of_storage, storages.values()))
+    known = set(map(_digest_of, storages.values()))
     left = [name for name, content in stored.items() if content not in known]
     packed = [entry for entry in entries if entry.storage is None]
     return (
@@ -229,20 +239,24 @@ def _unaccounted(checkpoint: Checkpoint, path: str) -> list[str]:
     )
 
 
-def _storages(checkpoint: Checkpoint, path: str) -> dict[str, bytes]:
-    """Return name -> raw content of each storage in the file."""
+def _digest_of(storage: Any) -> str:
+    return hashlib.blake2b(_bytes(storage)).hexdigest()
+
+
+def _storages(checkpoint: Checkpoint, path: str) -> dict[str, str]:
+    """Return name -> hash of the content of each storage in the file."""
     if checkpoint.format in ("torch_zip", "torchscript"):
         with zipfile.ZipFile(path) as archive:
             names = [
                 name for name in archive.namelist() if "/data/" in name or "/constants/" in name
             ]
-            return {name: hashlib.blake2b(archive.read(name)).digest() for name in names}
+            return {name: hashlib.blake2b(archive.read(name)).hexdigest() for name in names}
     if checkpoint.format == "torch_legacy":
         return _legacy_storages(path)
     return {}
 
 
-def _legacy_storages(path: str) -> dict[str, bytes]:
+def _legacy_storages(path: str) -> dict[str, str]:
     """Return every storage that torch creates while it loads the file."""
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -260,6 +274,6 @@ def _legacy_storages(path: str) -> dict[str, bytes]:
             encoding="latin1",
         )
     return {
-        str(number): hashlib.blake2b(bytes(s)).digest()
+        str(number): hashlib.blake2b(bytes(s)).hexdigest()
         for number, s in enumerate(storages.values())
     }

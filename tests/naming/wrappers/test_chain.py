@@ -30,6 +30,8 @@ from ckpttool.naming.wrappers import (
     recognize,
     rewrap,
     segments,
+    strip,
+    stripped_paths,
 )
 from ckpttool.tracing.instances import listed, runtime_tensors
 from command import main
@@ -428,3 +430,25 @@ def test_a_chain_replaces_the_wrappers_of_a_wrapped_model(saved: str, tmp_path: 
 
 def test_a_key_that_is_only_a_wrapper_segment_keeps_its_name() -> None:
     assert canonical_keys(["module"]) == {"module": "module"}
+
+
+def test_strip_removes_only_segments_at_the_paths() -> None:
+    paths = {"module", "module.a._orig_mod"}
+    assert strip("module.a._orig_mod.weight", paths) == "a.weight"
+    assert strip("module.b._orig_mod.weight", paths) == "b._orig_mod.weight"
+    assert strip("weight", paths) == "weight"
+    assert strip("a.module", ()) == "a.module"
+
+
+def test_stripped_paths_are_inferred_from_pairs() -> None:
+    """Of two equal segments, the first belongs to the wrapper."""
+    pairs = [
+        ("module.module.w", "module.w"),
+        ("module._fsdp_wrapped_module.a._orig_mod.w", "a.w"),
+        ("b", "b"),
+    ]
+    paths = stripped_paths(pairs)
+    assert [strip(fqn, paths) for fqn, _ in pairs] == [canonical for _, canonical in pairs]
+    assert strip("module.a._orig_mod.w", paths) == "a.w"  # FSDP1 hides its segment in keys
+    assert strip("module.module.w", paths) == "module.w"
+    assert strip("c._orig_mod.w", paths) == "c._orig_mod.w"

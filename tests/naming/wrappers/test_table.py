@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 import ckpttool
-from ckpttool.naming.wrappers import strip, stripped_paths
-from ckpttool.tracing.instances import listed, runtime_tensors
 from torch_version import needs_torch
 
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
@@ -44,7 +42,8 @@ def test_any_chain_has_the_same_canonical_names(chain: tuple[str, ...]) -> None:
     expected = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     for name in chain:
         model = WRAPPERS[name](model)
-    assert {r.canonical for r in runtime_tensors(model, listed(model))} - {"n_averaged"} == expected
+    canonical = {tensor.canonical for tensor in ckpttool.trace(model).runtime}
+    assert canonical - {"n_averaged"} == expected
 
 
 def test_wrappers_inside_a_model_are_removed() -> None:
@@ -56,14 +55,6 @@ def test_wrappers_inside_a_model_are_removed() -> None:
     assert canonical["0._checkpoint_wrapped_module.0._orig_mod.weight"] == "0.0.weight"
     assert canonical["1.module.weight"] == "1.module.weight"
     assert canonical["1._orig_mod.0.weight"] == "1._orig_mod.0.weight"
-
-
-def test_strip_removes_only_segments_at_the_paths() -> None:
-    paths = {"module", "module.a._orig_mod"}
-    assert strip("module.a._orig_mod.weight", paths) == "a.weight"
-    assert strip("module.b._orig_mod.weight", paths) == "b._orig_mod.weight"
-    assert strip("weight", paths) == "weight"
-    assert strip("a.module", ()) == "a.module"
 
 
 class HidesSegment(nn.Module):
@@ -113,17 +104,3 @@ def test_renaming_hooks_work_without_fqn_modifiers(wrapper: str, modifiers: bool
     else:
         with pytest.raises(AttributeError, match="'HidesSegment' object has no attribute 'weight'"):
             get_model_state_dict(build())
-
-
-def test_stripped_paths_are_inferred_from_pairs() -> None:
-    """Of two equal segments, the first belongs to the wrapper."""
-    pairs = [
-        ("module.module.w", "module.w"),
-        ("module._fsdp_wrapped_module.a._orig_mod.w", "a.w"),
-        ("b", "b"),
-    ]
-    paths = stripped_paths(pairs)
-    assert [strip(fqn, paths) for fqn, _ in pairs] == [canonical for _, canonical in pairs]
-    assert strip("module.a._orig_mod.w", paths) == "a.w"  # FSDP1 hides its segment in keys
-    assert strip("module.module.w", paths) == "module.w"
-    assert strip("c._orig_mod.w", paths) == "c._orig_mod.w"
