@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from ckpttool.core.checkpoint import Span
@@ -33,7 +33,7 @@ from ckpttool.io.pieces import (
 from ckpttool.io.syscalls import lock
 from ckpttool.io.temporary import is_mine, remove
 from ckpttool.io.write import WriteOptions, check_space, failing
-from ckpttool.io.write_folder import NEW, Contents
+from ckpttool.io.write_folder import NEW, Contents, home_of
 
 
 def is_text(content: Pieces) -> bool:
@@ -98,31 +98,35 @@ def _share(job: Job, files: Mapping[str, Pieces], plan: object) -> list[str]:
     return share
 
 
+def shared(
+    job: Job, files: Files, out: str, plan: object, options: WriteOptions, *, verify: bool
+) -> AbstractContextManager[Contents]:
+    """Let all ranks write the files with tensors; yield, on the first rank only, what it must
+    still put into the folder `out`.
+
+    `plan` is what else decides the bytes, as JSON. To `verify` the files they are read back, but
+    from a store. Raises `CkptError` if the ranks mean different outputs, if a source changes and if
+    the disk fails.
+    """
+    if is_url(out):
+        return _put(job, files, out, plan)
+    return _written(job, files, out, plan, options, verify=verify)
+
+
 # On a file system
 
 
 @contextmanager
-def written(
-    job: Job,
-    files: Files,
-    out: str,
-    home: Path,
-    plan: object,
-    options: WriteOptions,
-    *,
-    verify: bool,
+def _written(
+    job: Job, files: Files, out: str, plan: object, options: WriteOptions, *, verify: bool
 ) -> Iterator[Contents]:
-    """Yield the files, those with tensors written by all ranks; `home` is the folder, on OUT's
-    disk, to make them in.
-
-    `plan` is what else decides the bytes, as JSON. To `verify` the files they are read back. The
-    block, in which the files are moved into their places, runs on the first rank only. Raises
-    `CkptError` if the ranks mean different outputs, if a source changes and if the disk fails.
+    """Yield the files, those with tensors written by all ranks next to their places. The block, in
+    which they are moved there, runs on the first rank only.
     """
     contents = {name: as_pieces(content) for name, content in files.items()}
     share = _share(job, contents, plan)
     total = sum(nbytes_of(pieces) for pieces in contents.values())
-    with failing(out), _staging(job, out, home, total) as staging:
+    with failing(out), _staging(job, out, total) as staging:
         read: dict[str, list[str]] = {}
         for name in share:
             job.check()
@@ -174,13 +178,14 @@ def is_staging(folder: str, name: str) -> bool:
 
 
 @contextmanager
-def _staging(job: Job, out: str, home: Path, nbytes: int) -> Iterator[Path]:
+def _staging(job: Job, out: str, nbytes: int) -> Iterator[Path]:
     """Yield the folder that the first rank makes and locks, in place of what a killed job left;
     removed at the end.
     """
     if not job.is_first:
         yield Path(job.hear("begun"))
         return
+    home = home_of(out)
     name = os.path.basename(os.path.realpath(out))
     for path in home.iterdir():
         if not is_staging(path.name, name) or not is_mine(path.lstat()):
@@ -219,7 +224,7 @@ def _locked(folder: Path) -> Iterator[bool | None]:
 
 
 @contextmanager
-def put(job: Job, files: Files, folder: str, plan: object) -> Iterator[Files]:
+def _put(job: Job, files: Files, folder: str, plan: object) -> Iterator[Contents]:
     """Put the files with tensors into the folder of a store, each by one rank; yield the others, on
     the first rank.
 

@@ -12,7 +12,7 @@ from ckpttool.core.options import OutputOptions
 from ckpttool.core.schema import COUNT, TEXT, record
 from ckpttool.core.text import human_bytes
 from ckpttool.core.values import dataclass
-from ckpttool.distributed.job import Job, current
+from ckpttool.distributed.job import current
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.opening import open_checkpoint
 from ckpttool.io import preflight, progress, sources
@@ -30,7 +30,7 @@ from ckpttool.io.pieces import (
     nbytes_of,
 )
 from ckpttool.io.write import WriteOptions, write_file
-from ckpttool.io.write_folder import Contents, home_of, write_folder
+from ckpttool.io.write_folder import Contents, write_folder
 from ckpttool.operands.output import Target
 
 
@@ -185,9 +185,6 @@ class Writer:
         `stale` is None.
         """
         job = current()
-        if job is not None and stale is not None and is_url(out):
-            self._put(job, files, out, decided)
-            return
         options = self._options(is_url(out))
         with ExitStack() as stack:
             stack.enter_context(progress.doing(out, _nbytes(files), "written"))
@@ -198,13 +195,12 @@ class Writer:
             else:
                 contents: Contents = files
                 if job is not None:
-                    from ckpttool.distributed.files import written
+                    from ckpttool.distributed.files import shared
 
                     plan = None if decided is None else decided()
-                    home = home_of(out)
-                    verify = self.options.verify
-                    shared = written(job, files, out, home, plan, options, verify=verify)
-                    contents = stack.enter_context(shared)
+                    contents = stack.enter_context(
+                        shared(job, files, out, plan, options, verify=self.options.verify)
+                    )
                 write_folder(contents, out, options, stale=stale)
         _prove_bytes(options.digests)
 
@@ -219,18 +215,6 @@ class Writer:
             fsync=not options.no_fsync,
             digests={} if options.verify and not is_remote else None,
         )
-
-    def _put(self, job: Job, files: Files, folder: str, decided: Decided | None) -> None:
-        """Let all ranks put the files into the folder of a store."""
-        from ckpttool.distributed.files import put
-        from ckpttool.io import write_remote
-
-        plan = None if decided is None else decided()
-        with (
-            progress.doing(folder, _nbytes(files), "written"),
-            put(job, files, folder, plan) as others,
-        ):
-            write_remote.write_folder(others, folder)
 
     def prove(
         self, out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | None = None

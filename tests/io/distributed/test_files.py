@@ -94,8 +94,8 @@ def run(
         job = Job(rank, len(ranks), store, ("remap",))
         try:
             how = WriteOptions(**options)
-            with by_ranks.written(
-                job, ranks[rank], str(home / "out"), home, plan, how, verify=verify
+            with by_ranks.shared(
+                job, ranks[rank], str(home / "out"), plan, how, verify=verify
             ) as ready:
                 written.update(
                     (name, Path(one.path).read_bytes())
