@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any, NamedTuple
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section
@@ -12,6 +13,7 @@ from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import SERIALIZED, Names
 from ckpttool.core.optimizer_state import ID, OptimizerState, Param, renamed
+from ckpttool.core.plan import OptimizerMove
 from ckpttool.core.text import some
 from ckpttool.naming import wrappers
 from ckpttool.naming.model_change import ModelChange, copied, is_whole
@@ -41,6 +43,7 @@ from ckpttool.optimizers.left_out import check_names_are_keys, without_left_out
 from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
 from ckpttool.optimizers.transform import (
     AFRESH,
+    Shapes,
     between,
     carry,
     from_serialized,
@@ -105,15 +108,82 @@ def _remapped(section: Section, request: OptimizerRequest) -> tuple[Section, Opt
     return None if result == state and not must_write else (forms.write(result, section), report)
 
 
+class _CanonicalState(NamedTuple):
+    """An optimizer's state under canonical names.
+
+    `in_file` is each name as an expression over the names in the file, `ids` whose state the ids
+    are, if it has ids.
+    """
+
+    state: OptimizerState
+    in_file: Mapping[str, Expression]
+    ids: ParamMap | None = None
+
+
+class _NewState(NamedTuple):
+    """The state under its new names, before they are spelled as the model's keys.
+
+    `sources` are the parameters as expressions over canonical names, `created` is the state of
+    parameters without any, as a new optimizer has it.
+    """
+
+    state: OptimizerState
+    sources: Mapping[str, Expression]
+    created: Mapping[Param, Mapping[Any, Any]]
+    notes: Sequence[str]
+
+    @property
+    def held(self) -> dict[str, Expression]:
+        """The sources of the parameters that the new optimizer has."""
+        params = map(str, self.state.params)
+        return {name: self.sources[name] for name in params if name in self.sources}
+
+
 def _moved(
     section: Section, state: OptimizerState, request: OptimizerRequest, to: str
 ) -> tuple[OptimizerState, OptimizerRemap]:
     """Return the state under the requested names, in form `to`, and the record of the change.
 
-    file's name ─ `_named` ─▶ canonical name ─ `_sources` ─▶ new name ─ `_as_the_keys` ─▶ written
+    file's name ─ `_named` ─▶ canonical name ─ `_renamed` ─▶ new name ─ `_as_the_keys` ─▶ written
     """
-    where, to_names = section.title, request.to_names
-    named, param_map, file_sources = _named(state, request, where)
+    where = section.title
+    named = _named(state, request, where)
+    shapes = _shapes(named.state, request)
+    new = _renamed(named.state, state.form, shapes, request, to, where)
+    spelled = {param: str(param) for param in new.state.params}
+    spelled |= _as_the_keys(state, new.state, request, to, where)
+    written = renamed(new.state, spelled)
+    move = _recorded(section, state, named, new, spelled, shapes, request, to)
+
+    read = set(ex.refs(tuple(new.held.values())))
+    dropped = tuple(str(param) for param in named.state.state if param not in read)
+    without_source = [spelled[param] for param in new.state.params if param not in new.sources]
+    without_state = [name for name in without_source if name not in move.created]
+    notes = notes_on_change(where, state, written, to, without_state, dropped)
+    notes += new.notes
+    notes += _notes_on_names(named, state.form, request, to, where)
+    return in_form(written, to), OptimizerRemap(
+        section.path,
+        was=state.form,
+        to=to,
+        params=len(written.params),
+        evidence=None if named.ids is None else named.ids.evidence,
+        new=tuple(without_source),
+        dropped=dropped,
+        notes=tuple(notes),
+        move=move,
+        loaded_by=request.to_names,
+    )
+
+
+def _renamed(
+    named: OptimizerState, form: str, shapes: Shapes, request: OptimizerRequest, to: str, where: str
+) -> _NewState:
+    """Return the state under its new names, with all groups and values.
+
+    `form` is the form in the file, `shapes` are those of the parameters of `named`.
+    """
+    to_names = request.to_names
     sources, follow_keys = _sources(named, request, to, where)
     if to_names is not None:
         sources = _of_new_model(sources, to_names, where)
@@ -124,60 +194,58 @@ def _moved(
         groups = placed(named, sources)
     elif to == ID and to_names is None:
         same = identity(named.params)
-        old_groups = new_groups(named, same, request.names, None, state.form, to, where)
+        old_groups = new_groups(named, same, request.names, None, form, to, where)
         groups = with_new_names(old_groups, sources)
     else:
-        groups = new_groups(named, sources, saved_by, to_names, state.form, to, where)
+        groups = new_groups(named, sources, saved_by, to_names, form, to, where)
     params = map(str, chain.from_iterable(group.params for group in groups))
     held = {name: sources[name] for name in params if name in sources}
-    shapes = _shapes(named, request)
     states = carry(named, held, shapes, where)
     loaded_by = to_names or request.names
-    created, notes_on_created = created_state(groups, states, loaded_by, request.create, to, where)
+    created, notes = created_state(groups, states, loaded_by, request.create, to, where)
     moved = in_groups(named, groups, {**states, **created})
     _check_loads(moved, saved_by, to_names, where)
-
-    spelled = {param: str(param) for param in moved.params}
-    spelled |= _as_the_keys(state, moved, request, to, where)
-    written = renamed(moved, spelled)
-    over = {}
-    for name, source in held.items():
-        over[spelled[name]] = ex.substitute(source, file_sources.__getitem__)
-    file_shapes = _file_shapes(file_sources, shapes, request.names)
-    slots_created = {spelled[param]: tuple(slots) for param, slots in created.items()}
-    move = move_of(section, state, to, written.groups, over, file_shapes)
-    move = replace(move, created=slots_created)
-
-    read = set(ex.refs(tuple(held.values())))
-    dropped = tuple(str(param) for param in named.state if param not in read)
-    new = tuple(spelled[param] for param in moved.params if param not in sources)
-    without_state = [name for name in new if name not in slots_created]
-    notes = notes_on_change(where, state, written, to, without_state, dropped)
-    notes += notes_on_created
     changed = changed_options(named, sources, groups)
     if changed:
-        notes.append(
-            f"{where}: new param groups have the values that the code sets: {some(changed, 20)}"
-        )
-    if param_map is not None and param_map.assumed:
-        notes.append(param_map.rests_on(where))
-    if to == ID and state.form != ID and loaded_by is None:
+        names = some(changed, 20)
+        notes = [*notes, f"{where}: new param groups have the values that the code sets: {names}"]
+    return _NewState(moved, sources, created, notes)
+
+
+def _recorded(
+    section: Section,
+    state: OptimizerState,
+    named: _CanonicalState,
+    new: _NewState,
+    spelled: Mapping[Param, str],
+    shapes: Shapes,
+    request: OptimizerRequest,
+    to: str,
+) -> OptimizerMove:
+    """Return the change from the names in the file to those that are written, for the plan."""
+    over_file_names = {}
+    for name, source in new.held.items():
+        over_file_names[spelled[name]] = ex.substitute(source, named.in_file.__getitem__)
+    file_shapes = _file_shapes(named.in_file, shapes, request.names)
+    groups = renamed(new.state, spelled).groups
+    move = move_of(section, state, to, groups, over_file_names, file_shapes)
+    created = {spelled[param]: tuple(slots) for param, slots in new.created.items()}
+    return replace(move, created=created)
+
+
+def _notes_on_names(
+    named: _CanonicalState, form: str, request: OptimizerRequest, to: str, where: str
+) -> list[str]:
+    """Return the notes on what the names, or the new ids, rest on."""
+    notes = []
+    if named.ids is not None and named.ids.assumed:
+        notes.append(named.ids.rests_on(where))
+    if to == ID and form != ID and request.to_names is None and request.names is None:
         notes.append(
             f"{where}: its ids are in the order of the file, which may not be the order of the"
             " model that loads them: --model MODEL takes that order"
         )
-    return in_form(written, to), OptimizerRemap(
-        section.path,
-        was=state.form,
-        to=to,
-        params=len(written.params),
-        evidence=None if param_map is None else param_map.evidence,
-        new=new,
-        dropped=dropped,
-        notes=tuple(notes),
-        move=move,
-        loaded_by=to_names,
-    )
+    return notes
 
 
 def _follow_narrowed(
@@ -202,7 +270,7 @@ def _follow_narrowed(
     return replace(request, ruled=narrowed, model=narrowed) if follows else stays
 
 
-def _shapes(named: OptimizerState, request: OptimizerRequest) -> dict[str, tuple[int, ...] | None]:
+def _shapes(named: OptimizerState, request: OptimizerRequest) -> Shapes:
     """Return the shapes of parameters, by canonical name, as far as models or rules say them."""
     shapes: dict[str, tuple[int, ...] | None] = {}
     if request.ruled is not None:
@@ -213,10 +281,8 @@ def _shapes(named: OptimizerState, request: OptimizerRequest) -> dict[str, tuple
 
 
 def _file_shapes(
-    file_sources: Mapping[str, Expression],
-    shapes: Mapping[str, tuple[int, ...] | None],
-    names: Names | None,
-) -> dict[str, tuple[int, ...] | None]:
+    file_sources: Mapping[str, Expression], shapes: Shapes, names: Names | None
+) -> Shapes:
     """Return the shapes of parameters by the names that the file gives them."""
     if names is not None and any(isinstance(source, Op) for source in file_sources.values()):
         # the keys are the file's parameters
@@ -247,12 +313,7 @@ def _is_renamed(state: OptimizerState, request: OptimizerRequest, to: str) -> bo
     return request.model is not None and request.model.renames(names)
 
 
-def _named(
-    state: OptimizerState, request: OptimizerRequest, where: str
-) -> tuple[OptimizerState, ParamMap | None, dict[str, Expression]]:
-    """Return the state under canonical names, how they were identified, and each name as the file
-    has it.
-    """
+def _named(state: OptimizerState, request: OptimizerRequest, where: str) -> _CanonicalState:
     names = request.names
     as_written = {param: str(param) for param in state.params}
     if names is not None and state.form != ID:
@@ -261,7 +322,7 @@ def _named(
             shapes = {saved.key: saved.shape for saved in names.serialized}
             named = renamed(state, as_written)
             moved = carry(named, sources, shapes, where)
-            return in_groups(named, placed(named, sources), moved), None, sources
+            return _CanonicalState(in_groups(named, placed(named, sources), moved), sources)
     canonical: Mapping[Param, str] = as_written
     param_map: ParamMap | None = None
     if names is not None or state.form == ID:
@@ -275,7 +336,8 @@ def _named(
     file_names: dict[str, Expression] = {}
     for param, name in canonical.items():
         file_names[name] = Ref(str(param))
-    return renamed(state, canonical), param_map if state.form == ID else None, file_names
+    ids = param_map if state.form == ID else None
+    return _CanonicalState(renamed(state, canonical), file_names, ids)
 
 
 def _unwrapped(names: Mapping[Param, str], request: OptimizerRequest) -> dict[Param, str]:
