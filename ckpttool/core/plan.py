@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section
@@ -50,13 +50,21 @@ class Output:
         return isinstance(self.source, Ref) and self.source.key == self.key
 
 
+Why = Literal["made_again", "counter", "attribute", "other"]
+
+
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """One source entry that the result does not hold, and why."""
+    """One source entry that the result does not hold, and why.
+
+    `why` is the kind of the reason: code that saves or loads makes it again (`made_again`), it is
+    the `counter` of an AveragedModel, or an `attribute` of a pickled module.
+    """
 
     section: str
     key: str
     reason: str
+    why: Why = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,14 +395,14 @@ def compose(first: Plan, second: Plan) -> Plan:
         for name, value in run.given.items():
             given[name] = ex.substitute(value, sources.get(run.section, {}).__getitem__)
         runs.append(replace(run, given=given))
-    reasons = {}
+    dropped_by_second: dict[tuple[str, str], Dropped] = {}
     for drop in second.dropped:
         for key in ex.refs(sources[drop.section][drop.key]):
-            reasons[drop.section, key] = drop.reason
+            dropped_by_second[drop.section, key] = replace(drop, key=key)
     dropped = list(first.dropped)
-    for (section, key), reason in reasons.items():
-        if (section, key) not in used:
-            dropped.append(Dropped(section, key, reason))
+    for place, drop in dropped_by_second.items():
+        if place not in used:
+            dropped.append(drop)
     modules = in_turn(first.modules, second.modules)
     return Plan(tuple(outputs), tuple(dropped), modules, (*first.runs, *runs))
 

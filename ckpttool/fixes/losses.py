@@ -8,17 +8,14 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.expression import refs
 from ckpttool.core.text import dotted
 from ckpttool.fixes.question import model_path
-from ckpttool.kinds.packed import ATTRIBUTE
-from ckpttool.naming.convert import MADE_AGAIN
 from ckpttool.naming.match import aliases
 from ckpttool.operands.model import ModelOperand
 from ckpttool.remapping.result import Remap
-from ckpttool.remapping.steps import NO_COUNTER
 
 
 def left_out(result: Remap) -> tuple[str, ...]:
     """Return the paths of what the remap leaves out, without the counters of AveragedModels."""
-    dropped = [drop for drop in result.plan.dropped if drop.reason != NO_COUNTER]
+    dropped = [drop for drop in result.plan.dropped if drop.why != "counter"]
     return tuple(dotted(drop.section, drop.key) for drop in dropped)
 
 
@@ -63,9 +60,9 @@ def _needed(
     path_of_model = model_path(source)
     dropped: dict[str, list[str]] = {}
     for drop in result.plan.dropped:
-        is_again = drop.reason == MADE_AGAIN and drop.section in paths
-        is_counter = drop.reason == NO_COUNTER and drop.section == path_of_model
-        if is_again or is_counter or drop.reason == ATTRIBUTE:
+        is_again = drop.why == "made_again" and drop.section in paths
+        is_counter = drop.why == "counter" and drop.section == path_of_model
+        if is_again or is_counter or drop.why == "attribute":
             continue
         if dotted(drop.section, drop.key) not in code:
             dropped.setdefault(drop.section, []).append(drop.key)

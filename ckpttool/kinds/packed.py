@@ -13,7 +13,7 @@ from ckpttool.kinds import arrays, lists, modules
 
 PACKED = frozenset({arrays.NAME, lists.NAME, modules.NAME})  # names of kinds
 
-ATTRIBUTE = "an attribute of the pickled module, which its state dict does not have"
+_ATTRIBUTE = "an attribute of the pickled module, which its state dict does not have"
 
 
 def is_packed(section: Section) -> bool:
@@ -45,7 +45,7 @@ def unpacked(
             sections.append(section)
             continue
         inside = {entry.key for entry in section.tensors if entry.key.startswith(prefixes)}
-        dropped += [Dropped(section.path, key, ATTRIBUTE) for key in inside]
+        dropped += [Dropped(section.path, key, _ATTRIBUTE, "attribute") for key in inside]
         rest = tuple(entry for entry in section.tensors if entry.key not in inside)
         if rest:
             sections.append(replace(section, tensors=rest))

@@ -13,7 +13,7 @@ from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
-from ckpttool.core.plan import Dropped, ModelRun, ModuleRename, Output, Plan, module_renames
+from ckpttool.core.plan import Dropped, ModelRun, ModuleRename, Output, Plan, Why, module_renames
 from ckpttool.core.text import Note, plural
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
@@ -23,8 +23,7 @@ from ckpttool.naming.wrappers import Chain
 
 T = TypeVar("T")
 
-# a reason to drop a key
-MADE_AGAIN = "a hook makes it again from other tensors when the model is saved"
+_MADE_AGAIN = "a hook makes it again from other tensors when the model is saved"
 NOT_READ_BACK = Note(
     "this model does not read back all that it writes: see `ckpttool trace`", "roundtrip"
 )
@@ -164,9 +163,9 @@ class _PlanDraft:
             if name in self.keys:
                 self.copy(name, name)
 
-    def drop(self, name: str, reason: str, twin: str | None) -> None:
+    def drop(self, name: str, reason: str, twin: str | None, why: Why = "other") -> None:
         """Drop `name`; `twin` is the name of the same tensor that is kept."""
-        self.dropped.append(Dropped(self.section, self.keys[name], reason))
+        self.dropped.append(Dropped(self.section, self.keys[name], reason, why))
         if twin is not None:
             self.copies.append((self.keys[name], self.keys[twin]))
 
@@ -232,7 +231,8 @@ def _to_runtime(tables: NameTables, draft: _PlanDraft, tie: bool) -> None:
             draft.problems.append(Problem(problem, key))
             continue
         value = by_first[saved.key] if isinstance(saved, Ref) else None
-        draft.drop(key, MADE_AGAIN, value.key if isinstance(value, Ref) else None)
+        twin = value.key if isinstance(value, Ref) else None
+        draft.drop(key, _MADE_AGAIN, twin, "made_again")
     draft.keep(key for key, saved in tables.saved.items() if saved is None)
     draft.keep(tables.names.extra_state)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ckpttool.ruleset.steps import Step as RuleStep
     from ckpttool.tracing.converter import Converter
 
-NO_COUNTER = "AveragedModel's counter, which only that wrapper has"
+_NO_COUNTER = "AveragedModel's counter, which only that wrapper has"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +153,11 @@ class Draft:
     def with_outputs(self, outputs: Iterable[Output]) -> Draft:
         return replace(self, plan=replace(self.plan, outputs=tuple(outputs)))
 
-    def without(self, keys: Sequence[str], reason: str) -> Draft:
+    def without_counters(self, keys: Sequence[str]) -> Draft:
+        """Return the draft without these counters of AveragedModels."""
         dropped = [*self.plan.dropped]
-        dropped += [Dropped(self.section.path, key, reason) for key in keys]
+        for key in keys:
+            dropped.append(Dropped(self.section.path, key, _NO_COUNTER, "counter"))
         return replace(self, plan=replace(self.plan, dropped=tuple(dropped)))
 
 
@@ -314,7 +316,7 @@ def rewrap(draft: Draft, target: Chain) -> Draft:
             outputs.append(output)
         if output.key in removed:
             dropped += ex.refs(output.source)
-    draft = draft.with_outputs(outputs).without(dropped, NO_COUNTER).renamed(names)
+    draft = draft.with_outputs(outputs).without_counters(dropped).renamed(names)
     new = []
     for key, value in wrappers.new_counter(target, counted).items():
         new.append(Output(draft.section.path, key, value))

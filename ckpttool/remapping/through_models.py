@@ -33,7 +33,7 @@ from ckpttool.naming.match import (
     without_variants,
 )
 from ckpttool.operands.model import ModelOperand
-from ckpttool.remapping.steps import NO_COUNTER, Draft, Request, only_outputs, without_tensors
+from ckpttool.remapping.steps import Draft, Request, only_outputs, without_tensors
 
 if TYPE_CHECKING:
     pass
@@ -232,7 +232,7 @@ def with_counters(draft: Draft, keep: bool) -> Draft:
     canonical = {**draft.canonical, **dict.fromkeys(keys, wrappers.COUNTER)}
     draft = replace(draft, counters=(), canonical=canonical)
     if not keep:
-        return draft.without(keys, NO_COUNTER)
+        return draft.without_counters(keys)
     counters = [Output(draft.section.path, key, Ref(key)) for key in keys]
     return draft.with_outputs((*counters, *draft.plan.outputs))
 

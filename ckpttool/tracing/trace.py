@@ -57,7 +57,7 @@ from ckpttool.tracing.memory import Geometry
 from ckpttool.tracing.saving import Saved, save, save_once
 from ckpttool.tracing.simplify import Simplifier
 
-_UNKNOWN = "cannot be told whether it is given back"
+_UNKNOWN = "cannot be told whether it is given back: {}"
 _INEXACT = "loading does not give the saved value back exactly"
 _UNTRIED = "whether load_state_dict() reads them back for other values was not tried"
 _ROOT = "(root)"
@@ -99,12 +99,12 @@ def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tu
         return certain or (Problem(refused, _ROOT),)
     by_fqn = {problem.key: problem for problem in certain}
     for problem in certain:
-        if problem.problem == _INEXACT:  # for other values
+        if problem.kind == "inexact":  # for other values
             differing.add(problem.key)
     settled = []
     for tensor in saved.runtime:
         if tensor.fqn in differing and (tensor.alias_of or tensor.fqn) in saved.fed:
-            settled.append(by_fqn.get(tensor.fqn, Problem(_INEXACT, tensor.fqn)))
+            settled.append(by_fqn.get(tensor.fqn, Problem(_INEXACT, tensor.fqn, "inexact")))
     return tuple(settled)
 
 
@@ -201,9 +201,9 @@ def _by_expressions(saved: Saved, verdict: Verdict) -> Iterator[Problem]:
         if value is None:
             yield Problem("saved, but not loaded again", fqn)
         elif not isinstance(value, Ref) or sources.get(value.key) != Ref(first):
-            text = _difference(value, Ref(first), sources, simplifier)
-            if text:
-                yield Problem(text, fqn, "unknown" if text.startswith(_UNKNOWN) else "other")
+            problem = _difference(value, Ref(first), sources, simplifier)
+            if problem is not None:
+                yield replace(problem, key=fqn)
 
 
 def _refused_keys(saved: Saved, verdict: Verdict) -> Iterator[Problem]:
@@ -227,43 +227,50 @@ def _difference(
     tensor: Ref,
     sources: Mapping[str, Expression | None],
     simplifier: Simplifier,
-) -> str:
-    """Return what is wrong with loading `value` (over keys) into `tensor`; empty if it is the
+) -> Problem | None:
+    """Return what is wrong with loading `value` (over keys) into `tensor`; None if it is the
     same.
     """
+
+    def unknown(reason: str) -> Problem:
+        return Problem(_UNKNOWN.format(reason), tensor.key, "unknown")
+
+    def changed(text: str, kind: str = "other") -> Problem:
+        return Problem(text, tensor.key, kind)
+
     constant = next((key for key in refs(value) if sources.get(key) is None), None)
     if constant is not None:
-        return f"{_UNKNOWN}: loaded from {constant}, which no tensor of the model is saved to"
+        return unknown(f"loaded from {constant}, which no tensor of the model is saved to")
     both_ways = substitute(value, lambda key: sources[key])
     if is_opaque(both_ways):
-        return f"{_UNKNOWN}: computed by code that is not a tensor operator"
+        return unknown("computed by code that is not a tensor operator")
     simple = simplifier.simplify(both_ways)
     if simple == tensor:
-        return ""
+        return None
     if isinstance(simple, Ref):
-        return f"loading gives it the value of {simple.key}"
+        return changed(f"loading gives it the value of {simple.key}")
     # Compare both sides on random values, bit by bit; of few elements on many, since one may be
     # right by chance.
     assert isinstance(simple, Op)
     leaves = simplifier.leaves
     names = list(dict.fromkeys([tensor.key, *refs(simple)]))
     if any(name not in leaves for name in names):
-        return f"{_UNKNOWN}: values of its kind cannot be made up"
+        return unknown("values of its kind cannot be made up")
     if sum(_base(leaves[name]).numel() for name in names) > _PROBE_LIMIT:
-        return f"{_UNKNOWN}: too large to try out"
+        return unknown("too large to try out")
     generator = torch.Generator().manual_seed(0)
     for _ in range(_ROUNDS if leaves[tensor.key].numel() < _FEW else 1):
         values = _random_values({name: leaves[name] for name in names}, generator)
         try:
             back = evaluate(simple, values.__getitem__)
         except CkptError as error:
-            return f"{_UNKNOWN}: {error.message}"
+            return unknown(error.message)
         expected = values[tensor.key]
         if back.shape != expected.shape or back.dtype != expected.dtype:
-            return "loading gives it another shape or dtype"
+            return changed("loading gives it another shape or dtype")
         if not same_bits(back, expected):
-            return _INEXACT
-    return ""
+            return changed(_INEXACT, "inexact")
+    return None
 
 
 def _leaves(saved: Saved) -> dict[str, torch.Tensor]:
