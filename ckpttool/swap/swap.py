@@ -11,15 +11,14 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Ref
-from ckpttool.core.names import RUNTIME, Names
+from ckpttool.core.names import Names
 from ckpttool.core.plan import Plan
-from ckpttool.evaluate.apply import apply, run_code
+from ckpttool.evaluate.apply import run_code
 from ckpttool.evaluate.compare import same_values
 from ckpttool.naming import convert, wrappers
-from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.match import match
 from ckpttool.naming.wrappers import Chain, strip
-from ckpttool.operands.load_plan import LOAD_HOOK, by_loading
+from ckpttool.operands.load_plan import LOAD_HOOK
 from ckpttool.operands.model import ModelOperand
 from ckpttool.swap.constants import compare_constants
 from ckpttool.swap.misfit import Misfit, advice_on, for_compiled_code
@@ -61,43 +60,42 @@ def swap(
     shape or dtype, if the names of one tensor get different values, or if a constant has another
     value in the model (compared with `compare`) and no option decides.
     """
-    names, code = (None, None) if model is None else (model.names(), model.code)
     if not program.sections:
         raise Refused(
             f"{program.source} is compiled code that holds its weights itself", hint=OUTSIDE
         )
+    names, code = (None, None) if model is None else (model.names(), model.code)
     sides = _sides(program, weights, options)
     chosen = chosen_constants(program, sides.weights) if options.constants else {}
-    weight_map, weights, load_plan = _map(program, sides, model, options, chosen)
+    weight_map = _map(program, sides, model, options, chosen)
     if (options.constants or remade) and not options.keep_constants:
         weight_map.sources.update(weight_map.remade)
-    weight_map.sources.update(chosen)
-    for old, new in zip(sides.old_counters, sides.counters):
-        weight_map.sources[old.key] = Ref(new.key)
-    sources, computed = _evaluated(weight_map, weights, code)
+    sources, values = _evaluated(weight_map, code)
 
     kept, outside = _not_in_weights(program, sides, weight_map.sources, names)
     compared = outside if compare else []
     constants = compare_constants(compared, canonical_names(program), code, weight_map, options)
     sources.update(constants.sources)
-    no_values: list[Problem] = []
+    values.update(constants.values)
+    values.update((counter.key, counter) for counter in sides.counters)
+    problems = [*weight_map.problems, *constants.problems]
     if options.constants:
-        if code is None and not (chosen or weight_map.remade):
-            no_values = [Problem(_NO_VALUE, entry.key, "no_value") for entry in outside]
         kept = tuple(key for key in kept if key not in sources)
+        if code is None and not (chosen or weight_map.remade):
+            problems += [Problem(_NO_VALUE, entry.key, "no_value") for entry in outside]
 
-    have = {**computed, **constants.values}
-    have.update((entry.key, entry) for entry in sides.counters)
     unknown = [problem.key for problem in weight_map.problems if problem.kind in _NOT_IN_MODEL]
     changing = _changing(program, sides, sources, [*kept, *unknown])
-    fitted, misfits = fit_all(changing, sources, have, options.cast, program.in_memory)
-    problems = [*weight_map.problems, *constants.problems, *no_values, *misfits]
-    problems += _untied(weight_map.twins, {entry.key: entry for entry in weights.tensors})
+    fitted, misfits = fit_all(changing, sources, values, options.cast, program.in_memory)
+    problems += misfits
+    problems += _untied(
+        weight_map.twins, {entry.key: entry for entry in weight_map.weights.tensors}
+    )
     for section in program.sections:
         problems += _untied(section.aliases().items(), fitted)
     if problems:
         advice = advice_on(program, names, sides.weights, problems, options.constants)
-        problems = [for_compiled_code(program, problem, have) for problem in problems]
+        problems = [for_compiled_code(program, problem, values) for problem in problems]
         raise Misfit(program.source, advice, problems)
     extra_counters = [entry.key for entry in sides.counters[len(sides.old_counters) :]]
     swapped = Swap(
@@ -109,7 +107,7 @@ def swap(
         compared=tuple(constants.compared),
         notes=() if names is None or names.roundtrips else (convert.NOT_READ_BACK,),
     )
-    return swapped if load_plan is None else _over_the_file(swapped, load_plan)
+    return _over_the_file(swapped, weight_map.loaded)
 
 
 class _Sides(NamedTuple):
@@ -131,13 +129,13 @@ def _sides(program: Checkpoint, weights: Section, options: SwapOptions) -> _Side
 
 
 def _evaluated(
-    weight_map: WeightMap, weights: Section, code: ModelOperand | None
-) -> tuple[dict[str, Expression], Mapping[str, Any]]:
+    weight_map: WeightMap, code: ModelOperand | None
+) -> tuple[dict[str, Expression], dict[str, Any]]:
     """Return the sources after the runs of the model's own code, and the entries that they name."""
     runners = {} if code is None else {run.way: code.run for run in weight_map.runs}
     expressions = list(weight_map.sources.values())
-    results, computed = run_code(weights, expressions, weight_map.runs, runners)
-    return dict(zip(weight_map.sources, results)), computed
+    results, entries = run_code(weight_map.weights, expressions, weight_map.runs, runners)
+    return dict(zip(weight_map.sources, results)), dict(entries)
 
 
 def _not_in_weights(
@@ -168,28 +166,25 @@ def _map(
     model: ModelOperand | None,
     options: SwapOptions,
     chosen: Mapping[str, Expression],
-) -> tuple[WeightMap, Section, Plan | None]:
-    """Map the weights to the program's names, except weights that give `chosen` constants a value.
-
-    Also return the weights under the names that the map uses; and if these come from loading them
-    into the model, this load as a plan.
+) -> WeightMap:
+    """Map the weights and the counters to the program's names; weights that give `chosen` constants
+    a value are no others'.
     """
-    target, weights = sides.target, sides.weights
-    form, canonical = options.source_form, canonical_names(program)
     used = set(ex.refs(tuple(chosen.values())))
-    rest = tuple(entry for entry in weights.tensors if entry.key not in used)
-    for_constants = tuple(entry for entry in weights.tensors if entry.key in used)
-    section = replace(weights, tensors=rest)
+    rest = tuple(entry for entry in sides.weights.tensors if entry.key not in used)
+    for_constants = tuple(entry for entry in sides.weights.tensors if entry.key in used)
+    weights, canonical = replace(sides.weights, tensors=rest), canonical_names(program)
     if model is None:
-        return map_by_keys(target, section, canonical), weights, None
-    load_plan = by_loading(model, section) if form is None else None
-    if load_plan is not None:
-        loaded = apply(load_plan, Checkpoint.of(section)).section(section.path)
-        section = replace(loaded, form=RUNTIME)
-        weights = replace(section, tensors=(*section.tensors, *for_constants))
-    constants = {entry.key: canonical[entry.key] for entry in constants_of(program)}
-    form_name = form.names if isinstance(form, ModelForm) else None
-    return map_by_model(target, constants, section, model, form_name), weights, load_plan
+        weight_map = map_by_keys(sides.target, weights, canonical)
+    else:
+        constants = {entry.key: canonical[entry.key] for entry in constants_of(program)}
+        weight_map = map_by_model(sides.target, constants, weights, model, options.source_form)
+    weights = weight_map.weights
+    with_constants = replace(weights, tensors=(*weights.tensors, *for_constants))
+    weight_map.sources.update(chosen)
+    for old, new in zip(sides.old_counters, sides.counters):
+        weight_map.sources[old.key] = Ref(new.key)
+    return replace(weight_map, weights=with_constants)
 
 
 def _unsaved(
@@ -207,8 +202,12 @@ def _unsaved(
     return tuple(key for key in matched.names if key not in sources)
 
 
-def _over_the_file(swapped: Swap, load_plan: Plan) -> Swap:
-    """Return the swap with sources over the keys of the file, not over what the model loads."""
+def _over_the_file(swapped: Swap, load_plan: Plan | None) -> Swap:
+    """Return the swap with sources over the keys of the file, if they are over what the model
+    loads.
+    """
+    if load_plan is None:
+        return swapped
     read = {output.key: output.source for output in load_plan.outputs}
     sources = {}
     for fqn, source in swapped.sources.items():

@@ -18,9 +18,19 @@ from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import apply, entry_of
 from ckpttool.evaluate.chunks import in_own_storage
 from ckpttool.naming import wrappers
-from ckpttool.naming.convert import Reading, check_versions, left_to_code, move, read, with_keys
+from ckpttool.naming.convert import (
+    Form,
+    ModelForm,
+    Reading,
+    check_versions,
+    left_to_code,
+    move,
+    read,
+    with_keys,
+)
 from ckpttool.naming.match import Match, NameTables, match
 from ckpttool.naming.wrappers import strip
+from ckpttool.operands.load_plan import by_loading
 from ckpttool.operands.model import ModelOperand
 
 _LEFT_OVER = "unexpected: not a weight of the program"
@@ -29,22 +39,25 @@ Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """FQN -> expression over the checkpoint's keys, before any value is compared.
+    """FQN -> expression over the keys of `weights`, before any value is compared.
 
-    `twins` are keys that must hold the same value, `runs` those runs of the model's own code that
-    compute a part. `remade` are constants of the program, buffers that no checkpoint has, with
-    their values after the model's loading. `state_dict` is what the model loads; None if that is
-    not known.
+    `weights` are the tensors of the checkpoint, or what the model has after loading it; `loaded`
+    says then how loading makes them from the checkpoint. `twins` are keys that must hold the same
+    value, `runs` those runs of the model's own code that compute a part. `remade` are constants of
+    the program, buffers that no checkpoint has, with their values after the model's loading.
+    `state_dict` is what the model loads; None if that is not known.
     """
 
     sources: dict[str, Expression]
     form: str
+    weights: Section
     problems: list[Problem] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     twins: list[tuple[str, str]] = field(default_factory=list)
     runs: tuple[ModelRun, ...] = ()
     remade: dict[str, Expression] = field(default_factory=dict)
     state_dict: Section | None = None
+    loaded: Plan | None = None
 
 
 def constants_of(program: Checkpoint) -> tuple[TensorEntry, ...]:
@@ -106,7 +119,7 @@ def map_by_keys(target: Section, weights: Section, names: Mapping[str, str]) -> 
     unmatched = [key for key in matched.unmatched if key not in spare]
     problems = _misfits(unmatched, matched.problems)
     ignored = [entry.key for entry in weights.extras]
-    return WeightMap(sources, RUNTIME, problems, ignored, _variants(matched))
+    return WeightMap(sources, RUNTIME, weights, problems, ignored, _variants(matched))
 
 
 def map_by_model(
@@ -114,17 +127,23 @@ def map_by_model(
     constants: Mapping[str, str],
     weights: Section,
     model: ModelOperand,
-    form: str | None,
+    form: Form | None,
 ) -> WeightMap:
     """Map with the model: its names say how each FQN is computed from the checkpoint's keys, in any
     form.
 
-    `constants` are the program's, each with its canonical name.
+    `constants` are the program's, each with its canonical name. `form` is that of the keys, if it
+    is known; otherwise they may be keys that only the model's load hooks accept.
 
     key of WEIGHTS ─ `read` ─▶ name in the form ─▶ value of the model's FQN ─ `match` ─▶ program FQN
     """
     names, tables, code = model.names(), model.tables, model.code
-    reading = read(tables, weights, form)
+    loaded = by_loading(model, weights) if form is None else None
+    if loaded is not None:
+        result = apply(loaded, Checkpoint.of(weights))
+        weights = replace(result.section(weights.path), form=RUNTIME)
+    form_name = form.names if isinstance(form, ModelForm) else None
+    reading = read(tables, weights, form_name)
     keys = {name: key for key, name in reading.match.names.items()}
     values: dict[str, Expression] = {}
     meaning: Mapping[str, Expression | None]
@@ -149,11 +168,13 @@ def map_by_model(
     weight_map = WeightMap(
         sources,
         reading.form,
+        weights,
         problems=_misfits(reading.match.unmatched, reading.match.problems),
         twins=_variants(reading.match),
         runs=plan.runs,
         remade=_remade(constants, names, values),
         state_dict=_state_dict(tables, weights, reading),
+        loaded=loaded,
     )
     _add_unused(weight_map, keys, meaning)
     weight_map.problems[:] = _with_unknown(weight_map.problems, matched.unmatched)
