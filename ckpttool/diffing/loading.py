@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Union
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
@@ -54,6 +55,8 @@ def compare_load(
     expected: dict[str, SerializedKey | None] = {key.key: key for key in names.serialized}
     for name in names.extra_state:
         expected.setdefault(name, None)
+    if verdict is not None:
+        verdict = replace(verdict, reads=_under_expected_keys(verdict.reads, section, expected))
     rejected = () if verdict is None else verdict.unexpected
     unknown = () if verdict is None else verdict.unknown
     entries: list[Entry] = []
@@ -71,6 +74,29 @@ def compare_load(
     entries += _only_in_file(unpaired.saved, names, verdict, readers, by_pretrained)
     entries += _only_in_model(unpaired.expected, names, saved, verdict)
     return tuple(_with_lost_values(entries, names, saved, verdict, readers))
+
+
+def _under_expected_keys(
+    reads: Mapping[str, Expression | None], section: Section, expected: Container[str]
+) -> Mapping[str, Expression | None]:
+    """Return what loading reads, a tensor with several names in the file under one that the model
+    has: a recorded load knows tensors, and not which of its names was read.
+    """
+    first = aliases(section)
+    if not first:
+        return reads
+    names: dict[str, str] = {}
+    for key in section.by_key():
+        if key in expected:
+            names.setdefault(first.get(key, key), key)
+
+    def expected_key(key: Any) -> Expression:
+        return Ref(names.get(first.get(key, key), key))
+
+    renamed: dict[str, Expression | None] = {}
+    for fqn, source in reads.items():
+        renamed[fqn] = None if source is None else ex.substitute(source, expected_key)
+    return renamed
 
 
 def _under_one_key(

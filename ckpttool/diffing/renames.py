@@ -42,13 +42,26 @@ def suggestions(
     """
     if {"missing", "unexpected", "shape"}.isdisjoint(entry.status for entry in entries):
         return Inference()
-    second_names: set[str] = set()
-    for entry in entries:
-        if entry.status == "alias":
-            second_names.update((*entry.left, *entry.right))
     left_parts, right_parts = unpairable(entries)
-    left_names = _bare_side(left, second_names | left_parts, values)
-    right_names = _bare_side(right, second_names | right_parts, values)
+    second_names = _without_counterpart(left, right, entries)
+    sides = (left, second_names | left_parts), (right, second_names | right_parts)
+    inference = _infer(*sides, entries, values)
+    candidates = _second_names_in(inference.ambiguous, left, right)
+    if not candidates:
+        return inference
+    sides = (left, sides[0][1] | candidates), (right, sides[1][1] | candidates)
+    return _infer(*sides, entries, values)
+
+
+def _infer(
+    left: tuple[Checkpoint, Collection[str]],
+    right: tuple[Checkpoint, Collection[str]],
+    entries: Iterable[Entry],
+    values: bool,
+) -> Inference:
+    """Pair the open keys of two checkpoints, each without the keys that are left out."""
+    left_names = _bare_side(*left, values)
+    right_names = _bare_side(*right, values)
     same: dict[str, str] = {}
     for key, other in same_tensors(entries).items():
         same[left_names.bare.get(key, key)] = right_names.bare.get(other, other)
@@ -59,6 +72,40 @@ def suggestions(
     pairs = [_with_keys(pair, *keys) for pair in inference.pairs]
     ambiguous = [_with_keys(pair, *keys) for pair in inference.ambiguous]
     return Inference(tuple(pairs), tuple(ambiguous))
+
+
+def _without_counterpart(left: Checkpoint, right: Checkpoint, entries: Iterable[Entry]) -> set[str]:
+    """Return the second names on one side, except of a tensor that has open second names on both
+    sides: these may be renamed.
+    """
+    first, other_first = model_section(left).aliases(), model_section(right).aliases()
+    left_names: dict[str, str] = {}  # second name -> first name
+    right_names: dict[str, str] = {}
+    for entry in entries:
+        if entry.status == "alias":
+            left_names.update((key, first.get(key, key)) for key in entry.left)
+            right_names.update((key, other_first.get(key, key)) for key in entry.right)
+    on_both: set[str] = set()
+    for key, other in same_tensors(entries).items():
+        tensor, same_tensor = first.get(key, key), other_first.get(other, other)
+        if tensor in left_names.values() and same_tensor in right_names.values():
+            on_both.update((tensor, same_tensor))
+    names = [*left_names.items(), *right_names.items()]
+    return {key for key, tensor in names if tensor not in on_both}
+
+
+def _second_names_in(
+    ambiguous: Iterable[Ambiguous], left: Checkpoint, right: Checkpoint
+) -> set[str]:
+    """Return the second names of tensors that are candidates under several names: these are one
+    candidate.
+    """
+    first, other_first = model_section(left).aliases(), model_section(right).aliases()
+    names: set[str] = set()
+    for match in ambiguous:
+        for keys, first_names in ((match.left, first), (match.right, other_first)):
+            names.update(key for key in keys if first_names.get(key) in keys)
+    return names
 
 
 class _BareSide(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from math import prod
 
 from ckpttool.containers import strict_json
@@ -16,6 +17,7 @@ from ckpttool.core.checkpoint import (
     in_row_major,
 )
 from ckpttool.core.dtypes import itemsize
+from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.limits import limits
 from ckpttool.core.names import SCHEMA, Names, SerializedKey
 
@@ -38,10 +40,16 @@ def read_names(path: str) -> Names:
 
 
 def saved_by(names: Names) -> Checkpoint:
-    """Return a checkpoint that the model saves, with zeros as values."""
-    tensors = tuple(map(_zeros, names.serialized))
+    """Return a checkpoint that the model saves, with zeros as values; tied keys share them."""
+    first: dict[Expression, TensorEntry] = {}
+    tensors: list[TensorEntry] = []
+    for key in names.serialized:
+        entry = _zeros(key)
+        if isinstance(key.source, Ref):
+            entry = replace(first.setdefault(key.source, entry), key=key.key)
+        tensors.append(entry)
     extras = tuple(map(ExtraEntry, names.extra_state))
-    section = Section("", "state_dict", tensors, extras)
+    section = Section("", "state_dict", tuple(tensors), extras)
     return Checkpoint("CKPT", "torch_zip", 0, (section,))
 
 

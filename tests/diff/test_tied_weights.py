@@ -188,3 +188,74 @@ def test_equal_values_at_the_other_path_of_a_module_are_not_lost(tmp_path: Path,
         (entry["left"], entry["code"]) for entry in diff["entries"] if entry["status"] == "value"
     ]
     assert (status, changed) == (1, [(["2.q.weight"], "tied-value")])
+
+
+TIED_UNDER = """
+from torch import nn
+def build(name):
+    model = nn.Module()
+    setattr(model, name, nn.ModuleDict({"wte": nn.Embedding(6, 4), "h": nn.Linear(4, 4)}))
+    model.lm_head = nn.Linear(4, 6, bias=False)
+    model.lm_head.weight = getattr(model, name)["wte"].weight
+    return model
+def old():
+    return build("model")
+def new():
+    return build("transformer")
+"""
+
+
+@pytest.fixture
+def tied_under_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """One of the two names of a weight is the same in both models."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(TIED_UNDER)
+    code: dict[str, Any] = {}
+    exec(TIED_UNDER, code)
+    torch.manual_seed(0)
+    for name in ("old", "new"):
+        torch.save(code[name]().state_dict(), f"{name}.pt")
+    return code
+
+
+@pytest.mark.parametrize("right", [["--model", "net.py:new"], ["new.pt"]])
+def test_a_renamed_second_name_is_renamed_with_its_module(
+    tied_under_other_names: dict[str, Any], right: list[str], run: Run
+) -> None:
+    status, diff = answer(run, "diff", "old.pt", *right)
+    assert status == 1
+    first_line = run("diff", "old.pt", *right).out.splitlines()[0]
+    assert "3 keys" in first_line or first_line.endswith("differ: 3 likely renames")
+    assert [fix["complete"] for fix in diff["fix"]] == [True]
+    paste(fixes_in(diff)[0])
+    model = tied_under_other_names["new"]()
+    state = torch.load("old.pt")
+    model.load_state_dict(torch.load("old.renamed.pt"))
+    for key in state:
+        assert torch.equal(model.state_dict()[key.replace("model.", "transformer.")], state[key])
+
+
+def test_no_load_hook_is_blamed_for_a_second_name(
+    tied_under_other_names: dict[str, Any], run: Run
+) -> None:
+    """torch lists both names, and no code takes one for the other."""
+    with pytest.raises(RuntimeError) as refused:
+        tied_under_other_names["new"]().load_state_dict(torch.load("old.pt"))
+    data = run("diff", "old.pt", "--model", "net.py:new", "--format", "json").data
+    names = {(entry["status"], *entry["left"], *entry["right"]) for entry in data["entries"]}
+    for entry in (("unexpected", "model.wte.weight"), ("missing", "transformer.wte.weight")):
+        assert entry in names
+        assert entry[1] in str(refused.value)
+
+
+def test_two_names_of_one_tensor_are_one_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = torch.arange(24.0).reshape(6, 4)
+    torch.save({"x.weight": table, "y.weight": table, "z.bias": torch.ones(3)}, "two.pt")
+    torch.save({"q.weight": table, "z.bias": torch.ones(3)}, "one.pt")
+    for left, right in (("two.pt", "one.pt"), ("one.pt", "two.pt")):
+        assert "Ambiguous" not in run("diff", left, right).out
+    paste(fixes_in(answer(run, "diff", "two.pt", "one.pt")[1])[0])
+    assert answer(run, "diff", "two.renamed.pt", "one.pt", "--values")[0] == 0

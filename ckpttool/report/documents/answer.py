@@ -73,7 +73,7 @@ class LikelyRenames(NamedTuple):
 
     def explain(self, entry: Entry) -> bool:
         """Return True if they pair all keys of the entry, so that it is not a difference."""
-        if entry.status not in ("unexpected", "missing", "shape"):
+        if entry.status not in ("unexpected", "missing", "shape", "alias"):
             return False
         return self.left.issuperset(entry.left) and self.right.issuperset(entry.right)
 
