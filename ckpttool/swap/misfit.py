@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -13,7 +13,7 @@ from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.names import Names
 from ckpttool.core.text import plural, shell
 from ckpttool.kinds.adapters import adapter_of
-from ckpttool.kinds.quantized import quantized_weights
+from ckpttool.kinds.quantized import parts_by_torch, quantized_weights
 from ckpttool.operands.output import outputs
 from ckpttool.ruleset.infer_rules import drops
 from ckpttool.swap.weight_map import constants_of
@@ -46,8 +46,9 @@ HINTS: dict[Advice, str] = {
     " its code; save the program again without it",
     "adapter": "the weights have an adapter that is not merged into them: merge it first (PEFT's"
     " merge_and_unload() returns the merged model), save its state_dict(), and swap that",
-    "quantized": "the weights are quantized: `dequantize` in a rules file of `ckpttool remap`"
-    " writes their values (FP8, scaled int8, MXFP4)",
+    "quantized": "the weights are quantized: load them with the library that quantized them, and"
+    " save their values (FP8, scaled int8 and MXFP4: `dequantize` in a rules file of `ckpttool"
+    " remap`)",
     "left_over": "all weights of the program are there: leave the other keys out, which loses"
     " their effect on the model's output, and try again",
     "model": "state_dict hooks may rename keys when a model is saved: pass the model's definition, "
@@ -99,7 +100,7 @@ def advice_on(
     # without these keys the other weights are not what was trained
     if adapter_of(left_over) is not None:
         return "adapter"
-    if any(not left_over.isdisjoint(weight.keys) for weight in quantized_weights(weights)):
+    if _are_quantized(weights, left_over):
         return "quantized"
     constant_names = {entry.key for entry in constants_of(program)}
     if not constants and any(problem.key in constant_names for problem in problems):
@@ -118,6 +119,13 @@ def advice_on(
     if "dtype" in keys and "shape" not in keys and not has_other_names:
         return "cast"
     return "compare"
+
+
+def _are_quantized(weights: Section, keys: Collection[str]) -> bool:
+    """Return whether some of the keys are parts of quantized weights."""
+    if any(not set(keys).isdisjoint(weight.keys) for weight in quantized_weights(weights)):
+        return True
+    return any(True for _ in parts_by_torch(weights, keys))
 
 
 def drop_left_over(error: Misfit, weights: Checkpoint, new: Section) -> str:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, Union
 
 import torch
@@ -412,6 +413,9 @@ def copied_state(state: Mapping[str, object]) -> OrderedDict[str, Any]:
 
 def _clone(key: str, value: torch.Tensor) -> torch.Tensor:
     copied = attempt(value.detach().clone)
+    if isinstance(copied, Exception) and value.is_quantized:
+        # torch clones only some schemes (not those of embeddings), and copies all of them so
+        copied = attempt(partial(copy.deepcopy, value.detach()))
     if isinstance(copied, Exception):
         raise CkptError(
             f"{key} cannot be copied: {describe(copied)}", hint="its class has to implement clone()"

@@ -139,3 +139,34 @@ def test_no_hint_loses_the_weights(
         assert wrong not in done.out
     differing = run("diff", *words, "--format", "json").data["entries"]
     assert {entry["code"] for entry in differing if entry["status"] != "same"} == {"quantized"}
+
+
+@pytest.mark.parametrize("case", ["linear, dynamic", "convolution, static"])
+def test_a_program_is_not_said_to_lack_a_hook(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    build, code = MODELS[case]
+    space: dict[str, Any] = {}
+    exec(code, space)
+    torch.save(build().state_dict(), "q.pt")
+    sample = torch.ones(1, 3) if case == "linear, dynamic" else torch.ones(1, 2, 3, 3)
+    torch.export.save(torch.export.export(space["build"]().eval(), (sample,)), "program.pt2")
+    done = run("swap-weights", "program.pt2", "q.pt", "-o", "new.pt2")
+    assert done.status == 1
+    assert "load them with the library that quantized them" in done.err
+    assert "hooks" not in done.err
+
+
+def test_a_quantized_embedding_is_loaded_with_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """torch clones no tensor of this scheme, and loads it."""
+    monkeypatch.chdir(tmp_path)
+    Path("m.py").write_text(
+        "import torch\ndef build():\n    return torch.ao.nn.quantized.EmbeddingBag(6, 4)\n"
+    )
+    model = torch.ao.nn.quantized.EmbeddingBag(6, 4)
+    torch.save(model.state_dict(), "q.pt")
+    model.load_state_dict(torch.load("q.pt", weights_only=True))
+    assert run("diff", "q.pt", "--model", "m.py:build", "--materialize").status == 0
