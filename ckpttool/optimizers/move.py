@@ -42,8 +42,8 @@ from ckpttool.optimizers.identify import (
 from ckpttool.optimizers.left_out import check_names_are_keys, without_left_out
 from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
 from ckpttool.optimizers.transform import (
-    AFRESH,
     Shapes,
+    afresh,
     between,
     carry,
     from_serialized,
@@ -453,7 +453,7 @@ def _by_rules_file(
             raise Refused(
                 f"{where}: none of its parameters is a tensor of the model, so that it cannot"
                 " follow the model's",
-                hint=AFRESH,
+                hint=afresh(where),
                 problems=[Problem("no tensor of the model", str(param)) for param in named.params],
             )
         return None
@@ -510,7 +510,7 @@ def _check_loads(moved: OptimizerState, old: Names | None, new: Names | None, wh
         raise Refused(
             f"{where}: this is the state of {saved_class}; {target.optimizer_class} loads it, and"
             " fails at the next step",
-            hint=AFRESH,
+            hint=afresh(where),
             problems=[Problem(problem, name) for name in names],
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -29,7 +30,17 @@ from ckpttool.naming.match import NameTables
 from ckpttool.optimizers.forms import ELEMENTWISE, WHOLE, same_option, same_options
 from ckpttool.optimizers.identify import Parameters
 
-AFRESH = "load the model alone (CKPT::SECTION), and start the optimizer from scratch"
+_FILE = "(root)"  # the title of an optimizer that is the complete file
+
+
+def afresh(where: str) -> str:
+    """Return the hint for the optimizer at this path of the file, whose state is of no use."""
+    if where == _FILE:
+        return "start the optimizer from scratch"
+    return (
+        f"leave its state out (--drop {shlex.quote(where)}), and start the optimizer from scratch"
+    )
+
 
 Sources = Mapping[str, Expression]  # new name of a parameter -> an expression over the old ones
 Shapes = Mapping[str, "tuple[int, ...] | None"]
@@ -139,7 +150,7 @@ def carry(
     if problems:
         raise Refused(
             f"{where}: state cannot follow its parameters: {plural(len(problems), 'problem')}",
-            hint=AFRESH,
+            hint=afresh(where),
             problems=problems,
         )
     return carried

@@ -117,10 +117,10 @@ def _not_its_keys(section: Section, request: Request, names: Names) -> Refused:
     hint = f"compare them: {request.compare}"
     adapter = adapter_in(section)
     if adapter is not None and adapter.alone:
-        hint = (
-            f"{adapter.title} without its model: pass --to-model NEW, the model it will be"
-            " put on, or rules"
-        )
+        follows = "pass --to-model NEW, the model it will be put on, or rules"
+        if request.loads is not None or request.rule_steps:
+            follows = "leave --model out: its keys name modules"
+        hint = f"{adapter.title} without its model: {follows}"
     problems = [Problem("not a key of this model", key) for key in section.by_key()]
     return Refused(
         f"0 of {len(problems)} keys are names of {names.model}", hint=hint, problems=problems

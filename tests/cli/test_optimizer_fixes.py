@@ -129,9 +129,15 @@ def test_remap_refuses_state_of_another_optimizer_class(tmp_path: Path, run: Run
     assert {"betas", "step", "exp_avg"} <= {problem["key"] for problem in data["problems"]}
     assert not out.exists()
     assert (
-        data["hint"] == "load the model alone (CKPT::SECTION), and start the optimizer from scratch"
+        data["hint"]
+        == "leave its state out (--drop optimizer), and start the optimizer from scratch"
     )
-    assert main(["remap", f"{path}::model", "--to", "compile", "-o", str(out)]) == 0
+    assert main([*words, "--drop", "optimizer", "-o", str(out)]) == 0
+    assert "optimizer" not in torch.load(out, weights_only=True)
+    alone = tmp_path / "optimizer.pt"
+    torch.save(torch.load(path, weights_only=True)["optimizer"], alone)
+    status, data = answer(run, "remap", str(alone), *words[2:], "-o", str(tmp_path / "more.pt"))
+    assert (status, data["hint"]) == (1, "start the optimizer from scratch")
 
 
 # Param groups

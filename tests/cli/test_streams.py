@@ -218,3 +218,15 @@ def test_report_path_that_is_a_folder_is_refused(
     (tmp_path / "r.md").mkdir()
     assert main(["inspect", odd_keys, "--report", str(tmp_path / "r.md"), "--force"]) == 2
     assert "r.md is a folder\nhint: name a file" in capfd.readouterr().err
+
+
+def test_rules_are_not_written_to_a_file_called_dash(
+    odd_keys: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["diff", odd_keys, odd_keys, "--suggest", "-"]) == 2
+    assert "error: --suggest writes a file\nhint: name it" in capfd.readouterr().err
+    assert not (tmp_path / "-").exists()

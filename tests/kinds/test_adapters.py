@@ -273,3 +273,14 @@ def test_a_file_without_the_configuration_is_warned_of(folder: Path, run: Run) -
     shards = run("convert", "adapter", "-o", "bf16/", "--dtype", "bfloat16")
     assert warning not in shards.err
     assert (folder / "bf16" / "adapter_config.json").exists()
+
+
+def test_the_hint_for_a_model_that_does_not_help_is_not_what_was_passed(
+    folder: Path, run: Run
+) -> None:
+    saved(CONFIGS["lora"](), folder / "adapter")
+    words = ("remap", "adapter", "--rule", "blocks.{x*} => layers.{x*}", "-o", "moved")
+    done = run(*words, "--model", NETS)
+    assert done.status == 1
+    assert "leave --model out" in done.err
+    assert run(*words).status == 0

@@ -115,6 +115,8 @@ def _diff_of_two(
             "--update rewrites a names file, and none is compared with a model", hint=hint
         )
     one_other = (right is None) != (options.model is None)
+    if suggest == "-":
+        raise CkptError("--suggest writes a file", hint="name it: --suggest rules.toml")
     if suggest is not None and not of_names and not (left is not None and one_other):
         hint = (
             "ckpttool diff LEFT RIGHT --suggest FILE, or ckpttool diff LEFT --model MODEL"
