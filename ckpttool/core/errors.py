@@ -52,8 +52,17 @@ class CkptError(Exception):
     def __init__(self, message: str, *, hint: str, problems: Sequence[Problem] = ()) -> None:
         super().__init__(message)
         self.message = message
-        self.hint = hint
         self.problems = tuple(problems)
+        self.hint = hint
+
+    @property
+    def hint(self) -> str:
+        """How to fix it; a new hint is also shown by a traceback."""
+        return self._hint
+
+    @hint.setter
+    def hint(self, hint: str) -> None:
+        self._hint = hint
         self._add_notes()
 
     def _add_notes(self) -> None:
@@ -73,12 +82,11 @@ class CkptError(Exception):
     def rewrite(self, change: Callable[[str], str]) -> None:
         """Change the texts of the error."""
         self.message = change(self.message)
-        self.hint = change(self.hint)
         self.problems = tuple(
             replace(problem, problem=change(problem.problem)) for problem in self.problems
         )
+        self.hint = change(self.hint)
         self.args = (self.message,)
-        self._add_notes()
 
 
 class Refused(CkptError):

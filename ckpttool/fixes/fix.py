@@ -97,10 +97,8 @@ def fix(
         result = remap_by(trial.source or ckpt, request, progress, read_already)
     except CkptError as error:
         line = command("remap", (trial.source or answer.left,), request)
-        hint = _hint_on_options(error.hint, line)
-        if hint == error.hint:
-            raise
-        raise type(error)(error.message, hint=hint, problems=error.problems) from None
+        error.hint = _hint_on_options(error.hint, line)
+        raise
     on_fix = {code for code, row in CODES.items() if row.kind == "fix"} - {"leaves-keys"}
     notes = (*result.notes, *_notes_of(answer, *on_fix))
     return replace(result, notes=notes, loads_into=model.called)

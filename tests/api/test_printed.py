@@ -149,3 +149,21 @@ def test_a_repeated_problem_is_said_once_in_a_traceback() -> None:
     notes = "\n".join(refused.value.__notes__)
     assert notes.count("missing from other.pt") == 1
     assert "    head.bias" in notes
+
+
+def test_a_traceback_ends_with_the_hint_that_a_command_completed(tmp_path: Path) -> None:
+    class Head(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x)
+
+    program, weights = str(tmp_path / "p.pt2"), str(tmp_path / "w.pt")
+    torch.export.save(torch.export.export(Head(), (torch.zeros(1, 2),)), program)
+    torch.save({**Head().state_dict(), "old": torch.zeros(1)}, weights)
+    with pytest.raises(ckpttool.CkptError) as refused:
+        ckpttool.swap_weights(program, weights, out=str(tmp_path / "q.pt2"))
+    assert "--drop old" in refused.value.hint
+    assert refused.value.__notes__[-1] == f"hint: {refused.value.hint}"
