@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import ckpttool
+from ckpttool.core.codes import CODES
 from ckpttool.formats import registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -240,6 +241,42 @@ def names_a_format(compared: ast.Compare, formats: set[str]) -> bool:
     }
     attributes = {part.attr for part in parts if isinstance(part, ast.Attribute)}
     return bool(texts & formats) and bool(attributes & {"format", "name"})
+
+
+def test_every_kind_of_problem_has_a_code() -> None:
+    kinds: list[ast.expr] = []
+    for name in MODULES:
+        for function, call in calls(name):
+            if function == "Problem":
+                kinds += call.args[2:]
+                kinds += [keyword.value for keyword in call.keywords if keyword.arg == "kind"]
+    words = {kind.value for kind in kinds if isinstance(kind, ast.Constant)}
+    assert words - CODES.keys() == set()
+    assert len(words) > 10
+
+
+SENTENCES = {"problem", "reason", "message", "hint", "detail"}
+BEGINS_OR_ENDS = {"startswith", "endswith"}
+
+
+def test_no_decision_compares_a_sentence() -> None:
+    decisions = []
+    for name in MODULES:
+        for node in ast.walk(tree(name)):
+            compared: ast.expr | None = None
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.In)):
+                compared = node
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                compared = node.func.value if node.func.attr in BEGINS_OR_ENDS else None
+            if compared is not None and SENTENCES.intersection(attributes(compared)):
+                decisions.append(f"{name}:{compared.lineno}")
+    assert decisions == []
+
+
+def attributes(node: ast.AST) -> Iterator[str]:
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Attribute):
+            yield inner.attr
 
 
 def test_equivalent_mutants_are_still_in_the_code() -> None:

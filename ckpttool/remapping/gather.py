@@ -43,7 +43,13 @@ from ckpttool.naming.wrappers import recognize, strip
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.remapping.result import Remap
 
-DIFFERS = "differs between the ranks"  # a problem of a tensor that every rank holds completely
+_DIFFERS = "differs between the ranks"
+
+
+def not_of_one_step(key: str) -> Problem:
+    """Return the problem of a tensor that every rank holds completely, with other values."""
+    return Problem(_DIFFERS, key, "other-step")
+
 
 # DTensors
 
@@ -108,9 +114,9 @@ def _merged(
         problems.append(Problem("some ranks have it, and others do not", key))
     elif not ranks_agree(entry):
         if section.kind == "optimizer" or len({part.shape for part in present}) > 1:
-            problems.append(Problem(DIFFERS, key))
+            problems.append(not_of_one_step(key))
         else:
-            notes.append(f"{key} {DIFFERS}: rank 0's is used")
+            notes.append(f"{key} {_DIFFERS}: rank 0's is used")
     return replace(entry, payload=present[0].payload)
 
 
@@ -170,9 +176,9 @@ class Gathered:
                 if ranks_agree(entry):
                     continue
                 key = dotted(section.path, entry.key)
-                remarks.append(f"{key} {DIFFERS}: rank 0's is used")
+                remarks.append(f"{key} {_DIFFERS}: rank 0's is used")
                 if section.kind == "state_dict":
-                    unknown.append(Problem(DIFFERS, key))
+                    unknown.append(not_of_one_step(key))
         if unknown:
             raise Refused(
                 f"{plural(len(unknown), 'tensor')} not in the model: the ranks hold parts, or"
@@ -249,7 +255,7 @@ def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Ga
     """
     problems: list[Problem] = []
     first = _gather_section(model_section(source), names, patterns, problems)
-    if any(problem.problem == DIFFERS for problem in problems):
+    if any(problem.kind == "other-step" for problem in problems):
         raise CkptError("the files are not of one step", hint=ONE_STEP, problems=problems)
     if problems:
         raise Refused(
@@ -411,9 +417,9 @@ def _from_ranks(
     for fqn in refs(source or ()):
         tensor = tables.tensors.get(fqn)
         if tensor is not None and tensor.kind == "parameter":
-            problems.append(Problem(DIFFERS, entry.key))
+            problems.append(not_of_one_step(entry.key))
             return whole
-    notes.append(f"{entry.key} {DIFFERS}: rank 0's is used")
+    notes.append(f"{entry.key} {_DIFFERS}: rank 0's is used")
     return whole
 
 

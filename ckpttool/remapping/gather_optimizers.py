@@ -29,7 +29,14 @@ from ckpttool.optimizers.groups import grouped
 from ckpttool.optimizers.identify import Parameters, ParamMap, owners
 from ckpttool.optimizers.move import remap_optimizers
 from ckpttool.optimizers.request import OptimizerRequest
-from ckpttool.remapping.gather import DIFFERS, Gathered, Unit, assembled, cut_out, held_elements
+from ckpttool.remapping.gather import (
+    Gathered,
+    Unit,
+    assembled,
+    cut_out,
+    held_elements,
+    not_of_one_step,
+)
 from ckpttool.remapping.result import Remap
 
 _LEAVE_OUT = "convert the model alone: PATTERN::SECTION"
@@ -66,7 +73,7 @@ def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Sect
         for param, param_state in state.state.items():
             states[param] = _joined(param_state, shapes[name_of[param]], problems)
         whole = renamed(replace(state, state=states), name_of)
-    if any(problem.problem == DIFFERS for problem in problems):
+    if any(problem.kind == "other-step" for problem in problems):
         raise CkptError(f"{where}: the files are not of one step", hint=ONE_STEP, problems=problems)
     if problems:
         raise Refused(
@@ -188,7 +195,7 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> Sequence[Any]:
         problems.append(Problem(text, value.key))
         return [value] * len(unit.slots)
     if not ranks_agree(value):
-        problems.append(Problem(DIFFERS, value.key))
+        problems.append(not_of_one_step(value.key))
     # a step counter: each parameter has its own
     return [in_own_storage(parts[0]) for _ in unit.slots]
 
@@ -239,5 +246,5 @@ def _joined(
         if isinstance(value, TensorEntry):
             joined[name], differs = assembled(value, shape if value.shape else (), text, problems)
             if differs:
-                problems.append(Problem(DIFFERS, value.key))
+                problems.append(not_of_one_step(value.key))
     return joined
