@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 
 from ckpttool.containers.zip_read import read_archive
@@ -106,6 +107,11 @@ def _check_exists(path: str) -> None:
     """Raise `CkptError` if there is no such file; the hint says which names are close."""
     if "\0" in path or paths.is_url(path) or files.exists(path):
         return
+    if os.path.islink(path):
+        raise CkptError(
+            f"{path} is a link to {os.readlink(path)}, which does not exist",
+            hint="download or copy that file again",
+        )
     folder = paths.parent(path)
     if not files.is_dir(folder):
         raise CkptError(

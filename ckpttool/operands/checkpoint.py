@@ -199,10 +199,12 @@ def split(operand: str) -> tuple[str, str | None]:
     """``PATH::SECTION`` -> (PATH, SECTION); SECTION is None if the operand names none.
 
     fsspec chains URLs with the same mark (``simplecache::s3://…``): a part with ``://`` is never a
-    section.
+    section, and neither is the end of the name of a file that exists.
     """
     path, _, section = operand.rpartition("::")
     if not path or "://" in section:
+        return operand, None
+    if os.path.lexists(operand) and not os.path.lexists(path):
         return operand, None
     return path, section
 

@@ -258,10 +258,14 @@ def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Ga
     if any(problem.kind == "other-step" for problem in problems):
         raise CkptError("the files are not of one step", hint=ONE_STEP, problems=problems)
     if problems:
+        hint = "is it the model, and the version of it, that was saved?"
+        if _has_flat_keys(model_section(source)):
+            hint = (
+                f"--from 'fsdp-flat(units=[\"layers.*\"])' checks which modules are units; {hint}"
+            )
         raise Refused(
             f"the files do not fit {names.model}: {plural(len(problems), 'problem')}",
-            hint="--from 'fsdp-flat(units=[\"layers.*\"])' checks which modules are units; "
-            "is it the model, and the version of it, that was saved?",
+            hint=hint,
             problems=problems,
         )
     sections, notes = {first.section.path: first}, [*first.notes]

@@ -12,6 +12,7 @@ import lzma
 import os
 import tarfile
 import zipfile
+from pathlib import Path
 
 import numpy
 import pytest
@@ -193,3 +194,12 @@ def test_a_file_without_permission_is_an_error(tmp_path):
     (tmp_path / "a.pt").chmod(0)
     with pytest.raises(CkptError, match="cannot read"):
         open_checkpoint(str(tmp_path / "a.pt"))
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    """As in a Hugging Face cache whose blobs were deleted."""
+    (tmp_path / "model.pt").symlink_to("blobs/1234")
+    with pytest.raises(CkptError) as error:
+        open_checkpoint(str(tmp_path / "model.pt"))
+    assert "is a link to blobs/1234, which does not exist" in error.value.message
+    assert "did you mean" not in (error.value.hint or "")

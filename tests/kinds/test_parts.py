@@ -101,6 +101,7 @@ def test_several_weights_in_one_are_not_joined(folder: Path, run: Run) -> None:
     assert "qkv.weight" in done.err
     assert "qkv.bias" in done.err
     assert "up.weight" not in done.err
+    assert "fsdp" not in done.err
     assert not (folder / "o.pt").exists()
 
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import loading_zoo
-from ckpttool import diff, open_checkpoint
+from ckpttool import diff, open_checkpoint, remap
 from command import main
 
 State = dict[str, Any]
@@ -153,3 +153,14 @@ def test_ids_follow_the_keys_of_a_format_that_keeps_their_order(
     found = diff(f"{tmp_path}/saved{picked}", model=build, optimizer=momentum)
     confirmed = [note for note in found.notes if "the file lists the model's keys in this" in note]
     assert (found.identical, len(confirmed)) == (True, keeps_order), found.notes
+
+
+def test_a_file_may_have_the_mark_of_a_section_in_its_name(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2)}
+    torch.save({"model": state, "ema": state}, tmp_path / "a::b.pt")
+    path = f"{tmp_path}/a::b.pt"
+    assert [s.path for s in open_checkpoint(path).sections] == ["model", "ema"]
+    remap(f"{path}::ema", f"{tmp_path}/out::c.pt", rule=["w => v"], verify=True)
+    assert torch.load(tmp_path / "out::c.pt").keys() == {"v"}
+    torch.save({"b.pt": state}, tmp_path / "a")  # then it is the section of a file
+    assert [s.path for s in open_checkpoint(path).sections] == [""]
