@@ -37,7 +37,7 @@ _OTHER_WEIGHTS = (
 )
 # Files that a trainer saves next to the weights; never a candidate if there are others.
 _NO_WEIGHTS = re.compile(
-    r"(training_args|optimizer(_\d+)?|scheduler(_\d+)?|sampler(_\d+)?|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)"
+    r"(training_args|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)"
 )
 # The names that accelerate uses under FSDP: a folder or a file for each model and optimizer, or
 # files of the ranks.
@@ -357,7 +357,7 @@ def state_files(folder: str) -> tuple[str, ...]:
     """List the other files for resuming a training: of the scheduler, random numbers, the user's
     own.
     """
-    parts = fsdp_parts(folder).values()
+    parts = fsdp_parts(folder).values() if is_fsdp(folder) else ()
     return _files(
         folder,
         lambda name: (_NO_WEIGHTS.fullmatch(name) or name.endswith(".pkl")) and name not in parts,
