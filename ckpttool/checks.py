@@ -203,9 +203,9 @@ def _checked(
 
 
 def _pickles(path: str, checkpoint: Checkpoint, allow: Sequence[str]) -> Checked:
-    """Check the imports of a checkpoint's pickles, and of files that a trainer saves next to it."""
+    """Check the imports of a checkpoint's pickles, and of other files in its folder."""
     imports = []
-    for imported in (*checkpoint.imports, *unsafe_in_folder(path)):
+    for imported in (*checkpoint.imports, *unsafe_in_folder(path, checkpoint)):
         if imported.verdict in _SAYS and not _is_allowed(imported, allow):
             imports.append(imported)
     if not imports:

@@ -35,6 +35,7 @@ _OTHER_WEIGHTS = (
     ".ot",
     ".tflite",
 )
+_PICKLES = (".pt", ".pth", ".ckpt", ".pt2", ".pkl", ".pickle")
 # Files that a trainer saves next to the weights; never a candidate if there are others.
 _NO_WEIGHTS = re.compile(
     r"(training_args|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)"
@@ -362,6 +363,28 @@ def state_files(folder: str) -> tuple[str, ...]:
         folder,
         lambda name: (_NO_WEIGHTS.fullmatch(name) or name.endswith(".pkl")) and name not in parts,
     )
+
+
+def pickle_files(folder: str) -> tuple[str, ...]:
+    """List the files that may hold pickles: of a trainer, and other weights. The ending ``.bin``
+    alone does not say so.
+    """
+    states = state_files(folder)
+
+    def may_hold_pickles(name: str) -> bool:
+        if name in states or name.endswith(_PICKLES):
+            return True
+        return name.endswith(".bin") and begins_as_pickle(join(folder, name))
+
+    return _files(folder, may_hold_pickles)
+
+
+def begins_as_pickle(path: str) -> bool:
+    """Return whether the file begins as those of torch.save: a zip archive or a pickle."""
+    if not is_file(path):
+        return False
+    with opened(path) as file:
+        return bytes(file.read(2)).startswith((b"PK", b"\x80"))
 
 
 def parts_in(look: Look) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import limits, one_reading
 from ckpttool.core.pickle_imports import DANGEROUS, UNREADABLE, Import, in_order
 from ckpttool.core.text import Info, Note
-from ckpttool.formats.folders import DCP_METADATA, left_unread, state_files
+from ckpttool.formats.folders import DCP_METADATA, left_unread, pickle_files, state_files
 from ckpttool.formats.registry import recognize
 from ckpttool.formats.remarks import remarks
 from ckpttool.io import files, handles, paths, sources
@@ -84,13 +85,15 @@ def note_on(names: Sequence[str]) -> tuple[str, ...]:
     return (Info(text, "reader"),)
 
 
-def unsafe_in_folder(path: str) -> tuple[Import, ...]:
-    """Return what `unsafe_in` finds in files that a trainer saves next to the weights in the folder
-    `path`.
+def unsafe_in_folder(path: str, checkpoint: Checkpoint) -> tuple[Import, ...]:
+    """Return what `unsafe_in` finds in the files of the folder `path` that were not opened when the
+    checkpoint in it was read.
     """
     if files.is_glob(path) or not files.is_dir(path):
         return ()
-    return unsafe_in(join(path, name) for name in state_files(path))
+    read = {*checkpoint.files, *map(os.path.realpath, checkpoint.files)}
+    unread = [join(path, name) for name in pickle_files(path)]
+    return unsafe_in(file for file in unread if read.isdisjoint((file, os.path.realpath(file))))
 
 
 def unsafe_in(paths: Iterable[str]) -> tuple[Import, ...]:

@@ -46,7 +46,7 @@ def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> In
     """
     checkpoint = open_checkpoint(ckpt)
     if isinstance(ckpt, str) and split(ckpt)[1] is None:
-        others = unsafe_in_folder(ckpt)
+        others = unsafe_in_folder(ckpt, checkpoint)
         checkpoint = replace(checkpoint, imports=in_order((*checkpoint.imports, *others)))
     if filter is not None:
         checkpoint = _filtered(checkpoint, filter)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 
 from command import Run
@@ -39,3 +41,38 @@ def test_a_file_that_fits_and_runs_code(
     assert loads.status == 0
     assert (text in loads.out + loads.err) is is_left
     assert not Path("ran").exists()
+
+
+# In folders whose checkpoint is in another file: of transformers, of Megatron-Core
+UNREAD = ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin", "tokens.pickle", "common.pt"]
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_file_of_the_folder_that_is_not_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = nn.Linear(2, 3).state_dict()
+    if name == "common.pt":
+        dcp.save(state, checkpoint_id="model", no_dist=True)
+    else:
+        Path("model").mkdir()
+        save_file(state, "model/model.safetensors")
+        Path("model/config.json").write_text("{}")
+    torch.save(state, f"model/{name}")
+    assert run("check", "model").status == 0
+    torch.save({**state, "more": Runs()}, f"model/{name}")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(f"model/{name}")
+    done = run("check", "model")
+    assert (done.status, f"model/{name}" in done.out) == (1, True)
+    assert "would run code" in run("inspect", "model").out.splitlines()[0]
+    assert not Path("ran").exists()
+
+
+def test_other_data_with_the_ending_bin_is_not_read(run: Run, tmp_path: Path) -> None:
+    save_file(nn.Linear(2, 3).state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "ggml.bin").write_bytes(b"lmgg" + bytes(40))
+    (tmp_path / "links.bin").mkdir()
+    assert run("check", tmp_path).status == 0
