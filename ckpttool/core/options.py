@@ -201,7 +201,7 @@ _FLAGS_WITHOUT_VALUE = {
     *("ignore_dtype", "values", "whole", "dry_run", "verify", "reverse", "trainable_only"),
     *("keep_aliases", "keep_pickled_code", "no_fsync", "fail_on_unused"),
 }
-_OTHER_NAMES = {"output": "out", "from": "from_"}
+_OTHER_NAMES = {"output": "out", "from": "from_", "program": "name"}
 _ALL = re.compile(r"(?<![\w-])--(?:all|format json)\b")  # results have a method instead
 # a command without its first word, as in `remap --model MODEL`
 _SHORT = re.compile(r"`(check|convert|diff|explain|fix|inspect|remap|swap-weights|trace) ([^`]+)`")

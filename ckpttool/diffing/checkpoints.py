@@ -176,7 +176,9 @@ def _optimizers(
     entries = (*diff.entries, *compare_outside(left, right, values))
     notes: list[str] = []
     if diff.by_id:
-        text = "parameters are compared by id: pass --model MODEL to compare them by name"
+        text = "parameters are compared by id"
+        if names is None:
+            text += ": pass --model MODEL to compare them by name"
         notes.append(Info(text, "compared-by"))
     left_class, right_class = diff.classes
     if left_class != right_class:

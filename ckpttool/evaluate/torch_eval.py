@@ -371,7 +371,7 @@ def storage_of(storage: Storage) -> torch.UntypedStorage:
 def arrange(old: Storage, values: Sequence[tuple[TensorEntry, TensorEntry]]) -> Storage:
     """Return a storage like `old` in which the place of each (place, value) pair holds that value.
 
-    Writing it raises `Refused` if two places overlap and get different values.
+    Writing it raises `Refused` if elements at one place in memory get different values.
     """
 
     def produce() -> list[memoryview]:
@@ -383,14 +383,26 @@ def arrange(old: Storage, values: Sequence[tuple[TensorEntry, TensorEntry]]) -> 
             view.set_(storage.untyped_storage(), place.offset, place.shape, place.stride)
             pairs.append((view, load(new), place.key))
         for view, value, _ in pairs:
-            view.copy_(value)
+            _fill_once(view, value)
         for view, value, key in pairs:
             if not same_bits(view, value):
                 message = f"{key} shares memory with another weight that gets another value"
+                if 0 in view.stride():
+                    message = f"{key} repeats elements in memory, and its new values differ there"
                 raise Refused(message, hint="nothing was written")
         return [to_bytes(storage)]
 
     return Storage(Lazy(old.nbytes, produce))
+
+
+def _fill_once(view: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy the value into the view; of an expanded dimension, whose elements are one in memory, the
+    first.
+    """
+    for dim, (size, step) in enumerate(zip(view.shape, view.stride())):
+        if size > 1 and step == 0:
+            view, value = view.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    view.copy_(value)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -167,7 +167,7 @@ def write(checkpoint: Checkpoint, out: str, **options: Unpack[WriteKeywords]) ->
     Args:
         checkpoint: What `open_checkpoint` or `remap` returned.
         out: The path to write; its ending chooses the format.
-        **options: `force` overwrites OUT; `max_shard_size` is in bytes, or a text such as ``5GB``.
+        **options: `force` overwrites OUT; `max_shard_size` is a text: ``5GB``, or ``5000`` bytes.
 
     Raises:
         Refused: The format cannot hold the checkpoint.
