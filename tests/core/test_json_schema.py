@@ -224,7 +224,7 @@ def test_member_may_have_values_of_several_kinds(
 
 def test_member_with_a_space_has_a_quoted_path() -> None:
     options = {"plain": [], "not plain": {"rf": "b"}, "lr": {"rf": "b"}}
-    groups = [{"params": [], "like": None, "options": options}]
+    groups: list[Any] = [{"params": [], "like": None, "options": options}]
     move = {"section": "o", "form": "id", "params": [], "groups": groups}
     assert problems("plan", {**PLAN, "optimizers": [move]}) == [
         "not an expression: {'rf': 'b'} @ $.optimizers[0].groups[0].options['not plain']",

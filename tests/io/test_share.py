@@ -4,22 +4,18 @@ mkfs.btrfs.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpttool.core.checkpoint import Span
-from ckpttool.io.fill import fill
-from ckpttool.io.pieces import Piece
-from ckpttool.io.write import write_file as write
 from command import Run
 
 MAKERS = {"xfs": ["mkfs.xfs", "-q"], "btrfs": ["mkfs.btrfs", "-q"]}
@@ -100,40 +96,25 @@ def test_reflink_copy_has_the_bytes_of_a_plain_copy(disk: Path, tmp_path: Path, 
     assert (disk / "back.safetensors").read_bytes() == (disk / "in.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("hashed", [False, True])
-def test_bytes_are_read_instead_of_shared_if_a_digest_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed: bool
+@pytest.mark.parametrize("verified", [False, True])
+def test_bytes_are_read_instead_of_shared_if_they_are_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, verified: bool
 ) -> None:
     """On any file system: a clone is a copy here."""
-    content, shared = os.urandom(2 << 20), list[int]()
-    (tmp_path / "source").write_bytes(content)
+    tensor, shared = torch.arange(1 << 19, dtype=torch.int32), list[int]()
+    save_file({"a.w": tensor}, tmp_path / "in.safetensors")
+    content = (tmp_path / "in.safetensors").read_bytes()
 
-    def clone(descriptor: int, span: Span, at: int) -> bool:
+    def clone(descriptor: int, span: Any, at: int) -> bool:
         shared.append(os.pwrite(descriptor, content[span.offset : span.offset + span.length], at))
         return True
 
     monkeypatch.setattr("ckpttool.io.fill._clone", clone)
-    digest = hashlib.sha256() if hashed else None
-    with open(tmp_path / "out", "wb") as out:
-        fill(out.fileno(), [Piece(Span(str(tmp_path / "source"), 0, len(content)))], digest)
-    assert (tmp_path / "out").read_bytes() == content
-    assert shared == ([] if hashed else [len(content)])
-    assert digest is None or digest.hexdigest() == hashlib.sha256(content).hexdigest()
-
-
-def test_copy_may_consist_of_shared_blocks(disk: Path) -> None:
-    """Full blocks are shared at the same offset, in all of the file or at its end."""
-    (disk / "source").write_bytes(os.urandom(2 << 20))
-    before = used(disk)
-    write([Piece(Span(str(disk / "source"), 0, 2 << 20))], str(disk / "out"))
-    write(
-        [Piece(bytes(4096)), Piece(Span(str(disk / "source"), 4096, (2 << 20) - 4096))],
-        str(disk / "end"),
-    )
-    assert used(disk) - before < 1 << 20
-    source = (disk / "source").read_bytes()
-    assert (disk / "out").read_bytes() == source
-    assert (disk / "end").read_bytes() == bytes(4096) + source[4096:]
+    words = ["--verify"] if verified else []
+    out = tmp_path / "out.safetensors"
+    assert run("remap", tmp_path / "in.safetensors", *RENAME, "-o", out, *words)[0] == 0
+    assert torch.equal(load_file(out)["a.longer.name.than.before.w"], tensor)
+    assert bool(shared) is not verified
 
 
 def test_later_write_to_the_source_does_not_change_the_copy(disk: Path, run: Run) -> None:

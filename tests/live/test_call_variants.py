@@ -13,8 +13,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
+import ckpttool
 from ckpttool import CkptError, Refused, live
 from command import Run
+from names_files import names_file, ref, runtime, serialized
 from places import SUPPORT
 from unflattened import Called, Gate, Nested, Shared, Twice, example, exported, made, program
 
@@ -424,3 +426,45 @@ def test_a_users_module_may_be_named_like_a_variant(run: Run, tmp_path: Path) ->
         == 0
     )
     assert torch.load(out).keys() == model.state_dict().keys()
+
+
+@pytest.fixture
+def called_twice(tmp_path: Path) -> str:
+    """Return the names of a model that calls `f` twice, and has another tensor at `g@1`."""
+    names = ("f.w", "f@1.w", "g.w", "g@1.w")
+    tensors = [runtime(name, alias_of="f.w" if name == "f@1.w" else None) for name in names]
+    keys = [serialized(name, ref(name)) for name in ("f.w", "g.w", "g@1.w")]
+    loaded = {name: ref(name) for name in ("f.w", "g.w", "g@1.w")}
+    return names_file(tmp_path / "names.json", tensors, keys, loaded)
+
+
+def remapped(state: dict[str, float], to: str, names: str, folder: Path) -> Any:
+    torch.save({key: torch.full((2,), value) for key, value in state.items()}, folder / "in.pt")
+    out = str(folder / "out.pt")
+    return ckpttool.remap(
+        str(folder / "in.pt"), out, model=names, from_="runtime", to=to, force=True
+    )
+
+
+def test_only_a_name_of_the_same_tensor_is_added_as_a_variant(
+    called_twice: str, tmp_path: Path
+) -> None:
+    remapped({"f.w": 1.0, "g.w": 2.0, "g@1.w": 3.0}, "unflattened", called_twice, tmp_path)
+    found = {key: value[0].item() for key, value in torch.load(tmp_path / "out.pt").items()}
+    assert found == {"f.w": 1, "f@1.w": 1, "g.w": 2, "g@1.w": 3}
+
+
+def test_only_a_variant_with_the_value_of_its_base_is_left_out(
+    called_twice: str, tmp_path: Path
+) -> None:
+    state = {"f.w": 1.0, "f@1.w": 1.0, "g.w": 2.0, "g@1.w": 3.0}
+    done = remapped(state, "exported", called_twice, tmp_path)
+    assert list(torch.load(tmp_path / "out.pt")) == ["f.w", "g.w", "g@1.w"]
+    assert [(one.key, one.reason) for one in done.plan.dropped] == [
+        ("f@1.w", "a call variant of f.w")
+    ]
+    with pytest.raises(Refused) as refused:
+        remapped({**state, "f@1.w": 9.0}, "exported", called_twice, tmp_path)
+    assert [str(problem) for problem in refused.value.problems] == [
+        "a call variant of f.w with another value @ f@1.w"
+    ]

@@ -10,14 +10,10 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool import Names
-from ckpttool.core.checkpoint import Section, Span, Storage, TensorEntry
-from ckpttool.core.expression import Ref
-from ckpttool.core.names import RUNTIME, SERIALIZED, RuntimeTensor, SerializedKey
-from ckpttool.naming.convert import move, read
-from ckpttool.naming.match import NameTables
-from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.instances import filled
+from ckpttool import Refused, Remap
+from names_files import names_file, ref, runtime, serialized
+
+RUNTIME, SERIALIZED = "runtime", "serialized"
 
 
 class SavesSum(nn.Module):
@@ -47,74 +43,91 @@ class SavesDoubled(nn.Linear):
         super()._load_from_state_dict(state, prefix, *more)
 
 
-def section(*keys: str, form: str | None = None) -> Section:
-    storage = Storage(Span("model.pt", 0, 8))
-    return Section(
-        "",
-        "state_dict",
-        tuple(TensorEntry(key, "float32", (2,), (1,), 0, storage) for key in keys),
-        form=form,
-    )
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
-def tables(build: Any) -> NameTables:
-    return NameTables(ckpttool.trace(build))
+def changed(state: dict[str, torch.Tensor], model: Any, to: str, **options: Any) -> Remap:
+    torch.save(state, "in.pt")
+    return ckpttool.remap("in.pt", "out.pt", model=model, to=to, force=True, **options)
+
+
+def is_a_guess(done: Remap) -> bool:
+    return any("--from runtime says otherwise" in note for note in done.notes)
+
+
+def doubled() -> nn.Module:
+    return SavesDoubled(2, 2)
 
 
 @pytest.mark.parametrize("form", [RUNTIME, SERIALIZED])
-def test_a_recorded_or_given_form_is_used(form: str) -> None:
-    names = tables(lambda: SavesDoubled(2, 2))
-    assert read(names, section("weight", "bias")).ambiguous
-    assert read(names, section("weight", "bias", form=form)).form == form
-    assert not read(names, section("weight", "bias"), form).ambiguous
-    assert read(names, section("weight", "bias", form=RUNTIME), form).form == form
-    assert read(names, section("weight", "bias"), form).form == form
+def test_a_form_that_the_names_do_not_tell_is_given_or_recorded(form: str) -> None:
+    other = RUNTIME if form == SERIALIZED else SERIALIZED
+    state = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    assert is_a_guess(changed(state, doubled, other))
+    assert not is_a_guess(changed(state, doubled, other, from_=form))
+    factor = 2 if form == RUNTIME else 0.5
+    assert torch.equal(torch.load("out.pt")["weight"], state["weight"] * factor)
+    # a file with runtime names says so
+    done = ckpttool.remap("out.pt", "back.pt", model=doubled, to=form)
+    assert is_a_guess(done) == (other == SERIALIZED)
+    assert torch.equal(torch.load("back.pt")["weight"], state["weight"])
+    ckpttool.remap("out.pt", "again.pt", model=doubled, to=form, from_=other)
+    assert torch.equal(torch.load("again.pt")["weight"], state["weight"])
+    ckpttool.remap("out.pt", "wrong.pt", model=doubled, to=other, from_=form)
+    assert torch.equal(torch.load("wrong.pt")["weight"], state["weight"] * factor * factor)
 
 
-def test_a_key_that_is_only_saved_is_dropped_if_it_can_be_restored() -> None:
-    names = tables(SavesSum)
-    incomplete = section("a", "c", "sum")
-    for saved in ("abc", "ab"):
-        restorable = section(*saved, "sum")
-        done = move(names, restorable, read(names, restorable), RUNTIME)
-        assert [(output.key, output.source) for output in done.plan.outputs] == [
-            (name, Ref(name)) for name in saved
-        ]
-        assert [dropped.key for dropped in done.plan.dropped] == ["sum"]
-        assert not done.problems
-    lost = move(names, incomplete, read(names, incomplete), RUNTIME)
-    assert [(problem.problem, problem.key) for problem in lost.problems] == [
-        ("the model writes this key and does not read it back", "sum")
+@pytest.mark.parametrize("saved", ["abc", "ab"])
+def test_a_key_that_is_only_saved_is_dropped_if_it_can_be_restored(saved: str) -> None:
+    state = {name: torch.ones(2) for name in (*saved, "sum")}
+    done = changed(state, SavesSum, RUNTIME, partial=True)
+    assert list(torch.load("out.pt")) == list(saved)
+    assert [dropped.key for dropped in done.plan.dropped] == ["sum"]
+
+
+def test_a_key_that_is_only_saved_is_not_lost() -> None:
+    state = {name: torch.ones(2) for name in ("a", "c", "sum")}
+    with pytest.raises(Refused) as refused:
+        changed(state, SavesSum, RUNTIME, partial=True)
+    assert [str(problem) for problem in refused.value.problems] == [
+        "the model writes this key and does not read it back @ sum"
     ]
 
 
-def test_a_dropped_alias_is_listed_as_a_copy() -> None:
-    """The values are compared when the plan is applied, because a different value would be lost."""
-    runtime = (
-        RuntimeTensor(
-            fqn, fqn, "parameter", True, True, "float32", (2,), "v" if fqn == "v2" else None
-        )
-        for fqn in ("w", "v", "v2", "unsaved")
-    )
-    keys = (SerializedKey(key, "float32", (2,), Ref(key), None) for key in ("w", "v"))
-    names = NameTables(Names("n", "2", tuple(runtime), tuple(keys), (), ("unsaved",)))
-    complete = section("w", "v", "v2", "unsaved", form=RUNTIME)
-    done = move(names, complete, read(names, complete), SERIALIZED)
-    assert [(one.key, one.source) for one in done.plan.outputs] == [
-        ("w", Ref("w")),
-        ("v", Ref("v")),
-    ]
-    assert ([drop.key for drop in done.plan.dropped], done.copies) == (
-        ["v2", "unsaved"],
-        (("v2", "v"),),
-    )
-    second = section("w", "v2", form=RUNTIME)
-    done = move(names, second, read(names, second), SERIALIZED)
-    assert [(one.key, one.source) for one in done.plan.outputs] == [
-        ("w", Ref("w")),
-        ("v", Ref("v2")),
-    ]
-    assert (done.plan.dropped, done.copies, done.problems) == ((), (), ())
+@pytest.fixture
+def tied() -> str:
+    """Return the names of a model whose `v` has a second name, and whose `unsaved` is not saved."""
+    tensors = [runtime("w"), runtime("v"), runtime("v2", alias_of="v"), runtime("unsaved")]
+    keys = [serialized(key, ref(key)) for key in ("w", "v")]
+    loaded = {"w": ref("w"), "v": ref("v")}
+    return names_file(Path("n.json"), tensors, keys, loaded, not_serialized=["unsaved"])
+
+
+def test_a_second_name_with_the_same_value_is_dropped(tied: str) -> None:
+    state = {name: torch.full((2,), float(at)) for at, name in enumerate(("w", "v", "unsaved"))}
+    done = changed({**state, "v2": state["v"].clone()}, tied, SERIALIZED, from_=RUNTIME)
+    assert {drop.key for drop in done.plan.dropped} == {"v2", "unsaved"}
+    assert {key: value.tolist() for key, value in torch.load("out.pt").items()} == {
+        "w": [0, 0], "v": [1, 1]
+    }  # fmt: skip
+
+
+def test_a_second_name_with_another_value_is_not_lost(tied: str) -> None:
+    state = {name: torch.full((2,), float(at)) for at, name in enumerate(("w", "v", "v2"))}
+    with pytest.raises(Refused) as refused:
+        changed(state, tied, SERIALIZED, from_=RUNTIME)
+    assert [problem.key for problem in refused.value.problems] == ["v2"]
+
+
+def test_a_second_name_alone_gives_the_value(tied: str) -> None:
+    state = {"w": torch.zeros(2), "v2": torch.ones(2)}
+    done = changed(state, tied, SERIALIZED, from_=RUNTIME)
+    assert done.plan.dropped == ()
+    assert {key: value.tolist() for key, value in torch.load("out.pt").items()} == {
+        "w": [0, 0], "v": [1, 1]
+    }  # fmt: skip
 
 
 class SavesShifted(nn.Module):
@@ -150,7 +163,11 @@ class AddsBufferAtLoad(nn.Module):
 def test_a_round_trip_through_runtime_names_keeps_all_entries(
     build: type[nn.Module], tmp_path: Path
 ) -> None:
-    state = filled(of_object(build), 5).state_dict()
+    torch.manual_seed(5)
+    saved = build()
+    for parameter in saved.parameters():
+        nn.init.uniform_(parameter)
+    state = saved.state_dict()
     torch.save(dict(state), tmp_path / "a.pt")
     ckpttool.remap(
         str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), model=build, from_=SERIALIZED, to=RUNTIME

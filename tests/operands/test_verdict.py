@@ -1,46 +1,33 @@
-"""The verdict on a strict load is found once for each content. Oracle: torch."""
+"""The verdict on a strict load is found once for each content."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from ckpttool.core.checkpoint import Section
-from ckpttool.operands.checkpoint import model_section
-from ckpttool.operands.in_memory import checkpoint_of
-from ckpttool.operands.model import ModelOperand
-from ckpttool.tracing import loading
+import ckpttool
 
 
-def section_of(state: dict[str, torch.Tensor]) -> Section:
-    return model_section(checkpoint_of(state))
+class Counted(nn.Linear):
+    """It counts how often a state dict is loaded into it, or into a copy of it."""
+
+    loads = 0
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        Counted.loads += 1
+        return super().load_state_dict(*args, **options)
 
 
-def test_verdict_is_found_once_for_the_same_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[Section] = []
-    load = loading.load_verdict
-
-    def counted(model: Any, section: Section, **options: Any) -> loading.Verdict:
-        loads.append(section)
-        return load(model, section, **options)
-
-    monkeypatch.setattr(loading, "load_verdict", counted)
-    state = nn.Linear(2, 2).state_dict()
-    model, first = ModelOperand(nn.Linear(2, 2)), section_of(state)
-    assert model.verdict(first).ok
-    assert model.verdict(replace(first, path="model")) is model.verdict(first)
-    assert len(loads) == 1
-    for other in (
-        state | {"weight": torch.zeros(3, 2)},
-        {"weight": state["weight"]},
-        state | {"more": torch.ones(1)},
-    ):
-        with pytest.raises(RuntimeError):
-            nn.Linear(2, 2).load_state_dict(other)
-        assert not model.verdict(section_of(other)).ok
-    model.verdict(replace(first, modules={}))  # module versions decide what hooks do
-    assert len(loads) == 5
+def test_a_fix_loads_the_old_and_the_new_content_once_for_all_sections(tmp_path: Path) -> None:
+    wrapped = {f"module.{key}": value for key, value in nn.Linear(2, 2).state_dict().items()}
+    torch.save({"model": wrapped, "ema": wrapped}, tmp_path / "in.pt")
+    Counted.loads = 0
+    ckpttool.fix(str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), model=Counted)
+    Counted().load_state_dict(torch.load(tmp_path / "out.pt")["ema"])
+    assert Counted.loads == 3

@@ -80,6 +80,5 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return (
-        dense.reshape(-1).view(torch.uint8) if dense.numel() else torch.empty(0, dtype=torch.uint8)
-    )
+    # a single element may have any stride
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

@@ -21,12 +21,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ckpttool.io.temporary import owner_of
 from command import main
 from fault_injector import MODES, Injector
 
 ROOT = Path(__file__).resolve().parents[2]
 Snapshot = dict[str, tuple[int, bytes]]
+TEMPORARY = (".ckpttool.tmp", ".ckpttool.edit")
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,8 @@ def snapshot(folder: Path) -> Snapshot:
     found: Snapshot = {}
     for path in sorted(folder.rglob("*")):
         own = path.relative_to(folder)
-        if not any(owner_of(part) for part in own.parts) and not own.name.endswith(
-            (".ckpttool.undo", ".ckpttool.old")
-        ):
+        is_kept = own.name.endswith((".ckpttool.undo", ".ckpttool.old"))
+        if not is_kept and not any(part.endswith(TEMPORARY) for part in own.parts):
             is_file = path.is_file() and not path.is_symlink()
             found[str(own)] = (path.lstat().st_mode, path.read_bytes() if is_file else b"")
     return found
@@ -63,7 +62,9 @@ def snapshot(folder: Path) -> Snapshot:
 
 def litter(folder: Path) -> list[str]:
     """Return the temporary files that were left."""
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if owner_of(path.name)]
+    return [
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.name.endswith(TEMPORARY)
+    ]
 
 
 def run(

@@ -141,7 +141,7 @@ def _bytes(storage: Any) -> bytes:
 
 
 def _digest(elements: torch.Tensor) -> str:
-    return hashlib.blake2b(memoryview(elements.numpy())).hexdigest()
+    return hashlib.blake2b(elements.numpy().data).hexdigest()
 
 
 def disagreements(path: str) -> list[str]:

@@ -1,24 +1,22 @@
-"""Flat keys and their paths, with torch's flattening and unflattening of random state dicts as the
+"""Flat keys of a DCP folder, with torch's flattening and unflattening of random state dicts as the
 oracle.
 """
 
 from __future__ import annotations
 
-import io
-import zipfile
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
+import ckpttool
 from ckpttool import Refused
-from ckpttool.containers.pickle_read import loads
-from ckpttool.containers.tensors import is_tensor
-from ckpttool.formats.dcp import flattened, nested
 
 KEYS = st.sampled_from(["a", "b", "a.b", "", "x"]) | st.integers(-1, 2)
 LEAVES = st.sampled_from([torch.ones(2), 3, None, "text", (1, torch.ones(1)), True])
@@ -29,84 +27,66 @@ TREES = st.recursive(
 )
 
 
-def pickled(value: Any) -> Any:
-    """Return the tree of the pickle that torch.save writes."""
-    torch.save(value, out := io.BytesIO())
-    with zipfile.ZipFile(out) as archive:
-        return loads(archive.read("archive/data.pkl")).root
+def converted(state: Any, out: Path) -> Path:
+    torch.save(state, out.with_suffix(".pt"))
+    ckpttool.convert(str(out.with_suffix(".pt")), str(out), force=True, no_fsync=True)
+    return out
 
 
-@settings(max_examples=150)
+def paths_in(folder: Path) -> dict[str, Any]:
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    assert metadata.planner_data.keys() == metadata.state_dict_metadata.keys()
+    return dict(metadata.planner_data)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(state=st.dictionaries(KEYS, TREES, max_size=4))
-def test_flattening_matches_torch(state: dict[Any, Any]) -> None:
+def test_flattening_and_its_inverse_are_those_of_torch(state: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.dcp"
+    state = {**state, "weight": torch.ones(2)}
     try:
         flat, paths = flatten_state_dict(state)
     except ValueError:
-        with pytest.raises(Refused) as caught:
-            flattened(pickled(state))
-        assert {problem.problem for problem in caught.value.problems} == {
+        with pytest.raises(Refused) as refused:
+            converted(state, out)
+        assert {problem.problem for problem in refused.value.problems} == {
             "two entries have this flat key"
         }
         return
-    found = flattened(pickled(state))
-    assert {key: path for key, (path, _) in found.items()} == paths
-    assert [key for key, (_, node) in found.items() if is_tensor(node)] == [
-        key for key, value in flat.items() if isinstance(value, torch.Tensor)
-    ]
-    assert nested({paths[key]: key for key in flat}) == unflatten_state_dict(
-        {key: key for key in flat}, paths
-    )
-
-
-@pytest.mark.parametrize("root", [torch.ones(2), [torch.ones(2)], {(1, 2): torch.ones(2)}])
-def test_objects_without_flat_keys_are_refused(root: Any) -> None:
-    with pytest.raises(Refused, match="cannot hold this") as caught:
-        flattened(pickled(root))
-    message = (
-        "a dict key that is neither text nor a number @ "
-        if isinstance(root, dict)
-        else "the file does not hold a dict @ (root)"
-    )
-    assert message in list(map(str, caught.value.problems))
+    converted(state, out)
+    assert paths_in(out) == paths
+    ckpttool.convert(str(out), str(tmp_path / "back.pt"), force=True, no_fsync=True)
+    back = torch.load(tmp_path / "back.pt", weights_only=False)
+    assert repr(back) == repr(unflatten_state_dict(flat, paths))
 
 
 @pytest.mark.parametrize(
-    ("flat", "state"),
+    ("root", "problem"),
     [
-        ({("a", 10_000): 1}, {"a": [None] * 10_000 + [1]}),
-        ({("param_groups",): [5]}, {"state": {}, "param_groups": [5]}),
-        ({("param_groups",): [{"params": 5}]}, {"state": {}, "param_groups": [{"params": 5}]}),
+        ([torch.ones(2)], "the file does not hold a dict @ (root)"),
         (
-            {("state",): 5, ("param_groups",): [{"params": [0]}]},
-            {"state": 5, "param_groups": [{"params": [0]}]},
-        ),
-        (
-            {
-                ("state", "0", "x"): 1,
-                ("state", "1", "x"): 2,
-                ("param_groups",): [{"params": [0]}, {"params": ["1"]}],
-            },
-            {
-                "state": {0: {"x": 1}, "1": {"x": 2}},
-                "param_groups": [{"params": [0]}, {"params": ["1"]}],
-            },
+            {"w": torch.ones(1), (1, 2): torch.ones(2)},
+            "a dict key that is neither text nor a number @ ",
         ),
     ],
 )
-def test_flat_keys_are_nested_again(flat: Any, state: Any) -> None:
-    assert nested(flat) == state
+def test_objects_without_flat_keys_are_refused(root: Any, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(Refused) as refused:
+        converted(root, tmp_path / "out.dcp")
+    assert any(problem in str(one) for one in refused.value.problems), refused.value.problems
 
 
 def inside(depth: int, container: Any) -> Any:
     return reduce(lambda inner, _: container(inner), range(depth), 1)
 
 
-def test_deep_nesting_is_refused_at_the_limit() -> None:
-    assert list(flattened(inside(200, lambda inner: {"a": inner}))) == [".".join("a" * 200)]
-    with pytest.raises(Refused) as caught:
-        flattened(inside(201, lambda inner: {"a": inner}))
-    assert [str(problem) for problem in caught.value.problems] == [
+def test_deep_nesting_is_refused_at_the_limit(tmp_path: Path) -> None:
+    def nested(depth: int) -> Any:
+        return {"w": torch.ones(1), **inside(depth, lambda inner: {"a": inner})}
+
+    assert ".".join("a" * 200) in paths_in(converted(nested(200), tmp_path / "out.dcp"))
+    with pytest.raises(Refused) as refused:
+        converted(nested(201), tmp_path / "more.dcp")
+    assert [str(problem) for problem in refused.value.problems] == [
         "nested too deep @ a.a.a.a.a.a.a.a.a.a"
     ]
-    node = inside(5_000, lambda inner: [inner])
-    assert flattened({"a": node}) == {"a": (("a",), node)}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import struct
 from collections.abc import Mapping
@@ -17,25 +18,14 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.serialization._base import split_state_dict_into_shards_factory
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import ckpttool
 import real_models
 from ckpttool import CkptError, open_checkpoint
-from ckpttool.formats.huggingface import (
-    Item,
-    Shards,
-    layout_files,
-    plan_shards,
-    shard_names,
-)
-from ckpttool.formats.registry import FORMATS
-from ckpttool.remapping.options import parse_size
 from command import Run, main
-from files import write_pieces
 from surroundings import limited
 
 INDEX = "model.safetensors.index.json"
@@ -179,12 +169,12 @@ def test_resharding_matches_transformers(
 
 def test_shards_do_not_exceed_the_limit(llama: Path, tmp_path: Path) -> None:
     remap(llama, "-o", f"{tmp_path}/out/", "--max-shard-size", "30KB")
-    container = open_checkpoint(f"{tmp_path}/out").container
-    assert isinstance(container, Shards)
-    assert all(shard.sections[0].nbytes <= 30_000 for shard in container.shards.values())
-    assert list(container.shards) == [
-        f"model-0000{n}-of-0000{len(container.shards)}.safetensors" for n in (1, 2, 3)
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert [shard.name for shard in shards] == [
+        f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
     ]
+    for shard in shards:
+        assert sum(value.nbytes for value in load_file(shard).values()) <= 30_000
 
 
 def test_a_single_file_has_no_index(
@@ -431,7 +421,7 @@ def test_damaged_indexes_are_refused(tmp_path: Path, text: bytes) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "x.index.json").write_bytes(text)
     with pytest.raises(CkptError) as caught:
-        FORMATS["sharded"].read(str(tmp_path / "x.index.json"))
+        open_checkpoint(str(tmp_path / "x.index.json"))
     assert caught.value.exit_status == 2
 
 
@@ -653,10 +643,10 @@ def test_each_shard_gets_new_metadata(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(path))
     assert checkpoint.metadata == {"format": "pt", "old": "o", "one": "1"}
     changed = replace(checkpoint, metadata={"format": "tf", "one": "2", "new": "n"})
-    files: Any = layout_files(changed, "sharded")
+    ckpttool.write(changed, f"{tmp_path}/out/")
     found = {}
     for name in ("a.safetensors", "b.safetensors"):
-        with safe_open(write_pieces(files[name], tmp_path / name), "pt") as shard:
+        with safe_open(tmp_path / "out" / name, "pt") as shard:
             found[name] = shard.metadata()
     assert found == {
         "a.safetensors": {"format": "tf", "part": "x", "one": "2", "new": "n"},
@@ -680,66 +670,85 @@ def test_elements_smaller_than_a_byte_stay_in_their_shards(tmp_path: Path) -> No
     ]
 
 
-def items(*sizes: int) -> list[Item]:
-    return [Item(f"t{index}", size, index) for index, size in enumerate(sizes)]
+def shards_of(
+    sizes: Mapping[str, int], limit: int, folder: Path, tied: str = ""
+) -> list[list[str]]:
+    """Return the keys of each shard of tensors with these numbers of bytes."""
+    state = {key: torch.zeros(size, dtype=torch.uint8) for key, size in sizes.items()}
+    for key in filter(None, tied.split()):
+        state[key] = state[key[0]]
+    out = folder / "pytorch_model.bin.index.json"
+    ckpttool.convert(state, str(out), max_shard_size=str(limit), force=True, no_fsync=True)
+    shards: dict[str, list[str]] = {}
+    for key, name in json.loads(out.read_text())["weight_map"].items():
+        shards.setdefault(name, []).append(key)
+    count = len(shards)
+    assert sorted(shards) == [f"pytorch_model-{at + 1:05}-of-{count:05}.bin" for at in range(count)]
+    return [shards[name] for name in sorted(shards)]
 
 
-def test_shards_are_filled_in_order() -> None:
-    assert plan_shards(items(6, 6, 2, 6, 2, 2), 10) == [["t0"], ["t1", "t2"], ["t3", "t4", "t5"]]
-    assert plan_shards(items(5, 5, 1), 10) == [["t0", "t1"], ["t2"]]
-    assert plan_shards(items(3, 20, 4), 10) == [["t1"], ["t0", "t2"]]
-    assert plan_shards(items(0, 0), 1) == [["t0", "t1"]]
-    assert plan_shards([], 1) == [[]]
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((6, 6, 2, 6, 2, 2), ["a", "bc", "def"]),
+        ((5, 5, 1), ["ab", "c"]),
+        ((3, 20, 4), ["b", "ac"]),
+        ((0, 0), ["ab"]),
+    ],
+)
+def test_shards_are_filled_in_order(
+    sizes: tuple[int, ...], expected: list[str], tmp_path: Path
+) -> None:
+    assert shards_of(dict(zip("abcdef", sizes)), 10, tmp_path) == [list(keys) for keys in expected]
 
 
-def test_tied_tensors_stay_together_and_count_once() -> None:
-    tied = [Item("a", 6, "A"), Item("b", 6, "B"), Item("a2", 6, "A"), Item("c", 4, "C")]
-    assert plan_shards(tied, 10) == [["a", "a2"], ["b", "c"]]
+def test_tied_tensors_stay_together_and_count_once(tmp_path: Path) -> None:
+    sizes = {"a": 6, "b": 6, "a2": 6, "c": 4}
+    assert shards_of(sizes, 10, tmp_path, tied="a2") == [["a", "a2"], ["b", "c"]]
 
 
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), max_size=12), st.integers(1, 40))
-def test_the_plan_matches_huggingface_hub(drawn: list[tuple[int, int]], limit: int) -> None:
-    first: dict[int, int] = {}
-    tensors = {
-        f"t{i}": (first.setdefault(group, size), group) for i, (size, group) in enumerate(drawn)
-    }
-    reference = split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda tensor: tensor[0],
-        get_storage_id=lambda tensor: tensor[1],
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=limit,
-    )
-    planned = plan_shards([Item(key, size, group) for key, (size, group) in tensors.items()], limit)
-    expected = [sorted(keys) for keys in reference.filename_to_tensors.values() if keys]
-    assert [sorted(keys) for keys in planned if keys] == expected
-    if len(expected) > 1 and len(expected) == len(planned):
-        assert shard_names("model", ".safetensors", len(planned)) == list(
-            reference.filename_to_tensors
+def test_the_shards_are_those_of_huggingface_hub(tmp_path: Path) -> None:
+    for seed in range(40):
+        chance = random.Random(seed)
+        sizes = {f"t{at:02}": chance.randint(0, 30) for at in range(chance.randint(1, 12))}
+        limit = chance.randint(1, 40)
+        reference = split_state_dict_into_shards_factory(
+            {key: (size, key) for key, size in sizes.items()},
+            get_storage_size=lambda tensor: tensor[0],
+            get_storage_id=lambda tensor: tensor[1],
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=limit,
         )
+        expected = [sorted(keys) for keys in reference.filename_to_tensors.values() if keys]
+        found = shards_of(sizes, limit, tmp_path)
+        assert [sorted(keys) for keys in found if keys] == expected, seed
 
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [
-        ("5GB", 5 * 10**9),
-        ("512MiB", 2**29),
-        ("1.5kb", 1500),
-        ("1000", 1000),
-        ("7 B", 7),
-        ("2g", None),
-        ("2tib", 2**41),
-    ],
+    [("1.5kb", 1500), ("1.5KiB", 1536), ("1000", 1000), ("7 B", 7), ("0.001MB", 1000)],
 )
-def test_sizes_are_parsed_or_refused(text: str, nbytes: int | None) -> None:
-    if nbytes is not None:
-        assert parse_size(text) == nbytes
-    else:
-        with pytest.raises(CkptError, match="not a size"):
-            parse_size(text)
+def test_sizes_are_read_with_their_unit(text: str, nbytes: int, tmp_path: Path) -> None:
+    torch.save({key: torch.zeros(nbytes, dtype=torch.uint8) for key in "ab"}, tmp_path / "in.pt")
+    remap(tmp_path / "in.pt", "-o", f"{tmp_path}/fits/", "--max-shard-size", text)
+    assert len([*(tmp_path / "fits").glob("*.safetensors")]) == 2
+    torch.save(
+        {key: torch.zeros(nbytes // 2, dtype=torch.uint8) for key in "ab"}, tmp_path / "in.pt"
+    )
+    remap(tmp_path / "in.pt", "-o", f"{tmp_path}/both/", "--max-shard-size", text)
+    assert len([*(tmp_path / "both").glob("*.safetensors")]) == 1
 
 
-@pytest.mark.parametrize("text", ["", "0", "0GB", "-1", "GB", "1e9", "5 apples", "9" * 400 + "TB"])
-def test_invalid_sizes_are_refused(text: str) -> None:
+@pytest.mark.parametrize("text", ["1GB", "2tib"])
+def test_large_sizes_have_room_for_all(text: str, tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(5000)}, tmp_path / "in.pt")
+    remap(tmp_path / "in.pt", "-o", f"{tmp_path}/out/", "--max-shard-size", text)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "0GB", "-1", "GB", "1e9", "5 apples", "2g", "9" * 400 + "TB"]
+)
+def test_invalid_sizes_are_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="not a size"):
-        parse_size(text)
+        ckpttool.convert({"a": torch.ones(1)}, f"{tmp_path}/out/", max_shard_size=text)
