@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
@@ -26,18 +25,9 @@ from ckpttool.naming.convert import (
     move,
     read,
 )
-from ckpttool.naming.match import (
-    NameTables,
-    drop_variants,
-    with_variants,
-    without_variants,
-)
+from ckpttool.naming.match import NameTables, drop_variants, with_variants, without_variants
 from ckpttool.operands.model import ModelOperand
 from ckpttool.remapping.steps import Draft, Request, only_outputs, without_tensors
-
-if TYPE_CHECKING:
-    pass
-
 
 def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
     """Rename the keys to a form of the model that saved them. Raise `Refused` if they are not this
