@@ -136,7 +136,7 @@ class Unit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Gathered:
+class _WholeStateDict:
     """A state dict with ordinary tensors only; `sources` are its keys as expressions over the keys
     of the files.
 
@@ -157,7 +157,7 @@ class Gathered:
     """
 
     checkpoint: Checkpoint
-    sections: Mapping[str, _Gathered]
+    sections: Mapping[str, _WholeStateDict]
     units: Mapping[str, Unit]
     notes: tuple[str, ...]
 
@@ -299,7 +299,7 @@ def flat_entries(section: Section, names: Names) -> list[TensorEntry]:
 
 def _gather_section(
     section: Section, names: Names, patterns: Sequence[str], problems: list[Problem]
-) -> _Gathered:
+) -> _WholeStateDict:
     tables, flat = NameTables(names), flat_entries(section, names)
     flat_keys = {entry.key for entry in flat}
     others = tuple(entry for entry in section.tensors if entry.key not in flat_keys)
@@ -320,7 +320,7 @@ def _gather_section(
     present = set(runtime_names.values())
     units = _units(flat, paths, slots(names, set(paths.values()), present), problems)
     if problems:
-        return _Gathered(section, {}, {}, (), ())
+        return _WholeStateDict(section, {}, {}, (), ())
     # Flat parameters become parameters under their runtime names, and then all keys have these.
     new_key = runtime_names if units else reading.match.names
     whole_tensors: list[TensorEntry] = []
@@ -346,7 +346,7 @@ def _gather_section(
         form=RUNTIME if units else section.form,
         modules=_unwrapped_modules(section),
     )
-    return _Gathered(whole, sources, units, tuple(dropped), tuple(notes))
+    return _WholeStateDict(whole, sources, units, tuple(dropped), tuple(notes))
 
 
 def _is_slice_of_matrix(entry: TensorEntry) -> bool:

@@ -29,6 +29,7 @@ from ckpttool.naming.match import NameTables, drop_variants, with_variants, with
 from ckpttool.operands.model import ModelOperand
 from ckpttool.remapping.steps import Draft, Request, only_outputs, without_tensors
 
+
 def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
     """Rename the keys to a form of the model that saved them. Raise `Refused` if they are not this
     model's.
