@@ -531,9 +531,7 @@ def _overlaps(news: list[New]) -> list[Problem]:
         for new in group:
             other = first.setdefault(token(new.old), new)
             if not same_bits(other.value, new.value):
-                problems.append(
-                    Problem(f"tied to {other.fqn}, and its new value is another one", new.fqn)
-                )
+                problems.append(Problem(f"tied to {other.fqn}, but its new value differs", new.fqn))
         distinct = list(first.values())
         if len(distinct) < 2:
             continue

@@ -49,12 +49,13 @@ def swap(
     remade: bool = False,
     compare: bool = True,
 ) -> Swap:
-    """Return `program` with every weight replaced by its value in `weights`.
+    """Return the swap of `program`, each of whose weights gets its value in `weights`.
 
-    Of the options, `from_`, `cast`, `constants` and `keep_constants` count. Buffers that the
-    model's loading computes from the checkpoint follow with `constants` or `remade`. A program in
-    memory also takes tensors that are not dense (quantized, sparse, subclasses), which are objects
-    like any other there.
+    Of the options, `from_`, `cast`, `constants` and `keep_constants` count. `remade` also sets
+    buffers that the model's loading computes from the checkpoint, as `constants` does, unless
+    `keep_constants`; `compare` compares the other constants with the model's. A program in memory
+    also takes tensors that are not dense (quantized, sparse, subclasses): they are objects like
+    any other there.
 
     Raises `Refused`, with all problems at once, if a weight is missing, unexpected, of another
     shape or dtype, if the names of one tensor get different values, or if a constant has another
@@ -88,21 +89,20 @@ def swap(
     changing = _changing(program, sides, sources, [*kept, *unknown])
     fitted, misfits = fit_all(changing, sources, values, options.cast, program.in_memory)
     problems += misfits
-    problems += _untied(
+    problems += _tie_problems(
         weight_map.twins, {entry.key: entry for entry in weight_map.weights.tensors}
     )
     for section in program.sections:
-        problems += _untied(section.aliases().items(), fitted)
+        problems += _tie_problems(section.aliases().items(), fitted)
     if problems:
         advice = advice_on(program, names, sides.weights, problems, options.constants)
         problems = [for_compiled_code(program, problem, values) for problem in problems]
         raise Misfit(program.source, advice, problems)
-    extra_counters = [entry.key for entry in sides.counters[len(sides.old_counters) :]]
     swapped = Swap(
         _with_values(program, fitted),
         weight_map.sources,
         weight_map.form,
-        ignored=(*weight_map.ignored, *extra_counters),
+        ignored=(*weight_map.ignored, *sides.unused_counters),
         kept=kept,
         compared=tuple(constants.compared),
         notes=() if names is None or names.roundtrips else (convert.NOT_READ_BACK,),
@@ -111,12 +111,32 @@ def swap(
 
 
 class _Sides(NamedTuple):
-    """The weights of the program and the new ones, without the counters of AveragedModels."""
+    """The weights of the program (`target`) and the new `weights`, without the counters of
+    AveragedModels; and these, in order.
+    """
 
     target: Section
     old_counters: list[TensorEntry]
     weights: Section
     counters: list[TensorEntry]
+
+    @property
+    def counter_sources(self) -> dict[str, Expression]:
+        """Each counter of the program that gets a value, and the key of the new one."""
+        sources: dict[str, Expression] = {}
+        for old, new in zip(self.old_counters, self.counters):
+            sources[old.key] = Ref(new.key)
+        return sources
+
+    @property
+    def kept_counters(self) -> list[str]:
+        """The counters of the program that get no value."""
+        return [counter.key for counter in self.old_counters[len(self.counters) :]]
+
+    @property
+    def unused_counters(self) -> list[str]:
+        """The new counters that the program has no place for."""
+        return [counter.key for counter in self.counters[len(self.old_counters) :]]
 
 
 def _sides(program: Checkpoint, weights: Section, options: SwapOptions) -> _Sides:
@@ -141,14 +161,13 @@ def _evaluated(
 def _not_in_weights(
     program: Checkpoint, sides: _Sides, sources: Mapping[str, Expression], names: Names | None
 ) -> tuple[tuple[str, ...], list[TensorEntry]]:
-    """Return the keys of the program that no checkpoint of the model has, and the tensors that the
-    weights do not have: constants, and buffers that are not saved.
+    """Return the keys of the program that keep their values, and the tensors that the weights do
+    not have and the model may have: constants, and buffers that are not saved.
     """
     unsaved = _unsaved(names, sides.target, sources)
-    kept = [entry.key for entry in sides.old_counters[len(sides.counters) :]]
     outside = [entry for entry in constants_of(program) if entry.key not in sources]
     outside += [entry for entry in sides.target.tensors if entry.key in unsaved]
-    return (*kept, *unsaved), outside
+    return (*sides.kept_counters, *unsaved), outside
 
 
 def _changing(
@@ -167,8 +186,8 @@ def _map(
     options: SwapOptions,
     chosen: Mapping[str, Expression],
 ) -> WeightMap:
-    """Map the weights and the counters to the program's names; weights that give `chosen` constants
-    a value are no others'.
+    """Map the weights and the counters to the program's names. A weight that gives one of the
+    `chosen` constants its value is not matched with anything else.
     """
     used = set(ex.refs(tuple(chosen.values())))
     rest = tuple(entry for entry in sides.weights.tensors if entry.key not in used)
@@ -182,8 +201,7 @@ def _map(
     weights = weight_map.weights
     with_constants = replace(weights, tensors=(*weights.tensors, *for_constants))
     weight_map.sources.update(chosen)
-    for old, new in zip(sides.old_counters, sides.counters):
-        weight_map.sources[old.key] = Ref(new.key)
+    weight_map.sources.update(sides.counter_sources)
     return replace(weight_map, weights=with_constants)
 
 
@@ -203,8 +221,8 @@ def _unsaved(
 
 
 def _over_the_file(swapped: Swap, load_plan: Plan | None) -> Swap:
-    """Return the swap with sources over the keys of the file, if they are over what the model
-    loads.
+    """Return the swap with sources over the keys of the file, if the weights are what the model has
+    after loading it.
     """
     if load_plan is None:
         return swapped
@@ -243,14 +261,14 @@ def _unwrapped(section: Section, form: Chain) -> Section:
     )
 
 
-def _untied(
+def _tie_problems(
     ties: Iterable[tuple[str, str]], values: Mapping[str, TensorEntry]
 ) -> Iterator[Problem]:
-    """Yield the names that are tied to another one and would get another value."""
+    """Yield the names that are tied to another one and would get another value than it."""
     for name, first in ties:
         left, right = values.get(name), values.get(first)
         if left is not None and right is not None and not same_values(left, right):
-            yield Problem(f"tied to {first}, and its new value is another one", name)
+            yield Problem(f"tied to {first}, but its new value differs", name)
 
 
 def _with_values(program: Checkpoint, fitted: Mapping[str, TensorEntry]) -> Checkpoint:

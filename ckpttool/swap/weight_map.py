@@ -39,13 +39,19 @@ Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """FQN -> expression over the keys of `weights`, before any value is compared.
+    """Which value each tensor of the program gets, before any value is compared.
 
-    `weights` are the tensors of the checkpoint, or what the model has after loading it; `loaded`
-    says then how loading makes them from the checkpoint. `twins` are keys that must hold the same
-    value, `runs` those runs of the model's own code that compute a part. `remade` are constants of
-    the program, buffers that no checkpoint has, with their values after the model's loading.
-    `state_dict` is what the model loads; None if that is not known.
+    Attributes:
+        sources: FQN -> expression over the keys of `weights`.
+        form: The form of the names that the keys were read as.
+        weights: The tensors of the checkpoint, or what the model has after loading it.
+        problems: Tensors of the program without a value, and keys that it has no place for.
+        ignored: Keys that are no tensor of the program, and that nothing loses.
+        twins: Pairs of keys that must hold the same value, because the first is not used.
+        runs: Runs of the model's own code that compute a part of the sources.
+        remade: Constants of the program that no checkpoint has, as the model's loading makes them.
+        state_dict: What the model loads; None if that is not known.
+        loaded: How loading makes `weights` from the checkpoint, if they are what the model has.
     """
 
     sources: dict[str, Expression]
@@ -212,10 +218,11 @@ def _add_unused(
     keys: dict[str, str],
     meaning: Mapping[str, Expression | None],
 ) -> None:
-    """Add the keys that no weight reads: each has a twin with the same meaning, is left over, or is
-    not a tensor of the program.
+    """Add the keys that no source reads.
 
-    `keys` and `meaning` are by name.
+    A key may have a twin that means the same and is read. One that is a tensor of the model, which
+    the program does not have, is left over: a problem. One that a hook computes, or that is not a
+    tensor, is ignored. `keys` and `meaning` are by name.
     """
     used = set(ex.refs(tuple(weight_map.sources.values())))
     used_by_meaning = {}
@@ -235,15 +242,15 @@ def _add_unused(
 
 
 def _with_unknown(problems: Sequence[Problem], unknown: Sequence[str]) -> list[Problem]:
-    """Return the problems with the weights of the program that are `unknown` to the model. A key
-    that has the name of one is a part of its problem.
+    """Return the problems, and one for each weight of the program that is `unknown` to the model. A
+    key that is left over and has its name has no problem of its own.
     """
     left_over = [problem.key for problem in problems if problem.kind == "left_over"]
     shared = match(left_over, {fqn: fqn for fqn in unknown}).names
     result = [problem for problem in problems if problem.key not in shared]
     for fqn in unknown:
         if fqn in shared.values():
-            text = "the program and the weights have this name, the model has no tensor of it"
+            text = "the program and the weights have this name, the model has no such tensor"
             result.append(Problem(text, fqn, "not_in_model"))
         else:
             text = "the model has no tensor of this name: is it another model?"
@@ -252,7 +259,9 @@ def _with_unknown(problems: Sequence[Problem], unknown: Sequence[str]) -> list[P
 
 
 def _share(values: dict[str, Expression], first: Mapping[str, str]) -> None:
-    """Give every name of a tensor without a value the value of another of its names."""
+    """Give a name without a value the value of another name of the same tensor. `first`: name ->
+    the first name of its tensor.
+    """
     by_first = {first[fqn]: source for fqn, source in reversed(values.items())}
     for fqn, first_name in first.items():
         if first_name in by_first:
@@ -264,8 +273,8 @@ def _misfits(unmatched: Iterable[str], problems: Iterable[Problem]) -> list[Prob
 
 
 def _variants(matched: Match) -> list[tuple[str, str]]:
-    """Return call variants of an unflattened program, each with the key that gives its name the
-    value.
+    """Return the keys of call variants of an unflattened program, each with the key whose value is
+    used for its name.
     """
     keys = {name: key for key, name in matched.names.items()}
     return [(key, keys[name]) for key, name in matched.variants.items()]
@@ -275,53 +284,58 @@ def _variants(matched: Match) -> list[tuple[str, str]]:
 
 
 def fit_all(
-    entries: Sequence[TensorEntry],
+    targets: Sequence[TensorEntry],
     sources: Mapping[str, Expression],
-    have: Entries,
+    entries: Entries,
     cast: bool,
-    packed: bool,
+    any_layout: bool,
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
+    """Return the new value of each of the targets, and a problem for each that has none or does not
+    fit it.
+
+    The `sources` are over `entries`. With `cast` dtypes are converted, with `any_layout` a value
+    need not be dense.
+    """
     fitted: dict[str, TensorEntry] = {}
     problems: list[Problem] = []
-    for entry in entries:
-        source = sources.get(entry.key)
+    for target in targets:
+        source = sources.get(target.key)
         if source is None:
-            problems.append(Problem("missing weight", entry.key, "missing"))
+            problems.append(Problem("missing weight", target.key, "missing"))
             continue
-        value = _fit(entry, source, have, cast, packed)
+        value = _fit(target, source, entries, cast, any_layout)
         if isinstance(value, Problem):
             problems.append(value)
         else:
-            fitted[entry.key] = value
+            fitted[target.key] = value
     return fitted, problems
 
 
 def _fit(
-    entry: TensorEntry, source: Expression, have: Entries, cast: bool, packed: bool
+    target: TensorEntry, source: Expression, entries: Entries, cast: bool, any_layout: bool
 ) -> TensorEntry | Problem:
     if ex.is_opaque(source):
         text = "a hook computes it by code that is not a tensor operator"
-        return Problem(text, entry.key, "opaque")
+        return Problem(text, target.key, "opaque")
     origin = "from " + ", ".join(dict.fromkeys(ex.refs(source)))
-    if entry.storage is None and not packed:
-        return _fit_pickled(
-            entry, have.get(source.key) if isinstance(source, Ref) else None, origin
-        )
+    if target.storage is None and not any_layout:
+        value = entries.get(source.key) if isinstance(source, Ref) else None
+        return _fit_pickled(target, value, origin)
     try:
-        value = _value(entry.key, source, have, packed)
+        value = _value(target.key, source, entries, any_layout)
+        if value.shape != target.shape:
+            text = f"shape {list(value.shape)}, the program has {list(target.shape)} ({origin})"
+            return Problem(text, target.key, "shape")
+        if value.dtype == target.dtype:
+            return value
+        if not cast:
+            text = f"dtype {value.dtype}, the program has {target.dtype} ({origin})"
+            return Problem(text, target.key, "dtype")
+        dtype = ("dtype", Special("dtype", target.dtype))
+        converted = Op("aten._to_copy.default", (source,), (dtype,))
+        return _value(target.key, converted, entries)
     except Refused as error:
-        return Problem(error.message, entry.key)
-    if value.shape != entry.shape:
-        text = f"shape {list(value.shape)}, the program has {list(entry.shape)} ({origin})"
-        return Problem(text, entry.key, "shape")
-    if value.dtype == entry.dtype:
-        return value
-    if not cast:
-        text = f"dtype {value.dtype}, the program has {entry.dtype} ({origin})"
-        return Problem(text, entry.key, "dtype")
-    dtype = ("dtype", Special("dtype", entry.dtype))
-    converted = Op("aten._to_copy.default", (source,), (dtype,))
-    return _value(entry.key, converted, have)
+        return Problem(error.message, target.key)
 
 
 def _fit_pickled(entry: TensorEntry, value: object, origin: str) -> TensorEntry | Problem:
@@ -337,16 +351,16 @@ def _fit_pickled(entry: TensorEntry, value: object, origin: str) -> TensorEntry 
     return replace(value, key=entry.key)
 
 
-def _value(fqn: str, source: Expression, have: Entries, packed: bool = False) -> TensorEntry:
+def _value(fqn: str, source: Expression, entries: Entries, any_layout: bool = False) -> TensorEntry:
     if isinstance(source, Ref):
-        entry = have[source.key]
-        if isinstance(entry, TensorEntry) and (packed or entry.storage is not None):
+        entry = entries[source.key]
+        if isinstance(entry, TensorEntry) and (any_layout or entry.storage is not None):
             return replace(entry, key=fqn)
         raise Refused(
             f"{source.key} is not a dense tensor",
             hint="only dense tensors can be put into a program",
         )
-    return entry_of(fqn, source, have)
+    return entry_of(fqn, source, entries)
 
 
 def replaced(
@@ -382,7 +396,8 @@ def _storage(
     """Return the storage for the new values of `entries`: as it is if one value fills it, else put
     together.
     """
-    first, new = entries[0], fitted.get(entries[0].key, entries[0])
+    first = entries[0]
+    new = next(fitted[entry.key] for entry in entries if entry.key in fitted)
     fills_storage = first.is_contiguous and first.nbytes == old.nbytes
     is_one_tensor = all(entry.identity == first.identity for entry in entries)
     if is_one_tensor and fills_storage and new.storage is not None:

@@ -315,7 +315,7 @@ def test_all_problems_are_reported_and_nothing_is_changed() -> None:
         "shape [5], the program has [4] (from norm.weight) @ norm.weight",
         "dtype float64, the program has float32 (from norm.bias) @ norm.bias",
         "missing weight @ norm.running_mean",
-        "tied to embed.weight, and its new value is another one @ head.weight",
+        "tied to embed.weight, but its new value differs @ head.weight",
     }
     assert unchanged(before, live)
 
@@ -561,13 +561,13 @@ def test_the_inner_tensors_and_the_context_of_a_subclass_are_its_value() -> None
     live["c"].weight = live["a"].weight
     with pytest.raises(Refused) as refused:
         swap_weights(live, quantized(5).state_dict())
-    assert problems(refused) == {"tied to a.weight, and its new value is another one @ c.weight"}
+    assert problems(refused) == {"tied to a.weight, but its new value differs @ c.weight"}
     state = {"a.weight": Scaled(data, 0.5), "b.weight": Scaled(data, 0.25)}
     tied = nn.ModuleDict({"a": nn.Linear(2, 2, False), "b": nn.Linear(2, 2, False)})
     tied["b"].weight = tied["a"].weight = nn.Parameter(Scaled(data, 1.0), requires_grad=False)
     with pytest.raises(Refused) as refused:
         swap_weights(tied, state)
-    assert problems(refused) == {"tied to a.weight, and its new value is another one @ b.weight"}
+    assert problems(refused) == {"tied to a.weight, but its new value differs @ b.weight"}
     assert ckpttool.diff(state, dict(state), values=True).identical
     assert not ckpttool.diff(state, {**state, "b.weight": state["a.weight"]}, values=True).identical
     swap_weights(tied, {**state, "b.weight": Scaled(data.clone(), 0.5)})
@@ -777,7 +777,7 @@ def test_tied_tensors_that_are_not_dense_stay_tied(made: Any, in_place: bool) ->
     live.register_buffer("b", old)
     with pytest.raises(Refused) as refused:
         swap_weights(live, {"a": new, "b": made(torch.eye(2) * 2)}, in_place=in_place)
-    assert problems(refused) == {"tied to a, and its new value is another one @ b"}
+    assert problems(refused) == {"tied to a, but its new value differs @ b"}
     swap_weights(live, {"a": new, "b": new}, in_place=in_place)
     assert live.a is live.b
     assert torch.equal(

@@ -400,7 +400,7 @@ def test_shared_storage_is_preserved(views: Path, tmp_path: Path, run: Run) -> N
         ({"more": torch.ones(1)}, "unexpected: not a weight of the program @ more"),
         (
             {"scale": torch.ones(3), "again": torch.zeros(3)},
-            "tied to scale, and its new value is another one @ again",
+            "tied to scale, but its new value differs @ again",
         ),
         ({"scale": torch.ones(4)}, "shape [4], the program has [3] (from scale) @ scale"),
         ({"none": torch.zeros(2, 0)}, "shape [2, 0], the program has [0, 2] (from none) @ none"),
@@ -694,7 +694,7 @@ def after() -> nn.Module:
     return Renamed("backbone")
 
 
-IN_BOTH = "the program and the weights have this name, the model has no tensor of it"
+IN_BOTH = "the program and the weights have this name, the model has no such tensor"
 UNKNOWN = "the model has no tensor of this name: is it another model?"
 UNEXPECTED = "unexpected: not a weight of the program"
 

@@ -222,7 +222,7 @@ class Twice(nn.Module):
     [
         ({}, []),
         ({"again": torch.full((2, 2), 7.0)}, []),
-        ({"again": torch.ones(2, 2)}, ["tied to w, and its new value is another one @ again"]),
+        ({"again": torch.ones(2, 2)}, ["tied to w, but its new value differs @ again"]),
         ({"fixed": torch.zeros(2, 2)}, []),
         ({"note": "a word"}, ["unexpected: not a weight of the program @ note"]),
     ],
