@@ -29,7 +29,7 @@ from ckpttool.operands.output import Target, same_folder
 from ckpttool.remapping.adapter_config import NAME, follow, moved_modules, shown
 from ckpttool.remapping.options import FLOATS
 
-# whose loaders want the keys that were there
+# The loader of a folder with these files wants the keys that they describe.
 CONFIG, _QUANTIZATION = "config.json", "quantization_config"
 _DTYPE = ("dtype", "torch_dtype")  # the second one up to transformers 4.55
 _DESCRIBES_NAMES = re.compile(r"config\.json|\w*quant\w*_config\.json")
@@ -88,8 +88,8 @@ def companions_of(
     new_base: Sequence[str] = (),
     described: bool = False,
 ) -> Companions:
-    """Return what goes along with the weights of `source`, which `plan` makes to `result`, to
-    `target`.
+    """Return what happens to the files next to `source` when `result`, which `plan` makes of it, is
+    written to `target`.
 
     `new_base` are the tensors of the model that loads the output, if another one. `described`: the
     keys of the output are described by ``config.json``. Raise `Refused` if an adapter's
@@ -108,17 +108,19 @@ def companions_of(
         decisions.notes.append(Note(text, "remap"))
     if plan.dropped:
         decisions.about_optimizers()
-    unchanged = {output.key for output in plan.outputs if output.is_unchanged}
-    keeps_names = unchanged == {output.key for output in plan.outputs}
-    if not keeps_names:
-        if described or _keeps_keys(plan):
-            before, after = _float_dtypes(source), _float_dtypes(result)
-            if before != after:
-                decisions.about_dtype(path, after, stays=stays)
-        else:
-            is_plain = _is_dequantized(source, plan)
-            decisions.about_configs(path, target.folder or "", stays=stays, is_plain=is_plain)
-        decisions.about_adapter(path, plan, new_base, to_folder=to_folder)
+    if all(output.is_unchanged for output in plan.outputs):
+        return decisions.companions()
+    if described or _keeps_keys(plan):
+        before, after = _float_dtypes(source), _float_dtypes(result)
+        if before != after:
+            decisions.about_dtype(path, after, stays=stays)
+    else:
+        is_dequantized = _is_dequantized(source, plan)
+        out = target.folder or ""
+        decisions.about_configs(path, out, stays=stays, is_dequantized=is_dequantized)
+        if not stays:
+            decisions.about_order_of_optimizers()
+    decisions.about_adapter(path, plan, new_base, to_folder=to_folder)
     return decisions.companions()
 
 
@@ -141,16 +143,17 @@ class _Decisions:
             self.files[name] = join(folder, name)
         self.left_out.update(_others(folder, source, self.files))
 
-    def about_configs(self, folder: str, out: str, *, stays: bool, is_plain: bool) -> None:
+    def about_configs(self, folder: str, out: str, *, stays: bool, is_dequantized: bool) -> None:
         """Leave files out that describe the old keys, or say what to check if the output `stays` in
-        the folder. `is_plain`: the model has the same keys without quantization.
+        the folder. A configuration that describes the keys without quantization too loses only how
+        it is quantized.
         """
         names = names_in(folder) if stays else list(self.files)
         for name in filter(_DESCRIBES_NAMES.fullmatch, names):
             path = join(folder, name)
-            plain = _without_quantization(path) if is_plain and name == CONFIG else None
+            plain = _without_quantization(path) if is_dequantized and name == CONFIG else None
             if plain is not None:
-                self.files[name], self.before[name] = plain
+                self.before[name], self.files[name] = plain
                 self.notes.append(f"{name} is written without its {_QUANTIZATION}")
             elif stays:
                 self.notes.append(
@@ -163,12 +166,14 @@ class _Decisions:
                     f"not copied: {name}, which describes the keys of {folder}. If OUT's keys fit"
                     f" it, run `cp {quote(path)} {quote(join(out, name))}`"
                 )
-        if not stays:
-            for name in optimizers_in(list(self.files)):
-                self.notes.append(
-                    f"{name} is copied unchanged: its ids keep the parameter order of the model"
-                    " that saved them"
-                )
+
+    def about_order_of_optimizers(self) -> None:
+        """Say that copied optimizers keep the order of the parameters."""
+        for name in optimizers_in(list(self.files)):
+            self.notes.append(
+                f"{name} is copied unchanged: its ids keep the parameter order of the model that"
+                " saved them"
+            )
 
     def about_optimizers(self) -> None:
         """Say that copied optimizers do not lose the state of parameters that are left out."""
@@ -206,7 +211,7 @@ class _Decisions:
     ) -> None:
         """Let an adapter's configuration follow the keys, or say what changes."""
         folder = path if is_dir(path) else parent(path)
-        renames = list(_renames(plan))
+        renames = list(_old_and_new_keys(plan))
         if is_dir(folder) and NAME in names_in(folder):
             config = join(folder, NAME)
             text, new_text = _adapter_config(config, renames, new_base, to_folder, self.notes)
@@ -258,22 +263,27 @@ def _is_dequantized(source: Checkpoint, plan: Plan) -> bool:
 
 
 def _without_quantization(path: str) -> tuple[bytes, bytes] | None:
-    """Return the text of a model's configuration without how it is quantized, and the old text;
-    None if the configuration has no such entry.
+    """Return the text of a model's configuration, and the text without how it is quantized; None if
+    the configuration does not say that.
     """
     config, text = _read_config(path)
     if _QUANTIZATION not in config:
         return None
     del config[_QUANTIZATION]
-    return _as_json(config, text), text
+    return text, _as_json(config, text)
 
 
 def _read_config(path: str) -> tuple[dict[str, Any], bytes]:
-    """Return a model's configuration and its text; nothing if it is not an object."""
+    """Return a model's configuration and its text. One that is not an object is empty."""
+    config, text = _read_json(path)
+    return config if isinstance(config, dict) else {}, text
+
+
+def _read_json(path: str) -> tuple[object, bytes]:
+    """Return what the file holds, and its text."""
     config = strict_json.read_file(path, "copy it again")
     with opened(path) as file:
-        text = file.read(size(path))
-    return config if isinstance(config, dict) else {}, text
+        return config, file.read(size(path))
 
 
 def _set_dtype(config: dict[str, Any], old: str, new: str) -> None:
@@ -292,7 +302,9 @@ def _as_json(config: object, old_text: bytes) -> bytes:
 
 
 def _others(folder: str, source: Checkpoint, copied: Collection[str]) -> dict[str, str]:
-    """Return the other files of the folder, which are not copied, with the reason."""
+    """Return the files of the folder that are not copied, with the reason; those that the
+    checkpoint was read from are none of them.
+    """
     weights = recognize(folder).path
     read = {*copied}
     if weights != folder:
@@ -313,14 +325,16 @@ def _others(folder: str, source: Checkpoint, copied: Collection[str]) -> dict[st
     return left
 
 
-def _renames(plan: Plan) -> Iterator[tuple[str, str]]:
+def _old_and_new_keys(plan: Plan) -> Iterator[tuple[str, str]]:
     for output in plan.outputs:
         for old in ex.refs(output.source):
             yield old, output.key
 
 
 def _on_target_modules(adapter: Adapter, modules: Mapping[str, str]) -> list[str]:
-    """Return a note on the new names of adapted modules, for a configuration that is not there."""
+    """Return a note on the new names of adapted modules, whose configuration is not there; empty if
+    they keep their names.
+    """
     changes = set()
     for path in adapter.modules:
         _, _, name = path.rpartition(".")
@@ -342,9 +356,7 @@ def _adapter_config(
     """Return the text of the file, and the new text if it changes. A note says what to change if it
     is not written.
     """
-    config = strict_json.read_file(path, "copy it again")
-    with opened(path) as file:
-        text = file.read(size(path))
+    config, text = _read_json(path)
     if not isinstance(config, dict):
         notes.append(
             f"{path} is not an object, as PEFT writes it: it was not compared with the new keys"
