@@ -35,8 +35,8 @@ _Stat = Union[tuple[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class PatchRecord:
-    """A patch, and hashes of what the file says about its data `before` the patch and after it
-    (`index`).
+    """A patch, and hashes of what the file says about its data: `before` the patch, and (`index`)
+    after it.
     """
 
     patch: Patch
@@ -65,7 +65,7 @@ class Patched:
 
     def restore(self, folder: Path) -> bool:
         """Restore the file, also one that is partly restored already; False if it is another file.
-        Raises OSError.
+        One that is not there needs nothing. Raises OSError.
         """
         with suppress(FileNotFoundError), locked(folder / self.name) as descriptor:
             back = self.back.patch
@@ -131,6 +131,7 @@ def record_of(path: Path) -> Path:
 
 
 def text(rows: Sequence[Row], *, is_undo: bool = False) -> bytes:
+    """Return the bytes of a record: `parse` returns the rows."""
     files: list[dict[str, object]] = []
     data: list[bytes] = []
     for row in rows:
@@ -225,7 +226,7 @@ def _journaled(
     """Inside the block the files of the rows change: all of them, or none if it raises OSError.
 
     `back` restores them. With `keep`, the record stays next to the file `last`. Raises `CkptError`
-    if restoring fails; the journal then stays.
+    if restoring fails. Then, and if the process ends in the block, the journal stays.
     """
     folder, record = last.parent, record_of(last)
     with staged_file(last) as (descriptor, staged):
@@ -351,11 +352,11 @@ def replaced_rows(new: Path, folder: Path, names: Iterable[str]) -> list[Replace
 
 
 def replace_files(new: Path, folder: Path, rows: Sequence[Replaced], *, fsync: bool) -> None:
-    """Move files from `new` into the folder, all or none; the last one of them makes the set
-    complete.
+    """Move files from `new` into the folder, all or none.
 
-    It is the first to go and the last to come. Raises OSError if all is as it was, `CkptError` if
-    restoring failed too: the journal then stays.
+    The last one of them makes the set complete: its old file goes first, and the new one comes
+    last. Raises OSError if all is as it was, `CkptError` if restoring failed too: the journal then
+    stays.
     """
     put = [row for row in rows if row.state is not None]
     removed = [row for row in rows if row.state is None]
@@ -459,8 +460,8 @@ def begun(folder: str | Path, names: Collection[str] | None = None) -> list[Begu
     for path in journals:
         with suppress(FileNotFoundError):  # it has just ended
             edit = _begun(path)
-            is_unknown = names and edit.names is None
-            if names is None or is_unknown or not set(names).isdisjoint(edit.names or ()):
+            may_be_about = names is None or (names and edit.names is None)
+            if may_be_about or not set(names or ()).isdisjoint(edit.names or ()):
                 unfinished.append(edit)
     return unfinished
 
@@ -482,8 +483,9 @@ def check(folder: str | Path, names: Collection[str] | None, target: str) -> Non
 
     `target` is what the user calls them.
     """
-    for edit in begun(folder, names):
-        check_over(edit.journal.name, target, edit.since)
+    unfinished = begun(folder, names)
+    if unfinished:
+        check_over(unfinished[0].journal.name, target, unfinished[0].since)
         raise interrupted(target)
 
 
@@ -546,7 +548,7 @@ def interrupted(target: str) -> CkptError:
 
 
 def nothing(path: object) -> CkptError:
-    hint = "only the last edit in place can be undone: remap with --in-place"
+    hint = "only the last edit that `ckpttool remap --in-place` made can be undone"
     return CkptError(f"{path}: nothing to undo", hint=hint)
 
 
@@ -556,13 +558,14 @@ def changed_since(place: Path, records: Sequence[Path]) -> CkptError:
     """
     return CkptError(
         f"{place} has changed since it was edited in place",
-        hint=f"it cannot be undone any more: {shell('rm', *map(str, records))}",
+        hint="the edit cannot be undone any more, and its record is of no use:"
+        f" {shell('rm', *map(str, records))}",
     )
 
 
 def _partly_written(journal: Path, error: OSError) -> CkptError:
     return CkptError(
         f"{journal.parent} is only partly written, and cannot be restored now: {error.strerror}",
-        hint=f"nothing is lost, the old content is in {journal}; once the disk can be written: "
+        hint=f"nothing is lost, {journal} says how to restore it; once the disk can be written: "
         + shell("ckpttool", "undo", str(journal.parent)),
     )
