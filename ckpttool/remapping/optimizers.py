@@ -6,15 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from shlex import quote
 
 from ckpttool.core.checkpoint import Checkpoint
-from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.optimizer_state import ID
 from ckpttool.core.plan import OptimizerMove, Output, Plan
 from ckpttool.core.text import plural, shell
+from ckpttool.formats.folders import optimizers_in
+from ckpttool.io.files import names_in
+from ckpttool.io.paths import join
 from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.model_change import ModelChange
-from ckpttool.operands.checkpoint import saved_state_dicts
+from ckpttool.operands.checkpoint import is_folder, saved_state_dicts
 from ckpttool.operands.initial_state import initial_states
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.output import command
@@ -146,6 +150,18 @@ def optimizer_request(inputs: Inputs) -> OptimizerRequest:
         old_model=_command_with_old_model(source, options),
         output=options.target(source.source),
     )
+
+
+def check_has_optimizer(inputs: Inputs) -> None:
+    """Raise `Refused` if a new optimizer is named for a checkpoint without any."""
+    source = inputs.source
+    if inputs.options.to_optimizer is None or source.optimizers:
+        return
+    hint = f"`{source.inspect_call}` lists its sections; leave --to-optimizer out"
+    files = optimizers_in(names_in(source.source)) if is_folder(source.source) else []
+    if files:
+        hint = f"it is in a separate file: name {quote(join(source.source, files[0]))} as CKPT"
+    raise Refused(f"{source.source} holds no optimizer", hint=hint)
 
 
 def _of_sections(inputs: Inputs) -> dict[str, OfSection]:

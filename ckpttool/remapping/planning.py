@@ -14,7 +14,7 @@ from ckpttool.remapping.by_position import notes_on_lists
 from ckpttool.remapping.filling import fill
 from ckpttool.remapping.gather_optimizers import with_gathered_optimizers
 from ckpttool.remapping.missing import missing_keys, note_on_kept_keys
-from ckpttool.remapping.optimizers import optimizer_request, with_optimizers
+from ckpttool.remapping.optimizers import check_has_optimizer, optimizer_request, with_optimizers
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.resolve import Inputs, resolve
@@ -35,6 +35,7 @@ def plan_remap(
     what floating-point tensors are cast to.
     """
     inputs = resolve(source, options, model, to_model, dtype)
+    check_has_optimizer(inputs)
     outcome = remap_index(inputs.whole, inputs.request)
     if inputs.saved is not None and inputs.saved.pretrained:
         outcome = replace(outcome, source_form=str(ModelForm.PRETRAINED))

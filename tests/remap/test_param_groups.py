@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import ckpttool
@@ -231,3 +232,22 @@ def test_an_option_of_one_group_is_not_needed_in_the_others() -> None:
     assert target.state[fresh.head.bias]["prev"] == optimizer.state[model.head.bias]["prev"]
     done = ckpttool.remap(file, model=Net, optimizer=build, to_optimizer=build)
     assert done.optimizers
+
+
+def test_a_new_optimizer_for_a_file_without_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was ignored without a word."""
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    torch.save(model.state_dict(), "weights.pt")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    for source in ("weights.pt", "run"):
+        with pytest.raises(ckpttool.Refused, match="holds no optimizer") as refused:
+            ckpttool.remap(source, "out.pt", model=model, to_optimizer=optimizer)
+        assert not (tmp_path / "out.pt").exists()
+    assert refused.value.hint == "it is in a separate file: name run/optimizer.bin as CKPT"
