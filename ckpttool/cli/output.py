@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from ckpttool.cli.streams import for_log, is_quiet
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import COMMON, Option
+from ckpttool.core.tables import present
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import only_first
 from ckpttool.io import sources
@@ -73,7 +74,7 @@ class Report:
         read: list[str] = []
         for operand in operands:
             read += files_of(split(operand)[0])
-        paths = [path for path in (*others, *(self.report or ())) if path is not None]
+        paths = present((*others, *(self.report or ())))
         named = Counter(os.path.realpath(path) for path in (*paths, out) if path is not None)
         for path in paths:
             if named[os.path.realpath(path)] > 1:

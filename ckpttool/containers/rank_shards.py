@@ -25,6 +25,7 @@ from ckpttool.containers.tensors import (
 from ckpttool.core import dtypes
 from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.core.errors import CkptError
+from ckpttool.core.tables import present
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import is_constant, same_values
 
@@ -88,7 +89,7 @@ def are_copies(entry: TensorEntry) -> bool:
     """
     if not is_of_ranks(entry) or is_whole(entry):
         return False
-    first, *others = [part for part in parts_of(entry) if part is not None]
+    first, *others = present(parts_of(entry))
     if not others or first.storage is None or not first.numel:
         return False
     return all(same_values(first, part) for part in others) and not is_constant(first)

@@ -35,6 +35,7 @@ from ckpttool.core.checkpoint import (
 )
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import looks_flat, rebuilt
+from ckpttool.core.tables import present
 from ckpttool.core.text import dotted, free
 from ckpttool.core.values import dataclass, many_objects
 
@@ -472,7 +473,7 @@ def _names(node: Any) -> list[str] | None:
     if pairs is None:
         return None
     names = [text_of(key) for key in pairs]
-    named = [name for name in names if name is not None]
+    named = present(names)
     return named if len(set(named)) == len(names) else None
 
 

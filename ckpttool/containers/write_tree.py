@@ -26,6 +26,7 @@ from ckpttool.containers.zip_write import Entry, NewRecord
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.optimizer_state import kept
+from ckpttool.core.tables import by_key
 from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
 
@@ -311,7 +312,7 @@ def _tensor_edits(section: Section, place: Place, nodes: _Nodes, alone: str) -> 
     """Return the edits for an optimizer, a module or loose tensors: each tensor keeps its place.
     `alone` says how to name the state dict in it.
     """
-    now = {entry.key: entry for entry in section.tensors}
+    now = by_key(section.tensors)
     renamed = [entry.key for entry in section.tensors if entry.key not in place.tensors]
     if renamed:
         raise Refused(

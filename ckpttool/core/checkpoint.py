@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.pickle_imports import Import
+from ckpttool.core.tables import by_key
 from ckpttool.core.text import shell
 from ckpttool.core.values import dataclass, public
 
@@ -369,7 +370,7 @@ class Section:
     @once_per_section
     def by_key(self) -> Mapping[str, TensorEntry | ExtraEntry]:
         """Return every entry by its key, tensors first."""
-        entries: dict[str, TensorEntry | ExtraEntry] = {e.key: e for e in self.tensors}
+        entries: dict[str, TensorEntry | ExtraEntry] = by_key(self.tensors)
         entries.update((entry.key, entry) for entry in self.extras)
         return entries
 

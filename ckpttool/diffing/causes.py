@@ -7,6 +7,7 @@ from enum import Enum
 from functools import cache
 
 from ckpttool.core.names import NAMED_EXTRA_STATE
+from ckpttool.core.tables import present
 from ckpttool.core.values import dataclass
 from ckpttool.formats.remarks import PLACEHOLDER
 from ckpttool.naming.wrappers import TABLE
@@ -228,7 +229,7 @@ class Cause:
 
     def and_also(self, *causes: Cause | None) -> Cause:
         """Return this cause with more causes."""
-        more = [cause for cause in causes if cause is not None]
+        more = present(causes)
         return Cause(self.code, self.args, (*self.also, *more))
 
 

@@ -10,6 +10,7 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED, Hook, Names, SerializedKey
+from ckpttool.core.tables import by_key, inverse
 from ckpttool.core.text import is_flat
 from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
 from ckpttool.diffing.names import computed_cause
@@ -52,7 +53,7 @@ def compare_load(
     decide. `by_pretrained`: it is the answer of from_pretrained, which ignores some keys.
     """
     saved = dict(section.by_key())
-    expected: dict[str, SerializedKey | None] = {key.key: key for key in names.serialized}
+    expected: dict[str, SerializedKey | None] = {**by_key(names.serialized)}
     for name in names.extra_state:
         expected.setdefault(name, None)
     if verdict is not None:
@@ -150,7 +151,7 @@ def _in_other_form(tables: NameTables, section: Section, unpaired: Unpaired) -> 
             entries.append(_renamed(key, name, wrapper_cause(key, name), unpaired))
     runtime = read(tables, section, RUNTIME).match.names
     entries += _under_runtime_names(tables, runtime, unpaired)
-    keys = {fqn: key for key, fqn in runtime.items()}
+    keys = inverse(runtime)
     return entries + _computed_from(tables, keys, unpaired)
 
 

@@ -10,6 +10,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Ref, substitute
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import GROUPS
+from ckpttool.core.tables import by_key
 from ckpttool.core.text import Info, Note, shell
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.renames import suggestions
@@ -132,8 +133,8 @@ def _with_sources(
     entries: Iterable[Entry], old: Names, new: Names, renames: Mapping[str, str]
 ) -> Iterator[Entry]:
     """Yield the entries; a key that hooks now compute in another way is not the same."""
-    was = {key.key: key for key in old.serialized}
-    now = {key.key: key for key in new.serialized}
+    was = by_key(old.serialized)
+    now = by_key(new.serialized)
     for entry in entries:
         key = entry.left[0] if entry.status == "same" else ""
         if key not in was:

@@ -14,6 +14,7 @@ from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.expression import Expression, Ref, substitute
 from ckpttool.core.names import RUNTIME, SERIALIZED, Hook, Names
+from ckpttool.core.tables import inverse
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
 from ckpttool.diffing.result import Entry, only_left, only_right
@@ -203,7 +204,7 @@ def runtime_values(tables: NameTables, section: Section) -> dict[str, Expression
     the section's keys.
     """
     reading = read(tables, section)
-    keys = {name: key for key, name in reading.match.names.items()}
+    keys = inverse(reading.match.names)
     if reading.form == RUNTIME:
         return {name: Ref(key) for name, key in keys.items()}
     values: dict[str, Expression] = {}

@@ -22,6 +22,7 @@ from ckpttool.core.optimizer_state import (
     Param,
     numbered,
 )
+from ckpttool.core.tables import positions
 from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import SIDES, Cause, Code
@@ -274,7 +275,7 @@ def _has_same_groups(state: OptimizerState, target: Parameters) -> bool | None:
 
 
 def _in_model_order(params: Sequence[str], target: Parameters) -> bool:
-    rank = {name: place for place, name in enumerate(target.shapes)}
+    rank = positions(target.shapes)
     places = [rank[name] for name in params]
     return places == sorted(places)
 

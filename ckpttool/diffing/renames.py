@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.tables import inverse
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.result import Entry
 from ckpttool.diffing.sections import unpairable
@@ -123,7 +124,7 @@ class _BareSide(NamedTuple):
     @property
     def keys(self) -> dict[str, str]:
         """The keys by the names without wrappers."""
-        return {name: key for key, name in self.bare.items()}
+        return inverse(self.bare)
 
 
 def _bare_side(checkpoint: Checkpoint, left_out: Collection[str], values: bool) -> _BareSide:

@@ -29,6 +29,7 @@ from ckpttool.core.schema import (
     row,
     unless_empty,
 )
+from ckpttool.core.tables import by_key
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.causes import NAMES, SIDES, Cause, Code, Sides
 from ckpttool.evaluate.compare import Change
@@ -91,12 +92,12 @@ def kinds_by_side(**kinds: tuple[Kind, ...]) -> dict[str, tuple[Kind, ...]]:
 @once_per_section
 def outlines(section: Section) -> Outlines:
     """Return the tensors of a section by key."""
-    return {entry.key: entry for entry in section.tensors}
+    return by_key(section.tensors)
 
 
 def names_outlines(names: Names) -> tuple[Outlines, Outlines]:
     """Return the tensors that a model saves, by key, and its runtime tensors, by FQN."""
-    saved = {key.key: key for key in names.serialized}
+    saved = by_key(names.serialized)
     return saved, {tensor.fqn: tensor for tensor in names.runtime}
 
 

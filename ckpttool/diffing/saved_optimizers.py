@@ -21,6 +21,7 @@ from ckpttool.core.optimizer_state import (
     Param,
     numbered,
 )
+from ckpttool.core.tables import positions
 from ckpttool.core.text import Info, Note, free
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import SIDES, Cause, Code
@@ -450,7 +451,7 @@ def _at_other_positions(left: OptimizerState, right: OptimizerState) -> Misassig
     """Return the parameters that have another position on the other side."""
     if left.is_stateless and right.is_stateless:
         return None
-    right_position = {param: position for position, param in enumerate(right.params)}
+    right_position = positions(right.params)
     details: dict[Param, str | None] = {}
     for position, param in enumerate(left.params):
         other = right_position.get(param, position)

@@ -19,6 +19,7 @@ from ckpttool.containers.tensors import is_dense, kind
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.dtypes import PLAIN
 from ckpttool.core.names import Hook
+from ckpttool.core.tables import by_key, present
 from ckpttool.core.text import Note, plural, some
 from ckpttool.diffing.causes import FIELDS, NAMES, Cause, Code, Sides, wrapper_cause
 from ckpttool.diffing.result import Entry, only_left, only_right
@@ -230,8 +231,8 @@ def _compare_inside(left: ExtraEntry, right: ExtraEntry, values: Values | None) 
     dtype, else the first with another dtype. Loading converts no tensors inside objects.
     """
     keys = (left.key,), (right.key,)
-    left_parts = {part.key: part for part in left.tensors}
-    right_parts = {part.key: part for part in right.tensors}
+    left_parts = by_key(left.tensors)
+    right_parts = by_key(right.tensors)
     other_dtype = None
     for key in {**left_parts, **right_parts}:
         path = f"{left.key}.{key}"
@@ -417,7 +418,7 @@ def _keys_of_uneven_modules(entries: Sequence[Entry]) -> list[str]:
 
 def _of_quantized(entry: Entry, schemes: Sequence[str | None], *, reads_values: bool) -> Entry:
     """Return the entry, with its cause if a key is quantized; `schemes` has the scheme of each."""
-    titles = [scheme for scheme in schemes if scheme is not None]
+    titles = present(schemes)
     if not titles or entry.cause is None or entry.has(Code.SCALED, Code.SCALED_VALUE):
         return entry
     cause = Cause(Code.QUANTIZED, (titles[0],))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.containers.strict_json import read_file
 from ckpttool.core.errors import CkptError
+from ckpttool.core.tables import present
 from ckpttool.core.text import Info, shell
 from ckpttool.diffing.others import is_program
 from ckpttool.diffing.result import Diff
@@ -74,7 +75,7 @@ def known_names(question: DiffQuestion) -> KnownNames | None:
     """Return the preset for the names that differ; None if there is none."""
     if question.diff.asks not in ("load", "pair"):
         return None
-    sides = [side for side in (question.left, question.right) if side is not None]
+    sides = present((question.left, question.right))
     if is_program(*sides):
         return None
     left_keys: list[str] = []

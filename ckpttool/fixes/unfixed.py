@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpttool.core.codes import CODES
+from ckpttool.core.tables import present
 from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.diffing.causes import OBJECTS, Code
 from ckpttool.diffing.result import HARMLESS, Entry, Unfixed, alike
@@ -68,7 +69,7 @@ def advice_on(
     keys = {group.code: group.keys for group in unfixed}
     if "missing" in keys and "unexpected" in keys:
         advice.append(_other_names(question, keys["missing"], rules))
-    return [note for note in advice if note is not None]
+    return present(advice)
 
 
 def _other_names(question: DiffQuestion, missing: Sequence[str], rules: Rules | None) -> Note:

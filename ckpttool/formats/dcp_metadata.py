@@ -17,6 +17,7 @@ from ckpttool.containers.tensors import MAX_DIMS
 from ckpttool.core import dtypes
 from ckpttool.core.checkpoint import Span, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.tables import by_key
 from ckpttool.core.text import some
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import same_values
@@ -391,7 +392,7 @@ def _safetensors_files(folder: str, heads: Mapping[str, int]) -> dict[str, dict[
             head = file.read(_HEAD)
         if head[8:] == b"{":
             (section,) = safetensors.read(path).sections
-            files[name] = {entry.key: entry for entry in section.tensors}
+            files[name] = by_key(section.tensors)
     return files
 
 

@@ -29,6 +29,7 @@ from ckpttool.core.checkpoint import (
     in_row_major,
 )
 from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.tables import present
 from ckpttool.core.text import shell, some
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.evaluate.chunks import across, concatenated, in_own_storage
@@ -631,7 +632,7 @@ def _universal_optimizer(
     """
     base = mapping(rest.items, "optimizer_state_dict")
     nodes = sequence(base, "param_groups")
-    options = [pairs for pairs in map(pairs_of, nodes) if pairs is not None]
+    options = present(map(pairs_of, nodes))
     if not len(groups) == len(nodes) == len(options):
         notes.append(
             f"the optimizer is not read: {len(nodes)} param groups in {rest.path},"

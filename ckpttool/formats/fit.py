@@ -10,6 +10,7 @@ from shlex import quote
 
 from ckpttool.core.checkpoint import Checkpoint, Payload
 from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.tables import by_key
 from ckpttool.core.text import Info, dotted, shell
 from ckpttool.evaluate.chunks import row_major
 from ckpttool.formats import torchao
@@ -139,12 +140,12 @@ def _with_aliases(checkpoint: Checkpoint) -> Checkpoint:
     if not checkpoint.metadata:
         return checkpoint
     (section,) = checkpoint.sections
-    by_key = {entry.key: entry for entry in section.tensors}
+    entries = by_key(section.tensors)
     tensors = list(section.tensors)
     metadata = {}
     for name, value in checkpoint.metadata.items():
-        if value in by_key and name not in by_key and name != _WRITTEN_BY:
-            tensors.append(replace(by_key[value], key=name))
+        if value in entries and name not in entries and name != _WRITTEN_BY:
+            tensors.append(replace(entries[value], key=name))
         else:
             metadata[name] = value
     section = replace(section, tensors=tuple(tensors))

@@ -18,6 +18,7 @@ from ckpttool.core.checkpoint import (
     Unreached,
 )
 from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.tables import by_key
 from ckpttool.core.text import Note, plural, some
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.formats import safetensors, torch_zip, torchao
@@ -479,8 +480,8 @@ def _numbered_again(
 def _sharded_again(
     checkpoint: Checkpoint, stem: str, ending: str, limit: int, indexed: bool
 ) -> dict[str, Checkpoint]:
-    by_key = {entry.key: entry for entry in checkpoint.sections[0].tensors}
-    plan = plan_shards(_items(checkpoint, by_key), limit)
+    entries = by_key(checkpoint.sections[0].tensors)
+    plan = plan_shards(_items(checkpoint, entries), limit)
     names = _names(stem, ending, len(plan), indexed)
     complete = replace(checkpoint, container=None)
     if ending == ".safetensors":
@@ -489,7 +490,7 @@ def _sharded_again(
     modules = checkpoint.sections[0].modules
     shards = {}
     for name, keys in zip(names, plan):
-        shards[name] = _shard(complete, (by_key[key] for key in keys), modules)
+        shards[name] = _shard(complete, (entries[key] for key in keys), modules)
     return shards
 
 

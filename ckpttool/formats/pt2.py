@@ -28,6 +28,7 @@ from ckpttool.core.checkpoint import (
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
+from ckpttool.core.tables import by_key, positions
 from ckpttool.core.text import dotted
 from ckpttool.formats import pt2_program, torch_zip
 from ckpttool.formats.pt2_program import FIELDS, RecordOf, compressed, read_graph
@@ -348,8 +349,8 @@ def _paired(
 ) -> tuple[list[tuple[TensorEntry, TensorEntry]], list[Problem]]:
     """Return the tensors of the program with their replacements, and the problems."""
     count = Counter(entry.key for entry in new.tensors)
-    replacements = {entry.key: entry for entry in new.tensors}
-    present = {entry.key: entry for entry in old.tensors}
+    replacements = by_key(new.tensors)
+    present = by_key(old.tensors)
     problems = [Problem("the name is there twice", key) for key in count if count[key] > 1]
     for key in count:
         if key not in present:
@@ -465,7 +466,7 @@ def _stale(program: Program, records: Collection[str]) -> list[Problem]:
 
 
 _KINDS = {"parameter": "parameter", "buffer": "buffer", "tensor_constant": "constant"}
-_RANKS = {kind: rank for rank, kind in enumerate(_KINDS.values())}
+_RANKS = positions(_KINDS.values())
 
 
 def names(path: str, program: str | None = None) -> Names:
@@ -510,7 +511,7 @@ def _runtime(checkpoint: Checkpoint, graph: dict[str, str]) -> list[RuntimeTenso
     """List parameters, then buffers, then constants, each in the order of the graph's inputs;
     `graph`: FQN -> kind.
     """
-    order = {fqn: position for position, fqn in enumerate(graph)}
+    order = positions(graph)
     rows = []
     for section in checkpoint.sections:
         is_saved = section.path == ""

@@ -39,6 +39,7 @@ from ckpttool.core.checkpoint import (
 )
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.tables import present
 from ckpttool.core.text import Info, dotted, is_flat, shell, some
 from ckpttool.evaluate.chunks import across, concatenated
 from ckpttool.evaluate.compare import same_values
@@ -452,17 +453,17 @@ def _storage_of(shape: tuple[int, ...], size: int, chunks: Mapping[Chunk, Tensor
 
 def _end_to_end(parts: tuple[TensorEntry | None, ...], key: str) -> TensorEntry:
     """Concatenate a flat parameter of which every rank holds a plain tensor."""
-    present = [part for part in parts if part is not None]
-    dtype = present[0].dtype
-    for part in present:
+    flat = present(parts)
+    dtype = flat[0].dtype
+    for part in flat:
         if len(part.shape) != 1 or part.dtype != dtype:
             raise _misfit(
                 "it has the name of a flat parameter, but is not one-dimensional or not of one"
                 " dtype",
                 key,
             )
-    numel = sum(part.numel for part in present)
-    storage = concatenated(across(present, 0, numel))
+    numel = sum(part.numel for part in flat)
+    storage = concatenated(across(flat, 0, numel))
     return in_row_major(key, dtype, (numel,), storage, payload=RankParts(parts, whole=True))
 
 

@@ -30,6 +30,7 @@ from ckpttool.core.checkpoint import (
 )
 from ckpttool.core.dtypes import BY_NAME, BY_SAFETENSORS, itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.tables import positions
 from ckpttool.core.text import Note
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.formats import torchao
@@ -386,7 +387,7 @@ _ORDER = """
     BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ
     I16 U16 F16 BF16 I32 U32 F32 C64 F64 I64 U64
 """.split()  # noqa: SIM905 - one line of the reference a line here
-_RANK = {code: rank for rank, code in enumerate(_ORDER)}
+_RANK = positions(_ORDER)
 
 
 # Reading

@@ -14,6 +14,7 @@ from ckpttool.core.checkpoint import Kind, Section, TensorEntry, once_per_sectio
 from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Ref
 from ckpttool.core.plan import Output
+from ckpttool.core.tables import by_key
 from ckpttool.core.text import plural, some
 from ckpttool.core.values import dataclass
 
@@ -305,7 +306,7 @@ def quantized_weights(section: Section) -> Sequence[QuantizedWeight]:
             others.setdefault(entry.key, {})[part] = None
     if not schemes:
         return []
-    entries = {entry.key: entry for entry in section.tensors}
+    entries = by_key(section.tensors)
     weights = []
     for weight, scheme in schemes.items():
         quantized = QuantizedWeight(scheme, weight, tuple(others[weight]))

@@ -29,6 +29,7 @@ from ckpttool.core.checkpoint import (
 )
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import Names
+from ckpttool.core.tables import present
 from ckpttool.core.text import a, first_line, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate import torch_eval
@@ -368,7 +369,7 @@ def _reshard(part: Any) -> None:
     state = part._get_fsdp_state()
     # one until torch 2.12
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    groups = [group for group in groups if group is not None]
+    groups = present(groups)
     if any(group._all_gather_result is not None for group in groups):
         part.unshard()
     part.reshard()

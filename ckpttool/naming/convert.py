@@ -14,6 +14,7 @@ from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
 from ckpttool.core.plan import Dropped, ModelRun, ModuleRename, Output, Plan, Why, module_renames
+from ckpttool.core.tables import inverse, positions
 from ckpttool.core.text import Note, plural
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
@@ -187,7 +188,7 @@ def move(
     only one.
     """
     problems = [Problem("not a key of this model", key) for key in reading.match.unmatched]
-    keys = {name: key for key, name in reading.match.names.items()}
+    keys = inverse(reading.match.names)
     draft = _PlanDraft(section.path, keys, [], [], [*problems, *reading.match.problems], [])
     if reading.form == to:
         draft.keep(draft.keys)
@@ -267,7 +268,7 @@ def _to_serialized(tables: NameTables, draft: _PlanDraft) -> None:
 
 def _drop_unused(tables: NameTables, draft: _PlanDraft, used: Mapping[str, str]) -> None:
     """Drop runtime tensors that no key uses; `used`: name -> its first FQN."""
-    used_name = {first: name for name, first in used.items()}
+    used_name = inverse(used)
     for name in draft.keys:
         if name not in tables.first or name in used:
             continue
@@ -315,8 +316,8 @@ def _ordered(outputs: list[Output], section: Section, names: Iterable[str]) -> l
     If that is the order of the model's `names`, values computed from several sources are where the
     model has them.
     """
-    place = {key: index for index, key in enumerate(section.by_key())}
-    rank = {name: index for index, name in enumerate(names)}
+    place = positions(section.by_key())
+    rank = positions(names)
     readers = Counter[str]()
     first_place: dict[str, int] = {}
     for output in outputs:

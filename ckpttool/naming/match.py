@@ -15,6 +15,7 @@ from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import Hook, Names, RuntimeTensor
 from ckpttool.core.plan import Dropped, Output
+from ckpttool.core.tables import by_key, inverse
 from ckpttool.core.text import dotted, may_mention
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import same_values
@@ -65,7 +66,7 @@ def aliases(section: Section) -> Mapping[str, str]:
     if not any("@" in entry.key for entry in section.tensors):
         return section.aliases()
     firsts = dict(section.aliases())
-    entries = {entry.key: entry for entry in section.tensors}
+    entries = by_key(section.tensors)
     for key in entries:
         base = base_name(key, entries) if key not in firsts else None
         if base is not None and same_values(entries[key], entries[base]):
@@ -82,7 +83,7 @@ def drop_variants(
     `variants` and `names` come from a `Match`: key -> name.
     """
     entries = section.by_key()
-    keys = {name: key for key, name in names.items()}
+    keys = inverse(names)
     dropped, problems = [], []
     for key, name in variants.items():
         base = keys[name]
@@ -109,15 +110,15 @@ def without_variants(
 
     `first`: FQN -> first FQN of the same tensor; so the model confirms that two names are one.
     """
-    by_key = {output.key: output for output in outputs}
+    output_of = by_key(outputs)
     entries = section.by_key()
     kept, dropped, problems = [], [], []
     for output in outputs:
-        base = _confirmed_base(output.key, by_key, first)
+        base = _confirmed_base(output.key, output_of, first)
         if base is None:
             kept.append(output)
             continue
-        source, base_source = output.source, by_key[base].source
+        source, base_source = output.source, output_of[base].source
         is_same = source == base_source
         if not is_same and isinstance(source, Ref) and isinstance(base_source, Ref):
             is_same = same_values(entries[source.key], entries[base_source.key])
@@ -130,11 +131,11 @@ def without_variants(
 
 def with_variants(outputs: Sequence[Output], first: Mapping[str, str]) -> list[Output]:
     """Return `outputs` with every call variant that the model has, next to its base."""
-    by_key = {output.key: output for output in outputs}
+    output_of = by_key(outputs)
     variants: defaultdict[str, list[str]] = defaultdict(list)
     for name in first:
-        base = _confirmed_base(name, by_key, first)
-        if base is not None and name not in by_key:
+        base = _confirmed_base(name, output_of, first)
+        if base is not None and name not in output_of:
             variants[base].append(name)
     result = []
     for output in outputs:
@@ -464,7 +465,7 @@ def _same_canonical(lefts: Mapping[str, str], rights: Mapping[str, str]) -> dict
     map keys to canonical names.
     """
     left_count, right_count = Counter(lefts.values()), Counter(rights.values())
-    right_by_name = {name: key for key, name in rights.items()}
+    right_by_name = inverse(rights)
     pairs = {}
     for key, name in lefts.items():
         if left_count[name] == right_count[name] == 1:

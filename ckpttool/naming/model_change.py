@@ -11,6 +11,7 @@ from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.plan import Plan
+from ckpttool.core.tables import inverse
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
 from ckpttool.naming.wrappers import strip
@@ -151,7 +152,7 @@ class ModelChange:
                 hint="--model MODEL says which key each parameter has",
                 problems=problems,
             )
-        return {name: source for source, name in after.items()}
+        return inverse(after)
 
     def _spare_wrappers(self, keys: Mapping[str, str]) -> Collection[str]:
         """Return the wrappers in the new keys, if `keys` maps names without wrappers."""

@@ -19,6 +19,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckpttool.core.expression import Op, Ref
+from ckpttool.core.tables import by_key
 from ckpttool.core.text import Info
 from ckpttool.core.values import many_objects
 from ckpttool.naming.evidence import (
@@ -219,8 +220,8 @@ class _Search:
         self.sides = left, right
         self.turned = turned
         self.has_given_pairs = bool(same_keys)
-        self.left = {tensor.key: tensor for tensor in left.tensors}
-        self.right = {tensor.key: tensor for tensor in right.tensors}
+        self.left = by_key(left.tensors)
+        self.right = by_key(right.tensors)
         self.orders = Order(left), Order(right)
         self.budget = _MOST + _MOST_EACH * (len(self.left) + len(self.right))
         self.pairs: list[Pair] = []

@@ -12,6 +12,7 @@ from ckpttool.containers import strict_json
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import expand_options
+from ckpttool.core.tables import by_key
 from ckpttool.core.text import a, plural
 from ckpttool.formats import opening
 from ckpttool.formats.registry import format_of
@@ -278,8 +279,8 @@ def sections_with_names_of(tables: NameTables, sections: Sequence[Section]) -> l
 
 def _difference(left: Section, right: Section) -> str:
     """Return in what the tensors of two state dicts differ; empty if only values may differ."""
-    left_tensors = {entry.key: entry for entry in left.tensors}
-    right_tensors = {entry.key: entry for entry in right.tensors}
+    left_tensors = by_key(left.tensors)
+    right_tensors = by_key(right.tensors)
     unpaired = left_tensors.keys() ^ right_tensors.keys()
     if unpaired:
         return f"{plural(len(unpaired), 'key')} that only one of them has"

@@ -11,6 +11,7 @@ from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import Expression, Ref, is_opaque, refs, without_cast
 from ckpttool.core.plan import Dropped, Output, Plan, compose, module_renames
+from ckpttool.core.tables import positions
 from ckpttool.core.text import plural, shell
 from ckpttool.distributed.job import current
 from ckpttool.evaluate.apply import apply
@@ -148,7 +149,7 @@ def _in_order(
     path: str, reads: Mapping[str, Expression], keys: Iterable[str]
 ) -> tuple[Output, ...]:
     """Return the outputs in the order of the first key that each is made of."""
-    place = {key: number for number, key in enumerate(keys)}
+    place = positions(keys)
 
     def first_place(output: Output) -> int:
         places = [place[key] for key in refs(output.source)]

@@ -13,6 +13,7 @@ from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import FLAT, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
+from ckpttool.core.tables import positions
 from ckpttool.core.text import plural, some
 from ckpttool.evaluate.compare import elements
 from ckpttool.optimizers.forms import same_option, same_options, with_new_options
@@ -64,7 +65,7 @@ def new_groups(
             hint="pass --to-optimizer O, the function that makes the new optimizer",
             problems=[Problem("in which group?", name) for name in added],
         )
-    rank = {name: place for place, name in enumerate(parameters.shapes)}
+    rank = positions(parameters.shapes)
     ordered = []
     for group in placed(named, sources):
         params = sorted(group.params, key=lambda name: rank[str(name)])

@@ -15,6 +15,7 @@ from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import SERIALIZED, Names, RuntimeTensor
 from ckpttool.core.optimizer_state import FQN, ID, OptimizerState, Param, ParamGroup, renamed
+from ckpttool.core.tables import positions
 from ckpttool.core.values import dataclass
 from ckpttool.naming.convert import read
 from ckpttool.naming.match import NameTables, match
@@ -162,7 +163,7 @@ def in_order_of(
 
     `called` returns the new name for each of the model's names, if they were renamed.
     """
-    place = {key: at for at, key in enumerate(keys_in_order_of(section, names, called))}
+    place = positions(keys_in_order_of(section, names, called))
     tensors = sorted(section.tensors, key=lambda entry: place.get(entry.key, len(place)))
     return replace(section, tensors=tuple(tensors))
 
@@ -186,7 +187,7 @@ def keys_in_order_of(
         serialized, runtime = list(map(called, serialized)), list(map(called, runtime))
         count = len(section_names.intersection(serialized))
         order = serialized if count >= len(section_names.intersection(runtime)) else runtime
-    rank = {name: position for position, name in enumerate(order)}
+    rank = positions(order)
     keys = [key for key in section.keys if name_of.get(key) in rank]
     return sorted(keys, key=lambda key: rank[name_of[key]])
 
@@ -505,12 +506,12 @@ def _interleave(
     for name in order:
         after: Counter[tuple[int, ...]] = Counter()
         taken: dict[tuple[int, ...], int] = {}
-        for positions, count in ways.items():
+        for reached, count in ways.items():
             for index, group in enumerate(groups):
-                place = positions[index]
+                place = reached[index]
                 if place == len(group) or state_shapes.misfit(group[place], shapes[name]):
                     continue
-                moved = (*positions[:index], place + 1, *positions[index + 1 :])
+                moved = (*reached[:index], place + 1, *reached[index + 1 :])
                 after[moved] += count
                 taken[moved] = index
         if len(after) > _MOST_STATES:
@@ -520,12 +521,12 @@ def _interleave(
     if list(ways.values()) != [1]:
         return sum(ways.values()), {}
     # walk back along the only way
-    (positions,) = ways
+    (reached,) = ways
     names: dict[Param, str] = {}
     for taken, name in zip(reversed(steps), reversed(order)):
-        index = taken[positions]
-        positions = (*positions[:index], positions[index] - 1, *positions[index + 1 :])
-        names[groups[index][positions[index]]] = name
+        index = taken[reached]
+        reached = (*reached[:index], reached[index] - 1, *reached[index + 1 :])
+        names[groups[index][reached[index]]] = name
     return 1, names
 
 

@@ -22,6 +22,7 @@ from ckpttool.core.optimizer_state import (
     numbered,
 )
 from ckpttool.core.plan import GroupMove, OptimizerMove
+from ckpttool.core.tables import inverse
 from ckpttool.core.text import plural
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.evaluate.ops import OPS
@@ -89,7 +90,7 @@ def to_serialized(names: Names, params: Sequence[Param]) -> dict[str, Expression
         canonical = None if source is None else _canonical(source, parameters)
         if canonical is not None and available.issuperset(ex.refs(canonical)):
             key_of.setdefault(canonical, key)
-    return {key: source for source, key in key_of.items()}
+    return inverse(key_of)
 
 
 def from_serialized(names: Names, params: Sequence[Param]) -> dict[str, Expression] | None:

@@ -11,6 +11,7 @@ from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import refs
 from ckpttool.core.options import call_of
 from ckpttool.core.plan import Plan
+from ckpttool.core.tables import by_key, inverse
 from ckpttool.core.text import Note, dotted, plural
 from ckpttool.core.values import dataclass
 from ckpttool.naming.convert import read
@@ -140,7 +141,7 @@ def _under_final_names(
         assert request.like is not None
         wanted = align(section.keys, request.like.by_key())
         steps = Request(RemapOptions(), "", like=request.like)
-        return {entry.key: entry for entry in _renamed(filler, section, wanted, steps)}
+        return by_key(_renamed(filler, section, wanted, steps))
     except CkptError as error:
         error.message = f"--fill-from {filler.title}: {error.message}"
         raise
@@ -217,5 +218,5 @@ def _expected_order(section: Section, request: Request, model: ModelOperand | No
     if model is not None:
         return keys_in_order_of(section, model.names())
     assert request.like is not None
-    key_of = {name: key for key, name in align(section.keys, request.like.by_key()).items()}
+    key_of = inverse(align(section.keys, request.like.by_key()))
     return [key_of[name] for name in request.like.keys if name in key_of]

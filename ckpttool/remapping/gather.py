@@ -32,6 +32,7 @@ from ckpttool.core.expression import Expression, Op, Ref, refs, substitute
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
 from ckpttool.core.optimizer_state import rebuilt
 from ckpttool.core.plan import Dropped
+from ckpttool.core.tables import present
 from ckpttool.core.text import dotted, is_flat, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.chunks import across, concatenated
@@ -109,15 +110,15 @@ def _merged(
             problems.append(Problem("its replicas differ between the ranks", key))
         return replace(entry, payload=None)
     parts = parts_of(entry)
-    present = [part for part in parts if part is not None]
-    if len(present) < len(parts):
+    held = present(parts)
+    if len(held) < len(parts):
         problems.append(Problem("some ranks have it, and others do not", key))
     elif not ranks_agree(entry):
-        if section.kind == "optimizer" or len({part.shape for part in present}) > 1:
+        if section.kind == "optimizer" or len({part.shape for part in held}) > 1:
             problems.append(not_of_one_step(key))
         else:
             notes.append(f"{key} {_DIFFERS}: rank 0's is used")
-    return replace(entry, payload=present[0].payload)
+    return replace(entry, payload=held[0].payload)
 
 
 # Flat parameters and slices
@@ -444,7 +445,7 @@ def assembled(
         return entry, False
     if is_whole(entry):
         return replace(entry, payload=None), False
-    parts = [part for part in parts_of(entry) if part is not None]
+    parts = present(parts_of(entry))
     shapes = [part.shape for part in parts]
     if shape is None or set(shapes) == {shape}:
         return parts[0], not ranks_agree(entry)
@@ -495,7 +496,7 @@ def held_elements(entry: TensorEntry) -> int:
 
 def cut_out(flat: TensorEntry, slot: Slot) -> TensorEntry:
     """Return the tensor in `slot` of the flat tensor that the ranks' parts are together."""
-    parts = [part for part in parts_of(flat) if part is not None]
+    parts = present(parts_of(flat))
     storage = concatenated(across(parts, slot.start, slot.numel))
     return in_row_major(slot.fqns[0], flat.dtype, slot.shape, storage)
 

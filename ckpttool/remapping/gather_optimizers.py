@@ -21,6 +21,7 @@ from ckpttool.core.checkpoint import (
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import Names, OptimizerParam, RuntimeTensor
 from ckpttool.core.optimizer_state import FQN, ID, OptimizerState, Param, renamed
+from ckpttool.core.tables import present
 from ckpttool.core.text import is_flat, plural
 from ckpttool.evaluate.chunks import in_own_storage
 from ckpttool.naming.flat import unit_paths
@@ -186,7 +187,7 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> Sequence[Any]:
     """Return the part of each parameter of the unit in one value of the flat parameter's state."""
     if not isinstance(value, TensorEntry):
         return [value] * len(unit.slots)
-    parts = [part for part in parts_of(value) if part is not None]
+    parts = present(parts_of(value))
     if _are_cut_as(unit, parts, value.dtype):
         return [cut_out(value, slot) for slot in unit.slots]
     if any(part.numel > 1 or part.storage is None for part in parts):

@@ -12,6 +12,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.optimizer_state import ID
 from ckpttool.core.plan import OptimizerMove, Output, Plan
+from ckpttool.core.tables import positions
 from ckpttool.core.text import plural, shell
 from ckpttool.formats.folders import optimizers_in
 from ckpttool.io.files import names_in
@@ -126,7 +127,7 @@ def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) 
             by_section.setdefault(output.section, []).append(output)
     for section in result.sections:
         if section.kind != "optimizer" and section.path in by_section:
-            rank = {key: place for place, key in enumerate(section.keys)}
+            rank = positions(section.keys)
             by_section[section.path].sort(key=lambda output: rank.get(output.key, 0))
     outputs = chain.from_iterable(by_section.values())
     return replace(plan, outputs=tuple(outputs), optimizers=tuple(moves))

@@ -14,6 +14,7 @@ from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Refused
 from ckpttool.core.expression import Ref
 from ckpttool.core.plan import Dropped, Output, Plan, compose, in_turn, module_renames
+from ckpttool.core.tables import inverse
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import Runner, apply
@@ -377,7 +378,7 @@ def apply_rules_like_first(
 
     `start` is the draft of this section before any step.
     """
-    first_keys = {name: key for key, name in first.canonical.items()}
+    first_keys = inverse(first.canonical)
     prefixes = set()
     for key, name in start.canonical.items():
         if name in first_keys:

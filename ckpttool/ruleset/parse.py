@@ -19,6 +19,7 @@ from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.limits import limits
 from ckpttool.core.options import call_of, expand_options
 from ckpttool.core.schema import TEXT, TEXTS, list_of, record, row, titled
+from ckpttool.core.tables import by_key
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.io.files import opened
@@ -536,7 +537,7 @@ def _failures(before: Sequence[str], after: Sequence[str], steps: Sequence[Step]
         state, _ = state_of(steps, Section("", "state_dict", entries), whole=False)
     except Refused as error:
         return list(map(str, error.problems))
-    expected = {spec.key: spec for spec in filter(None, map(shown, after))}
+    expected = by_key(filter(None, map(shown, after)))
     missing = [key for key in expected if key not in state]
     others = [key for key in state if key not in expected]
     texts = [f"the rules make no {key}" for key in missing]

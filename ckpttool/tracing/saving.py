@@ -15,6 +15,7 @@ from torch import nn
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Expression, Op, Ref, is_constant, is_opaque, refs
 from ckpttool.core.names import Hook, RuntimeTensor, SerializedKey
+from ckpttool.core.tables import by_key
 from ckpttool.core.text import a
 from ckpttool.core.values import dataclass
 from ckpttool.tracing.build_model import LoadedModel, seeded
@@ -95,14 +96,14 @@ def save(model: LoadedModel, real: bool, instance: nn.Module | None = None) -> S
         # one value everywhere may pass a check that others do not
         is_proven |= isinstance(filling, int)
         reads += other.reads
-        by_key = {entry.key: entry for entry in other.serialized}
-        written = dict.fromkeys((*by_key, *other.extra_state))
+        entries = by_key(other.serialized)
+        written = dict.fromkeys((*entries, *other.extra_state))
         seen.update(written)
         always &= set(written)
-        for key, entry in by_key.items():
+        for key, entry in entries.items():
             if key not in keys:
                 further[key] = entry
-        serialized = tuple(_of_both(entry, by_key.get(entry.key), reads) for entry in serialized)
+        serialized = tuple(_of_both(entry, entries.get(entry.key), reads) for entry in serialized)
         unexplained.update(_changed_constants(serialized, saved.state, other.state))
     feeding = _feeders(model, saved, unexplained)
     explained = []

@@ -25,6 +25,7 @@ from ckpttool.core.names import (
     Names,
     SerializedKey,
 )
+from ckpttool.core.tables import by_key
 from ckpttool.core.text import Note, dotted, some
 from ckpttool.evaluate.torch_eval import evaluate, same_bits
 from ckpttool.tracing.build_model import CannotBuild, LoadedModel, attempt, describe
@@ -97,7 +98,7 @@ def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tu
     if failed is not None:
         refused = f"load_state_dict refuses what state_dict wrote: {failed}"
         return certain or (Problem(refused, _ROOT),)
-    by_fqn = {problem.key: problem for problem in certain}
+    by_fqn = by_key(certain)
     for problem in certain:
         if problem.kind == "inexact":  # for other values
             differing.add(problem.key)
@@ -590,7 +591,7 @@ def _lost(model: LoadedModel, saved: Saved) -> list[Problem]:
             kept.add(tensor.fqn)
     if not lost:
         return []
-    keys = {entry.key: entry for entry in saved.serialized}
+    keys = by_key(saved.serialized)
     for entry in saved.serialized:
         if isinstance(entry.source, Ref) and entry.source.key != entry.key:
             renamed.add(entry.source.key)

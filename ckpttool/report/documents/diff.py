@@ -10,6 +10,7 @@ from itertools import groupby
 from math import inf, isfinite
 from typing import NamedTuple
 
+from ckpttool.core.tables import positions
 from ckpttool.core.text import Info, code_of, number, plural
 from ckpttool.diffing.result import ASPECTS, HARMLESS, Asks, Compared, Diff, Entry, alike
 from ckpttool.evaluate.compare import Change
@@ -417,8 +418,8 @@ def findings(diff: Diff) -> Iterator[Finding]:
     has.
     """
     left, right = diff.outlines
-    left_places = {key: place for place, key in enumerate(left)}
-    right_places = {key: place for place, key in enumerate(right)}
+    left_places = positions(left)
+    right_places = positions(right)
 
     def order(entry: Entry) -> float:
         if entry.right:

@@ -14,6 +14,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from ckpttool.core.tables import positions
 from ckpttool.core.text import visible
 from ckpttool.report.document import (
     Block,
@@ -135,7 +136,7 @@ def _data(listing: Listing) -> dict[str, Any]:
     """
     outlines: dict[tuple[str, str, int | None], int] = {}
     whys: dict[str, int] = {}
-    statuses = {status: place for place, status in enumerate(listing.statuses)}
+    statuses = positions(listing.statuses)
 
     def side(tensors: tuple[Named, ...]) -> tuple[list[str], list[int]]:
         numbers = []
