@@ -24,7 +24,7 @@ from ckpttool.containers.tree import Place, Tree, node_of
 from ckpttool.containers.zip_read import Archive
 from ckpttool.containers.zip_write import Entry, NewRecord
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
-from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.optimizer_state import kept
 from ckpttool.core.tables import by_key
 from ckpttool.core.text import dotted
@@ -200,7 +200,7 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
     Raises `Refused` for entries that have no place in a new file.
     """
     text = "belongs to the file that it was read from"
-    problems = [Problem(text, path) for path in checkpoint.others]
+    problems = same_problem(text, checkpoint.others)
     for section in checkpoint.optimizers:
         if section.mapping is None:
             text = "an optimizer's state cannot be written to a new file"
@@ -318,7 +318,7 @@ def _tensor_edits(section: Section, place: Place, nodes: _Nodes, alone: str) -> 
         raise Refused(
             "only the keys of state dicts can be renamed",
             hint=alone or _HINT,
-            problems=[Problem("cannot be renamed here", key) for key in renamed],
+            problems=same_problem("cannot be renamed here", renamed),
         )
     edits: dict[Steps, Any] = {}
     for entry in place.section.tensors:

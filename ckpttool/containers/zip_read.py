@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from ckpttool.core.checkpoint import Span
-from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.errors import CkptError, same_problem
 from ckpttool.core.values import dataclass, many_objects
 from ckpttool.io.checksums import note_archive, version_of
 from ckpttool.io.files import Source, assume, check_assumed, opened
@@ -538,5 +538,5 @@ def _corrupt(path: str, message: str, records: Iterable[str] = ()) -> CkptError:
     return CkptError(
         f"{path}: {message}",
         hint="the file is incomplete or damaged: download or save it again (`unzip -t` checks it)",
-        problems=[Problem(message, name) for name in records],
+        problems=same_problem(message, records),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -32,6 +32,11 @@ class Problem:
         """Return the problem from the result of ``str``, without its kind."""
         problem, _, key = text.rpartition(" @ ")
         return Problem(problem or text, key if problem else "")
+
+
+def same_problem(problem: str, keys: Iterable[str], kind: str = "other") -> list[Problem]:
+    """Return the problem once for each key."""
+    return [Problem(problem, key, kind) for key in keys]
 
 
 _SHOWN = 20  # problems in a traceback

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section
-from ckpttool.core.errors import Problem
+from ckpttool.core.errors import Problem, same_problem
 from ckpttool.core.expression import EXPRESSION, Expression, Ref
 from ckpttool.core.schema import (
     COUNT,
@@ -238,7 +238,7 @@ class Plan:
             if not _is_said(output.section, output.source, earlier):
                 unknown.append(output.key)
         text = "the plan does not say which model's code computes it"
-        return [Problem(text, key) for key in unknown]
+        return same_problem(text, unknown)
 
     def to_json(self) -> dict[str, Any]:
         """Return the PLAN object of the contract.
@@ -344,16 +344,16 @@ def _check_section(
     unread = [key for key in read if key not in have]
     undropped = [key for key in dropped if key not in have]
     left = have.keys() - used.keys() - set(dropped)
-    problems = [Problem("the plan reads a key that the checkpoint has not", key) for key in unread]
+    problems = same_problem("the plan reads a key that the checkpoint has not", unread)
     text = "the plan drops a key that the checkpoint has not"
-    problems += [Problem(text, key) for key in undropped]
+    problems += same_problem(text, undropped)
     problems += _collisions(outputs)
     for output in computed:
         if ex.is_opaque(output.source):
             text = "computed by code that is not a tensor operator"
             problems.append(Problem(text, output.key, "opaque"))
     unused = [key for key in have if key in left] if left else []
-    problems += [Problem("neither used nor dropped", key) for key in unused]
+    problems += same_problem("neither used nor dropped", unused)
     return problems
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
-from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.options import call_text
 from ckpttool.core.plan import ModelRun, Output, Plan, module_renames
@@ -186,7 +186,7 @@ def _without_code(run: ModelRun, names: Sequence[str], has_runners: bool) -> Ref
     return Refused(
         f"{plural(len(names), 'tensor')} can only be computed by the code of {run.model}",
         hint=f"name it: {option} {shell(call_text(run.model, run.kwargs))}",
-        problems=[Problem(problem, name, "opaque") for name in names],
+        problems=same_problem(problem, names, "opaque"),
     )
 
 

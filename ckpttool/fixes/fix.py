@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.core.codes import CODES
-from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.options import (
     EditOptions,
     FixOptions,
@@ -189,5 +189,5 @@ def _unfixed_problems(answer: Diff) -> list[Problem]:
         problems.append(entry.problem(key, answer.names))
     if answer.identical:  # a list of all parameters, which has no buffers
         for unfixed in answer.unfixed:
-            problems += [Problem(unfixed.code, key) for key in unfixed.keys]
+            problems += same_problem(unfixed.code, unfixed.keys)
     return problems

@@ -28,7 +28,7 @@ from ckpttool.core.checkpoint import (
     contiguous_stride,
     in_row_major,
 )
-from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.errors import CkptError, Problem, same_problem
 from ckpttool.core.tables import present
 from ckpttool.core.text import shell, some
 from ckpttool.core.values import dataclass, many_objects
@@ -117,7 +117,7 @@ def read_files(folder: str) -> RankFiles:
             f"{folder} is a DeepSpeed checkpoint of a model that is split by layers, by experts or"
             " within tensors",
             hint=hint,
-            problems=[Problem("belongs to another model part", name) for name in split],
+            problems=same_problem("belongs to another model part", split),
         )
     model_files = tuple(read_file(join(folder, name)) for name in models)
     if models and not optimizers and is_dir(universal):
@@ -681,7 +681,7 @@ def _model(
         raise CkptError(
             f"{first.path}: no partition holds the values of some entries of the module",
             hint=COPY,
-            problems=[Problem(text, name) for name in unknown],
+            problems=same_problem(text, unknown),
         )
     objects = {name: entry for name, entry in entries.items() if isinstance(entry, ExtraEntry)}
     expected: dict[str, TensorEntry | ExtraEntry] = {**saved_whole, **objects}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from shlex import quote
 
 from ckpttool.core.checkpoint import Checkpoint, Payload
-from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.tables import by_key
 from ckpttool.core.text import Info, dotted, shell
 from ckpttool.evaluate.chunks import row_major
@@ -128,7 +128,7 @@ def _more_than_tensors(checkpoint: Checkpoint) -> list[Problem]:
     for section in checkpoint.sections:
         if section is not main:
             problems.append(Problem(f"a second section ({section.kind})", section.title))
-    problems += [Problem("not a tensor", path) for path in checkpoint.others]
+    problems += same_problem("not a tensor", checkpoint.others)
     if main is None:
         return [*problems, Problem("no state dict", checkpoint.source)]
     problems += [Problem("not a tensor", dotted(main.path, extra.key)) for extra in main.extras]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from shlex import quote
 from typing import NamedTuple
 
-from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.errors import CkptError, Problem, same_problem
 from ckpttool.core.text import Note
 from ckpttool.formats.hf_index import read_index
 from ckpttool.formats.look import Look
@@ -116,7 +116,7 @@ def fsdp_home(look: Look) -> str | None:
             f"{folder} holds files of ranks, as accelerate saves them without"
             " torch.distributed.checkpoint",
             hint=f"name the files of all ranks together: {quote(model)}",
-            problems=[Problem("the files of all ranks", glob) for glob in globs],
+            problems=same_problem("the files of all ranks", globs),
         )
     return folder if look.is_folder and is_fsdp(folder) else None
 
@@ -298,7 +298,7 @@ def _several(folder: str, names: list[str]) -> CkptError:
         return CkptError(
             f"{folder} holds tensor-parallel parts: each file has a part of the tensors",
             hint=f"name the files of all ranks together: {quote(pattern)}",
-            problems=[Problem("a part", name) for name in names],
+            problems=same_problem("a part", names),
         )
     problems = []
     for name in names:
@@ -425,7 +425,7 @@ def nothing_inside(look: Look) -> CkptError:
         return CkptError(
             f"{folder} holds several checkpoints, each in its own folder",
             hint=f"name one of them: {quote(join(folder, first))}",
-            problems=[Problem("a torch.distributed.checkpoint folder", name) for name in parts],
+            problems=same_problem("a torch.distributed.checkpoint folder", parts),
         )
     shards = [name for name in names if _SHARD.fullmatch(name)]
     if shards:

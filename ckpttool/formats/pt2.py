@@ -25,7 +25,7 @@ from ckpttool.core.checkpoint import (
     TensorEntry,
     Unreached,
 )
-from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
 from ckpttool.core.tables import by_key, positions
@@ -72,7 +72,7 @@ def renamed(
         return {}, []
     if program.compiled:
         text = "compiled code calls its weights by the names that they have"
-        return {}, [Problem(text, key) for key in all_names]
+        return {}, same_problem(text, all_names)
     graph, problems = pt2_program.renamed_graph(program, all_names)
     changed = {StoragePlace(program.model): graph}
     for index, in_section in zip(program.indexes, names):

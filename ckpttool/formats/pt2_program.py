@@ -30,7 +30,7 @@ from ckpttool.core.checkpoint import (
     Unreached,
 )
 from ckpttool.core.dtypes import BY_PT2, itemsize
-from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.errors import CkptError, Problem, same_problem
 from ckpttool.core.limits import limits
 from ckpttool.core.schema import (
     COUNT,
@@ -184,7 +184,7 @@ def renamed_graph(program: Program, names: Mapping[str, str]) -> tuple[bytes, li
     specs = _specs(model)
     unknown = set(chain(*specs)).difference(FIELDS, _NAMELESS)
     text = "the graph has inputs or outputs that are not known, and may name tensors"
-    problems = [Problem(text, kind) for kind in sorted(unknown)]
+    problems = same_problem(text, sorted(unknown))
     keys: list[str] = []
     for section in program.sections:
         keys += section.keys

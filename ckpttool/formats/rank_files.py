@@ -38,7 +38,7 @@ from ckpttool.core.checkpoint import (
     in_row_major,
 )
 from ckpttool.core.dtypes import itemsize
-from ckpttool.core.errors import CkptError, Problem
+from ckpttool.core.errors import CkptError, Problem, same_problem
 from ckpttool.core.tables import present
 from ckpttool.core.text import Info, dotted, is_flat, shell, some
 from ckpttool.evaluate.chunks import across, concatenated
@@ -159,7 +159,7 @@ def _in_rank_order(
     why = "other files do" if ranks else "nor does a number in its name"
     ranks = ranks or numbers
     unknown = [path for path in saved_by if path not in ranks]
-    problems = [Problem(f"does not say its rank, {why}", path) for path in unknown]
+    problems = same_problem(f"does not say its rank, {why}", unknown)
     if len(set(world_sizes.values())) > 1:
         for path, size in world_sizes.items():
             problems.append(Problem(f"comes from a run of {size} ranks", path))

@@ -27,7 +27,7 @@ from ckpttool.core.checkpoint import (
     TensorEntry,
     contiguous_stride,
 )
-from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.names import Names
 from ckpttool.core.tables import present
 from ckpttool.core.text import a, first_line, plural
@@ -104,7 +104,7 @@ def module_target(module: nn.Module) -> LiveTarget:
         raise Refused(
             f"the module is not initialized yet: it has {plural(len(lazy), 'lazy parameter')}",
             hint="run the module once on an example, then swap",
-            problems=[Problem("a lazy parameter: it has no shape", name) for name in lazy],
+            problems=same_problem("a lazy parameter: it has no shape", lazy),
         )
     return LiveTarget(type(module).__name__, tensors, constants, compared=False)
 
@@ -144,7 +144,7 @@ def package_target(package: Any, model: Model | None) -> LiveTarget:
         raise Refused(
             "no constant of the package is a weight of the model",
             hint="pass the model that the package was compiled from",
-            problems=[Problem("no such weight in the model", fqn) for fqn in fqns],
+            problems=same_problem("no such weight in the model", fqns),
         )
     constants = {fqn: target.constants.get(fqn) for fqn in fqns if fqn not in tensors}
     return LiveTarget(type(package).__name__, tensors, constants)

@@ -10,7 +10,7 @@ from typing import TypeVar, Union
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section
-from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
 from ckpttool.core.plan import Dropped, ModelRun, ModuleRename, Output, Plan, Why, module_renames
@@ -187,7 +187,7 @@ def move(
     `tie`: a tensor with several names in that form gets all of them, also if the checkpoint has
     only one.
     """
-    problems = [Problem("not a key of this model", key) for key in reading.match.unmatched]
+    problems = same_problem("not a key of this model", reading.match.unmatched)
     keys = inverse(reading.match.names)
     draft = _PlanDraft(section.path, keys, [], [], [*problems, *reading.match.problems], [])
     if reading.form == to:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ckpttool.core.checkpoint import Checkpoint, Section, once_per_section
-from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.errors import CkptError, Refused, same_problem
 from ckpttool.core.expression import Op, Special
 from ckpttool.core.text import dotted, may_mention
 from ckpttool.core.values import dataclass
@@ -420,7 +420,7 @@ def declared(form: Chain, keys: Collection[str]) -> Evidence:
         raise Refused(
             f"{len(odd)} of {len(keys)} keys do not begin with {prefix}",
             hint="leave --from out: wrappers are recognized; `ckpttool inspect` shows which",
-            problems=[Problem("not inside of it", key) for key in odd],
+            problems=same_problem("not inside of it", odd),
         )
     root: list[str] = []
     for segment in prefix.split(".")[:-1]:
@@ -464,7 +464,7 @@ def _adapted(names: Iterable[str]) -> dict[str, str]:
         raise Refused(
             "no layer in the file has an adapter, and PEFT's names depend on which have",
             hint="--like CKPT takes over the names of a checkpoint of the PEFT model",
-            problems=[Problem("an adapted layer's, or not?", name) for name in parts],
+            problems=same_problem("an adapted layer's, or not?", parts),
         )
     below_base = {}
     for name, path in parts.items():

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Ref, is_opaque, refs, without_cast
 from ckpttool.core.plan import Dropped, Output, Plan, compose, module_renames
 from ckpttool.core.tables import positions
@@ -141,7 +141,7 @@ def _check_used(model: ModelOperand, unused: Sequence[str]) -> None:
     raise Refused(
         f"{model.title} loads the checkpoint and does not use {count} of it",
         hint=f"leave them out: {line}",
-        problems=[Problem("not used", key) for key in unused],
+        problems=same_problem("not used", unused),
     )
 
 

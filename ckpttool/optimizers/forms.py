@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
-from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.optimizer_state import (
     FLAT,
     FQN,
@@ -253,7 +253,7 @@ def _flat(state: OptimizerState) -> dict[Any, Any]:
     Raises `Refused` for state that torch.distributed.checkpoint cannot flatten either, and for
     conflicting keys.
     """
-    problems = [Problem("belongs to no parameter", key) for key in (*state.loose, *state.rest)]
+    problems = same_problem("belongs to no parameter", (*state.loose, *state.rest))
     parts: list[tuple[str, Any]] = []
     params = set(state.params)
     for fqn, param_state in state.state.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
-from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import FLAT, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
@@ -63,7 +63,7 @@ def new_groups(
             f"{where} has {len(named.groups)} param groups, and the new model has parameters that"
             " it has not",
             hint="pass --to-optimizer O, the function that makes the new optimizer",
-            problems=[Problem("in which group?", name) for name in added],
+            problems=same_problem("in which group?", added),
         )
     rank = positions(parameters.shapes)
     ordered = []

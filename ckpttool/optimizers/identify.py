@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section
-from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import SERIALIZED, Names, RuntimeTensor
 from ckpttool.core.optimizer_state import FQN, ID, OptimizerState, Param, ParamGroup, renamed
@@ -346,7 +346,7 @@ def _by_names(
         raise Refused(
             f"{where}: several parameters have one name",
             hint=_SETTLE,
-            problems=[Problem("the name of more than one parameter", name) for name in repeated],
+            problems=same_problem("the name of more than one parameter", repeated),
         )
     param_map = ParamMap(state, listed, evidence)
     if names is None:
@@ -388,7 +388,7 @@ def in_model(listed: Iterable[str], names: Names) -> tuple[dict[str, str], list[
         if fqn in canonical:
             canonical.setdefault(key, canonical[fqn])
     matched = match(list(dict.fromkeys(listed)), dict(zip(canonical, canonical)))
-    problems = [Problem(f"not a parameter of {names.model}", name) for name in matched.unmatched]
+    problems = same_problem(f"not a parameter of {names.model}", matched.unmatched)
     problems += matched.problems
     return {name: canonical[target] for name, target in matched.names.items()}, problems
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import TensorEntry
-from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import OptimizerState
 from ckpttool.core.text import plural, some
@@ -48,7 +48,7 @@ def without_left_out(
         raise Refused(
             f"{where}: all of its parameters are left out of the model",
             hint=f"drop the optimizer too: --drop {where}",
-            problems=[Problem("left out of the model", name) for name in left_out],
+            problems=same_problem("left out of the model", left_out),
         )
     names = frozenset(left_out)
     return replace(request, ruled=narrowed, model=narrowed, owners=param_map, left_out=names)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section
-from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import SERIALIZED, Names
 from ckpttool.core.optimizer_state import ID, OptimizerState, Param, renamed
@@ -484,7 +484,7 @@ def _check_places(
             f"{where}: parameters of the model are left out, and the optimizer still numbers them",
             hint=f"drop the optimizer too: --drop {where}; or pass --optimizer-keys fqn, to"
             " keep the state of the other parameters under their names",
-            problems=[Problem("left out of the model", name) for name in left_out],
+            problems=same_problem("left out of the model", left_out),
         )
     raise Refused(
         f"{where}: the model gets other parameters, and nothing says in which order it registers"
@@ -511,7 +511,7 @@ def _check_loads(moved: OptimizerState, old: Names | None, new: Names | None, wh
             f"{where}: this is the state of {saved_class}; {target.optimizer_class} loads it, and"
             " fails at the next step",
             hint=afresh(where),
-            problems=[Problem(problem, name) for name in names],
+            problems=same_problem(problem, names),
         )
 
 

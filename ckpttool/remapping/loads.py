@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.core.checkpoint import Section, TensorEntry
-from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.text import Info, dotted, plural, shell, some
 from ckpttool.core.values import dataclass
@@ -64,7 +64,7 @@ class Loading:
                 f"the output would lack {plural(len(missing), 'key')} of {self.model}: "
                 "a strict load fails without them",
                 hint=hint,
-                problems=[Problem("missing", key, "missing") for key in missing],
+                problems=same_problem("missing", missing, "missing"),
             )
 
 
@@ -141,7 +141,7 @@ def _modules_without_place(adapter: Adapter, model: ModelOperand) -> list[Proble
         return []
     names = {*model.tables.serialized_names, *model.tables.runtime_names}
     missing = missing_modules(adapter, names)
-    return [Problem("not a module of this model", module) for module in missing]
+    return same_problem("not a module of this model", missing)
 
 
 def _are_second_names(keys: Sequence[str], section: Section, model: ModelOperand) -> bool:
@@ -213,9 +213,7 @@ def _without_wrappers(section: Section, reading: Reading) -> Section:
 def _by_verdict(
     section: Section, model: ModelOperand, verdict: Verdict, is_incomplete: bool
 ) -> Loading:
-    problems = [
-        Problem("not a key that the model loads", key, "unexpected") for key in verdict.unexpected
-    ]
+    problems = same_problem("not a key that the model loads", verdict.unexpected, "unexpected")
     problems += _wrong_shapes(section, model)
     shown = {problem.key for problem in problems}
     notes = []
@@ -240,10 +238,7 @@ def _by_verdict(
 
 def _by_names(section: Section, model: ModelOperand, reading: Reading) -> Loading:
     """Return what the names say: unknown keys, and tensors of another shape."""
-    problems = [
-        Problem("not a key that the model loads", key, "unexpected")
-        for key in reading.match.unmatched
-    ]
+    problems = same_problem("not a key that the model loads", reading.match.unmatched, "unexpected")
     tables = model.tables
     likeness = tables.serialized_likeness if reading.form == SERIALIZED else tables.runtime_likeness
     for entry in section.tensors:

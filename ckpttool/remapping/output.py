@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from ckpttool.containers.pickle_write import dangerous_written
 from ckpttool.core.checkpoint import Checkpoint
-from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.names import SERIALIZED
 from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.text import Info, dotted, shell, some
@@ -81,7 +81,7 @@ def check_other_files(
     raise Refused(
         "not everything would be written",
         hint=f"to leave {'it' if len(names) == 1 else 'them'} out: {line}",
-        problems=[Problem("a file of the folder, which OUT has no place for", n) for n in names],
+        problems=same_problem("a file of the folder, which OUT has no place for", names),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Op, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
 from ckpttool.core.plan import Output, Plan, compose
@@ -112,7 +112,7 @@ def _not_its_keys(section: Section, request: Request, names: Names) -> Refused:
         if request.loads is not None or request.rule_steps:
             follows = "leave --model out: its keys name modules"
         hint = f"{adapter.title} without its model: {follows}"
-    problems = [Problem("not a key of this model", key) for key in section.by_key()]
+    problems = same_problem("not a key of this model", section.by_key())
     return Refused(
         f"0 of {len(problems)} keys are names of {names.model}", hint=hint, problems=problems
     )
