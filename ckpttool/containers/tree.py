@@ -36,7 +36,7 @@ from ckpttool.core.checkpoint import (
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import looks_flat, rebuilt
 from ckpttool.core.tables import present
-from ckpttool.core.text import dotted, free
+from ckpttool.core.text import dotted, free, title_of
 from ckpttool.core.values import dataclass, many_objects
 
 # names of lists of parameters, of torch_ema and of EMAModel in diffusers
@@ -737,7 +737,7 @@ def unreached(root: Any, storages: Storages, sizes: Mapping[str, int]) -> tuple[
     for key in left:
         name = f"data/{key}"
         if key in places:
-            name = places[key] or "(root)"
+            name = title_of(places[key])
         if name in by_name:
             name = f"{name} (data/{key})"
         by_name[name] = Unreached(name, storages.get(key, sizes[key]), key in places)

@@ -27,7 +27,7 @@ from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntr
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.optimizer_state import kept
 from ckpttool.core.tables import by_key
-from ckpttool.core.text import dotted
+from ckpttool.core.text import dotted, title_of
 from ckpttool.core.values import dataclass
 
 _HINT = "keep the format of the source; `ckpttool inspect` shows what the entry is"
@@ -50,7 +50,7 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
         raise Refused(
             "sections cannot be added to this file",
             hint="write them to a new file",
-            problems=[Problem("the file has no such section", path or "(root)") for path in new],
+            problems=[Problem("the file has no such section", title_of(path)) for path in new],
         )
     _check_storages(checkpoint, tree)
     edits: dict[Steps, Any] = {}

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.pickle_imports import Import
 from ckpttool.core.tables import by_key
-from ckpttool.core.text import shell
+from ckpttool.core.text import shell, title_of
 from ckpttool.core.values import dataclass, public
 
 IN_MEMORY = "memory"  # the format of an object in memory
@@ -347,7 +347,7 @@ class Section:
 
     @property
     def title(self) -> str:
-        return self.path or "(root)"
+        return title_of(self.path)
 
     @property
     def nbytes(self) -> int:

@@ -27,7 +27,7 @@ from ckpttool.core.schema import (
     record,
     unless_empty,
 )
-from ckpttool.core.text import dotted
+from ckpttool.core.text import dotted, title_of
 from ckpttool.core.values import dataclass, public
 
 SCHEMA = "ckpttool.plan/1"
@@ -332,7 +332,7 @@ def _check_section(
 ) -> list[Problem]:
     if section is None:
         text = "the plan rewrites a section that the checkpoint has not"
-        return [Problem(text, path or "(root)")]
+        return [Problem(text, title_of(path))]
     have = section.by_key()
     computed = [output for output in outputs if not isinstance(output.source, Ref)]
     used = dict.fromkeys(output.source.key for output in outputs if isinstance(output.source, Ref))

@@ -91,6 +91,11 @@ def code_of(note: str) -> str:
     return note.code if isinstance(note, Note) else ""
 
 
+def notes_with(notes: Iterable[str], *codes: str) -> list[str]:
+    """Return the notes with one of these codes."""
+    return [note for note in notes if code_of(note) in codes]
+
+
 def some(words: Sequence[str], most: int = 5) -> str:
     """Return the first ones, and how many more there are: ``a, b and 1,000 more``."""
     more = f" and {number(len(words) - most)} more" if len(words) > most else ""
@@ -169,6 +174,11 @@ def dotted(*parts: str) -> str:
     name.
     """
     return ".".join(filter(None, parts))
+
+
+def title_of(path: str) -> str:
+    """Return the path of a section or module for a report; ``(root)`` for the empty one."""
+    return path or "(root)"
 
 
 def is_flat(key: str) -> bool:

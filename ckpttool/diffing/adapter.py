@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckpttool.core.checkpoint import Checkpoint, Kind, Section, TensorEntry, in_row_major
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import Note
-from ckpttool.diffing.result import HARMLESS, STATUSES, Diff, kinds_by_side, outlines
+from ckpttool.diffing.result import HARMLESS, STATUSES, Diff, kinds_by_side, outlines, statuses_of
 from ckpttool.diffing.sections import compare, without_dtypes
 from ckpttool.kinds import adapters
 from ckpttool.operands.model import ModelOperand
@@ -51,12 +51,13 @@ def load(model: ModelOperand, checkpoint: Checkpoint, section: Section, kind: Ki
     answer = load_adapter(definition, section, config)
     saved = _section_of(answer.saved)
     entries = without_dtypes(compare(section, saved))
+    is_same = statuses_of(entries) <= {"same"}
     return Diff(
         checkpoint.source,
         f"{model.title} (the adapter that PEFT loads onto it)",
         identical=answer.ok,
         entries=entries,
-        notes=() if any(entry.status != "same" for entry in entries) else tuple(_notes(answer)),
+        notes=tuple(_notes(answer)) if is_same else (),
         harmless=frozenset(STATUSES) if answer.ok else HARMLESS,
         asks="adapter",
         compared={"keys": True, "shapes": True, "dtypes": False, "values": False},

@@ -23,13 +23,7 @@ from ckpttool.diffing.others import (
     tie_notes,
 )
 from ckpttool.diffing.renames import suggestions
-from ckpttool.diffing.result import (
-    EITHER_WAY,
-    Diff,
-    alike,
-    kinds_by_side,
-    outlines,
-)
+from ckpttool.diffing.result import EITHER_WAY, Diff, alike, kinds_by_side, outlines, statuses_of
 from ckpttool.diffing.saved_optimizers import (
     UNKNOWN_CLASS,
     SavedOptimizer,
@@ -190,7 +184,7 @@ def _optimizers(
     return Diff(
         left.source,
         right.source,
-        identical=all(entry.status in EITHER_WAY for entry in entries),
+        identical=statuses_of(entries) <= EITHER_WAY,
         entries=entries,
         notes=(*notes, *diff.notes, *other_notes),
         remedy=remedy_between(entries, *saved, has_model=model is not None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.diffing.load_notes import compared_by_loading
-from ckpttool.diffing.result import Diff, kinds_by_side, outlines
+from ckpttool.diffing.result import Diff, kinds_by_side, outlines, statuses_of
 from ckpttool.diffing.sections import (
     compare,
     without_dtypes,
@@ -33,7 +33,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, section: Section, ignore_d
     return Diff(
         checkpoint.source,
         f"{parameters}, in order",
-        identical=all(entry.status == "same" for entry in entries),
+        identical=statuses_of(entries) <= {"same"},
         entries=entries,
         notes=tuple(notes),
         compared=compared_by_loading(checkpoint, ignore_dtype) | {"keys": False},

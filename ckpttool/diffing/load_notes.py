@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.expression import refs
 from ckpttool.core.names import ON_PLACE, RUNTIME, Names
-from ckpttool.core.text import Note, code_of, plural, shell, some
+from ckpttool.core.text import Note, notes_with, plural, shell, some, title_of
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.loading import loads
-from ckpttool.diffing.result import Entry
+from ckpttool.diffing.result import Entry, statuses_of
 from ckpttool.diffing.sections import adapter_notes
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import one_rank
@@ -66,12 +66,12 @@ class LoadedSection(NamedTuple):
         if self.ignore_dtype:
             return False
         if self.verdict is None:
-            return any(entry.status == "dtype" for entry in self.entries)
+            return "dtype" in statuses_of(self.entries)
         return bool(self.verdict.dtype_changes)
 
     @property
     def identical(self) -> bool:
-        loses = any(entry.status == "value" for entry in self.entries)
+        loses = "value" in statuses_of(self.entries)
         return self.fits and not loses and not self.converts
 
 
@@ -130,8 +130,8 @@ def notes_on_reading(
 
     from_pretrained needs the index.
     """
-    of_shards = [note for note in checkpoint.notes if code_of(note) in ("shard-index", "no-index")]
-    if model.pretrained and any(code_of(note) == "no-index" for note in of_shards):
+    of_shards = notes_with(checkpoint.notes, "shard-index", "no-index")
+    if model.pretrained and notes_with(of_shards, "no-index"):
         return of_shards, []
     return unreadable_note(checkpoint), of_shards
 
@@ -157,7 +157,7 @@ def _lost_versions(loading: LoadedSection) -> list[str]:
     restored = loading.model.with_needed_versions(loading.section)
     if restored is loading.section or not restored.modules:
         return []
-    paths = some([path or "(root)" for path in restored.modules])
+    paths = some([*map(title_of, restored.modules)])
     text = (
         "the file lost its module versions (_metadata): torch takes it for an older version of the"
         " modules, and does "
@@ -234,7 +234,7 @@ def _notes_on_names(loading: LoadedSection) -> list[str]:
     adapters = adapter_in(section), adapter_of(keys)
     sides = "the checkpoint", "the model"
     notes: list[str] = [*adapter_notes(adapters, (section.keys, keys), sides)]
-    notes += [note for note in names.notes if code_of(note) == ON_PLACE]
+    notes += notes_with(names.notes, ON_PLACE)
     if not loading.model.pretrained and _has_pretrained_keys(loading):
         notes.append(FROM_PRETRAINED)
     return notes

@@ -11,7 +11,7 @@ from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.expression import Op, Ref
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import Cause, Code
-from ckpttool.diffing.result import Entry
+from ckpttool.diffing.result import Entry, statuses_of
 from ckpttool.evaluate.apply import Digests
 from ckpttool.evaluate.compare import elements
 
@@ -26,7 +26,7 @@ def explain_moved(entries: Iterable[Entry], left: Section, right: Section) -> tu
     anywhere.
     """
     entries = tuple(entries)
-    if all(entry.status != "value" for entry in entries):
+    if "value" not in statuses_of(entries):
         return entries
     differing = _differing(entries, left, right)
     if not differing:

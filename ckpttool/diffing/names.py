@@ -10,7 +10,7 @@ from ckpttool.core.names import Hook, Names, RuntimeTensor
 from ckpttool.core.text import Note
 from ckpttool.diffing.causes import Cause, Code, segment_change
 from ckpttool.diffing.one_model import components
-from ckpttool.diffing.result import HARMLESS, Diff, Entry, names_outlines, only_left
+from ckpttool.diffing.result import HARMLESS, Diff, Entry, names_outlines, only_left, statuses_of
 from ckpttool.naming.evidence import Tensor, exchangeable
 from ckpttool.naming.match import NameTables
 from ckpttool.operands.model import ModelOperand
@@ -40,7 +40,7 @@ def names_alone(model: ModelOperand) -> Diff:
     return Diff(
         f"{names.model} (serialized)",
         f"{names.model} (runtime)",
-        identical=not loses and all(entry.status in HARMLESS for entry in entries),
+        identical=not loses and statuses_of(entries) <= HARMLESS,
         entries=entries,
         notes=tuple(notes),
         other_failure="does not load what it saves" if loses else "",

@@ -22,6 +22,7 @@ from ckpttool.diffing.result import (
     only_left,
     only_right,
     outlines,
+    statuses_of,
 )
 from ckpttool.diffing.sections import compare
 from ckpttool.naming.evidence import Inference
@@ -59,7 +60,7 @@ def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
         if was != now:
             entries.append(Entry("renamed", (was,), (now,), Cause(Code.RUNTIME_NAME)))
     entries += _optimizer_ids(old, new, keys, _runtime_names(old, new, inferred))
-    is_same = all(entry.status in EITHER_WAY for entry in entries)
+    is_same = statuses_of(entries) <= EITHER_WAY
     other_class = old.optimizer_class != new.optimizer_class
     notes: list[Note] = []
     if other_class:
@@ -173,7 +174,7 @@ def _optimizer_ids(
     old_ids = {renames.get(fqn, fqn): id_key for fqn, id_key in _id_keys(old).items()}
     new_ids = _id_keys(new)
     decisive = {*old_ids, *new_ids}
-    if any(entry.status in ("missing", "unexpected") for entry in keys):
+    if statuses_of(keys) & {"missing", "unexpected"}:
         decisive = Parameters(old).canonical.keys() & Parameters(new).canonical.keys()
     for name, id_key in old_ids.items():
         if name not in new_ids:

@@ -9,7 +9,7 @@ from ckpttool.containers.rank_shards import is_of_ranks, ranks_agree
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names, OptimizerParam
-from ckpttool.core.text import Note, plural, shell, some
+from ckpttool.core.text import Note, plural, shell, some, title_of
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.load_notes import compared_by_loading, unreadable_note
 from ckpttool.diffing.model import load
@@ -18,7 +18,7 @@ from ckpttool.diffing.optimizer_load import (
     compare_with_optimizer,
     note_on_stateless,
 )
-from ckpttool.diffing.result import HARMLESS, Diff, Entry
+from ckpttool.diffing.result import HARMLESS, Diff, Entry, statuses_of
 from ckpttool.diffing.saved_optimizers import (
     SavedOptimizer,
     optimizer_section,
@@ -111,7 +111,7 @@ def _model_in_file(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bo
     command = shell("ckpttool", "diff", *model.words, checkpoint.source)
     text = f"the model in this file {problem} ({command})"
     failing = list(filter(loaded.is_difference, loaded.entries))
-    if failing and all(entry.status == "dtype" for entry in failing):
+    if statuses_of(failing) == {"dtype"}:
         text += f": {min(entry.why() for entry in failing)}"
     return _ModelInFile(False, problem, (Note(text, "other-sections"),))
 
@@ -150,7 +150,7 @@ def _no_single_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptErr
     words, source = model.words, checkpoint.source
     paths = [section.path for section in checkpoint.optimizers]
     if paths:
-        several = ", ".join(path or "(root)" for path in paths)
+        several = ", ".join(map(title_of, paths))
         hint = f"pick one: {checkpoint.part(paths[0])}"
         return CkptError(f"{source} has several optimizers: {several}", hint=hint)
     files = optimizers_in(names_in(source)) if is_folder(source) else []

@@ -11,7 +11,7 @@ from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntr
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names
 from ckpttool.core.tables import by_key
-from ckpttool.core.text import Info, Note, plural, shell, some
+from ckpttool.core.text import Info, Note, plural, shell, some, title_of
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import FIELDS, Cause, Code
 from ckpttool.diffing.one_model import compare_through
@@ -274,14 +274,14 @@ def _object_notes(left: Iterable[ExtraEntry], right: Iterable[ExtraEntry]) -> It
         (FIELDS[0], left_objects, right_objects),
         (FIELDS[1], right_objects, left_objects),
     ):
-        alone = [path or "(root)" for path in objects if path not in other_objects]
+        alone = [title_of(path) for path in objects if path not in other_objects]
         if alone:
             words = f"non-tensor entries in {side} only: {{}}"
             yield Note.about(words, "other-sections", some(alone))
     unlike = []
     for path, entry in left_objects.items():
         if path in right_objects and not same_objects(entry, right_objects[path]):
-            unlike.append(path or "(root)")
+            unlike.append(title_of(path))
     if unlike:
         yield Note(f"non-tensor entries with different values: {some(unlike)}", "other-sections")
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.tables import inverse
 from ckpttool.diffing.causes import Code
-from ckpttool.diffing.result import Entry
+from ckpttool.diffing.result import Entry, statuses_of
 from ckpttool.diffing.sections import unpairable
 from ckpttool.evaluate.apply import Digests
 from ckpttool.formats.registry import format_of
@@ -41,7 +41,7 @@ def suggestions(
 
     Segments of wrappers are not evidence: the keys are paired without them.
     """
-    if {"missing", "unexpected", "shape"}.isdisjoint(entry.status for entry in entries):
+    if {"missing", "unexpected", "shape"}.isdisjoint(statuses_of(entries)):
         return Inference()
     left_parts, right_parts = unpairable(entries)
     second_names = _without_counterpart(left, right, entries)

@@ -271,6 +271,11 @@ class Unfixed:
     keys: tuple[str, ...]
 
 
+def statuses_of(entries: Iterable[Entry]) -> set[str]:
+    """Return the statuses of the entries, each once."""
+    return {entry.status for entry in entries}
+
+
 @public
 @dataclass(frozen=True, slots=True)
 class Diff:

@@ -25,7 +25,15 @@ from ckpttool.core.tables import positions
 from ckpttool.core.text import Info, Note, free
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import SIDES, Cause, Code
-from ckpttool.diffing.result import HARMLESS, Entry, Outlines, Remedy, only_left, only_right
+from ckpttool.diffing.result import (
+    HARMLESS,
+    Entry,
+    Outlines,
+    Remedy,
+    only_left,
+    only_right,
+    statuses_of,
+)
 from ckpttool.diffing.sections import Values, compare_pair
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.optimizers.forms import class_of, read, same_option
@@ -378,7 +386,7 @@ def compare_optimizers(
     if forms[0] != forms[1]:
         cause = Cause(Code.FORM, (_FORMS[forms[0]], _FORMS[forms[1]]))
         entries.insert(0, Entry("renamed", (STATE,), (STATE,), cause))
-    if {entry.status for entry in entries} - HARMLESS == {"order"} and left_side.is_named:
+    if statuses_of(entries) - HARMLESS == {"order"} and left_side.is_named:
         notes.append(Info("compared by parameter name, only the positions differ", "compared-by"))
     return OptimizerDiff(
         tuple(entries),

@@ -8,7 +8,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.text import Note, plural, shell, some
 from ckpttool.diffing.names_file import compare_with_code, renamable
 from ckpttool.diffing.options import DiffOptions
-from ckpttool.diffing.result import Diff
+from ckpttool.diffing.result import Diff, statuses_of
 from ckpttool.fixes.commands import FEW, Fixes
 from ckpttool.fixes.question import DiffQuestion
 from ckpttool.fixes.rules_file import Rules, by_file, renamed, suggested
@@ -50,7 +50,7 @@ def model_fixes(question: DiffQuestion) -> Fixes:
             " them"
         )
         notes.append(Note(text, "not-saved"))
-    if not any(entry.status in ("renamed", "transformed") for entry in question.diff.entries):
+    if {"renamed", "transformed"}.isdisjoint(statuses_of(question.diff.entries)):
         return Fixes(notes=tuple(notes))
     model = question.model_options
     renamed = command(
@@ -123,7 +123,7 @@ def _options_with_rules(
 
 
 def _has_other_order(diff: Diff) -> bool:
-    return any(entry.status == "order" for entry in diff.entries)
+    return "order" in statuses_of(diff.entries)
 
 
 def _migration(path: str, model: ModelOperand, options: DiffOptions) -> RemapOptions:

@@ -21,6 +21,7 @@ from ckpttool.diffing.result import (
     alike,
     names_outlines,
     outlines,
+    statuses_of,
 )
 from ckpttool.diffing.run import run
 from ckpttool.diffing.sections import compare, explain_computed
@@ -179,7 +180,7 @@ class DiffQuestion:
         """Whether values are compared, and some were not because their tensors have no counterpart
         by name.
         """
-        unpaired = any(entry.status in ("missing", "transformed") for entry in self.diff.entries)
+        unpaired = bool(statuses_of(self.diff.entries) & {"missing", "transformed"})
         return self.options.comparison is not None and unpaired
 
     def remaining(self, diff: Diff) -> int:

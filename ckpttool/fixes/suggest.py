@@ -9,9 +9,9 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import RUNTIME, SERIALIZED
-from ckpttool.core.text import Info, Note, code_of
+from ckpttool.core.text import Info, Note, notes_with
 from ckpttool.diffing.checkpoints import is_written_program
-from ckpttool.diffing.result import Diff, Fix, Unfixed
+from ckpttool.diffing.result import Diff, Fix, Unfixed, statuses_of
 from ckpttool.fixes.choose import tried_fixes
 from ckpttool.fixes.commands import Fixes
 from ckpttool.fixes.presets import known_names, with_preset
@@ -62,7 +62,7 @@ def _has_one_adapter(question: DiffQuestion) -> bool:
     """
     if question.right is None:
         return False
-    return any(code_of(note) == "adapter" for note in question.diff.notes)
+    return bool(notes_with(question.diff.notes, "adapter"))
 
 
 def _with_parts(question: DiffQuestion, fixes: Fixes) -> Diff:
@@ -212,7 +212,7 @@ def unpacked(question: DiffQuestion) -> Diff:
         if trial.after.identical:
             return Fixes((trial.fix,)).added_to(question.diff)
         differing = list(filter(trial.after.is_difference, trial.after.entries))
-        if differing and all(entry.status == "missing" for entry in differing):
+        if statuses_of(differing) == {"missing"}:
             unfixed = unfixed_by(question, trial)
             advice = tuple(advice_on(question, unfixed))
             return Fixes((trial.fix,), advice, True, unfixed=unfixed).added_to(question.diff)

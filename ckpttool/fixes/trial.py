@@ -11,10 +11,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.checkpoints import OF_PROGRAMS, program_and_weights
-from ckpttool.diffing.result import (
-    Diff,
-    Fix,
-)
+from ckpttool.diffing.result import Diff, Fix, statuses_of
 from ckpttool.fixes.losses import left_out, loses
 from ckpttool.fixes.question import DiffQuestion
 from ckpttool.operands.model import ModelOperand, operand_of
@@ -185,7 +182,7 @@ def _asked_again(
         if most is None:
             return after
         # A key that is missing may be one of those left out.
-        if options.drop and any(entry.status == "missing" for entry in after.entries):
+        if options.drop and "missing" in statuses_of(after.entries):
             return None
         return None if question.remaining(after) >= most else after
     if question.has_unread_values:

@@ -7,6 +7,7 @@ from typing import Union
 
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.diffing.checkpoints import program_and_weights
+from ckpttool.diffing.result import statuses_of
 from ckpttool.diffing.sections import without_segment
 from ckpttool.fixes.question import DiffQuestion
 from ckpttool.formats.registry import format_of
@@ -43,7 +44,7 @@ def commands_with_a_model(question: DiffQuestion, has_program: bool) -> tuple[st
 def _lacks_second_names(question: DiffQuestion) -> bool:
     """Return whether left lacks only second names of tensors that it has: the model ties them."""
     entries = question.diff.entries
-    if any(entry.status not in _EQUAL for entry in entries):
+    if statuses_of(entries) - _EQUAL:
         return False
     return any(entry.status == "alias" and not entry.left for entry in entries)
 

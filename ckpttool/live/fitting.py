@@ -11,10 +11,10 @@ from typing import Any
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.optimizer_state import ID
-from ckpttool.core.text import code_of, plural
+from ckpttool.core.text import code_of, notes_with, plural
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.options import DiffOptions
-from ckpttool.diffing.result import Diff
+from ckpttool.diffing.result import Diff, statuses_of
 from ckpttool.diffing.run import run
 from ckpttool.fixes.fix import applicable
 from ckpttool.fixes.optimizer import known_remap
@@ -42,9 +42,9 @@ def fitting_model(
         try:
             fix = applicable(answer, command("diff", (source.source,), options), casts=False)
         except Refused as error:
-            if not cast and any(entry.status == "dtype" for entry in diff.entries):
+            if not cast and "dtype" in statuses_of(diff.entries):
                 error.hint = f"cast=True converts the dtypes; {error.hint}"
-            elif any(entry.status == "missing" for entry in diff.entries):
+            elif "missing" in statuses_of(diff.entries):
                 error.hint = f"partial=True loads what fits, and returns the rest; {error.hint}"
             raise
         source = open_operand(fix.source) if fix.source else source
@@ -52,7 +52,7 @@ def fitting_model(
         source = plan_remap(source, fix.options, saved_by, None).result
         diff = run(source, None, options, model, infers=False)
     _check_values_stay(diff)
-    by_code = any(entry.status in ("missing", "shape", "unexpected") for entry in diff.entries)
+    by_code = bool(statuses_of(diff.entries) & {"missing", "shape", "unexpected"})
     return model_section(source), None if fix is None else str(fix), by_code
 
 
@@ -87,7 +87,7 @@ def fitting_state(
         if candidate is None or fix is None or fix.after.remedy is not None:
             raise _no_fix(question)
         remap, after = replace(candidate[1], optimizer_keys=ID), fix.after
-    converts = [note for note in after.notes if code_of(note) == "converts"]
+    converts = notes_with(after.notes, "converts")
     if converts and not cast:
         hint = "cast=True converts them"
         raise Refused(

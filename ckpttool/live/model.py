@@ -30,7 +30,7 @@ from ckpttool.core.checkpoint import (
 from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.names import Names
 from ckpttool.core.tables import present
-from ckpttool.core.text import a, first_line, plural
+from ckpttool.core.text import a, first_line, plural, title_of
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate import torch_eval
 from ckpttool.naming.wrappers import strip
@@ -316,7 +316,7 @@ def check_replaceable(module: nn.Module) -> None:
     problems = []
     for name, part in module.named_modules():
         if id(part) in reasons:
-            problems.append(Problem(reasons[id(part)], name or "(root)"))
+            problems.append(Problem(reasons[id(part)], title_of(name)))
     if problems:
         raise Refused(
             "in_place=False cannot replace the parameters of this module",

@@ -15,7 +15,7 @@ from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
 from ckpttool.core.plan import Dropped, ModelRun, ModuleRename, Output, Plan, Why, module_renames
 from ckpttool.core.tables import inverse, positions
-from ckpttool.core.text import Note, plural
+from ckpttool.core.text import Note, plural, title_of
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
 from ckpttool.naming.match import Likeness, Match, NameTables, match
@@ -378,7 +378,7 @@ def other_versions(names: Names, section: Section, reading: Reading) -> list[Pro
         saved = versions.get(path)
         if saved != version:
             problem = f"{version_text(saved)}, and the model saves {version_text(version)}"
-            problems.append(Problem(problem, path or "(root)"))
+            problems.append(Problem(problem, title_of(path)))
     return problems
 
 

@@ -9,6 +9,7 @@ from ckpttool.containers.nodes import entries_with_code
 from ckpttool.core.checkpoint import Checkpoint, Span
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.pickle_imports import dangerous
+from ckpttool.core.text import title_of
 from ckpttool.formats.opening import unsafe_in
 from ckpttool.formats.protocol import Format
 from ckpttool.io.paths import name as name_of
@@ -59,7 +60,7 @@ def check_code(output: Checkpoint, names: Iterable[str], others: Iterable[str] =
         return
     by_path: dict[str, list[str]] = {}
     for path, name in entries_with_code(output):
-        by_path.setdefault(path or "(root)", []).append(name)
+        by_path.setdefault(title_of(path), []).append(name)
         left.discard(name)
     problems = []
     for path, imported in by_path.items():

@@ -12,7 +12,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.names import SERIALIZED
 from ckpttool.core.pickle_imports import dangerous
-from ckpttool.core.text import Info, dotted, shell, some
+from ckpttool.core.text import Info, dotted, shell, some, title_of
 from ckpttool.distributed.job import only_first
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.fit import fit, loses_versions, losses
@@ -126,7 +126,7 @@ def _check_versions(model: ModelOperand, target: str, hint: str) -> None:
         f" {target} no place for "
         "them",
         hint=hint,
-        problems=[Problem("saved with a version", path or "(root)") for path in versions],
+        problems=[Problem("saved with a version", title_of(path)) for path in versions],
     )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ckpttool.core.text import code_of, listed, number, plural
+from ckpttool.core.text import listed, notes_with, number, plural
 from ckpttool.diffing.causes import NOT_WEIGHTS, Code
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, alike
 from ckpttool.naming.evidence import Pair
@@ -88,7 +88,7 @@ def answer(diff: Diff, counts: Mapping[str, int]) -> str:
     if diff.failing_ignores:
         unused = plural(diff.failing_ignores, "unused ignore entry")
         sentence = f"{unused} (--fail-on-unused); {sentence}"
-    if diff.asks != "pair" and any(code_of(note) == "dangerous-import" for note in diff.notes):
+    if diff.asks != "pair" and notes_with(diff.notes, "dangerous-import"):
         sentence += RUNS_CODE
     return sentence
 
@@ -113,7 +113,7 @@ def _identical(diff: Diff) -> str:
         same = f"{left} loads into {right}"
     elif diff.asks == "optimizer":
         same = f"the optimizer state of {left} loads into {right}"
-        if any(code_of(note) == "optimizer-order" for note in diff.notes):
+        if notes_with(diff.notes, "optimizer-order"):
             same += " by name, and not by position"
     elif harmless and diff.compared.get("values"):
         if set(statuses) == {"dtype"}:

@@ -11,7 +11,7 @@ from math import inf, isfinite
 from typing import NamedTuple
 
 from ckpttool.core.tables import positions
-from ckpttool.core.text import Info, code_of, number, plural
+from ckpttool.core.text import Info, code_of, notes_with, number, plural
 from ckpttool.diffing.result import ASPECTS, HARMLESS, Asks, Compared, Diff, Entry, alike
 from ckpttool.evaluate.compare import Change
 from ckpttool.naming.evidence import Pair
@@ -267,9 +267,9 @@ def _lead(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair], lists_a
     blocks: list[Block] = []
     if diff.kinds:
         blocks.append(_kinds(diff))
-    of_kind = _notes_of(diff, *_OF_KIND)
+    of_kind = notes_with(diff.notes, *_OF_KIND)
     blocks += noted(of_kind, quiet=True, names=diff.names)
-    said = {*of_kind, *_notes_of(diff, *_SAID_BY_FIX)}
+    said = {*of_kind, *notes_with(diff.notes, *_SAID_BY_FIX)}
     if diff.identical:
         if diff.fix:
             blocks.append(Commands(_label_of_fix(diff), diff.fix))
@@ -281,13 +281,13 @@ def _lead(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair], lists_a
     if reason.text:
         blocks.append(_line("reason", reason.text))
         said.add(reason.note)
-        said.update(_notes_of(diff, reason.code))
+        said.update(notes_with(diff.notes, reason.code))
     if diff.fix:
         blocks.append(Commands(_label_of_fix(diff), diff.fix))
-        for note in _notes_of(diff, "old-code"):
+        for note in notes_with(diff.notes, "old-code"):
             blocks.append(_line("where", note))
     if _only_values(diff):
-        said.update(_notes_of(diff, "value"))
+        said.update(notes_with(diff.notes, "value"))
     else:
         for label, note in _not_fixed(diff):
             if note != reason.note:
@@ -299,11 +299,6 @@ def _lead(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair], lists_a
             explain = f"--all lists every key; {explain}"
         blocks.append(_line("details", explain))
     return _Lead(blocks, said)
-
-
-def _notes_of(diff: Diff, *codes: str) -> list[str]:
-    """Return the notes that have one of the codes."""
-    return [note for note in diff.notes if code_of(note) in codes]
 
 
 def _label_of_fix(diff: Diff) -> str:
@@ -329,7 +324,7 @@ class _Reason(NamedTuple):
 def _reason(diff: Diff, unpaired: Iterable[Entry], likely: Sequence[Pair]) -> _Reason:
     """Return the cause that explains most keys; a note if no key differs."""
     if diff.asks == "optimizer":
-        for note in _notes_of(diff, "optimizer-class"):
+        for note in notes_with(diff.notes, "optimizer-class"):
             return _Reason(note, "optimizer-class", note)
     counts = Counter[str]()
     largest: dict[str, list[Entry]] = {}  # the largest group of each code
@@ -366,7 +361,7 @@ def _reason_in_notes(diff: Diff) -> _Reason:
 def _reason_of_renames(diff: Diff, pairs: Sequence[Pair]) -> _Reason:
     """Return that a hook may be the reason, or the evidence if all likely renames have the same."""
     if not any(fix.tried for fix in diff.fix):
-        for note in _notes_of(diff, "hidden-segment"):
+        for note in notes_with(diff.notes, "hidden-segment"):
             return _Reason(with_names(note, diff.names), "hidden-segment", note)
     evidence = {pair.evidence for pair in pairs}
     why = "likely other names"
@@ -383,18 +378,18 @@ def _only_values(diff: Diff) -> bool:
 def _not_fixed(diff: Diff) -> Iterator[tuple[str, str]]:
     """Yield what no command fixes, with a label, and what to do about it."""
     if not diff.fix:
-        for note in _notes_of(diff, "several-parts"):
+        for note in notes_with(diff.notes, "several-parts"):
             yield "fix", note
             return
-        for note in _notes_of(diff, "no-fix"):
+        for note in notes_with(diff.notes, "no-fix"):
             yield "no fix", note
     label = "not fixed" if diff.fix else "no fix"
     for unfixed in diff.unfixed:
         from ckpttool.fixes.unfixed import described
 
-        advice = _notes_of(diff, unfixed.code)
+        advice = notes_with(diff.notes, unfixed.code)
         yield label, advice[0] if advice else described(unfixed)
-    for note in _notes_of(diff, "other-names"):
+    for note in notes_with(diff.notes, "other-names"):
         yield "rename", note
 
 

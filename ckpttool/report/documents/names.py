@@ -10,7 +10,7 @@ from ckpttool.core.errors import Problem
 from ckpttool.core.names import Names
 from ckpttool.core.text import number, plural, shape_text, some
 from ckpttool.diffing.names import compare_names
-from ckpttool.diffing.result import HARMLESS, Diff, names_outlines
+from ckpttool.diffing.result import HARMLESS, Diff, names_outlines, statuses_of
 from ckpttool.inspection.explain import Explanation
 from ckpttool.report.document import (
     Block,
@@ -35,7 +35,7 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
     load again.
     """
     entries = compare_names(names)
-    statuses = {entry.status for entry in entries}
+    statuses = statuses_of(entries)
     diff = Diff(
         "serialized",
         "runtime",

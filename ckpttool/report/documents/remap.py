@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckpttool.core.expression import BY_CODE, cast_dtype, refs
 from ckpttool.core.optimizer_state import FLAT, FQN, ID
 from ckpttool.core.plan import Output, Plan
-from ckpttool.core.text import dotted, number, plural, some
+from ckpttool.core.text import dotted, number, plural, some, title_of
 from ckpttool.optimizers.identify import identified_by
 from ckpttool.report.collapse import patterns
 from ckpttool.report.document import (
@@ -58,7 +58,7 @@ def document(outcome: Remap, command: str = "remap") -> Document:
         ("source", Cell(outcome.source, "key")),
         ("output", Cell(outcome.output, "key")),
         ("form", form or ""),
-        ("sections", ", ".join(path or "(root)" for path in outcome.sections)),
+        ("sections", ", ".join(map(title_of, outcome.sections))),
     ]
     for run, keys in outcome.plan.by_code:
         code = f"{run.model}.{BY_CODE[run.way]}()"
