@@ -222,7 +222,7 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
 
 def _fresh_state_dict(section: Section, nodes: _Nodes) -> Any:
     if section.mapping is not None:
-        keys = {entry.key for entry in section.tensors}
+        keys = set(section.tensor_keys)
         return node_of(kept(section.mapping, keys), nodes.of)
     state_dict = nodes.mapping({entry.key: nodes.of(entry) for entry in section.entries})
     if section.modules is not None:
@@ -393,7 +393,7 @@ def _in_place_order(
     """Return the entries in order, with extras between the tensors that they were between."""
     if not section.extras:
         return section.tensors
-    tensor_keys = {entry.key for entry in place.section.tensors}
+    tensor_keys = set(place.section.tensor_keys)
     tensors: Iterator[TensorEntry | ExtraEntry] = iter(section.tensors)
     extras: Iterator[TensorEntry | ExtraEntry] = iter(section.extras)
     ordered: list[TensorEntry | ExtraEntry] = []

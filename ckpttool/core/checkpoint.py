@@ -145,9 +145,7 @@ class TensorEntry:
         """
         if not self.numel:
             return 0
-        return (
-            self.offset + 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride))
-        )
+        return self.offset + 1 + distance_to_last(self.shape, self.stride)
 
     @property
     def is_contiguous(self) -> bool:
@@ -365,7 +363,12 @@ class Section:
     @property
     def keys(self) -> list[str]:
         """Every key, tensors first; much faster than `by_key` for very many."""
-        return list(self.by_key()) if self.extras else [entry.key for entry in self.tensors]
+        return list(self.by_key()) if self.extras else self.tensor_keys
+
+    @property
+    def tensor_keys(self) -> list[str]:
+        """The keys of the tensors."""
+        return [entry.key for entry in self.tensors]
 
     @once_per_section
     def by_key(self) -> Mapping[str, TensorEntry | ExtraEntry]:
@@ -391,6 +394,12 @@ class Section:
             if key != entry.key:
                 aliases[entry.key] = key
         return aliases
+
+
+def without_tensors(section: Section, keys: Collection[str]) -> Section:
+    """Return the section without the tensors of these keys."""
+    tensors = tuple(entry for entry in section.tensors if entry.key not in keys)
+    return replace(section, tensors=tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -554,6 +563,14 @@ class Checkpoint:
             if section.path == path:
                 return section
         raise KeyError(path)
+
+
+def distance_to_last(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the elements from the first element of a tensor to its last one in the storage."""
+    distance = 0
+    for size, step in zip(shape, stride):
+        distance += (size - 1) * step
+    return distance
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.core import expression as ex
+from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.errors import Problem
 from ckpttool.core.expression import EXPRESSION, Expression
 from ckpttool.core.schema import (
@@ -69,6 +70,11 @@ class RuntimeTensor:
     shape: tuple[int, ...] | None
     alias_of: str | None
 
+    @property
+    def first_name(self) -> str:
+        """The first FQN of the same tensor."""
+        return self.alias_of or self.fqn
+
 
 @dataclass(frozen=True, slots=True)
 class Hook:
@@ -92,6 +98,23 @@ class SerializedKey:
     shape: tuple[int, ...] | None
     source: Expression | None
     hook: Hook | None
+
+
+def sources_of(serialized: Iterable[SerializedKey]) -> dict[str, Expression | None]:
+    """Return the expression of each key over runtime tensors."""
+    return {key.key: key.source for key in serialized}
+
+
+def first_parameters(runtime: Iterable[RuntimeTensor]) -> list[RuntimeTensor]:
+    """Return the parameters in the order of ``model.parameters()``, each under its first name."""
+    return [t for t in runtime if t.kind == "parameter" and t.alias_of is None]
+
+
+def shapes_of(
+    tensors: Iterable[SerializedKey | TensorEntry],
+) -> dict[str, tuple[int, ...] | None]:
+    """Return the shape of each tensor by its key."""
+    return {tensor.key: tensor.shape for tensor in tensors}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +190,8 @@ class Names:
         """
         if self.optimizer_class is not None:
             return self.optimizer
-        parameters = [t.fqn for t in self.runtime if t.kind == "parameter" and t.alias_of is None]
-        return tuple(OptimizerParam(index, fqn, 0) for index, fqn in enumerate(parameters))
+        parameters = enumerate(first_parameters(self.runtime))
+        return tuple(OptimizerParam(index, tensor.fqn, 0) for index, tensor in parameters)
 
     def to_json(self) -> dict[str, Any]:
         """Return the `trace` object of the contract, which is the content of a names file."""

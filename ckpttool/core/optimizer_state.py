@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import chain
 from typing import Any, NamedTuple, Union
@@ -50,6 +50,11 @@ class ParamGroup:
         return {name: value for name, value in self.options.items() if name != PARAM_NAMES}
 
 
+def params_of(groups: Iterable[ParamGroup]) -> Iterator[Param]:
+    """Return the parameters of the groups, one group after the other."""
+    return chain.from_iterable(group.params for group in groups)
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
     """The saved state of an optimizer. Values are plain Python, a `TensorEntry`, or an `ExtraEntry`
@@ -68,7 +73,7 @@ class OptimizerState:
 
     @property
     def params(self) -> tuple[Param, ...]:
-        return tuple(chain(*(group.params for group in self.groups)))
+        return tuple(params_of(self.groups))
 
     @property
     def nonempty_groups(self) -> list[ParamGroup]:

@@ -38,3 +38,8 @@ def positions(names: Iterable[Name]) -> dict[Name, int]:
 def present(values: Iterable[Value | None]) -> list[Value]:
     """Return the values that are not None."""
     return [value for value in values if value is not None]
+
+
+def selected(table: Mapping[Name, Value], names: Iterable[Name]) -> dict[Name, Value]:
+    """Return the rows of the table with these names, in the order of the names."""
+    return {name: table[name] for name in names if name in table}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.expression import Expression, Op, Ref
-from ckpttool.core.names import RUNTIME, SERIALIZED, Hook, Names, SerializedKey
+from ckpttool.core.names import RUNTIME, SERIALIZED, Hook, Names, SerializedKey, sources_of
 from ckpttool.core.tables import by_key, inverse
 from ckpttool.core.text import is_flat
 from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
@@ -124,7 +124,7 @@ def _only_in_model(
     another name.
     """
     optional = Cause(Code.OPTIONAL) if verdict is not None and verdict.ok else None
-    sources = {key.key: key.source for key in names.serialized}
+    sources = sources_of(names.serialized)
     # runtime tensor -> the first key of it in the file
     present: dict[object, str] = {}
     for key, source in sources.items():
@@ -216,7 +216,7 @@ def _computed_from(tables: NameTables, keys: Mapping[str, str], unpaired: Unpair
 def _call_variants(names: Names, section: Section, unpaired: Unpaired) -> list[Entry]:
     """Return entries of an unflattened program's call variants of tensors that both have."""
     saved, first = section.by_key(), aliases(section)
-    sources = {key.key: key.source for key in names.serialized}
+    sources = sources_of(names.serialized)
     cause = Cause(Code.CALL_VARIANT)
     entries = []
     for key in [*unpaired.saved]:
@@ -354,7 +354,7 @@ def _overwritten(
     """Return entries of tied keys for which the file has different values: loading keeps one of
     them.
     """
-    sources = {key.key: key.source for key in names.serialized}
+    sources = sources_of(names.serialized)
     entries: dict[str, Entry] = {}
     for first, group in _tied(names).items():
         source = sources[first]

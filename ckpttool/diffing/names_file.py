@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Ref, substitute
-from ckpttool.core.names import Names
+from ckpttool.core.names import Names, sources_of
 from ckpttool.core.optimizer_state import GROUPS
 from ckpttool.core.tables import by_key
 from ckpttool.core.text import Info, Note, shell
@@ -121,7 +121,7 @@ def _runtime_names(old: Names, new: Names, inferred: Inference | None = None) ->
     for pair in () if inferred is None else inferred.pairs:
         if len(pair.left) == len(pair.right) == 1:
             likely[pair.left[0]] = pair.right[0]
-    sources = {key.key: key.source for key in new.serialized}
+    sources = sources_of(new.serialized)
     names = {}
     for key in old.serialized:
         source = sources.get(likely.get(key.key, key.key))

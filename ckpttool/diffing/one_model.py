@@ -210,8 +210,7 @@ def runtime_values(tables: NameTables, section: Section) -> dict[str, Expression
     values: dict[str, Expression] = {}
     for fqn, source in tables.runtime_values(keys).items():
         values[fqn] = with_keys(source, keys)
-    added_by_hooks = [key for key, source in tables.saved.items() if source is None]
-    for name in (*tables.names.extra_state, *added_by_hooks):
+    for name in (*tables.names.extra_state, *tables.saved_from_none):
         if name in keys:
             values[name] = Ref(keys[name])
     return values

@@ -17,6 +17,7 @@ from ckpttool.core.checkpoint import (
     Storage,
     TensorEntry,
     contiguous_stride,
+    distance_to_last,
     in_row_major,
 )
 from ckpttool.core.dtypes import itemsize
@@ -76,7 +77,7 @@ def _check_stride(given: Arguments) -> str | None:
     if len(size) != len(stride) or min((*size, *stride, offset), default=0) < 0:
         return "sizes, strides and the offset do not describe a tensor"
     numel = given["self"].numel()
-    last = offset + sum((length - 1) * step for length, step in zip(size, stride))
+    last = offset + distance_to_last(size, stride)
     if 0 not in size and last >= numel:
         return f"it reaches element {last:,} of {numel:,}"
     return None

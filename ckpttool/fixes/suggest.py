@@ -152,7 +152,7 @@ def _untried_rules(question: DiffQuestion, fixes: Fixes, rules: Rules) -> Diff:
     """
     left, diff = question.left, _with_likely_renames(question)
     assert left is not None
-    optimizers = [section for section in left.sections if section.kind == "optimizer"]
+    optimizers = left.optimizers
     if not optimizers:
         fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
         return replace(fixes.added_to(diff), rules=rules.text())

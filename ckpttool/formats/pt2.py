@@ -486,7 +486,7 @@ def names(path: str, program: str | None = None) -> Names:
     tensors = [tensor for tensor in _runtime(checkpoint, graph) if tensor.kind != "constant"]
     first: dict[str, str] = {}  # of the names of each tensor
     for tensor in tensors:
-        first[tensor.fqn] = tensor.alias_of or tensor.fqn
+        first[tensor.fqn] = tensor.first_name
     serialized = []
     for entry in checkpoint.section("").tensors:
         source = Ref(first[entry.key])

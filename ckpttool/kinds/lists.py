@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckpttool.core.checkpoint import Checkpoint, Kind, Section, TensorEntry
-from ckpttool.core.names import RUNTIME, Names
+from ckpttool.core.names import RUNTIME, Names, first_parameters
 from ckpttool.core.text import plural
 from ckpttool.naming.convert import read
 from ckpttool.naming.match import NameTables
@@ -57,10 +57,9 @@ def with_names_of_lists(
 def parameters_of(names: Names) -> list[TensorEntry]:
     """Return the model's parameters by FQN, in the order of ``model.parameters()``."""
     params = []
-    for tensor in names.runtime:
-        if tensor.kind == "parameter" and tensor.alias_of is None:
-            shape = tensor.shape or ()
-            params.append(TensorEntry(tensor.fqn, tensor.dtype, shape, (), 0, None))
+    for tensor in first_parameters(names.runtime):
+        shape = tensor.shape or ()
+        params.append(TensorEntry(tensor.fqn, tensor.dtype, shape, (), 0, None))
     return params
 
 

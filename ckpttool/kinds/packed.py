@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.checkpoint import Checkpoint, Section, without_tensors
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.plan import Dropped
 from ckpttool.core.text import Info
@@ -46,9 +46,9 @@ def unpacked(
             continue
         inside = {entry.key for entry in section.tensors if entry.key.startswith(prefixes)}
         dropped += [Dropped(section.path, key, _ATTRIBUTE, "attribute") for key in inside]
-        rest = tuple(entry for entry in section.tensors if entry.key not in inside)
-        if rest:
-            sections.append(replace(section, tensors=rest))
+        rest = without_tensors(section, inside)
+        if rest.tensors:
+            sections.append(rest)
     notes = [Info(_replaced(section), "remap") for section in packed]
     return replace(checkpoint, sections=tuple(sections)), dropped, notes
 

@@ -29,7 +29,7 @@ from ckpttool.core.checkpoint import (
 )
 from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.names import Names
-from ckpttool.core.tables import present
+from ckpttool.core.tables import present, selected
 from ckpttool.core.text import a, first_line, plural, title_of
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate import torch_eval
@@ -139,7 +139,7 @@ def package_target(package: Any, model: Model | None) -> LiveTarget:
             )
         target = module_target(operand.definition().build())
     fqns = package.get_constant_fqns()
-    tensors = {fqn: target.tensors[fqn] for fqn in fqns if fqn in target.tensors}
+    tensors = selected(target.tensors, fqns)
     if not tensors:
         raise Refused(
             "no constant of the package is a weight of the model",

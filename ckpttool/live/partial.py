@@ -8,6 +8,7 @@ from torch.nn import Module
 
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Refused
+from ckpttool.core.names import shapes_of
 from ckpttool.core.text import plural, some
 from ckpttool.core.values import dataclass
 from ckpttool.live.model import FSDP1, FSDP2, instances, section_of
@@ -48,7 +49,7 @@ def fitting_part(section: Section, model: Module, operand: ModelOperand) -> Part
     names = read(operand.tables, section).match.names
     matched = tuple(entry for entry in section.tensors if entry.key in names)
     unexpected = tuple(key for key in section.keys if key not in names)
-    shapes = {saved.key: saved.shape for saved in operand.names().serialized}
+    shapes = shapes_of(operand.names().serialized)
     kept: list[TensorEntry] = []
     mismatched: list[str] = []
     for entry in _serialized(replace(section, tensors=matched, extras=()), operand).tensors:

@@ -12,7 +12,7 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Ref
-from ckpttool.core.names import RUNTIME, SERIALIZED, Names
+from ckpttool.core.names import Names, RUNTIME, SERIALIZED, shapes_of
 from ckpttool.core.plan import Dropped, ModelRun, ModuleRename, Output, Plan, Why, module_renames
 from ckpttool.core.tables import inverse, positions
 from ckpttool.core.text import Note, plural, title_of
@@ -121,7 +121,7 @@ def holds(tables: NameTables, section: Section) -> bool:
     if not reading.match.complete:
         return False
     likeness = tables.serialized_likeness if reading.form == SERIALIZED else tables.runtime_likeness
-    shapes = {entry.key: entry.shape for entry in section.tensors}
+    shapes = shapes_of(section.tensors)
     for key, name in reading.match.names.items():
         _, shape = likeness.get(name, ("", None))
         if shape not in (None, shapes.get(key)):
@@ -234,7 +234,7 @@ def _to_runtime(tables: NameTables, draft: _PlanDraft, tie: bool) -> None:
         value = by_first[saved.key] if isinstance(saved, Ref) else None
         twin = value.key if isinstance(value, Ref) else None
         draft.drop(key, _MADE_AGAIN, twin, "made_again")
-    draft.keep(key for key, saved in tables.saved.items() if saved is None)
+    draft.keep(tables.saved_from_none)
     draft.keep(tables.names.extra_state)
 
 

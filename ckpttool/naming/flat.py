@@ -126,7 +126,7 @@ def slots(
         while path:
             path = path.rpartition(".")[0]
             if path in members:  # the innermost unit
-                members[path].setdefault(tensor.alias_of or tensor.fqn, []).append(tensor.fqn)
+                members[path].setdefault(tensor.first_name, []).append(tensor.fqn)
                 break
     result: dict[str, tuple[Slot, ...]] = {}
     for unit, params in members.items():

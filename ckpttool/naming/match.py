@@ -13,9 +13,9 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section, once_per_section
 from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Expression, Ref
-from ckpttool.core.names import Hook, Names, RuntimeTensor
+from ckpttool.core.names import Hook, Names, RuntimeTensor, sources_of
 from ckpttool.core.plan import Dropped, Output
-from ckpttool.core.tables import by_key, inverse
+from ckpttool.core.tables import by_key, inverse, selected
 from ckpttool.core.text import dotted, may_mention
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import same_values
@@ -457,7 +457,7 @@ def unlike(
     open_left = [key for key in only_left if key not in pairs]
     open_right = [key for key in only_right if key not in paired_rights]
     pairs.update(_without_segments(open_left, open_right))
-    return {key: pairs[key] for key in only_left if key in pairs}
+    return selected(pairs, only_left)
 
 
 def _same_canonical(lefts: Mapping[str, str], rights: Mapping[str, str]) -> dict[str, str]:
@@ -530,7 +530,7 @@ class NameTables:
     @cached_property
     def first(self) -> dict[str, str]:
         """FQN -> the first FQN of the same tensor."""
-        return {tensor.fqn: tensor.alias_of or tensor.fqn for tensor in self.names.runtime}
+        return {tensor.fqn: tensor.first_name for tensor in self.names.runtime}
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
@@ -543,7 +543,7 @@ class NameTables:
     @cached_property
     def saved(self) -> dict[str, Expression | None]:
         """Serialized key -> its expression over runtime tensors."""
-        return {s.key: s.source for s in self.names.serialized}
+        return sources_of(self.names.serialized)
 
     @cached_property
     def hooks(self) -> dict[str, Hook | None]:
@@ -614,12 +614,16 @@ class NameTables:
         paths = stripped_paths((tensor.fqn, tensor.canonical) for tensor in self.names.runtime)
         return {key: strip(key, paths) for key in (*self.saved, *self.names.extra_state)}
 
+    @property
+    def saved_from_none(self) -> list[str]:
+        """Serialized keys that are computed from no runtime tensor."""
+        return [key for key, source in self.saved.items() if source is None]
+
     @cached_property
     def runtime_names(self) -> dict[str, str]:
         """FQN -> its canonical name; also keys that are not runtime tensors, as they are."""
         canonical = {tensor.fqn: tensor.canonical for tensor in self.names.runtime}
-        not_tensors = [key for key, source in self.saved.items() if source is None]
-        for key in (*not_tensors, *self.names.extra_state):
+        for key in (*self.saved_from_none, *self.names.extra_state):
             canonical.setdefault(key, key)
         return canonical
 
@@ -642,7 +646,7 @@ class NameTables:
         """FQNs that may be absent: second names, and everything that ``state_dict()`` does not hold
         as a tensor.
         """
-        spare = [key for key, source in self.saved.items() if source is None]
+        spare = [*self.saved_from_none]
         for tensor in self.names.runtime:
             if tensor.alias_of is not None or not tensor.persistent:
                 spare.append(tensor.fqn)

@@ -11,7 +11,7 @@ from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.plan import Plan
-from ckpttool.core.tables import inverse
+from ckpttool.core.tables import inverse, selected
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
 from ckpttool.naming.wrappers import strip
@@ -168,7 +168,7 @@ class ModelChange:
         paths = wrappers.recognize(keys)
         by_name = {strip(key, paths): key for key in reversed(keys)}
         by_name.update(zip(keys, keys))
-        return {name: by_name[name] for name in names if name in by_name}
+        return selected(by_name, names)
 
 
 def copied(text: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from enum import Enum
 
 from ckpttool.core.checkpoint import Section
+from ckpttool.core.names import shapes_of
 from ckpttool.core.plan import module_renames
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
@@ -110,7 +111,7 @@ def _versions(section: Section) -> dict[str, Mapping[str, object]]:
 
 
 def _shapes(section: Section) -> dict[str, tuple[int, ...] | None]:
-    shapes = {entry.key: entry.shape for entry in section.tensors}
+    shapes = shapes_of(section.tensors)
     return {name: shapes.get(key) for key, name in wrappers.canonical_in(section).items()}
 
 

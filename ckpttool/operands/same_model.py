@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from ckpttool.core.checkpoint import (
-    Checkpoint,
-    Section,
-)
+from ckpttool.core.checkpoint import Checkpoint, Section, without_tensors
 from ckpttool.core.errors import CkptError
-from ckpttool.core.names import Names
+from ckpttool.core.names import Names, shapes_of
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import holds as holds_keys
 from ckpttool.naming.match import NameTables
@@ -110,13 +106,12 @@ def _named(checkpoint: Checkpoint, paths: Sequence[str]) -> tuple[Section, ...]:
 
 
 def _without_counters(section: Section) -> Section:
-    counters = wrappers.counters([entry.key for entry in section.tensors])
-    tensors = tuple(entry for entry in section.tensors if entry.key not in counters)
-    return replace(section, tensors=tensors)
+    counters = wrappers.counters(section.tensor_keys)
+    return without_tensors(section, counters)
 
 
 def _likeness(section: Section, lightning: bool) -> Likeness:
     names = wrappers.canonical_keys(section.by_key(), lightning=lightning)
     counted = _without_counters(section)
-    shapes = {entry.key: entry.shape for entry in counted.tensors}
+    shapes = shapes_of(counted.tensors)
     return {names[key]: shapes.get(key) for key in counted.by_key()}

@@ -48,7 +48,7 @@ def read(section: Section) -> OptimizerState:
             f"{where}: this file's format gives no access to an optimizer's hyperparameters",
             hint="convert it to one file of torch.save first",
         )
-    mapping = kept(section.mapping, {entry.key for entry in section.tensors})
+    mapping = kept(section.mapping, set(section.tensor_keys))
     problems: list[Problem] = []
     read_form = _read_flat if looks_flat(list(mapping)) else _read_nested
     state = read_form(mapping, problems)

@@ -12,8 +12,16 @@ from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression
 from ckpttool.core.names import Names
-from ckpttool.core.optimizer_state import FLAT, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
-from ckpttool.core.tables import positions
+from ckpttool.core.optimizer_state import (
+    FLAT,
+    ID,
+    PARAM_NAMES,
+    OptimizerState,
+    Param,
+    ParamGroup,
+    params_of,
+)
+from ckpttool.core.tables import positions, selected
 from ckpttool.core.text import plural, some
 from ckpttool.evaluate.compare import elements
 from ckpttool.optimizers.forms import same_option, same_options, with_new_options
@@ -376,6 +384,6 @@ def in_groups(
     state: OptimizerState, groups: tuple[ParamGroup, ...], param_states: Mapping[Param, Any]
 ) -> OptimizerState:
     """Return `state` with these groups and this state, in the order of the groups."""
-    params = chain.from_iterable(group.params for group in groups)
-    ordered = {param: param_states[param] for param in params if param in param_states}
+    params = params_of(groups)
+    ordered = selected(param_states, params)
     return replace(state, groups=groups, state=ordered)

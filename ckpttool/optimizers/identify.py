@@ -13,7 +13,7 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Ref
-from ckpttool.core.names import SERIALIZED, Names, RuntimeTensor
+from ckpttool.core.names import SERIALIZED, Names, RuntimeTensor, first_parameters
 from ckpttool.core.optimizer_state import FQN, ID, OptimizerState, Param, ParamGroup, renamed
 from ckpttool.core.tables import positions
 from ckpttool.core.values import dataclass
@@ -35,7 +35,7 @@ class Parameters:
 
     @cached_property
     def _first(self) -> list[RuntimeTensor]:
-        return [t for t in self.names.runtime if t.kind == "parameter" and t.alias_of is None]
+        return first_parameters(self.names.runtime)
 
     @cached_property
     def shapes(self) -> dict[str, Shape | None]:
@@ -49,8 +49,8 @@ class Parameters:
     def canonical(self) -> dict[str, str]:
         """Return name -> canonical name of its first FQN, for all names of all parameters."""
         first = {t.fqn: t for t in self.names.runtime if t.kind == "parameter"}
-        names = {t.canonical: first[t.alias_of or t.fqn].canonical for t in first.values()}
-        names.update((t.fqn, first[t.alias_of or t.fqn].canonical) for t in first.values())
+        names = {t.canonical: first[t.first_name].canonical for t in first.values()}
+        names.update((t.fqn, first[t.first_name].canonical) for t in first.values())
         return names
 
     @cached_property
@@ -152,7 +152,7 @@ def _order(
 
 
 def _tensor_keys(section: Section) -> list[str]:
-    return [entry.key for entry in section.tensors]
+    return section.tensor_keys
 
 
 def in_order_of(

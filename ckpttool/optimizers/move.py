@@ -11,9 +11,10 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Op, Ref
-from ckpttool.core.names import SERIALIZED, Names
-from ckpttool.core.optimizer_state import ID, OptimizerState, Param, renamed
+from ckpttool.core.names import Names, SERIALIZED, shapes_of
+from ckpttool.core.optimizer_state import ID, OptimizerState, Param, params_of, renamed
 from ckpttool.core.plan import OptimizerMove
+from ckpttool.core.tables import selected
 from ckpttool.core.text import some
 from ckpttool.naming import wrappers
 from ckpttool.naming.model_change import ModelChange, copied, is_whole
@@ -198,8 +199,8 @@ def _renamed(
         groups = with_new_names(old_groups, sources)
     else:
         groups = new_groups(named, sources, saved_by, to_names, form, to, where)
-    params = map(str, chain.from_iterable(group.params for group in groups))
-    held = {name: sources[name] for name in params if name in sources}
+    params = map(str, params_of(groups))
+    held = selected(sources, params)
     states = carry(named, held, shapes, where)
     loaded_by = to_names or request.names
     created, notes = created_state(groups, states, loaded_by, request.create, to, where)
@@ -286,7 +287,7 @@ def _file_shapes(
     """Return the shapes of parameters by the names that the file gives them."""
     if names is not None and any(isinstance(source, Op) for source in file_sources.values()):
         # the keys are the file's parameters
-        return {saved.key: saved.shape for saved in names.serialized}
+        return shapes_of(names.serialized)
     by_file_name = {}
     for name, source in file_sources.items():
         for file_name in ex.refs(source):
@@ -319,7 +320,7 @@ def _named(state: OptimizerState, request: OptimizerRequest, where: str) -> _Can
     if names is not None and state.form != ID:
         sources = from_serialized(names, state.params)
         if sources is not None:
-            shapes = {saved.key: saved.shape for saved in names.serialized}
+            shapes = shapes_of(names.serialized)
             named = renamed(state, as_written)
             moved = carry(named, sources, shapes, where)
             return _CanonicalState(in_groups(named, placed(named, sources), moved), sources)

@@ -20,9 +20,10 @@ from ckpttool.core.optimizer_state import (
     Param,
     ParamGroup,
     numbered,
+    params_of,
 )
 from ckpttool.core.plan import GroupMove, OptimizerMove
-from ckpttool.core.tables import inverse
+from ckpttool.core.tables import inverse, selected
 from ckpttool.core.text import plural
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.evaluate.ops import OPS
@@ -77,7 +78,7 @@ def between(old: Names, new: Names, renamed: Mapping[str, str]) -> dict[str, Exp
         read = set(ex.refs(whole))
         if read <= renamed.keys() and read.isdisjoint(used):
             sources.setdefault(name, whole)
-    return {name: sources[name] for name in new_parameters.shapes if name in sources}
+    return selected(sources, new_parameters.shapes)
 
 
 def to_serialized(names: Names, params: Sequence[Param]) -> dict[str, Expression]:
@@ -225,8 +226,8 @@ def move_of(
 
     `shapes` are the shapes of these parameters.
     """
-    names = map(str, chain.from_iterable(group.params for group in groups))
-    held = {name: sources[name] for name in names if name in sources}
+    names = map(str, params_of(groups))
+    held = selected(sources, names)
     part_shapes = {}
     for source in held.values():
         if isinstance(source, Op):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.checkpoint import Checkpoint, Section, without_tensors
 from ckpttool.core.errors import Refused
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.plan import Plan, compose
@@ -147,8 +147,7 @@ def _to_form(draft: Draft, task: SectionTask, saved: ModelOperand) -> Draft:
     """
     request, section = task.request, task.section
     counters = tuple(wrappers.counters(section.keys))
-    tensors = tuple(entry for entry in section.tensors if entry.key not in counters)
-    rest = replace(section, tensors=tensors)
+    rest = without_tensors(section, counters)
     pruned = without_pruning(rest, saved.tables)
     if pruned is not None:
         whole = _loaded(pruned, rest)

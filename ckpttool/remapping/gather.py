@@ -25,6 +25,7 @@ from ckpttool.core.checkpoint import (
     Storage,
     TensorEntry,
     in_row_major,
+    without_tensors,
 )
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
@@ -32,7 +33,7 @@ from ckpttool.core.expression import Expression, Op, Ref, refs, substitute
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
 from ckpttool.core.optimizer_state import rebuilt
 from ckpttool.core.plan import Dropped
-from ckpttool.core.tables import present
+from ckpttool.core.tables import present, selected
 from ckpttool.core.text import dotted, is_flat, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.chunks import across, concatenated
@@ -303,17 +304,16 @@ def _gather_section(
 ) -> _WholeStateDict:
     tables, flat = NameTables(names), flat_entries(section, names)
     flat_keys = {entry.key for entry in flat}
-    others = tuple(entry for entry in section.tensors if entry.key not in flat_keys)
-    rest = replace(section, tensors=others)
+    rest = without_tensors(section, flat_keys)
     reading = read(tables, rest)
     paths = unit_paths(flat_keys, rest.by_key())
     if patterns:
         problems += _unit_differences(names, patterns, set(paths.values()))
     notes: list[str] = []
-    is_tensor_parallel = any(map(_is_slice_of_matrix, others))
+    is_tensor_parallel = any(map(_is_slice_of_matrix, rest.tensors))
     tensors: dict[str, TensorEntry] = {}
     runtime_names: dict[str, str] = {}
-    for entry in others:
+    for entry in rest.tensors:
         tensors[entry.key] = _from_ranks(
             entry, tables, reading, is_tensor_parallel, problems, notes
         )
@@ -326,7 +326,7 @@ def _gather_section(
     new_key = runtime_names if units else reading.match.names
     whole_tensors: list[TensorEntry] = []
     sources: dict[str, Expression] = {}
-    for entry in others:
+    for entry in rest.tensors:
         tensor, key = tensors[entry.key], new_key.get(entry.key, entry.key)
         whole_tensors.append(replace(tensor, key=key))
         sources[key] = _assembling(Ref(entry.key), entry.shape, tensor.shape)
@@ -524,7 +524,7 @@ def _units(
             reason = _fault(units[path])
         if reason is not None:
             problems.append(Problem(reason, entry.key))
-    return {path: units[path] for path in unit_slots if path in units}
+    return selected(units, unit_slots)
 
 
 def _fault(unit: Unit) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckpttool.core.checkpoint import Section, TensorEntry
+from ckpttool.core.checkpoint import Section, TensorEntry, without_tensors
 from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.text import Info, dotted, plural, shell, some
@@ -192,12 +192,11 @@ def _without_counters(section: Section, model: ModelOperand) -> Section:
     """Return the section without the counters of AveragedModels, unless they are the model's
     own.
     """
-    keys = [entry.key for entry in section.tensors]
+    keys = section.tensor_keys
     counters = set(wrappers.counters(keys)).difference(model.tables.serialized_names)
     if not counters:
         return section
-    tensors = tuple(entry for entry in section.tensors if entry.key not in counters)
-    return replace(section, tensors=tensors)
+    return without_tensors(section, counters)
 
 
 def _without_wrappers(section: Section, reading: Reading) -> Section:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.checkpoint import Checkpoint, Section, without_tensors
 from ckpttool.core.errors import Refused
 from ckpttool.core.expression import Ref
 from ckpttool.core.plan import Dropped, Output, Plan, compose, in_turn, module_renames
@@ -169,12 +169,6 @@ def carried(sections: Iterable[Section]) -> Plan:
     return Plan(tuple(outputs))
 
 
-def without_tensors(section: Section, keys: Collection[str]) -> Section:
-    """Return the section without these tensors."""
-    tensors = tuple(entry for entry in section.tensors if entry.key not in keys)
-    return replace(section, tensors=tensors)
-
-
 def new_draft(section: Section, form: Form | None, lightning: bool) -> Draft:
     """Return the draft that keeps every key. Wrappers are as `form` says, or as the keys show."""
     keys = section.keys
@@ -307,7 +301,7 @@ def rewrap(draft: Draft, target: Chain) -> Draft:
     """
     canonical = {key: draft.canonical.get(key, key) for key in draft.keys}
     counters = set(wrappers.counters(draft.keys))
-    counters.update(wrappers.counters([entry.key for entry in draft.section.tensors]))
+    counters.update(wrappers.counters(draft.section.tensor_keys))
     counted = [key for key in draft.keys if key in counters]
     names, removed = wrappers.rewrap(canonical, target, counted)
     outputs: list[Output] = []

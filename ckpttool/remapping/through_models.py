@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry, without_tensors
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Op, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
@@ -27,7 +27,7 @@ from ckpttool.naming.convert import (
 )
 from ckpttool.naming.match import NameTables, drop_variants, with_variants, without_variants
 from ckpttool.operands.model import ModelOperand
-from ckpttool.remapping.steps import Draft, Request, only_outputs, without_tensors
+from ckpttool.remapping.steps import Draft, Request, only_outputs
 
 
 def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
@@ -40,7 +40,7 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
     form = source_form.names if isinstance(source_form, ModelForm) else None
     section = draft.section
     reading = read(tables, section, form)
-    counted = wrappers.counters([entry.key for entry in section.tensors])
+    counted = wrappers.counters(section.tensor_keys)
     counters = [key for key in counted if key in reading.match.unmatched]
     if counters:
         section = without_tensors(section, counters)

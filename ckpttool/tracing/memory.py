@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ckpttool.core.checkpoint import distance_to_last
 from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Ref, Special
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.ops import ROW_MAJOR
@@ -43,8 +44,7 @@ class Geometry(NamedTuple):
         """Return the offset behind the last element."""
         if not self.numel:
             return self.offset
-        steps = [(size - 1) * step for size, step in zip(self.shape, self.stride)]
-        return self.offset + sum(steps) + 1
+        return self.offset + 1 + distance_to_last(self.shape, self.stride)
 
     @property
     def order(self) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from ckpttool.core.names import (
     LoadedTensor,
     Names,
     SerializedKey,
+    sources_of,
 )
 from ckpttool.core.tables import by_key
 from ckpttool.core.text import Note, dotted, some
@@ -104,7 +105,7 @@ def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tu
             differing.add(problem.key)
     settled = []
     for tensor in saved.runtime:
-        if tensor.fqn in differing and (tensor.alias_of or tensor.fqn) in saved.fed:
+        if tensor.fqn in differing and tensor.first_name in saved.fed:
             settled.append(by_fqn.get(tensor.fqn, Problem(_INEXACT, tensor.fqn, "inexact")))
     return tuple(settled)
 
@@ -188,11 +189,11 @@ def _through_a_file(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _by_expressions(saved: Saved, verdict: Verdict) -> Iterator[Problem]:
     yield from _refused_keys(saved, verdict)
-    sources = {entry.key: entry.source for entry in saved.serialized}
+    sources = sources_of(saved.serialized)
     fed = set(refs(tuple(sources.values())))
     simplifier = Simplifier(_leaves(saved))
     for tensor in saved.runtime:
-        fqn, first = tensor.fqn, tensor.alias_of or tensor.fqn
+        fqn, first = tensor.fqn, tensor.first_name
         if first not in fed or fqn in verdict.missing:
             continue
         if fqn not in verdict.reads:
@@ -388,7 +389,7 @@ def trace_with_load(model: LoadedModel) -> Traced:
     verdict = own_load.verdict
     problems = (*_lost(model, saved), *roundtrip_problems(model, saved, verdict))
     certain = tuple(problem for problem in problems if problem.kind != "unknown")
-    sources = {entry.key: entry.source for entry in saved.serialized}
+    sources = sources_of(saved.serialized)
     loaded = []
     for fqn, value in verdict.reads.items():
         # If several keys hold the same tensor (tied weights), read each name from its own key.
@@ -410,7 +411,7 @@ def trace_with_load(model: LoadedModel) -> Traced:
         runtime=saved.runtime,
         serialized=(*saved.serialized, *saved.further),
         load=tuple(loaded),
-        not_serialized=tuple(t.fqn for t in saved.runtime if (t.alias_of or t.fqn) not in fed),
+        not_serialized=tuple(t.fqn for t in saved.runtime if t.first_name not in fed),
         extra_state=saved.extra_state,
         roundtrips=not certain,
         roundtrip_problems=certain,
@@ -621,7 +622,7 @@ def _saved_without(
     instance = model.build(saved.real)
     for tensor in saved.runtime:
         path, _, name = tensor.fqn.rpartition(".")
-        if (tensor.alias_of or tensor.fqn) in removed:
+        if tensor.first_name in removed:
             with suppress(AttributeError):  # the names of some wrappers lead through no module
                 module = instance.get_submodule(path)
                 for table in (module._parameters, module._buffers):
