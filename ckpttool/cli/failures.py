@@ -193,7 +193,7 @@ def _of_one_reason(reason: str, problems: Sequence[Problem], most: int) -> tuple
     """
     if len(problems) <= _FEW:
         return list(map(str, problems)), len(problems)
-    from ckpttool.report.collapse import collapse
+    from ckpttool.report.collapse import collapse_keys
 
     total = number(len(problems))
     text = problems[0].problem
@@ -204,7 +204,8 @@ def _of_one_reason(reason: str, problems: Sequence[Problem], most: int) -> tuple
             lines.append(f"  {rest}")
         return lines, len(lines) - 1
     lines, count = [f"{text} ({total}):"], 0
-    for group in islice(collapse((problem.key, None) for problem in problems), most):
+    keys = (problem.key for problem in problems)
+    for group in islice(collapse_keys(keys), most):
         if len(group.keys) == len(problems):
             return [f"{text} @ {group.pattern}"], len(problems)
         lines.append(f"  {group.pattern}")

@@ -116,7 +116,8 @@ class Report:
         sys.stdout.flush()
         at = _terminal(sys.stderr) if warnings else None
         at = at and Terminal(at.width, color=False)
-        sys.stderr.writelines(f"{line}\n" for block in warnings for line in lines(block, at))
+        for block in warnings:
+            sys.stderr.writelines(f"{line}\n" for line in lines(block, at))
 
 
 def _rendered(

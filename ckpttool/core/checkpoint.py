@@ -353,7 +353,9 @@ class Section:
 
     def all_tensors(self) -> tuple[TensorEntry, ...]:
         """Return the tensors, then the tensors inside the extras."""
-        inside = tuple(entry for extra in self.extras for entry in extra.inside())
+        inside: list[TensorEntry] = []
+        for extra in self.extras:
+            inside += extra.inside()
         return (*self.tensors, *inside) if inside else self.tensors
 
     @property
@@ -373,9 +375,7 @@ class Section:
     @once_per_section
     def by_key(self) -> Mapping[str, TensorEntry | ExtraEntry]:
         """Return every entry by its key, tensors first."""
-        entries: dict[str, TensorEntry | ExtraEntry] = by_key(self.tensors)
-        entries.update((entry.key, entry) for entry in self.extras)
-        return entries
+        return by_key(self.entries)
 
     @once_per_section
     def has_own_storages(self) -> bool:

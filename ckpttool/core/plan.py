@@ -183,7 +183,8 @@ class Plan:
         """
         places = {(drop.section, drop.key) for drop in self.dropped if drop.section}
         for output in self.outputs:
-            places.update((output.section, key) for key in ex.refs(output.source))
+            for key in ex.refs(output.source):
+                places.add((output.section, key))
         return places
 
     @property
@@ -388,7 +389,8 @@ def compose(first: Plan, second: Plan) -> Plan:
         source = ex.substitute(output.source, sources[output.section].__getitem__)
         # keys share outputs
         outputs.append(output if source == output.source else replace(output, source=source))
-        used.update((output.section, key) for key in ex.refs(source))
+        for key in ex.refs(source):
+            used.add((output.section, key))
     runs = []
     for run in second.runs:
         given = {}

@@ -225,7 +225,10 @@ class Cause:
     @property
     def codes(self) -> tuple[str, ...]:
         """Its code, and the codes of further causes."""
-        return (self.code.code, *(code for cause in self.also for code in cause.codes))
+        codes = [self.code.code]
+        for cause in self.also:
+            codes += cause.codes
+        return tuple(codes)
 
     def and_also(self, *causes: Cause | None) -> Cause:
         """Return this cause with more causes."""

@@ -84,7 +84,8 @@ def notes_on_load(
     """
     torch_says, converted = _torch_says(loading), _conversions(loading)
     notes: list[str] = []
-    is_matched = any(entry.status in _MATCHED and entry.left for entry in loading.entries)
+    matched = [entry for entry in loading.entries if entry.status in _MATCHED]
+    is_matched = any(entry.left for entry in matched)
     if not loading.identical and not is_matched:
         text = (
             f"0 of {len(loading.section.tensors)} tensors matched: loading with strict=False would"

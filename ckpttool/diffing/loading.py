@@ -431,8 +431,8 @@ def _read_otherwise(
             if key not in saved or verdict.reads.get(fqn_of.get(key, "")) == Ref(key):
                 # its own tensor has it, and another one of the tied tensors has another key
                 continue
-            twins = [name for name in tied.get(key, ()) if name != key and name in taken]
-            if any(_have_same_values(saved, key, twin) for twin in twins):
+            twins = [name for name in tied.get(key, ()) if name in taken]
+            if _has_equal_twin(saved, key, twins):
                 # its module is at several paths, and the file has the same for two of them
                 continue
             is_dropped = loading.source is None and key not in verdict.replaced
@@ -441,6 +441,14 @@ def _read_otherwise(
                 status, code = "transformed", Code.LOAD_HOOK_CHANGES
             entries[key] = Entry(status, (key,), (key,), Cause(code), None, detail)
     return entries
+
+
+def _has_equal_twin(saved: Objects, key: str, twins: Iterable[str]) -> bool:
+    """Return whether another one of the tied keys has the same value."""
+    for twin in twins:
+        if twin != key and _have_same_values(saved, key, twin):
+            return True
+    return False
 
 
 def _takes_the_same(loading: _TensorLoad, tied: Mapping[str, list[str]], saved: Objects) -> bool:
@@ -467,7 +475,7 @@ def loads(entries: Iterable[Entry]) -> bool:
     """Return True if every key is there with its shape, and no other: what is known without the
     model's code.
     """
-    return all(
-        entry.status in ("same", "extra_state", "dtype") and entry.left == entry.right
-        for entry in entries
-    )
+    for entry in entries:
+        if entry.status not in ("same", "extra_state", "dtype") or entry.left != entry.right:
+            return False
+    return True

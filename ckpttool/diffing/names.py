@@ -31,7 +31,8 @@ def names_alone(model: ModelOperand) -> Diff:
     for problem in names.roundtrip_problems:
         notes.append(Note(f"does not load what it saves: {problem}", "roundtrip"))
     notes += names.notes
-    if any(entry.hook and entry.status in ("renamed", "transformed") for entry in entries):
+    by_hooks = statuses_of(entry for entry in entries if entry.hook)
+    if by_hooks & {"renamed", "transformed"}:
         notes.append(FQN_MODIFIERS)
     loses = False
     for entry in entries:

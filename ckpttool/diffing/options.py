@@ -27,11 +27,14 @@ def statuses_in(text: str | Sequence[str]) -> frozenset[str]:
     """
     differences = STATUSES[1:]
     texts = several(text) or ()
-    statuses = [word.strip() for part in texts for word in part.split(",")]
-    for status in statuses:
-        if status not in differences:
-            hint = f"use one of {', '.join(differences)}"
-            raise CkptError(f"unknown status {status!r}", hint=hint)
+    statuses = set()
+    for part in texts:
+        for word in part.split(","):
+            status = word.strip()
+            if status not in differences:
+                hint = f"use one of {', '.join(differences)}"
+                raise CkptError(f"unknown status {status!r}", hint=hint)
+            statuses.add(status)
     return frozenset(statuses)
 
 

@@ -210,7 +210,7 @@ def loose_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry | ExtraEntry]
     entries: dict[str, TensorEntry | ExtraEntry] = {}
     for section in checkpoint.sections:
         if section.kind == "other":
-            entries.update((entry.key, entry) for entry in section.entries)
+            entries.update(section.by_key())
     return entries
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import expand_options
 from ckpttool.core.text import shell
@@ -97,8 +98,8 @@ def _diff(
                 hint=shell("ckpttool", "diff", "--model", str(left), ckpt),
             )
         return diff_names_file(str(left), other or model, options)
-    opened = [None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right)]
-    first, second = (None if ckpt is None else read_for_model(ckpt, model) for ckpt in opened)
+    opened = (_opened(left), _opened(right))
+    first, second = _read(opened[0], model), _read(opened[1], model)
     with options.comparing(first, second):
         diff = run(first, second, options, model)
     only_other_entries = options.whole and not any(map(diff.is_difference, diff.entries))
@@ -115,6 +116,14 @@ def _diff(
     from ckpttool.fixes.suggest import answered
 
     return answered(
-        DiffQuestion(first, second, options, model, diff, opened=(opened[0], opened[1])),
+        DiffQuestion(first, second, options, model, diff, opened=opened),
         suggest_rules,
     )
+
+
+def _opened(ckpt: Ckpt | None) -> Checkpoint | None:
+    return None if ckpt is None else open_checkpoint(ckpt)
+
+
+def _read(checkpoint: Checkpoint | None, model: ModelOperand | None) -> Checkpoint | None:
+    return None if checkpoint is None else read_for_model(checkpoint, model)

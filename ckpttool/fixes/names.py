@@ -37,9 +37,11 @@ def model_fixes(question: DiffQuestion) -> Fixes:
         text = f"no command brings this model's checkpoints to its runtime names: {reason}"
         return Fixes(notes=(Note(text, "no-fix"),))
     keys = outcome.result.section("").by_key()
-    lost = [
-        t.fqn for t in names.runtime if t.persistent and t.alias_of is None and t.fqn not in keys
-    ]
+    lost = []
+    for tensor in names.runtime:
+        is_first = tensor.alias_of is None
+        if tensor.persistent and is_first and tensor.fqn not in keys:
+            lost.append(tensor.fqn)
     notes = []
     if lost:
         count = f"{plural(len(lost), 'tensor')} {'is' if len(lost) == 1 else 'are'}"

@@ -76,7 +76,10 @@ def _try_on_file(question: DiffQuestion, word: str, options: RemapOptions) -> Tr
 
 def _has_placeholder(options: RemapOptions) -> bool:
     """Return True if an option names what only the user knows."""
-    return any(isinstance(value, str) and value in PLACEHOLDERS for value in vars(options).values())
+    for value in vars(options).values():
+        if isinstance(value, str) and value in PLACEHOLDERS:
+            return True
+    return False
 
 
 def known_remap(question: DiffQuestion, remedy: Remedy) -> Candidate | None:

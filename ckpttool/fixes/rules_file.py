@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Union
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import refs
+from ckpttool.core.tables import selected
 from ckpttool.core.text import Note, plural, shell, some, visible
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import FIELDS
@@ -291,7 +292,11 @@ def _value(value: object) -> str:
         lines = [f"    {item}," for item in items]
         return "\n".join(["[", *lines, "]"])
     text = json.dumps(value, ensure_ascii=False)
-    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)
+    return "".join(map(_escaped, text))
+
+
+def _escaped(char: str) -> str:
+    return char if char.isprintable() else f"\\U{ord(char):08x}"
 
 
 def suggested(
@@ -319,9 +324,8 @@ def suggested(
     if rules is None:
         return None
     undone = list[Note]()
-    differing = [entry for entry in entries if entry.status in ("dtype", "value")]
-    has_other_values = any(not entry.left or entry.left[0] not in orders for entry in differing)
-    if has_other_values or _have_other_dtypes(inferred.pairs, left_section, right_section):
+    other_dtypes = _have_other_dtypes(inferred.pairs, left_section, right_section)
+    if other_dtypes or _have_other_values(entries, orders):
         text = "the suggested rules do not change dtypes and values, and some differ"
         undone.append(Note(text, "incomplete-rules"))
     for keys, verb, side in (
@@ -347,7 +351,7 @@ def _orders(
     names: dict[str, str] = {}
     for entry in entries:
         if entry.status == "value":
-            names.update((key, same[key]) for key in entry.left if key in same)
+            names.update(selected(same, entry.left))
     for pair in inferred.pairs:
         names[pair.left[0]] = pair.right[0]
     left_entries, right_entries = left.by_key(), right.by_key()
@@ -358,6 +362,15 @@ def _orders(
             if order is not None:
                 orders[old] = order
     return orders
+
+
+def _have_other_values(entries: Iterable[Entry], orders: Mapping[str, Rotary]) -> bool:
+    """Return True if a dtype differs, or values that are not the same rows in another order."""
+    for entry in entries:
+        is_reordered = bool(entry.left) and entry.left[0] in orders
+        if entry.status in ("dtype", "value") and not is_reordered:
+            return True
+    return False
 
 
 def _have_other_dtypes(pairs: Sequence[Pair], left: Section, right: Section) -> bool:

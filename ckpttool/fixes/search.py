@@ -128,12 +128,12 @@ def selected(question: DiffQuestion) -> TriedFix | None:
         return None
     if question.parts or one_rank(left):
         return None
-    whole_and_section = [(question, False), *((part, True) for part in _of_section(question))]
+    questions = (question, *_of_section(question))
     for prefix in _only_prefixes(question):
-        for smaller, is_part in whole_and_section:
+        for smaller in questions:
             trial = _taken(smaller, prefix)
             if trial is not None:
-                return replace(trial, part=is_part)
+                return replace(trial, part=smaller is not question)
     return None
 
 

@@ -200,8 +200,12 @@ def _is_partial(question: DiffQuestion, planned: _Planned, after: Diff) -> bool:
         model = loaded_by(read, planned.model, planned.to_model)
         loads = loading(planned.result, read, model)
         missing = missing if loads is None else loads.missing
-    moves = [optimizer.move for optimizer in planned.result.optimizers]
-    return bool(missing) or any(move and move.created for move in moves)
+    if missing:
+        return True
+    for optimizer in planned.result.optimizers:
+        if optimizer.move and optimizer.move.created:
+            return True
+    return False
 
 
 def try_cast(question: DiffQuestion, dtype: str) -> TriedFix | None:

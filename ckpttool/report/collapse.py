@@ -49,10 +49,14 @@ def collapse(items: Iterable[tuple[str, L]]) -> Iterator[KeyPattern[str, L]]:
         yield from _exact(template, likeness, rows)
 
 
+def collapse_keys(keys: Iterable[str]) -> Iterator[KeyPattern[str, None]]:
+    """Collapse keys that count as alike."""
+    return collapse((key, None) for key in keys)
+
+
 def patterns(keys: Iterable[str]) -> list[str]:
     """Return the keys, repeated layers as one pattern."""
-    groups = collapse((key, None) for key in keys)
-    return [group.pattern for group in groups]
+    return [group.pattern for group in collapse_keys(keys)]
 
 
 def _split(key: str) -> tuple[Texts, Texts]:
@@ -74,7 +78,7 @@ def first_pattern(keys: Iterable[str], all: bool = False) -> str:
     if all:
         return " + ".join(keys) or "-"
     distinct = dict.fromkeys(keys)
-    return _first(collapse((key, None) for key in distinct), len(distinct))
+    return _first(collapse_keys(distinct), len(distinct))
 
 
 def _first(groups: Iterator[KeyPattern[K, L]], count: int) -> str:

@@ -206,6 +206,11 @@ class Document:
         return (finding for finding in self.listing.findings() if finding.fails)
 
 
+def kind_facts(sentences: Iterable[str]) -> Facts:
+    """Return the sentences on the kinds of sections."""
+    return Facts(tuple(("kind", sentence) for sentence in sentences), is_short=True)
+
+
 def facts(*pairs: tuple[str, Inline]) -> Facts:
     """Return the pairs that have a value."""
     return Facts(tuple(pair for pair in pairs if cell(pair[1]).text))

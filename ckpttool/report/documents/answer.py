@@ -145,10 +145,11 @@ def _same_aspects(diff: Diff) -> str:
 def _with_accepted(diff: Diff, counts: Mapping[str, int]) -> str:
     """Return the differences, and how many of them are accepted."""
     sentence = _differences(diff, _without_same(counts))
-    ignored = sum(entry.ignored is not None and diff.is_difference(entry) for entry in diff.entries)
+    differing = list(filter(diff.is_difference, diff.entries))
+    ignored = sum(entry.ignored is not None for entry in differing)
     if not diff.accepted and not diff.failing_ignores:
         return f"{sentence}; {number(ignored)} ignored" if ignored else sentence
-    others = sum(map(diff.is_difference, diff.entries)) - ignored
+    others = len(differing) - ignored
     reasons = []
     if ignored:
         reasons.append(f"{number(ignored)} ignored")

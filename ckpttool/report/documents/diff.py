@@ -36,6 +36,7 @@ from ckpttool.report.document import (
     facts,
     filled,
     key_group,
+    kind_facts,
     noted,
     shortened,
     with_names,
@@ -397,8 +398,7 @@ def _kinds(diff: Diff) -> Facts:
     """Return the sentences that say what the compared sections are, each once."""
     sentences = [kind.sentence(diff.left) for kind in diff.kinds.get("left", ())]
     sentences += [kind.sentence(diff.right) for kind in diff.kinds.get("right", ())]
-    pairs = [("kind", sentence) for sentence in dict.fromkeys(sentences)]
-    return Facts(tuple(pairs), is_short=True)
+    return kind_facts(dict.fromkeys(sentences))
 
 
 def _uncounted(diff: Diff) -> frozenset[str]:

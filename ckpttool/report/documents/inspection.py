@@ -24,7 +24,6 @@ from ckpttool.report.document import (
     Cell,
     Column,
     Document,
-    Facts,
     Finding,
     Inline,
     Listing,
@@ -32,6 +31,7 @@ from ckpttool.report.document import (
     Role,
     Row,
     Table,
+    kind_facts,
     noted,
     shortened,
 )
@@ -95,8 +95,7 @@ def document(
     blocks += noted(inspection.notes)
     lead: list[Block] = []
     if checkpoint.kinds:
-        sentences = [("kind", kind.sentence(checkpoint.source)) for kind in checkpoint.kinds]
-        lead.append(Facts(tuple(sentences), is_short=True))
+        lead.append(kind_facts(kind.sentence(checkpoint.source) for kind in checkpoint.kinds))
     listing = Listing((checkpoint.source,), {"tensor": "plain"}, partial(_findings, inspection))
     title = f"inspect {checkpoint.source}"
     sentence = _contents(inspection)
@@ -435,16 +434,17 @@ class _Module:
     @property
     def likeness(self) -> tuple[object, ...]:
         """Equal for modules that are alike, down to the last tensor."""
-        below = tuple((name, module.likeness) for name, module in self.below.items())
-        return self.tensors, self.nbytes, tuple(self.dtypes), below
+        return self.tensors, self.nbytes, tuple(self.dtypes), self._likeness_below()
+
+    def _likeness_below(self) -> tuple[tuple[str, object], ...]:
+        return tuple((name, module.likeness) for name, module in self.below.items())
 
     def children(self) -> list[tuple[str, int, _Module]]:
         """Return the modules below, grouped if they are alike: the pattern of their names, their
         number, and the first of them.
         """
-        alike = [(name, module.likeness) for name, module in self.below.items()]
         children = []
-        for group in collapse(alike):
+        for group in collapse(self._likeness_below()):
             children.append((group.pattern, len(group.keys), self.below[group.keys[0]]))
         return children
 
