@@ -98,10 +98,13 @@ def literal(pieces: Pieces) -> bytes:
 
 def amounts(pieces: Pieces) -> tuple[int, int]:
     """Return the number of bytes that are copied from a source, and of computed bytes."""
-    moved = sum(piece.nbytes for piece in pieces if isinstance(piece.data, Span))
-    return moved, sum(
-        piece.nbytes for piece in pieces if isinstance(piece.data, Lazy) and not piece.needs
-    )
+    moved = computed = 0
+    for piece in pieces:
+        if isinstance(piece.data, Span):
+            moved += piece.nbytes
+        elif isinstance(piece.data, Lazy) and not piece.needs:
+            computed += piece.nbytes
+    return moved, computed
 
 
 if TYPE_CHECKING:

@@ -81,11 +81,8 @@ def ended_by_signals() -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)
         raise Terminated(number)
 
-    handlers = [
-        number
-        for number in _ENDING
-        if number != signal.SIGINT and signal.getsignal(number) == signal.SIG_DFL
-    ]
+    ending = [number for number in _ENDING if number != signal.SIGINT]
+    handlers = [number for number in ending if signal.getsignal(number) == signal.SIG_DFL]
     for number in handlers:
         signal.signal(number, end)
     try:

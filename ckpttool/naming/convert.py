@@ -258,10 +258,11 @@ def _to_serialized(tables: NameTables, draft: _PlanDraft) -> None:
             missing = [fqn for fqn in fqns if fqn not in held]
             if not missing:
                 draft.add(key, source, keys)
-                used.update((held[fqn], fqn) for fqn in fqns)
+                for fqn in fqns:
+                    used[held[fqn]] = fqn
             elif len(missing) < len(fqns):  # else nothing of it is in the checkpoint
                 problem = f"{key} is computed from it, and the checkpoint does not have it"
-                draft.problems.extend(Problem(problem, fqn) for fqn in missing)
+                draft.problems.extend(same_problem(problem, missing))
     draft.keep(tables.names.extra_state)
     _drop_unused(tables, draft, used)
 

@@ -524,7 +524,10 @@ def _overlap(pairs: Sequence[tuple[Group, Group]], others: Sequence[tuple[Group,
     paths: set[tuple[int, Template]] = set()
     for left, right in pairs:
         paths |= {(0, left.path), (1, right.path)}
-    return any((0, left.path) in paths or (1, right.path) in paths for left, right in others)
+    for left, right in others:
+        if (0, left.path) in paths or (1, right.path) in paths:
+            return True
+    return False
 
 
 class Paths:

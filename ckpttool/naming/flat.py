@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from math import prod
 
-from ckpttool.core.checkpoint import Section
+from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.core.errors import Problem
 from ckpttool.core.names import Names
 from ckpttool.core.text import is_flat
@@ -58,11 +58,16 @@ def unit_paths(flat: Iterable[str], others: Iterable[str] = ()) -> dict[str, str
     return {key: strip(path, wrappers) for key, path in above.items()}
 
 
+def flat_tensors(section: Section) -> list[TensorEntry]:
+    """Return the tensors under names of flat parameters."""
+    return [entry for entry in section.tensors if is_flat(entry.key)]
+
+
 def flat_params(section: Section) -> tuple[FlatParam, ...]:
     """Return the flat parameters of a state dict, by the names of its keys."""
     if section.kind != "state_dict":
         return ()
-    flat = [entry for entry in section.tensors if is_flat(entry.key)]
+    flat = flat_tensors(section)
     if not flat:
         return ()
     others = [key for key in section.by_key() if not is_flat(key)]
@@ -89,7 +94,7 @@ def named_units(names: Names, patterns: Iterable[str]) -> tuple[list[str], list[
     """
     paths, units, problems = _module_paths(names), {""}, []
     for pattern in patterns:
-        matched = [path for path in paths if path and _is_match(pattern, path)]
+        matched = [path for path in filter(None, paths) if _is_match(pattern, path)]
         units.update(matched)
         if not matched:
             problems.append(Problem("names no module that has parameters", pattern))

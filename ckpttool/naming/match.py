@@ -19,7 +19,7 @@ from ckpttool.core.tables import by_key, inverse, selected
 from ckpttool.core.text import dotted, may_mention
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import same_values
-from ckpttool.naming.wrappers import SEGMENTS, infer, recognize, strip, stripped_paths
+from ckpttool.naming.wrappers import SEGMENTS, infer, recognize, strip, stripped, stripped_paths
 
 # Call variants: ``foo@1.w`` is ``foo.w`` if `torch.export.unflatten` made it. A user's own module
 # may be called ``foo@1``, so a name alone is never enough: a segment loses its ``@N`` only if the
@@ -283,7 +283,7 @@ def _spellings(names: Mapping[str, str]) -> dict[str, str]:
     """Return each name, and each canonical name that only one name has, with the name it means."""
     count = Counter(names.values())
     spellings = {canonical: name for name, canonical in names.items() if count[canonical] == 1}
-    spellings.update((name, name) for name in names)
+    spellings.update(zip(names, names))
     return spellings
 
 
@@ -449,10 +449,7 @@ def unlike(
     pairs: dict[str, str] = {}
     left_paths, right_paths = wrapper_paths
     if left_paths or right_paths:
-        pairs = _same_canonical(
-            {key: strip(key, left_paths) or key for key in only_left},
-            {key: strip(key, right_paths) or key for key in only_right},
-        )
+        pairs = _same_canonical(stripped(only_left, left_paths), stripped(only_right, right_paths))
     paired_rights = set(pairs.values())
     open_left = [key for key in only_left if key not in pairs]
     open_right = [key for key in only_right if key not in paired_rights]

@@ -46,7 +46,7 @@ class ModelChange:
         """Return True if one of the names is a tensor whose key changes."""
         keys = set(self.keys_of(names).values())
         for output in self.plan.outputs:
-            if any(key in keys and key != output.key for key in ex.refs(output.source)):
+            if keys.intersection(ex.refs(output.source)) - {output.key}:
                 return True
         return False
 

@@ -174,6 +174,11 @@ def strip(fqn: str, wrapper_paths: Collection[str]) -> str:
     return ".".join(kept)
 
 
+def stripped(keys: Iterable[str], paths: Collection[str]) -> dict[str, str]:
+    """Return the canonical name of each key; a key of wrappers' segments only stays."""
+    return {key: strip(key, paths) or key for key in keys}
+
+
 def stripped_paths(names: Iterable[tuple[str, str]]) -> frozenset[str]:
     """Return the wrapper paths in FQNs, given with their canonical names; also as they are in the
     keys of ``state_dict()``, from which some wrappers remove their segment.
@@ -348,7 +353,7 @@ def _canonical(keys: Sequence[str], evidence: Evidence) -> dict[str, str]:
     paths = evidence.paths
     if not paths:
         return dict(zip(keys, keys))
-    return {key: strip(key, paths) or key for key in keys}
+    return stripped(keys, paths)
 
 
 def is_lightning(checkpoint: Checkpoint) -> bool:

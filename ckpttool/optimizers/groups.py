@@ -202,7 +202,7 @@ def placed(state: OptimizerState, sources: Mapping[str, Expression]) -> tuple[Pa
     all is left out.
     """
     home = _homes(state)
-    position = {str(param): index for index, param in enumerate(state.params)}
+    position = positions(map(str, state.params))
 
     def first_position(name: str) -> int:
         return min(position[ref] for ref in ex.refs(sources[name]))

@@ -48,10 +48,14 @@ class Parameters:
     @cached_property
     def canonical(self) -> dict[str, str]:
         """Return name -> canonical name of its first FQN, for all names of all parameters."""
-        first = {t.fqn: t for t in self.names.runtime if t.kind == "parameter"}
-        names = {t.canonical: first[t.first_name].canonical for t in first.values()}
-        names.update((t.fqn, first[t.first_name].canonical) for t in first.values())
-        return names
+        parameters = {t.fqn: t for t in self.names.runtime if t.kind == "parameter"}
+        by_canonical: dict[str, str] = {}
+        by_fqn: dict[str, str] = {}
+        for fqn, tensor in parameters.items():
+            first = parameters[tensor.first_name].canonical
+            by_canonical[tensor.canonical] = first
+            by_fqn[fqn] = first
+        return by_canonical | by_fqn
 
     @cached_property
     def fqns(self) -> dict[str, str]:
@@ -544,9 +548,11 @@ class _Shapes:
             for name, shape in state.shapes(param).items():
                 by_name.setdefault(name, Counter())[shape] += 1
         available = Counter(shape for shape in shapes if shape is not None)
-        self.elementwise = ELEMENTWISE | {
-            n for n, count in by_name.items() if any(count) and count <= available
-        }
+        elementwise = set(ELEMENTWISE)
+        for name, count in by_name.items():
+            if any(count) and count <= available:
+                elementwise.add(name)
+        self.elementwise = elementwise
 
     def misfit(self, param: Param, shape: Shape | None) -> str | None:
         """Return why the state does not fit a parameter of this shape; None if it does."""

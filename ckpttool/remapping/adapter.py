@@ -130,7 +130,8 @@ def _follow(draft: Draft, sources: Sources, who: str) -> Draft:
         if isinstance(module, Problem):
             problems.append(module)
         else:
-            names.update((key, _with_part(key, path, module)) for key in keys)
+            for key in keys:
+                names[key] = _with_part(key, path, module)
     for key in adapter.rest:
         name = adapter.inside(key)
         tensor = new_tensor(name)

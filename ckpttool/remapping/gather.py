@@ -34,12 +34,20 @@ from ckpttool.core.names import RUNTIME, SERIALIZED, Names
 from ckpttool.core.optimizer_state import rebuilt
 from ckpttool.core.plan import Dropped
 from ckpttool.core.tables import present, selected
-from ckpttool.core.text import dotted, is_flat, plural
+from ckpttool.core.text import dotted, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.chunks import across, concatenated
 from ckpttool.kinds.parts import is_fused, joined_dimension
 from ckpttool.naming.convert import Reading, read
-from ckpttool.naming.flat import Slot, flat_params, misfit, named_units, slots, unit_paths
+from ckpttool.naming.flat import (
+    Slot,
+    flat_params,
+    flat_tensors,
+    misfit,
+    named_units,
+    slots,
+    unit_paths,
+)
 from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import recognize, strip
 from ckpttool.operands.checkpoint import model_section
@@ -243,7 +251,7 @@ def gather_ranks(source: Checkpoint, names: Names | None, units: Sequence[str]) 
 
 
 def _has_flat_keys(section: Section) -> bool:
-    return any(is_flat(entry.key) for entry in section.tensors)
+    return bool(flat_tensors(section))
 
 
 def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Gathered:
@@ -296,7 +304,8 @@ def flat_entries(section: Section, names: Names) -> list[TensorEntry]:
     not one.
     """
     fqns = {tensor.fqn for tensor in names.runtime}
-    return [entry for entry in section.tensors if is_flat(entry.key) and entry.key not in fqns]
+    flat = flat_tensors(section)
+    return [entry for entry in flat if entry.key not in fqns]
 
 
 def _gather_section(
@@ -382,7 +391,8 @@ def _unwrapped_modules(section: Section) -> dict[Any, Any] | None:
     """
     if section.modules is None:
         return None
-    wrappers = recognize(path for path in section.modules if path and isinstance(path, str))
+    paths = [path for path in section.modules if isinstance(path, str)]
+    wrappers = recognize(filter(None, paths))
     modules = {}
     for path, payload in section.modules.items():
         modules[strip(path, wrappers) if isinstance(path, str) else path] = payload

@@ -119,7 +119,7 @@ def loading(outcome: Remap, options: RemapOptions, model: ModelOperand | None) -
         is_incomplete = options.partial or options.trainable_only or bool(left_out)
         answer = _loading(section, by_code, options, is_incomplete)
         keys = [key for key in answer.missing if key not in left_out]
-        missing.update((dotted(path, key), None) for key in keys)
+        missing.update(dict.fromkeys(dotted(path, key) for key in keys))
         lacks_names = lacks_names and _are_second_names(keys, section, by_code)
         problems += [replace(problem, key=dotted(path, problem.key)) for problem in answer.problems]
         notes += answer.notes

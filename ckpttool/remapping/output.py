@@ -40,7 +40,9 @@ def with_metadata(outcome: Remap, pairs: Mapping[str, str], target: Target) -> R
             f"{target.format.title} has no place for --metadata",
             hint="choose an output that ends in .safetensors",
         )
-    keys = {key for section in outcome.result.state_dicts for key in section.keys}
+    keys: set[str] = set()
+    for section in outcome.result.state_dicts:
+        keys.update(section.keys)
     problems = []
     for key, value in pairs.items():
         if value in keys:

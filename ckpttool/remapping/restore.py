@@ -41,19 +41,20 @@ def with_steps_of_norms(outcome: Remap) -> Remap:
                 added.append(Output(path, dotted(module, _STEPS), _ZERO))
     if not added:
         return outcome
-    after = {
-        (output.section, output.key.removesuffix(_STEPS) + _LAST_STATISTIC): output
-        for output in added
-    }
+    after = {}
+    for output in added:
+        statistic = output.key.removesuffix(_STEPS) + _LAST_STATISTIC
+        after[output.section, statistic] = output
     outputs = []
     for output in outcome.plan.outputs:
         outputs.append(output)
         if (output.section, output.key) in after:
             outputs.append(after[output.section, output.key])
     sections = tuple(_with_steps(section, after) for section in outcome.result.sections)
-    restored = {dotted(output.section, output.key) for output in added}
-    keys = some([dotted(output.section, output.key) for output in added])
-    note = f"{plural(len(added), 'missing key')} set to 0, as torch does for older files: {keys}"
+    keys = [dotted(output.section, output.key) for output in added]
+    restored = set(keys)
+    count = plural(len(keys), "missing key")
+    note = f"{count} set to 0, as torch does for older files: {some(keys)}"
     return replace(
         outcome,
         result=replace(outcome.result, sections=sections),

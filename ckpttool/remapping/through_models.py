@@ -241,8 +241,8 @@ def loadable(tables: NameTables, to: ModelForm) -> tuple[Mapping[str, str], Coll
 def lacking(tables: NameTables, to: ModelForm, plan: Plan) -> tuple[str, ...]:
     """Return the names of the form that a load needs and that the plan does not write."""
     names, spare = loadable(tables, to)
-    keys = {output.key for output in plan.outputs}
-    return tuple(name for name in names if name not in keys and name not in spare)
+    present = {output.key for output in plan.outputs}.union(spare)
+    return tuple(name for name in names if name not in present)
 
 
 def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Checkpoint:
