@@ -36,7 +36,7 @@ from ckpttool.core.checkpoint import (
 from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import looks_flat, rebuilt
 from ckpttool.core.tables import present
-from ckpttool.core.text import dotted, free, title_of
+from ckpttool.core.text import dotted, free, prefix_of, title_of
 from ckpttool.core.values import dataclass, many_objects
 
 # names of lists of parameters, of torch_ema and of EMAModel in diffusers
@@ -411,7 +411,7 @@ def _recognized(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None
     if names and not foreign and _are_arrays(node):
         return _add_arrays
     is_optimizer = _is_optimizer(node)
-    prefix = f"{path}." if path else ""
+    prefix = prefix_of(path)
     is_around = any(whole.startswith(prefix) for whole in tree.whole)
     is_candidate = names is not None and not is_optimizer and not is_around
     if is_candidate and _is_state_dict(tree, node, names or (), foreign):

@@ -110,6 +110,11 @@ def first_parameters(runtime: Iterable[RuntimeTensor]) -> list[RuntimeTensor]:
     return [t for t in runtime if t.kind == "parameter" and t.alias_of is None]
 
 
+def first_names(runtime: Iterable[RuntimeTensor]) -> list[str]:
+    """Return the first FQN of each tensor."""
+    return [tensor.fqn for tensor in runtime if tensor.alias_of is None]
+
+
 def shapes_of(
     tensors: Iterable[SerializedKey | TensorEntry],
 ) -> dict[str, tuple[int, ...] | None]:

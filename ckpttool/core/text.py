@@ -177,6 +177,11 @@ def dotted(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
+def prefix_of(path: str) -> str:
+    """Return what keys below the path begin with: the path with a dot; empty for the root."""
+    return f"{path}." if path else ""
+
+
 def title_of(path: str) -> str:
     """Return the path of a section or module for a report; ``(root)`` for the empty one."""
     return path or "(root)"

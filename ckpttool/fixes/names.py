@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpttool.core.errors import CkptError
+from ckpttool.core.names import first_names
 from ckpttool.core.text import Note, plural, shell, some
 from ckpttool.diffing.names_file import compare_with_code, renamable
 from ckpttool.diffing.options import DiffOptions
@@ -37,11 +38,8 @@ def model_fixes(question: DiffQuestion) -> Fixes:
         text = f"no command brings this model's checkpoints to its runtime names: {reason}"
         return Fixes(notes=(Note(text, "no-fix"),))
     keys = outcome.result.section("").by_key()
-    lost = []
-    for tensor in names.runtime:
-        is_first = tensor.alias_of is None
-        if tensor.persistent and is_first and tensor.fqn not in keys:
-            lost.append(tensor.fqn)
+    persistent = [tensor for tensor in names.runtime if tensor.persistent]
+    lost = [fqn for fqn in first_names(persistent) if fqn not in keys]
     notes = []
     if lost:
         count = f"{plural(len(lost), 'tensor')} {'is' if len(lost) == 1 else 'are'}"

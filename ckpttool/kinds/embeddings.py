@@ -10,9 +10,13 @@ NAME = "textual-inversion"
 _KEYS = frozenset({"emb_params", "clip_l", "clip_g"})
 
 
+def _is_token(key: str) -> bool:
+    return key.startswith("<") and key.endswith(">")
+
+
 def recognize(section: Section) -> Kind | None:
     keys = section.keys
-    are_tokens = bool(keys) and all(key.startswith("<") and key.endswith(">") for key in keys)
+    are_tokens = bool(keys) and all(map(_is_token, keys))
     if not are_tokens and not (keys and _KEYS.issuperset(keys)):
         return None
     vectors = 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint, Section, without_tensors
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.plan import Dropped
-from ckpttool.core.text import Info
+from ckpttool.core.text import Info, prefix_of
 from ckpttool.kinds import arrays, lists, modules
 
 PACKED = frozenset({arrays.NAME, lists.NAME, modules.NAME})  # names of kinds
@@ -34,7 +34,7 @@ def unpacked(
         return checkpoint, [], []
     _check_names(packed)
     module_paths = [section.path for section in packed if section.module_class]
-    prefixes = tuple(f"{path}." if path else "" for path in module_paths)
+    prefixes = tuple(map(prefix_of, module_paths))
     sections: list[Section] = []
     dropped: list[Dropped] = []
     for section in checkpoint.sections:

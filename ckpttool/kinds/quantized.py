@@ -15,7 +15,7 @@ from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Ref
 from ckpttool.core.plan import Output
 from ckpttool.core.tables import by_key
-from ckpttool.core.text import plural, some
+from ckpttool.core.text import plural, prefix_of, some
 from ckpttool.core.values import dataclass
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
@@ -245,7 +245,7 @@ def parts_by_torch(section: Section, keys: Iterable[str]) -> Iterator[str]:
     for weight in _keys_by_torch(section):
         module = _module_of(weight)
         if weight.rpartition(".")[0] == module:
-            name = f"{module}." if module else ""
+            name = prefix_of(module)
             weights.update((weight, f"{name}scale", f"{name}zero_point"))
         else:
             packed.add(module)

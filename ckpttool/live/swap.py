@@ -18,6 +18,7 @@ from ckpttool.containers.program import CONSTANTS
 from ckpttool.core.checkpoint import Checkpoint, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import LOADED, Expression, Ref
+from ckpttool.core.tables import by_key
 from ckpttool.core.text import a, first_line, plural
 from ckpttool.core.values import dataclass, public
 from ckpttool.evaluate import torch_eval
@@ -250,7 +251,7 @@ def _planned(
         raise Refused(error.message, hint=hint, problems=error.problems) from None
     entries: dict[str, TensorEntry] = {}
     for section in result.program.sections:
-        entries.update((entry.key, entry) for entry in section.tensors)
+        entries.update(by_key(section.tensors))
     from_model = [constant.name for constant in result.compared if constant.verdict == "from_model"]
     sources, values = dict(result.sources), dict(state)
     for fqn in (*result.by_code, *from_model):
@@ -360,7 +361,9 @@ def _put(fresh: Mapping[int, torch.Tensor], module: nn.Module) -> None:
     places = []
     for table in _tables(module, set()):
         items = list(table.items() if isinstance(table, dict) else enumerate(table))
-        places += [(table, at, old) for at, old in items if id(old) in fresh]
+        for at, old in items:
+            if id(old) in fresh:
+                places.append((table, at, old))
     try:
         for table, at, old in places:
             table[at] = fresh[id(old)]

@@ -13,7 +13,7 @@ from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import expand_options
 from ckpttool.core.tables import by_key
-from ckpttool.core.text import a, plural
+from ckpttool.core.text import a, plural, prefix_of
 from ckpttool.formats import opening
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import read_form
@@ -126,7 +126,7 @@ def pick(checkpoint: Checkpoint, picked: str) -> Checkpoint:
         raise CkptError(
             f"{checkpoint.source} has no section {picked!r}", hint=f"its sections are: {have}"
         ) from None
-    inside = f"{picked}." if picked else ""
+    inside = prefix_of(picked)
     unreached = [
         storage for storage in checkpoint.unreached if f"{storage.path}.".startswith(inside)
     ]

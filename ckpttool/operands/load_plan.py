@@ -76,7 +76,8 @@ def _plan_of(model: ModelOperand, section: Section) -> Plan | None:
     _check_decided(model, verdict, reads, keys)
     used = set(chain.from_iterable(map(refs, reads.values())))
     twins = _twins(bare, used)
-    _check_used(model, [key for key in keys if key not in used and key not in twins])
+    taken = used.union(twins)
+    _check_used(model, [key for key in keys if key not in taken])
     for fqn, value in reads.items():
         if fqn in twins and value == Ref(twins[fqn]):
             reads[fqn] = Ref(fqn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpttool.core.text import Note, dotted, plural, some
+from ckpttool.core.text import Note, dotted, plural, prefix_of, some
 from ckpttool.kinds.adapters import adapter_in
 from ckpttool.naming.convert import ModelForm, read
 from ckpttool.naming.match import match
@@ -76,7 +76,7 @@ def _needed(outcome: Remap, request: Request, loads: ModelOperand) -> tuple[str,
 
     needed: dict[str, None] = {}
     for path in dict.fromkeys(outcome.plan.sections):
-        below = f"{path}." if path else ""
+        below = prefix_of(path)
         missing = [key for key in outcome.missing if key.startswith(below)]
         section = outcome.result.section(path)
         if not missing or section.kind != "state_dict":

@@ -10,7 +10,7 @@ from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.core.expression import Op, Special
 from ckpttool.core.names import SERIALIZED
 from ckpttool.core.plan import Output
-from ckpttool.core.text import Info, dotted, plural, some
+from ckpttool.core.text import Info, dotted, plural, prefix_of, some
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.naming.versions import with_versions
 from ckpttool.operands.model import ModelOperand
@@ -36,7 +36,7 @@ def with_steps_of_norms(outcome: Remap) -> Remap:
     added = []
     for path in outcome.plan.sections:
         for key in missing:
-            module = key.removeprefix(f"{path}." if path else "").rpartition(".")[0]
+            module = key.removeprefix(prefix_of(path)).rpartition(".")[0]
             if (path, dotted(module, _LAST_STATISTIC)) in written:
                 added.append(Output(path, dotted(module, _STEPS), _ZERO))
     if not added:

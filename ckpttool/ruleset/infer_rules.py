@@ -57,8 +57,11 @@ def _few(names: Mapping[str, str], samples: Mapping[str, str]) -> list[str]:
         gain = len(rule.right & unnamed) - len(rule.wrong & unnamed)
         return gain, -len(rule.text), rule.text
 
+    def fits(rule: _Candidate) -> bool:
+        return bool(rule.right & unnamed) and not rule.wrong & named
+
     while unnamed:
-        fitting = [rule for rule in candidates if rule.right & unnamed and not rule.wrong & named]
+        fitting = list(filter(fits, candidates))
         if not fitting:  # a rule cannot express these names
             break
         best = max(fitting, key=rank)

@@ -434,7 +434,11 @@ def without_wildcards(text: str) -> str:
 def _stars(segments: Sequence[str], names: Sequence[str]) -> str:
     """Return the key with a variable for each segment that is ``*``."""
     unused = iter(names)
-    named = [f"{{{next(unused)}*}}" if segment == "*" else segment for segment in segments]
+    named = []
+    for segment in segments:
+        if segment == "*":
+            segment = f"{{{next(unused)}*}}"
+        named.append(segment)
     return ".".join(named)
 
 

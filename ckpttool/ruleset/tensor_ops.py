@@ -152,7 +152,10 @@ def holds(
     """Return whether the state has a tensor for each of `when`, and none for any of `unless`."""
 
     def is_present(spec: TensorSpec) -> bool:
-        return any(spec.is_like(tensor) and matches(spec.key, key) for key, tensor in state.items())
+        for key, tensor in state.items():
+            if spec.is_like(tensor) and matches(spec.key, key):
+                return True
+        return False
 
     return all(map(is_present, when)) and not any(map(is_present, unless))
 

@@ -70,15 +70,16 @@ class Converter:
                 hint=_hint(problems),
                 problems=problems,
             )
-        read = {key for output in outputs for key in refs(output.source)}
+        read: set[str] = set()
+        renames = {}
+        for output in outputs:
+            read.update(refs(output.source))
+            if isinstance(output.source, Ref):
+                renames[output.source.key] = output.key
         dropped = []
         for key in keys:
             if key not in read:
                 dropped.append(Dropped(path, key, f"the same tensor as {first[key]}"))
-        renames = {}
-        for output in outputs:
-            if isinstance(output.source, Ref):
-                renames[output.source.key] = output.key
         modules = module_renames(path, section.modules or (), renames)
         plan = Plan(tuple(outputs), tuple(dropped), modules)
         return plan, _parts_left_out(self.title, plan, inputs)
@@ -161,6 +162,10 @@ def _tensor(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tensor:
     return tensor.set_(storage, entry.offset, entry.shape, entry.stride)
 
 
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
+
+
 def _pairs(result: Any, title: str) -> list[tuple[Any, Any]]:
     """Return the names and values of a state dict, or of an iterator of pairs."""
     if result is None:
@@ -170,7 +175,7 @@ def _pairs(result: Any, title: str) -> list[tuple[Any, Any]]:
         return list(result.items())
     if isinstance(result, Iterable) and not isinstance(result, (str, torch.Tensor)):
         pairs = list(result)
-        if all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        if all(map(_is_pair, pairs)):
             return pairs
     raise CkptError(f"{title} returns {a(result)}, not a state dict", hint=_FORM)
 

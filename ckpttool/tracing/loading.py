@@ -320,6 +320,10 @@ def _context(tensor: torch.Tensor) -> str:
     return repr(tensor.__tensor_flatten__()[1]) if is_traceable_wrapper_subclass(tensor) else ""
 
 
+def _is_special(tensor: torch.Tensor) -> bool:
+    return is_special(tensor) and not is_dtensor(tensor)
+
+
 def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict:
     """Load `state` strictly into `instance`, which is changed. Raises `CodeFailed` if that cannot
     run on meta.
@@ -348,9 +352,7 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
     with quiet():
         missing, unexpected, errors = lists.read(failed)
         items = listed(instance)
-        special = [
-            item.fqn for item in items if is_special(item.tensor) and not is_dtensor(item.tensor)
-        ]
+        special = [item.fqn for item in items if _is_special(item.tensor)]
         return Verdict(
             ok=failed is None,
             missing=missing,

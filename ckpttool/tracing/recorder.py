@@ -186,13 +186,15 @@ class Recorder(TorchDispatchMode):
     def _note_several(
         self, func: Any, args: Sequence[Any], kwargs: Any, out: Sequence[Any]
     ) -> None:
-        marks = [token(item) if isinstance(item, torch.Tensor) else None for item in out]
-        if all(mark is None or self._is_known(mark) for mark in marks):
+        marks = {}
+        for index, item in enumerate(out):
+            if isinstance(item, torch.Tensor):
+                marks[index] = token(item)
+        if all(map(self._is_known, marks.values())):
             return
         whole = _call_expression(func, args, kwargs, out, self.value)
-        for index, (item, mark) in enumerate(zip(out, marks)):
-            if mark is not None:
-                self._note(item, mark, Op("getitem", (whole, index)))
+        for index, mark in marks.items():
+            self._note(out[index], mark, Op("getitem", (whole, index)))
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.doubtful = self.doubtful or _is_doubtful(func, _tensors(args, kwargs))
@@ -419,7 +421,10 @@ def _is_expanded(target: torch.Tensor) -> bool:
         return False
     if target.layout != torch.strided or not target.numel():
         return False
-    return any(size > 1 and step == 0 for size, step in zip(target.shape, target.stride()))
+    for size, step in zip(target.shape, target.stride()):
+        if size > 1 and step == 0:
+            return True
+    return False
 
 
 def _depends_on_order(inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> bool:
@@ -457,11 +462,11 @@ def _is_composite(func: Any) -> bool:
 
 @cache
 def _written(func: Any) -> tuple[str, ...]:
-    return tuple(
-        arg.name
-        for arg in func._schema.arguments
-        if arg.alias_info is not None and arg.alias_info.is_write
-    )
+    names = []
+    for arg in func._schema.arguments:
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            names.append(arg.name)
+    return tuple(names)
 
 
 def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Expression, Op, Ref, is_constant, is_opaque, refs
-from ckpttool.core.names import Hook, RuntimeTensor, SerializedKey
+from ckpttool.core.names import Hook, RuntimeTensor, SerializedKey, first_names
 from ckpttool.core.tables import by_key
 from ckpttool.core.text import a
 from ckpttool.core.values import dataclass
@@ -169,8 +169,7 @@ def _feeders(model: LoadedModel, saved: Saved, keys: Collection[str]) -> dict[st
         except CodeFailed:
             return {}
 
-    firsts = [tensor.fqn for tensor in saved.runtime if tensor.alias_of is None]
-    return feeders(firsts, keys, saved.state, state_with)
+    return feeders(first_names(saved.runtime), keys, saved.state, state_with)
 
 
 def save_once(instance: nn.Module, real: bool) -> Saved:

@@ -24,6 +24,7 @@ from ckpttool.core.names import (
     LoadedTensor,
     Names,
     SerializedKey,
+    first_names,
     sources_of,
 )
 from ckpttool.core.tables import by_key
@@ -562,7 +563,7 @@ def _saved(model: LoadedModel, instance: nn.Module | None) -> Saved:
     )
     # Extra state may carry tensors outside of torch (as pickled bytes): expressions cannot tell
     # that.
-    unfed = [t.fqn for t in saved.runtime if t.alias_of is None and t.fqn not in saved.fed]
+    unfed = [fqn for fqn in first_names(saved.runtime) if fqn not in saved.fed]
     if saved.extra_state and unfed and is_cheap(model):
         with suppress(CannotBuild):
             saved = replace(saved, carried=saved.carried | brought_back(model, unfed))
