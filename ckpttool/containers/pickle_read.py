@@ -965,20 +965,23 @@ def _shown_pairs(pairs: Mapping[Any, Any], sign: str, level: int) -> list[str]:
 
 
 def _shown(node: Any, level: int) -> str:
-    if type(node) in (str, bytes, bytearray):
+    """Return a short text for a part of a call; objects inside of many others are ``...``."""
+    kind = type(node)
+    if kind in (str, bytes, bytearray):
         return repr(node[:_MOST_TEXT])
-    if type(node) is int and node.bit_length() > 64:
+    if kind is int and node.bit_length() > 64:
         return hex(node)[:20] + "..."
-    if type(node) in (int, float, bool, type(None), Global):
+    if kind in (int, float, bool, type(None), Global):
         return str(node)
     if level >= _MOST_LEVELS:
         return "..."
-    if type(node) is Call:
-        arguments = ", ".join(_shown_parts(node.args, level))
-        return f"{_shown(node.func, level + 1)}({arguments})"
-    if type(node) is dict:
-        return "{" + ", ".join(_shown_pairs(node, ": ", level)) + "}"
-    if type(node) not in (list, tuple):
-        return _SHOWN.get(type(node), "...")
-    parts = ", ".join(_shown_parts(node, level))
-    return f"[{parts}]" if type(node) is list else f"({parts})"
+    if kind is dict:
+        pairs = ", ".join(_shown_pairs(node, ": ", level))
+        return f"{{{pairs}}}"
+    if kind not in (list, tuple, Call):
+        return _SHOWN.get(kind, "...")
+    parts = ", ".join(_shown_parts(node.args if kind is Call else node, level))
+    if kind is list:
+        return f"[{parts}]"
+    function = _shown(node.func, level + 1) if kind is Call else ""
+    return f"{function}({parts})"

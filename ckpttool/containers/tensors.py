@@ -12,7 +12,7 @@ from ckpttool.containers.nodes import content_of, walk
 from ckpttool.containers.objects import described
 from ckpttool.containers.pickle_read import Call, Global, Persistent, PickledSet
 from ckpttool.core import dtypes
-from ckpttool.core.checkpoint import Described, Payload, Storage, TensorEntry
+from ckpttool.core.checkpoint import Described, Payload, Storage, TensorEntry, distance_to_last
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.limits import Memory
@@ -247,9 +247,7 @@ def _view(dtype: str, storage: Storage, args: Any) -> TensorEntry:
     shape, stride = sizes_of(size), sizes_of(stride)
     if type(offset) is not int or offset < 0 or len(shape) != len(stride):
         raise malformed(f"offset {offset!r}, shape {shape}, strides {stride}")
-    last = offset
-    for count, step in zip(shape, stride):
-        last += (count - 1) * step
+    last = offset + distance_to_last(shape, stride)
     available = storage.nbytes // dtypes.itemsize(dtype) * _PER_BYTE.get(dtype, 1)
     if 0 not in shape and last >= available:
         raise malformed(f"a tensor reaches element {last} of a storage of {available}")

@@ -233,32 +233,32 @@ def _read_archive(window: _Window) -> Archive:
     count, size, offset = _find_end(window)
     entries = _parse_directory(window.path, window.read(offset, size), count)
     assumed = _by_layout(window, entries, offset)
-    located = _located(window, [entry for entry in entries if entry.start not in assumed])
-    if assumed:
-        unread = [entry for entry in entries if entry.start in assumed]
-        assume(window.path, partial(_check, window, unread, assumed))
-        located |= assumed
-    records, is_tight = _close_regions(window, [located[entry.start] for entry in entries], offset)
+    without_header: list[_DirectoryEntry] = []  # their local headers are not read now
+    with_header: list[_DirectoryEntry] = []
+    for entry in entries:
+        (without_header if entry.start in assumed else with_header).append(entry)
+    located = assumed | _located(window, with_header)
+    if without_header:
+        assume(window.path, partial(_check, window, without_header, assumed))
+    in_order = [located[entry.start] for entry in entries]
+    records, is_tight = _close_regions(window, in_order, offset)
+    _check_names(window.path, entries, records)
     by_name = {record.name: record for record in records}
-    names = Counter(entry.raw_name.lower() for entry in entries)
-    if len(names) != len(records) or len(by_name) != len(records):
-        raise _two_of_one_name(window.path, entries, records, names)
     return Archive(window.path, window.base, window.length, tuple(records), by_name, is_tight)
 
 
-def _two_of_one_name(
-    path: str,
-    entries: Iterable[_DirectoryEntry],
-    records: Iterable[Record],
-    names: Mapping[bytes, int],
-) -> CkptError:
-    """Return the error; `names` counts the names in lower case."""
+def _check_names(path: str, entries: Iterable[_DirectoryEntry], records: Sequence[Record]) -> None:
+    """Raise `CkptError` if two names differ only in case, or not at all."""
+    counts = Counter(entry.raw_name.lower() for entry in entries)
+    names = {record.name for record in records}
+    if len(counts) == len(names) == len(records):
+        return
     twice: dict[str, None] = {}
     for entry, record in zip(entries, records):
-        if names[entry.raw_name.lower()] > 1:
+        if counts[entry.raw_name.lower()] > 1:
             twice[record.name] = None
     message = "without regard to case, as for torch, the archive holds two records of one name"
-    return _corrupt(path, message, twice)
+    raise _corrupt(path, message, twice)
 
 
 def _located(window: _Window, entries: Sequence[_DirectoryEntry]) -> dict[int, Record]:

@@ -77,7 +77,7 @@ def _short_repr(self: Any) -> str:
     text = ""
     for field in dataclasses.fields(self):
         if field.repr:
-            shown = f"{field.name}={_told(getattr(self, field.name))}"
+            shown = f"{field.name}={_shown(getattr(self, field.name))}"
             if len(text) + len(shown) > _WIDTH - len(type(self).__name__) - 10:
                 text += ", ..."
                 break
@@ -85,18 +85,21 @@ def _short_repr(self: Any) -> str:
     return f"{type(self).__name__}({text})"
 
 
-def _told(value: Any) -> str:
-    if isinstance(value, str):
-        return repr(value) if len(value) <= _TEXT else f"<{len(value)} characters>"
-    if value is None or isinstance(value, (bool, float)):
+def _shown(value: Any) -> str:
+    """Return a plain value; of others the size, or the class and the file."""
+    if isinstance(value, str) and len(value) > _TEXT:
+        return f"<{len(value)} characters>"
+    if isinstance(value, int) and value.bit_length() >= 128:
+        return "<int>"
+    if value is None or isinstance(value, (str, bool, int, float)):
         return repr(value)
-    if isinstance(value, int):
-        return repr(value) if value.bit_length() < 128 else "<int>"
     if isinstance(value, (tuple, list, dict, frozenset)):
         return f"<{len(value)}>"
+    text = type(value).__name__
     source = getattr(value, "source", None)
-    of_file = f" {source}" if isinstance(source, str) and len(source) <= _TEXT else ""
-    return f"<{type(value).__name__}{of_file}>"
+    if isinstance(source, str) and len(source) <= _TEXT:
+        text += f" {source}"
+    return f"<{text}>"
 
 
 def _text(self: Any) -> str:

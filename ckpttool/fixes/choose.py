@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.tables import present
 from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.diffing.adapter import adapter_alone
 from ckpttool.diffing.checkpoints import is_written_program
 from ckpttool.diffing.others import is_program
-from ckpttool.diffing.result import Unfixed
 from ckpttool.fixes.commands import Fixes
 from ckpttool.fixes.names import model_fixes
 from ckpttool.fixes.optimizer import optimizer_fixes
@@ -62,27 +62,37 @@ def _fixes_of_names(question: DiffQuestion) -> Fixes:
     if swap is not None and remap is not None and remap.drops:
         remap = None  # the program takes what only a remap would drop
     is_guess = remap is not None and remap.infers
-    is_whole = remap is not None and remap.after.identical and not is_guess
-    commands = [trial.fix for trial in (swap, remap) if trial is not None]
+    is_proven = remap is not None and remap.is_proven
+    commands = [trial.fix for trial in present((swap, remap))]
     with_model: tuple[str, ...] = ()
-    if not commands or (has_program and not is_whole):  # the program's own model knows better
+    if not commands or (has_program and not is_proven):  # the program's own model knows better
         with_model = commands_with_a_model(question, has_program)
         if with_model and swap is None and not is_guess:
             commands = []
-    all_commands = (*with_model, *commands)
     if swap is not None:
         notes.append(OWN_NAMES)
     if remap is not None:
         notes += _notes_on(remap)
+    fixes = Fixes((*with_model, *commands), tuple(notes), is_inferred=is_guess)
     if with_model or swap is not None:
-        return Fixes(all_commands, tuple(notes), is_inferred=is_guess)
-    is_partial = remap is not None and not remap.after.identical
-    unfixed: tuple[Unfixed, ...] = ()
-    if not one_rank(left):  # else a note of the diff says everything
-        unfixed = unfixed_by(question, remap)
-        if remap is not None or not _is_adapter_alone(left, right):
-            notes += advice_on(question, unfixed, _open_rules(question))
-    return Fixes(all_commands, tuple(notes), is_partial, is_guess, unfixed)
+        return fixes
+    return _with_unfixed(question, fixes, remap)
+
+
+def _with_unfixed(question: DiffQuestion, fixes: Fixes, remap: TriedFix | None) -> Fixes:
+    """Return the fixes with the differences that the remap leaves, if there is one."""
+    left, right = question.left, question.right
+    assert left is not None
+    if remap is not None and not remap.after.identical:
+        fixes = fixes._replace(is_partial=True)
+    if one_rank(left):  # a note of the diff says everything
+        return fixes
+    unfixed = unfixed_by(question, remap)
+    fixes = fixes._replace(unfixed=unfixed)
+    if remap is None and _is_adapter_alone(left, right):
+        return fixes
+    advice = advice_on(question, unfixed, _open_rules(question))
+    return fixes._replace(notes=(*fixes.notes, *advice))
 
 
 def _open_rules(question: DiffQuestion) -> Rules | None:
@@ -111,7 +121,7 @@ def _remap_fix(question: DiffQuestion) -> TriedFix | None:
     if cast is not None:
         return cast
     best = best_remap(question)
-    if best is not None and best.after.identical and not best.infers:
+    if best is not None and best.is_proven:
         return best
     return selected(question) or best
 

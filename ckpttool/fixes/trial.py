@@ -56,6 +56,11 @@ class TriedFix:
         return Fix(line, complete=self.after.identical, tried=True, options=options, source=source)
 
     @property
+    def is_proven(self) -> bool:
+        """Whether it fixes everything, and no name is a guess."""
+        return self.after.identical and not self.infers
+
+    @property
     def drops(self) -> bool:
         """Whether it leaves tensors out."""
         if not isinstance(self.options, RemapOptions):

@@ -334,10 +334,15 @@ def _entry(data: Span, key: str, info: Mapping[str, Any]) -> TensorEntry:
     if code == PAIRS_IN_A_BYTE and not shape[-1] % 2:
         shape = (*shape[:-1], shape[-1] // 2)
     elif code in _SUB_BYTE:
-        name, _ = _SUB_BYTE[code]
-        payload = PackedElements(code, shape, span)
-        return TensorEntry(key, name, shape, (), 0, None, PACKED, span.length, payload)
+        return _packed_entry(key, code, shape, span)
     return in_row_major(key, BY_SAFETENSORS[code].name, shape, Storage(span))
+
+
+def _packed_entry(key: str, code: str, shape: tuple[int, ...], span: Span) -> TensorEntry:
+    """Return a tensor of which several elements share a byte."""
+    name, _ = _SUB_BYTE[code]
+    payload = PackedElements(code, shape, span)
+    return TensorEntry(key, name, shape, (), 0, None, PACKED, span.length, payload)
 
 
 def _invalid(path: str, problem: str, problems: Sequence[Problem] = ()) -> CkptError:

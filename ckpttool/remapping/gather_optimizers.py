@@ -22,7 +22,7 @@ from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import Names, OptimizerParam, RuntimeTensor
 from ckpttool.core.optimizer_state import FQN, ID, OptimizerState, Param, renamed
 from ckpttool.core.tables import present
-from ckpttool.core.text import is_flat, plural
+from ckpttool.core.text import is_flat, plural, shape_text
 from ckpttool.evaluate.chunks import in_own_storage
 from ckpttool.naming.flat import unit_paths
 from ckpttool.optimizers import forms
@@ -190,15 +190,18 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> Sequence[Any]:
     parts = present(parts_of(value))
     if _are_cut_as(unit, parts, value.dtype):
         return [cut_out(value, slot) for slot in unit.slots]
-    if any(part.numel > 1 or part.storage is None for part in parts):
-        shapes = ", ".join(str(list(part.shape)) for part in parts)
-        text = f"is {shapes} on the ranks, {unit.entry.key} is [{unit.chunk}] on each"
-        problems.append(Problem(text, value.key))
-        return [value] * len(unit.slots)
-    if not ranks_agree(value):
-        problems.append(not_of_one_step(value.key))
-    # a step counter: each parameter has its own
-    return [in_own_storage(parts[0]) for _ in unit.slots]
+    if all(map(_is_number, parts)):  # a step counter: each parameter has its own
+        if not ranks_agree(value):
+            problems.append(not_of_one_step(value.key))
+        return [in_own_storage(parts[0]) for _ in unit.slots]
+    shapes = ", ".join(shape_text(part.shape) for part in parts)
+    text = f"is {shapes} on the ranks, {unit.entry.key} is [{unit.chunk}] on each"
+    problems.append(Problem(text, value.key))
+    return [value] * len(unit.slots)
+
+
+def _is_number(part: TensorEntry) -> bool:
+    return part.numel <= 1 and part.storage is not None
 
 
 def _are_cut_as(unit: Unit, parts: Sequence[TensorEntry], dtype: str) -> bool:

@@ -17,6 +17,7 @@ from ckpttool.report.document import (
     Cell,
     Column,
     Document,
+    Facts,
     Inline,
     Keys,
     Pairing,
@@ -51,6 +52,17 @@ _VERDICTS = {
 
 def document(outcome: Remap, command: str = "remap") -> Document:
     """Return what a remap did, or would do; `command` is its title."""
+    blocks: list[Block] = [_summary(outcome)]
+    blocks.append(_changes(outcome.plan, _ROWS if outcome.dry_run else _FEW))
+    if outcome.dry_run:
+        blocks.append(Paragraph("dry run: nothing was written"))
+    blocks.append(shortened(_dropped(outcome.plan), _ROWS, "--format json"))
+    blocks += noted(outcome.notes)
+    return Document(f"{command} {outcome.source}", _written(outcome), True, filled(blocks))
+
+
+def _summary(outcome: Remap) -> Facts:
+    """Return where the values come from, what was written, and what it cost."""
     form = outcome.form
     if form and outcome.source_form:
         form = f"{outcome.source_form} -> {form}"
@@ -74,13 +86,7 @@ def document(outcome: Remap, command: str = "remap") -> Document:
         ("undo", str(outcome.undo or "")),
         ("verified", str(outcome.verified or "")),
     ]
-    blocks: list[Block] = [facts(*pairs)]
-    blocks.append(_changes(outcome.plan, _ROWS if outcome.dry_run else _FEW))
-    if outcome.dry_run:
-        blocks.append(Paragraph("dry run: nothing was written"))
-    blocks.append(shortened(_dropped(outcome.plan), _ROWS, "--format json"))
-    blocks += noted(outcome.notes)
-    return Document(f"{command} {outcome.source}", _written(outcome), True, filled(blocks))
+    return facts(*pairs)
 
 
 def _moved(state: OptimizerRemap) -> str:
