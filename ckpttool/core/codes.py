@@ -31,7 +31,7 @@ class Row:
     Attributes:
         code: The code, as ``ckpttool explain`` takes it.
         kind: One of `KINDS`.
-        meaning: What the code says.
+        meaning: Its explanation.
         example: A line of a report that has it.
         fix: How to fix it.
     """

@@ -15,7 +15,7 @@ class Problem:
     """A problem of one key or path; ``str`` gives ``problem @ key``.
 
     Attributes:
-        problem: What is wrong.
+        problem: The fault, without the key.
         key: The key or path that has the problem.
         kind: The code of the problem (`ckpttool.core.codes`), for code that chooses a hint.
     """

@@ -24,7 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Choices = Union[Iterable[str], Callable[[], Iterable[str]]]
 
 # Groups of options: common ones, options about CKPT, options about OUT
-COMMON, IS, BECOMES = "Common options", "What it is", "What it becomes"
+COMMON, IS, BECOMES = "Common options", "Input", "Conversion"
 
 
 class Option:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class OptimizerFit:
     """`fits`: torch loads the state, and every parameter gets its own; `remedy` may fix it if
-    not. `names` are those of the parameters, as far as they are known without doubt.
+    not. `names` are the parameters' names, as far as they are known without doubt.
     """
 
     entries: tuple[Entry, ...]

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and its JSON."""
+"""The contents of a checkpoint, and their JSON."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ _HINTS: dict[Advice, str] = {
     "constants": "constants=True swaps the constants among them too",
     "values": "constants=True takes the model's values, keep_constants=True keeps the program's",
     "no_values": "constants=True takes them from the model's code: add model=module, or a function"
-    " that builds it; without constants=True those that are there are kept",
+    " that builds it; without constants=True the program keeps its own",
     "model": "state_dict hooks may rename keys when a model is saved: pass the model, as in"
     " model=module",
     "adapter": HINTS["adapter"],

@@ -267,7 +267,7 @@ class ParamMap:
         """
         if not self.assumed:
             return (
-                f"{where}: its ids are read as those of the {identified_by(self.evidence)}; the"
+                f"{where}: its ids are read as the ids of the {identified_by(self.evidence)}; the"
                 " file lists the model's keys in this order"
             )
         evidence = self.evidence.removeprefix("the ")

@@ -192,8 +192,8 @@ def _names_or_wrappers(draft: Draft, task: SectionTask) -> Draft:
 
 
 def _around_module(form: Chain, task: SectionTask) -> Chain:
-    """Return the chain without its innermost ``lightning`` if the keys are those of a
-    LightningModule with several attributes already: none of them is the wrapped model.
+    """Return the chain without its innermost ``lightning`` if the keys belong to a LightningModule
+    with several attributes already: none of them is the wrapped model.
 
     model.weight, loss.scale  ─ ddp(lightning) ─▶  module.model.weight, module.loss.scale
     """

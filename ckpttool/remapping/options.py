@@ -60,7 +60,7 @@ class RemapOptions(OptimizerOptions, EditOptions):
             repeats=True,
         ),
     ] = None
-    # What it becomes
+    # the conversion
     to: Annotated[
         str | None,
         Option("--to FORM", "A naming: `ckpttool help forms`.", BECOMES, choices=convert.words),
@@ -105,7 +105,7 @@ class RemapOptions(OptimizerOptions, EditOptions):
             choices=KEYS,
         ),
     ] = None
-    # What it is
+    # the input
     from_: Annotated[
         str | None,
         Option("--from FORM", "Its naming; default: recognized.", IS, choices=convert.words),

@@ -101,7 +101,7 @@ def with_lost_versions(outcome: Remap, request: Request, loads: ModelOperand | N
     count = plural(sum(len(section.modules or ()) for section in restored.values()), "module")
     origin = "the checkpoint of --like" if request.like is not None else "the model"
     note = Info(
-        f"the file lost its module versions (_metadata): those of {count} are from {origin}",
+        f"the file lost its module versions (_metadata); the versions of {count} are from {origin}",
         "module-versions",
     )
     return replace(

@@ -60,7 +60,7 @@ def test_help_of_a_command_begins_with_its_summary_and_has_correct_examples(name
 def test_remap_help_groups_its_options() -> None:
     text = ckpttool("remap", "--help").stdout
     headings = re.findall(r"^([A-Z][\w ]+):$", text, re.MULTILINE)
-    names = ["What it is", "What it becomes", "Keys", "Output", "Advanced", "Common options"]
+    names = ["Input", "Conversion", "Keys", "Output", "Advanced", "Common options"]
     names.append("Exit status")
     assert [one for one in headings if one not in ("Examples", "Arguments")] == names
 

@@ -77,7 +77,7 @@ def test_keys_of_the_state_dict_confirm_or_contradict_ids() -> None:
     diff = compare(saved("id", "abc"), model("abc"), "abc")
     assert diff.identical
     assert diff.notes[0] == (
-        "left: its ids are read as those of the optimizer; the file lists the model's keys in this"
+        "left: its ids are read as the ids of the optimizer; the file lists the model's keys in this"
         " order"
     )
     other = compare(saved("id", "abc"), model("abc"), "acb")

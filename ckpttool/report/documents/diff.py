@@ -241,7 +241,7 @@ def _exchangeable(diff: Diff, counted: Iterable[Entry]) -> list[Paragraph]:
 
 
 def _compared(diff: Diff, counts: Mapping[str, int]) -> Facts:
-    """Return the footer: the two sides, the counts, and what was compared."""
+    """Return the footer: the two sides, the counts, and the aspects that were compared."""
     left, right = _SIDES[diff.asks]
     return facts(
         (left, Cell(diff.left, "key")),

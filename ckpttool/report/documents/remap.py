@@ -62,7 +62,7 @@ def document(outcome: Remap, command: str = "remap") -> Document:
 
 
 def _summary(outcome: Remap) -> Facts:
-    """Return where the values come from, what was written, and what it cost."""
+    """Return the sources of the values, the files, and the cost."""
     form = outcome.form
     if form and outcome.source_form:
         form = f"{outcome.source_form} -> {form}"
