@@ -23,7 +23,7 @@ from ckpttool.containers.tensors import (
 from ckpttool.containers.tree import Place, Tree, node_of
 from ckpttool.containers.zip_read import Archive
 from ckpttool.containers.zip_write import Entry, NewRecord
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, by_path
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.optimizer_state import kept
 from ckpttool.core.tables import by_key
@@ -44,7 +44,7 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
     renamed there.
     """
     nodes = _Nodes(checkpoint, rebuilder, tree.storages)
-    now = {section.path: section for section in checkpoint.sections}
+    now = by_path(checkpoint.sections)
     new = [path for path in now if path not in tree.places]
     if new:
         raise Refused(

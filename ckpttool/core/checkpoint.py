@@ -320,8 +320,8 @@ class Section:
             its keys is the LightningModule's attribute.
         has_runtime_names: True if no state_dict hook made it, as in exported programs and pickled
             modules.
-        packed_as: What the file has instead of a state dict: a pickled ``module``, a ``list`` of
-            tensors, whose keys are their numbers, or a dict of NumPy ``arrays``.
+        packed_as: The object that the file has instead of a state dict: a pickled ``module``, a
+            ``list`` of tensors, whose keys are their numbers, or a dict of NumPy ``arrays``.
         module_class: The class of the pickled module.
     """
 
@@ -400,6 +400,11 @@ def without_tensors(section: Section, keys: Collection[str]) -> Section:
     """Return the section without the tensors of these keys."""
     tensors = tuple(entry for entry in section.tensors if entry.key not in keys)
     return replace(section, tensors=tensors)
+
+
+def by_path(sections: Iterable[Section]) -> dict[str, Section]:
+    """Return the sections by path."""
+    return {section.path: section for section in sections}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -180,6 +180,11 @@ def dotted(*parts: str) -> str:
 def prefix_of(path: str) -> str:
     """Return what keys below the path begin with: the path with a dot; empty for the root."""
     return f"{path}." if path else ""
+
+
+def is_list_of_text(value: object) -> TypeGuard[list[str]]:
+    """Return True for a list of strings, as JSON and TOML have them."""
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def title_of(path: str) -> str:

@@ -345,6 +345,11 @@ class Diff:
         """Raise `CkptError`: an assertion about the diff itself would hold in both cases."""
         raise CkptError("a Diff is neither true nor false", hint="use .identical or .passes")
 
+    @property
+    def left_kinds(self) -> set[str]:
+        """The names of the kinds of left's sections."""
+        return {kind.name for kind in self.kinds.get("left", ())}
+
     def is_difference(self, entry: Entry) -> bool:
         """Return True if the entry alone means that the two are not identical."""
         return not entry.is_one_of(self.harmless)

@@ -13,7 +13,7 @@ from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntr
 from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.options import call_text
-from ckpttool.core.plan import ModelRun, Output, Plan, module_renames
+from ckpttool.core.plan import ModelRun, Output, Plan, module_renames, new_paths
 from ckpttool.core.text import plural, shell
 from ckpttool.evaluate import ops
 from ckpttool.evaluate.compare import digest
@@ -167,7 +167,7 @@ def run_code(
             if isinstance(source, Ref) and source.key != name:
                 renames[source.key] = name
         moves = module_renames(section.path, section.modules or (), renames)
-        modules = {move.old: move.new for move in moves}
+        modules = new_paths(moves)
         given = _with_outputs(section, outputs, entries, {}, modules)
         values = runners[run.way](run, given, names)
         for name, entry in values.items():

@@ -103,8 +103,7 @@ def _diff(
     with options.comparing(first, second):
         diff = run(first, second, options, model)
     only_other_entries = options.whole and not any(map(diff.is_difference, diff.entries))
-    names = {kind.name for kind in diff.kinds.get("left", ())}
-    if diff.identical and second is None and not names.isdisjoint(PACKED):
+    if diff.identical and second is None and not diff.left_kinds.isdisjoint(PACKED):
         from ckpttool.fixes.question import DiffQuestion
         from ckpttool.fixes.suggest import unpacked
 

@@ -78,7 +78,7 @@ def fix(
     assert model is not None
     answer = diff_with_fixes(ckpt, None, diff_options, model=model)
     written = _fields_of(EditOptions, chosen)
-    kinds = {kind.name for kind in answer.kinds.get("left", ())}
+    kinds = answer.left_kinds
     if answer.identical and not answer.fix and lists.NAME not in kinds:
         if parts.NAME in kinds:  # no format has a place for them
             request = RemapOptions(model=chosen.model, to="serialized", **written)

@@ -20,6 +20,7 @@ from typing import Any
 from ckpttool.containers import strict_json
 from ckpttool.core.checkpoint import Checkpoint, Payload, Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
+from ckpttool.core.text import is_list_of_text
 from ckpttool.core.values import dataclass
 
 _NAMES, _PARTS, _CLASS = "tensor_names", "_tensor_data_names", "_type"
@@ -70,7 +71,7 @@ def _parts(metadata: Mapping[str, str]) -> dict[str, SubclassPart]:
         kind, parts = str(described.get(_CLASS)), described.get(_PARTS, [])
         if not parts:
             by_key[name] = SubclassPart(name, kind, None, 1)
-        elif _are_texts(parts):
+        elif is_list_of_text(parts):
             module, _, last = name.rpartition(".")
             for part in parts:
                 key = f"{module}._{last}_{part}"
@@ -78,13 +79,9 @@ def _parts(metadata: Mapping[str, str]) -> dict[str, SubclassPart]:
     return by_key
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
 def _listed(metadata: Mapping[str, str]) -> list[str]:
     names = _json(metadata.get(_NAMES, ""))
-    return names if _are_texts(names) else []
+    return names if is_list_of_text(names) else []
 
 
 def _json(text: str) -> Any:

@@ -12,8 +12,17 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Ref
-from ckpttool.core.names import Names, RUNTIME, SERIALIZED, shapes_of
-from ckpttool.core.plan import Dropped, ModelRun, ModuleRename, Output, Plan, Why, module_renames
+from ckpttool.core.names import RUNTIME, SERIALIZED, Names, shapes_of
+from ckpttool.core.plan import (
+    Dropped,
+    ModelRun,
+    ModuleRename,
+    Output,
+    Plan,
+    Why,
+    module_renames,
+    new_paths,
+)
 from ckpttool.core.tables import inverse, positions
 from ckpttool.core.text import Note, plural, title_of
 from ckpttool.core.values import dataclass
@@ -369,7 +378,7 @@ def other_versions(names: Names, section: Section, reading: Reading) -> list[Pro
     """
     modules = section.modules or {}
     renames = module_renames(section.path, modules, dict(reading.match.names))
-    paths = {rename.old: rename.new for rename in renames}
+    paths = new_paths(renames)
     versions: dict[str, object] = {}
     for path, payload in modules.items():
         version = payload.get("version") if isinstance(payload, Mapping) else None

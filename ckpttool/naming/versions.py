@@ -14,7 +14,7 @@ from enum import Enum
 
 from ckpttool.core.checkpoint import Section
 from ckpttool.core.names import shapes_of
-from ckpttool.core.plan import module_renames
+from ckpttool.core.plan import module_renames, new_paths
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
 
@@ -102,7 +102,7 @@ def _versions(section: Section) -> dict[str, Mapping[str, object]]:
     """
     modules = section.modules or {}
     renames = module_renames("", modules, wrappers.canonical_in(section))
-    moved = {rename.old: rename.new for rename in renames}
+    moved = new_paths(renames)
     payloads = {}
     for path, payload in modules.items():
         if isinstance(path, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ckpttool.core.checkpoint import Checkpoint, Section, without_tensors
+from ckpttool.core.checkpoint import Checkpoint, Section, by_path, without_tensors
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names, shapes_of
 from ckpttool.naming import wrappers
@@ -94,7 +94,7 @@ def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list
 
 
 def _named(checkpoint: Checkpoint, paths: Sequence[str]) -> tuple[Section, ...]:
-    sections = {section.path: section for section in checkpoint.state_dicts}
+    sections = by_path(checkpoint.state_dicts)
     unknown = [repr(path) for path in paths if path not in sections]
     if unknown:
         titles = ", ".join(section.title for section in sections.values()) or "none"

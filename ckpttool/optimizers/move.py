@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Op, Ref
-from ckpttool.core.names import Names, SERIALIZED, shapes_of
+from ckpttool.core.names import SERIALIZED, Names, shapes_of
 from ckpttool.core.optimizer_state import ID, OptimizerState, Param, params_of, renamed
 from ckpttool.core.plan import OptimizerMove
 from ckpttool.core.tables import selected

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from ckpttool.core.errors import Problem
+from ckpttool.core.text import is_list_of_text
 from ckpttool.naming.wrappers import PEFT_ROOT
 from ckpttool.ruleset.patterns import compiled
 
@@ -38,7 +39,7 @@ def follow(
         reason = ""
         if field in _BEYOND_KEYS:
             reason = "it depends on modules or parameters whose new names the file does not show"
-        elif field in _LISTS and not _is_list_of_names(value):
+        elif field in _LISTS and not is_list_of_text(value):
             reason = "an expression may match other modules of the new base"
         elif field in _LISTS:
             new_config[field], reason = _renamed(value, _LISTS[field], modules, every_path)
@@ -57,10 +58,6 @@ def follow(
 def shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-
-
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _has_number_for_each_module(field: str, value: Any) -> bool:

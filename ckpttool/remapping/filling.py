@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, Payload, Section, TensorEntry
+from ckpttool.core.checkpoint import Checkpoint, Payload, Section, TensorEntry, by_path
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import refs
 from ckpttool.core.options import call_of
@@ -60,7 +60,7 @@ def fill(
     """Return the result with the missing keys of `model`, whose names it has, or of `--like`: each
     from the first filler that has it. Raise `Refused` if one cannot be brought to these names.
     """
-    sections = {section.path: section for section in outcome.result.sections}
+    sections = by_path(outcome.result.sections)
     files = dict(outcome.result.files)
     filled = []
     taken: set[str] = set()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.checkpoint import Checkpoint, Section, by_path
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import SERIALIZED
 from ckpttool.core.plan import Dropped, Plan
@@ -64,8 +64,8 @@ def remap(source: Checkpoint, request: Request) -> Remap:
     if options.form is not None or request.loads is not None:  # forms are of state dicts
         source, attributes, of_packed = unpacked(source, paths)
         dropped += attributes
-    by_path = {section.path: section for section in source.sections}
-    sections = [by_path[path] for path in paths]
+    all_sections = by_path(source.sections)
+    sections = [all_sections[path] for path in paths]
     if request.saved is not None and source.optimizers:
         _check_pruned_state(source, sections, request.saved)
     drafts = drafts_of(source, sections, request, lightning)

@@ -13,7 +13,7 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section, without_tensors
 from ckpttool.core.errors import Refused
 from ckpttool.core.expression import Ref
-from ckpttool.core.plan import Dropped, Output, Plan, compose, in_turn, module_renames
+from ckpttool.core.plan import Dropped, Output, Plan, compose, in_turn, module_renames, new_paths
 from ckpttool.core.tables import inverse
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
@@ -145,7 +145,7 @@ class Draft:
         modules = plan.modules
         if section.modules is not None:
             moved = {key: new for key, new in names.items() if key != new}
-            before = {rename.old: rename.new for rename in modules}
+            before = new_paths(modules)
             paths = [before.get(path, path) for path in section.modules]
             after = module_renames(section.path, paths, moved)
             modules = in_turn(modules, after)

@@ -20,7 +20,7 @@ from ckpttool.core.limits import limits
 from ckpttool.core.options import call_of, expand_options
 from ckpttool.core.schema import TEXT, TEXTS, list_of, record, row, titled
 from ckpttool.core.tables import by_key
-from ckpttool.core.text import plural
+from ckpttool.core.text import is_list_of_text, plural
 from ckpttool.core.values import dataclass
 from ckpttool.io.files import opened
 from ckpttool.ruleset.patterns import Rule, matches, parse
@@ -515,7 +515,7 @@ def _faults_of_example(table: Any) -> list[str]:
     texts = [f"an example takes no {name!r}" for name in table if name not in fields]
     for side in ("before", "after"):
         tensors = table.get(side)
-        if not isinstance(tensors, list) or not all(isinstance(text, str) for text in tensors):
+        if not is_list_of_text(tensors):
             texts.append(f"{side!r} is not a list of tensors, as in ['w [4, 2]']")
             continue
         for text in tensors:
