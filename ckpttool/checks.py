@@ -26,7 +26,7 @@ from ckpttool.core.schema import (
     record,
     unless_empty,
 )
-from ckpttool.core.text import Info, Note, shell, visible
+from ckpttool.core.text import Info, Note, prefix_of, shell, visible
 from ckpttool.core.values import dataclass, public
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.names import diff_names_file
@@ -256,7 +256,8 @@ def _weights_alone(checkpoint: Checkpoint) -> str | None:
         section = checkpoint.state_dicts[0]
     source = checkpoint.part(section.path) if section.path else checkpoint.source
     code = dict.fromkeys(path for path, _ in entries_with_code(checkpoint))
-    inside = [path for path in code if not section.path or path.startswith(f"{section.path}.")]
+    below = prefix_of(section.path)
+    inside = [path for path in code if path.startswith(below)]
     objects = [extra.key for extra in section.extras if extra.value is None]
     out = "weights.safetensors"
     if os.path.lexists(out):

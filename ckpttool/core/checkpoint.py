@@ -492,6 +492,11 @@ class Checkpoint:
     adapter_config: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     files: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
+    def with_sections(self, changed: Mapping[str, Section]) -> Checkpoint:
+        """Return the checkpoint with these sections, by path, in place of its own."""
+        sections = tuple(changed.get(section.path, section) for section in self.sections)
+        return replace(self, sections=sections)
+
     @property
     def globals(self) -> tuple[str, ...]:
         return tuple(sorted({imported.name for imported in self.imports}))

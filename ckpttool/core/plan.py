@@ -45,6 +45,11 @@ class Output:
     source: Expression
 
     @property
+    def place(self) -> tuple[str, str]:
+        """The section and the key."""
+        return self.section, self.key
+
+    @property
     def is_unchanged(self) -> bool:
         """Whether it is the entry that the source has under its key."""
         return isinstance(self.source, Ref) and self.source.key == self.key

@@ -43,3 +43,11 @@ def present(values: Iterable[Value | None]) -> list[Value]:
 def selected(table: Mapping[Name, Value], names: Iterable[Name]) -> dict[Name, Value]:
     """Return the rows of the table with these names, in the order of the names."""
     return {name: table[name] for name in names if name in table}
+
+
+def owners(members: Mapping[Name, Iterable[Target]]) -> dict[Target, Name]:
+    """Return under which name each member is listed."""
+    owner: dict[Target, Name] = {}
+    for name, several in members.items():
+        owner.update(dict.fromkeys(several, name))
+    return owner

@@ -84,8 +84,10 @@ def _without_counterpart(left: Checkpoint, right: Checkpoint, entries: Iterable[
     right_names: dict[str, str] = {}
     for entry in entries:
         if entry.status == "alias":
-            left_names.update((key, first.get(key, key)) for key in entry.left)
-            right_names.update((key, other_first.get(key, key)) for key in entry.right)
+            for key in entry.left:
+                left_names[key] = first.get(key, key)
+            for key in entry.right:
+                right_names[key] = other_first.get(key, key)
     on_both: set[str] = set()
     for key, other in same_tensors(entries).items():
         tensor, same_tensor = first.get(key, key), other_first.get(other, other)

@@ -46,7 +46,8 @@ def _lacks_second_names(question: DiffQuestion) -> bool:
     entries = question.diff.entries
     if statuses_of(entries) - _EQUAL:
         return False
-    return any(entry.status == "alias" and not entry.left for entry in entries)
+    aliases = [entry for entry in entries if entry.status == "alias"]
+    return not all(entry.left for entry in aliases)
 
 
 def _shortened_form(question: DiffQuestion, has_program: bool) -> str | None:

@@ -151,7 +151,8 @@ class Adapter:
 
 
 def _has_no_other(mark: str) -> bool:
-    return not any(other in mark and other != mark for other in ADAPTERS)
+    others = [other for other in ADAPTERS if other != mark]
+    return not any(other in mark for other in others)
 
 
 # each key of an adapter has one of them

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from ckpttool.core import expression as ex
@@ -125,7 +126,7 @@ SCHEMES = (
     ),
 )
 # A weight has one of these dtypes, or one of these leaves.
-_DTYPES = frozenset(dtype for scheme in SCHEMES for dtype in scheme.dtypes)
+_DTYPES = frozenset(chain.from_iterable(scheme.dtypes for scheme in SCHEMES))
 _NEEDED = {scheme.title: scheme.needed for scheme in SCHEMES if scheme.needed}
 _LEAVES = tuple(scheme.leaf for scheme in SCHEMES if not scheme.dtypes)
 # leaf of a quantized weight -> leaf of the same weight in a model that is not quantized

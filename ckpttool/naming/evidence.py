@@ -22,6 +22,7 @@ from typing import Union
 
 from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.expression import Expression
+from ckpttool.core.tables import owners
 from ckpttool.core.text import NUMBER as NUMBER_SEGMENT
 from ckpttool.core.text import Info, split_at_numbers
 from ckpttool.core.values import dataclass
@@ -309,8 +310,8 @@ _KINDS = {
     "averaged": "count",
 }
 KINDS = frozenset({"", *_KINDS.values()})
-_CERTAIN = {word: part for part, words in CERTAIN.items() for word in words}
-_PARTS = {word: part for part, words in RELATIVE.items() for word in words} | _CERTAIN
+_CERTAIN = owners(CERTAIN)
+_PARTS = owners(RELATIVE) | _CERTAIN
 _cached = lru_cache(maxsize=1 << 16)  # each step asks about each group
 
 

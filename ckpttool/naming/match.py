@@ -484,7 +484,8 @@ def _without_segments(lefts: Sequence[str], rights: Sequence[str]) -> dict[str, 
     paired_rights = {right for _, right in pairs}
     left_names = {key: key for key in lefts if key not in paired_lefts}
     open_rights = [key for key in rights if key not in paired_rights]
-    pairs += [(left, right) for right, left in pair(open_rights, left_names).items()]
+    for right, left in pair(open_rights, left_names).items():
+        pairs.append((left, right))
     left_count = Counter(left for left, _ in pairs)
     right_count = Counter(right for _, right in pairs)
     unambiguous = {}
@@ -608,8 +609,11 @@ class NameTables:
     @cached_property
     def serialized_names(self) -> dict[str, str]:
         """Serialized key -> its canonical name, without wrappers."""
-        paths = stripped_paths((tensor.fqn, tensor.canonical) for tensor in self.names.runtime)
+        paths = stripped_paths(self._canonical().items())
         return {key: strip(key, paths) for key in (*self.saved, *self.names.extra_state)}
+
+    def _canonical(self) -> dict[str, str]:
+        return {tensor.fqn: tensor.canonical for tensor in self.names.runtime}
 
     @property
     def saved_from_none(self) -> list[str]:
@@ -619,7 +623,7 @@ class NameTables:
     @cached_property
     def runtime_names(self) -> dict[str, str]:
         """FQN -> its canonical name; also keys that are not runtime tensors, as they are."""
-        canonical = {tensor.fqn: tensor.canonical for tensor in self.names.runtime}
+        canonical = self._canonical()
         for key in (*self.saved_from_none, *self.names.extra_state):
             canonical.setdefault(key, key)
         return canonical

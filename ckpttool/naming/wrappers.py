@@ -74,7 +74,9 @@ TABLE = (
     ),
 )
 
-BY_CLASS = {name: row for row in TABLE for name in row.classes}
+BY_CLASS: dict[str, Wrapper] = {}
+for _row in TABLE:
+    BY_CLASS.update(dict.fromkeys(_row.classes, _row))
 SEGMENTS = frozenset(row.segment for row in TABLE if row.telling)
 _HIDDEN = frozenset(row.segment for row in TABLE if row.hides)
 # also a usual name for a user's own module: believed at the root only

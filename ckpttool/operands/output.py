@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -39,7 +40,7 @@ OLD_CODE = {
 }
 PLACEHOLDERS = ("MODEL", "OPTIMIZER", "PROGRAM.pt2", "CKPT", *OLD_CODE)
 _PLAIN = (str, int, float, list, tuple, Mapping)  # values of options that a command line has too
-_WRITABLE = tuple(ending for row in TABLE for ending in row.endings)
+_WRITABLE = tuple(chain.from_iterable(row.endings for row in TABLE))
 
 
 # The options of a remap whose objects are the arguments of the `diff` that it fixes

@@ -32,7 +32,7 @@ def with_steps_of_norms(outcome: Remap) -> Remap:
     missing = [key for key in outcome.missing if key.rpartition(".")[2] == _STEPS]
     if not missing:
         return outcome
-    written = {(output.section, output.key) for output in outcome.plan.outputs}
+    written = {output.place for output in outcome.plan.outputs}
     added = []
     for path in outcome.plan.sections:
         for key in missing:
@@ -48,8 +48,8 @@ def with_steps_of_norms(outcome: Remap) -> Remap:
     outputs = []
     for output in outcome.plan.outputs:
         outputs.append(output)
-        if (output.section, output.key) in after:
-            outputs.append(after[output.section, output.key])
+        if output.place in after:
+            outputs.append(after[output.place])
     sections = tuple(_with_steps(section, after) for section in outcome.result.sections)
     keys = [dotted(output.section, output.key) for output in added]
     restored = set(keys)
@@ -97,13 +97,11 @@ def with_lost_versions(outcome: Remap, request: Request, loads: ModelOperand | N
             restored[section.path] = changed
     if not restored:
         return outcome
-    sections = tuple(restored.get(section.path, section) for section in outcome.result.sections)
     count = plural(sum(len(section.modules or ()) for section in restored.values()), "module")
     origin = "the checkpoint of --like" if request.like is not None else "the model"
     note = Info(
         f"the file lost its module versions (_metadata); the versions of {count} are from {origin}",
         "module-versions",
     )
-    return replace(
-        outcome, result=replace(outcome.result, sections=sections), notes=(*outcome.notes, note)
-    )
+    result = outcome.result.with_sections(restored)
+    return replace(outcome, result=result, notes=(*outcome.notes, note))

@@ -252,8 +252,7 @@ def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Ch
     is_either = tables.forms_agree and has_all_keys
     if not is_either and read(tables, section).form != form:
         section = replace(section, form=form)
-    sections = [section if other.path == path else other for other in result.sections]
-    return replace(result, sections=tuple(sections))
+    return result.with_sections({path: section})
 
 
 def _trained(plan: Plan, tables: NameTables, form: str) -> Plan:

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.core.errors import CkptError
+from ckpttool.core.tables import owners
 
 if TYPE_CHECKING:
     from ckpttool.report.document import Document
@@ -22,7 +23,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "html": (".html", ".htm"),
     "junit": (".xml",),
 }
-BY_ENDING = {ending: name for name, endings in FORMATS.items() for ending in endings}
+BY_ENDING = owners(FORMATS)
 
 
 def check_format(name: str) -> str:

@@ -255,14 +255,13 @@ def _changes(plan: Plan, most: int) -> Keys:
     """Return the changed keys and the second names, repeated layers on one line: at most so many
     lines of each.
     """
-    second_names = {(output.section, output.key) for output in plan.second_names}
+    second_names = {output.place for output in plan.second_names}
     changed: list[Pairing] = []
     added: list[Pairing] = []
     for output in plan.outputs:
         if not output.is_unchanged:
             keys = tuple(dict.fromkeys(refs(output.source)))
-            is_added = (output.section, output.key) in second_names
-            (added if is_added else changed).append((keys, (output.key,), ""))
+            (added if output.place in second_names else changed).append((keys, (output.key,), ""))
     groups = []
     for title, pairs in (("Changes", changed), ("Second names added", added)):
         if pairs:
