@@ -12,8 +12,9 @@ from math import prod
 from typing import Any
 
 from ckpttool.containers.pickle_read import Call, Global, bytes_of
-from ckpttool.core.checkpoint import Lazy, Part, Storage, TensorEntry, contiguous_stride
+from ckpttool.core.checkpoint import Lazy, Part, Storage, TensorEntry
 from ckpttool.core.dtypes import itemsize
+from ckpttool.core.strides import contiguous_stride
 
 _PACKAGES = ("numpy.core.", "numpy._core.")
 _RECONSTRUCT, _FROM_BUFFER = "multiarray._reconstruct", "numeric._frombuffer"

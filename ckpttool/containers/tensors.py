@@ -12,10 +12,11 @@ from ckpttool.containers.nodes import content_of, walk
 from ckpttool.containers.objects import described
 from ckpttool.containers.pickle_read import Call, Global, Persistent, PickledSet
 from ckpttool.core import dtypes
-from ckpttool.core.checkpoint import Described, Payload, Storage, TensorEntry, distance_to_last
+from ckpttool.core.checkpoint import Described, Payload, Storage, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.limits import Memory
+from ckpttool.core.strides import distance_to_last
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import content_of_storage, fingerprint
 

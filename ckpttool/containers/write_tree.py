@@ -23,10 +23,10 @@ from ckpttool.containers.tensors import (
 from ckpttool.containers.tree import Place, Tree, node_of
 from ckpttool.containers.zip_read import Archive
 from ckpttool.containers.zip_write import Entry, NewRecord
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, by_path
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.optimizer_state import kept
-from ckpttool.core.tables import by_key
+from ckpttool.core.tables import by_key, by_path
 from ckpttool.core.text import dotted, title_of
 from ckpttool.core.values import dataclass
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import wraps
+from itertools import chain
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.pickle_imports import Import
-from ckpttool.core.tables import by_key
+from ckpttool.core.strides import contiguous_stride, distance_to_last
 from ckpttool.core.text import shell, title_of
 from ckpttool.core.values import dataclass, public
 
@@ -353,10 +354,8 @@ class Section:
 
     def all_tensors(self) -> tuple[TensorEntry, ...]:
         """Return the tensors, then the tensors inside the extras."""
-        inside: list[TensorEntry] = []
-        for extra in self.extras:
-            inside += extra.inside()
-        return (*self.tensors, *inside) if inside else self.tensors
+        inside = chain.from_iterable(extra.inside() for extra in self.extras)
+        return (*self.tensors, *inside) if self.extras else self.tensors
 
     @property
     def entries(self) -> tuple[TensorEntry | ExtraEntry, ...]:
@@ -375,7 +374,7 @@ class Section:
     @once_per_section
     def by_key(self) -> Mapping[str, TensorEntry | ExtraEntry]:
         """Return every entry by its key, tensors first."""
-        return by_key(self.entries)
+        return {entry.key: entry for entry in self.entries}
 
     @once_per_section
     def has_own_storages(self) -> bool:
@@ -394,17 +393,6 @@ class Section:
             if key != entry.key:
                 aliases[entry.key] = key
         return aliases
-
-
-def without_tensors(section: Section, keys: Collection[str]) -> Section:
-    """Return the section without the tensors of these keys."""
-    tensors = tuple(entry for entry in section.tensors if entry.key not in keys)
-    return replace(section, tensors=tensors)
-
-
-def by_path(sections: Iterable[Section]) -> dict[str, Section]:
-    """Return the sections by path."""
-    return {section.path: section for section in sections}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -492,11 +480,6 @@ class Checkpoint:
     adapter_config: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     files: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
-    def with_sections(self, changed: Mapping[str, Section]) -> Checkpoint:
-        """Return the checkpoint with these sections, by path, in place of its own."""
-        sections = tuple(changed.get(section.path, section) for section in self.sections)
-        return replace(self, sections=sections)
-
     @property
     def globals(self) -> tuple[str, ...]:
         return tuple(sorted({imported.name for imported in self.imports}))
@@ -573,24 +556,3 @@ class Checkpoint:
             if section.path == path:
                 return section
         raise KeyError(path)
-
-
-def distance_to_last(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the elements from the first element of a tensor to its last one in the storage."""
-    distance = 0
-    for size, step in zip(shape, stride):
-        distance += (size - 1) * step
-    return distance
-
-
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return row-major strides, in elements, as of a new tensor of this shape.
-
-    Each call makes a new tuple: pickle would write a shared one as a reference.
-    """
-    stride: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))

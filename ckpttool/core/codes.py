@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.core.schema import TEXT, one_of, record
-from ckpttool.core.tables import inverse
 from ckpttool.core.values import dataclass, public
 
 # Kind of a code -> the heading of its table.
@@ -59,7 +58,7 @@ def markdown() -> str:
 
 
 def _rows() -> dict[str, Row]:
-    kinds, kind, rows = inverse(KINDS), "", {}
+    kinds, kind, rows = {title: kind for kind, title in KINDS.items()}, "", {}
     for line in markdown().splitlines():
         if line.startswith("## "):
             kind = kinds[line[3:]]

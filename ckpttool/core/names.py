@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import TensorEntry
 from ckpttool.core.errors import Problem
 from ckpttool.core.expression import EXPRESSION, Expression
 from ckpttool.core.schema import (
@@ -100,26 +99,9 @@ class SerializedKey:
     hook: Hook | None
 
 
-def sources_of(serialized: Iterable[SerializedKey]) -> dict[str, Expression | None]:
-    """Return the expression of each key over runtime tensors."""
-    return {key.key: key.source for key in serialized}
-
-
 def first_parameters(runtime: Iterable[RuntimeTensor]) -> list[RuntimeTensor]:
     """Return the parameters in the order of ``model.parameters()``, each under its first name."""
     return [t for t in runtime if t.kind == "parameter" and t.alias_of is None]
-
-
-def first_names(runtime: Iterable[RuntimeTensor]) -> list[str]:
-    """Return the first FQN of each tensor."""
-    return [tensor.fqn for tensor in runtime if tensor.alias_of is None]
-
-
-def shapes_of(
-    tensors: Iterable[SerializedKey | TensorEntry],
-) -> dict[str, tuple[int, ...] | None]:
-    """Return the shape of each tensor by its key."""
-    return {tensor.key: tensor.shape for tensor in tensors}
 
 
 @dataclass(frozen=True, slots=True)

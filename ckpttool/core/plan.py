@@ -81,11 +81,6 @@ class ModuleRename:
     new: str
 
 
-def new_paths(renames: Iterable[ModuleRename]) -> dict[str, str]:
-    """Return the new path of each renamed module of a section."""
-    return {rename.old: rename.new for rename in renames}
-
-
 @dataclass(frozen=True, slots=True)
 class GroupMove:
     """A param group of the result: its parameters, and the group whose hyperparameters it has, or

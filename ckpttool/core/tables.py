@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import replace
 from typing import Protocol, TypeVar
+
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.core.expression import Expression
+from ckpttool.core.names import RuntimeTensor, SerializedKey
+from ckpttool.core.plan import ModuleRename
 
 
 class Keyed(Protocol):
@@ -51,3 +57,42 @@ def owners(members: Mapping[Name, Iterable[Target]]) -> dict[Target, Name]:
     for name, several in members.items():
         owner.update(dict.fromkeys(several, name))
     return owner
+
+
+def sources_of(serialized: Iterable[SerializedKey]) -> dict[str, Expression | None]:
+    """Return the expression of each key over runtime tensors."""
+    return {key.key: key.source for key in serialized}
+
+
+def first_names(runtime: Iterable[RuntimeTensor]) -> list[str]:
+    """Return the first FQN of each tensor."""
+    return [tensor.fqn for tensor in runtime if tensor.alias_of is None]
+
+
+def shapes_of(
+    tensors: Iterable[SerializedKey | TensorEntry],
+) -> dict[str, tuple[int, ...] | None]:
+    """Return the shape of each tensor by its key."""
+    return {tensor.key: tensor.shape for tensor in tensors}
+
+
+def without_tensors(section: Section, keys: Collection[str]) -> Section:
+    """Return the section without the tensors of these keys."""
+    tensors = tuple(entry for entry in section.tensors if entry.key not in keys)
+    return replace(section, tensors=tensors)
+
+
+def by_path(sections: Iterable[Section]) -> dict[str, Section]:
+    """Return the sections by path."""
+    return {section.path: section for section in sections}
+
+
+def new_paths(renames: Iterable[ModuleRename]) -> dict[str, str]:
+    """Return the new path of each renamed module of a section."""
+    return {rename.old: rename.new for rename in renames}
+
+
+def with_sections(checkpoint: Checkpoint, changed: Mapping[str, Section]) -> Checkpoint:
+    """Return the checkpoint with these sections, by path, in place of its own."""
+    sections = tuple(changed.get(section.path, section) for section in checkpoint.sections)
+    return replace(checkpoint, sections=sections)

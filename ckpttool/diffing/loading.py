@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.core.expression import Expression, Op, Ref
-from ckpttool.core.names import RUNTIME, SERIALIZED, Hook, Names, SerializedKey, sources_of
-from ckpttool.core.tables import by_key, inverse
+from ckpttool.core.names import RUNTIME, SERIALIZED, Hook, Names, SerializedKey
+from ckpttool.core.tables import by_key, inverse, sources_of
 from ckpttool.core.text import is_flat
 from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
 from ckpttool.diffing.names import computed_cause

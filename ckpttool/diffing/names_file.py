@@ -8,9 +8,9 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Ref, substitute
-from ckpttool.core.names import Names, sources_of
+from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import GROUPS
-from ckpttool.core.tables import by_key
+from ckpttool.core.tables import by_key, sources_of
 from ckpttool.core.text import Info, Note, shell
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.renames import suggestions

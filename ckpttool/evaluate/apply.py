@@ -13,7 +13,8 @@ from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntr
 from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.options import call_text
-from ckpttool.core.plan import ModelRun, Output, Plan, module_renames, new_paths
+from ckpttool.core.plan import ModelRun, Output, Plan, module_renames
+from ckpttool.core.tables import new_paths
 from ckpttool.core.text import plural, shell
 from ckpttool.evaluate import ops
 from ckpttool.evaluate.compare import digest

@@ -7,16 +7,9 @@ from dataclasses import replace
 from threading import RLock
 from weakref import WeakKeyDictionary
 
-from ckpttool.core.checkpoint import (
-    Lazy,
-    Part,
-    Span,
-    Storage,
-    TensorEntry,
-    contiguous_stride,
-    length_of,
-)
+from ckpttool.core.checkpoint import Lazy, Part, Span, Storage, TensorEntry, length_of
 from ckpttool.core.dtypes import itemsize
+from ckpttool.core.strides import contiguous_stride
 from ckpttool.core.values import dataclass
 
 

@@ -11,18 +11,11 @@ from itertools import zip_longest
 from math import isfinite, prod
 from typing import Any, NamedTuple
 
-from ckpttool.core.checkpoint import (
-    ExtraEntry,
-    Lazy,
-    Storage,
-    TensorEntry,
-    contiguous_stride,
-    distance_to_last,
-    in_row_major,
-)
+from ckpttool.core.checkpoint import ExtraEntry, Lazy, Storage, TensorEntry, in_row_major
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.expression import Argument, Expression, Op, Ref, Special, refs
 from ckpttool.core.limits import limits
+from ckpttool.core.strides import contiguous_stride, distance_to_last
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.chunks import concatenated, row_major, window
 from ckpttool.evaluate.compare import elements, whole_elements

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpttool.core.errors import CkptError
-from ckpttool.core.names import first_names
+from ckpttool.core.tables import first_names
 from ckpttool.core.text import Note, plural, shell, some
 from ckpttool.diffing.names_file import compare_with_code, renamable
 from ckpttool.diffing.options import DiffOptions

@@ -25,10 +25,10 @@ from ckpttool.core.checkpoint import (
     Part,
     Section,
     TensorEntry,
-    contiguous_stride,
     in_row_major,
 )
 from ckpttool.core.errors import CkptError, Problem, same_problem
+from ckpttool.core.strides import contiguous_stride
 from ckpttool.core.tables import present
 from ckpttool.core.text import shell, some
 from ckpttool.core.values import dataclass, many_objects

@@ -25,11 +25,11 @@ from ckpttool.core.checkpoint import (
     Span,
     Storage,
     TensorEntry,
-    contiguous_stride,
     in_row_major,
 )
 from ckpttool.core.dtypes import BY_NAME, BY_SAFETENSORS, itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
+from ckpttool.core.strides import contiguous_stride
 from ckpttool.core.tables import positions
 from ckpttool.core.text import Note
 from ckpttool.core.values import dataclass, many_objects
@@ -334,15 +334,10 @@ def _entry(data: Span, key: str, info: Mapping[str, Any]) -> TensorEntry:
     if code == PAIRS_IN_A_BYTE and not shape[-1] % 2:
         shape = (*shape[:-1], shape[-1] // 2)
     elif code in _SUB_BYTE:
-        return _packed_entry(key, code, shape, span)
+        name, _ = _SUB_BYTE[code]
+        payload = PackedElements(code, shape, span)
+        return TensorEntry(key, name, shape, (), 0, None, PACKED, span.length, payload)
     return in_row_major(key, BY_SAFETENSORS[code].name, shape, Storage(span))
-
-
-def _packed_entry(key: str, code: str, shape: tuple[int, ...], span: Span) -> TensorEntry:
-    """Return a tensor of which several elements share a byte."""
-    name, _ = _SUB_BYTE[code]
-    payload = PackedElements(code, shape, span)
-    return TensorEntry(key, name, shape, (), 0, None, PACKED, span.length, payload)
 
 
 def _invalid(path: str, problem: str, problems: Sequence[Problem] = ()) -> CkptError:

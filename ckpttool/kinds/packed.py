@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from ckpttool.core.checkpoint import Checkpoint, Section, without_tensors
+from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.plan import Dropped
+from ckpttool.core.tables import without_tensors
 from ckpttool.core.text import Info, prefix_of
 from ckpttool.kinds import arrays, lists, modules
 

@@ -18,17 +18,10 @@ from torch.export import ExportedProgram
 from torch.optim.swa_utils import AveragedModel
 
 from ckpttool.containers.tree import Container
-from ckpttool.core.checkpoint import (
-    ExtraEntry,
-    Lazy,
-    Payload,
-    Section,
-    Storage,
-    TensorEntry,
-    contiguous_stride,
-)
+from ckpttool.core.checkpoint import ExtraEntry, Lazy, Payload, Section, Storage, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.names import Names
+from ckpttool.core.strides import contiguous_stride
 from ckpttool.core.tables import present, selected
 from ckpttool.core.text import a, first_line, plural, title_of
 from ckpttool.core.values import dataclass

@@ -8,7 +8,7 @@ from torch.nn import Module
 
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Refused
-from ckpttool.core.names import shapes_of
+from ckpttool.core.tables import shapes_of
 from ckpttool.core.text import plural, some
 from ckpttool.core.values import dataclass
 from ckpttool.live.model import FSDP1, FSDP2, instances, section_of

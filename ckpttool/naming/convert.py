@@ -12,18 +12,9 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Ref
-from ckpttool.core.names import RUNTIME, SERIALIZED, Names, shapes_of
-from ckpttool.core.plan import (
-    Dropped,
-    ModelRun,
-    ModuleRename,
-    Output,
-    Plan,
-    Why,
-    module_renames,
-    new_paths,
-)
-from ckpttool.core.tables import inverse, positions
+from ckpttool.core.names import RUNTIME, SERIALIZED, Names
+from ckpttool.core.plan import Dropped, ModelRun, ModuleRename, Output, Plan, Why, module_renames
+from ckpttool.core.tables import inverse, new_paths, positions, shapes_of
 from ckpttool.core.text import Note, plural, title_of
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers

@@ -13,9 +13,9 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section, once_per_section
 from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Expression, Ref
-from ckpttool.core.names import Hook, Names, RuntimeTensor, sources_of
+from ckpttool.core.names import Hook, Names, RuntimeTensor
 from ckpttool.core.plan import Dropped, Output
-from ckpttool.core.tables import by_key, inverse, selected
+from ckpttool.core.tables import by_key, inverse, selected, sources_of
 from ckpttool.core.text import dotted, may_mention
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import same_values

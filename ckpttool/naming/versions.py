@@ -13,8 +13,8 @@ from dataclasses import replace
 from enum import Enum
 
 from ckpttool.core.checkpoint import Section
-from ckpttool.core.names import shapes_of
-from ckpttool.core.plan import module_renames, new_paths
+from ckpttool.core.plan import module_renames
+from ckpttool.core.tables import new_paths, shapes_of
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ckpttool.core.checkpoint import Checkpoint, Section, by_path, without_tensors
+from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError
-from ckpttool.core.names import Names, shapes_of
+from ckpttool.core.names import Names
+from ckpttool.core.tables import by_path, shapes_of, without_tensors
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import holds as holds_keys
 from ckpttool.naming.match import NameTables

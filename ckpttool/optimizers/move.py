@@ -10,10 +10,10 @@ from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Op, Ref
-from ckpttool.core.names import SERIALIZED, Names, shapes_of
+from ckpttool.core.names import SERIALIZED, Names
 from ckpttool.core.optimizer_state import ID, OptimizerState, Param, params_of, renamed
 from ckpttool.core.plan import OptimizerMove
-from ckpttool.core.tables import selected
+from ckpttool.core.tables import selected, shapes_of
 from ckpttool.core.text import some
 from ckpttool.naming import wrappers
 from ckpttool.naming.model_change import ModelChange, copied, is_whole

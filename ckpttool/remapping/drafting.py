@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ckpttool.core.checkpoint import Checkpoint, Section, without_tensors
+from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Refused
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.plan import Plan, compose
+from ckpttool.core.tables import without_tensors
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import apply
 from ckpttool.kinds.adapters import Adapter, adapter_in

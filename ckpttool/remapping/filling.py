@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, Payload, Section, TensorEntry, by_path
+from ckpttool.core.checkpoint import Checkpoint, Payload, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import refs
 from ckpttool.core.options import call_of
 from ckpttool.core.plan import Plan
-from ckpttool.core.tables import by_key, inverse
+from ckpttool.core.tables import by_key, by_path, inverse
 from ckpttool.core.text import Note, dotted, plural
 from ckpttool.core.values import dataclass
 from ckpttool.naming.convert import read

@@ -25,7 +25,6 @@ from ckpttool.core.checkpoint import (
     Storage,
     TensorEntry,
     in_row_major,
-    without_tensors,
 )
 from ckpttool.core.dtypes import itemsize
 from ckpttool.core.errors import CkptError, Problem, Refused
@@ -33,7 +32,7 @@ from ckpttool.core.expression import Expression, Op, Ref, refs, substitute
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
 from ckpttool.core.optimizer_state import rebuilt
 from ckpttool.core.plan import Dropped
-from ckpttool.core.tables import present, selected
+from ckpttool.core.tables import present, selected, without_tensors
 from ckpttool.core.text import dotted, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.chunks import across, concatenated

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckpttool.core.checkpoint import Section, TensorEntry, without_tensors
+from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused, same_problem
 from ckpttool.core.names import RUNTIME, SERIALIZED
+from ckpttool.core.tables import without_tensors
 from ckpttool.core.text import Info, dotted, plural, shell, some
 from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import current

@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint, Section, by_path
+from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import SERIALIZED
 from ckpttool.core.plan import Dropped, Plan
+from ckpttool.core.tables import by_path
 from ckpttool.core.text import Info, dotted, plural, shell
 from ckpttool.evaluate.apply import apply
 from ckpttool.kinds.packed import unpacked

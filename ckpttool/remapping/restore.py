@@ -10,6 +10,7 @@ from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.core.expression import Op, Special
 from ckpttool.core.names import SERIALIZED
 from ckpttool.core.plan import Output
+from ckpttool.core.tables import with_sections
 from ckpttool.core.text import Info, dotted, plural, prefix_of, some
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.naming.versions import with_versions
@@ -103,5 +104,5 @@ def with_lost_versions(outcome: Remap, request: Request, loads: ModelOperand | N
         f"the file lost its module versions (_metadata); the versions of {count} are from {origin}",
         "module-versions",
     )
-    result = outcome.result.with_sections(restored)
+    result = with_sections(outcome.result, restored)
     return replace(outcome, result=result, notes=(*outcome.notes, note))

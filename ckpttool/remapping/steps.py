@@ -10,11 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import Checkpoint, Section, without_tensors
+from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Refused
 from ckpttool.core.expression import Ref
-from ckpttool.core.plan import Dropped, Output, Plan, compose, in_turn, module_renames, new_paths
-from ckpttool.core.tables import inverse
+from ckpttool.core.plan import Dropped, Output, Plan, compose, in_turn, module_renames
+from ckpttool.core.tables import inverse, new_paths, without_tensors
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import Runner, apply

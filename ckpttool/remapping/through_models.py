@@ -6,11 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry, without_tensors
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Op, Ref
 from ckpttool.core.names import RUNTIME, SERIALIZED, Names
 from ckpttool.core.plan import Output, Plan, compose
+from ckpttool.core.tables import with_sections, without_tensors
 from ckpttool.core.text import plural
 from ckpttool.evaluate.apply import Runner
 from ckpttool.evaluate.compare import same_values
@@ -252,7 +253,7 @@ def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Ch
     is_either = tables.forms_agree and has_all_keys
     if not is_either and read(tables, section).form != form:
         section = replace(section, form=form)
-    return result.with_sections({path: section})
+    return with_sections(result, {path: section})
 
 
 def _trained(plan: Plan, tables: NameTables, form: str) -> Plan:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckpttool.core.checkpoint import distance_to_last
 from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Ref, Special
+from ckpttool.core.strides import distance_to_last
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.ops import ROW_MAJOR
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.expression import Expression, Op, Ref, is_constant, is_opaque, refs
-from ckpttool.core.names import Hook, RuntimeTensor, SerializedKey, first_names
-from ckpttool.core.tables import by_key
+from ckpttool.core.names import Hook, RuntimeTensor, SerializedKey
+from ckpttool.core.tables import by_key, first_names
 from ckpttool.core.text import a
 from ckpttool.core.values import dataclass
 from ckpttool.tracing.build_model import LoadedModel, seeded

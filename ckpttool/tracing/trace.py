@@ -24,10 +24,8 @@ from ckpttool.core.names import (
     LoadedTensor,
     Names,
     SerializedKey,
-    first_names,
-    sources_of,
 )
-from ckpttool.core.tables import by_key
+from ckpttool.core.tables import by_key, first_names, sources_of
 from ckpttool.core.text import Note, dotted, some
 from ckpttool.evaluate.torch_eval import evaluate, same_bits
 from ckpttool.tracing.build_model import CannotBuild, LoadedModel, attempt, describe

@@ -25,15 +25,8 @@ from ckpttool.containers.pickle_write import dumps
 from ckpttool.containers.tensors import Carried, Rebuilder, kind
 from ckpttool.containers.zip_read import read_archive
 from ckpttool.containers.zip_write import NewRecord, layout_archive
-from ckpttool.core.checkpoint import (
-    ExtraEntry,
-    Lazy,
-    Section,
-    Span,
-    Storage,
-    TensorEntry,
-    contiguous_stride,
-)
+from ckpttool.core.checkpoint import ExtraEntry, Lazy, Section, Span, Storage, TensorEntry
+from ckpttool.core.strides import contiguous_stride
 from ckpttool.formats.torch_zip import layout, layout_in_place, of_tensor, read
 from command import Run
 from crafted_zip import GOOD, crafted, tensor_node
