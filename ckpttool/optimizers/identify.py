@@ -383,6 +383,11 @@ def in_file(state: OptimizerState) -> tuple[dict[Param, str] | None, str]:
     return listed if is_complete else None, "param_names"
 
 
+def listed_names(state: OptimizerState) -> dict[Param, str] | None:
+    """Return the file's own name for every parameter, or None."""
+    return in_file(state)[0]
+
+
 def in_model(listed: Iterable[str], names: Names) -> tuple[dict[str, str], list[Problem]]:
     """Return name -> canonical name, for runtime, serialized and wrapped names, and the names that
     match nothing.
@@ -402,7 +407,7 @@ def own_names(state: OptimizerState, state_dicts: Sequence[Section]) -> ParamMap
 
     Ids in one group get the keys of a state dict with as many tensors, if all their shapes fit.
     """
-    if in_file(state)[0] is not None:
+    if listed_names(state) is not None:
         return owners(state, None, "the optimizer")
     if len(state.nonempty_groups) != 1:
         return None

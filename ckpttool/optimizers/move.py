@@ -11,7 +11,14 @@ from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import SERIALIZED, Names
-from ckpttool.core.optimizer_state import ID, OptimizerState, Param, params_of, renamed
+from ckpttool.core.optimizer_state import (
+    ID,
+    OptimizerState,
+    Param,
+    ParamGroup,
+    params_of,
+    renamed,
+)
 from ckpttool.core.plan import OptimizerMove
 from ckpttool.core.tables import selected, shapes_of
 from ckpttool.core.text import some
@@ -33,8 +40,8 @@ from ckpttool.optimizers.identify import (
     Parameters,
     ParamMap,
     check,
-    in_file,
     in_model,
+    listed_names,
     own_names,
     owners,
     saved_order,
@@ -85,27 +92,34 @@ def remap_optimizers(
 
 
 def _remapped(section: Section, request: OptimizerRequest) -> tuple[Section, OptimizerRemap] | None:
-    """Return the section as requested; None if it is so already."""
+    """Return the section as requested, and the record of the change; None if nothing changes.
+
+    A change to the names or the order of a model is recorded even if the section is so already: its
+    notes say what was checked.
+    """
     where = section.title
     state = forms.read(section)
     if not state.params:
         return None
     to = request.keys or state.form
-    listed = in_file(state)[0]
     request = _follow_narrowed(state, request, to, where)
     to_names = request.to_names
-    must_write = to_names is not None or (request.keys is not None and request.names is not None)
-    if not must_write and to == state.form and not _is_renamed(state, request, to):
+    is_by_model = request.keys is not None and request.names is not None
+    is_recorded = to_names is not None or is_by_model
+    if not is_recorded and to == state.form and not _is_renamed(state, request, to):
         return None
     request = _rules_first(state, request, where)
     to_names = request.to_names
-    if to_names is not None and request.names is None and request.ruled is None and listed is None:
+    is_renamed = request.names is not None or request.ruled is not None
+    if to_names is not None and not is_renamed and listed_names(state) is None:
         raise Refused(
-            "the names of the model that saved the checkpoint are needed",
+            f"{where}: the names of the model that saved the checkpoint are needed",
             hint="pass --model MODEL too",
         )
     result, report = _moved(section, state, request, to)
-    return None if result == state and not must_write else (forms.write(result, section), report)
+    if result == state and not is_recorded:
+        return None
+    return forms.write(result, section), report
 
 
 class _CanonicalState(NamedTuple):
@@ -144,16 +158,16 @@ def _moved(
 ) -> tuple[OptimizerState, OptimizerRemap]:
     """Return the state under the requested names, in form `to`, and the record of the change.
 
-    file's name ─ `_named` ─▶ canonical name ─ `_renamed` ─▶ new name ─ `_as_the_keys` ─▶ written
+    name in the file ─ `_canonical_state` ─▶ canonical name ─ `_new_state` ─▶ new name
+    new name ─ `_spelled` ─▶ name as it is written
     """
     where = section.title
-    named = _named(state, request, where)
+    named = _canonical_state(state, request, where)
     shapes = _shapes(named.state, request)
-    new = _renamed(named.state, state.form, shapes, request, to, where)
-    spelled = {param: str(param) for param in new.state.params}
-    spelled |= _as_the_keys(state, new.state, request, to, where)
+    new = _new_state(named.state, state.form, shapes, request, to, where)
+    spelled = _spelled(state, new.state, request, to, where)
     written = renamed(new.state, spelled)
-    move = _recorded(section, state, named, new, spelled, shapes, request, to)
+    move = _move_for_plan(section, state, named, new, spelled, shapes, request, to)
 
     read = set(ex.refs(tuple(new.held.values())))
     dropped = tuple(str(param) for param in named.state.state if param not in read)
@@ -176,7 +190,7 @@ def _moved(
     )
 
 
-def _renamed(
+def _new_state(
     named: OptimizerState, form: str, shapes: Shapes, request: OptimizerRequest, to: str, where: str
 ) -> _NewState:
     """Return the state under its new names, with all groups and values.
@@ -190,16 +204,8 @@ def _renamed(
     saved_by = request.names
     if follow_keys and to_names is None:
         saved_by = None  # the parameters may have other names than this model's
-    if request.left_out:
-        groups = placed(named, sources)
-    elif to == ID and to_names is None:
-        same = identity(named.params)
-        old_groups = new_groups(named, same, request.names, None, form, to, where)
-        groups = with_new_names(old_groups, sources)
-    else:
-        groups = new_groups(named, sources, saved_by, to_names, form, to, where)
-    params = map(str, params_of(groups))
-    held = selected(sources, params)
+    groups = _groups(named, form, sources, saved_by, request, to, where)
+    held = selected(sources, map(str, params_of(groups)))
     states = carry(named, held, shapes, where)
     loaded_by = to_names or request.names
     created, notes = created_state(groups, states, loaded_by, request.create, to, where)
@@ -212,7 +218,30 @@ def _renamed(
     return _NewState(moved, sources, created, notes)
 
 
-def _recorded(
+def _groups(
+    named: OptimizerState,
+    form: str,
+    sources: Mapping[str, Expression],
+    saved_by: Names | None,
+    request: OptimizerRequest,
+    to: str,
+    where: str,
+) -> tuple[ParamGroup, ...]:
+    """Return the param groups of the new state.
+
+    Without some of its parameters the state keeps its groups. Ids that no other model loads keep
+    their order, under new names. Otherwise the groups are those of the model that loads the state.
+    """
+    if request.left_out:
+        return placed(named, sources)
+    if to == ID and request.to_names is None:
+        same = identity(named.params)
+        old_groups = new_groups(named, same, request.names, None, form, to, where)
+        return with_new_names(old_groups, sources)
+    return new_groups(named, sources, saved_by, request.to_names, form, to, where)
+
+
+def _move_for_plan(
     section: Section,
     state: OptimizerState,
     named: _CanonicalState,
@@ -251,13 +280,13 @@ def _notes_on_names(
 def _follow_narrowed(
     state: OptimizerState, request: OptimizerRequest, to: str, where: str
 ) -> OptimizerRequest:
-    """Return the request for an optimizer of a model without some of its tensors: its parameters
-    follow their keys, or stay if all of them are kept.
+    """Return the request for an optimizer next to a model some of whose tensors are left out (the
+    narrowed model): its parameters follow their keys, or stay if all of them are kept.
     """
     narrowed = request.narrowed
     if narrowed is None:
         return request
-    listed = in_file(state)[0]
+    listed = listed_names(state)
     if listed is not None and request.names is None and request.model is not None:
         check_names_are_keys(list(listed.values()), narrowed, where)
     stays = replace(request, narrowed=None)
@@ -304,7 +333,7 @@ def _is_renamed(state: OptimizerState, request: OptimizerRequest, to: str) -> bo
         renames = True
     if to != ID and (renames or request.form is not None):
         return True
-    listed = in_file(state)[0]
+    listed = listed_names(state)
     if listed is None:
         return False
     names = list(listed.values())
@@ -313,7 +342,12 @@ def _is_renamed(state: OptimizerState, request: OptimizerRequest, to: str) -> bo
     return request.model is not None and request.model.renames(names)
 
 
-def _named(state: OptimizerState, request: OptimizerRequest, where: str) -> _CanonicalState:
+def _canonical_state(
+    state: OptimizerState, request: OptimizerRequest, where: str
+) -> _CanonicalState:
+    """Return the state under the canonical names of the model that saved it; without a model, under
+    the names in the file.
+    """
     names = request.names
     as_written = {param: str(param) for param in state.params}
     if names is not None and state.form != ID:
@@ -331,7 +365,7 @@ def _named(state: OptimizerState, request: OptimizerRequest, where: str) -> _Can
         if doubt is not None and doubt.by_another and request.old_model is not None:
             param_map = replace(param_map, doubt=replace(doubt, hint=request.old_model))
         canonical = param_map.settled(where).names
-    if names is None and in_file(state)[0] is not None:
+    if names is None and listed_names(state) is not None:
         canonical = _unwrapped(canonical, request)
     file_names: dict[str, Expression] = {}
     for param, name in canonical.items():
@@ -352,8 +386,12 @@ def _unwrapped(names: Mapping[Param, str], request: OptimizerRequest) -> dict[Pa
 
 
 def _rules_first(state: OptimizerState, request: OptimizerRequest, where: str) -> OptimizerRequest:
-    """Let the named model load the state, if the file has its names only after the rules."""
-    listed, names = in_file(state)[0], request.names
+    """Return the request with the named model as the one that loads the state, if its names are
+    those that the file has after the rules, and not before.
+
+    `--model` usually names the model that saved the file.
+    """
+    listed, names = listed_names(state), request.names
     if listed is None or names is None or request.to_names is not None or request.called is None:
         return request
     if not in_model(listed.values(), names)[1]:
@@ -379,13 +417,37 @@ def _of_new_model(
     return {canonical[name]: source for name, source in sources.items() if name in canonical}
 
 
-def _as_the_keys(
+def _spelled(
     state: OptimizerState, moved: OptimizerState, request: OptimizerRequest, to: str, where: str
 ) -> dict[Param, str]:
-    """Return the parameters whose keys in the model have wrappers, with these keys as their names.
+    """Return the name of each parameter as it is written: names next to ids are spelled as the
+    model's keys, with wrappers.
 
-    Raise `Refused` if the names would have no wrappers next to a model whose keys get some.
+    Raise `Refused` for other forms if the names would have no wrappers next to a model whose keys
+    get some.
     """
+    names = {param: str(param) for param in moved.params}
+    wrapped = _wrapped_names(moved, request)
+    if to == ID:
+        has_names = all(group.param_names for group in moved.nonempty_groups)
+        return names | wrapped if has_names else names
+    old_keys = set() if request.model is None else set(request.model.section.keys)
+    # torch.distributed.checkpoint names parameters without the wrappers of the keys next to them
+    are_apart = state.form != ID and old_keys.isdisjoint(map(str, state.params))
+    if wrapped and not are_apart:
+        param, name = next(iter(wrapped.items()))
+        raise Refused(
+            f"{where}: the names of its parameters have no wrappers, and the model's keys would"
+            " have some",
+            hint="--to serialized removes the wrappers from the keys, --optimizer-keys id removes"
+            " the names from the optimizer",
+            problems=[Problem(f"the key is {name}", str(param))],
+        )
+    return names
+
+
+def _wrapped_names(moved: OptimizerState, request: OptimizerRequest) -> dict[Param, str]:
+    """Return the parameters whose keys in the model have wrappers, with these keys."""
     keys = set(request.model_keys)
     evidence = wrappers.infer(request.model_keys)
     prefix = f"{evidence.root[-1]}." if evidence.root else ""
@@ -397,21 +459,7 @@ def _as_the_keys(
         name = copied(by_name.get(str(param), "")) or prefix + str(param)
         if name != param:
             wrapped[param] = name
-    if to == ID:
-        return wrapped if all(group.param_names for group in moved.nonempty_groups) else {}
-    old_keys = set() if request.model is None else set(request.model.section.keys)
-    # as torch names them next to a wrapped model
-    are_apart = state.form != ID and old_keys.isdisjoint(map(str, state.params))
-    if wrapped and not are_apart:
-        param, name = next(iter(wrapped.items()))
-        raise Refused(
-            f"{where}: the names of its parameters have no wrappers, and the model's keys would"
-            " have some",
-            hint="--to serialized takes wrappers out of the keys, --optimizer-keys id the names"
-            " out of the optimizer",
-            problems=[Problem(f"the key is {name}", str(param))],
-        )
-    return {}
+    return wrapped
 
 
 def _owners(state: OptimizerState, request: OptimizerRequest, where: str) -> ParamMap:
@@ -433,7 +481,7 @@ def _owners(state: OptimizerState, request: OptimizerRequest, where: str) -> Par
     return owners(state, names, where, state_dicts)
 
 
-def _by_rules_file(
+def _by_rules(
     named: OptimizerState, request: OptimizerRequest, to: str, where: str
 ) -> dict[str, Expression] | None:
     """Return the parameters after the rules; None without rules, or if no parameter is a tensor of
@@ -451,8 +499,8 @@ def _by_rules_file(
     if after is None:
         if not ruled.keeps_places and len(request.state_dicts) == 1:
             raise Refused(
-                f"{where}: none of its parameters is a tensor of the model, so that it cannot"
-                " follow the model's",
+                f"{where}: none of its parameters is a tensor of the model, so that its state"
+                " cannot follow the tensors",
                 hint=afresh(where),
                 problems=[Problem("no tensor of the model", str(param)) for param in named.params],
             )
@@ -520,10 +568,13 @@ def _sources(
 ) -> tuple[dict[str, Expression], bool]:
     """Return the new parameters as expressions over the old ones, and whether they follow the keys
     of the model.
+
+    The first that applies decides: parameters that are left out, the rules, the names of another
+    model, a function that renames.
     """
     if request.left_out and request.ruled is not None:
         return _kept(named, request.left_out, request.ruled), True
-    ruled = _by_rules_file(named, request, to, where)
+    ruled = _by_rules(named, request, to, where)
     if ruled is not None:
         return ruled, True
     names, called = request.names, request.called or str
