@@ -10,7 +10,6 @@ from itertools import chain
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, Unreached
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names
-from ckpttool.core.tables import by_key
 from ckpttool.core.text import Info, Note, plural, shell, some, title_of
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import FIELDS, Cause, Code
@@ -268,8 +267,8 @@ def _content(storage: Unreached) -> bytes | None:
 
 def _object_notes(left: Iterable[ExtraEntry], right: Iterable[ExtraEntry]) -> Iterator[str]:
     """Yield notes on the objects outside of state dicts that differ."""
-    left_objects = by_key(left)
-    right_objects = by_key(right)
+    left_objects = {entry.key: entry for entry in left}
+    right_objects = {entry.key: entry for entry in right}
     for side, objects, other_objects in (
         (FIELDS[0], left_objects, right_objects),
         (FIELDS[1], right_objects, left_objects),

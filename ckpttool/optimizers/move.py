@@ -149,8 +149,7 @@ class _NewState(NamedTuple):
     @property
     def held(self) -> dict[str, Expression]:
         """The sources of the parameters that the new optimizer has."""
-        params = map(str, self.state.params)
-        return {name: self.sources[name] for name in params if name in self.sources}
+        return selected(self.sources, map(str, self.state.params))
 
 
 def _moved(

@@ -11,7 +11,6 @@ from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.expression import refs
 from ckpttool.core.options import call_of
 from ckpttool.core.plan import Plan
-from ckpttool.core.tables import by_key, by_path, inverse
 from ckpttool.core.text import Note, dotted, plural
 from ckpttool.core.values import dataclass
 from ckpttool.naming.convert import read
@@ -60,7 +59,7 @@ def fill(
     """Return the result with the missing keys of `model`, whose names it has, or of `--like`: each
     from the first filler that has it. Raise `Refused` if one cannot be brought to these names.
     """
-    sections = by_path(outcome.result.sections)
+    sections = {section.path: section for section in outcome.result.sections}
     files = dict(outcome.result.files)
     filled = []
     taken: set[str] = set()
@@ -141,7 +140,8 @@ def _under_final_names(
         assert request.like is not None
         wanted = align(section.keys, request.like.by_key())
         steps = Request(RemapOptions(), "", like=request.like)
-        return by_key(_renamed(filler, section, wanted, steps))
+        renamed = _renamed(filler, section, wanted, steps)
+        return {entry.key: entry for entry in renamed}
     except CkptError as error:
         error.message = f"--fill-from {filler.title}: {error.message}"
         raise
@@ -218,5 +218,6 @@ def _expected_order(section: Section, request: Request, model: ModelOperand | No
     if model is not None:
         return keys_in_order_of(section, model.names())
     assert request.like is not None
-    key_of = inverse(align(section.keys, request.like.by_key()))
+    name_of = align(section.keys, request.like.by_key())
+    key_of = {name: key for key, name in name_of.items()}
     return [key_of[name] for name in request.like.keys if name in key_of]

@@ -12,14 +12,12 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.optimizer_state import ID
 from ckpttool.core.plan import OptimizerMove, Output, Plan
-from ckpttool.core.tables import positions
 from ckpttool.core.text import plural, shell
 from ckpttool.formats.folders import optimizers_in
-from ckpttool.io.files import names_in
-from ckpttool.io.paths import join
+from ckpttool.formats.opening import files_next_to
 from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.model_change import ModelChange
-from ckpttool.operands.checkpoint import is_folder, saved_state_dicts
+from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.operands.initial_state import initial_states
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.output import command
@@ -127,7 +125,7 @@ def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) 
             by_section.setdefault(output.section, []).append(output)
     for section in result.sections:
         if section.kind != "optimizer" and section.path in by_section:
-            rank = positions(section.keys)
+            rank = {key: position for position, key in enumerate(section.keys)}
             by_section[section.path].sort(key=lambda output: rank.get(output.key, 0))
     outputs = chain.from_iterable(by_section.values())
     return replace(plan, outputs=tuple(outputs), optimizers=tuple(moves))
@@ -159,9 +157,10 @@ def check_has_optimizer(inputs: Inputs) -> None:
     if inputs.options.to_optimizer is None or source.optimizers:
         return
     hint = f"`{source.inspect_call}` lists its sections; leave --to-optimizer out"
-    files = optimizers_in(names_in(source.source)) if is_folder(source.source) else []
+    files = optimizers_in([*files_next_to(source, source.source)])
     if files:
-        hint = f"it is in a separate file: name {quote(join(source.source, files[0]))} as CKPT"
+        place = f"{source.source}/{files[0]}"
+        hint = f"it is in a separate file: name {quote(place)} as CKPT"
     raise Refused(f"{source.source} holds no optimizer", hint=hint)
 
 

@@ -13,6 +13,7 @@ from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import Names
 from ckpttool.core.plan import Plan
+from ckpttool.core.tables import by_key
 from ckpttool.evaluate.apply import run_code
 from ckpttool.evaluate.compare import same_values
 from ckpttool.naming import convert, wrappers
@@ -89,9 +90,7 @@ def swap(
     changing = _changing(program, sides, sources, [*kept, *unknown])
     fitted, misfits = fit_all(changing, sources, values, options.cast, program.in_memory)
     problems += misfits
-    problems += _tie_problems(
-        weight_map.twins, {entry.key: entry for entry in weight_map.weights.tensors}
-    )
+    problems += _tie_problems(weight_map.twins, by_key(weight_map.weights.tensors))
     for section in program.sections:
         problems += _tie_problems(section.aliases().items(), fitted)
     if problems:

@@ -413,7 +413,7 @@ def trace_with_load(model: LoadedModel) -> Traced:
         not_serialized=tuple(t.fqn for t in saved.runtime if t.first_name not in fed),
         extra_state=saved.extra_state,
         roundtrips=not certain,
-        roundtrip_problems=certain,
+        roundtrip_problems=tuple(Problem(problem.problem, problem.key) for problem in certain),
         modules=None if metadata is None else tuple(metadata),
         versions=versions,
         notes=notes,
