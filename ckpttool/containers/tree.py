@@ -234,9 +234,8 @@ def node_of(value: Any, entry_node: Callable[[TensorEntry | ExtraEntry], Any]) -
 
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
 
-# A pickle can share: a few bytes put a section at any number of places. If it pickles a state dict
-# once, this many bytes of the pickle (a tensor takes 110) allow one entry at a further place, and
-# so many are always allowed.
+# A pickle can share: a few bytes put a section at any number of places. Each 16 bytes of the pickle
+# (a tensor takes 110) allow one entry at a further place; 10,000 entries are always allowed.
 _PICKLED, _LEAST_AGAIN = 16, 10_000
 
 # Bytes of memory, from above: for a container that was looked into, for each step of a path, an
@@ -259,40 +258,94 @@ class Place:
 
 
 @dataclass(slots=True, eq=False)
-class Tree:
-    """The contents of a pickle's tree: places by section path, and everything else by path, with
-    the steps to it.
+class _Tensors:
+    """Tensors below some nodes, each under a key of its own, with the steps to it.
 
-    `rings` are the places that refer back to a container around them: the steps there, and to that
-    container.
+    `listed` are the ids of tensors that have another place already. Containers whose ids are `seen`
+    or `barren` are not looked into: that was done, or they have no tensor to list.
     """
 
     storages: Storages
-    places: dict[str, Place] = field(default_factory=dict)
-    rings: dict[str, tuple[Steps, Steps]] = field(default_factory=dict)
-    # by id, the containers that are being walked
-    around: dict[int, Steps] = field(default_factory=dict)
-    others: dict[str, tuple[Steps, Any]] = field(default_factory=dict)
-    loose: list[TensorEntry] = field(default_factory=list)
-    loose_steps: dict[str, Steps] = field(default_factory=dict)
+    entries: list[TensorEntry] = field(default_factory=list)
+    steps: dict[str, Steps] = field(default_factory=dict)
+    listed: set[int] = field(default_factory=set)
     seen: set[int] = field(default_factory=set)
-    # by id of what is or holds a section
-    added: dict[int, tuple[Adder | None, int]] = field(default_factory=dict)
-    again_left: int = 100_000  # entries of sections at further places, in all
-    listed: set[int] = field(default_factory=set)  # ids of tensors that are in a section already
-    # by id of a mapping: whether tensors are in it
-    of_tensors: dict[int, bool] = field(default_factory=dict)
-    plain_left: int = 1_000_000  # nodes that may still be turned into plain values
-    barren: set[int] = field(default_factory=set)  # ids of containers without a tensor to list
-    notes: list[str] = field(default_factory=list)
-    unreached: tuple[Unreached, ...] = ()  # storages, as the reader of the file lists them
-    # path -> a pickled object that has sections or tensors in it
+    barren: set[int] = field(default_factory=set)
+
+    def add(self, key: str, node: Any, steps: Steps) -> None:
+        """Add the tensor under the key, or the first free one like it."""
+        key = free(key, self.steps)
+        self.storages.memory.take(_ENTRY + len(key) + _STEP * len(steps))
+        self.entries.append(entry_of(key, node, self.storages))
+        self.steps[key] = steps
+
+    def find(self, node: Any, path: Path, steps: Steps) -> None:
+        """Add all tensors below the node, in whatever containers."""
+        if is_tensor(node):
+            if id(node) not in self.listed:
+                self.add(".".join(path), node, steps)
+            return
+        if not isinstance(node, (dict, list, tuple, Call)) or len(steps) > _MAX_DEPTH:
+            return
+        if id(node) in self.seen or id(node) in self.barren:
+            return
+        self.seen.add(id(node))
+        before = len(self.entries)
+        self.find_inside(node, path, steps)
+        if before == len(self.entries):
+            self.barren.add(id(node))
+
+    def find_inside(self, node: Any, path: Path, steps: Steps) -> None:
+        """Add all tensors in the parts of the node."""
+        for child_path, child_steps, child in _named_children(self.storages, node, path, steps):
+            self.find(child, child_path, child_steps)
+
+
+@dataclass(slots=True, eq=False)
+class Tree:
+    """The contents of a pickle's tree, and what is known while it is walked.
+
+    Attributes:
+        storages: The storages of the file.
+        places: Section path -> its place.
+        others: Path -> everything else, with the steps to it.
+        rings: The places that refer back to a container around them: the steps there, and to that
+            container.
+        outer: Path -> a pickled object that has sections or tensors in it.
+        dicts: Path -> the keys of what could be a state dict.
+        notes: What was not looked at.
+        unreached: Storages that no tensor is made of, as the reader of the file lists them.
+        whole: Paths of dicts that are read as state dicts.
+        loose: Tensors that are in no section.
+        seen: Ids of the containers that were walked.
+        around: By id, the containers that are being walked.
+        added: By id of what is or holds a section: what adds it, and the entries that looking at it
+            again costs.
+        noted: Ids of dicts inside entries of state dicts that are in `dicts`.
+        of_tensors: By id of a mapping, whether tensors are in it.
+        barren: Ids of containers without any tensor.
+        again_left: Entries of sections at further places that are still allowed.
+        plain_left: Nodes that may still be turned into plain values.
+    """
+
+    storages: Storages
+    loose: _Tensors
+    whole: Collection[str] = ()
+    places: dict[str, Place] = field(default_factory=dict)
+    others: dict[str, tuple[Steps, Any]] = field(default_factory=dict)
+    rings: dict[str, tuple[Steps, Steps]] = field(default_factory=dict)
     outer: dict[str, Any] = field(default_factory=dict)
-    whole: Collection[str] = ()  # paths of dicts that are read as state dicts
-    # ids of dicts inside entries of state dicts that are in `dicts`
-    noted: set[int] = field(default_factory=set)
-    # path -> keys of what could be a state dict
     dicts: dict[str, Sequence[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    unreached: tuple[Unreached, ...] = ()
+    seen: set[int] = field(default_factory=set)
+    around: dict[int, Steps] = field(default_factory=dict)
+    added: dict[int, tuple[Adder | None, int]] = field(default_factory=dict)
+    noted: set[int] = field(default_factory=set)
+    of_tensors: dict[int, bool] = field(default_factory=dict)
+    barren: set[int] = field(default_factory=set)
+    again_left: int = 100_000
+    plain_left: int = 1_000_000
 
 
 def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) -> Tree:
@@ -301,16 +354,16 @@ def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) ->
 
     The dicts at the dotted paths `whole` are read as state dicts.
     """
-    tree = Tree(storages, whole=whole)
+    tree = Tree(storages, _Tensors(storages), whole)
     allowed = max(_LEAST_AGAIN, storages.pickled // _PICKLED)
     tree.again_left = min(tree.again_left, allowed)
     if not _walk(tree, root, (), (), foreign=False):
-        for path, steps, node in _named_children(tree, root, (), ()):
+        for path, steps, node in _named_children(storages, root, (), ()):
             tree.others[".".join(path)] = steps, node
-    if tree.loose:
+    if tree.loose.entries:
         name = "(other)" if "" in tree.places else ""
-        section = Section(name, "other", tuple(tree.loose))
-        tree.places[name] = Place(section, (), None, tree.loose_steps)
+        section = Section(name, "other", tuple(tree.loose.entries))
+        tree.places[name] = Place(section, (), None, tree.loose.steps)
     return tree
 
 
@@ -319,7 +372,7 @@ def _walk(tree: Tree, node: Any, path: Path, steps: Steps, foreign: bool) -> boo
     object.
     """
     if is_tensor(node):
-        _add_loose(tree, ".".join(path), node, steps)
+        tree.loose.add(".".join(path), node, steps)
         return True
     if len(steps) > _MAX_DEPTH or not isinstance(node, (dict, list, tuple, Call)):
         return False
@@ -341,20 +394,20 @@ def _add(tree: Tree, add: Adder | None, node: Any, path: Path, steps: Steps, for
     if add is not None:
         add(tree, node, path, steps)
         return True
-    inside = foreign or (isinstance(node, Call) and pairs_of(node) is None)
+    is_foreign = foreign or (isinstance(node, Call) and pairs_of(node) is None)
     rest: list[tuple[Path, tuple[Steps, Any]]] = []
     has_sections = False
     tree.around[id(node)] = steps
-    for child_path, child_steps, child in _named_children(tree, node, path, steps):
-        if _walk(tree, child, child_path, child_steps, inside):
+    for child_path, child_steps, child in _named_children(tree.storages, node, path, steps):
+        if _walk(tree, child, child_path, child_steps, is_foreign):
             has_sections = True
-        elif not inside:
+        elif not is_foreign:
             tree.storages.memory.take(_WALKED + _STEP * len(child_steps))
             rest.append((child_path, (child_steps, child)))
     del tree.around[id(node)]
     if not has_sections:
         return False
-    if inside and not foreign:
+    if is_foreign and not foreign:
         tree.outer[".".join(path)] = node
     tree.storages.memory.take(len(rest) * (_WALKED + sum(map(len, path))))
     for child_path, place in rest:
@@ -363,8 +416,8 @@ def _add(tree: Tree, add: Adder | None, node: Any, path: Path, steps: Steps, for
 
 
 def _add_again(tree: Tree, node: Any, path: Path, steps: Steps, foreign: bool) -> bool:
-    """Add a node that is or holds a section elsewhere here too; False for others: they have their
-    first place.
+    """Add a node again that is or holds a section at another place; False for others: they stay at
+    their first place.
     """
     if id(node) in tree.around:
         tree.rings[free(".".join(path), tree.rings)] = steps, tree.around[id(node)]
@@ -372,7 +425,7 @@ def _add_again(tree: Tree, node: Any, path: Path, steps: Steps, foreign: bool) -
     add, count = tree.added.get(id(node), (None, 0))
     if not count or (add is not None and foreign and metadata_of(node) is None):
         return False
-    if not _looks_again(tree, path, count):
+    if not _spend_again(tree, path, count):
         return False
     _take_path(tree, path)
     return _add(tree, add, node, path, steps, foreign)
@@ -385,21 +438,21 @@ def _take_path(tree: Tree, path: Path) -> None:
     tree.storages.memory.take(_WALKED + 2 * sum(map(len, path)) + _STEP * len(path))
 
 
-def _looks_again(tree: Tree, path: Path, count: int) -> bool:
-    """Return whether `count` entries that were looked at before are looked at again; a note says
-    where that ends.
+def _spend_again(tree: Tree, path: Path, count: int) -> bool:
+    """Look at `count` entries again; False if no more are allowed, and a note says where that
+    begins.
     """
     left = tree.again_left
     tree.again_left -= count
     if left >= 0 > tree.again_left:
-        note = f"from {'.'.join(path)} on, sections at several places are looked at in one of them"
+        note = f"from {'.'.join(path)} on, a section at several places is listed at one of them"
         tree.notes.append(note)
     return tree.again_left >= 0
 
 
 def _recognized(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None:
     """Return the function that adds the node as a section; None for a container that may hold
-    sections.
+    sections. The keys of a mapping that could be a state dict are noted in `tree.dicts`.
     """
     names = _names(node)
     if path in tree.whole and names is not None and not foreign:
@@ -422,11 +475,11 @@ def _recognized(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None
     return _add_optimizer if is_optimizer else None
 
 
-def _named_children(tree: Tree, node: Any, path: Path, steps: Steps) -> Iterator[Child]:
+def _named_children(storages: Storages, node: Any, path: Path, steps: Steps) -> Iterator[Child]:
     """Yield path, steps and node of the nodes inside. A pickled object's attributes have the path
     of the object.
     """
-    tree.storages.look(_count_inside(node))
+    storages.look(_count_inside(node))
     for kind, parts in _parts_by_kind(node):
         for key, value in parts:
             name = text_of(key) or str(key)
@@ -461,9 +514,12 @@ def _count_inside(node: Any) -> int:
 
 
 def _is_optimizer(node: Any) -> bool:
+    """Return whether it is the state dict of an optimizer, flattened or not."""
     pairs = pairs_of(node)
-    if pairs is None or looks_flat(list(pairs)):
-        return pairs is not None
+    if pairs is None:
+        return False
+    if looks_flat(list(pairs)):
+        return True
     return pairs_of(pairs.get("state")) is not None and type(pairs.get("param_groups")) is list
 
 
@@ -505,8 +561,8 @@ def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -
     entries = (entry_of(name, value, tree.storages) for name, value in tensors.items())
     if all(map(_may_be_random_state, entries)):
         return False
-    # A module's own dict is under the module's path, like the tensors next to it; a section has a
-    # name of one word.
+    # Next to `encoder.weight`, a dict `encoder.cache` is an entry of the module `encoder`. A dict
+    # of tensors with a name of one word would be a section, and this mapping the one around it.
     has_paths = any("." in name for name in tensors)
     for name, value in zip(names, values):
         is_path = has_paths and "." in name
@@ -576,19 +632,19 @@ def _note_dicts(tree: Tree, node: Any, path: Path) -> None:
 
 def _extra(tree: Tree, key: str, node: Any) -> ExtraEntry:
     """Return the entry of an object that is not a tensor, with the tensors inside it."""
-    inner = Tree(tree.storages, barren=tree.barren)
-    _walk_tensors(inner, node, (), ())
-    return ExtraEntry(key, Carried(node, tree.storages), _plain(tree, node), tuple(inner.loose))
+    inner = _Tensors(tree.storages, barren=tree.barren)
+    inner.find(node, (), ())
+    return ExtraEntry(key, Carried(node, tree.storages), _plain(tree, node), tuple(inner.entries))
 
 
 def extra_of(key: str, node: Any, storages: Storages) -> ExtraEntry:
     """Return the entry of an object outside of any section, with the tensors inside it."""
-    return _extra(Tree(storages), key, node)
+    return _extra(Tree(storages, _Tensors(storages)), key, node)
 
 
 def _add_module(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
     """Add the state dict of a pickled module, and its other tensors as loose ones."""
-    inner = Tree(tree.storages, seen=tree.seen)
+    inner = _Tensors(tree.storages, seen=tree.seen)  # which finds each container once
     tensors: list[TensorEntry] = []
     places: dict[str, Steps] = {}
     for tensor in slots_of(node, steps):
@@ -597,14 +653,13 @@ def _add_module(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
             tensors.append(entry_of(tensor.key, tensor.node, tree.storages))
             places[tensor.key] = tensor.steps
         else:
-            _add_loose(inner, tensor.key, tensor.node, tensor.steps)
-    for child_path, child_steps, child in _named_children(tree, node, (), steps):
-        _walk_tensors(inner, child, child_path, child_steps)
-    for entry in inner.loose:
+            inner.add(tensor.key, tensor.node, tensor.steps)
+    inner.find_inside(node, (), steps)
+    for entry in inner.entries:
         words = [word for word in (*path, *entry.key.split(".")) if word not in SLOTS]
-        key = free(".".join(words), tree.loose_steps)
-        tree.loose.append(entry.under(key))
-        tree.loose_steps[key] = inner.loose_steps[entry.key]
+        key = free(".".join(words), tree.loose.steps)
+        tree.loose.entries.append(entry.under(key))
+        tree.loose.steps[key] = inner.steps[entry.key]
     section = Section(
         "",
         "state_dict",
@@ -658,42 +713,16 @@ def _add_arrays(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
     _add_section(tree, section, path, steps, node, places)
 
 
-def _add_loose(tree: Tree, key: str, node: Any, steps: Steps) -> None:
-    key = free(key, tree.loose_steps)
-    tree.storages.memory.take(_ENTRY + len(key) + _STEP * len(steps))
-    tree.loose.append(entry_of(key, node, tree.storages))
-    tree.loose_steps[key] = steps
-
-
 def _add_optimizer(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
     # an optimizer that was saved twice has one state for each parameter
-    inner = Tree(tree.storages, seen=set() if tree.again_left >= 0 else tree.seen)
-    for child_path, child_steps, child in _named_children(tree, node, (), steps):
-        _walk_tensors(inner, child, child_path, child_steps)
+    inner = _Tensors(tree.storages, seen=set() if tree.again_left >= 0 else tree.seen)
+    inner.find_inside(node, (), steps)
     if inner.seen is not tree.seen:
-        _looks_again(tree, path, len(inner.seen & tree.seen))
+        _spend_again(tree, path, len(inner.seen & tree.seen))
         tree.seen |= inner.seen
-    mapping = mapping_of(node, inner.loose, tree.storages)
-    section = Section("", "optimizer", tuple(inner.loose), mapping=mapping)
-    _add_section(tree, section, path, steps, node, inner.loose_steps)
-
-
-def _walk_tensors(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
-    """Find all tensors below `node`, in whatever containers."""
-    if is_tensor(node):
-        if id(node) not in tree.listed:
-            _add_loose(tree, ".".join(path), node, steps)
-        return
-    if not isinstance(node, (dict, list, tuple, Call)) or len(steps) > _MAX_DEPTH:
-        return
-    if id(node) in tree.seen or id(node) in tree.barren:
-        return
-    tree.seen.add(id(node))
-    before = len(tree.loose)
-    for child_path, child_steps, child in _named_children(tree, node, path, steps):
-        _walk_tensors(tree, child, child_path, child_steps)
-    if before == len(tree.loose):
-        tree.barren.add(id(node))
+    mapping = mapping_of(node, inner.entries, tree.storages)
+    section = Section("", "optimizer", tuple(inner.entries), mapping=mapping)
+    _add_section(tree, section, path, steps, node, inner.steps)
 
 
 _PLAIN_DEPTH = 16

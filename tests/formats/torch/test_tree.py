@@ -285,7 +285,7 @@ def test_optimizers_with_a_shared_state_are_read_completely(tmp_path: Path) -> N
     )
     assert 5 < sum(len(section.tensors) for section in many.sections) < 50
     assert [note.partition(" on, ")[2] for note in many.notes] == [
-        "sections at several places are looked at in one of them"
+        "a section at several places is listed at one of them"
     ]
 
 

@@ -649,7 +649,7 @@ def test_the_number_of_repeated_sections_is_limited(tmp_path: Path) -> None:
     ]
     assert len(checkpoint.others) == 1899
     assert checkpoint.notes == (
-        "from list.101 on, sections at several places are looked at in one of them",
+        "from list.101 on, a section at several places is listed at one of them",
     )
 
 
