@@ -9,14 +9,7 @@ from dataclasses import field
 
 from ckpttool.containers.tensors import Carried
 from ckpttool.containers.zip_read import Archive
-from ckpttool.core.checkpoint import (
-    Checkpoint,
-    Payload,
-    Section,
-    Storage,
-    TensorEntry,
-    Unreached,
-)
+from ckpttool.core.checkpoint import Checkpoint, Payload, Section, Storage, TensorEntry, Unreached
 from ckpttool.core.values import dataclass
 
 CONSTANTS = "constants"  # path of the section of constants; the state dict's is the root

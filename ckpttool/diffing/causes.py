@@ -71,7 +71,7 @@ class Code(Enum):
     DTYPE = "dtype", "{0} instead of {1}"
     QUANTIZED = (
         "quantized",
-        ("part of a quantized weight ({0}): its numbers are the values divided by a scale"),
+        "part of a quantized weight ({0}): its numbers are the values divided by a scale",
     )
     SCALED = "quantized", "{0} instead of {1}, with the same values through the scales"
     SCALED_VALUE = "quantized", "{0} instead of {1}, compared through the scales"
@@ -81,12 +81,12 @@ class Code(Enum):
     UNREAD = "unread-value", "values not compared"
     TIED_VALUE = (
         "tied-value",
-        ("tied, but the file has different values under another of its names: loading loses one"),
+        "tied, but the file has different values under another of its names: loading loses one",
     )
     LOST_VALUE = "lost-value", "the model saves this key, and loading this file does not read it"
     ALTERED = (
         "altered-value",
-        ("loading does not keep this value: the model's tensor is quantized or of another class"),
+        "loading does not keep this value: the model's tensor is quantized or of another class",
     )
     # Values that are found under another name or in another order
     MOVED = "moved", "{left} `{0}` is {right} `{1}`"
@@ -94,7 +94,7 @@ class Code(Enum):
     ROW_ORDER = "row-order", "same rows in a different order"
     ROTARY_LEFT = (
         "rotary-order",
-        ("rows in rotary order, heads of {0}: adjacent pairs in {left}, halves in {right}"),
+        "rows in rotary order, heads of {0}: adjacent pairs in {left}, halves in {right}",
     )
     ROTARY_RIGHT = (
         "rotary-order",
@@ -112,7 +112,7 @@ class Code(Enum):
     NAMED_EXTRA_STATE = "named-extra-state", NAMED_EXTRA_STATE
     NOT_READ_BACK = (
         "not-read-back",
-        ("state_dict() writes the key, and a strict load_state_dict() refuses it"),
+        "state_dict() writes the key, and a strict load_state_dict() refuses it",
     )
     INSIDE_OBJECT = "inside-object", "saved inside an entry that is not a tensor"
     # Computed values
@@ -134,7 +134,7 @@ class Code(Enum):
     OPTION = "option", "different hyperparameter"
     OPTION_REQUIRED = (
         "option-required",
-        ("`{0}` is not in the param groups of {left}, and loading by name needs it"),
+        "`{0}` is not in the param groups of {left}, and loading by name needs it",
     )
     PARAM_MISSING = "param", "parameter missing from {left}; in param group {0} of {right}"
     PARAM_UNEXPECTED = "param", "parameter not in {right}; in param group {0} of {left}"
@@ -155,7 +155,7 @@ class Code(Enum):
     )
     MISASSIGNED = (
         "position",
-        ("torch assigns state by position: this parameter would get the state of another one"),
+        "torch assigns state by position: this parameter would get the state of another one",
     )
     DOUBT = "doubtful-ids", "{0}"
     OPTIMIZER_ID = "position", "optimizer id changed: torch assigns state by id"
@@ -167,11 +167,11 @@ class Code(Enum):
     NO_VALUE_RIGHT = "no-state", "no `{0}` in the state of {right}"
     NOT_STEPPABLE = (
         "step-needs",
-        ("the next optimizer step needs it, but the saved state does not have it"),
+        "the next optimizer step needs it, but the saved state does not have it",
     )
     NO_STATE = (
         "state-required",
-        ("trainable parameter without state, which set_optimizer_state_dict refuses"),
+        "trainable parameter without state, which set_optimizer_state_dict refuses",
     )
     PYTHON_VALUE = "python-value", "a tensor on one side, a Python value on the other"
     OTHER_VALUE = "value", "different value"

@@ -13,12 +13,12 @@ from ckpttool.diffing.one_model import explain_program
 from ckpttool.diffing.options import CompareOptions
 from ckpttool.diffing.others import (
     BothSides,
+    any_program,
     compare_loose,
     compare_others,
     compare_outside,
     compare_sections,
     compare_versions,
-    is_program,
     metadata_notes,
     tie_notes,
 )
@@ -134,7 +134,7 @@ def _models(left: Checkpoint, right: Checkpoint, model: ModelOperand | None) -> 
 
 def program_and_weights(left: Checkpoint, right: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Return the two in the order of `swap-weights`, which takes the program first."""
-    return (right, left) if is_program(right) else (left, right)
+    return (right, left) if any_program(right) else (left, right)
 
 
 def is_written_program(checkpoint: Checkpoint) -> bool:

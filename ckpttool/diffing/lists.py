@@ -6,10 +6,7 @@ from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.diffing.load_notes import compared_by_loading
 from ckpttool.diffing.result import Diff, kinds_by_side, outlines, statuses_of
-from ckpttool.diffing.sections import (
-    compare,
-    without_dtypes,
-)
+from ckpttool.diffing.sections import compare, without_dtypes
 from ckpttool.kinds.lists import parameters_of
 from ckpttool.operands.model import ModelOperand
 

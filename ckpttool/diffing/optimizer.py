@@ -13,16 +13,9 @@ from ckpttool.core.text import Note, plural, shell, some, title_of
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.load_notes import compared_by_loading, unreadable_note
 from ckpttool.diffing.model import load
-from ckpttool.diffing.optimizer_load import (
-    OptimizerFit,
-    compare_with_optimizer,
-    note_on_stateless,
-)
+from ckpttool.diffing.optimizer_load import OptimizerFit, compare_with_optimizer, note_on_stateless
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, statuses_of
-from ckpttool.diffing.saved_optimizers import (
-    SavedOptimizer,
-    optimizer_section,
-)
+from ckpttool.diffing.saved_optimizers import SavedOptimizer, optimizer_section
 from ckpttool.formats.folders import optimizers_in
 from ckpttool.formats.registry import format_of
 from ckpttool.io.files import names_in
@@ -30,9 +23,7 @@ from ckpttool.io.paths import join
 from ckpttool.operands.checkpoint import is_folder
 from ckpttool.operands.model import ModelOperand
 from ckpttool.optimizers.forms import read
-from ckpttool.optimizers.identify import (
-    Parameters,
-)
+from ckpttool.optimizers.identify import Parameters
 
 
 def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:

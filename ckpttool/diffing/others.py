@@ -4,7 +4,7 @@ dicts, entries outside of them, ties, metadata and module versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, Unreached
@@ -50,10 +50,10 @@ class BothSides:
 
     @property
     def has_program(self) -> bool:
-        return is_program(self.left, self.right)
+        return any_program(self.left, self.right)
 
 
-def is_program(*checkpoints: Checkpoint) -> bool:
+def any_program(*checkpoints: Checkpoint) -> bool:
     """Return True if one of them is a program: it keeps its own names, whatever weights it has."""
     return any(format_of(checkpoint).holds.programs for checkpoint in checkpoints)
 
@@ -113,8 +113,8 @@ def _file_notes(sides: BothSides, values: Values | None) -> list[str]:
 def compare_sections(
     sides: BothSides, values: Values | None, options: CompareOptions
 ) -> tuple[list[str], bool]:
-    """Compare the sections that both have under one path: a note on each difference, and whether
-    all were compared.
+    """Compare the sections that both have under one path. Return a note on each that differs, and
+    whether all were compared; those of two kinds differ.
     """
     notes: list[str] = []
     all_compared = True
@@ -182,11 +182,14 @@ def only_on_one_side(sides: BothSides) -> tuple[list[str], list[str]]:
 def _only_here(
     side: str,
     checkpoint: Checkpoint,
-    sections: dict[str, Section],
-    other_sections: dict[str, Section],
+    sections: Mapping[str, Section],
+    other_sections: Collection[str],
     entries: Iterable[str],
-    other_entries: Iterable[str],
+    other_entries: Collection[str],
 ) -> list[str]:
+    """Return notes on the sections, by path, and the loose entries, by path, that only the
+    checkpoint has: it is the `side` of a field in words.
+    """
     notes: list[str] = []
     titles = [section.title for path, section in sections.items() if path not in other_sections]
     if titles:
@@ -333,7 +336,7 @@ def _tied_here(
 # Metadata and versions
 
 
-# transformers writes whose tensors a safetensors file has: other formats need no such mark
+# transformers writes which library's tensors a safetensors file holds; other formats need no mark
 _LIBRARY = "format"
 
 
@@ -365,8 +368,8 @@ def metadata_notes(left: Checkpoint, right: Checkpoint) -> Iterator[str]:
 
 
 def compare_versions(sides: BothSides) -> tuple[list[str], str]:
-    """Return a note on module versions that differ, and why the two are not identical if loading
-    depends on them, in words with the fields of the sides.
+    """Return a note on module versions that differ, and the cause, in words with the fields of the
+    sides, if the difference counts because loading depends on it; else an empty text.
 
     With the names of a model, loading is compared. A format that has no place for versions does
     not count as a difference.
@@ -392,7 +395,7 @@ def compare_versions(sides: BothSides) -> tuple[list[str], str]:
         if effects == {Effect.NOTHING}:
             how = "loading these keys is the same"
         return [Info.about(f"{subject}; {how}: {{}}", "module-versions", modules)], ""
-    how = "loads" if Effect.UNKNOWN not in effects & decisive else "may load"
+    how = "may load" if Effect.UNKNOWN in effects & decisive else "loads"
     words = f"{subject}, and torch {how} these keys differently: {{}}"
     modules = some([str(version) for version in others if version.effect in decisive])
     return [Note.about(words, "module-versions", modules)], cause

@@ -29,8 +29,8 @@ _RULES = re.compile(r"\brules?\b")  # in a command or in Python
 
 
 def answered(question: DiffQuestion, suggests: bool = False) -> Diff:
-    """Return the diff with fixes. `suggests`: also give the rules to a model's keys if no command
-    needs their file.
+    """Return the diff with the fixes that apply. `suggests`: also give the inferred rules if no
+    command needs their file.
     """
     if _has_one_adapter(question):
         unfixed = unfixed_by(question, None)
@@ -57,8 +57,8 @@ def answered(question: DiffQuestion, suggests: bool = False) -> Diff:
 
 
 def _has_one_adapter(question: DiffQuestion) -> bool:
-    """Return whether only one of two checkpoints has an adapter, which is not merged: no rename
-    makes one of the other, and a note says how it is merged.
+    """Return whether only one of two checkpoints has an adapter: no rename turns one into the
+    other. A note of the diff says so, and how the adapter is merged.
     """
     if question.right is None:
         return False
@@ -66,8 +66,8 @@ def _has_one_adapter(question: DiffQuestion) -> bool:
 
 
 def _with_parts(question: DiffQuestion, fixes: Fixes) -> Diff:
-    """Return the diff with a note on the parts of left that have the names of right: a choice is a
-    guess.
+    """Return the diff with a note on the parts of left that have the names of right: the user must
+    choose one.
     """
     left, parts = question.left, question.parts
     assert left is not None
@@ -100,13 +100,14 @@ def _with_rules_between(question: DiffQuestion, fixes: Fixes, suggests: bool) ->
         return _untried_rules(question, fixes, rules)
     rules_options = None
     if trial is not None:
-        rules_options = _printed(trial)
+        rules_options = _other_options(trial)
         flags = ["--values"] if compares_values else []
         commands = with_file(left.source, right.source, *flags, options=rules_options)
         unfixed = unfixed_by(question, trial)
         is_partial = bool(rules.undone) or not trial.after.identical
         advice = () if rules.undone else tuple(advice_on(question, unfixed))
-        fixes = Fixes(commands, advice, is_partial, bool(diff.inferred.pairs), unfixed)
+        is_inferred = bool(diff.inferred.pairs)
+        fixes = Fixes(commands, advice, is_partial, is_inferred, unfixed)
     if suggests or not fixes.commands or any(map(_RULES.search, fixes.commands)):
         fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
     return replace(fixes.added_to(diff), rules=rules.text(), rules_options=rules_options)
@@ -120,8 +121,9 @@ def _with_rules_to_model(question: DiffQuestion, fixes: Fixes, suggests: bool) -
     assert left is not None
     if fixes.is_inferred:
         diff = _with_likely_renames(question)
-    is_open = suggests or not fixes.commands or fixes.is_partial
-    if question.model is None or not left.state_dicts or is_written_program(left) or not is_open:
+    wants_more = suggests or not fixes.commands or fixes.is_partial
+    takes_rules = question.model is not None and left.state_dicts and not is_written_program(left)
+    if not wants_more or not takes_rules:
         return fixes.added_to(diff)
     rules = question.rules
     about_optimizer = diff.remedy is not None or question.options.optimizer is not None
@@ -134,10 +136,10 @@ def _with_rules_to_model(question: DiffQuestion, fixes: Fixes, suggests: bool) -
         return _untried_rules(question, fixes, rules) if suggests else fixes.added_to(diff)
     unfixed = unfixed_by(question, trial)
     if suggests:
-        answer = _by_file(question, trial, rules, unfixed)
-        return replace(answer, rules=rules.text(), rules_options=_printed(trial))
+        answer = _with_rules_file(question, trial, rules, unfixed)
+        return replace(answer, rules=rules.text(), rules_options=_other_options(trial))
     if not fixes.commands or _count_keys(unfixed) < _count_keys(fixes.unfixed):
-        return _by_file(question, trial, rules, unfixed)
+        return _with_rules_file(question, trial, rules, unfixed)
     return fixes.added_to(diff)
 
 
@@ -182,14 +184,14 @@ def _without_wrappers(question: DiffQuestion) -> Rules | None:
     return question.likely_from(unwrapped).rules()
 
 
-def _by_file(
+def _with_rules_file(
     question: DiffQuestion, trial: TriedFix, rules: Rules, unfixed: tuple[Unfixed, ...]
 ) -> Diff:
     """Return the diff with the commands that write the rules to a file, and apply it."""
     left, model = question.left, question.model
     assert left is not None
     assert model is not None
-    to_file, line = with_file(left.source, *model.words, options=_printed(trial))
+    to_file, line = with_file(left.source, *model.words, options=_other_options(trial))
     fix = Fix(line, complete=trial.after.identical, options=trial.options)
     fixes = Fixes((to_file, fix), is_inferred=True)
     if not trial.after.identical or rules.undone:
@@ -223,7 +225,7 @@ def _count_keys(unfixed: Sequence[Unfixed]) -> int:
     return sum(len(group.keys) for group in unfixed)
 
 
-def _printed(trial: TriedFix) -> RemapOptions:
-    """Return the options of a remap by a rules file, but for the rules and the output."""
+def _other_options(trial: TriedFix) -> RemapOptions:
+    """Return the options of a remap by a rules file, without the rules and the output."""
     assert isinstance(trial.options, RemapOptions)
     return replace(trial.options, rules=None, out=None)

@@ -10,13 +10,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ckpttool.core.checkpoint import (
-    Checkpoint,
-    ExtraEntry,
-    Section,
-    TensorEntry,
-    Unreached,
-)
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, Unreached
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.tables import by_key
 from ckpttool.core.text import Note, plural, some

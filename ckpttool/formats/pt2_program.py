@@ -21,14 +21,7 @@ from ckpttool.containers.tensors import Carried, Storages, entry_of, is_paramete
 from ckpttool.containers.tree import extra_of, unreached
 from ckpttool.containers.write_tree import dumped
 from ckpttool.containers.zip_read import STORED, Archive, Record, read_archive, read_record
-from ckpttool.core.checkpoint import (
-    ExtraEntry,
-    Payload,
-    Section,
-    Storage,
-    TensorEntry,
-    Unreached,
-)
+from ckpttool.core.checkpoint import ExtraEntry, Payload, Section, Storage, TensorEntry, Unreached
 from ckpttool.core.dtypes import BY_PT2, itemsize
 from ckpttool.core.errors import CkptError, Problem, same_problem
 from ckpttool.core.limits import limits

@@ -156,7 +156,7 @@ def _in_rank_order(
     for path, rank_and_size in saved_by.items():
         if rank_and_size is not None:
             ranks[path], world_sizes[path] = rank_and_size
-    why = "other files do" if ranks else "nor does a number in its name"
+    why = "but other files do" if ranks else "nor does a number in its name"
     ranks = ranks or numbers
     unknown = [path for path in saved_by if path not in ranks]
     problems = same_problem(f"does not say its rank, {why}", unknown)
@@ -164,8 +164,9 @@ def _in_rank_order(
         for path, size in world_sizes.items():
             problems.append(Problem(f"comes from a run of {size} ranks", path))
     else:
-        size = max(len(ranks), *ranks.values(), 0)
-        problems += _rank_problems(ranks, next(iter(world_sizes.values()), size))
+        # the highest rank is there, so that ranks below it are the ones that may be missing
+        least = max(len(ranks), *ranks.values(), 0)
+        problems += _rank_problems(ranks, next(iter(world_sizes.values()), least))
     if problems:
         raise CkptError(
             f"{pattern} does not name the files of all ranks of one run",
@@ -248,11 +249,11 @@ class _Merge:
             lost.pop(key, None)
         self.notes += [f"not copied: {key}, which rank 0 does not have" for key in lost]
         for key, values in by_key.items():
-            self._is_same(key, values)
+            self._check_same(key, values)
 
-    def _is_same(self, path: str, values: Sequence[Any]) -> bool:
-        """Return True if all ranks that have the value have the same, or one of the same kind; else
-        note a problem.
+    def _check_same(self, path: str, values: Sequence[Any]) -> bool:
+        """Note a problem, and return False, unless all ranks that have the value have the same, or
+        one of the same kind.
         """
         ranks: dict[str, int] = {}
         for rank, value in enumerate(values):
@@ -265,17 +266,18 @@ class _Merge:
         return len(ranks) == 1
 
     def section(self, path: str, sections: Sequence[Section | None]) -> Section:
-        present = {rank: section for rank, section in enumerate(sections) if section is not None}
-        first = next(iter(present.values()))
+        """Return the section at the path, of which each rank has a part, or None."""
+        by_rank = {rank: section for rank, section in enumerate(sections) if section is not None}
+        first = next(iter(by_rank.values()))
         kinds: list[Any] = [_ABSENT] * len(sections)
         mappings: list[Any] = list(kinds)
         by_key: dict[str, list[TensorEntry | ExtraEntry | None]] = {}  # each entry, of each rank
-        for rank, section in present.items():
+        for rank, section in by_rank.items():
             kinds[rank] = section.kind
             mappings[rank] = section.mapping
             for key, entry in section.by_key().items():
                 by_key.setdefault(key, [None] * len(sections))[rank] = entry
-        self._is_same(path, kinds)
+        self._check_same(path, kinds)
         if first.mapping is not None:
             tensors: list[TensorEntry] = []
             mapping = self._value(mappings, tensors, path)
@@ -283,7 +285,7 @@ class _Merge:
         merged = [self._entry(entries, dotted(path, key)) for key, entries in by_key.items()]
         return replace(
             first,
-            modules=self._modules(path, present),
+            modules=self._modules(path, by_rank),
             tensors=tuple(entry for entry in merged if isinstance(entry, TensorEntry)),
             extras=tuple(entry for entry in merged if isinstance(entry, ExtraEntry)),
         )
@@ -310,7 +312,7 @@ class _Merge:
         `tensors`.
         """
         first = next(value for value in values if value is not _ABSENT)
-        if not self._is_same(path, values):
+        if not self._check_same(path, values):
             return first
         if isinstance(first, (TensorEntry, ExtraEntry)):
             by_rank = []
@@ -337,21 +339,22 @@ class _Merge:
     def _entry(
         self, entries: Sequence[TensorEntry | ExtraEntry | None], path: str
     ) -> TensorEntry | ExtraEntry:
-        present = [entry for entry in entries if entry is not None]
-        first = present[0]
+        """Return the entry of which each rank has a part or a copy, or None."""
+        held = [entry for entry in entries if entry is not None]
+        first = held[0]
         try:
-            assembled = _assembled(entries, present)
+            tensor = _assembled(entries, held)
         except CkptError as error:
             if isinstance(error, Unsupported):
                 self.hint = error.hint
             self.problems += error.problems or [Problem(error.message, first.key)]
             return first
-        if assembled is not None:
-            return assembled
+        if tensor is not None:
+            return tensor
         # Objects, and tensors that are not dense: rank 0's, if all ranks have the same.
-        if all(same_values(first, entry) for entry in present[1:]):
+        if all(same_values(first, entry) for entry in held[1:]):
             return first
-        if any(isinstance(entry, TensorEntry) for entry in present):
+        if any(isinstance(entry, TensorEntry) for entry in held):
             text = "differs between the ranks, and has no parts to assemble"
             self.problems.append(Problem(text, path))
         else:
@@ -371,20 +374,21 @@ def _described(value: Any) -> str:
 
 
 def _assembled(
-    entries: Sequence[TensorEntry | ExtraEntry | None], present: Sequence[TensorEntry | ExtraEntry]
+    entries: Sequence[TensorEntry | ExtraEntry | None], held: Sequence[TensorEntry | ExtraEntry]
 ) -> TensorEntry | None:
     """Return the tensor of the ranks' parts; None if they are objects or not dense.
 
-    `present` are the entries of the ranks that have one. Raises `CkptError` for parts that do not
-    fit.
+    `held` are the entries of the ranks that have one. A plain tensor is that of the first such
+    rank, with those of all ranks as its payload: only a model tells copies from parts. Raises
+    `CkptError` for parts that do not fit.
     """
-    key = present[0].key
-    kinds = set(map(shard_kind, present))
+    key = held[0].key
+    kinds = set(map(shard_kind, held))
     for kind in (SHARDED_TENSOR, DTENSOR):
         if kind in kinds:
             return _of_shards(entries, key, kind)
     parts = []
-    for entry in present:
+    for entry in held:
         if isinstance(entry, ExtraEntry) or entry.storage is None:
             return None
         parts.append(entry)
@@ -405,6 +409,9 @@ def _complete_tensor(shard: LocalShard) -> tuple[object, ...]:
 def _of_shards(
     entries: Sequence[TensorEntry | ExtraEntry | None], key: str, kind: str
 ) -> TensorEntry:
+    """Return the tensor whose shards, of this kind, are on all ranks. Raises `CkptError` if they do
+    not fit together.
+    """
     sharded = []
     for entry in entries:
         if entry is None or shard_kind(entry) != kind:
@@ -421,7 +428,7 @@ def _of_shards(
     problem = cover_problem(shape, copies)
     if problem is not None:
         raise _misfit(problem, key)
-    # What reads the parts of a flat parameter takes them to be in the order of the ranks.
+    # Readers of flat parameters expect their parts in the order of the ranks.
     offsets = [chunk.offsets for chunk in copies]
     if kind == SHARDED_TENSOR and offsets != sorted(offsets):
         raise _misfit("its chunks are not in the order of the ranks", key)

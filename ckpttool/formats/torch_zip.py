@@ -17,13 +17,7 @@ from typing import Any
 from ckpttool.containers.pickle_read import Origin, Pickle, check_size, loads, unreadable
 from ckpttool.containers.tensors import Carried, Rebuilder, Storages, is_parameter
 from ckpttool.containers.tree import Container, read_tree
-from ckpttool.containers.write_tree import (
-    changed_records,
-    changed_root,
-    dumped,
-    fresh_root,
-    key_of,
-)
+from ckpttool.containers.write_tree import changed_records, changed_root, dumped, fresh_root, key_of
 from ckpttool.containers.zip_read import (
     ALIGNMENT,
     STORED,

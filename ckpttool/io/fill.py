@@ -11,15 +11,7 @@ from ckpttool.io import handles, progress, sources, syscalls
 from ckpttool.io.files import sources_stay
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import BLOCK as FILE_BLOCK
-from ckpttool.io.pieces import (
-    LEAST,
-    Digest,
-    Piece,
-    Pieces,
-    amounts,
-    nbytes_of,
-    stream,
-)
+from ckpttool.io.pieces import LEAST, Digest, Piece, Pieces, amounts, nbytes_of, stream
 
 # Bytes of a write, at multiples of it in the file: as fast as `cp`, which lets the kernel copy in
 # this size. Larger writes make the kernel look for larger pages, which took two to five times as

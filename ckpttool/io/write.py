@@ -16,12 +16,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.io import handles, sources, syscalls
 from ckpttool.io.fill import fill
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import (
-    Digest,
-    Pieces,
-    nbytes_of,
-    new_digest,
-)
+from ckpttool.io.pieces import Digest, Pieces, nbytes_of, new_digest
 from ckpttool.io.preflight import is_one_of
 from ckpttool.io.syscalls import confirm, put, uninterrupted
 from ckpttool.io.temporary import staged_file

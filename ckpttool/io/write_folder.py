@@ -19,14 +19,7 @@ from ckpttool.io import handles, sources, syscalls, transaction
 from ckpttool.io.files import size
 from ckpttool.io.fill import fill
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import (
-    Files,
-    Link,
-    Piece,
-    Pieces,
-    Ready,
-    nbytes_of,
-)
+from ckpttool.io.pieces import Files, Link, Piece, Pieces, Ready, nbytes_of
 from ckpttool.io.preflight import is_one_of
 from ckpttool.io.syscalls import NOT_HERE, confirm, exchange, sync_folder, uninterrupted
 from ckpttool.io.temporary import staged_folder

@@ -11,10 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.core.checkpoint import (
-    Section,
-    TensorEntry,
-)
+from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names
 from ckpttool.core.options import ModelOptions, OptimizerOptions, call_of, expand_options

@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ckpttool.core.checkpoint import (
-    Checkpoint,
-    Section,
-)
+from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import SERIALIZED
 from ckpttool.evaluate.compare import same_values

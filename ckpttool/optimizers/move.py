@@ -11,14 +11,7 @@ from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import SERIALIZED, Names
-from ckpttool.core.optimizer_state import (
-    ID,
-    OptimizerState,
-    Param,
-    ParamGroup,
-    params_of,
-    renamed,
-)
+from ckpttool.core.optimizer_state import ID, OptimizerState, Param, ParamGroup, params_of, renamed
 from ckpttool.core.plan import OptimizerMove
 from ckpttool.core.tables import selected, shapes_of
 from ckpttool.core.text import some

@@ -13,10 +13,7 @@ from ckpttool.core.text import title_of
 from ckpttool.formats.opening import unsafe_in
 from ckpttool.formats.protocol import Format
 from ckpttool.io.paths import name as name_of
-from ckpttool.io.pieces import (
-    Files,
-    Link,
-)
+from ckpttool.io.pieces import Files, Link
 
 
 def copied_imports(output: Checkpoint, target: Format, files: Files) -> set[str]:

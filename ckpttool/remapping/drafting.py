@@ -35,10 +35,10 @@ from ckpttool.remapping.steps import (
     without_peft,
 )
 from ckpttool.remapping.through_models import (
+    place_counters,
     to_model_form,
     to_other_model,
     with_common_keys,
-    with_counters,
     without_pruning,
 )
 
@@ -129,7 +129,7 @@ def _through_models(draft: Draft, task: SectionTask) -> Draft:
     draft = _to_form(draft, task, saved)
     if loads is not None:
         draft = to_other_model(draft, request, loads)
-    return with_counters(draft, keep=request.like is not None or isinstance(task.form, Chain))
+    return place_counters(draft, keep=request.like is not None or isinstance(task.form, Chain))
 
 
 def _asks_for_keys_of_model(request: Request) -> bool:

@@ -7,17 +7,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ckpttool.containers.rank_shards import (
-    ONE_STEP,
-    is_of_ranks,
-    parts_of,
-    ranks_agree,
-)
-from ckpttool.core.checkpoint import (
-    Checkpoint,
-    Section,
-    TensorEntry,
-)
+from ckpttool.containers.rank_shards import ONE_STEP, is_of_ranks, parts_of, ranks_agree
+from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.names import Names, OptimizerParam, RuntimeTensor
 from ckpttool.core.optimizer_state import FQN, ID, OptimizerState, Param, renamed

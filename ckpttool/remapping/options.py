@@ -269,7 +269,7 @@ class RemapOptions(OptimizerOptions, EditOptions):
         yield (
             keys and keys not in KEYS,
             f"--optimizer-keys {keys}: no such form",
-            (f"the forms are {', '.join(KEYS)}"),
+            f"the forms are {', '.join(KEYS)}",
         )
         yield (
             self.optimizer is not None and no_model,

@@ -12,11 +12,7 @@ from ckpttool.core.text import Info, Note, listed, plural, some
 from ckpttool.formats.fit import check_in_place
 from ckpttool.io import progress as io_progress
 from ckpttool.io import sources
-from ckpttool.operands.checkpoint import (
-    Ckpt,
-    open_checkpoint,
-    split,
-)
+from ckpttool.operands.checkpoint import Ckpt, open_checkpoint, split
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import Target, target_for
 from ckpttool.remapping.carried_code import CarriesCode

@@ -19,16 +19,8 @@ from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import Runner, apply
 from ckpttool.naming import wrappers
-from ckpttool.naming.convert import (
-    Form,
-    ModelForm,
-    read,
-)
-from ckpttool.naming.match import (
-    NameTables,
-    aliases,
-    align,
-)
+from ckpttool.naming.convert import Form, ModelForm, read
+from ckpttool.naming.match import NameTables, aliases, align
 from ckpttool.naming.model_change import ModelChange
 from ckpttool.naming.wrappers import Chain, Evidence, strip
 from ckpttool.operands.model import ModelOperand

@@ -1,4 +1,4 @@
-"""The steps through the names of models."""
+"""Steps of a plan that need a model: its keys in another form, or under another model's names."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def _adapt_variants(
     dropped, problems = drop_variants(reading.match.variants, reading.match.names, section)
     outputs = list(plan.outputs)
     if to is ModelForm.EXPORTED:
-        outputs, more, others = without_variants(outputs, tables.first, section)
-        dropped, problems = dropped + more, problems + others
+        outputs, more_dropped, more_problems = without_variants(outputs, tables.first, section)
+        dropped, problems = dropped + more_dropped, problems + more_problems
     elif to is ModelForm.UNFLATTENED:
         outputs = with_variants(outputs, tables.first)
     plan = replace(plan, outputs=tuple(outputs), dropped=(*plan.dropped, *dropped))
@@ -161,8 +161,8 @@ def to_other_model(draft: Draft, request: Request, model: ModelOperand) -> Draft
 
 
 def with_common_keys(draft: Draft, saved: ModelOperand, loads: ModelOperand) -> Draft | None:
-    """Return the draft with the keys as they are, if both models save all of them, and only their
-    runtime names are others: one computes what the other has. None for other models.
+    """Return the draft with the keys as they are, if both models save the same keys, and hold them
+    in different tensors; None for other models.
 
     saved  q, k, v  ─ hook ─▶  qkv.weight        loads  qkv.weight  ─▶  qkv.weight
     """
@@ -185,8 +185,8 @@ def with_common_keys(draft: Draft, saved: ModelOperand, loads: ModelOperand) -> 
 
 
 def without_pruning(section: Section, tables: NameTables) -> Plan | None:
-    """Return the plan that computes pruned weights as `torch.nn.utils.prune.remove` does, if the
-    model has no masks. None if there are none.
+    """Return the plan that computes pruned weights as `torch.nn.utils.prune.remove` does; None if
+    no weight is pruned, or the model has the masks too.
 
     weight_orig, weight_mask  ─▶  weight = weight_mask * weight_orig
     """
@@ -216,9 +216,9 @@ def without_pruning(section: Section, tables: NameTables) -> Plan | None:
     return Plan(tuple(outputs))
 
 
-def with_counters(draft: Draft, keep: bool) -> Draft:
-    """Return the draft with the counters of AveragedModels, which were set aside, first in the plan
-    or dropped.
+def place_counters(draft: Draft, keep: bool) -> Draft:
+    """Put the counters of AveragedModels, which were set aside, first in the plan; or drop them
+    unless `keep`.
     """
     keys = draft.counters
     canonical = {**draft.canonical, **dict.fromkeys(keys, wrappers.COUNTER)}
@@ -247,7 +247,9 @@ def lacking(tables: NameTables, to: ModelForm, plan: Plan) -> tuple[str, ...]:
 
 
 def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Checkpoint:
-    """Return `result` with its form recorded if the names, dtypes and shapes do not show it."""
+    """Return `result` with the form of the section at `path` recorded, if its names, dtypes and
+    shapes do not show it.
+    """
     section = replace(result.section(path), form=None, has_runtime_names=False)
     has_all_keys = tables.serialized_names.keys() <= section.by_key().keys()
     is_either = tables.forms_agree and has_all_keys
@@ -278,6 +280,9 @@ def _trained(plan: Plan, tables: NameTables, form: str) -> Plan:
 def _with_runner(
     runners: Mapping[str, Runner], plan: Plan, code: ModelOperand | None
 ) -> Mapping[str, Runner]:
+    """Return the functions that run a model's own code, with this model's for the runs of the
+    plan.
+    """
     if code is None:
         return runners
     return {**runners, **dict.fromkeys((run.way for run in plan.runs), code.run)}

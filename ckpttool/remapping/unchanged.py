@@ -14,10 +14,7 @@ from ckpttool.io.paths import join, parent
 from ckpttool.io.pieces import Link, nbytes_of
 from ckpttool.naming.convert import ModelForm
 from ckpttool.naming.wrappers import evidence_in, is_lightning
-from ckpttool.operands.checkpoint import (
-    open_operand,
-    split,
-)
+from ckpttool.operands.checkpoint import open_operand, split
 from ckpttool.operands.output import Target, command, outputs
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.plan import remap as remap_index

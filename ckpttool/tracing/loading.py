@@ -78,18 +78,27 @@ class DtypeChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict of strict loading. `ok`: it succeeds. `errors` are torch's own messages besides
-    the two key lists.
+    """The verdict of strict loading.
 
-    `reads` gives for each runtime FQN its value after loading, over checkpoint keys; None if the
-    checkpoint does not reach it. `assigns`: it is refused, but ``assign=True``, which replaces the
-    model's tensors by the file's, succeeds. `doubtful`: it was found on tensors without data, and
-    real tensors may refuse it. `by_values`: the model's code looked at values, or made some outside
-    of torch: for other values `reads` may differ. `special` are the runtime tensors of another kind
-    (quantized, subclasses): whether they keep a value is known only with values. `altered` are the
-    keys whose values they do not keep; `replaced` are the keys whose values loading replaces by
-    others, as far as that was tried. `unknown` are the keys of objects that no safe loader creates:
-    whether torch loads these is not known.
+    Attributes:
+        ok: It succeeds.
+        missing: Keys that the model expects and the file does not have.
+        unexpected: Keys that the file has and the model does not expect.
+        errors: Torch's own messages besides these two lists.
+        dtype_changes: Tensors whose dtype loading converts.
+        reads: Runtime FQN -> its value after loading, over the file's keys; None if the file does
+            not reach it.
+        assigns: It is refused, but ``assign=True``, which replaces the model's tensors by the
+            file's, succeeds.
+        doubtful: It was found on tensors without data, and real tensors may refuse it.
+        by_values: The model's code looked at values, or made some outside of torch: for other
+            values `reads` may differ.
+        special: Runtime tensors of another kind (quantized, subclasses): only with values it is
+            known whether they keep one.
+        altered: Keys whose values tensors of another kind do not keep.
+        replaced: Keys whose values loading replaces by others, as far as that was tried.
+        unknown: Keys of objects that no safe loader creates: whether torch loads these is not
+            known.
     """
 
     ok: bool
@@ -426,7 +435,7 @@ class _Lists:
     def read(
         self, failed: Exception | None
     ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """Return the lists, or what `failed` says instead of them; and let the root be."""
+        """Return the lists, or what `failed` says instead of them. Restore the root's method."""
         if self._before is None:
             object.__delattr__(self._root, "_load_from_state_dict")
         else:
@@ -468,7 +477,7 @@ def reads_of_any(
     for seed in FILLINGS:
         other = attempt(lambda: _other_state(model, seed, state))  # noqa: B023  # it is called at once
         if isinstance(other, Exception):
-            continue  # a check on values that these do not pass
+            continue  # the model refuses these values
         again = loaded(model.build(True), copied_state(other), True)
         if not again.ok:
             continue
@@ -660,7 +669,9 @@ def versions_asked_for(
 def _under_other_versions(
     state: Mapping[str, Any], versions: Mapping[str, Any]
 ) -> Iterator[OrderedDict[str, Any]]:
-    """Yield the state dict without versions, then with every other version up to the next one."""
+    """Yield the state dict without versions, then with each version that it does not have, up to
+    the one above its highest.
+    """
     copied = copied_state(state)
     del copied._metadata  # type: ignore[attr-defined]
     yield copied

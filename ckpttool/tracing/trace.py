@@ -47,13 +47,7 @@ from ckpttool.tracing.instances import (
     shape_of,
     values_of,
 )
-from ckpttool.tracing.loading import (
-    Load,
-    Verdict,
-    load_recorded,
-    reads_of_any,
-    versions_asked_for,
-)
+from ckpttool.tracing.loading import Load, Verdict, load_recorded, reads_of_any, versions_asked_for
 from ckpttool.tracing.memory import Geometry
 from ckpttool.tracing.saving import Saved, save, save_once
 from ckpttool.tracing.simplify import Simplifier

@@ -352,7 +352,7 @@ def test_files_of_different_runs_are_refused(run: Run, tmp_path: Path) -> None:
     done = run("inspect", tmp_path / "rank_*.pt")
     assert done.status == 2
     assert [line for line in done.err.splitlines() if line.startswith("  ")] == [
-        f"  does not say its rank, other files do @ {tmp_path}/rank_2.pt",
+        f"  does not say its rank, but other files do @ {tmp_path}/rank_2.pt",
         f"  comes from a run of 2 ranks @ {tmp_path}/rank_0.pt",
         f"  comes from a run of 3 ranks @ {tmp_path}/rank_1.pt",
     ]
@@ -645,7 +645,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda state: state.update(w=PickledCall(ShardedTensor, ())), "the sharded tensor w"),
         (lambda state: state.update(v=ONES), "a sharded tensor on some ranks, and not on all @ v"),
         (lambda state: state.pop("v"), "a sharded tensor on some ranks, and not on all @ v"),
-        (without_shards, "does not say its rank, other files do @ "),
+        (without_shards, "does not say its rank, but other files do @ "),
     ],
 )
 def test_changed_sharded_tensors_are_read_or_refused(
