@@ -9,6 +9,7 @@ import copy
 import inspect
 import os
 import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -191,10 +192,22 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def code_failed(what: str, watcher: Watcher, error: BaseException) -> CodeFailed:
     """Return the error for what the model's own saving or loading raised; it names the hook."""
-    return CodeFailed(
-        f"{what} fails{watcher.where}: {describe(error)}",
-        hint="fix it there: torch fails the same way",
-    )
+    hint = "fix it there: torch fails the same way"
+    if _is_raised_by_fsdp1(error):
+        hint = (
+            "FSDP1 saves and loads only the module that it wraps, and ckpttool runs a copy of it:"
+            " pass the model before it is wrapped"
+        )
+    return CodeFailed(f"{what} fails{watcher.where}: {describe(error)}", hint=hint)
+
+
+def _is_raised_by_fsdp1(error: BaseException) -> bool:
+    """Return whether code of FSDP1 raised the error; FSDP2 is a package next to its modules."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith("torch.distributed.fsdp._") and "_fully_shard" not in module:
+            return True
+    return False
 
 
 def on_meta_or_real(model: LoadedModel, run: Callable[[bool], T], extra: int = 0) -> T:

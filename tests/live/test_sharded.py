@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -24,7 +25,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sharded_live
-from ckpttool import Refused, swap_weights
+from ckpttool import CkptError, Refused, diff, swap_weights, trace
 from torch_version import needs_torch
 
 
@@ -40,6 +41,26 @@ def test_sharded_modules_compute_with_the_new_weights_in_any_state(tmp_path: Pat
         52 if "CKPTTOOL_SEEDS" not in os.environ else 91
     ] * 3
     assert [{case: text for case, text in result.items() if text} for result in results] == [{}] * 3
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_model_in_fsdp1_is_not_said_to_fail_in_torch(use_orig_params: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(2, 2)),
+            use_orig_params=use_orig_params,
+            device_id=torch.device("cpu"),
+        )
+        state = model.state_dict()
+        for ask in (lambda: trace(model), lambda: diff(state, model=model)):
+            with pytest.raises(CkptError) as failed:
+                ask()
+            assert failed.value.hint.endswith("pass the model before it is wrapped")
+        assert diff(state, model=nn.Sequential(nn.Linear(2, 2))).identical
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
