@@ -77,6 +77,10 @@ class Report:
         paths = present((*others, *(self.report or ())))
         named = Counter(os.path.realpath(path) for path in (*paths, out) if path is not None)
         for path in paths:
+            if path == "-":
+                raise CkptError(
+                    "- is not the name of a file", hint="name one, or print with --format json"
+                )
             if named[os.path.realpath(path)] > 1:
                 raise CkptError(f"{path} is named for two outputs", hint="give each its own name")
             _check_no_source(path, read)

@@ -220,13 +220,22 @@ def test_report_path_that_is_a_folder_is_refused(
     assert "r.md is a folder\nhint: name a file" in capfd.readouterr().err
 
 
-def test_rules_are_not_written_to_a_file_called_dash(
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["diff", "{keys}", "{keys}", "--suggest", "-"], "--suggest writes a file"),
+        (["trace", "torch.nn:Identity", "-o", "-"], "- is not the name of a file"),
+    ],
+)
+def test_no_file_is_called_dash(
+    command: list[str],
+    message: str,
     odd_keys: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["diff", odd_keys, odd_keys, "--suggest", "-"]) == 2
-    assert "error: --suggest writes a file\nhint: name it" in capfd.readouterr().err
+    assert main([word.format(keys=odd_keys) for word in command]) == 2
+    assert f"error: {message}\nhint: name " in capfd.readouterr().err
     assert not (tmp_path / "-").exists()
