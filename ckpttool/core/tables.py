@@ -1,4 +1,4 @@
-"""Tables and sums that many modules build from tensors, keys and other entries."""
+"""Tables that many modules build from tensors, keys and sections."""
 
 from __future__ import annotations
 
