@@ -88,10 +88,11 @@ def _without_counterpart(left: Checkpoint, right: Checkpoint, entries: Iterable[
                 left_names[key] = first.get(key, key)
             for key in entry.right:
                 right_names[key] = other_first.get(key, key)
+    left_tensors, right_tensors = set(left_names.values()), set(right_names.values())
     on_both: set[str] = set()
     for key, other in same_tensors(entries).items():
         tensor, same_tensor = first.get(key, key), other_first.get(other, other)
-        if tensor in left_names.values() and same_tensor in right_names.values():
+        if tensor in left_tensors and same_tensor in right_tensors:
             on_both.update((tensor, same_tensor))
     names = [*left_names.items(), *right_names.items()]
     return {key for key, tensor in names if tensor not in on_both}
