@@ -52,9 +52,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 LINES = [
-    ("inspect a.safetensors", 0, 102),
+    ("inspect a.safetensors", 0, 103),
     ("inspect a.pt --format json", 0, 120),
-    ("inspect none.pt", 2, 100),
+    ("inspect none.pt", 2, 101),
     ("diff a.safetensors a.pt", 0, 170),
     ("diff a.safetensors a.pt --values", 0, 170),
     ("diff a.safetensors renamed.safetensors", 1, 228),
