@@ -31,6 +31,10 @@ _RULES = re.compile(r"\brules?\b")  # in a command or in Python
 def answered(question: DiffQuestion, suggests: bool = False) -> Diff:
     """Return the diff with the fixes that apply. `suggests`: also give the inferred rules if no
     command needs their file.
+
+    Nothing fixes an adapter on one side. A preset that is known by the names comes next, then the
+    commands that were tried on the index. If these leave differences, parts of left are named that
+    have right's names, or rules are inferred: between two checkpoints, for an adapter, to a model.
     """
     if _has_one_adapter(question):
         unfixed = unfixed_by(question, None)

@@ -37,15 +37,7 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
     """
     tables, to = model.tables, request.form_by_model
     names = tables.names
-    source_form = request.options.source_form
-    form = source_form.names if isinstance(source_form, ModelForm) else None
-    section = draft.section
-    reading = read(tables, section, form)
-    counted = wrappers.counters(section.tensor_keys)
-    counters = [key for key in counted if key in reading.match.unmatched]
-    if counters:
-        section = without_tensors(section, counters)
-        reading = read(tables, section, form)
+    section, reading, counters = _read_without_counters(draft.section, tables, request)
     if not reading.match.names:
         raise _not_its_keys(section, request, names)
     if reading.form != to.names:
@@ -64,9 +56,7 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
         )
     missing = lacking(tables, to, plan)
     if request.options.trainable_only:
-        missing_plan = Plan(tuple(Output(section.path, key, Ref(key)) for key in missing))
-        missing = tuple(output.key for output in _trained(missing_plan, tables, to.names).outputs)
-        plan = _trained(plan, tables, to.names)
+        plan, missing = _trained(plan, missing, tables, to.names)
     notes = list(draft.notes)
     if reading.ambiguous:
         notes.append(
@@ -79,12 +69,36 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
         draft,
         plan=plan,
         canonical=tables.serialized_names,
-        form=(draft.wrappers.form or "wrapped") if reading.match.wrapped else reading.form,
+        form=_form_of(draft, reading),
         missing=missing,
-        counters=tuple(counters),
+        counters=counters,
         notes=tuple(notes),
         runners=_with_runner(draft.runners, plan, model.code),
     )
+
+
+def _read_without_counters(
+    section: Section, tables: NameTables, request: Request
+) -> tuple[Section, Reading, tuple[str, ...]]:
+    """Return the section without the counters of AveragedModels that the model does not have, the
+    reading of its keys, and these counters.
+    """
+    source_form = request.options.source_form
+    form = source_form.names if isinstance(source_form, ModelForm) else None
+    reading = read(tables, section, form)
+    unmatched = set(reading.match.unmatched)
+    counters = [key for key in wrappers.counters(section.tensor_keys) if key in unmatched]
+    if not counters:
+        return section, reading, ()
+    section = without_tensors(section, counters)
+    return section, read(tables, section, form), tuple(counters)
+
+
+def _form_of(draft: Draft, reading: Reading) -> str:
+    """Return the form that the keys had, for the report: the wrappers in them, or the model's."""
+    if reading.match.wrapped:
+        return draft.wrappers.form or "wrapped"
+    return reading.form
 
 
 def _adapt_variants(
@@ -258,23 +272,27 @@ def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Ch
     return with_sections(result, {path: section})
 
 
-def _trained(plan: Plan, tables: NameTables, form: str) -> Plan:
-    """Return the plan without outputs of frozen parameters only, as torch's
+def _trained(
+    plan: Plan, missing: Sequence[str], tables: NameTables, form: str
+) -> tuple[Plan, tuple[str, ...]]:
+    """Return the plan and the missing keys without frozen parameters, as torch's
     ``ignore_frozen_params``; buffers stay.
 
-    The plan's keys are ``serialized`` or ``runtime`` names, as `form` says.
+    The keys are ``serialized`` or ``runtime`` names, as `form` says.
     """
     frozen = set()
     for tensor in tables.names.runtime:
         if tensor.kind == "parameter" and not tensor.trainable:
             frozen.add(tensor.fqn)
-    trained = []
-    for output in plan.outputs:
-        source = None if form == RUNTIME else tables.saved.get(output.key)
-        fqns = {output.key} if source is None else set(ex.refs(source))
-        if not fqns <= frozen:
-            trained.append(output)
-    return only_outputs(plan, trained, "the parameter is frozen")
+
+    def is_trained(key: str) -> bool:
+        source = None if form == RUNTIME else tables.saved.get(key)
+        fqns = {key} if source is None else set(ex.refs(source))
+        return not fqns <= frozen
+
+    outputs = [output for output in plan.outputs if is_trained(output.key)]
+    plan = only_outputs(plan, outputs, "the parameter is frozen")
+    return plan, tuple(filter(is_trained, missing))
 
 
 def _with_runner(
