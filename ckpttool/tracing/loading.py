@@ -151,12 +151,13 @@ class Load(NamedTuple):
 
 
 def load_recorded(instance: nn.Module, state: OrderedDict[str, Any], real: bool) -> Load:
-    """Load `state` strictly into `instance`; both are changed. Raises as `loaded`."""
-    custom = with_custom_loading(instance)
+    """Load `state` strictly into `instance`; both are changed. Raises as
+    `record_verdict`."""
+    custom = with_other_code(instance)
     runs_code = custom or any(module._load_state_dict_post_hooks for module in instance.modules())
     outline, versions = _outline_of(state), copy.copy(metadata_of(state))
-    noting, read = noting_versions(state)
-    verdict = loaded(instance, noting, real)
+    read = _note_versions(state)
+    verdict = record_verdict(instance, state, real)
     is_unchanged = not real and not runs_code and not verdict.special
     spare = instance if is_unchanged else None
     return Load(verdict, outline, versions, custom, bool(read), real, spare)
@@ -182,7 +183,8 @@ def load_verdict(
     file's.
 
     With `reads_values`, a small model also loads the values if they may decide. `loads` are
-    recorded loads of the model, which are not repeated; new ones are appended. Raises `CkptError`
+    recorded loads of the model, which are not repeated; new ones without data are appended. Raises
+    `CkptError`
     if real tensors are needed and do not fit in memory, if the file does not hold what its entries
     say, and if the answer depends on an object that is not created here (`stored`).
     """
@@ -202,22 +204,23 @@ def load_verdict(
             loads.append(load)
         return load
 
+    # the file's values, and the tensors of the instance
     need = 2 * sum(entry.nbytes for entry in section.tensors)
     if model.materialize or needs_values(section):
         check_memory(model, need, f"{model.operand} has to load tensors with their values")
-        return _unrecorded(model, section, recorded(True).verdict)
+        return _verdict_on_values(model, section, recorded(True).verdict)
     load = _answering(loads, section) or on_meta_or_real(model, recorded, need)
     verdict = load.verdict
     if verdict.doubtful or verdict.special:
         check_memory(model, need, f"whether {model.operand} loads it cannot be told without values")
-        return _unrecorded(model, section, verdict)
+        return _verdict_on_values(model, section, verdict)
     if reads_values and (load.real or _depends_on_values(verdict, section)):
         with contextlib.suppress(CannotBuild):
-            return _unrecorded(model, section, verdict) if is_cheap(model, need) else verdict
+            return _verdict_on_values(model, section, verdict) if is_cheap(model, need) else verdict
     return verdict
 
 
-def _unrecorded(model: LoadedModel, section: Section, verdict: Verdict) -> Verdict:
+def _verdict_on_values(model: LoadedModel, section: Section, verdict: Verdict) -> Verdict:
     """Return the verdict with what torch decides about the file's values, without a recorder."""
     instance = model.build(True)
     lists = _Lists(instance)
@@ -333,7 +336,7 @@ def _is_special(tensor: torch.Tensor) -> bool:
     return is_special(tensor) and not is_dtensor(tensor)
 
 
-def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict:
+def record_verdict(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict:
     """Load `state` strictly into `instance`, which is changed. Raises `CodeFailed` if that cannot
     run on meta.
     """
@@ -478,7 +481,7 @@ def reads_of_any(
         other = attempt(lambda: _other_state(model, seed, state))  # noqa: B023  # it is called at once
         if isinstance(other, Exception):
             continue  # the model refuses these values
-        again = loaded(model.build(True), copied_state(other), True)
+        again = record_verdict(model.build(True), copied_state(other), True)
         if not again.ok:
             continue
         is_proven, after = True, _after_loading(model, other)
@@ -602,28 +605,28 @@ class _NotedVersions(dict[str, Any]):
         return super().pop(key, *default)
 
 
-def noting_versions(state: OrderedDict[str, Any]) -> tuple[OrderedDict[str, Any], list[str]]:
-    """Return the state dict, which notes the modules whose versions are read, and where it notes
-    them.
-    """
+def _note_versions(state: OrderedDict[str, Any]) -> list[str]:
+    """Let the state dict note the modules whose versions are read; return where it notes them."""
     read: list[str] = []
     metadata = metadata_of(state)
-    if metadata is not None:
-        noted: OrderedDict[str, Any] = OrderedDict()
-        for path, payload in metadata.items():
-            if type(payload) is not dict:
-                read.append(path)  # nothing tells whether it is read
-            noted[path] = _NotedVersions(payload) if type(payload) is dict else payload
-        for path, payload in noted.items():
-            if isinstance(payload, _NotedVersions):
-                payload.path, payload.read = path, read
-        state._metadata = noted  # type: ignore[attr-defined]
-    return state, read
+    if metadata is None:
+        return read
+    noted: OrderedDict[str, Any] = OrderedDict()
+    for path, payload in metadata.items():
+        if type(payload) is not dict:
+            read.append(path)  # nothing tells whether it is read
+            noted[path] = payload
+            continue
+        versions = _NotedVersions(payload)
+        versions.path, versions.read = path, read
+        noted[path] = versions
+    state._metadata = noted  # type: ignore[attr-defined]
+    return read
 
 
-def with_custom_loading(instance: nn.Module) -> set[str]:
-    """Return the modules whose loading runs other code than `nn.Module`'s, which reads no
-    version.
+def with_other_code(instance: nn.Module) -> set[str]:
+    """Return the modules whose loading runs other code than that of `nn.Module`, which itself reads
+    no version.
     """
     paths = set()
     for path, module in instance.named_modules(remove_duplicate=False):
@@ -655,13 +658,13 @@ def versions_asked_for(
     may_be_read = of_custom or versions
     for other in _under_other_versions(state, versions):
         try:
-            again = loaded(model.build(real), other, real)
+            again = record_verdict(model.build(real), other, real)
         except CkptError:  # a tensor of an old version is missing
             return may_be_read
         if not again.ok:
             return may_be_read
         if again.reads != verdict.reads:  # random numbers have this effect too
-            repeated = loaded(model.build(real), copied_state(state), real)
+            repeated = record_verdict(model.build(real), copied_state(state), real)
             return may_be_read if repeated.reads == verdict.reads else None
     return None
 
