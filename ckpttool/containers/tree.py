@@ -259,7 +259,7 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class _Tensors:
-    """Tensors below some nodes, each under a key of its own, with the steps to it.
+    """Tensors below some nodes, each under another key, with the steps to it.
 
     `listed` are the ids of tensors that have another place already. Containers whose ids are `seen`
     or `barren` are not looked into: that was done, or they have no tensor to list.
@@ -303,7 +303,7 @@ class _Tensors:
 
 @dataclass(slots=True, eq=False)
 class Tree:
-    """The contents of a pickle's tree, and what is known while it is walked.
+    """The contents of a pickle's tree, and the state of the walk through it.
 
     Attributes:
         storages: The storages of the file.
@@ -313,7 +313,7 @@ class Tree:
             container.
         outer: Path -> a pickled object that has sections or tensors in it.
         dicts: Path -> the keys of what could be a state dict.
-        notes: What was not looked at.
+        notes: Sentences on sections that are not listed at each place.
         unreached: Storages that no tensor is made of, as the reader of the file lists them.
         whole: Paths of dicts that are read as state dicts.
         loose: Tensors that are in no section.

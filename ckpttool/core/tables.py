@@ -93,6 +93,6 @@ def new_paths(renames: Iterable[ModuleRename]) -> dict[str, str]:
 
 
 def with_sections(checkpoint: Checkpoint, changed: Mapping[str, Section]) -> Checkpoint:
-    """Return the checkpoint with these sections, by path, in place of its own."""
+    """Return the checkpoint with these sections, by path, in place of the old ones."""
     sections = tuple(changed.get(section.path, section) for section in checkpoint.sections)
     return replace(checkpoint, sections=sections)

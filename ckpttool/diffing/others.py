@@ -113,8 +113,8 @@ def _file_notes(sides: BothSides, values: Values | None) -> list[str]:
 def compare_sections(
     sides: BothSides, values: Values | None, options: CompareOptions
 ) -> tuple[list[str], bool]:
-    """Compare the sections that both have under one path. Return a note on each that differs, and
-    whether all were compared; those of two kinds differ.
+    """Compare the sections that both have under one path. Return a note on each that differs, also
+    in its kind, and whether all were compared.
     """
     notes: list[str] = []
     all_compared = True

@@ -380,7 +380,7 @@ def pickle_files(folder: str) -> tuple[str, ...]:
 
 
 def begins_as_pickle(path: str) -> bool:
-    """Return whether the file begins as those of torch.save: a zip archive or a pickle."""
+    """Return whether the file begins as a file of torch.save: a zip archive or a pickle."""
     if not is_file(path):
         return False
     with opened(path) as file:

@@ -164,7 +164,7 @@ def _in_rank_order(
         for path, size in world_sizes.items():
             problems.append(Problem(f"comes from a run of {size} ranks", path))
     else:
-        # the highest rank is there, so that ranks below it are the ones that may be missing
+        # the highest rank is there: only ranks below it may be missing
         least = max(len(ranks), *ranks.values(), 0)
         problems += _rank_problems(ranks, next(iter(world_sizes.values()), least))
     if problems:
@@ -378,9 +378,9 @@ def _assembled(
 ) -> TensorEntry | None:
     """Return the tensor of the ranks' parts; None if they are objects or not dense.
 
-    `held` are the entries of the ranks that have one. A plain tensor is that of the first such
-    rank, with those of all ranks as its payload: only a model tells copies from parts. Raises
-    `CkptError` for parts that do not fit.
+    `held` are the entries of the ranks that have one. Plain tensors become the first rank's, with
+    all of them as its payload: only a model tells copies from parts. Raises `CkptError` for parts
+    that do not fit.
     """
     key = held[0].key
     kinds = set(map(shard_kind, held))

@@ -187,7 +187,7 @@ def _new_state(
 ) -> _NewState:
     """Return the state under its new names, with all groups and values.
 
-    `form` is the form in the file, `shapes` are those of the parameters of `named`.
+    `form` is the form in the file, `shapes` are the shapes of the parameters of `named`.
     """
     to_names = request.to_names
     sources, follow_keys = _sources(named, request, to, where)
@@ -222,7 +222,7 @@ def _groups(
     """Return the param groups of the new state.
 
     Without some of its parameters the state keeps its groups. Ids that no other model loads keep
-    their order, under new names. Otherwise the groups are those of the model that loads the state.
+    their order, under new names. Otherwise the model that loads the state decides.
     """
     if request.left_out:
         return placed(named, sources)
@@ -243,7 +243,7 @@ def _move_for_plan(
     request: OptimizerRequest,
     to: str,
 ) -> OptimizerMove:
-    """Return the change from the names in the file to those that are written, for the plan."""
+    """Return the change from the old names to the new ones, as the plan records it."""
     over_file_names = {}
     for name, source in new.held.items():
         over_file_names[spelled[name]] = ex.substitute(source, named.in_file.__getitem__)
@@ -378,8 +378,8 @@ def _unwrapped(names: Mapping[Param, str], request: OptimizerRequest) -> dict[Pa
 
 
 def _rules_first(state: OptimizerState, request: OptimizerRequest, where: str) -> OptimizerRequest:
-    """Return the request with the named model as the one that loads the state, if its names are
-    those that the file has after the rules, and not before.
+    """Return the request with the named model as the model that loads the state, if its names fit
+    the file after the rules, and not before.
 
     `--model` usually names the model that saved the file.
     """

@@ -302,8 +302,8 @@ def _as_json(config: object, old_text: bytes) -> bytes:
 
 
 def _others(folder: str, source: Checkpoint, copied: Collection[str]) -> dict[str, str]:
-    """Return the files of the folder that are not copied, with the reason; those that the
-    checkpoint was read from are none of them.
+    """Return the files of the folder that are not copied, with the reason. Files that the
+    checkpoint was read from are not among them.
     """
     weights = recognize(folder).path
     read = {*copied}

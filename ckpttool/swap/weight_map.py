@@ -46,11 +46,11 @@ class WeightMap:
         form: The form of the names that the keys were read as.
         weights: The tensors of the checkpoint, or what the model has after loading it.
         problems: Tensors of the program without a value, and keys that it has no place for.
-        ignored: Keys that are no tensor of the program, and that nothing loses.
+        ignored: Keys that the program has no tensor for, without a loss.
         twins: Pairs of keys that must hold the same value, because the first is not used.
         runs: Runs of the model's own code that compute a part of the sources.
         remade: Constants of the program that no checkpoint has, as the model's loading makes them.
-        state_dict: What the model loads; None if that is not known.
+        state_dict: The keys and values that the model loads; None if they are not known.
         loaded: How loading makes `weights` from the checkpoint, if they are what the model has.
     """
 
@@ -138,8 +138,8 @@ def map_by_model(
     """Map with the model: its names say how each FQN is computed from the checkpoint's keys, in any
     form.
 
-    `constants` are the program's, each with its canonical name. `form` is that of the keys, if it
-    is known; otherwise they may be keys that only the model's load hooks accept.
+    `constants` are the program's, each with its canonical name. `form` is the form of the keys, if
+    it is known; otherwise they may be keys that only the model's load hooks accept.
 
     key of WEIGHTS ─ `read` ─▶ name in the form ─▶ value of the model's FQN ─ `match` ─▶ program FQN
     """
@@ -243,7 +243,7 @@ def _add_unused(
 
 def _with_unknown(problems: Sequence[Problem], unknown: Sequence[str]) -> list[Problem]:
     """Return the problems, and one for each weight of the program that is `unknown` to the model. A
-    key that is left over and has its name has no problem of its own.
+    key that is left over and has its name is not a further problem.
     """
     left_over = [problem.key for problem in problems if problem.kind == "left_over"]
     shared = match(left_over, {fqn: fqn for fqn in unknown}).names

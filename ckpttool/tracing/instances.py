@@ -427,7 +427,7 @@ def copied_state(state: Mapping[str, object]) -> OrderedDict[str, Any]:
 def _clone(key: str, value: torch.Tensor) -> torch.Tensor:
     copied = attempt(value.detach().clone)
     if isinstance(copied, Exception) and value.is_quantized:
-        # torch clones only some schemes (not those of embeddings), and copies all of them so
+        # torch clones only some schemes (none of embeddings), and copies all of them in this way
         copied = attempt(partial(copy.deepcopy, value.detach()))
     if isinstance(copied, Exception):
         raise CkptError(

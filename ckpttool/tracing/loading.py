@@ -625,8 +625,8 @@ def _note_versions(state: OrderedDict[str, Any]) -> list[str]:
 
 
 def with_other_code(instance: nn.Module) -> set[str]:
-    """Return the modules whose loading runs other code than that of `nn.Module`, which itself reads
-    no version.
+    """Return the modules whose loading runs more code than `nn.Module` has, which reads no version
+    itself.
     """
     paths = set()
     for path, module in instance.named_modules(remove_duplicate=False):
