@@ -7,23 +7,30 @@ from functools import partial
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.text import Info, Note
 from ckpttool.diffing.causes import FIELDS, NOT_WEIGHTS, SIDES, Sides
+from ckpttool.diffing.explain import explain_computed, explain_quantized
+from ckpttool.diffing.key_notes import adapter_notes, hidden_segments
+from ckpttool.diffing.metadata import compare_versions, metadata_notes, tie_notes
 from ckpttool.diffing.moved import explain_moved
 from ckpttool.diffing.on_ranks import compare_on_ranks
-from ckpttool.diffing.one_model import explain_program
+from ckpttool.diffing.one_model import compare_through, explain_program
 from ckpttool.diffing.options import CompareOptions
 from ckpttool.diffing.others import (
-    BothSides,
-    any_program,
     compare_loose,
     compare_others,
     compare_outside,
     compare_sections,
-    compare_versions,
-    metadata_notes,
-    tie_notes,
 )
+from ckpttool.diffing.pairs import Values
 from ckpttool.diffing.renames import suggestions
-from ckpttool.diffing.result import EITHER_WAY, Diff, alike, kinds_by_side, outlines, statuses_of
+from ckpttool.diffing.result import (
+    EITHER_WAY,
+    Diff,
+    Entry,
+    alike,
+    kinds_by_side,
+    outlines,
+    statuses_of,
+)
 from ckpttool.diffing.saved_optimizers import (
     UNKNOWN_CLASS,
     SavedOptimizer,
@@ -32,15 +39,9 @@ from ckpttool.diffing.saved_optimizers import (
     remedy_between,
 )
 from ckpttool.diffing.scales import through_scales
-from ckpttool.diffing.sections import (
-    Values,
-    adapter_notes,
-    explain_computed,
-    explain_quantized,
-    hidden_segments,
-    without_dtypes,
-)
-from ckpttool.formats.registry import MEMORY, format_of
+from ckpttool.diffing.sections import compare, without_dtypes
+from ckpttool.diffing.sides import BothSides
+from ckpttool.formats.registry import MEMORY, format_of, is_program
 from ckpttool.formats.remarks import one_rank
 from ckpttool.kinds.adapters import adapter_in
 from ckpttool.operands.checkpoint import model_section
@@ -67,29 +68,17 @@ def checkpoints(
     if optimizers is not None:
         return _optimizers(left, right, optimizers, model, values, options)
     sides = _models(left, right, model)
-    left_section, right_section = sides.left_section, sides.right_section
-    scaled = through_scales(sides, values)
-    entries = scaled.sides.compare(values)
-    entries = explain_moved(entries, scaled.sides.left_section, scaled.sides.right_section)
-    entries = scaled.with_parts(entries)
-    entries = explain_quantized(explain_computed(entries), left_section, right_section, values)
-    entries = (*entries, *compare_outside(left, right, values))
-    harmless = EITHER_WAY
-    if options.ignore_dtype:
-        entries, harmless = without_dtypes(entries), harmless | {"dtype"}
-    if sides.names is not None and sides.has_program:
-        entries = explain_program(sides.names, entries, left_section, right_section)
-        if values is not None:
-            harmless |= OF_PROGRAMS
+    entries, harmless = _compared(sides, values, options)
     versions, failure = compare_versions(sides)
     about_others, compared = compare_others(sides, values, options)
-    other_notes = [*tie_notes(sides, entries), *metadata_notes(left, right), *about_others]
+    other_notes = [*tie_notes(sides, entries), *metadata_notes(sides), *about_others]
     notes = [*one_rank(left), *one_rank(right), *versions]
     inferred = None
     if sides.names is None:
         notes += hidden_segments(entries)
         if infers:
             inferred = suggestions(left, right, entries, values is not None)
+    left_section, right_section = sides.left.section, sides.right.section
     adapters = adapter_in(left_section), adapter_in(right_section)
     keys = left_section.keys, right_section.keys
     notes += adapter_notes(adapters, keys, FIELDS, (left_section, right_section))
@@ -111,6 +100,37 @@ def checkpoints(
     )
 
 
+def _compared(
+    sides: BothSides, values: Values | None, options: CompareOptions
+) -> tuple[tuple[Entry, ...], frozenset[str]]:
+    """Pair the keys of the two models, and say why pairs differ. Return the entries, and the
+    statuses and codes that are not differences.
+    """
+    scaled = through_scales(sides, values)
+    entries = _paired(scaled.sides, values)
+    entries = explain_moved(entries, scaled.sides)
+    entries = scaled.with_parts(entries)
+    entries = explain_computed(entries)
+    entries = explain_quantized(entries, sides.left.section, sides.right.section, values)
+    entries = (*entries, *compare_outside(sides, values))
+    harmless = EITHER_WAY
+    if options.ignore_dtype:
+        entries, harmless = without_dtypes(entries), harmless | {"dtype"}
+    if sides.names is not None and sides.has_program:
+        entries = explain_program(entries, sides.names, sides)
+        if values is not None:
+            harmless |= OF_PROGRAMS
+    return entries, harmless
+
+
+def _paired(sides: BothSides, values: Values | None) -> tuple[Entry, ...]:
+    """Pair the keys of the two models by their text, or by the names of the model that has both."""
+    left, right = sides.left.section, sides.right.section
+    if sides.names is None:
+        return compare(left, right, values)
+    return compare_through(sides.names, left, right, values)
+
+
 def names_of(left: Checkpoint, right: Checkpoint) -> Sides:
     """Return the operands as the names of the two sides; ``left`` and ``right`` if neither has a
     name.
@@ -126,7 +146,7 @@ def _models(left: Checkpoint, right: Checkpoint, model: ModelOperand | None) -> 
     if model is not None:
         model = as_read(model, left_section, left.source)
         names = as_read(model, right_section, right.source).names()
-    return BothSides(left, right, left_section, right_section, names)
+    return BothSides.of((left, left_section), (right, right_section), names)
 
 
 # Programs
@@ -134,7 +154,7 @@ def _models(left: Checkpoint, right: Checkpoint, model: ModelOperand | None) -> 
 
 def program_and_weights(left: Checkpoint, right: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Return the two in the order of `swap-weights`, which takes the program first."""
-    return (right, left) if any_program(right) else (left, right)
+    return (right, left) if is_program(right) else (left, right)
 
 
 def is_written_program(checkpoint: Checkpoint) -> bool:
@@ -166,8 +186,9 @@ def _optimizers(
 ) -> Diff:
     """Compare two saved optimizers."""
     names = None if model is None else model.names()
+    sides = BothSides.of((left, saved[0].section), (right, saved[1].section), names)
     diff = compare_optimizers(*saved, names, values)
-    entries = (*diff.entries, *compare_outside(left, right, values))
+    entries = (*diff.entries, *compare_outside(sides, values))
     notes: list[str] = []
     if diff.by_id:
         text = "parameters are compared by id"
@@ -179,7 +200,6 @@ def _optimizers(
         words = "{left} is the state of {}, {right} of {}: neither loads the other's"
         classes = (left_class or UNKNOWN_CLASS, right_class or UNKNOWN_CLASS)
         notes.append(Note.about(words, "optimizer-class", *classes))
-    sides = BothSides(left, right, saved[0].section, saved[1].section, names)
     other_notes, compared = compare_others(sides, values, options)
     return Diff(
         left.source,
@@ -206,9 +226,12 @@ def read_all_values(
     """
     optimizers = _saved_optimizers(left, right)
     if optimizers is not None:
-        compare_optimizers(*optimizers, None if model is None else model.names(), values)
+        names = None if model is None else model.names()
+        compare_optimizers(*optimizers, names, values)
+        sections = optimizers[0].section, optimizers[1].section
+        sides = BothSides.of((left, sections[0]), (right, sections[1]), names)
     else:
         sides = _models(left, right, model)
-        through_scales(sides, values).sides.compare(values)
+        _paired(through_scales(sides, values).sides, values)
         compare_sections(sides, values, CompareOptions())
-    compare_loose(left, right, values)
+    compare_loose(sides, values)

@@ -10,9 +10,9 @@ from ckpttool.core.expression import refs
 from ckpttool.core.names import ON_PLACE, RUNTIME, Names
 from ckpttool.core.text import Note, notes_with, plural, shell, some, title_of
 from ckpttool.diffing.causes import Code
+from ckpttool.diffing.key_notes import adapter_notes
 from ckpttool.diffing.loading import loads
 from ckpttool.diffing.result import Entry, statuses_of
-from ckpttool.diffing.sections import adapter_notes
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import one_rank
 from ckpttool.kinds.adapters import adapter_in, adapter_of

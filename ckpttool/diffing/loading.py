@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
@@ -15,16 +15,14 @@ from ckpttool.core.text import is_flat
 from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
 from ckpttool.diffing.names import computed_cause
 from ckpttool.diffing.one_model import components, other_keys
+from ckpttool.diffing.pairs import Object, Objects, shape_or_dtype, under_another_name
 from ckpttool.diffing.result import Entry, only_left, only_right
-from ckpttool.diffing.sections import shape_or_dtype, under_another_name
 from ckpttool.evaluate.compare import same_values
 from ckpttool.naming.convert import read
 from ckpttool.naming.match import NameTables, aliases, base_name
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
-
-Objects = dict[str, Union[TensorEntry, ExtraEntry]]
 
 
 class Unpaired:
@@ -100,9 +98,7 @@ def _under_expected_keys(
     return renamed
 
 
-def _under_one_key(
-    entry: TensorEntry | ExtraEntry, expected: SerializedKey | None, rejected: bool
-) -> Entry:
+def _under_one_key(entry: Object, expected: SerializedKey | None, rejected: bool) -> Entry:
     """Return the entry of a key that both have; loading may have `rejected` it."""
     key = (entry.key,)
     if rejected and expected is not None:

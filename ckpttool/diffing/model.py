@@ -10,6 +10,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.diffing.adapter import adapter_alone
 from ckpttool.diffing.adapter import load as load_adapter
 from ckpttool.diffing.causes import Code
+from ckpttool.diffing.explain import explain_computed, explain_quantized, with_copies_of_ranks
 from ckpttool.diffing.lists import load as load_as_list
 from ckpttool.diffing.load_notes import (
     LoadedSection,
@@ -21,12 +22,7 @@ from ckpttool.diffing.loading import compare_load, loads
 from ckpttool.diffing.names import exchangeable_keys
 from ckpttool.diffing.names_suffice import check_names_suffice
 from ckpttool.diffing.result import HARMLESS, Diff, Entry, kinds_by_side, names_outlines, outlines
-from ckpttool.diffing.sections import (
-    explain_computed,
-    explain_quantized,
-    with_copies_of_ranks,
-    without_dtypes,
-)
+from ckpttool.diffing.sections import without_dtypes
 from ckpttool.formats.remarks import one_rank
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand

@@ -12,6 +12,7 @@ from ckpttool.core.expression import Op, Ref
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.result import Entry, statuses_of
+from ckpttool.diffing.sides import BothSides
 from ckpttool.evaluate.apply import Digests
 from ckpttool.evaluate.compare import elements
 
@@ -21,11 +22,12 @@ _ROWS = 1 << 20  # the order of more rows is not examined
 _HEADS = 256
 
 
-def explain_moved(entries: Iterable[Entry], left: Section, right: Section) -> tuple[Entry, ...]:
+def explain_moved(entries: Iterable[Entry], sides: BothSides) -> tuple[Entry, ...]:
     """Return the entries; those with different values say where the values are, if they are
     anywhere.
     """
     entries = tuple(entries)
+    left, right = sides.left.section, sides.right.section
     if "value" not in statuses_of(entries):
         return entries
     differing = _differing(entries, left, right)

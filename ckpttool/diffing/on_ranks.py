@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ckpttool.core.checkpoint import TensorEntry
-from ckpttool.diffing.sections import Values
+from ckpttool.diffing.pairs import Values
 from ckpttool.distributed.job import Question, answers, current, only_first
 from ckpttool.evaluate.compare import Change, Difference
 

@@ -10,21 +10,21 @@ from itertools import chain, product
 from typing import NamedTuple
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.expression import Expression, Ref, substitute
 from ckpttool.core.names import RUNTIME, SERIALIZED, Hook, Names
 from ckpttool.core.tables import inverse
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import Cause, Code, segment_change, wrapper_cause
+from ckpttool.diffing.pairs import Object, Objects, Values, compare_pair, renamed
 from ckpttool.diffing.result import Entry, only_left, only_right
-from ckpttool.diffing.sections import Values, compare_pair, leftover, renamed
+from ckpttool.diffing.sections import leftover
+from ckpttool.diffing.sides import BothSides
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import other_versions, read, with_keys
 from ckpttool.naming.match import NameTables, aliases
-
-Objects = Mapping[str, TensorEntry | ExtraEntry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Computed:
 
 
 def compare_through(
-    names: Names, left: Section, right: Section, values: Values | None = None
+    names: Names, left_section: Section, right_section: Section, values: Values | None = None
 ) -> tuple[Entry, ...]:
     """Compare two checkpoints of one model: every tensor of the model, then the keys that only one
     side has.
@@ -50,26 +50,25 @@ def compare_through(
     differently.
     """
     tables = NameTables(names)
-    _check_versions(tables, left, right)
-    left_values, right_values = runtime_values(tables, left), runtime_values(tables, right)
-    sides = _BothFiles(left.by_key(), right.by_key(), left_values, right_values)
-    pairs, computed = sides.pairs()
+    _check_versions(tables, left_section, right_section)
+    left, right = _ReadSection.of(tables, left_section), _ReadSection.of(tables, right_section)
+    pairs, computed = _paired(left, right)
     entries: list[Entry] = []
     for key, name in pairs:
-        entries.append(_same_tensor(sides.left[key], sides.right[name], tables.hooks, values))
-    entries += _compare_computed(computed, sides, values)
-    for key, value in _saved_again(tables, left, right, left_values, right_values):
-        difference = _difference(Computed(key, Ref(key), value), sides, values)
+        entries.append(_same_tensor(left.entries[key], right.entries[name], tables.hooks, values))
+    entries += _compare_computed(computed, left, right, values)
+    for key, value in _saved_again(tables, left, right):
+        difference = _difference(Computed(key, Ref(key), value), left, right, values)
         entries.append(_transformed((key,), (), [(key, difference)]))
-    for key, value in _saved_again(tables, right, left, right_values, left_values):
-        difference = _difference(Computed(key, value, Ref(key)), sides, values)
+    for key, value in _saved_again(tables, right, left):
+        difference = _difference(Computed(key, value, Ref(key)), left, right, values)
         entries.append(_transformed((), (key,), [(key, difference)]))
-    entries += _of_no_tensor(sides, left, right, entries, values)
+    entries += _of_no_tensor(left, right, entries, values)
     named_left, named_right = _named_keys(entries)
-    rest_left = [key for key in sides.left if key not in named_left]
-    rest_right = [key for key in sides.right if key not in named_right]
-    entries += leftover(only_left, left, rest_left, named_left)
-    entries += leftover(only_right, right, rest_right, named_right)
+    rest_left = [key for key in left.entries if key not in named_left]
+    rest_right = [key for key in right.entries if key not in named_right]
+    entries += leftover(only_left, left_section, rest_left, named_left)
+    entries += leftover(only_right, right_section, rest_right, named_right)
     return tuple(entries)
 
 
@@ -83,50 +82,72 @@ def _named_keys(entries: Iterable[Entry]) -> tuple[set[str], set[str]]:
     return left, right
 
 
-class _BothFiles(NamedTuple):
-    """The entries of two files by key, and the runtime tensors as expressions over these keys."""
+class _ReadSection(NamedTuple):
+    """A section as the model reads it: its entries by key, and each runtime FQN as an expression
+    over these keys, as well as each entry that is not a runtime tensor.
+    """
 
-    left: Objects
-    right: Objects
-    left_values: Mapping[str, Expression]
-    right_values: Mapping[str, Expression]
+    section: Section
+    form: str
+    names: Mapping[str, str]  # key -> name in the form
+    entries: Objects
+    values: Mapping[str, Expression]
 
-    def pairs(self) -> tuple[list[tuple[str, str]], list[Computed]]:
-        """Return the pairs of keys that are one tensor, and the tensors that the files compute in
-        different ways. Pairs that hold a tensor as it is come first, in the order of the model.
-        """
-        direct: dict[tuple[str, str], None] = {}
-        by_operators: dict[tuple[str, str], None] = {}
-        computed: list[Computed] = []
-        split_keys: set[str] = set()
-        for fqn, source in self.left_values.items():
-            other = self.right_values.get(fqn)
-            if other is None:
-                continue
-            if isinstance(source, Ref) and isinstance(other, Ref):
-                direct[source.key, other.key] = None
-                continue
-            keys = other_keys(source, other)
-            if keys is None:
-                computed.append(Computed(fqn, source, other))
-                split_keys.update(ex.refs(source))
-            else:
-                by_operators.update(dict.fromkeys(keys.items()))
-        pairs = list(direct)
-        for pair in by_operators:
-            if pair[0] not in split_keys and pair not in direct:
-                pairs.append(pair)
-        return pairs, computed
+    @staticmethod
+    def of(tables: NameTables, section: Section) -> _ReadSection:
+        """Read the section with the names of the model."""
+        reading = read(tables, section)
+        names = reading.match.names
+        keys = inverse(names)
+        values: dict[str, Expression] = {}
+        if reading.form == RUNTIME:
+            for name, key in keys.items():
+                values[name] = Ref(key)
+            return _ReadSection(section, reading.form, names, section.by_key(), values)
+        for fqn, source in tables.runtime_values(keys).items():
+            values[fqn] = with_keys(source, keys)
+        for name in (*tables.names.extra_state, *tables.saved_from_none):
+            if name in keys:
+                values[name] = Ref(keys[name])
+        return _ReadSection(section, reading.form, names, section.by_key(), values)
 
-    def keys_of_model(self) -> set[str]:
-        """Return the keys that the model's tensors are computed from."""
-        sources = chain(self.left_values.values(), self.right_values.values())
-        return set(chain.from_iterable(map(ex.refs, sources)))
+    @property
+    def keys_read(self) -> set[str]:
+        """The keys that the model's tensors are computed from."""
+        return set(chain.from_iterable(map(ex.refs, self.values.values())))
 
 
-def explain_program(
-    names: Names, entries: Sequence[Entry], left: Section, right: Section
-) -> tuple[Entry, ...]:
+def _paired(
+    left: _ReadSection, right: _ReadSection
+) -> tuple[list[tuple[str, str]], list[Computed]]:
+    """Return the pairs of keys that are one tensor, and the tensors that the files compute in
+    different ways. Pairs that hold a tensor as it is come first, in the order of the model.
+    """
+    direct: dict[tuple[str, str], None] = {}
+    by_operators: dict[tuple[str, str], None] = {}
+    computed: list[Computed] = []
+    split_keys: set[str] = set()
+    for fqn, source in left.values.items():
+        other = right.values.get(fqn)
+        if other is None:
+            continue
+        if isinstance(source, Ref) and isinstance(other, Ref):
+            direct[source.key, other.key] = None
+            continue
+        keys = other_keys(source, other)
+        if keys is None:
+            computed.append(Computed(fqn, source, other))
+            split_keys.update(ex.refs(source))
+        else:
+            by_operators.update(dict.fromkeys(keys.items()))
+    pairs = list(direct)
+    for pair in by_operators:
+        if pair[0] not in split_keys and pair not in direct:
+            pairs.append(pair)
+    return pairs, computed
+
+
+def explain_program(entries: Iterable[Entry], names: Names, sides: BothSides) -> tuple[Entry, ...]:
     """Return the entries, with a cause for tensors that a program never has, or that only a program
     has.
 
@@ -134,8 +155,8 @@ def explain_program(
     TorchScript also has the buffers that the model does not save.
     """
     tables = NameTables(names)
-    left_causes = _causes_in_program(tables, left)
-    right_causes = _causes_in_program(tables, right)
+    left_causes = _causes_in_program(tables, sides.left.section)
+    right_causes = _causes_in_program(tables, sides.right.section)
     explained = []
     for entry in entries:
         if entry.status in ("unexpected", "missing"):
@@ -161,30 +182,26 @@ def _causes_in_program(tables: NameTables, section: Section) -> dict[str, Cause]
 
 
 def _of_no_tensor(
-    sides: _BothFiles,
-    left: Section,
-    right: Section,
-    entries: Sequence[Entry],
-    values: Values | None,
+    left: _ReadSection, right: _ReadSection, entries: Sequence[Entry], values: Values | None
 ) -> list[Entry]:
     """Compare other keys that both sides have: unknown to the model, or second names of a tensor
     that the `entries` compare.
     """
     named_left, named_right = _named_keys(entries)
-    left_first, right_first = aliases(left), aliases(right)
+    left_first, right_first = aliases(left.section), aliases(right.section)
     tensors = set[tuple[str, str]]()
     for entry in entries:
         for key, name in product(entry.left, entry.right):
             tensors.add((left_first.get(key, key), right_first.get(name, name)))
-    of_model = sides.keys_of_model()
+    of_model = left.keys_read | right.keys_read
     others = []
-    for key, tensor in sides.left.items():
-        if key not in sides.right or key in named_left or key in named_right:
+    for key, tensor in left.entries.items():
+        if key not in right.entries or key in named_left or key in named_right:
             continue
         first = left_first.get(key), right_first.get(key)
         is_unknown = first == (None, None) and key not in of_model
         if first in tensors or is_unknown:
-            others.append(compare_pair(tensor, sides.right[key], values))
+            others.append(compare_pair(tensor, right.entries[key], values))
     return others
 
 
@@ -197,23 +214,6 @@ def other_keys(value: Expression, source: Expression | None) -> dict[str, str] |
     keys = dict(zip(ex.refs(value), ex.refs(source)))
     renamed_value = substitute(value, lambda key: Ref(keys.get(str(key), "")))
     return keys if renamed_value == source else None
-
-
-def runtime_values(tables: NameTables, section: Section) -> dict[str, Expression]:
-    """Return each runtime FQN, and each entry that is not a runtime tensor, as an expression over
-    the section's keys.
-    """
-    reading = read(tables, section)
-    keys = inverse(reading.match.names)
-    if reading.form == RUNTIME:
-        return {name: Ref(key) for name, key in keys.items()}
-    values: dict[str, Expression] = {}
-    for fqn, source in tables.runtime_values(keys).items():
-        values[fqn] = with_keys(source, keys)
-    for name in (*tables.names.extra_state, *tables.saved_from_none):
-        if name in keys:
-            values[name] = Ref(keys[name])
-    return values
 
 
 def _check_versions(tables: NameTables, left: Section, right: Section) -> None:
@@ -236,8 +236,8 @@ def _check_versions(tables: NameTables, left: Section, right: Section) -> None:
 
 
 def _same_tensor(
-    left: TensorEntry | ExtraEntry,
-    right: TensorEntry | ExtraEntry,
+    left: Object,
+    right: Object,
     hooks: Mapping[str, Hook | None],
     values: Values | None,
 ) -> Entry:
@@ -255,32 +255,26 @@ def _same_tensor(
 
 
 def _saved_again(
-    tables: NameTables,
-    section: Section,
-    other: Section,
-    section_values: Mapping[str, Expression],
-    other_values: Mapping[str, Expression],
+    tables: NameTables, saved: _ReadSection, runtime: _ReadSection
 ) -> Iterator[tuple[str, Expression]]:
-    """Yield keys of `section` that a hook adds when the model is saved and that loading does not
-    read.
+    """Yield keys that a hook adds when the model is saved and that loading does not read.
 
-    Each comes with its value, computed from the keys of `other`, which has the runtime tensors
-    only.
+    Each comes with its value, computed from the keys of the other side, which has the runtime
+    tensors only.
     """
-    reading = read(tables, section)
-    if reading.form != SERIALIZED or read(tables, other).form == SERIALIZED:
+    if saved.form != SERIALIZED or runtime.form == SERIALIZED:
         return
-    loaded = set(chain.from_iterable(map(ex.refs, section_values.values())))
-    for key, name in reading.match.names.items():
+    loaded = saved.keys_read
+    for key, name in saved.names.items():
         source = tables.saved.get(name)
         if key in loaded or source is None:
             continue
-        if other_values.keys() >= set(ex.refs(source)):
-            yield key, substitute(source, lambda fqn: other_values[str(fqn)])
+        if runtime.values.keys() >= set(ex.refs(source)):
+            yield key, substitute(source, lambda fqn: runtime.values[str(fqn)])
 
 
 def _compare_computed(
-    computed: Sequence[Computed], sides: _BothFiles, values: Values | None
+    computed: Sequence[Computed], left: _ReadSection, right: _ReadSection, values: Values | None
 ) -> Iterator[Entry]:
     """Yield an entry for each group of keys that compute the same tensors."""
     links: dict[str, list[str]] = {}
@@ -295,7 +289,7 @@ def _compare_computed(
     for value in computed:
         first = next(ex.refs(value.left), None)
         if first is not None:
-            differences[first].append((value.name, _difference(value, sides, values)))
+            differences[first].append((value.name, _difference(value, left, right, values)))
     for left_keys, right_keys in groups:
         yield _transformed(tuple(left_keys), tuple(right_keys), differences[left_keys[0]])
 
@@ -318,7 +312,9 @@ def _transformed(
     return Entry("transformed", left, right, cause)
 
 
-def _difference(value: Computed, sides: _BothFiles, values: Values | None) -> Entry:
+def _difference(
+    value: Computed, left: _ReadSection, right: _ReadSection, values: Values | None
+) -> Entry:
     """Compute both sides and compare them. A value that cannot be computed is reported as not
     compared.
     """
@@ -326,9 +322,9 @@ def _difference(value: Computed, sides: _BothFiles, values: Values | None) -> En
     reason = "it is computed by code outside of torch operators"
     if not ex.is_opaque(value.left) and not ex.is_opaque(value.right):
         try:
-            left = _entry(value.name, value.left, sides.left)
-            right = _entry(value.name, value.right, sides.right)
-            return compare_pair(left, right, values)
+            left_value = _entry(value.name, value.left, left.entries)
+            right_value = _entry(value.name, value.right, right.entries)
+            return compare_pair(left_value, right_value, values)
         except Refused as error:
             reason = error.message
     elif values is None:
@@ -336,7 +332,7 @@ def _difference(value: Computed, sides: _BothFiles, values: Values | None) -> En
     return Entry("value", key, key, Cause(Code.UNREAD), None, reason)
 
 
-def _entry(name: str, source: Expression, entries: Objects) -> TensorEntry | ExtraEntry:
+def _entry(name: str, source: Expression, entries: Objects) -> Object:
     if isinstance(source, Ref):
         return entries[source.key].under(name)
     return entry_of(name, source, entries)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ckpttool.core.checkpoint import Checkpoint, TensorEntry
-    from ckpttool.diffing.sections import Values
+    from ckpttool.diffing.pairs import Values
     from ckpttool.evaluate.compare import Difference
 
 

@@ -1,61 +1,31 @@
-"""What two checkpoints hold besides the two models that are compared: optimizers, other state
-dicts, entries outside of them, ties, metadata and module versions.
+"""Compare what two checkpoints hold besides the two models: optimizers, other state dicts, entries
+outside of them, and files next to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, Unreached
+from ckpttool.core.checkpoint import Section, Unreached
 from ckpttool.core.errors import CkptError
-from ckpttool.core.names import Names
-from ckpttool.core.text import Info, Note, plural, shell, some, title_of
-from ckpttool.core.values import dataclass
-from ckpttool.diffing.causes import FIELDS, Cause, Code
-from ckpttool.diffing.one_model import compare_through
+from ckpttool.core.tables import by_key
+from ckpttool.core.text import Note, plural, shell, some, title_of
+from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.options import CompareOptions
+from ckpttool.diffing.pairs import Values, compare_pair
 from ckpttool.diffing.result import EITHER_WAY, Entry, only_left, only_right
 from ckpttool.diffing.saved_optimizers import SavedOptimizer, compare_optimizers
-from ckpttool.diffing.sections import Values, compare, compare_pair, without_dtypes
+from ckpttool.diffing.sections import compare, without_dtypes
+from ckpttool.diffing.sides import BothSides, Side
 from ckpttool.evaluate.compare import content_of_storage, same_objects
 from ckpttool.formats.folders import optimizers_in
 from ckpttool.formats.opening import files_next_to
 from ckpttool.formats.registry import format_of
 from ckpttool.io.files import have_same_bytes
 from ckpttool.io.paths import join
-from ckpttool.naming.versions import Effect, other_versions_of
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import command
-
-
-@dataclass(frozen=True, slots=True)
-class BothSides:
-    """Two checkpoints, and the section of each that is compared: its model, or its optimizer.
-
-    `names` are the names of the model that both are read with, if one was named.
-    """
-
-    left: Checkpoint
-    right: Checkpoint
-    left_section: Section
-    right_section: Section
-    names: Names | None = None
-
-    def compare(self, values: Values | None) -> tuple[Entry, ...]:
-        """Compare the two models."""
-        if self.names is None:
-            return compare(self.left_section, self.right_section, values)
-        return compare_through(self.names, self.left_section, self.right_section, values)
-
-    @property
-    def has_program(self) -> bool:
-        return any_program(self.left, self.right)
-
-
-def any_program(*checkpoints: Checkpoint) -> bool:
-    """Return True if one of them is a program: it keeps its own names, whatever weights it has."""
-    return any(format_of(checkpoint).holds.programs for checkpoint in checkpoints)
 
 
 def compare_others(
@@ -69,7 +39,7 @@ def compare_others(
     of_files = _file_notes(sides, values)
     notes += [*left_only, *right_only, *of_files]
     if values is not None:
-        notes += _object_notes(sides.left.objects, sides.right.objects)
+        notes += _object_notes(sides)
     all_compared = all_compared and not left_only and not right_only and not of_files
     compared = {
         "values": values is not None,
@@ -91,7 +61,8 @@ def _file_notes(sides: BothSides, values: Values | None) -> list[str]:
     (left, section), (right, other_section) = split(sides.left.source), split(sides.right.source)
     if section is not None or other_section is not None:
         return []
-    left_files, right_files = files_next_to(sides.left, left), files_next_to(sides.right, right)
+    left_files = files_next_to(sides.left.checkpoint, left)
+    right_files = files_next_to(sides.right.checkpoint, right)
     not_compared = []
     for name in dict.fromkeys((*left_files, *right_files)):
         is_read = values is not None and name in left_files and name in right_files
@@ -118,8 +89,8 @@ def compare_sections(
     """
     notes: list[str] = []
     all_compared = True
-    right_sections = _other_sections(sides.right, sides.right_section)
-    for path, section in _other_sections(sides.left, sides.left_section).items():
+    right_sections = sides.right.others
+    for path, section in sides.left.others.items():
         other = right_sections.get(path)
         if other is None:
             continue
@@ -152,54 +123,30 @@ def _count_differences(
         if options.ignore_dtype:
             entries, harmless = without_dtypes(entries), harmless | {"dtype"}
     else:
-        left_saved = SavedOptimizer.of(sides.left, left)
-        right_saved = SavedOptimizer.of(sides.right, right)
+        left_saved = SavedOptimizer.of(sides.left.checkpoint, left)
+        right_saved = SavedOptimizer.of(sides.right.checkpoint, right)
         entries = compare_optimizers(left_saved, right_saved, sides.names, values).entries
     return sum(not entry.is_one_of(harmless) for entry in entries)
 
 
-def _other_sections(checkpoint: Checkpoint, compared: Section) -> dict[str, Section]:
-    """Return the state dicts and optimizers besides the compared one, by path."""
-    sections = {}
-    for section in checkpoint.sections:
-        if section.kind != "other" and section.path != compared.path:
-            sections[section.path] = section
-    return sections
-
-
 def only_on_one_side(sides: BothSides) -> tuple[list[str], list[str]]:
     """Return notes on sections and entries that only the left has, and that only the right has."""
-    left, right = sides.left, sides.right
-    left_sections = _other_sections(left, sides.left_section)
-    right_sections = _other_sections(right, sides.right_section)
-    left_entries, right_entries = loose_entries(left), loose_entries(right)
-    return (
-        _only_here(FIELDS[0], left, left_sections, right_sections, left_entries, right_entries),
-        _only_here(FIELDS[1], right, right_sections, left_sections, right_entries, left_entries),
-    )
+    return _only_here(sides.left, sides.right), _only_here(sides.right, sides.left)
 
 
-def _only_here(
-    side: str,
-    checkpoint: Checkpoint,
-    sections: Mapping[str, Section],
-    other_sections: Collection[str],
-    entries: Iterable[str],
-    other_entries: Collection[str],
-) -> list[str]:
-    """Return notes on the sections, by path, and the loose entries, by path, that only the
-    checkpoint has: it is the `side` of a field in words.
-    """
+def _only_here(side: Side, other: Side) -> list[str]:
+    """Return notes on the sections and the loose entries that only the `side` has."""
     notes: list[str] = []
-    titles = [section.title for path, section in sections.items() if path not in other_sections]
+    other_sections, other_entries = other.others, other.loose_entries
+    titles = [section.title for path, section in side.others.items() if path not in other_sections]
     if titles:
-        words = f"not compared: {{}} in {side} only (for example {{}}::{{}})"
-        example = (checkpoint.source, titles[0])
+        words = f"not compared: {{}} in {side.field} only (for example {{}}::{{}})"
+        example = (side.source, titles[0])
         notes.append(Note.about(words, "not-compared", some(titles), *example))
-    keys = [key for key in entries if key not in other_entries]
+    keys = [key for key in side.loose_entries if key not in other_entries]
     if keys:
         count = plural(len(keys), "entry")
-        words = f"not compared: {count} outside of state dicts in {side} only: {{}}"
+        words = f"not compared: {count} outside of state dicts in {side.field} only: {{}}"
         notes.append(Note.about(words, "not-compared", some(keys)))
     return notes
 
@@ -207,32 +154,22 @@ def _only_here(
 # Entries outside of state dicts
 
 
-def loose_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry | ExtraEntry]:
-    """Return the entries outside of state dicts and optimizers, by their dotted path."""
-    entries: dict[str, TensorEntry | ExtraEntry] = {}
-    for section in checkpoint.sections:
-        if section.kind == "other":
-            entries.update(section.by_key())
-    return entries
-
-
-def compare_loose(left: Checkpoint, right: Checkpoint, values: Values | None) -> list[Entry]:
+def compare_loose(sides: BothSides, values: Values | None) -> list[Entry]:
     """Compare the entries outside of state dicts that both have."""
     entries: list[Entry] = []
-    right_entries = loose_entries(right)
-    for key, entry in loose_entries(left).items():
+    right_entries = sides.right.loose_entries
+    for key, entry in sides.left.loose_entries.items():
         if key in right_entries:
             entries.append(compare_pair(entry, right_entries[key], values))
     return entries
 
 
-def compare_outside(
-    left: Checkpoint, right: Checkpoint, values: Values | None
-) -> tuple[Entry, ...]:
+def compare_outside(sides: BothSides, values: Values | None) -> tuple[Entry, ...]:
     """Compare the entries outside of state dicts that both have, and all storages that belong to no
     known tensor.
     """
-    entries = compare_loose(left, right, values)
+    entries = compare_loose(sides, values)
+    left, right = sides.left.checkpoint, sides.right.checkpoint
     formats = {format_of(left), format_of(right)}
     if len(formats) > 1 and any(row.holds.code_storages for row in formats):
         return tuple(entries)  # other formats have no place for the constants of its code
@@ -268,139 +205,22 @@ def _content(storage: Unreached) -> bytes | None:
         return None
 
 
-def _object_notes(left: Iterable[ExtraEntry], right: Iterable[ExtraEntry]) -> Iterator[str]:
+def _object_notes(sides: BothSides) -> Iterator[str]:
     """Yield notes on the objects outside of state dicts that differ."""
-    left_objects = {entry.key: entry for entry in left}
-    right_objects = {entry.key: entry for entry in right}
-    for side, objects, other_objects in (
-        (FIELDS[0], left_objects, right_objects),
-        (FIELDS[1], right_objects, left_objects),
-    ):
-        alone = [title_of(path) for path in objects if path not in other_objects]
+    for side, other in sides.each_way:
+        other_objects = by_key(other.checkpoint.objects)
+        alone = [
+            title_of(entry.key)
+            for entry in side.checkpoint.objects
+            if entry.key not in other_objects
+        ]
         if alone:
-            words = f"non-tensor entries in {side} only: {{}}"
+            words = f"non-tensor entries in {side.field} only: {{}}"
             yield Note.about(words, "other-sections", some(alone))
     unlike = []
-    for path, entry in left_objects.items():
+    right_objects = by_key(sides.right.checkpoint.objects)
+    for path, entry in by_key(sides.left.checkpoint.objects).items():
         if path in right_objects and not same_objects(entry, right_objects[path]):
             unlike.append(title_of(path))
     if unlike:
         yield Note(f"non-tensor entries with different values: {some(unlike)}", "other-sections")
-
-
-# Tied tensors
-
-
-def tie_notes(sides: BothSides, entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield a note on keys that are one tensor on one side, and separate tensors on the other.
-
-    It is information only if the other side's format cannot hold one tensor under two names, as
-    safetensors.
-    """
-    left_first, right_first = sides.left_section.aliases(), sides.right_section.aliases()
-    if not left_first and not right_first:
-        return
-    right_of: dict[str, str] = {}
-    left_of: dict[str, str] = {}
-    for entry in entries:
-        if len(entry.left) == len(entry.right) == 1:
-            left_key, right_key = entry.left[0], entry.right[0]
-            right_of[left_key] = right_key
-            left_of[right_key] = left_key
-    yield from _tied_here(FIELDS[0], left_first, right_of, right_first, sides.right)
-    yield from _tied_here(FIELDS[1], right_first, left_of, left_first, sides.left)
-
-
-def _tied_here(
-    side: str,
-    first: Mapping[str, str],
-    counterpart: Mapping[str, str],
-    other_first: Mapping[str, str],
-    other: Checkpoint,
-) -> Iterator[str]:
-    """Yield a note on the second names of a side whose counterparts are separate tensors. `first`:
-    second name -> first name.
-    """
-    untied = []
-    for key, first_key in first.items():
-        name, first_name = counterpart.get(key), counterpart.get(first_key)
-        if name is None or first_name is None:
-            continue
-        if other_first.get(name, name) != other_first.get(first_name, first_name):
-            untied.append(f"{key} = {first_key}")
-    if untied:
-        kind = Note if format_of(other).holds.aliases else Info
-        yield kind.about(f"tied in {side} only: {{}}", "ties", some(untied))
-
-
-# Metadata and versions
-
-
-# transformers writes which library's tensors a safetensors file holds; other formats need no mark
-_LIBRARY = "format"
-
-
-def metadata_notes(left: Checkpoint, right: Checkpoint) -> Iterator[str]:
-    """Yield a note on the entries of ``__metadata__`` that differ; information if only one of the
-    formats has it.
-    """
-    if left.metadata == right.metadata:
-        return
-    names: list[str] = []
-    fields: list[str] = []
-    for name in dict.fromkeys((*left.metadata, *right.metadata)):
-        if left.metadata.get(name) == right.metadata.get(name):
-            continue
-        if name == _LIBRARY and left.format != right.format:
-            continue
-        names.append(name)
-        if name not in right.metadata:
-            fields.append("{} (in {left} only)")
-        elif name not in left.metadata:
-            fields.append("{} (in {right} only)")
-        else:
-            fields.append("{}")
-    if not names:
-        return
-    words = f"the metadata of the files (__metadata__) differs: {some(fields)}"
-    kind = Note if left.format == right.format else Info
-    yield kind.about(words, "metadata", *names)
-
-
-def compare_versions(sides: BothSides) -> tuple[list[str], str]:
-    """Return a note on module versions that differ, and the cause, in words with the fields of the
-    sides, if the difference counts because loading depends on it; else an empty text.
-
-    With the names of a model, loading is compared. A format that has no place for versions does
-    not count as a difference.
-    """
-    others = other_versions_of(sides.left_section, sides.right_section)
-    if not others or sides.has_program:  # programs have no versions
-        return [], ""
-    cause = "the module versions differ"
-    if others[0].is_lost:
-        lost = FIELDS[1] if sides.left_section.modules else FIELDS[0]
-        cause = f"{lost} lost its module versions"
-    subject, modules = f"{cause} (_metadata)", some(list(map(str, others)))
-    if sides.names is not None:  # the model's own loading was compared
-        return [Info.about(f"{subject}: {{}}", "module-versions", modules)], ""
-    effects = {version.effect for version in others}
-    decisive = {Effect.LOADING}
-    if _has_versions(sides.left, sides.left_section) and _has_versions(
-        sides.right, sides.right_section
-    ):
-        decisive.add(Effect.UNKNOWN)
-    if effects.isdisjoint(decisive):
-        how = "only the model's code tells if loading depends on them"
-        if effects == {Effect.NOTHING}:
-            how = "loading these keys is the same"
-        return [Info.about(f"{subject}; {how}: {{}}", "module-versions", modules)], ""
-    how = "may load" if Effect.UNKNOWN in effects & decisive else "loads"
-    words = f"{subject}, and torch {how} these keys differently: {{}}"
-    modules = some([str(version) for version in others if version.effect in decisive])
-    return [Note.about(words, "module-versions", modules)], cause
-
-
-def _has_versions(checkpoint: Checkpoint, section: Section) -> bool:
-    """Return whether the section has module versions, or could have them."""
-    return bool(section.modules) or format_of(checkpoint).holds.versions

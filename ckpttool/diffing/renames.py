@@ -9,12 +9,12 @@ from typing import NamedTuple, TypeVar
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.tables import inverse
 from ckpttool.diffing.causes import Code
+from ckpttool.diffing.explain import unpairable
 from ckpttool.diffing.result import Entry, statuses_of
-from ckpttool.diffing.sections import unpairable
 from ckpttool.evaluate.apply import Digests
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import is_placeholder
-from ckpttool.naming.evidence import Ambiguous, Inference, Outlined, Pair, Side, Tensor
+from ckpttool.naming.evidence import Ambiguous, Inference, Outlined, Pair, SideTensors, Tensor
 from ckpttool.naming.pairing import infer
 from ckpttool.naming.wrappers import canonical_in
 from ckpttool.operands.checkpoint import model_section
@@ -117,7 +117,7 @@ class _BareSide(NamedTuple):
     by key.
     """
 
-    side: Side
+    side: SideTensors
     bare: Mapping[str, str]
 
     @property
@@ -147,7 +147,7 @@ def _bare_side(checkpoint: Checkpoint, left_out: Collection[str], values: bool) 
     if values:
         digests = Digests({bare[key]: entry for key, entry in section.by_key().items()})
     has_order = format_of(checkpoint).holds.order
-    return _BareSide(Side(tensors, has_order, digests), bare)
+    return _BareSide(SideTensors(tensors, has_order, digests), bare)
 
 
 def _with_keys(pair: Paired, left_keys: Mapping[str, str], right_keys: Mapping[str, str]) -> Paired:

@@ -9,8 +9,8 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.pickle_imports import note_on_dangerous
 from ckpttool.core.text import shell
 from ckpttool.diffing.options import CompareOptions, DiffOptions
+from ckpttool.diffing.pairs import Values
 from ckpttool.diffing.result import NO_VALUES, Diff
-from ckpttool.diffing.sections import Values
 from ckpttool.operands.model import ModelOperand, operand_of
 
 OTHERS_DIFFER = "other sections or entries, not the models"

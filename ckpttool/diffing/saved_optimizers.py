@@ -25,6 +25,7 @@ from ckpttool.core.tables import positions
 from ckpttool.core.text import Info, Note, free
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import SIDES, Cause, Code
+from ckpttool.diffing.pairs import Values, compare_pair
 from ckpttool.diffing.result import (
     HARMLESS,
     Entry,
@@ -34,7 +35,6 @@ from ckpttool.diffing.result import (
     only_right,
     statuses_of,
 )
-from ckpttool.diffing.sections import Values, compare_pair
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.optimizers.forms import class_of, read, same_option
 from ckpttool.optimizers.groups import different

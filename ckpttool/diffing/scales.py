@@ -11,9 +11,9 @@ from ckpttool.core.checkpoint import Section, TensorEntry
 from ckpttool.core.errors import Refused
 from ckpttool.core.values import dataclass
 from ckpttool.diffing.causes import Cause, Code
-from ckpttool.diffing.others import BothSides
+from ckpttool.diffing.pairs import Values
 from ckpttool.diffing.result import Entry, only_left, only_right
-from ckpttool.diffing.sections import Values
+from ckpttool.diffing.sides import BothSides
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.kinds.quantized import QuantizedWeight, quantized_weights
 from ckpttool.ruleset.dequantize import dequantized
@@ -39,8 +39,8 @@ class Scaled:
         if not self.left and not self.right:
             return tuple(entries)
         result: list[Entry] = []
-        left_dtypes = _dtypes(self.sides.left_section)
-        right_dtypes = _dtypes(self.sides.right_section)
+        left_dtypes = _dtypes(self.sides.left.section)
+        right_dtypes = _dtypes(self.sides.right.section)
         for entry in entries:
             left, right = _of(self.left, entry.left), _of(self.right, entry.right)
             if left is None and right is None:
@@ -65,7 +65,7 @@ def through_scales(sides: BothSides, values: Values | None) -> Scaled:
     """
     if values is None:
         return Scaled(sides)
-    left, right = sides.left_section, sides.right_section
+    left, right = sides.left.section, sides.right.section
     left_weights, right_weights = _by_plain_key(left), _by_plain_key(right)
     left_only = _unlike(left_weights, right_weights)
     right_only = _unlike(right_weights, left_weights)
@@ -73,8 +73,7 @@ def through_scales(sides: BothSides, values: Values | None) -> Scaled:
         return Scaled(sides)
     left_section, left_plain = _plain(left, left_only, right)
     right_section, right_plain = _plain(right, right_only, left)
-    sides = replace(sides, left_section=left_section, right_section=right_section)
-    return Scaled(sides, left_plain, right_plain)
+    return Scaled(sides.with_sections(left_section, right_section), left_plain, right_plain)
 
 
 def _by_plain_key(section: Section) -> Weights:

@@ -7,7 +7,6 @@ from ckpttool.core.tables import present
 from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.diffing.adapter import adapter_alone
 from ckpttool.diffing.checkpoints import is_written_program
-from ckpttool.diffing.others import any_program
 from ckpttool.fixes.commands import Fixes
 from ckpttool.fixes.names import model_fixes
 from ckpttool.fixes.optimizer import optimizer_fixes
@@ -18,6 +17,7 @@ from ckpttool.fixes.swaps import swap_fix
 from ckpttool.fixes.trial import TriedFix
 from ckpttool.fixes.unfixed import advice_on, unfixed_by
 from ckpttool.fixes.unknown_model import commands_with_a_model
+from ckpttool.formats.registry import is_program
 from ckpttool.formats.remarks import one_rank
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.remapping.options import RemapOptions
@@ -54,7 +54,7 @@ def _fixes_of_names(question: DiffQuestion) -> Fixes:
     """Return the swap or the remap after which the names fit."""
     left, right = question.left, question.right
     assert left is not None
-    has_program = right is not None and any_program(left, right)
+    has_program = right is not None and (is_program(left) or is_program(right))
     swap, notes = swap_fix(question) if has_program else (None, [])
     if swap is not None and swap.after.identical:
         return Fixes((swap.fix,))

@@ -12,12 +12,12 @@ from ckpttool.containers.strict_json import read_file
 from ckpttool.core.errors import CkptError
 from ckpttool.core.tables import present
 from ckpttool.core.text import Info, shell
-from ckpttool.diffing.others import any_program
 from ckpttool.diffing.result import Diff
 from ckpttool.fixes.commands import Fixes
 from ckpttool.fixes.question import DiffQuestion
 from ckpttool.fixes.trial import try_remap
 from ckpttool.fixes.unfixed import unfixed_by
+from ckpttool.formats.registry import is_program
 from ckpttool.io.files import is_file
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.naming.evidence import template
@@ -76,7 +76,7 @@ def known_names(question: DiffQuestion) -> KnownNames | None:
     if question.diff.asks not in ("load", "pair"):
         return None
     sides = present((question.left, question.right))
-    if any_program(*sides):
+    if any(map(is_program, sides)):
         return None
     left_keys: list[str] = []
     right_keys: list[str] = []

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
+from ckpttool.diffing.explain import explain_computed
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.renames import suggestions
 from ckpttool.diffing.result import (
@@ -24,7 +25,7 @@ from ckpttool.diffing.result import (
     statuses_of,
 )
 from ckpttool.diffing.run import run
-from ckpttool.diffing.sections import compare, explain_computed
+from ckpttool.diffing.sections import compare
 from ckpttool.fixes.rules_file import Rules, suggested
 from ckpttool.naming.evidence import Inference
 from ckpttool.naming.match import prefixes

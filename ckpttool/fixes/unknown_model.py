@@ -7,8 +7,8 @@ from typing import Union
 
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.diffing.checkpoints import program_and_weights
+from ckpttool.diffing.key_notes import without_segment
 from ckpttool.diffing.result import statuses_of
-from ckpttool.diffing.sections import without_segment
 from ckpttool.fixes.question import DiffQuestion
 from ckpttool.formats.registry import format_of
 from ckpttool.naming.wrappers import canonical_in

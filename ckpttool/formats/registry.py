@@ -192,6 +192,11 @@ def format_of(checkpoint: Checkpoint) -> Format:
     return named(checkpoint.format)
 
 
+def is_program(checkpoint: Checkpoint) -> bool:
+    """Return True if it keeps its own names, whatever weights it has."""
+    return format_of(checkpoint).holds.programs
+
+
 def recognize(path: str) -> Recognized:
     """Return the format of the file or folder at `path`, or of the only checkpoint in the folder.
 

@@ -81,7 +81,7 @@ class Inference:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class SideTensors:
     """One side's tensors. `ordered`: they are in the order in which the model defines them."""
 
     tensors: Sequence[Outlined]
@@ -402,7 +402,7 @@ def transposed(tensors: Iterable[Outlined]) -> frozenset[str]:
     return frozenset(oblong | square)
 
 
-def straight(side: Side, keys: frozenset[str]) -> Side:
+def straight(side: SideTensors, keys: frozenset[str]) -> SideTensors:
     """Return the side with the shapes of these tensors as (out, in)."""
     if not keys:
         return side
@@ -412,7 +412,7 @@ def straight(side: Side, keys: frozenset[str]) -> Side:
             tensors.append(Tensor(tensor.key, tensor.dtype, tensor.shape[::-1]))
         else:
             tensors.append(tensor)
-    return Side(tuple(tensors), side.ordered, side.digest)
+    return SideTensors(tuple(tensors), side.ordered, side.digest)
 
 
 def exchangeable(tensors: Iterable[Outlined]) -> tuple[tuple[str, ...], ...]:
@@ -658,7 +658,7 @@ def _module(key: str) -> str:
 class Order:
     """The places of one side's tensors; computed when they are needed."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: SideTensors) -> None:
         self._side = side
 
     @cached_property

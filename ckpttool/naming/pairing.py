@@ -37,7 +37,7 @@ from ckpttool.naming.evidence import (
     Pair,
     Paths,
     Prefixes,
-    Side,
+    SideTensors,
     Template,
     best_tree,
     certain_part,
@@ -169,7 +169,9 @@ BY_ELIMINATION = Way(  # the last tensor of each side
 )
 
 
-def infer(left: Side, right: Side, same_keys: Mapping[str, str] | None = None) -> Inference:
+def infer(
+    left: SideTensors, right: SideTensors, same_keys: Mapping[str, str] | None = None
+) -> Inference:
     """Pair the two sides' tensors. `same_keys` maps keys of the left to keys of the right that are
     the same tensor.
     """
@@ -212,8 +214,8 @@ class _Search:
 
     def __init__(
         self,
-        left: Side,
-        right: Side,
+        left: SideTensors,
+        right: SideTensors,
         same_keys: Mapping[str, str],
         turned: tuple[frozenset[str], frozenset[str]],
     ) -> None:

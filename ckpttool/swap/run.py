@@ -12,7 +12,7 @@ from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.text import Info, Note, shell
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.opening import not_looked_into
-from ckpttool.formats.registry import format_of, recognize
+from ckpttool.formats.registry import format_of, is_program, recognize
 from ckpttool.io.files import look_anew
 from ckpttool.naming.convert import ModelForm
 from ckpttool.operands.checkpoint import model_section, split
@@ -128,7 +128,7 @@ def _read(path: str, name: str | None, weights: Checkpoint, out: str | None) -> 
     if kind.holds.programs:
         return kind.read_program(path, name)
     hint = "PROGRAM is a .pt2 or a TorchScript archive, and comes first"
-    if format_of(weights).holds.programs:
+    if is_program(weights):
         command = shell("ckpttool", "swap-weights", weights.source, path, "-o", out or "OUT.pt2")
         hint = f"the program comes first: {command}"
     raise CkptError(f"{path} is not an exported program: {kind.title}", hint=hint)

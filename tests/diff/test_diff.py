@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from copy import deepcopy
@@ -144,7 +145,9 @@ def loads(name: str, state: dict[str, torch.Tensor]) -> bool:
             return func(*args, **(kwargs or {}))
 
     try:
-        with Watch():
+        with Watch(), warnings.catch_warnings():
+            # torch warns once of complex numbers that a hook casts: it loads them
+            warnings.simplefilter("ignore")
             model.load_state_dict(deepcopy(state), strict=True)
     except Exception:
         return False

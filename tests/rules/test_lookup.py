@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckpttool.fixes.rules_file import suggest
 from ckpttool.live.model import section_of
 from ckpttool.naming import pairing
-from ckpttool.naming.evidence import Pair, Side, Tensor, groups
+from ckpttool.naming.evidence import Pair, SideTensors, Tensor, groups
 from ckpttool.naming.pairing import infer
 from ckpttool.ruleset import infer_rules
 from ckpttool.ruleset.infer_rules import drops, patterns, renames
@@ -183,7 +183,7 @@ def test_no_rules_for_a_name_that_looks_like_a_regular_expression(monkeypatch, m
 
 def test_exhausted_search_budget_is_reported(monkeypatch):
     left, right = (
-        Side(tuple(Tensor(f"{head}{n}.w", "float32", (2, n % 3 + 1)) for n in range(20)))
+        SideTensors(tuple(Tensor(f"{head}{n}.w", "float32", (2, n % 3 + 1)) for n in range(20)))
         for head in "ab"
     )
     assert "not looked for" not in str(infer(left, right))

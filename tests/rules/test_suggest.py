@@ -23,7 +23,7 @@ import real_models
 from ckpttool.fixes.commands import PART
 from ckpttool.fixes.rules_file import suggest
 from ckpttool.live.model import section_of
-from ckpttool.naming.evidence import Inference, Pair, Side, Tensor
+from ckpttool.naming.evidence import Inference, Pair, SideTensors, Tensor
 from ckpttool.naming.pairing import infer
 from command import Done, Run, fixes_in, notes_in
 from places import TESTS
@@ -136,7 +136,7 @@ def test_page_shows_the_suggested_rules(compare: Compare) -> None:
 
 def inferred(left: State, right: State, ordered: bool = True) -> Inference:
     mine, theirs = (
-        Side(
+        SideTensors(
             tuple(
                 Tensor(key, str(value.dtype)[6:], tuple(value.shape))
                 for key, value in state.items()
@@ -249,7 +249,7 @@ def test_values_pair_tensors_with_meaningless_names(data: st.DataObject) -> None
     order = data.draw(st.permutations(list(left)))
     right = {f"other.x{at}.weight": left[key] for at, key in enumerate(order)}
     mine, theirs = (
-        Side(
+        SideTensors(
             tuple(Tensor(key, "float32", (3, 3)) for key in state),
             digest=Digests(section_of(state).by_key()),
         )

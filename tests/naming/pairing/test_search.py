@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpttool.naming import evidence
-from ckpttool.naming.evidence import Inference, Side, Tensor
+from ckpttool.naming.evidence import Inference, SideTensors, Tensor
 from ckpttool.naming.pairing import infer
 from command import Run, fixes_in
 
@@ -53,12 +53,12 @@ class Project:
             {key: one[::-1] if key in linear else one for key, one in self.shapes.items()},
         )
 
-    def side(self, rng: random.Random | None = None) -> Side:
+    def side(self, rng: random.Random | None = None) -> SideTensors:
         """Return the tensors, shuffled if `rng` is given (safetensors does not keep the order)."""
         tensors = [Tensor(key, "float32", shape) for key, shape in self.shapes.items()]
         if rng is not None:
             rng.shuffle(tensors)
-        return Side(tuple(tensors), ordered=rng is None)
+        return SideTensors(tuple(tensors), ordered=rng is None)
 
 
 CROSS = ("cross_attn", "encoder_attn", "multihead_attn", "attn2")
@@ -137,7 +137,7 @@ def true_pairs(left: Project, right: Project) -> Pairs:
     return {(tuple(one), tuple(other)) for one, other in fused.values() if one != other}
 
 
-def infer_from(left: Side, right: Side) -> Inference:
+def infer_from(left: SideTensors, right: SideTensors) -> Inference:
     shapes = {tensor.key: tensor.shape for tensor in right.tensors}
     return infer(
         left, right, {one.key: one.key for one in left.tensors if shapes.get(one.key) == one.shape}
@@ -309,20 +309,22 @@ def test_parts_of_a_tensor_have_its_dtype_and_columns(value: tuple[str, Shape]) 
     )
     parts = (query, key, Tensor("v_proj.weight", *value))
     result = infer(
-        Side(parts, ordered=True), Side((replace(whole, key="qkv_proj.weight"),), ordered=True), {}
+        SideTensors(parts, ordered=True),
+        SideTensors((replace(whole, key="qkv_proj.weight"),), ordered=True),
+        {},
     )
     assert [pair.left for pair in result.pairs] == [tuple(p.key for p in parts)] * (
         value == ("float32", (4, 8))
     )
 
 
-def tensors(**shapes: Shape) -> Side:
-    return Side(
+def tensors(**shapes: Shape) -> SideTensors:
+    return SideTensors(
         tuple(Tensor(key.replace("_", "."), "float32", shape) for key, shape in shapes.items())
     )
 
 
-def paired(left: Side, right: Side, known: Mapping[str, str] | None = None) -> Pairs:
+def paired(left: SideTensors, right: SideTensors, known: Mapping[str, str] | None = None) -> Pairs:
     return {(pair.left, pair.right) for pair in infer(left, right, known).pairs}
 
 
@@ -376,6 +378,6 @@ def test_a_deep_model_is_paired_completely() -> None:
         for old, new in names.items()
     }
     shape_of = {key: shapes[".".join(key.split(".")[3:-1])] for key in keys}
-    left = Side([Tensor(key, "float32", shape_of[key]) for key in keys])
-    right = Side([Tensor(name, "float32", shape_of[key]) for key, name in keys.items()])
+    left = SideTensors([Tensor(key, "float32", shape_of[key]) for key in keys])
+    right = SideTensors([Tensor(name, "float32", shape_of[key]) for key, name in keys.items()])
     assert {(pair.left[0], pair.right[0]) for pair in infer(left, right).pairs} == set(keys.items())

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.naming.evidence import Side, Tensor, fit, inserted
+from ckpttool.naming.evidence import SideTensors, Tensor, fit, inserted
 from ckpttool.naming.pairing import infer
 
 Shapes = dict[str, tuple[int, ...]]
@@ -47,8 +47,8 @@ def test_shapes_fit_if_equal_or_transposed(
     assert fit(*(Tensor("w", "float32", shape) for shape in (left, right))) == expected
 
 
-def side(shapes: Shapes) -> Side:
-    return Side(tuple(Tensor(key, "float32", shape) for key, shape in shapes.items()))
+def side(shapes: Shapes) -> SideTensors:
+    return SideTensors(tuple(Tensor(key, "float32", shape) for key, shape in shapes.items()))
 
 
 def test_a_tree_below_another_module_is_paired_with_a_transposed_matrix() -> None:

@@ -1,0 +1,93 @@
+"""The two sides of a comparison: what is compared with what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpttool.core.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
+from ckpttool.core.names import Names
+from ckpttool.core.values import dataclass
+from ckpttool.diffing.causes import FIELDS, Cause
+from ckpttool.diffing.result import Entry, only_left, only_right
+from ckpttool.formats.registry import is_program
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a comparison: a checkpoint, and the section of it that is compared, its model or
+    its optimizer.
+
+    `field` stands for the side in the words of a `Note`.
+    """
+
+    checkpoint: Checkpoint
+    section: Section
+    field: str
+
+    @property
+    def source(self) -> str:
+        """The operand."""
+        return self.checkpoint.source
+
+    @property
+    def is_left(self) -> bool:
+        return self.field == FIELDS[0]
+
+    @property
+    def others(self) -> dict[str, Section]:
+        """The state dicts and optimizers besides the compared section, by path."""
+        sections = {}
+        for section in self.checkpoint.sections:
+            if section.kind != "other" and section.path != self.section.path:
+                sections[section.path] = section
+        return sections
+
+    @property
+    def loose_entries(self) -> dict[str, TensorEntry | ExtraEntry]:
+        """The entries outside of state dicts and optimizers, by their dotted path."""
+        entries: dict[str, TensorEntry | ExtraEntry] = {}
+        for section in self.checkpoint.sections:
+            if section.kind == "other":
+                entries.update(section.by_key())
+        return entries
+
+    def only(self, key: str, cause: Cause | None = None) -> Entry:
+        """Return the finding that only this side has the key."""
+        if self.is_left:
+            return only_left(key) if cause is None else only_left(key, cause)
+        return only_right(key) if cause is None else only_right(key, cause)
+
+
+@dataclass(frozen=True, slots=True)
+class BothSides:
+    """The two sides of a comparison. `names` are the names of the model that both are read with, if
+    one was named.
+    """
+
+    left: Side
+    right: Side
+    names: Names | None = None
+
+    @staticmethod
+    def of(
+        left: tuple[Checkpoint, Section],
+        right: tuple[Checkpoint, Section],
+        names: Names | None = None,
+    ) -> BothSides:
+        """Return the sides with these sections."""
+        return BothSides(Side(*left, FIELDS[0]), Side(*right, FIELDS[1]), names)
+
+    @property
+    def each_way(self) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
+        """Each side with the other one."""
+        return (self.left, self.right), (self.right, self.left)
+
+    def with_sections(self, left: Section, right: Section) -> BothSides:
+        """Return the same sides with these sections."""
+        return replace(
+            self, left=replace(self.left, section=left), right=replace(self.right, section=right)
+        )
+
+    @property
+    def has_program(self) -> bool:
+        return is_program(self.left.checkpoint) or is_program(self.right.checkpoint)
