@@ -6,13 +6,11 @@ from functools import partial
 
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.text import Info, Note
-from ckpttool.diffing.causes import FIELDS, NOT_WEIGHTS, SIDES, Sides
-from ckpttool.diffing.explain import explain_computed, explain_quantized
+from ckpttool.diffing.causes import FIELDS, SIDES, Sides
 from ckpttool.diffing.key_notes import adapter_notes, hidden_segments
 from ckpttool.diffing.metadata import compare_versions, metadata_notes, tie_notes
-from ckpttool.diffing.moved import explain_moved
+from ckpttool.diffing.models import compare_models, pair_models, sides_of
 from ckpttool.diffing.on_ranks import compare_on_ranks
-from ckpttool.diffing.one_model import compare_through, explain_program
 from ckpttool.diffing.options import CompareOptions
 from ckpttool.diffing.others import (
     compare_loose,
@@ -25,7 +23,6 @@ from ckpttool.diffing.renames import suggestions
 from ckpttool.diffing.result import (
     EITHER_WAY,
     Diff,
-    Entry,
     alike,
     kinds_by_side,
     outlines,
@@ -39,19 +36,11 @@ from ckpttool.diffing.saved_optimizers import (
     remedy_between,
 )
 from ckpttool.diffing.scales import through_scales
-from ckpttool.diffing.sections import compare, without_dtypes
 from ckpttool.diffing.sides import BothSides
-from ckpttool.formats.registry import MEMORY, format_of, is_program
+from ckpttool.formats.registry import MEMORY
 from ckpttool.formats.remarks import one_rank
 from ckpttool.kinds.adapters import adapter_in
-from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand
-from ckpttool.operands.reading import as_read
-
-# Statuses of equal weights: what a program has under other names, or with another number of names.
-_OTHER_NAMES = frozenset({"renamed", "transformed", "alias"})
-# What does not count if a program has the weights of a checkpoint.
-OF_PROGRAMS = _OTHER_NAMES | {code.code for code in NOT_WEIGHTS}
 
 
 def checkpoints(
@@ -67,8 +56,8 @@ def checkpoints(
     optimizers = _saved_optimizers(left, right)
     if optimizers is not None:
         return _optimizers(left, right, optimizers, model, values, options)
-    sides = _models(left, right, model)
-    entries, harmless = _compared(sides, values, options)
+    sides = sides_of(left, right, model)
+    entries, harmless = compare_models(sides, values, options)
     versions, failure = compare_versions(sides)
     about_others, compared = compare_others(sides, values, options)
     other_notes = [*tie_notes(sides, entries), *metadata_notes(sides), *about_others]
@@ -100,67 +89,12 @@ def checkpoints(
     )
 
 
-def _compared(
-    sides: BothSides, values: Values | None, options: CompareOptions
-) -> tuple[tuple[Entry, ...], frozenset[str]]:
-    """Pair the keys of the two models, and say why pairs differ. Return the entries, and the
-    statuses and codes that are not differences.
-    """
-    scaled = through_scales(sides, values)
-    entries = _paired(scaled.sides, values)
-    entries = explain_moved(entries, scaled.sides)
-    entries = scaled.with_parts(entries)
-    entries = explain_computed(entries)
-    entries = explain_quantized(entries, sides.left.section, sides.right.section, values)
-    entries = (*entries, *compare_outside(sides, values))
-    harmless = EITHER_WAY
-    if options.ignore_dtype:
-        entries, harmless = without_dtypes(entries), harmless | {"dtype"}
-    if sides.names is not None and sides.has_program:
-        entries = explain_program(entries, sides.names, sides)
-        if values is not None:
-            harmless |= OF_PROGRAMS
-    return entries, harmless
-
-
-def _paired(sides: BothSides, values: Values | None) -> tuple[Entry, ...]:
-    """Pair the keys of the two models by their text, or by the names of the model that has both."""
-    left, right = sides.left.section, sides.right.section
-    if sides.names is None:
-        return compare(left, right, values)
-    return compare_through(sides.names, left, right, values)
-
-
 def names_of(left: Checkpoint, right: Checkpoint) -> Sides:
     """Return the operands as the names of the two sides; ``left`` and ``right`` if neither has a
     name.
     """
     is_nameless = left.source == right.source == MEMORY.title
     return SIDES if is_nameless else (left.source, right.source)
-
-
-def _models(left: Checkpoint, right: Checkpoint, model: ModelOperand | None) -> BothSides:
-    """Return the sections of the two models, and the names that both are read with."""
-    left_section, right_section = model_section(left), model_section(right)
-    names = None
-    if model is not None:
-        model = as_read(model, left_section, left.source)
-        names = as_read(model, right_section, right.source).names()
-    return BothSides.of((left, left_section), (right, right_section), names)
-
-
-# Programs
-
-
-def program_and_weights(left: Checkpoint, right: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Return the two in the order of `swap-weights`, which takes the program first."""
-    return (right, left) if is_program(right) else (left, right)
-
-
-def is_written_program(checkpoint: Checkpoint) -> bool:
-    """Return True if it is a program whose names a remap can change."""
-    format = format_of(checkpoint)
-    return format.holds.programs and format.writes
 
 
 # Two saved optimizers
@@ -231,7 +165,7 @@ def read_all_values(
         sections = optimizers[0].section, optimizers[1].section
         sides = BothSides.of((left, sections[0]), (right, sections[1]), names)
     else:
-        sides = _models(left, right, model)
-        _paired(through_scales(sides, values).sides, values)
+        sides = sides_of(left, right, model)
+        pair_models(through_scales(sides, values).sides, values)
         compare_sections(sides, values, CompareOptions())
     compare_loose(sides, values)

@@ -6,7 +6,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.tables import present
 from ckpttool.core.text import Info, Note, plural, some
 from ckpttool.diffing.adapter import adapter_alone
-from ckpttool.diffing.checkpoints import is_written_program
+from ckpttool.diffing.models import is_written_program
 from ckpttool.fixes.commands import Fixes
 from ckpttool.fixes.names import model_fixes
 from ckpttool.fixes.optimizer import optimizer_fixes

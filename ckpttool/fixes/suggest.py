@@ -10,7 +10,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import RUNTIME, SERIALIZED
 from ckpttool.core.text import Info, Note, notes_with
-from ckpttool.diffing.checkpoints import is_written_program
+from ckpttool.diffing.models import is_written_program
 from ckpttool.diffing.result import Diff, Fix, Unfixed, statuses_of
 from ckpttool.fixes.choose import tried_fixes
 from ckpttool.fixes.commands import Fixes

@@ -10,7 +10,7 @@ from ckpttool.containers.nodes import entries_with_code
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
-from ckpttool.diffing.checkpoints import OF_PROGRAMS, program_and_weights
+from ckpttool.diffing.models import OF_PROGRAMS, program_and_weights
 from ckpttool.diffing.result import Diff, Fix, statuses_of
 from ckpttool.fixes.losses import left_out, loses
 from ckpttool.fixes.question import DiffQuestion

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Union
 
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
-from ckpttool.diffing.checkpoints import program_and_weights
 from ckpttool.diffing.key_notes import without_segment
+from ckpttool.diffing.models import program_and_weights
 from ckpttool.diffing.result import statuses_of
 from ckpttool.fixes.question import DiffQuestion
 from ckpttool.formats.registry import format_of
