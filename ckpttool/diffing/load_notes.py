@@ -22,7 +22,7 @@ from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.output import outputs
 from ckpttool.operands.reading import as_read
 from ckpttool.operands.same_model import same_model
-from ckpttool.optimizers.identify import Parameters, saved_order
+from ckpttool.optimizers.identify import Parameters, compare_key_order
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
@@ -258,7 +258,7 @@ def _order_notes(loading: LoadedSection) -> list[Note]:
     if not checkpoint.optimizers:
         return []
     shapes = Parameters(names).shapes
-    if not saved_order(saved_state_dicts(checkpoint), names, set(shapes)):
+    if not compare_key_order(saved_state_dicts(checkpoint), names, set(shapes)).moved:
         return []
     paths = ", ".join(section.path for section in checkpoint.optimizers)
     text = (

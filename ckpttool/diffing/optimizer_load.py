@@ -38,18 +38,19 @@ from ckpttool.diffing.saved_optimizers import (
 )
 from ckpttool.naming.convert import read as read_keys
 from ckpttool.naming.match import NameTables
-from ckpttool.optimizers.forms import class_of, lacking, read, with_new_options
-from ckpttool.optimizers.groups import arranged
+from ckpttool.optimizers.classes import class_of, missing_for_step, with_new_options
+from ckpttool.optimizers.forms import read
+from ckpttool.optimizers.groups import fill_layout
 from ckpttool.optimizers.identify import (
     Doubt,
     Parameters,
     ParamMap,
-    in_file,
-    own_names,
-    owners,
-    saved_order,
+    compare_key_order,
+    identify_params,
+    listed_names,
+    names_without_model,
 )
-from ckpttool.optimizers.transform import carry, identity
+from ckpttool.optimizers.transform import identity, move_state
 
 if TYPE_CHECKING:
     from ckpttool.tracing.build_optimizer import OptimizerVerdict
@@ -90,7 +91,7 @@ def compare_with_optimizer(
     stepped = verdict is not None and verdict.stepped and error is None
     needs: Sequence[str] = ()  # what a step needs and the state does not have
     if not stepped:
-        needs = lacking(named, names.optimizer_groups, target.first_step)
+        needs = missing_for_step(named, names.optimizer_groups, target.first_step)
     loads_each = error is not None and (by_dcp or state.form == FLAT)
     required = _required_options(named, target, needs, loads_each)
     if required.issuperset(map(_option_of, needs)):
@@ -145,7 +146,7 @@ def _without_owners(
     state: OptimizerState, target: Parameters, saved: SavedOptimizer, notes: list[str]
 ) -> OptimizerFit:
     """Compare a state whose parameters are unknown: by the names in the file, else by ids."""
-    by_file, fresh = own_names(state, saved.models), target.fresh_optimizer
+    by_file, fresh = names_without_model(state, saved.models), target.fresh_optimizer
     if by_file is None:
         entries = group_entries(state, numbered(fresh), _by_position(state, target))
     else:
@@ -177,7 +178,7 @@ def _in_groups(named: OptimizerState, form: str, target: Parameters) -> Optimize
         return named
     same, defaults = identity(named.params), target.names.optimizer_groups
     try:
-        groups = arranged(named, same, target.groups, defaults, by_parameter=True)
+        groups = fill_layout(named, same, target.groups, defaults, by_parameter=True)
     except Refused:  # torch rejects it too
         return named
     return replace(named, groups=groups)
@@ -204,7 +205,7 @@ def _notes_on_fit(param_map: ParamMap, named: OptimizerState, target: Parameters
             " puts it in order)"
         )
         yield Note.about(words, "optimizer-order")
-    elif param_map.evidence not in ("param_names", "names"):
+    elif not param_map.is_named_by_file:
         yield rests_on(param_map, SIDES[0])
 
 
@@ -246,10 +247,10 @@ def _with_old_model(
         return replace(fit, remedy=None, notes=(*fit.notes, Note(text, "optimizer-names")))
     # else one of them has frozen parameters
     same_count = len(state.params) == sum(map(len, target.groups))
-    by_ids = state.form == ID and in_file(state)[0] is None
+    by_ids = state.form == ID and listed_names(state) is None
     if same_count and by_ids and not foreign:
-        other_order = saved_order(saved.models, target.names, target.shapes)
-        if other_order == ():  # the file's order is known, and is the model's
+        key_order = compare_key_order(saved.models, target.names, target.shapes)
+        if key_order.is_confirmed:
             return replace(fit, remedy=Remedy("old_optimizer"))
     same_groups = _has_same_groups(state, target)
     return replace(fit, remedy=Remedy("old_model", None, same_groups, tuple(foreign)))
@@ -292,14 +293,14 @@ def _owners(
     notes: list[str] = []
     param_map: ParamMap | None = None
     try:
-        param_map = owners(state, names, "left", saved.models)
+        param_map = identify_params(state, names, "left", saved.models)
     except Refused as error:
         notes.append(refusal(error, SIDES[0]))
     if state.form == ID and (param_map is None or param_map.doubt is not None):
         no_optimizer = replace(names, optimizer=(), optimizer_class=None, optimizer_groups=())
         with suppress(Refused):
-            other = owners(state, no_optimizer, "left", saved.models)
-            if param_map is None or (other.doubt is None and not other.assumed):
+            other = identify_params(state, no_optimizer, "left", saved.models)
+            if param_map is None or (other.doubt is None and not other.is_assumed):
                 param_map, notes = other, []
     if param_map is not None and param_map.doubt is not None:
         text = f"{param_map.doubt.message}: {param_map.doubt.problems[0]}"
@@ -387,11 +388,11 @@ def _remedy(
     form, params = param_map.saved.form, set(named.params)
     same, defaults = identity(named.params), target.names.optimizer_groups
     try:
-        groups = arranged(named, same, target.groups, defaults, by_parameter=form == FLAT)
+        groups = fill_layout(named, same, target.groups, defaults, by_parameter=form == FLAT)
         kept: list[Param] = []
         for group in groups:
             kept += [param for param in group.params if param in params]
-        carry(named, identity(kept), target.shapes, "left")
+        move_state(named, identity(kept), target.shapes, "left")
     except Refused as error:
         reason = f"{error.message}: {error.problems[0]}"
         text = f"no remap arranges it in the new order and param groups: {reason}"
@@ -400,7 +401,6 @@ def _remedy(
     if any(entry.has(Code.NO_STATE) for entry in entries):
         return Remedy("create_state", form)
     saved_groups = {frozenset(map(str, group.params)) for group in named.groups}
-    is_named = param_map.evidence in ("param_names", "names")
-    if is_named and saved_groups == set(map(frozenset, target.groups)):
+    if param_map.is_named_by_file and saved_groups == set(map(frozenset, target.groups)):
         return Remedy("by_name", form)
     return Remedy("regroup")

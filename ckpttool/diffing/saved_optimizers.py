@@ -36,9 +36,10 @@ from ckpttool.diffing.result import (
     statuses_of,
 )
 from ckpttool.operands.checkpoint import saved_state_dicts
-from ckpttool.optimizers.forms import class_of, read, same_option
-from ckpttool.optimizers.groups import different
-from ckpttool.optimizers.identify import ParamMap, owners, same_key_order
+from ckpttool.optimizers.classes import class_of
+from ckpttool.optimizers.forms import read
+from ckpttool.optimizers.identify import Basis, ParamMap, identify_params, same_key_order
+from ckpttool.optimizers.options import different, same_option
 
 _ENTRIES = (TensorEntry, ExtraEntry)
 _CONTAINERS = (*_ENTRIES, Mapping, list, tuple)
@@ -330,7 +331,7 @@ class _SavedSide:
     @property
     def is_named_by_file(self) -> bool:
         """Whether nothing but the file's own names identified the parameters."""
-        return self.owners is None or self.owners.evidence == "param_names"
+        return self.owners is None or self.owners.basis is Basis.PARAM_NAMES
 
     @property
     def as_saved(self) -> _SavedSide:
@@ -408,12 +409,12 @@ def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str
     if not state.params:
         return _SavedSide(replace(state, form=FQN), state, None)
     try:
-        param_map = owners(state, names, side, saved.models)
+        param_map = identify_params(state, names, side, saved.models)
     except Refused as error:
         if names is not None:  # without names, a note says that ids are compared
             notes.append(refusal(error, side))
         return _SavedSide(state, state, None)
-    if param_map.assumed:
+    if param_map.is_assumed:
         notes.append(rests_on(param_map, side))
     return _SavedSide(param_map.state, state, param_map)
 

@@ -11,9 +11,9 @@ from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import FLAT, ID, FilledTensor, Param, ParamGroup
 from ckpttool.core.text import Info, plural, some
 from ckpttool.evaluate.apply import entry_of
-from ckpttool.optimizers.forms import WHOLE
-from ckpttool.optimizers.groups import plain_options
+from ckpttool.optimizers.classes import SHARED_BY_ALL
 from ckpttool.optimizers.identify import Parameters
+from ckpttool.optimizers.options import plain_options
 from ckpttool.optimizers.request import Create
 
 
@@ -74,7 +74,7 @@ def _without_state(
     hyperparameters of its group. torch loads a state without any, but not a flattened one.
     """
     slots = set(map(str, chain.from_iterable(states.values())))
-    if (not slots and to != FLAT) or slots & WHOLE:
+    if (not slots and to != FLAT) or slots & SHARED_BY_ALL:
         return {}
     trainable = set(parameters.trainable)
     options_of: dict[str, Mapping[str, Any]] = {}

@@ -6,11 +6,9 @@ in its keys.
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
@@ -20,7 +18,6 @@ from ckpttool.core.optimizer_state import (
     FQN,
     GROUPS,
     ID,
-    PARAM_NAMES,
     PARAMS,
     STATE,
     OptimizerState,
@@ -30,9 +27,7 @@ from ckpttool.core.optimizer_state import (
     looks_flat,
     rebuilt,
 )
-from ckpttool.core.values import dataclass
-from ckpttool.evaluate.compare import same_objects, same_values
-from ckpttool.io.pieces import read_all
+from ckpttool.optimizers.options import same_options
 
 # Reading
 
@@ -176,58 +171,11 @@ def _put(mapping: dict[Any, Any], path: Sequence[str], value: Any) -> bool:
     return mapping.setdefault(path[-1], value) is value
 
 
-def same_options(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    """Return True if two groups have the same options; tensors are compared by their bytes."""
-    if left.keys() != right.keys():
-        return False
-    return all(same_option(left[name], right[name]) for name in left)
-
-
-def same_option(left: Any, right: Any) -> bool:
-    """Return True if two values of an option are the same. Tensors are, if their bytes are
-    equal.
-    """
-    if left is right:
-        return True
-    if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
-        return same_values(left, right)
-    if isinstance(left, ExtraEntry) and isinstance(right, ExtraEntry):
-        return same_objects(left, right)
-    if isinstance(left, TensorEntry):
-        return type(right) in (int, float) and _is_number(left, right)
-    if isinstance(right, TensorEntry):
-        return type(left) in (int, float) and _is_number(right, left)
-    if isinstance(left, ExtraEntry) or isinstance(right, ExtraEntry):
-        return False
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(same_option, left, right))
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return same_options(left, right)
-    return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
-
-
-_CODES = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}  # of `struct`
-
-
-def _is_number(entry: TensorEntry, number: float) -> bool:
-    """Return True if the tensor has one element, and that is the number in the tensor's dtype."""
-    code = _CODES.get(entry.dtype)
-    if code is None or entry.numel != 1 or entry.storage is None:
-        return False
-    if code in "qi" and type(number) is float:
-        return False
-    data = read_all(entry.storage.data)
-    size = struct.calcsize(code)
-    try:
-        return bytes(data[entry.offset * size :][:size]) == struct.pack(code, number)
-    except (struct.error, OverflowError):
-        return False
-
-
 # Writing
 
 
 def write(state: OptimizerState, section: Section) -> Section:
+    """Return the section with this state, in the form that the state has."""
     tensors: list[TensorEntry] = []
 
     def keyed(path: tuple[str, ...], value: Any) -> Any:
@@ -294,197 +242,3 @@ def _flattened(prefix: str, value: Any, problems: list[Problem]) -> Iterator[tup
     else:
         for name, part in value.items():
             yield from _flattened(f"{prefix}.{name}", part, problems)
-
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerClass:
-    """`state` are names that together occur in this class only, and so are the hyperparameters
-    `options`.
-    """
-
-    title: str
-    state: frozenset[str]
-    options: frozenset[str]
-
-
-# The first row that fits is the class, so a row whose names are part of another's comes after it.
-TABLE = tuple(
-    OptimizerClass(title, frozenset(state.split()), frozenset(options.split()))
-    for title, state, options in (
-        ("NAdam", "exp_avg exp_avg_sq mu_product", "betas momentum_decay"),
-        ("Adam or AdamW", "exp_avg exp_avg_sq", "betas amsgrad"),
-        ("RAdam", "exp_avg exp_avg_sq", "betas decoupled_weight_decay"),
-        ("Adamax", "exp_avg exp_inf", "betas foreach weight_decay"),
-        ("SparseAdam", "exp_avg exp_avg_sq", "betas eps maximize"),
-        ("Adadelta", "square_avg acc_delta", "rho"),
-        ("RMSprop", "square_avg", "alpha centered"),
-        ("SGD", "momentum_buffer", "dampening nesterov"),
-        ("Muon", "momentum_buffer", "ns_steps"),
-        ("Adagrad", "sum", "lr_decay initial_accumulator_value"),
-        ("Adafactor", "row_var col_var", "beta2_decay d"),
-        ("ASGD", "ax eta mu", "lambd t0"),
-        ("Rprop", "prev step_size", "etas step_sizes"),
-        ("LBFGS", "old_dirs old_stps", "history_size line_search_fn"),
-        ("Adafactor of transformers", "exp_avg_sq_row exp_avg_sq_col", "decay_rate clip_threshold"),
-    )
-)
-
-
-def class_of(state: OptimizerState) -> str | None:
-    """Return the title of the torch.optim class that the state belongs to; None if the table does
-    not know it.
-
-    The param groups' hyperparameters decide, or else the names in the state.
-    """
-    by_options = _by_options([group.options for group in state.groups])
-    if by_options is not None:
-        return by_options.title
-    names = set(map(str, chain.from_iterable(state.state.values())))
-    return next((row.title for row in TABLE if row.state <= names), None)
-
-
-def _by_options(groups: Iterable[Mapping[str, object]]) -> OptimizerClass | None:
-    options = set(chain.from_iterable(groups))
-    return next((row for row in TABLE if row.options <= options), None)
-
-
-# Hyperparameters that torch adds to groups of files that lack them (each class's ``__setstate__``),
-# or that a scheduler put there, which no step needs.
-_FILLED_IN = frozenset(
-    {
-        "amsgrad",
-        "maximize",
-        "foreach",
-        "capturable",
-        "differentiable",
-        "fused",
-        "nesterov",
-        "centered",
-        "decoupled_weight_decay",
-        "initial_lr",
-        "max_lr",
-        "min_lr",
-        "base_momentum",
-        "max_momentum",
-        "swa_lr",
-    }
-)
-# State that a step creates only if a hyperparameter of the file asks for it -> the hyperparameter.
-# SGD creates its buffer whenever it is missing.
-_ON_REQUEST = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
-_CREATED_LATER = frozenset({("SGD", "momentum_buffer")})
-
-
-def lacking(
-    state: OptimizerState,
-    groups: Sequence[Mapping[str, object]],
-    steps: Mapping[Param, Sequence[str]],
-) -> list[str]:
-    """Return the keys that an optimizer with these hyperparameters needs and the state of another
-    class lacks.
-
-    `steps` are the names of the state that a first step creates for a parameter, if known. torch
-    loads such a state, and fails with a ``KeyError`` at the next step (pytorch#7499).
-    """
-    # the constructor's options are in every group; others are the user's
-    options = [name for name in dict.fromkeys(chain.from_iterable(groups)) if _in_all(name, groups)]
-    needed = [name for name in options if name != PARAM_NAMES and name not in _FILLED_IN]
-    missing = []
-    for index, group in enumerate(state.groups):
-        for name in needed:
-            if name not in group.options:
-                missing.append(f"{GROUPS}.{index}.{name}")
-    row = _by_options(groups)
-    usual = () if row is None or row.title == class_of(state) else sorted(row.state)
-    requested = _requested(state, "" if row is None else row.title)
-    for param, param_state in state.state.items():
-        if not param_state:
-            continue
-        for name in steps.get(param) or usual:
-            is_needed = name not in _ON_REQUEST or name in requested.get(param, ())
-            if name not in param_state and is_needed:
-                missing.append(f"{STATE}.{param}.{name}")
-    return missing
-
-
-def _in_all(name: str, groups: Sequence[Mapping[str, object]]) -> bool:
-    return all(name in group for group in groups)
-
-
-def _requested(state: OptimizerState, title: str) -> dict[Param, list[str]]:
-    """Return parameter -> the names of state that the hyperparameters of its group ask for."""
-    requested: dict[Param, list[str]] = {}
-    for group in state.groups:
-        names = [name for name, option in _ON_REQUEST.items() if group.options.get(option)]
-        names = [name for name in names if (title, name) not in _CREATED_LATER]
-        requested.update(dict.fromkeys(group.params, names))
-    return requested
-
-
-def with_new_options(
-    groups: Sequence[ParamGroup],
-    loaded_by: OptimizerState,
-    steps: Mapping[Param, Sequence[str]],
-    saved: OptimizerState,
-) -> tuple[ParamGroup, ...]:
-    """Return the groups with the options that a newer version of their optimizer has: `loaded_by`,
-    group by group.
-
-    Options that torch adds itself are added to the groups of any class, others only if `saved` is a
-    state of the same class: one that has all that a step needs. `steps` are as in `lacking`.
-    """
-    new = [group.options for group in loaded_by.groups]
-    state_keys = [key for key in lacking(saved, new, steps) if not key.startswith(f"{GROUPS}.")]
-    same_class = class_of(saved) == class_of(loaded_by) and not state_keys
-    filled = []
-    for group, options in zip(groups, new):
-        added = {}
-        for name, value in options.items():
-            if name not in group.options and (same_class or name in _FILLED_IN):
-                added[name] = [*map(str, group.params)] if name == PARAM_NAMES else value
-        filled.append(replace(group, options={**group.options, **added}))
-    return tuple(filled)
-
-
-# State of all parameters together, saved under the first: it cannot move with a parameter.
-WHOLE = frozenset({"old_dirs", "old_stps", "H_diag", "prev_flat_grad", "ro", "d", "al"})
-
-ELEMENTWISE = frozenset(
-    {
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "exp_inf",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "sum",
-        "ax",
-        "prev",
-        "step_size",
-        "variance",
-    }
-)
-
-# State with another shape than its parameter -> its shape for a parameter of this shape.
-_FACTORED: Mapping[str, Callable[[Shape], Shape]] = {
-    "row_var": lambda shape: (*shape[:-1], 1),
-    "col_var": lambda shape: (*shape[:-2], 1, shape[-1]),
-    "exp_avg_sq_row": lambda shape: shape[:-1],
-    "exp_avg_sq_col": lambda shape: (*shape[:-2], shape[-1]),
-}
-
-
-def fits(name: str, state: Shape, parameter: Shape) -> bool:
-    """Return True if a parameter of this shape can have a state of this name and shape, and for
-    unknown names.
-    """
-    if name in ELEMENTWISE:
-        return state == parameter
-    if name in _FACTORED:
-        return len(parameter) > 1 and state == _FACTORED[name](parameter)
-    return True

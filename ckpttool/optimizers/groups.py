@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any
 
 from ckpttool.core import expression as ex
-from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression
 from ckpttool.core.names import Names
@@ -23,9 +22,9 @@ from ckpttool.core.optimizer_state import (
 )
 from ckpttool.core.tables import positions, selected
 from ckpttool.core.text import plural, some
-from ckpttool.evaluate.compare import elements
-from ckpttool.optimizers.forms import same_option, same_options, with_new_options
+from ckpttool.optimizers.classes import with_new_options
 from ckpttool.optimizers.identify import Parameters
+from ckpttool.optimizers.options import different, number_of, same_options
 
 
 def new_groups(
@@ -47,14 +46,14 @@ def new_groups(
     """
     target = new or old
     if target is None:
-        return placed(named, sources)
+        return keep_groups(named, sources)
     parameters = Parameters(target)
     if new is None and to != ID:
-        return _ordered_like(placed(named, sources), parameters.groups)
-    if parameters.groups and (target.optimizer or target.optimizer_groups):
+        return _ordered_like(keep_groups(named, sources), parameters.groups)
+    if parameters.groups:
         if new is None:
-            _same_parameters(named, parameters, where)
-        groups = arranged(
+            _require_same_parameters(named, parameters, where)
+        groups = fill_layout(
             named, sources, parameters.groups, parameters.options, by_parameter=was == FLAT
         )
         if new is None:
@@ -62,22 +61,22 @@ def new_groups(
         return with_new_options(groups, parameters.fresh_optimizer, parameters.first_step, named)
     layout = _in_model_order(named, sources, old, parameters)
     if layout is not None:
-        return arranged(named, sources, [layout], ())
+        return fill_layout(named, sources, [layout], ())
     if to != ID:
-        return placed(named, sources)
+        return keep_groups(named, sources)
     added = [name for name in parameters.trainable if name not in sources]
     if added:
         raise Refused(
-            f"{where} has {len(named.groups)} param groups, and the new model has parameters that"
-            " it has not",
+            f"{where} has {len(named.groups)} param groups, and the new model adds parameters:"
+            " their group is unknown",
             hint="pass --to-optimizer O, the function that makes the new optimizer",
-            problems=same_problem("in which group?", added),
+            problems=same_problem("its group is unknown", added),
         )
     rank = positions(parameters.shapes)
     ordered = []
-    for group in placed(named, sources):
+    for group in keep_groups(named, sources):
         params = sorted(group.params, key=lambda name: rank[str(name)])
-        ordered.append(grouped(params, group.options))
+        ordered.append(group_of(params, group.options))
     return tuple(ordered)
 
 
@@ -90,10 +89,10 @@ def _ordered_like(
     by_params = {frozenset(map(str, group.params)): group for group in groups}
     if len(by_params) != len(groups) or by_params.keys() != set(map(frozenset, order)):
         return groups
-    return tuple(grouped(params, by_params[frozenset(params)].options) for params in order)
+    return tuple(group_of(params, by_params[frozenset(params)].options) for params in order)
 
 
-def _same_parameters(named: OptimizerState, parameters: Parameters, where: str) -> None:
+def _require_same_parameters(named: OptimizerState, parameters: Parameters, where: str) -> None:
     """Raise `Refused` if the optimizer has other parameters than the file: a change of form loses
     nothing.
     """
@@ -105,8 +104,8 @@ def _same_parameters(named: OptimizerState, parameters: Parameters, where: str) 
         problems.append(Problem("in the optimizer, and not in the file", name))
     if problems:
         raise Refused(
-            f"{where} was not saved by this optimizer: its parameters are others",
-            hint="--to-model and --to-optimizer name what is to load it",
+            f"{where} was not saved by this optimizer: its parameters differ",
+            hint="pass --to-model and --to-optimizer for the model that will load it",
             problems=problems,
         )
 
@@ -120,8 +119,8 @@ def _in_model_order(
     """Return the parameters of an optimizer with one group, in ``model.parameters()`` order; None
     if it has more.
 
-    It holds the same as before: all parameters of the model, or all trainable ones, or only its
-    own.
+    If the file has all parameters of the model, so has the new one; if it has all trainable ones,
+    the new one has these; otherwise it has the parameters that the file has.
     """
     if len(named.nonempty_groups) != 1:
         return None
@@ -145,7 +144,7 @@ def with_new_names(
     renamed_groups = []
     for group in groups:
         params = [new_names.get(str(param), param) for param in group.params]
-        renamed_groups.append(grouped(params, group.options))
+        renamed_groups.append(group_of(params, group.options))
     return tuple(renamed_groups)
 
 
@@ -164,7 +163,7 @@ def notes_on_change(
     if len(moved.groups) != len(state.groups):
         notes.append(
             f"{where}: {plural(len(moved.groups), 'param group')}, not {len(state.groups)}: a"
-            " learning-rate scheduler that was saved has one value for each of the old ones"
+            " saved learning-rate scheduler has one value for each old group"
         )
     old_options = set(chain.from_iterable(group.options for group in state.groups))
     options = dict.fromkeys(chain.from_iterable(group.options for group in moved.groups))
@@ -177,7 +176,7 @@ def notes_on_change(
         notes.append(f"{where}: new, and without state: {some(new)}")
     if dropped:
         notes.append(
-            f"{where}: left out, the state of {plural(len(dropped), 'parameter')}: {some(dropped)}"
+            f"{where}: state of {plural(len(dropped), 'parameter')} left out: {some(dropped)}"
         )
     if state.form == FLAT and to != FLAT and not any(group.param_names for group in state.groups):
         notes.append(
@@ -190,18 +189,18 @@ def notes_on_change(
 # Groups of parameters
 
 
-def grouped(params: Sequence[Param], options: Mapping[str, Any]) -> ParamGroup:
+def group_of(params: Sequence[Param], options: Mapping[str, Any]) -> ParamGroup:
     """Return a group of `params` with these options. Its ``param_names``, if any, are updated."""
     if PARAM_NAMES in options:
         options = {**options, PARAM_NAMES: [str(param) for param in params]}
     return ParamGroup(tuple(params), options)
 
 
-def placed(state: OptimizerState, sources: Mapping[str, Expression]) -> tuple[ParamGroup, ...]:
+def keep_groups(state: OptimizerState, sources: Mapping[str, Expression]) -> tuple[ParamGroup, ...]:
     """Return the old groups with the new parameters in the old ones' positions. A group that loses
     all is left out.
     """
-    home = _homes(state)
+    home = _group_index(state)
     position = positions(map(str, state.params))
 
     def first_position(name: str) -> int:
@@ -222,19 +221,19 @@ def placed(state: OptimizerState, sources: Mapping[str, Expression]) -> tuple[Pa
     groups = []
     for params, group in zip(members, state.groups):
         if params or not group.params:
-            groups.append(grouped(params, group.options))
+            groups.append(group_of(params, group.options))
     return tuple(groups)
 
 
-def _homes(state: OptimizerState) -> dict[str, int]:
-    """Return parameter -> the number of its group."""
+def _group_index(state: OptimizerState) -> dict[str, int]:
+    """Return the number of each parameter's group."""
     home: dict[str, int] = {}
     for index, group in enumerate(state.groups):
         home.update(dict.fromkeys(map(str, group.params), index))
     return home
 
 
-def arranged(
+def fill_layout(
     state: OptimizerState,
     sources: Mapping[str, Expression],
     layout: Sequence[Sequence[str]],
@@ -246,12 +245,13 @@ def arranged(
     `defaults`.
 
     A group with the parameters of a saved group keeps that one's hyperparameters, as in
-    ``load_state_dict``. Any other group is new: it takes the fields that the code sets.
+    ``load_state_dict``. Any other group is new: it takes the fields that the code sets, and without
+    `defaults` those of the first saved group of its parameters, or of the file.
     `by_parameter`: the file has hyperparameters of parameters and not of groups (a flattened
     optimizer), so no group is new that has one of these. Raises `Refused` if a group gets
     parameters from groups with different hyperparameters, and nothing says which of them it has.
     """
-    home = _homes(state)
+    home = _group_index(state)
     problems: list[Problem] = []
     groups = []
     for index, params in enumerate(layout):
@@ -266,7 +266,7 @@ def arranged(
             is_saved = read == set(map(str, saved_groups[0].params))
         old_groups = saved_groups or list(state.groups)
         if default and not is_saved and not (by_parameter and homes):
-            groups.append(grouped(params, _new_options(default, old_groups, where, problems)))
+            groups.append(group_of(params, _new_options(default, old_groups, where, problems)))
             continue
         options = old_groups[0].options if old_groups else default
         for number, group in zip(homes[1:], saved_groups[1:]):
@@ -274,7 +274,7 @@ def arranged(
             for name, (first, other) in differing.items():
                 problem = f"{name} is {first} in param group {homes[0]} and {other} in {number}"
                 problems.append(Problem(problem, where))
-        groups.append(grouped(params, options))
+        groups.append(group_of(params, options))
     if problems:
         raise Refused(
             "parameters of groups with different hyperparameters come together in one group",
@@ -302,10 +302,10 @@ def _new_options(
     options.update(default)
     factors = set[float]()
     for group in saved:
-        lr, initial_lr = _number(group.options.get(LR)), _number(group.options.get(INITIAL_LR))
+        lr, initial_lr = number_of(group.options.get(LR)), number_of(group.options.get(INITIAL_LR))
         if lr is not None and initial_lr:
             factors.add(lr / initial_lr)
-    base = _number(default.get(LR))
+    base = number_of(default.get(LR))
     if base is None or not factors:
         return options
     if len(factors) > 1:
@@ -318,37 +318,13 @@ def _new_options(
     return options
 
 
-def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are numbers or other plain values, a tensor of one number as it."""
-    plain = {}
-    for name, value in options.items():
-        number = _number(value)
-        if number is not None:
-            plain[name] = number if isinstance(value, TensorEntry) else value
-        elif not isinstance(value, (TensorEntry, ExtraEntry)):
-            plain[name] = value
-    return plain
-
-
-def _number(value: Any) -> float | None:
-    """Return an option that is a number, or a tensor of one; None for anything else."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, TensorEntry) and value.numel == 1 and value.storage is not None:
-        from ckpttool.evaluate.numpy_eval import reader
-
-        read = reader(value.dtype)
-        return None if read is None else float(read(b"".join(elements(value)))[0])
-    return None
-
-
 def changed_options(
     state: OptimizerState, sources: Mapping[str, Expression], groups: Sequence[ParamGroup]
 ) -> list[str]:
     """Return each hyperparameter that a group has and the saved group of its parameters has not, as
     text.
     """
-    home = _homes(state)
+    home = _group_index(state)
     texts = []
     for index, group in enumerate(groups):
         expressions = [sources[str(param)] for param in group.params if str(param) in sources]
@@ -362,25 +338,7 @@ def changed_options(
     return texts
 
 
-def different(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return each option that differs, with its value on both sides as text."""
-    texts = {}
-    for name in dict.fromkeys((*left, *right)):
-        if name not in left or name not in right or not same_option(left[name], right[name]):
-            texts[name] = _option_text(left, name), _option_text(right, name)
-    return texts
-
-
-def _option_text(options: Mapping[str, Any], name: str) -> str:
-    value = options.get(name)
-    if isinstance(value, TensorEntry):
-        return "a tensor"
-    if isinstance(value, ExtraEntry):
-        return "an object"
-    return str(value) if name in options else "absent"
-
-
-def in_groups(
+def with_groups(
     state: OptimizerState, groups: tuple[ParamGroup, ...], param_states: Mapping[Param, Any]
 ) -> OptimizerState:
     """Return `state` with these groups and this state, in the order of the groups."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from functools import cached_property
-from itertools import chain, zip_longest
-from typing import Any
+from itertools import chain, product, zip_longest
+from typing import Any, NamedTuple
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section
@@ -16,11 +17,12 @@ from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import SERIALIZED, Names, RuntimeTensor, first_parameters
 from ckpttool.core.optimizer_state import FQN, ID, OptimizerState, Param, ParamGroup, renamed
 from ckpttool.core.tables import positions
+from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.naming.convert import read
 from ckpttool.naming.match import NameTables, match
 from ckpttool.naming.wrappers import canonical_keys
-from ckpttool.optimizers.forms import ELEMENTWISE, fits
+from ckpttool.optimizers.classes import ELEMENTWISE, fits
 
 Shape = tuple[int, ...]
 
@@ -107,15 +109,28 @@ class Parameters:
 # The order of keys in a file
 
 
-def saved_order(
+class KeyOrder(NamedTuple):
+    """The order of a model's keys in a file, next to the order that the model has.
+
+    `is_shown` is False if the file does not show an order. `moved` has a problem for each parameter
+    that is in another position.
+    """
+
+    is_shown: bool
+    moved: tuple[Problem, ...] = ()
+
+    @property
+    def is_confirmed(self) -> bool:
+        return self.is_shown and not self.moved
+
+
+def compare_key_order(
     sections: Iterable[Section], names: Names, params: Collection[str]
-) -> tuple[Problem, ...] | None:
+) -> KeyOrder:
     """Compare the order of the canonical names `params` in a file's state dicts with the model's.
 
-    Returns a problem for each parameter that is in another position, and None if the state dicts
-    show no order. `sections` are state dicts whose keys are in the order of ``state_dict()``. One
-    in another order than the model outweighs all others. One that lacks parameters does not confirm
-    the order.
+    `sections` are state dicts whose keys are in the order of ``state_dict()``. One in another order
+    than the model outweighs all others. One that lacks parameters does not confirm the order.
     """
     tables, canonical = NameTables(names), Parameters(names).canonical
     is_confirmed = False
@@ -124,25 +139,25 @@ def saved_order(
         sources: Mapping[str, Expression | None] = tables.saved
         if reading.form != SERIALIZED:
             sources = {fqn: Ref(fqn) for fqn in tables.tensors}
-        file_keys = [reading.match.names.get(key, "") for key in _tensor_keys(section)]
-        file = [name for name in _order(file_keys, sources, canonical) if name in params]
+        file_keys = [reading.match.names.get(key, "") for key in section.tensor_keys]
+        file = [name for name in _params_of(file_keys, sources, canonical) if name in params]
         common = set(file)
-        model = [name for name in _order(sources, sources, canonical) if name in common]
+        model = [name for name in _params_of(sources, sources, canonical) if name in common]
         if file != model:
             problems = []
             for name, other in zip(model, file):
                 if name != other:
                     problems.append(Problem(f"the file's model has {other} instead", name))
-            return tuple(problems)
+            return KeyOrder(True, tuple(problems))
         is_confirmed = is_confirmed or (bool(params) and len(file) == len(params))
-    return () if is_confirmed else None
+    return KeyOrder(is_confirmed)
 
 
-def _order(
+def _params_of(
     keys: Iterable[str], sources: Mapping[str, Expression | None], canonical: Mapping[str, str]
-) -> Iterable[str]:
-    """Return the canonical names of the parameters that the keys are computed from, in this
-    order.
+) -> list[str]:
+    """Return the canonical names of the parameters that the keys are computed from, in the order of
+    the keys.
     """
     order: dict[str, None] = {}
     for key in keys:
@@ -152,78 +167,74 @@ def _order(
         for fqn in ex.refs(source):
             if fqn in canonical:
                 order[canonical[fqn]] = None
-    return order
+    return list(order)
 
 
-def _tensor_keys(section: Section) -> list[str]:
-    return section.tensor_keys
+Rename = Callable[[str], str]
 
 
-def in_order_of(
-    section: Section, names: Names, called: Callable[[str], str] | None = None
-) -> Section:
+def sorted_like_model(section: Section, names: Names, rename: Rename | None = None) -> Section:
     """Return the state dict with its keys in the order of the model's ``state_dict()``, other keys
     last.
 
-    `called` returns the new name for each of the model's names, if they were renamed.
+    `rename` returns the new name for each of the model's names, if they were renamed.
     """
-    place = positions(keys_in_order_of(section, names, called))
+    place = positions(keys_in_model_order(section, names, rename))
     tensors = sorted(section.tensors, key=lambda entry: place.get(entry.key, len(place)))
     return replace(section, tensors=tuple(tensors))
 
 
-def keys_in_order_of(
-    section: Section, names: Names, called: Callable[[str], str] | None = None
-) -> list[str]:
+def keys_in_model_order(section: Section, names: Names, rename: Rename | None = None) -> list[str]:
     """Return the keys of the state dict that the model has, in the order of its ``state_dict()``.
 
-    `called` returns the new name for each of the model's names, if they were renamed.
+    `rename` returns the new name for each of the model's names, if they were renamed. Then nothing
+    reads the keys as names of the model: the form that has more of them is theirs.
     """
     tables = NameTables(names)
     serialized, runtime = list(tables.serialized_names), list(tables.runtime_names)
-    if called is None:
+    if rename is None:
         reading = read(tables, section)
         name_of = reading.match.names
         order = serialized if reading.form == SERIALIZED else runtime
     else:
         name_of = canonical_keys(section.keys)
         section_names = set(name_of.values())
-        serialized, runtime = list(map(called, serialized)), list(map(called, runtime))
+        serialized, runtime = list(map(rename, serialized)), list(map(rename, runtime))
         count = len(section_names.intersection(serialized))
         order = serialized if count >= len(section_names.intersection(runtime)) else runtime
-    rank = positions(order)
-    keys = [key for key in section.keys if name_of.get(key) in rank]
-    return sorted(keys, key=lambda key: rank[name_of[key]])
+    place = positions(order)
+    keys = [key for key in section.keys if name_of.get(key) in place]
+    return sorted(keys, key=lambda key: place[name_of[key]])
 
 
 def same_key_order(left: Iterable[Section], right: Iterable[Section]) -> bool | None:
     """Return whether two files list the keys of their models in the same order; None without common
     keys.
     """
-    right_keys = list(map(_tensor_keys, right))
     same = None
-    for left_keys in map(_tensor_keys, left):
-        for others in right_keys:
-            common = set(left_keys) & set(others)
-            if len(common) < 2:
-                continue
-            left_order = [key for key in left_keys if key in common]
-            if left_order != [key for key in others if key in common]:
-                return False
-            same = True
+    for section, other in product(left, right):
+        left_keys, right_keys = section.tensor_keys, other.tensor_keys
+        common = set(left_keys) & set(right_keys)
+        if len(common) < 2:
+            continue
+        left_order = [key for key in left_keys if key in common]
+        if left_order != [key for key in right_keys if key in common]:
+            return False
+        same = True
     return same
 
 
-# Owners
+# Whose state an id is
 
-# partial orders that are followed at a time; more groups than that need the optimizer's code
+# ways to deal the parameters out to the groups that are followed at a time; if there are more, only
+# the optimizer's code can tell
 _MOST_STATES = 20_000
 _SETTLE = "pass --optimizer file.py:make, the function that makes the optimizer of the model"
 
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """What in a file contradicts the owners: a sentence, every place, and a hint.
+    """What in a file contradicts the names of its ids: a sentence, every place, and a hint.
 
     `by_another`: another definition of the model saved the file, so naming it is the way out.
     """
@@ -234,49 +245,84 @@ class Doubt:
     by_another: bool = False
 
 
-def identified_by(evidence: str) -> str:
-    """Return what identified the ids of an optimizer, and whether it is an assumption."""
-    if evidence.startswith("model"):
-        return f"{evidence}, which is assumed without --optimizer"
-    return evidence
+class Basis(Enum):
+    """What says which parameter an id is."""
+
+    PARAM_NAMES = "param_names"  # of the groups in the file
+    KEYS = "names"  # the state has names instead of ids
+    OPTIMIZER = "optimizer"  # the model's optimizer, by position
+    MODEL = "model.parameters() order"
+    INTERLEAVED = "model.parameters() order within each group, for which the shapes allow one way"
+    FILE = "order of the keys in the same file"
+
+
+class Order(Enum):
+    """Whether the file lists the keys of its model in the order that names its ids."""
+
+    CONFIRMED = "the file lists the model's keys in this order"
+    OTHER = "the file lists the model's keys in another order, which matters for state only"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class ParamMap:
     """The canonical name of each parameter of an optimizer, whose state is `saved`.
 
-    `evidence` is the source of the names: the file's own ``param_names``, the ``names`` in its
-    keys, the model's ``optimizer``, or its ``model.parameters()`` order. Parameters that the file
-    does not name are known by position only: they are `assumed`, unless the order of the model's
-    keys in the file confirms it. With a `doubt`, the names are not an answer.
+    Parameters that the file does not name are known by their position only, and the `order` of the
+    model's keys in the file may confirm it. With a `doubt`, the names are not an answer. For
+    `Basis.FILE`, `section` is the path of the state dict with the keys.
     """
 
     saved: OptimizerState
     names: Mapping[Param, str]
-    evidence: str
-    assumed: bool = False
+    basis: Basis
+    order: Order = Order.CONFIRMED
     doubt: Doubt | None = None
+    section: str = ""
 
     @property
     def state(self) -> OptimizerState:
         return renamed(self.saved, self.names)
 
+    @property
+    def is_named_by_file(self) -> bool:
+        """Whether the optimizer in the file has the names itself."""
+        return self.basis in (Basis.PARAM_NAMES, Basis.KEYS)
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether nothing confirms the names."""
+        return self.order is Order.UNKNOWN
+
+    @property
+    def evidence(self) -> str:
+        """What the names rest on, in words."""
+        if self.basis is Basis.FILE:
+            return f"the keys of {self.section or 'the model'} in the same file, in their order"
+        return str(self.basis.value)
+
+    @property
+    def identified_by(self) -> str:
+        """The same, and whether it is an assumption."""
+        if self.basis in (Basis.MODEL, Basis.INTERLEAVED):
+            return f"{self.evidence}, which is assumed without --optimizer"
+        return self.evidence
+
     def rests_on(self, where: str) -> str:
         """Return a sentence that says what an answer rests on if the file does not name the
         parameters.
         """
-        if not self.assumed:
+        if not self.is_assumed:
             return (
-                f"{where}: its ids are read as the ids of the {identified_by(self.evidence)}; the"
-                " file lists the model's keys in this order"
+                f"{where}: its ids are read as the ids of the {self.identified_by};"
+                f" {self.order.value}"
             )
-        evidence = self.evidence.removeprefix("the ")
         return (
             f"{where}: the file says neither whose state its ids are nor in which order its model"
-            f" was registered; this answer assumes the {evidence}"
+            f" was registered; this answer assumes the {self.evidence.removeprefix('the ')}"
         )
 
-    def settled(self, where: str) -> ParamMap:
+    def without_doubt(self, where: str) -> ParamMap:
         """Return itself. Raises `Refused`, all problems at once, if there is a doubt."""
         if self.doubt is not None:
             raise Refused(
@@ -285,17 +331,18 @@ class ParamMap:
         return self
 
 
-def owners(
+def identify_params(
     state: OptimizerState, names: Names | None, where: str, state_dicts: Sequence[Section] = ()
 ) -> ParamMap:
     """Return which parameter each state belongs to. The keys of the `state_dicts` are in the order
     of the saved model.
 
-    Raises `Refused` if nothing says it, and if the names in the keys cannot be the model's.
+    Raises `Refused` if nothing says it, if the names in the file cannot be the model's, and if the
+    model or its optimizer has other numbers of parameters.
     """
-    listed, evidence = in_file(state)
+    listed = listed_names(state)
     if listed is not None:
-        return _by_names(state, listed, evidence, names, where)
+        return _by_names(state, listed, names, where)
     if names is None:
         raise Refused(
             f"{where}: nothing says which parameters the ids are",
@@ -309,37 +356,44 @@ def owners(
         else:
             by_position = _by_order(state, parameters, where)
     except Refused as error:
-        moved = saved_order(state_dicts, names, parameters.shapes)
-        if not moved:
+        key_order = compare_key_order(state_dicts, names, parameters.shapes)
+        if not key_order.moved:
             raise
-        doubt = _other_order(names, moved)
+        doubt = _other_order(names, key_order)
         raise Refused(
-            f"{error.message}; {doubt.message}", hint=doubt.hint, problems=(*error.problems, *moved)
+            f"{error.message}; {doubt.message}",
+            hint=doubt.hint,
+            problems=(*error.problems, *doubt.problems),
         ) from error
-    by_position = check(by_position, names)
-    moved = saved_order(state_dicts, names, set(by_position.names.values()))
-    if not moved:
-        return replace(by_position, assumed=moved is None)
-    # Several groups are a doubt also if each keeps its order: one cut by position (parameters[:3])
-    # has others then.
+    by_position = with_shape_doubt(by_position, names)
+    key_order = compare_key_order(state_dicts, names, set(by_position.names.values()))
+    if not key_order.moved:
+        return by_position if key_order.is_confirmed else replace(by_position, order=Order.UNKNOWN)
+    # Several groups are in doubt also without state: if they were made by position (`params[:3]`
+    # and `params[3:]`), they hold other parameters.
     if state.is_stateless and len(state.nonempty_groups) == 1:
-        return by_position
-    return replace(by_position, doubt=_other_order(names, moved))
+        return replace(by_position, order=Order.OTHER)
+    doubt = _other_order(names, key_order)
+    if by_position.doubt is not None:
+        problems = (*by_position.doubt.problems, *doubt.problems)
+        message = f"{by_position.doubt.message}; {doubt.message}"
+        doubt = replace(doubt, message=message, problems=problems)
+    return replace(by_position, order=Order.OTHER, doubt=doubt)
 
 
 def _by_names(
     state: OptimizerState,
     listed: Mapping[Param, str],
-    evidence: str,
     names: Names | None,
     where: str,
 ) -> ParamMap:
     """Return the parameters by the file's own names, which must be the model's if it is given."""
     if names is not None:
-        canonical, problems = in_model(listed.values(), names)
+        canonical, problems = match_to_model(listed.values(), names)
         if problems:
             raise Refused(
-                f"{where} holds {len(problems)} parameters that the model lacks",
+                f"{where}: {plural(len(problems), 'name')} in the file that the model does not"
+                " have",
                 hint="is it another model? ckpttool trace MODEL lists its names; "
                 "--to-model leads to another model's names",
                 problems=problems,
@@ -352,45 +406,41 @@ def _by_names(
             hint=_SETTLE,
             problems=same_problem("the name of more than one parameter", repeated),
         )
-    param_map = ParamMap(state, listed, evidence)
+    param_map = ParamMap(state, listed, Basis.PARAM_NAMES if state.form == ID else Basis.KEYS)
     if names is None:
         return param_map
-    param_map = check(param_map, names)
-    return param_map if state.form == ID else param_map.settled(where)
+    param_map = with_shape_doubt(param_map, names)
+    # `param_names` may be out of date, and ids have another reading: the caller decides
+    return param_map if state.form == ID else param_map.without_doubt(where)
 
 
-def _other_order(names: Names, moved: tuple[Problem, ...]) -> Doubt:
+def _other_order(names: Names, key_order: KeyOrder) -> Doubt:
     return Doubt(
         "its ids may not be this model's: the file lists the model's keys in another order than"
         f" {names.model}",
         f"name the model that saved it: --model OLD --to-model {names.model} (with --optimizer and"
         " --to-optimizer)",
-        moved,
+        key_order.moved,
         by_another=True,
     )
 
 
-def in_file(state: OptimizerState) -> tuple[dict[Param, str] | None, str]:
-    """Return the file's own name for every parameter or None, and where the names are: in keys or
-    ``param_names``.
+def listed_names(state: OptimizerState) -> dict[Param, str] | None:
+    """Return the file's own name for every parameter, from its keys or its ``param_names``; None if
+    it does not name all of them.
     """
     if state.form != ID:
-        return {param: str(param) for param in state.params}, "names"
+        return {param: str(param) for param in state.params}
     listed: dict[Param, str] = {}
     for group in state.groups:
         listed.update(zip(group.params, group.param_names or ()))
     is_complete = 0 < len(listed) == len(state.params)
-    return listed if is_complete else None, "param_names"
+    return listed if is_complete else None
 
 
-def listed_names(state: OptimizerState) -> dict[Param, str] | None:
-    """Return the file's own name for every parameter, or None."""
-    return in_file(state)[0]
-
-
-def in_model(listed: Iterable[str], names: Names) -> tuple[dict[str, str], list[Problem]]:
+def match_to_model(listed: Iterable[str], names: Names) -> tuple[dict[str, str], list[Problem]]:
     """Return name -> canonical name, for runtime, serialized and wrapped names, and the names that
-    match nothing.
+    match nothing or several parameters.
     """
     canonical = dict(Parameters(names).canonical)
     for key, fqn in NameTables(names).fqn_of.items():
@@ -402,13 +452,13 @@ def in_model(listed: Iterable[str], names: Names) -> tuple[dict[str, str], list[
     return {name: canonical[target] for name, target in matched.names.items()}, problems
 
 
-def own_names(state: OptimizerState, state_dicts: Sequence[Section]) -> ParamMap | None:
+def names_without_model(state: OptimizerState, state_dicts: Sequence[Section]) -> ParamMap | None:
     """Return the file's own names for the parameters, without a model; None if it has none.
 
     Ids in one group get the keys of a state dict with as many tensors, if all their shapes fit.
     """
     if listed_names(state) is not None:
-        return owners(state, None, "the optimizer")
+        return identify_params(state, None, "the optimizer")
     if len(state.nonempty_groups) != 1:
         return None
     for section in state_dicts:
@@ -416,34 +466,33 @@ def own_names(state: OptimizerState, state_dicts: Sequence[Section]) -> ParamMap
         entries = [entry for entry in section.tensors if entry.key not in aliases]
         if len(entries) != len(state.params):
             continue
-        shapes = _Shapes(state, [entry.shape for entry in entries])
+        shapes = _StateShapes(state, [entry.shape for entry in entries])
         pairs = dict(zip(state.params, entries))
         if any(shapes.misfit(param, entry.shape) for param, entry in pairs.items()):
             continue
-        evidence = f"the keys of {section.path or 'the model'} in the same file, in their order"
         names = {param: entry.key for param, entry in pairs.items()}
-        return ParamMap(state, names, evidence, assumed=True)
+        return ParamMap(state, names, Basis.FILE, Order.UNKNOWN, section=section.path)
     return None
 
 
-def check(owners: ParamMap, names: Names) -> ParamMap:
-    """Return `owners`, with a doubt if the shapes in the state contradict them."""
+def with_shape_doubt(param_map: ParamMap, names: Names) -> ParamMap:
+    """Return the parameters, with a doubt if the shapes in the state contradict their names."""
     shapes = Parameters(names).shapes
-    state_shapes = _Shapes(owners.saved, list(shapes.values()))
+    state_shapes = _StateShapes(param_map.saved, list(shapes.values()))
     problems = []
-    for param, name in owners.names.items():
+    for param, name in param_map.names.items():
         reason = state_shapes.misfit(param, shapes[name])
         if reason is not None:
             text = reason if param == name else f"cannot be {name}: {reason}"
             problems.append(Problem(text, str(param)))
     if not problems:
-        return owners
-    message = f"the shapes in its state contradict its {owners.evidence}"
+        return param_map
+    message = f"the shapes in its state contradict its {param_map.evidence}"
     hint = "is it another model, or another version of it?"
-    if owners.evidence.startswith("model"):
+    if param_map.basis in (Basis.MODEL, Basis.INTERLEAVED):
         hint = _SETTLE
-    by_another = owners.evidence == "optimizer"
-    return replace(owners, doubt=Doubt(message, hint, tuple(problems), by_another))
+    by_another = param_map.basis is Basis.OPTIMIZER
+    return replace(param_map, doubt=Doubt(message, hint, tuple(problems), by_another))
 
 
 def _by_optimizer(state: OptimizerState, parameters: Parameters, where: str) -> ParamMap:
@@ -462,7 +511,7 @@ def _by_optimizer(state: OptimizerState, parameters: Parameters, where: str) -> 
             problems=problems,
         )
     order = chain.from_iterable(parameters.groups)
-    return ParamMap(state, dict(zip(state.params, order)), "optimizer")
+    return ParamMap(state, dict(zip(state.params, order)), Basis.OPTIMIZER)
 
 
 def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> ParamMap:
@@ -481,7 +530,7 @@ def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Para
             hint=_SETTLE,
         )
     if len(state.nonempty_groups) < 2:
-        return ParamMap(state, dict(zip(state.params, order)), "model.parameters() order")
+        return ParamMap(state, dict(zip(state.params, order)), Basis.MODEL)
     ways, names = _interleave(state, order, parameters.shapes)
     if ways != 1:
         reason = "its ids cannot be told apart"
@@ -491,8 +540,7 @@ def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Para
             f"{where} has {len(state.groups)} param groups, and {reason}",
             hint=_SETTLE,
         )
-    evidence = "model.parameters() order within each group, for which the shapes allow one way"
-    return ParamMap(state, names, evidence)
+    return ParamMap(state, names, Basis.INTERLEAVED)
 
 
 def _interleave(
@@ -508,38 +556,38 @@ def _interleave(
     group 1: ids 2, 3 with state of shape [4]        ─ a.bias ─▶ (1, 1) ─ b.weight ─▶ (2, 1) ...
     """
     groups = [group.params for group in state.groups]
-    state_shapes = _Shapes(state, [shapes[name] for name in order])
-    ways = {tuple(0 for _ in groups): 1}  # positions in the groups -> how many ways lead there
-    # positions -> the group that took the last parameter
+    state_shapes = _StateShapes(state, [shapes[name] for name in order])
+    ways = {tuple(0 for _ in groups): 1}  # places in the groups -> how many ways lead there
+    # places -> the group that took the last parameter
     steps: list[dict[tuple[int, ...], int]] = []
     for name in order:
-        after: Counter[tuple[int, ...]] = Counter()
-        taken: dict[tuple[int, ...], int] = {}
-        for reached, count in ways.items():
+        next_ways: Counter[tuple[int, ...]] = Counter()
+        group_of_step: dict[tuple[int, ...], int] = {}
+        for places, count in ways.items():
             for index, group in enumerate(groups):
-                place = reached[index]
+                place = places[index]
                 if place == len(group) or state_shapes.misfit(group[place], shapes[name]):
                     continue
-                moved = (*reached[:index], place + 1, *reached[index + 1 :])
-                after[moved] += count
-                taken[moved] = index
-        if len(after) > _MOST_STATES:
+                next_places = (*places[:index], place + 1, *places[index + 1 :])
+                next_ways[next_places] += count
+                group_of_step[next_places] = index
+        if len(next_ways) > _MOST_STATES:
             return 2, {}
-        ways = after
-        steps.append(taken)
+        ways = next_ways
+        steps.append(group_of_step)
     if list(ways.values()) != [1]:
         return sum(ways.values()), {}
     # walk back along the only way
-    (reached,) = ways
+    (places,) = ways
     names: dict[Param, str] = {}
-    for taken, name in zip(reversed(steps), reversed(order)):
-        index = taken[reached]
-        reached = (*reached[:index], reached[index] - 1, *reached[index + 1 :])
-        names[groups[index][reached[index]]] = name
+    for group_of_step, name in zip(reversed(steps), reversed(order)):
+        index = group_of_step[places]
+        places = (*places[:index], places[index] - 1, *places[index + 1 :])
+        names[groups[index][places[index]]] = name
     return 1, names
 
 
-class _Shapes:
+class _StateShapes:
     """Compares the shapes in a state with the parameters' shapes.
 
     Names that no table knows count as elementwise if their tensors together have shapes that the
@@ -555,7 +603,8 @@ class _Shapes:
         available = Counter(shape for shape in shapes if shape is not None)
         elementwise = set(ELEMENTWISE)
         for name, count in by_name.items():
-            if any(count) and count <= available:
+            has_tensors = any(shape != () for shape in count)
+            if has_tensors and count <= available:  # each shape as often as parameters have it
                 elementwise.add(name)
         self.elementwise = elementwise
 
@@ -564,7 +613,7 @@ class _Shapes:
         if shape is None:
             return None
         for name, state_shape in self.state.shapes(param).items():
-            is_other = name in self.elementwise and state_shape != shape
-            if is_other or not fits(name, state_shape, shape):
+            has_other_shape = name in self.elementwise and state_shape != shape
+            if has_other_shape or not fits(name, state_shape, shape):
                 return f"{name} is {list(state_shape)}, the parameter {list(shape)}"
         return None

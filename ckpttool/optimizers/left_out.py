@@ -12,7 +12,7 @@ from ckpttool.core.names import Names
 from ckpttool.core.optimizer_state import OptimizerState
 from ckpttool.core.text import plural, some
 from ckpttool.naming.model_change import ModelChange
-from ckpttool.optimizers.identify import Parameters, ParamMap, own_names, owners
+from ckpttool.optimizers.identify import Parameters, ParamMap, identify_params, names_without_model
 from ckpttool.optimizers.request import OptimizerRequest
 
 _FLOATS = ("float", "bfloat", "complex")
@@ -58,9 +58,9 @@ def _identified(state: OptimizerState, request: OptimizerRequest, where: str) ->
     """Return whose state the ids are, if the file or the model says it without a contradiction."""
     state_dicts = request.state_dicts
     if request.names is None:
-        return own_names(state, state_dicts)
+        return names_without_model(state, state_dicts)
     try:
-        param_map = owners(state, request.names, where, state_dicts)
+        param_map = identify_params(state, request.names, where, state_dicts)
     except Refused:
         return None
     return param_map if param_map.doubt is None else None

@@ -12,44 +12,44 @@ from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.names import SERIALIZED, Names
 from ckpttool.core.optimizer_state import ID, OptimizerState, Param, ParamGroup, params_of, renamed
-from ckpttool.core.plan import OptimizerMove
 from ckpttool.core.tables import selected, shapes_of
 from ckpttool.core.text import some
 from ckpttool.naming import wrappers
 from ckpttool.naming.model_change import ModelChange, copied, is_whole
 from ckpttool.naming.wrappers import strip
 from ckpttool.optimizers import forms
+from ckpttool.optimizers.classes import class_of, missing_for_step
 from ckpttool.optimizers.created import created_state
-from ckpttool.optimizers.forms import class_of, lacking
 from ckpttool.optimizers.groups import (
     changed_options,
-    in_groups,
+    keep_groups,
     new_groups,
     notes_on_change,
-    placed,
+    with_groups,
     with_new_names,
 )
 from ckpttool.optimizers.identify import (
+    Basis,
     Parameters,
     ParamMap,
-    check,
-    in_model,
+    compare_key_order,
+    identify_params,
     listed_names,
-    own_names,
-    owners,
-    saved_order,
+    match_to_model,
+    names_without_model,
+    with_shape_doubt,
 )
 from ckpttool.optimizers.left_out import check_names_are_keys, without_left_out
 from ckpttool.optimizers.request import OptimizerRemap, OptimizerRequest
 from ckpttool.optimizers.transform import (
     Shapes,
-    afresh,
-    between,
-    carry,
     from_serialized,
     identity,
     in_form,
     move_of,
+    move_state,
+    sources_between,
+    start_from_scratch,
     to_serialized,
 )
 
@@ -84,32 +84,50 @@ def remap_optimizers(
     return replace(source, sections=tuple(sections)), tuple(remaps)
 
 
+class _Task(NamedTuple):
+    """The change of one optimizer. `where` is its place in the file, as messages call it, `was` the
+    form of its keys in the file, `to` the form in which it is written.
+    """
+
+    request: OptimizerRequest
+    where: str
+    was: str
+    to: str
+
+    def with_request(self, request: OptimizerRequest) -> _Task:
+        return self._replace(request=request)
+
+    @property
+    def keeps_ids(self) -> bool:
+        """Whether ids are written and no other model loads them."""
+        return self.to == ID and self.request.to_names is None
+
+
 def _remapped(section: Section, request: OptimizerRequest) -> tuple[Section, OptimizerRemap] | None:
     """Return the section as requested, and the record of the change; None if nothing changes.
 
     A change to the names or the order of a model is recorded even if the section is so already: its
     notes say what was checked.
     """
-    where = section.title
     state = forms.read(section)
     if not state.params:
         return None
-    to = request.keys or state.form
-    request = _follow_narrowed(state, request, to, where)
-    to_names = request.to_names
+    task = _Task(request, section.title, state.form, request.keys or state.form)
+    task = _follow_narrowed(state, task)
+    request = task.request
     is_by_model = request.keys is not None and request.names is not None
-    is_recorded = to_names is not None or is_by_model
-    if not is_recorded and to == state.form and not _is_renamed(state, request, to):
+    is_recorded = request.to_names is not None or is_by_model
+    if not is_recorded and task.to == state.form and not _is_renamed(state, task):
         return None
-    request = _rules_first(state, request, where)
-    to_names = request.to_names
+    task = _rules_first(state, task)
+    request = task.request
     is_renamed = request.names is not None or request.ruled is not None
-    if to_names is not None and not is_renamed and listed_names(state) is None:
+    if request.to_names is not None and not is_renamed and listed_names(state) is None:
         raise Refused(
-            f"{where}: the names of the model that saved the checkpoint are needed",
+            f"{task.where}: the names of the model that saved the checkpoint are needed",
             hint="pass --model MODEL too",
         )
-    result, report = _moved(section, state, request, to)
+    result, report = _moved(section, state, task)
     if result == state and not is_recorded:
         return None
     return forms.write(result, section), report
@@ -146,62 +164,67 @@ class _NewState(NamedTuple):
 
 
 def _moved(
-    section: Section, state: OptimizerState, request: OptimizerRequest, to: str
+    section: Section, state: OptimizerState, task: _Task
 ) -> tuple[OptimizerState, OptimizerRemap]:
-    """Return the state under the requested names, in form `to`, and the record of the change.
+    """Return the state under the requested names, in the requested form, and the record of the
+    change.
 
     name in the file ─ `_canonical_state` ─▶ canonical name ─ `_new_state` ─▶ new name
     new name ─ `_spelled` ─▶ name as it is written
     """
-    where = section.title
-    named = _canonical_state(state, request, where)
+    request = task.request
+    named = _canonical_state(state, task)
     shapes = _shapes(named.state, request)
-    new = _new_state(named.state, state.form, shapes, request, to, where)
-    spelled = _spelled(state, new.state, request, to, where)
+    new = _new_state(named.state, shapes, task)
+    spelled = _spelled(state, new.state, task)
     written = renamed(new.state, spelled)
-    move = _move_for_plan(section, state, named, new, spelled, shapes, request, to)
+    sources = {spelled[name]: source for name, source in new.held.items()}
+    over_file_names = {
+        name: ex.substitute(source, named.in_file.__getitem__) for name, source in sources.items()
+    }
+    file_shapes = _file_shapes(named.in_file, shapes, request.names)
+    move = move_of(section, state, task.to, written.groups, over_file_names, file_shapes)
+    created = {spelled[param]: tuple(slots) for param, slots in new.created.items()}
 
     read = set(ex.refs(tuple(new.held.values())))
     dropped = tuple(str(param) for param in named.state.state if param not in read)
     without_source = [spelled[param] for param in new.state.params if param not in new.sources]
-    without_state = [name for name in without_source if name not in move.created]
-    notes = notes_on_change(where, state, written, to, without_state, dropped)
+    without_state = [name for name in without_source if name not in created]
+    notes = notes_on_change(task.where, state, written, task.to, without_state, dropped)
     notes += new.notes
-    notes += _notes_on_names(named, state.form, request, to, where)
-    return in_form(written, to), OptimizerRemap(
+    notes += _notes_on_names(named, task)
+    return in_form(written, task.to), OptimizerRemap(
         section.path,
-        was=state.form,
-        to=to,
+        was=task.was,
+        to=task.to,
         params=len(written.params),
-        evidence=None if named.ids is None else named.ids.evidence,
         new=tuple(without_source),
         dropped=dropped,
         notes=tuple(notes),
-        move=move,
+        move=replace(move, created=created),
         loaded_by=request.to_names,
+        ids=named.ids,
     )
 
 
-def _new_state(
-    named: OptimizerState, form: str, shapes: Shapes, request: OptimizerRequest, to: str, where: str
-) -> _NewState:
-    """Return the state under its new names, with all groups and values.
-
-    `form` is the form in the file, `shapes` are the shapes of the parameters of `named`.
+def _new_state(named: OptimizerState, shapes: Shapes, task: _Task) -> _NewState:
+    """Return the state under its new names, with all groups and values. `shapes` are the shapes of
+    the parameters of `named`.
     """
+    request, where = task.request, task.where
     to_names = request.to_names
-    sources, follow_keys = _sources(named, request, to, where)
+    sources, follow_keys = _sources(named, task)
     if to_names is not None:
         sources = _of_new_model(sources, to_names, where)
     saved_by = request.names
     if follow_keys and to_names is None:
         saved_by = None  # the parameters may have other names than this model's
-    groups = _groups(named, form, sources, saved_by, request, to, where)
+    groups = _groups(named, sources, saved_by, task)
     held = selected(sources, map(str, params_of(groups)))
-    states = carry(named, held, shapes, where)
+    states = move_state(named, held, shapes, where)
     loaded_by = to_names or request.names
-    created, notes = created_state(groups, states, loaded_by, request.create, to, where)
-    moved = in_groups(named, groups, {**states, **created})
+    created, notes = created_state(groups, states, loaded_by, request.create, task.to, where)
+    moved = with_groups(named, groups, {**states, **created})
     _check_loads(moved, saved_by, to_names, where)
     changed = changed_options(named, sources, groups)
     if changed:
@@ -211,84 +234,58 @@ def _new_state(
 
 
 def _groups(
-    named: OptimizerState,
-    form: str,
-    sources: Mapping[str, Expression],
-    saved_by: Names | None,
-    request: OptimizerRequest,
-    to: str,
-    where: str,
+    named: OptimizerState, sources: Mapping[str, Expression], saved_by: Names | None, task: _Task
 ) -> tuple[ParamGroup, ...]:
     """Return the param groups of the new state.
 
     Without some of its parameters the state keeps its groups. Ids that no other model loads keep
     their order, under new names. Otherwise the model that loads the state decides.
     """
+    request, key_forms = task.request, (task.was, task.to)
     if request.left_out:
-        return placed(named, sources)
-    if to == ID and request.to_names is None:
+        return keep_groups(named, sources)
+    if task.keeps_ids:
         same = identity(named.params)
-        old_groups = new_groups(named, same, request.names, None, form, to, where)
+        old_groups = new_groups(named, same, request.names, None, *key_forms, task.where)
         return with_new_names(old_groups, sources)
-    return new_groups(named, sources, saved_by, request.to_names, form, to, where)
+    return new_groups(named, sources, saved_by, request.to_names, *key_forms, task.where)
 
 
-def _move_for_plan(
-    section: Section,
-    state: OptimizerState,
-    named: _CanonicalState,
-    new: _NewState,
-    spelled: Mapping[Param, str],
-    shapes: Shapes,
-    request: OptimizerRequest,
-    to: str,
-) -> OptimizerMove:
-    """Return the change from the old names to the new ones, as the plan records it."""
-    over_file_names = {}
-    for name, source in new.held.items():
-        over_file_names[spelled[name]] = ex.substitute(source, named.in_file.__getitem__)
-    file_shapes = _file_shapes(named.in_file, shapes, request.names)
-    groups = renamed(new.state, spelled).groups
-    move = move_of(section, state, to, groups, over_file_names, file_shapes)
-    created = {spelled[param]: tuple(slots) for param, slots in new.created.items()}
-    return replace(move, created=created)
-
-
-def _notes_on_names(
-    named: _CanonicalState, form: str, request: OptimizerRequest, to: str, where: str
-) -> list[str]:
+def _notes_on_names(named: _CanonicalState, task: _Task) -> list[str]:
     """Return the notes on what the names, or the new ids, rest on."""
     notes = []
-    if named.ids is not None and named.ids.assumed:
-        notes.append(named.ids.rests_on(where))
-    if to == ID and form != ID and request.to_names is None and request.names is None:
+    if named.ids is not None and named.ids.is_assumed:
+        notes.append(named.ids.rests_on(task.where))
+    if task.keeps_ids and task.was != ID and task.request.names is None:
         notes.append(
-            f"{where}: its ids are in the order of the file, which may not be the order of the"
+            f"{task.where}: its ids are in the order of the file, which may not be the order of the"
             " model that loads them: --model MODEL takes that order"
         )
     return notes
 
 
-def _follow_narrowed(
-    state: OptimizerState, request: OptimizerRequest, to: str, where: str
-) -> OptimizerRequest:
-    """Return the request for an optimizer next to a model some of whose tensors are left out (the
+def _follow_narrowed(state: OptimizerState, task: _Task) -> _Task:
+    """Return the task for an optimizer next to a model some of whose tensors are left out (the
     narrowed model): its parameters follow their keys, or stay if all of them are kept.
     """
+    request = task.request
     narrowed = request.narrowed
     if narrowed is None:
-        return request
+        return task
     listed = listed_names(state)
     if listed is not None and request.names is None and request.model is not None:
-        check_names_are_keys(list(listed.values()), narrowed, where)
+        check_names_are_keys(list(listed.values()), narrowed, task.where)
     stays = replace(request, narrowed=None)
-    if state.form == to == ID and request.to_names is None and narrowed.keeps_rest:
-        return without_left_out(state, request, narrowed, where) or stays
+    if task.was == ID and task.keeps_ids and narrowed.keeps_rest:
+        left_out = without_left_out(state, request, narrowed, task.where)
+        return task.with_request(left_out or stays)
     if listed is None:
-        follows = to != ID
+        follows = task.to != ID
     else:
         follows = request.model is None or narrowed.loses(list(listed.values()))
-    return replace(request, ruled=narrowed, model=narrowed) if follows else stays
+    if not follows:
+        return task.with_request(stays)
+    return task.with_request(replace(request, ruled=narrowed, model=narrowed))
 
 
 def _shapes(named: OptimizerState, request: OptimizerRequest) -> Shapes:
@@ -315,15 +312,16 @@ def _file_shapes(
     return by_file_name
 
 
-def _is_renamed(state: OptimizerState, request: OptimizerRequest, to: str) -> bool:
+def _is_renamed(state: OptimizerState, task: _Task) -> bool:
     """Return True if parameters change, or their names in the file."""
+    request = task.request
     ruled = request.ruled
     if ruled is not None and not ruled.keeps_places:
         return True
     renames = request.called is not None
     if ruled is not None and ruled.renames(ruled.section.keys):  # a function, without rules
         renames = True
-    if to != ID and (renames or request.form is not None):
+    if task.to != ID and (renames or request.form is not None):
         return True
     listed = listed_names(state)
     if listed is None:
@@ -334,12 +332,11 @@ def _is_renamed(state: OptimizerState, request: OptimizerRequest, to: str) -> bo
     return request.model is not None and request.model.renames(names)
 
 
-def _canonical_state(
-    state: OptimizerState, request: OptimizerRequest, where: str
-) -> _CanonicalState:
+def _canonical_state(state: OptimizerState, task: _Task) -> _CanonicalState:
     """Return the state under the canonical names of the model that saved it; without a model, under
     the names in the file.
     """
+    request, where = task.request, task.where
     names = request.names
     as_written = {param: str(param) for param in state.params}
     if names is not None and state.form != ID:
@@ -347,16 +344,16 @@ def _canonical_state(
         if sources is not None:
             shapes = shapes_of(names.serialized)
             named = renamed(state, as_written)
-            moved = carry(named, sources, shapes, where)
-            return _CanonicalState(in_groups(named, placed(named, sources), moved), sources)
+            moved = move_state(named, sources, shapes, where)
+            return _CanonicalState(with_groups(named, keep_groups(named, sources), moved), sources)
     canonical: Mapping[Param, str] = as_written
     param_map: ParamMap | None = None
     if names is not None or state.form == ID:
-        param_map = _owners(state, request, where)
+        param_map = _identified(state, request, where)
         doubt = param_map.doubt
         if doubt is not None and doubt.by_another and request.old_model is not None:
             param_map = replace(param_map, doubt=replace(doubt, hint=request.old_model))
-        canonical = param_map.settled(where).names
+        canonical = param_map.without_doubt(where).names
     if names is None and listed_names(state) is not None:
         canonical = _unwrapped(canonical, request)
     file_names: dict[str, Expression] = {}
@@ -377,20 +374,21 @@ def _unwrapped(names: Mapping[Param, str], request: OptimizerRequest) -> dict[Pa
     return {param: strip(name, paths) for param, name in names.items()}
 
 
-def _rules_first(state: OptimizerState, request: OptimizerRequest, where: str) -> OptimizerRequest:
-    """Return the request with the named model as the model that loads the state, if its names fit
-    the file after the rules, and not before.
+def _rules_first(state: OptimizerState, task: _Task) -> _Task:
+    """Return the task with the named model as the model that loads the state, if its names fit the
+    file after the rules, and not before.
 
     `--model` usually names the model that saved the file.
     """
+    request = task.request
     listed, names = listed_names(state), request.names
     if listed is None or names is None or request.to_names is not None or request.called is None:
-        return request
-    if not in_model(listed.values(), names)[1]:
-        return request
-    after = replace(request, names=None, to_names=names)
-    sources, _ = _sources(renamed(state, listed), after, request.keys or state.form, where)
-    return request if in_model(sources, names)[1] else after
+        return task
+    if not match_to_model(listed.values(), names)[1]:
+        return task
+    after = task.with_request(replace(request, names=None, to_names=names))
+    sources, _ = _sources(renamed(state, listed), after)
+    return task if match_to_model(sources, names)[1] else after
 
 
 def _of_new_model(
@@ -399,7 +397,7 @@ def _of_new_model(
     """Return `sources` under the canonical names of the model that will load them, if it has these
     names.
     """
-    canonical, problems = in_model(sources, names)
+    canonical, problems = match_to_model(sources, names)
     if not canonical:
         raise Refused(
             f"{where}: none of its parameters has a name of {names.model}",
@@ -409,18 +407,17 @@ def _of_new_model(
     return {canonical[name]: source for name, source in sources.items() if name in canonical}
 
 
-def _spelled(
-    state: OptimizerState, moved: OptimizerState, request: OptimizerRequest, to: str, where: str
-) -> dict[Param, str]:
+def _spelled(state: OptimizerState, moved: OptimizerState, task: _Task) -> dict[Param, str]:
     """Return the name of each parameter as it is written: names next to ids are spelled as the
     model's keys, with wrappers.
 
     Raise `Refused` for other forms if the names would have no wrappers next to a model whose keys
     get some.
     """
+    request = task.request
     names = {param: str(param) for param in moved.params}
     wrapped = _wrapped_names(moved, request)
-    if to == ID:
+    if task.to == ID:
         has_names = all(group.param_names for group in moved.nonempty_groups)
         return names | wrapped if has_names else names
     old_keys = set() if request.model is None else set(request.model.section.keys)
@@ -429,8 +426,8 @@ def _spelled(
     if wrapped and not are_apart:
         param, name = next(iter(wrapped.items()))
         raise Refused(
-            f"{where}: the names of its parameters have no wrappers, and the model's keys would"
-            " have some",
+            f"{task.where}: the names of its parameters have no wrappers, and the model's keys"
+            " would have some",
             hint="--to serialized removes the wrappers from the keys, --optimizer-keys id removes"
             " the names from the optimizer",
             problems=[Problem(f"the key is {name}", str(param))],
@@ -454,7 +451,7 @@ def _wrapped_names(moved: OptimizerState, request: OptimizerRequest) -> dict[Par
     return wrapped
 
 
-def _owners(state: OptimizerState, request: OptimizerRequest, where: str) -> ParamMap:
+def _identified(state: OptimizerState, request: OptimizerRequest, where: str) -> ParamMap:
     """Identify the parameters of the ids; with rules only, the file's own keys count too if they
     can be these.
     """
@@ -463,22 +460,21 @@ def _owners(state: OptimizerState, request: OptimizerRequest, where: str) -> Par
     state_dicts = request.state_dicts
     names, ruled = request.names, request.ruled
     if ruled is None:
-        return owners(state, names, where, state_dicts)
+        return identify_params(state, names, where, state_dicts)
     if names is None:
-        by_keys = own_names(state, state_dicts)
-        return by_keys if by_keys is not None else owners(state, None, where, state_dicts)
+        by_keys = names_without_model(state, state_dicts)
+        return by_keys if by_keys is not None else identify_params(state, None, where, state_dicts)
     # it may be the model after the rules
-    if saved_order(state_dicts, names, set(Parameters(names).shapes)) is None:
+    if not compare_key_order(state_dicts, names, set(Parameters(names).shapes)).is_shown:
         state_dicts = (ruled.after,)
-    return owners(state, names, where, state_dicts)
+    return identify_params(state, names, where, state_dicts)
 
 
-def _by_rules(
-    named: OptimizerState, request: OptimizerRequest, to: str, where: str
-) -> dict[str, Expression] | None:
+def _by_rules(named: OptimizerState, task: _Task) -> dict[str, Expression] | None:
     """Return the parameters after the rules; None without rules, or if no parameter is a tensor of
     the model.
     """
+    request, where = task.request, task.where
     ruled = request.ruled
     if ruled is None:
         return None
@@ -493,11 +489,11 @@ def _by_rules(
             raise Refused(
                 f"{where}: none of its parameters is a tensor of the model, so that its state"
                 " cannot follow the tensors",
-                hint=afresh(where),
+                hint=start_from_scratch(where),
                 problems=[Problem("no tensor of the model", str(param)) for param in named.params],
             )
         return None
-    if to == ID and request.to_names is None:
+    if task.keeps_ids:
         _check_places(named, after, ruled is request.narrowed, where)
     return after
 
@@ -537,12 +533,12 @@ def _check_places(
 def _check_loads(moved: OptimizerState, old: Names | None, new: Names | None, where: str) -> None:
     """Raise `Refused` if the optimizer that will load the state cannot take a step with it."""
     if new is not None:
-        param_map = ParamMap(moved, {param: str(param) for param in moved.params}, "names")
-        check(param_map, new).settled(where)
+        param_map = ParamMap(moved, {param: str(param) for param in moved.params}, Basis.KEYS)
+        with_shape_doubt(param_map, new).without_doubt(where)
     target = new or old
     if target is None:
         return
-    missing = lacking(moved, target.optimizer_groups, Parameters(target).first_step)
+    missing = missing_for_step(moved, target.optimizer_groups, Parameters(target).first_step)
     names = dict.fromkeys(key.rpartition(".")[2] for key in missing)
     if names:
         saved_class = class_of(moved) or "another optimizer"
@@ -550,30 +546,29 @@ def _check_loads(moved: OptimizerState, old: Names | None, new: Names | None, wh
         raise Refused(
             f"{where}: this is the state of {saved_class}; {target.optimizer_class} loads it, and"
             " fails at the next step",
-            hint=afresh(where),
+            hint=start_from_scratch(where),
             problems=same_problem(problem, names),
         )
 
 
-def _sources(
-    named: OptimizerState, request: OptimizerRequest, to: str, where: str
-) -> tuple[dict[str, Expression], bool]:
+def _sources(named: OptimizerState, task: _Task) -> tuple[dict[str, Expression], bool]:
     """Return the new parameters as expressions over the old ones, and whether they follow the keys
     of the model.
 
     The first that applies decides: parameters that are left out, the rules, the names of another
     model, a function that renames.
     """
+    request = task.request
     if request.left_out and request.ruled is not None:
         return _kept(named, request.left_out, request.ruled), True
-    ruled = _by_rules(named, request, to, where)
+    ruled = _by_rules(named, task)
     if ruled is not None:
         return ruled, True
     names, called = request.names, request.called or str
     if request.to_names is not None and names is not None:
         new_names = {str(param): called(str(param)) for param in named.params}
-        return between(names, request.to_names, new_names), False
-    if request.form == SERIALIZED and names is not None and to != ID:
+        return sources_between(names, request.to_names, new_names), False
+    if request.form == SERIALIZED and names is not None and task.to != ID:
         before = to_serialized(names, named.params)
     else:
         before = identity(named.params)

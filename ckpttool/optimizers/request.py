@@ -73,18 +73,23 @@ class OptimizerRequest:
 class OptimizerRemap:
     """The result for one optimizer.
 
-    `evidence` is what identified its ids; `new` are parameters without state, `dropped` are
-    parameters whose state has no place in the new optimizer. `move` is the change as a plan records
-    it. `loaded_by` are the names of the model that will load it, if that is known.
+    `new` are parameters without state, `dropped` are parameters whose state has no place in the new
+    optimizer. `move` is the change as a plan records it. `loaded_by` are the names of the model
+    that will load it, if that is known. `ids` are the parameters of its ids, if it had ids.
     """
 
     section: str
     was: str
     to: str
     params: int
-    evidence: str | None = None
     new: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     move: OptimizerMove | None = field(default=None, compare=False)
     loaded_by: Names | None = field(default=None, compare=False)
+    ids: ParamMap | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def evidence(self) -> str | None:
+        """What identified its ids, if it had ids."""
+        return None if self.ids is None else self.ids.evidence

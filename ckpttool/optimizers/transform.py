@@ -29,13 +29,14 @@ from ckpttool.evaluate.apply import entry_of
 from ckpttool.evaluate.ops import OPS
 from ckpttool.naming.convert import with_keys
 from ckpttool.naming.match import NameTables
-from ckpttool.optimizers.forms import ELEMENTWISE, WHOLE, same_option, same_options
+from ckpttool.optimizers.classes import ELEMENTWISE, SHARED_BY_ALL
 from ckpttool.optimizers.identify import Parameters
+from ckpttool.optimizers.options import same_option, same_options
 
 _FILE = "(root)"  # the title of an optimizer that is the complete file
 
 
-def afresh(where: str) -> str:
+def start_from_scratch(where: str) -> str:
     """Return the hint for the optimizer at this path of the file, whose state is of no use."""
     if where == _FILE:
         return "start the optimizer from scratch"
@@ -52,7 +53,7 @@ def identity(params: Sequence[Param]) -> dict[str, Expression]:
     return {str(param): Ref(str(param)) for param in params}
 
 
-def between(old: Names, new: Names, renamed: Mapping[str, str]) -> dict[str, Expression]:
+def sources_between(old: Names, new: Names, renamed: Mapping[str, str]) -> dict[str, Expression]:
     """Return the parameters of `new` as expressions over the parameters of `old`, if they can be
     computed.
 
@@ -95,10 +96,8 @@ def to_serialized(names: Names, params: Sequence[Param]) -> dict[str, Expression
 
 
 def from_serialized(names: Names, params: Sequence[Param]) -> dict[str, Expression] | None:
-    """Return each parameter as an expression over `params`, if these are serialized keys and some
-    are computed.
-
-    Otherwise return None: then each of `params` is a parameter under one of its names.
+    """Return each parameter as an expression over `params`, if all of these are serialized keys and
+    some are computed; otherwise None.
     """
     saved = NameTables(names).saved
     sources = [saved.get(str(param)) for param in params]
@@ -126,7 +125,7 @@ def _canonical(source: Expression, parameters: Parameters) -> Expression | None:
 # State
 
 
-def carry(
+def move_state(
     state: OptimizerState, sources: Sources, shapes: Shapes, where: str
 ) -> dict[Param, Mapping[Any, Any]]:
     """Return the state of every new parameter that has one. `shapes` has the shapes of the old
@@ -144,7 +143,7 @@ def carry(
             param_state = _computed(name, source, state, shapes, problems)
         if param_state is not None:
             carried[name] = param_state
-    shared = WHOLE.intersection(map(str, chain.from_iterable(state.state.values())))
+    shared = SHARED_BY_ALL.intersection(map(str, chain.from_iterable(state.state.values())))
     order = list(ex.refs(tuple(sources.values())))
     if shared and order != list(state.params):
         problem = "belongs to all parameters together, in their order"
@@ -152,7 +151,7 @@ def carry(
     if problems:
         raise Refused(
             f"{where}: state cannot follow its parameters: {plural(len(problems), 'problem')}",
-            hint=afresh(where),
+            hint=start_from_scratch(where),
             problems=problems,
         )
     return carried
@@ -166,7 +165,7 @@ def _computed(
     if not any(states):
         return None
     if any(param_state.keys() != states[0].keys() for param_state in states):
-        problems.append(Problem(f"{' and '.join(refs)} have not taken the same steps", name))
+        problems.append(Problem(f"{' and '.join(refs)} do not have the same state", name))
         return None
     for op in ex.operators(source):
         if op not in OPS or not OPS[op].moves:

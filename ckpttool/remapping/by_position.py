@@ -11,7 +11,7 @@ from ckpttool.core.expression import Ref
 from ckpttool.core.names import Names
 from ckpttool.core.text import Note, plural
 from ckpttool.optimizers.identify import Parameters
-from ckpttool.optimizers.transform import between
+from ckpttool.optimizers.transform import sources_between
 from ckpttool.remapping.result import Remap
 
 Shape = tuple[int, ...]
@@ -54,7 +54,7 @@ def _keeps_order(old: Names, new: Names, called: Callable[[str], str]) -> bool:
     before, after = Parameters(old).shapes, Parameters(new).shapes
     if len(before) != len(after):
         return False
-    sources = between(old, new, {name: called(name) for name in before})
+    sources = sources_between(old, new, {name: called(name) for name in before})
     for old_name, new_name in zip(before, after):
         if sources.get(new_name) != Ref(old_name):
             return False

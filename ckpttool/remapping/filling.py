@@ -19,7 +19,7 @@ from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.operands.checkpoint import is_code, model_section, open_checkpoint
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.reading import read_for_model
-from ckpttool.optimizers.identify import keys_in_order_of
+from ckpttool.optimizers.identify import keys_in_model_order
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.result import Filled, Remap
@@ -216,7 +216,7 @@ def _with_entries(
 def _expected_order(section: Section, request: Request, model: ModelOperand | None) -> list[str]:
     """Return the section's keys in the order of the model that will load it, or of `--like`."""
     if model is not None:
-        return keys_in_order_of(section, model.names())
+        return keys_in_model_order(section, model.names())
     assert request.like is not None
     name_of = align(section.keys, request.like.by_key())
     key_of = {name: key for key, name in name_of.items()}

@@ -17,8 +17,8 @@ from ckpttool.core.text import is_flat, plural, shape_text
 from ckpttool.evaluate.chunks import in_own_storage
 from ckpttool.naming.flat import unit_paths
 from ckpttool.optimizers import forms
-from ckpttool.optimizers.groups import grouped
-from ckpttool.optimizers.identify import Parameters, ParamMap, owners
+from ckpttool.optimizers.groups import group_of
+from ckpttool.optimizers.identify import Parameters, ParamMap, identify_params
 from ckpttool.optimizers.move import remap_optimizers
 from ckpttool.optimizers.request import OptimizerRequest
 from ckpttool.remapping.gather import (
@@ -102,7 +102,7 @@ def _units_of(
         )
     by_key = {unit.entry.key: unit for unit in units.values()}
     model = _model_of_units(units.values(), names)
-    keys = owners(state, model, where).settled(where).names
+    keys = identify_params(state, model, where).without_doubt(where).names
     return {param: by_key[key] for param, key in keys.items()}
 
 
@@ -170,7 +170,7 @@ def _of_units(
         params: list[str] = []
         for param in group.params:
             params += members[param]
-        groups.append(grouped(params, group.options))
+        groups.append(group_of(params, group.options))
     return replace(state, form=FQN, groups=tuple(groups), state=states)
 
 
@@ -221,7 +221,7 @@ def _owners(state: OptimizerState, names: Names, where: str) -> ParamMap:
             shape = tensor.shape and (prod(tensor.shape),)
             runtime.append(replace(tensor, shape=shape))
         names = replace(names, runtime=tuple(runtime))
-    return owners(state, names, where).settled(where)
+    return identify_params(state, names, where).without_doubt(where)
 
 
 def _counted(value: Any) -> Any:

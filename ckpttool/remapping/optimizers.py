@@ -22,7 +22,7 @@ from ckpttool.operands.initial_state import initial_states
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.output import command
 from ckpttool.optimizers import forms
-from ckpttool.optimizers.identify import in_order_of
+from ckpttool.optimizers.identify import sorted_like_model
 from ckpttool.optimizers.move import remap_optimizers
 from ckpttool.optimizers.request import Create, OfSection, OptimizerRemap, OptimizerRequest
 from ckpttool.remapping.options import RemapOptions
@@ -90,7 +90,7 @@ def _in_order(
     ordered = []
     for section in result.sections:
         is_ordered = section.kind == "state_dict"
-        ordered.append(in_order_of(section, target, called) if is_ordered else section)
+        ordered.append(sorted_like_model(section, target, called) if is_ordered else section)
     return replace(result, sections=tuple(ordered))
 
 

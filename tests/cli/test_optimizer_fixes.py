@@ -387,7 +387,7 @@ def test_group_of_a_new_parameter_is_not_guessed(
     assert done == status
     problems = [(one["problem"], one["key"]) for one in data.get("problems", ())]
     assert problems == (
-        [("in which group?", f"extra.{leaf}") for leaf in ("weight", "bias")] if status else []
+        [("its group is unknown", f"extra.{leaf}") for leaf in ("weight", "bias")] if status else []
     )
     if (new, keys) == ("Net", "id"):
         assert loads_correctly(str(tmp_path / "out.pt"), models.Net, models.halves)

@@ -159,6 +159,29 @@ def test_unknown_hyperparameters_are_reported_and_do_not_matter(tmp_path: Path) 
     assert fresh.param_groups[0]["of.a.plugin"] == [1.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_learning_rate_may_be_a_tensor_of_the_number(tmp_path: Path, dtype: torch.dtype) -> None:
+    for name, value in ("number.pt", 0.1), ("tensor.pt", torch.tensor(0.1, dtype=dtype)):
+        optimizer = torch.optim.SGD(models.Net().parameters(), lr=0.1)
+        optimizer.param_groups[0]["lr"] = value
+        torch.save({"optimizer": optimizer.state_dict()}, tmp_path / name)
+    diff = diff_optimizers(str(tmp_path / "number.pt"), str(tmp_path / "tensor.pt"))
+    assert differences(diff) == []
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.11, dtype=dtype)
+    torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "tensor.pt")
+    diff = diff_optimizers(str(tmp_path / "number.pt"), str(tmp_path / "tensor.pt"))
+    assert statuses(diff) == {"value"}
+
+
+def test_the_order_of_a_fresh_optimizer_is_not_said_to_be_confirmed(tmp_path: Path) -> None:
+    orders = (models.Net, "keys in this order"), (models.Reordered, "keys in another order")
+    for model, order in orders:
+        path = saved(tmp_path / "run.pt", model, models.adamw, 0)
+        diff = diff_with_code(path, "Net", "adamw")
+        assert diff.identical
+        assert order in diff.notes[0]
+
+
 def test_pytorch_7499_the_state_of_another_optimizer_is_reported(tmp_path: Path) -> None:
     """torch loads the state, and fails at the first step."""
     other = models.Net()

@@ -249,7 +249,7 @@ def test_ids_that_fit_no_order_of_the_model_are_noted(names: str) -> None:
 def test_names_that_the_model_lacks_are_noted(names: str) -> None:
     diff = compare(optimizer("xy"), optimizer("xy"), model=names)
     assert diff.notes[0] == (
-        "left holds 2 parameters that the model lacks: not a parameter of n @ x"
+        "left: 2 names in the file that the model does not have: not a parameter of n @ x"
     )
 
 

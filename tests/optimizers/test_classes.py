@@ -14,7 +14,8 @@ import transformers
 import optimizer_models as models
 from ckpttool import open_checkpoint
 from ckpttool.core.optimizer_state import ID, OptimizerState, Param, ParamGroup
-from ckpttool.optimizers.forms import class_of, fits, lacking, read
+from ckpttool.optimizers.classes import class_of, fits, missing_for_step
+from ckpttool.optimizers.forms import read
 from torch_version import needs_torch
 
 Shape = tuple[int, ...]
@@ -123,8 +124,8 @@ def test_a_class_is_recognised_by_its_groups_or_by_its_state(name: str, tmp_path
 def test_a_parameter_without_steps_does_not_lack_state() -> None:
     groups = [{"lr": 1.0, "betas": (0.9, 0.99), "amsgrad": False}]
     steps: dict[Param, Sequence[str]] = {0: ("step", "exp_avg")}
-    assert lacking(saved(groups, {0: {}}), groups, steps) == []
-    assert lacking(saved(groups, {0: {"step": 1}}), groups, steps) == ["state.0.exp_avg"]
+    assert missing_for_step(saved(groups, {0: {}}), groups, steps) == []
+    assert missing_for_step(saved(groups, {0: {"step": 1}}), groups, steps) == ["state.0.exp_avg"]
 
 
 def test_unknown_options_and_state_have_no_class() -> None:
@@ -155,7 +156,7 @@ def test_state_is_lacking_exactly_if_the_step_fails(name: str) -> None:
             fails = True
         known_state_names: list[Mapping[Param, Sequence[str]]] = [{0: tuple(fresh["state"][0])}, {}]
         for steps in known_state_names:
-            assert bool(lacking(saved_state, groups, steps)) == fails, (
+            assert bool(missing_for_step(saved_state, groups, steps)) == fails, (
                 target,
-                lacking(saved_state, groups, steps),
+                missing_for_step(saved_state, groups, steps),
             )

@@ -16,7 +16,8 @@ from ckpttool.core.checkpoint import ExtraEntry, Section
 from ckpttool.core.optimizer_state import FLAT, ParamGroup, numbered, renamed
 from ckpttool.formats.registry import format_for
 from ckpttool.optimizers import forms
-from ckpttool.optimizers.forms import read, same_options, write
+from ckpttool.optimizers.forms import read, write
+from ckpttool.optimizers.options import same_options
 from command import Run
 from files import write_pieces
 from optimizer_support import same, train

@@ -17,7 +17,13 @@ from ckpttool.core.checkpoint import Section, Span, Storage, TensorEntry
 from ckpttool.core.expression import Ref
 from ckpttool.core.names import RuntimeTensor, SerializedKey
 from ckpttool.core.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
-from ckpttool.optimizers.identify import in_order_of, own_names, owners, same_key_order, saved_order
+from ckpttool.optimizers.identify import (
+    compare_key_order,
+    identify_params,
+    names_without_model,
+    same_key_order,
+    sorted_like_model,
+)
 
 Shape = tuple[int, ...]
 SHAPES: tuple[Shape, ...] = ((2,), (3,), (2, 2))
@@ -97,21 +103,21 @@ def test_ids_are_assigned_only_if_exactly_one_assignment_fits() -> None:
         possible = possible_assignments(sizes, [shapes[at] for at in order], moments)
         names = model(shapes, trainable)
         if len([size for size in sizes if size]) == 1:
-            result = owners(state, names, "optimizer")
+            result = identify_params(state, names, "optimizer")
             assert result.names == {number: f"p{at}" for number, at in enumerate(order)}
             assert (result.doubt is None) == bool(possible), seed
-            assert result.assumed
+            assert result.is_assumed
             assert "this answer assumes" in result.rests_on("optimizer")
             continue
         counts.append(min(len(possible), 2))
         if len(possible) == 1:
-            result = owners(state, names, "optimizer").settled("optimizer")
+            result = identify_params(state, names, "optimizer").without_doubt("optimizer")
             assert result.names == {
                 number: f"p{order[at]}" for number, at in possible[0].items()
             }, seed
             continue
         with pytest.raises(Refused, match="cannot be told apart" if possible else "fit no order"):
-            owners(state, names, "optimizer")
+            identify_params(state, names, "optimizer")
     assert min(map(counts.count, range(3))) > 20
 
 
@@ -121,7 +127,7 @@ def test_another_number_of_parameters_is_refused() -> None:
         with pytest.raises(
             Refused, match=f"has {count} parameters, and the model 4, 3 of them trainable"
         ):
-            owners(optimizer([range(count)], [None] * count), names, "optimizer")
+            identify_params(optimizer([range(count)], [None] * count), names, "optimizer")
 
 
 def named_optimizer(*names: str, shapes: Sequence[Shape] = ()) -> OptimizerState:
@@ -132,24 +138,26 @@ def named_optimizer(*names: str, shapes: Sequence[Shape] = ()) -> OptimizerState
 
 def test_names_in_the_file_must_be_names_of_the_model() -> None:
     names = model([(2,), (3,), (2,)], [True] * 3)
-    result = owners(named_optimizer("p2", "module.p0", shapes=[(2,), (2,)]), names, "optimizer")
-    assert (result.names, result.evidence, result.assumed, result.doubt) == (
+    result = identify_params(
+        named_optimizer("p2", "module.p0", shapes=[(2,), (2,)]), names, "optimizer"
+    )
+    assert (result.names, result.evidence, result.is_assumed, result.doubt) == (
         {0: "p2", 1: "p0"},
         "param_names",
         False,
         None,
     )
     with pytest.raises(
-        Refused, match="optimizer holds 2 parameters that the model lacks"
+        Refused, match="optimizer: 2 names in the file that the model does not have"
     ) as refused:
-        owners(named_optimizer("p0", "x", "y"), names, "optimizer")
+        identify_params(named_optimizer("p0", "x", "y"), names, "optimizer")
     assert list(map(str, refused.value.problems)) == [
         "not a parameter of net.py:Net @ x",
         "not a parameter of net.py:Net @ y",
     ]
     for names_or_none in (names, None):
         with pytest.raises(Refused, match="several parameters have one name") as refused:
-            owners(named_optimizer("p0", "p1", "p0"), names_or_none, "optimizer")
+            identify_params(named_optimizer("p0", "p1", "p0"), names_or_none, "optimizer")
         assert list(map(str, refused.value.problems)) == [
             "the name of more than one parameter @ p0"
         ]
@@ -157,7 +165,7 @@ def test_names_in_the_file_must_be_names_of_the_model() -> None:
 
 def test_names_that_contradict_the_shapes_are_doubted() -> None:
     names = model([(2,), (3,), (2,)], [True] * 3)
-    doubt = owners(
+    doubt = identify_params(
         named_optimizer("p0", "p1", "p2", shapes=[(2,), (2,), (3,)]), names, "optimizer"
     ).doubt
     assert doubt is not None
@@ -171,7 +179,7 @@ def test_names_that_contradict_the_shapes_are_doubted() -> None:
     by_param: dict[Param, Any] = {f"p{at}": state for at, state in moments.items()}
     by_name = OptimizerState(FQN, (ParamGroup(("p0", "p1", "p2"), {}),), by_param)
     with pytest.raises(Refused, match="the shapes in its state contradict its names") as refused:
-        owners(by_name, names, "optimizer")
+        identify_params(by_name, names, "optimizer")
     assert list(map(str, refused.value.problems)) == ["exp_avg is [2], the parameter [3] @ p1"]
 
 
@@ -195,10 +203,10 @@ def test_the_order_of_the_state_dict_keys_confirms_or_contradicts_the_ids(
     sections = [
         state_dict_section(key, [names.runtime[int(at)].shape or () for at in key]) for key in keys
     ]
-    result = owners(state, names, "optimizer", sections)
+    result = identify_params(state, names, "optimizer", sections)
     assert (result.doubt is not None) == is_doubted
     if result.doubt is None:
-        assert result.assumed == assumed
+        assert result.is_assumed == assumed
         assert (
             "the file lists the model's keys in this order" in result.rests_on("optimizer")
         ) != assumed
@@ -216,13 +224,13 @@ def test_without_state_only_several_groups_can_be_ambiguous() -> None:
     """Any order of a single group without state is right, but not the order of two groups."""
     names = model([(2,)] * 3, [True] * 3)
     assert (
-        owners(
+        identify_params(
             optimizer([range(3)], [None] * 3), names, "optimizer", [state_dict_section("210")]
         ).doubt
         is None
     )
     assert (
-        owners(
+        identify_params(
             optimizer([range(3)], [None, (2,), None]),
             names,
             "optimizer",
@@ -231,7 +239,7 @@ def test_without_state_only_several_groups_can_be_ambiguous() -> None:
         is not None
     )
     with pytest.raises(Refused, match="cannot be told apart; its ids may not be this model's"):
-        owners(
+        identify_params(
             optimizer([[0], [1, 2]], [None] * 3), names, "optimizer", [state_dict_section("210")]
         )
 
@@ -240,20 +248,25 @@ def test_own_names_come_from_the_keys_or_names_in_the_file() -> None:
     """Ids of one group get the keys of the state_dict if the number and all shapes match."""
     shapes: list[Shape] = [(2,), (3,), (2,)]
     state = optimizer([range(3)], [(2,), None, (2,)])
-    result = own_names(state, [state_dict_section("01", shapes), state_dict_section("012", shapes)])
+    result = names_without_model(
+        state, [state_dict_section("01", shapes), state_dict_section("012", shapes)]
+    )
     assert result is not None
-    assert (result.names, result.assumed) == ({0: "p0", 1: "p1", 2: "p2"}, True)
+    assert (result.names, result.is_assumed) == ({0: "p0", 1: "p1", 2: "p2"}, True)
     for sections in (
         [],
         [state_dict_section("01", shapes)],
         [state_dict_section("0123", [*shapes, (2,)])],
         [state_dict_section("012", [(2,), (2,), (3,)])],
     ):
-        assert own_names(state, sections) is None
+        assert names_without_model(state, sections) is None
     assert (
-        own_names(optimizer([[0], [1, 2]], [None] * 3), [state_dict_section("012", shapes)]) is None
+        names_without_model(
+            optimizer([[0], [1, 2]], [None] * 3), [state_dict_section("012", shapes)]
+        )
+        is None
     )
-    names = own_names(named_optimizer("x", "y"), [])
+    names = names_without_model(named_optimizer("x", "y"), [])
     assert names is not None
     assert names.names == {0: "x", 1: "y"}
 
@@ -264,7 +277,7 @@ def test_a_file_may_name_serialized_keys() -> None:
         for at in "01"
     )
     keys = tuple(SerializedKey(f"k{at}", "float32", (2,), Ref(f"r{at}"), None) for at in "01")
-    result = owners(
+    result = identify_params(
         OptimizerState(FQN, (ParamGroup(("k0", "r1"), {}),), {}),
         Names("M", "2.6", runtime, keys, ()),
         "o",
@@ -276,28 +289,29 @@ def test_a_parameter_without_a_shape_fits_any_state() -> None:
     lazy = tuple(
         RuntimeTensor("p", "p", "parameter", True, True, "float32", None, None) for _ in "0"
     )
-    result = owners(optimizer([[0]], [(2, 3)]), Names("M", "2.6", lazy, (), ()), "o")
+    result = identify_params(optimizer([[0]], [(2, 3)]), Names("M", "2.6", lazy, (), ()), "o")
     assert (result.names, result.doubt) == ({0: "p"}, None)
 
 
 def test_too_many_assignments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     state, names = optimizer([[0], [1], [2]], SHAPES), model(SHAPES, [True] * 3)
-    assert owners(state, names, "o").names == {0: "p0", 1: "p1", 2: "p2"}
+    assert identify_params(state, names, "o").names == {0: "p0", 1: "p1", 2: "p2"}
     monkeypatch.setattr("ckpttool.optimizers.identify._MOST_STATES", 0)
     with pytest.raises(Refused, match="its ids cannot be told apart"):
-        owners(state, names, "o")
+        identify_params(state, names, "o")
 
 
 def test_tied_keys_count_as_one_parameter() -> None:
     sections = state_dict_section("01")
     tied = replace(sections, tensors=(*sections.tensors, replace(sections.tensors[0], key="again")))
-    result = own_names(optimizer([[0, 1]], [(2,), (2,)]), [tied])
+    result = names_without_model(optimizer([[0, 1]], [(2,), (2,)]), [tied])
     assert result is not None
     assert result.names == {0: "p0", 1: "p1"}
 
 
 def test_an_optimizer_without_parameters_has_no_order() -> None:
-    assert saved_order([state_dict_section("01")], model(SHAPES, [True] * 3), ()) is None
+    key_order = compare_key_order([state_dict_section("01")], model(SHAPES, [True] * 3), ())
+    assert not key_order.is_shown
 
 
 def test_the_saved_order_is_found_for_runtime_names_and_serialized_keys() -> None:
@@ -309,12 +323,12 @@ def test_the_saved_order_is_found_for_runtime_names_and_serialized_keys() -> Non
     constant = SerializedKey("p2", "float32", (2,), None, None)
     names = Names("M", "2.6", runtime, (*keys, constant), ())
     for section in (state_dict_section("210"), _called("r", state_dict_section("10"))):
-        moved = saved_order([section], names, {"r0", "r1"})
-        assert list(map(str, moved or ())) == [
+        key_order = compare_key_order([section], names, {"r0", "r1"})
+        assert list(map(str, key_order.moved)) == [
             "the file's model has r1 instead @ r0",
             "the file's model has r0 instead @ r1",
         ]
-        entries = in_order_of(section, names).tensors
+        entries = sorted_like_model(section, names).tensors
         assert [entry.key for entry in entries] == sorted(section.by_key())
 
 

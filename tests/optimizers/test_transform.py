@@ -16,8 +16,15 @@ from ckpttool.core.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorE
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.optimizer_state import FQN, OptimizerState, ParamGroup
 from ckpttool.io.pieces import read_all
-from ckpttool.optimizers.groups import arranged, different, placed
-from ckpttool.optimizers.transform import between, carry, from_serialized, move_of, to_serialized
+from ckpttool.optimizers.groups import fill_layout, keep_groups
+from ckpttool.optimizers.options import different
+from ckpttool.optimizers.transform import (
+    from_serialized,
+    move_of,
+    move_state,
+    sources_between,
+    to_serialized,
+)
 
 
 def names(*modules: str) -> Names:
@@ -26,7 +33,9 @@ def names(*modules: str) -> Names:
 
 def test_a_rule_overrides_equal_names() -> None:
     """The rules rename ``b`` to ``a``, and the old ``a`` to ``c``."""
-    result = between(names("a", "b"), names("a"), {"b.weight": "a.weight", "a.weight": "c.weight"})
+    result = sources_between(
+        names("a", "b"), names("a"), {"b.weight": "a.weight", "a.weight": "c.weight"}
+    )
     assert result == {"a.weight": Ref("b.weight")}
 
 
@@ -35,7 +44,7 @@ def test_a_buffer_with_the_name_of_a_parameter_is_ignored() -> None:
     buffered = nn.ModuleDict({"a": nn.Module()})
     buffered["a"].register_buffer("weight", model["a"].weight.detach().clone())
     new = ckpttool.trace(lambda: buffered)
-    assert between(names("a"), new, {"a.weight": "a.weight"}) == {}
+    assert sources_between(names("a"), new, {"a.weight": "a.weight"}) == {}
 
 
 SAVED_NAMES = (("old", "new"), ("count", "seen"))
@@ -72,9 +81,11 @@ class SavedModel(nn.Module):
 @pytest.mark.parametrize("count", ["buffer", "parameter"])
 def test_a_new_parameter_comes_from_the_key_that_it_loads(count: str) -> None:
     old, new = ckpttool.trace(lambda: SavedModel(count)), ckpttool.trace(RenamesBoth)
-    assert between(old, new, {"old": "old", "count": "count"}) == {"new": Ref("old")}
-    assert between(old, new, {"count": "count"}) == {}  # the optimizer does not have its source
-    assert between(old, new, {"old": "seen", "count": "count"}) == {"new": Ref("old")}
+    assert sources_between(old, new, {"old": "old", "count": "count"}) == {"new": Ref("old")}
+    assert (
+        sources_between(old, new, {"count": "count"}) == {}
+    )  # the optimizer does not have its source
+    assert sources_between(old, new, {"old": "seen", "count": "count"}) == {"new": Ref("old")}
 
 
 def test_a_parameter_that_a_rule_renames_is_used_once() -> None:
@@ -84,7 +95,7 @@ def test_a_parameter_that_a_rule_renames_is_used_once() -> None:
             self.other = nn.Parameter(torch.ones(2))
 
     old, new = ckpttool.trace(lambda: SavedModel("buffer")), ckpttool.trace(Two)
-    assert between(old, new, {"old": "other"}) == {"other": Ref("old")}
+    assert sources_between(old, new, {"old": "other"}) == {"other": Ref("old")}
 
 
 # Groups
@@ -113,13 +124,13 @@ def test_new_parameters_keep_the_position_of_the_old_ones() -> None:
         "x": Ref("a"),
         "w": Ref("c"),
     }
-    assert params_and_rates(placed(state, sources)) == [
+    assert params_and_rates(keep_groups(state, sources)) == [
         ("xy", 1.0),
         ("", 3.0),
         ("w", 1.0),
         ("z", 2.0),
     ]
-    assert params_and_rates(placed(state, {"x": Ref("a"), "w": Ref("c")})) == [
+    assert params_and_rates(keep_groups(state, {"x": Ref("a"), "w": Ref("c")})) == [
         ("x", 1.0),
         ("", 3.0),
         ("w", 1.0),
@@ -130,7 +141,7 @@ def test_parameters_of_different_groups_are_not_concatenated() -> None:
     with pytest.raises(
         Refused, match="x is made of parameters of different param groups"
     ) as refused:
-        placed(grouped_params(("ab", 1.0), ("c", 2.0)), {"x": concat("b", "c", "a")})
+        keep_groups(grouped_params(("ab", 1.0), ("c", 2.0)), {"x": concat("b", "c", "a")})
     assert list(map(str, refused.value.problems)) == [
         "param group 0 @ b",
         "param group 1 @ c",
@@ -142,14 +153,14 @@ def test_a_group_of_new_parameters_has_the_new_optimizers_options() -> None:
     state, sources = grouped_params(("ab", 1.0), ("c", 2.0)), {name: Ref(name) for name in "abc"}
     defaults = [{"lr": 7.0}, {"lr": 8.0}, {}]
     layout = ["cx", "yz", "", "ab"]
-    assert params_and_rates(arranged(state, sources, layout, defaults)) == [
+    assert params_and_rates(fill_layout(state, sources, layout, defaults)) == [
         ("cx", 7.0),  # no saved group has these parameters
         ("yz", 8.0),
         ("", 1.0),
         ("ab", 1.0),
     ]
     empty = OptimizerState(FQN, (), {})
-    assert params_and_rates(arranged(empty, {}, ["x", "y"], [{"lr": 7.0}])) == [
+    assert params_and_rates(fill_layout(empty, {}, ["x", "y"], [{"lr": 7.0}])) == [
         ("x", 7.0),
         ("y", None),
     ]
@@ -159,7 +170,7 @@ def test_conflicting_hyperparameters_are_reported() -> None:
     state = grouped_params(("a", 1.0), ("b", 2.0), ("c", 1.0), ("d", 3.0))
     sources = {name: Ref(name) for name in "abcd"}
     with pytest.raises(Refused, match="different hyperparameters") as refused:
-        arranged(state, sources, ["ca", "bad"], [])
+        fill_layout(state, sources, ["ca", "bad"], [])
     assert list(map(str, refused.value.problems)) == [
         "lr is 1.0 in param group 0 and 2.0 in 1 @ param_groups.1",
         "lr is 1.0 in param group 0 and 3.0 in 3 @ param_groups.1",
@@ -178,7 +189,7 @@ def moment(*shape: int, dtype: str = "float32", key: str = "") -> TensorEntry:
 def carry_state(sources: dict[str, Expression], **state_of: Any) -> dict[Any, Any]:
     states: dict[Any, Any] = {**state_of}
     state = OptimizerState(FQN, (ParamGroup(("a", "b"), {}),), states)
-    return carry(state, sources, {"a": (2,), "b": (2,)}, "optimizer")
+    return move_state(state, sources, {"a": (2,), "b": (2,)}, "optimizer")
 
 
 def test_concatenated_parameters_must_have_taken_the_same_steps() -> None:
@@ -188,8 +199,8 @@ def test_concatenated_parameters_must_have_taken_the_same_steps() -> None:
     assert (new_state["exp_avg"].shape, new_state["step"]) == ((4,), 3)
     assert carry_state(concatenated) == {}  # without steps
     for other, message in (
-        ({}, "a and b have not taken the same steps"),
-        ({"exp_avg": moment(2)}, "a and b have not taken the same steps"),
+        ({}, "a and b do not have the same state"),
+        ({"exp_avg": moment(2)}, "a and b do not have the same state"),
         ({"exp_avg": moment(2), "step": 4}, "step: not the same in a, b"),
         ({"exp_avg": moment(3), "step": 3}, "exp_avg: it does not have the shape of its parameter"),
     ):
@@ -298,4 +309,7 @@ def test_parameters_and_serialized_keys_are_converted() -> None:
     assert from_serialized(model_names, ["v"]) is None
     assert set(to_serialized(model_names, ["w", "v"])) == {"top", "bottom", "v"}
     assert set(to_serialized(model_names, ["v"])) == {"v"}
-    assert between(model_names, model_names, {"w": "w", "v": "v"}) == {"w": Ref("w"), "v": Ref("v")}
+    assert sources_between(model_names, model_names, {"w": "w", "v": "v"}) == {
+        "w": Ref("w"),
+        "v": Ref("v"),
+    }

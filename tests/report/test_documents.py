@@ -10,11 +10,13 @@ from ckpttool import Checkpoint, Checks, Diff, Plan, Problem, Remap
 from ckpttool.checks import Checked
 from ckpttool.core.expression import LOADED, Op, Ref
 from ckpttool.core.names import Hook
+from ckpttool.core.optimizer_state import ID, OptimizerState
 from ckpttool.core.plan import Dropped, ModelRun, Output
 from ckpttool.core.text import Info
 from ckpttool.diffing.causes import Cause, Code
 from ckpttool.diffing.result import HARMLESS, Asks, Entry, Fix
 from ckpttool.naming.evidence import Ambiguous, Inference, Pair
+from ckpttool.optimizers.identify import Basis, ParamMap
 from ckpttool.optimizers.request import OptimizerRemap
 from ckpttool.remapping.write import Cost
 from ckpttool.report import render
@@ -374,7 +376,13 @@ def test_a_remap() -> None:
         runs=(ModelRun("", LOADED, "model.py:build", {}, {"made": Ref("r")}),),
     )
     optimizers = (
-        OptimizerRemap("optimizer", "id", "fqn", 2, "param_names"),
+        OptimizerRemap(
+            "optimizer",
+            "id",
+            "fqn",
+            2,
+            ids=ParamMap(OptimizerState(ID, (), {}), {}, Basis.PARAM_NAMES),
+        ),
         OptimizerRemap("", "id", "id", 1),
     )
     done = Remap(

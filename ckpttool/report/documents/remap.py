@@ -10,7 +10,6 @@ from ckpttool.core.expression import BY_CODE, cast_dtype, refs
 from ckpttool.core.optimizer_state import FLAT, FQN, ID
 from ckpttool.core.plan import Output, Plan
 from ckpttool.core.text import dotted, number, plural, some, title_of
-from ckpttool.optimizers.identify import identified_by
 from ckpttool.report.collapse import patterns
 from ckpttool.report.document import (
     Block,
@@ -92,8 +91,8 @@ def _summary(outcome: Remap) -> Facts:
 def _moved(state: OptimizerRemap) -> str:
     """Return ``id -> fqn, 12 parameters, identified by ...``."""
     text = f"{state.was} -> {state.to}, {plural(state.params, 'parameter')}"
-    if state.evidence is not None:
-        text += f", identified by {identified_by(state.evidence)}"
+    if state.ids is not None:
+        text += f", identified by {state.ids.identified_by}"
     return text
 
 
