@@ -19,7 +19,7 @@ from ckpttool.diffing.pairs import Object, Objects, shape_or_dtype, under_anothe
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import same_values
 from ckpttool.naming.convert import read
-from ckpttool.naming.match import NameTables, aliases, base_name
+from ckpttool.naming.match import NameTables, aliases, base_names
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
@@ -222,12 +222,12 @@ def _call_variants(names: Names, section: Section, unpaired: Unpaired) -> list[E
     for key in [*unpaired.expected]:
         if sources.get(key) is None:
             continue
-        base = base_name(key, saved)
-        if base is None or base in unpaired.saved:
-            continue
-        if sources.get(base) == sources[key]:
-            unpaired.take([], [key])
-            entries.append(Entry("alias", (), (key,), cause, None, f"same as {base}"))
+        for base in base_names(key):
+            is_paired = base in saved and base not in unpaired.saved
+            if is_paired and sources.get(base) == sources[key]:
+                unpaired.take([], [key])
+                entries.append(Entry("alias", (), (key,), cause, None, f"same as {base}"))
+                break
     return entries
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.text import a
+from ckpttool.live.same_value import same_value
 from ckpttool.naming.match import split_call
 from ckpttool.tracing.memory import Token, token
 
@@ -92,7 +93,7 @@ def swap_attribute(
     first = holders[0]
     problems = []
     for holder in holders:
-        if not _same_value(holder.value, first.value):
+        if not same_value(holder.value, first.value):
             text = f"not the value of {first.path}.{first.name}"
             problems.append(Problem(text, f"{holder.path}.{holder.name}"))
     if problems:
@@ -179,11 +180,13 @@ def _homes(root: nn.Module, fqn: str, shared: bool) -> list[_Home]:
         raise CkptError(f"no submodule {fqn!r}", hint="`dict(module.named_modules())` lists them")
     if shared:
         module = homes[0].module
-        tensors, cls = _tensors(module), _class_of(module)
+        tensors = _tensors(module)
         seen = {home.fqn for home in homes}
         for path, other in root.named_modules(remove_duplicate=False):
-            twin = tensors and _class_of(other) in (cls, None) and _tensors(other) == tensors
-            if path and path not in seen and (twin or other is module):
+            if not path or path in seen:
+                continue
+            has_same_tensors = bool(tensors) and _tensors(other) == tensors
+            if other is module or (has_same_tensors and _may_have_one_class(module, other)):
                 homes += _path_homes(root, path)
                 seen.update(home.fqn for home in homes)
     return homes
@@ -248,19 +251,26 @@ def _variants_of(segment: str, children: list[_Home]) -> list[_Home]:
 
 
 def _is_same(left: nn.Module, right: nn.Module) -> bool:
-    """Return whether two modules are one submodule of the model: of one class, and with the same
-    tensors if any.
+    """Return whether two modules whose names are of call variants are one submodule of the model:
+    of one class, and with the same tensors if any. A graph may lack tensors that its call does not
+    use.
     """
     if left is right:
         return True
-    classes = {_class_of(left), _class_of(right)} - {None}
-    if len(classes) > 1:
+    if not _may_have_one_class(left, right):
         return False
     left_tensors, right_tensors = _tensors(left), _tensors(right)
     common = left_tensors.keys() & right_tensors.keys()
     if not common:
-        return not left_tensors and not right_tensors and len(classes) == 1
+        has_class = _class_of(left) is not None or _class_of(right) is not None
+        return not left_tensors and not right_tensors and has_class
     return all(left_tensors[name] == right_tensors[name] for name in common)
+
+
+def _may_have_one_class(left: nn.Module, right: nn.Module) -> bool:
+    """Return whether the submodules had one class in the model, as far as torch kept its name."""
+    left_class, right_class = _class_of(left), _class_of(right)
+    return left_class is None or right_class is None or left_class == right_class
 
 
 def _class_of(module: nn.Module) -> str | None:
@@ -279,17 +289,6 @@ def _tensors(module: nn.Module) -> Mapping[str, Token]:
 
 
 # Whether the new value fits
-
-
-def _same_value(left: object, right: object) -> bool:
-    if left is right:
-        return True
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        if token(left) == token(right):
-            return True
-        has_one_kind = type(left) is type(right) and left.dtype == right.dtype
-        return has_one_kind and torch.equal(left, right)
-    return type(left) is type(right) and bool(left == right)
 
 
 def _fitted(old: object, new: object, fqn: str, kind: type) -> object:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -20,6 +19,7 @@ from ckpttool.live.fitting import fitting_model, fitting_state
 from ckpttool.live.model import FSDP1, FSDP2, innermost, instances
 from ckpttool.live.partial import fitting_part
 from ckpttool.live.put import put
+from ckpttool.live.same_value import same_value
 from ckpttool.operands.checkpoint import Ckpt, model_section, open_checkpoint, open_operand, pick
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.reading import read_for_model
@@ -245,10 +245,9 @@ def _changes(
 
 
 def _is_same_option(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        same_kind = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
-        return same_kind and torch.equal(left.cpu(), right.cpu())
-    return bool(left == right)
+    if isinstance(left, (int, float)) and isinstance(right, (int, float)) and left == right:
+        return True  # 1 and 1.0
+    return same_value(left, right)
 
 
 def _operand_of(model: Any) -> ModelOperand:

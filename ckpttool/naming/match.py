@@ -53,11 +53,6 @@ def base_names(fqn: str) -> Iterator[str]:
             yield ".".join(base)
 
 
-def base_name(fqn: str, names: Collection[str]) -> str | None:
-    """Return the name among `names` that `fqn` may be a call variant of, or None."""
-    return next((name for name in base_names(fqn) if name in names), None)
-
-
 @once_per_section
 def aliases(section: Section) -> Mapping[str, str]:
     """Return key -> first key of the same tensor: shared storage, and call variants with the bytes
@@ -68,9 +63,12 @@ def aliases(section: Section) -> Mapping[str, str]:
     firsts = dict(section.aliases())
     entries = by_key(section.tensors)
     for key in entries:
-        base = base_name(key, entries) if key not in firsts else None
-        if base is not None and same_values(entries[key], entries[base]):
-            firsts[key] = firsts.get(base, base)
+        if key in firsts:
+            continue
+        for base in base_names(key):
+            if base in entries and same_values(entries[key], entries[base]):
+                firsts[key] = firsts.get(base, base)
+                break
     return firsts
 
 
@@ -146,10 +144,11 @@ def with_variants(outputs: Sequence[Output], first: Mapping[str, str]) -> list[O
 
 
 def _confirmed_base(name: str, names: Collection[str], first: Mapping[str, str]) -> str | None:
-    base = base_name(name, names)
-    if base is None or first.get(base, base) != first.get(name, name):
-        return None
-    return base
+    """Return the first base name of `name` that is one of `names` and of the same tensor."""
+    for base in base_names(name):
+        if base in names and first.get(base, base) == first.get(name, name):
+            return base
+    return None
 
 
 # of PEFT: removed where the keys show a wrapper
@@ -276,7 +275,7 @@ def _several_keys(matched: Mapping[str, str]) -> Iterator[Problem]:
         by_name[name].append(key)
     for name, keys in by_name.items():
         if len(keys) > 1:
-            yield Problem(f"{' and '.join(keys)} are both this name", name)
+            yield Problem(f"several keys match this name: {', '.join(keys)}", name)
 
 
 def _spellings(names: Mapping[str, str]) -> dict[str, str]:

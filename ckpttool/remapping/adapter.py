@@ -145,8 +145,7 @@ def _follow(draft: Draft, sources: Sources, who: str) -> Draft:
             hint=_HINT,
             problems=problems,
         )
-    canonical = {new: draft.canonical.get(old, old) for old, new in names.items()}
-    return replace(draft.renamed(names), canonical=canonical)
+    return draft.renamed(names)
 
 
 def _with_part(key: str, old: str, new: str) -> str:

@@ -215,7 +215,7 @@ def _rules(draft: Draft, task: SectionTask) -> Draft:
     if task.adapter is not None and (request.saved is None or request.loads is None):
         return apply_rules_of_base(draft, request.rule_steps)
     if task.first is not None and request.saved is None:
-        return apply_rules_like_first(draft, request.rule_steps, task.first, task.start)
+        return apply_rules_like_first(draft, request.rule_steps, task.first)
     return apply_rules(draft, request.rule_steps, is_new=draft is task.start)
 
 

@@ -98,10 +98,10 @@ class Draft:
     """The plan for one section so far. Every step returns a new draft.
 
     `section` is as it was read, `wrappers` what its keys show of wrappers, `form` the form of its
-    keys. `canonical` maps the keys that the plan writes to canonical names. `counters` are the keys
-    of AveragedModels' counters, which are set aside while the keys go through a model's names: a
-    model has none. `runners` run models' code for the plan. `ruled` is what the rules did.
-    `missing` are the keys of the target model that the plan does not write.
+    keys. `canonical` maps the keys that the plan writes, or wrote before the rules, to canonical
+    names. `counters` are the keys of AveragedModels' counters, which are set aside while the keys
+    go through a model's names: a model has none. `runners` run models' code for the plan. `ruled`
+    is what the rules did. `missing` are the keys of the target model that the plan does not write.
     """
 
     section: Section
@@ -141,7 +141,9 @@ class Draft:
             paths = [before.get(path, path) for path in section.modules]
             after = module_renames(section.path, paths, moved)
             modules = in_turn(modules, after)
-        return replace(self, plan=replace(plan, outputs=tuple(outputs), modules=modules))
+        canonical = {names.get(key, key): name for key, name in self.canonical.items()}
+        plan = replace(plan, outputs=tuple(outputs), modules=modules)
+        return replace(self, plan=plan, canonical=canonical)
 
     def with_outputs(self, outputs: Iterable[Output]) -> Draft:
         return replace(self, plan=replace(self.plan, outputs=tuple(outputs)))
@@ -356,25 +358,16 @@ def cast_floats(draft: Draft, dtype: str, *, is_new: bool) -> Draft:
         ) from None
 
 
-def apply_rules_like_first(
-    draft: Draft, steps: Sequence[RuleStep], first: Draft, start: Draft
-) -> Draft:
+def apply_rules_like_first(draft: Draft, steps: Sequence[RuleStep], first: Draft) -> Draft:
     """Apply rules that were written for the keys of the first section, which may differ from these
     by one prefix.
 
-    `start` is the draft of this section before any step.
+    `first` is the finished draft of the first section.
     """
-    first_keys = inverse(first.canonical)
-    prefixes = set()
-    for key, name in start.canonical.items():
-        if name in first_keys:
-            prefixes.add(_different_prefixes(first_keys[name], key))
-    if len(prefixes) != 1:
+    prefix_pair = _only_prefixes(first, draft)
+    if prefix_pair is None:
         return apply_rules(draft, steps)
-    (both,) = prefixes
-    if both is None:
-        return apply_rules(draft, steps)
-    first_prefix, prefix = both
+    first_prefix, prefix = prefix_pair
     others, as_in_first = set(), {}
     for key in draft.keys:
         if key.startswith(prefix):
@@ -386,7 +379,19 @@ def apply_rules_like_first(
     for key in changed.keys:
         if key.startswith(first_prefix) and key not in others:
             back[key] = prefix + key.removeprefix(first_prefix)
-    return changed.renamed(back)
+    return replace(changed.renamed(back), canonical=draft.canonical)
+
+
+def _only_prefixes(first: Draft, draft: Draft) -> tuple[str, str] | None:
+    """Return the prefixes in which all keys of two sections differ, before the rules; None if they
+    differ in another way.
+    """
+    first_keys = inverse(first.canonical)
+    prefixes = set()
+    for key, name in draft.canonical.items():
+        if name in first_keys:
+            prefixes.add(_different_prefixes(first_keys[name], key))
+    return prefixes.pop() if len(prefixes) == 1 else None
 
 
 def _different_prefixes(left: str, right: str) -> tuple[str, str] | None:

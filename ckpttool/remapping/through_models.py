@@ -149,7 +149,8 @@ def to_other_model(draft: Draft, request: Request, model: ModelOperand) -> Draft
     reading = read(tables, section, RUNTIME)
     moved = move(tables, section, reading, request.model_form.names)
     plan = _with_code(moved.plan, model, section, reading)
-    problems = list(moved.problems)
+    plan, variant_problems = _adapt_variants(plan, tables, section, reading, request.model_form)
+    problems = [*moved.problems, *variant_problems]
     for entry in section.tensors:
         fqn = reading.match.names.get(entry.key, "")
         _, shape = tables.runtime_likeness.get(fqn, ("", None))
@@ -182,7 +183,10 @@ def with_common_keys(draft: Draft, saved: ModelOperand, loads: ModelOperand) -> 
     """
     section, tables = draft.section, loads.tables
     match = read(saved.tables, section, SERIALIZED).match
-    if match.unmatched or match.wrapped or not match.names:
+    if match.unmatched or match.problems or match.wrapped or not match.names:
+        return None
+    dropped, differing = drop_variants(match.variants, match.names, section)
+    if differing:
         return None
     fqns: set[str] = set()
     for key in match.names.values():
@@ -190,12 +194,21 @@ def with_common_keys(draft: Draft, saved: ModelOperand, loads: ModelOperand) -> 
         fqns.update(() if source is None else ex.refs(source))
     if fqns <= tables.runtime_names.keys():
         return None
+    outputs = [output for output in draft.plan.outputs if output.key not in match.variants]
     for entry in section.tensors:
+        if entry.key in match.variants:
+            continue
         _, shape = tables.serialized_likeness.get(match.names[entry.key], ("", None))
         if shape != entry.shape:
             return None
-    missing = lacking(tables, ModelForm.SERIALIZED, draft.plan)
-    return replace(draft, canonical=tables.serialized_names, form=SERIALIZED, missing=missing)
+    plan = replace(draft.plan, outputs=tuple(outputs), dropped=(*draft.plan.dropped, *dropped))
+    return replace(
+        draft,
+        plan=plan,
+        canonical=tables.serialized_names,
+        form=SERIALIZED,
+        missing=lacking(tables, ModelForm.SERIALIZED, plan),
+    )
 
 
 def without_pruning(section: Section, tables: NameTables) -> Plan | None:

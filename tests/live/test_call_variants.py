@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -21,6 +22,8 @@ from places import SUPPORT
 from unflattened import Called, Gate, Nested, Shared, Twice, example, exported, made, program
 
 # Live modules
+
+NAN = float("nan")
 
 GATES = {
     Twice: ("gate", ("gate", "gate@1")),
@@ -207,6 +210,8 @@ def test_attributes_of_any_kind_can_be_set() -> None:
     ("first", "second", "are_variants"),
     [
         (torch.ones(4), torch.ones(4), True),
+        (torch.tensor([NAN, 1, 2, 3]), torch.tensor([NAN, 1, 2, 3]), True),
+        (torch.ones(4), torch.ones(1), False),
         (torch.ones(4), torch.zeros(4), False),
         (torch.ones(4), torch.ones(4).double(), False),
         (torch.ones(4), nn.Parameter(torch.ones(4), False), False),
@@ -232,15 +237,45 @@ def test_variants_that_differ_are_not_set_together(
     assert [problem.key for problem in refused.value.problems] == ["gate@1.scale"]
 
 
+class Incomparable:
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("no order")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def test_plain_attributes_that_differ_are_not_set_together() -> None:
     module = program(Twice)
-    for first, second in (([1], [2]), (1, True)):
+    different: list[tuple[object, object]] = [
+        ([1], [2]),
+        (1, True),
+        ([1], [1, 1]),
+        ({"a": 1}, {"b": 1}),
+        (NAN, 0.0),
+        (np.ones(2), np.zeros(2)),
+        (np.ones(2), np.ones(1)),
+        (np.array([[1], None], dtype=object), np.array([[2], None], dtype=object)),
+        ([torch.ones(2)], [torch.zeros(2)]),
+        (torch.ones(2, device="meta"), torch.ones(2, device="meta")),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
+        (Incomparable(), Incomparable()),
+    ]
+    for first, second in different:
         vars(module.gate)["kind"], vars(module.get_submodule("gate@1"))["kind"] = first, second
         with pytest.raises(Refused) as refused:
             live.swap_attribute(module, "gate.kind", first)
         assert [problem.key for problem in refused.value.problems] == ["gate@1.kind"]
-    vars(module.gate)["kind"], vars(module.get_submodule("gate@1"))["kind"] = [1], [1]
-    assert live.swap_attribute(module, "gate.kind", [2]) == ("gate.kind", "gate@1.kind")
+    equal: list[tuple[object, object]] = [
+        ([1], [1]),
+        ({"a": [NAN]}, {"a": [float("nan")]}),
+        (np.array([1, NAN]), np.array([1, NAN])),
+        (np.array([[1], None], dtype=object), np.array([[1], None], dtype=object)),
+        ((torch.tensor([1, NAN]),), (torch.tensor([1, NAN]),)),
+    ]
+    for first, second in equal:
+        vars(module.gate)["kind"], vars(module.get_submodule("gate@1"))["kind"] = first, second
+        names = live.swap_attribute(module, "gate.kind", lambda old: old)
+        assert names == ("gate.kind", "gate@1.kind")
 
 
 def test_an_attribute_may_be_a_class() -> None:
@@ -287,6 +322,17 @@ def test_variants_have_one_class_and_the_same_tensors(
     module.add_module("gate", Stateful(*first))
     module.add_module("gate@1", Stateful(*second))
     assert live.variants(module, "gate") == (("gate", "gate@1") if are_variants else ("gate",))
+
+
+def test_other_paths_to_one_submodule_lead_to_each_other() -> None:
+    """Whether torch kept the class of the first one, or of the second one only."""
+    module = nn.Module()
+    module.add_module("left", Stateful(None, WEIGHT))
+    module.add_module("right", Stateful("A", WEIGHT))
+    module.add_module("other", Stateful("A", nn.Parameter(torch.ones(2, 2))))
+    for fqn in ("left", "right"):
+        assert sorted(live.variants(module, fqn)) == ["left", "right"]
+        assert live.variants(module, fqn, shared=False) == (fqn,)
 
 
 def test_a_name_like_a_variant_without_a_base_is_not_a_variant() -> None:
@@ -428,6 +474,41 @@ def test_a_users_module_may_be_named_like_a_variant(run: Run, tmp_path: Path) ->
     assert torch.load(out).keys() == model.state_dict().keys()
 
 
+def test_another_model_has_no_place_for_a_module_named_like_a_variant(
+    run: Run, tmp_path: Path
+) -> None:
+    """Two modules of the old model are call variants of the new model's by their names: only equal
+    values are left out.
+    """
+    (tmp_path / "m.py").write_text(
+        "from torch import nn\n"
+        "def new():\n"
+        "    model = nn.Module()\n"
+        "    model.add_module('gate', nn.Linear(2, 2))\n"
+        "    return model\n"
+        "def old():\n"
+        "    model = new()\n"
+        "    model.add_module('gate@1', nn.Linear(2, 2))\n"
+        "    return model\n"
+    )
+    model = nn.Module()
+    model.add_module("gate", nn.Linear(2, 2))
+    model.add_module("gate@1", nn.Linear(2, 2))
+    torch.save(model.state_dict(), tmp_path / "differs.pt")
+    words = ("--model", f"{tmp_path / 'm.py'}:old", "--to-model", f"{tmp_path / 'm.py'}:new")
+    out = tmp_path / "out.pt"
+    refused = run("remap", tmp_path / "differs.pt", *words, "-o", out)
+    assert refused.status == 1
+    assert "a call variant of gate.weight with another value @ gate@1.weight" in refused.err
+    assert "a call variant of gate.bias with another value @ gate@1.bias" in refused.err
+    assert not out.exists()
+    model.get_submodule("gate@1").load_state_dict(model.get_submodule("gate").state_dict())
+    torch.save(model.state_dict(), tmp_path / "same.pt")
+    assert run("remap", tmp_path / "same.pt", *words, "-o", out).status == 0
+    model.__delattr__("gate@1")
+    model.load_state_dict(torch.load(out))
+
+
 @pytest.fixture
 def called_twice(tmp_path: Path) -> str:
     """Return the names of a model that calls `f` twice, and has another tensor at `g@1`."""
@@ -452,6 +533,24 @@ def test_only_a_name_of_the_same_tensor_is_added_as_a_variant(
     remapped({"f.w": 1.0, "g.w": 2.0, "g@1.w": 3.0}, "unflattened", called_twice, tmp_path)
     found = {key: value[0].item() for key, value in torch.load(tmp_path / "out.pt").items()}
     assert found == {"f.w": 1, "f@1.w": 1, "g.w": 2, "g@1.w": 3}
+
+
+def test_a_variant_may_have_another_base_than_the_shortest_name(run: Run, tmp_path: Path) -> None:
+    """A user's own ``f@1`` has an ``h`` that is called twice; ``f.h`` is another tensor."""
+    names = ("f.h.w", "f@1.h.w", "f@1.h@1.w")
+    tensors = [runtime(name, alias_of="f@1.h.w" if "h@1" in name else None) for name in names]
+    keys = [serialized(name, ref(name)) for name in names[:2]]
+    loaded = {name: ref(name) for name in names[:2]}
+    model = names_file(tmp_path / "names.json", tensors, keys, loaded)
+    state = {"f.h.w": 1.0, "f@1.h.w": 2.0}
+    remapped(state, "unflattened", model, tmp_path)
+    expanded = {key: value[0].item() for key, value in torch.load(tmp_path / "out.pt").items()}
+    assert expanded == {"f.h.w": 1, "f@1.h.w": 2, "f@1.h@1.w": 2}
+    remapped(expanded, "exported", model, tmp_path)
+    assert list(torch.load(tmp_path / "out.pt")) == ["f.h.w", "f@1.h.w"]
+    result = run("inspect", tmp_path / "in.pt", "--format", "json").data
+    aliases = {tensor["key"]: tensor["alias_of"] for tensor in result["tensors"]}
+    assert aliases == {"f.h.w": None, "f@1.h.w": None, "f@1.h@1.w": "f@1.h.w"}
 
 
 def test_only_a_variant_with_the_value_of_its_base_is_left_out(

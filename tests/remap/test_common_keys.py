@@ -76,6 +76,30 @@ def test_keys_and_values_stay(run: Run, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), WAYS)
+def test_a_call_variant_of_a_common_key_is_left_out(run: Run, old: str, new: str) -> None:
+    saved = torch.load(f"{old}.pt")["model"]
+    torch.save({**saved, "qkv@1.weight": saved["qkv.weight"].clone()}, "variant.pt")
+    words = ("remap", "variant.pt", "--model", f"model.py:{old}", "--to-model", f"model.py:{new}")
+    done = run(*words, "-o", "out.pt")
+    assert done.status == 0, done.err
+    assert "qkv@1.weight  a call variant of qkv.weight" in done.out
+    written = torch.load("out.pt")
+    torch.testing.assert_close(written, dict(saved), rtol=0, atol=0)
+    built(new).load_state_dict(written)
+
+    torch.save({**saved, "qkv@1.weight": saved["qkv.weight"] + 1}, "variant.pt")
+    refused = run(*words, "-o", "differs.pt")
+    assert refused.status == 1
+    assert "a call variant of qkv.weight with another value @ qkv@1.weight" in refused.err
+    torch.save({**saved, "module.qkv.weight": saved["qkv.weight"].clone()}, "variant.pt")
+    refused = run(*words, "-o", "twice.pt")
+    assert refused.status == 1
+    assert "qkv.weight, module.qkv.weight" in refused.err
+    assert not Path("differs.pt").exists()
+    assert not Path("twice.pt").exists()
+
+
+@pytest.mark.parametrize(("old", "new"), WAYS)
 def test_frozen_parameters_are_not_kept_if_they_are_left_out(run: Run, old: str, new: str) -> None:
     done = run("remap", *between(old, new), "--trainable-only", "-o", "out.pt")
     assert done.status == 1 or "scale" not in torch.load("out.pt")

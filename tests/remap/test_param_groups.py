@@ -178,6 +178,22 @@ def test_load_says_which_hyperparameters_it_changes(old: str, new: str) -> None:
     assert expected
 
 
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_load_compares_options_that_are_tensors(is_equal: bool) -> None:
+    model, optimizer = trained(BUILDERS["one"], True)
+    nan = float("nan")
+    saved = [torch.ones(2), torch.tensor([nan, 1])]
+    optimizer.param_groups[0]["scales"] = saved
+    fresh = Net()
+    target = BUILDERS["one"](fresh)
+    target.param_groups[0]["scales"] = [torch.ones(2), torch.tensor([nan, 1 if is_equal else 2])]
+    file = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    loaded = ckpttool.load(file, fresh, target)
+    changed = [change.name for change in loaded.hyperparameters]
+    assert ("scales" in changed) is not is_equal
+    torch.testing.assert_close(target.param_groups[0]["scales"], saved, equal_nan=True)
+
+
 def group_per_layer(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Any:
     def build(model: Net) -> torch.optim.Optimizer:
         return make(groups_of(model, BODY, HEAD), **options)

@@ -148,6 +148,60 @@ def test_rules_apply_to_a_wrapped_average(tmp_path: Path, run: Run, from_file: b
     ]
 
 
+WRAPPED = ("--to", "ddp")
+LIKE = ("--like", "wrapped.pt")
+SELECTED = ("--select", "enc")
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ((), "enc.{x*} => bb.{x*}"),
+        (WRAPPED, "module.enc.{x*} => module.bb.{x*}"),
+        (LIKE, "module.enc.{x*} => module.bb.{x*}"),
+        (SELECTED, "0.{x} => first.{x}"),
+    ],
+)
+@pytest.mark.parametrize("first_is_wrapped", [False, True])
+def test_rules_for_several_sections_read_the_names_before_them(
+    options: tuple[str, ...],
+    rule: str,
+    first_is_wrapped: bool,
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both sections get the names that the first section gets, whatever wrappers they begin
+    with.
+    """
+    monkeypatch.chdir(tmp_path)
+    model = nn.Module()
+    model.add_module("enc", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
+    plain = model.state_dict()
+    wrapped = {f"module.{key}": value for key, value in plain.items()}
+    both = (wrapped, plain) if first_is_wrapped else (plain, wrapped)
+    torch.save({"model": both[0], "ema": both[1]}, "a.pt")
+    torch.save(wrapped, "wrapped.pt")
+    if first_is_wrapped and not options:
+        rule = "module.enc.{x*} => module.bb.{x*}"
+    words = ("remap", "a.pt", *options, "--sections", "model,ema", "--rule", rule, "-o", "b.pt")
+    done = run(*words)
+    assert done.status == 0, done.err
+    written = torch.load("b.pt")
+    inner = {key.replace("enc.", "bb."): value for key, value in plain.items()}
+    if options == SELECTED:
+        inner = {
+            key.removeprefix("enc.").replace("0.", "first."): value for key, value in plain.items()
+        }
+    below_module = {f"module.{key}": value for key, value in inner.items()}
+    expected = {"model": inner, "ema": inner}
+    if options in (WRAPPED, LIKE):
+        expected = {"model": below_module, "ema": below_module}
+    elif not options:
+        expected["model" if first_is_wrapped else "ema"] = below_module
+    torch.testing.assert_close(written, expected, rtol=0, atol=0)
+
+
 def test_rule_that_matches_no_key_of_a_section_is_refused(tmp_path: Path, run: Run) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     wrapped = {
