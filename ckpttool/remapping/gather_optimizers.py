@@ -18,7 +18,7 @@ from ckpttool.evaluate.chunks import in_own_storage
 from ckpttool.naming.flat import unit_paths
 from ckpttool.optimizers import forms
 from ckpttool.optimizers.groups import group_of
-from ckpttool.optimizers.identify import Parameters, ParamMap, identify_params
+from ckpttool.optimizers.identify import Parameters, ParamMap, identify_params, listed_names
 from ckpttool.optimizers.move import remap_optimizers
 from ckpttool.optimizers.request import OptimizerRequest
 from ckpttool.remapping.gather import (
@@ -85,14 +85,9 @@ def _units_of(
     """Return the unit of each parameter of the optimizer; empty if none of them is a flat
     parameter.
     """
-    name_of: dict[Param, str] = {}
-    for group in state.groups:
-        for param, name in zip(group.params, group.param_names or ()):
-            name_of[param] = str(name)
-    if not name_of:
-        name_of = {param: str(param) for param in state.params if isinstance(param, str)}
-    if name_of:
-        return _units_by_name(name_of, units, where)
+    listed = listed_names(state)
+    if listed is not None:
+        return _units_by_name(listed, units, where)
     if len(state.params) != len(units):
         raise Refused(
             f"{where} has {plural(len(state.params), 'parameter')}, and the model section "

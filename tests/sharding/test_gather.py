@@ -316,6 +316,27 @@ def test_optimizer_parameters_that_are_not_units_are_refused(
     assert (done.status, problems_of(done)) == (bool(problems), problems), done.err
 
 
+def test_names_of_one_group_only_are_not_read(run: Run, tmp_path: Path) -> None:
+    """Older code numbered the parameters of the second group; the sizes tell which is which."""
+    numel = {key: value.numel() for key, value in flattened(Flat(), nn.Linear).state_dict().items()}
+    state = [{"exp_avg": torch.arange(float(numel[name]))} for name in UNITS]
+    file = save_flat(tmp_path, [0, 1], state)
+    saved = torch.load(file)
+    saved["optimizer"]["param_groups"] = [
+        {"lr": 0.1, "params": [0], "param_names": [UNITS[0]]},
+        {"lr": 0.2, "params": [1]},
+    ]
+    torch.save(saved, file)
+    done = run("remap", file, *FLAT, "-o", tmp_path / "out.pt")
+    assert done.status == 0, done.err
+    written = torch.load(tmp_path / "out.pt")["optimizer"]
+    first, second = written["param_groups"]
+    assert (first["lr"], second["lr"]) == (0.1, 0.2)
+    names = dict(zip([*first["params"], *second["params"]], ["scale", "inner.weight", "inner.bias"]))
+    shapes = {name: parameter.shape for name, parameter in Flat().named_parameters()}
+    assert {names[param]: row["exp_avg"].shape for param, row in written["state"].items()} == shapes
+
+
 def test_optimizer_of_original_parameters_is_kept(run: Run, tmp_path: Path) -> None:
     """It was created before the model was wrapped, or unsharded already."""
     state = [{"exp_avg": torch.rand(parameter.shape)} for parameter in Flat().parameters()]
