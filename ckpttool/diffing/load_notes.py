@@ -16,7 +16,7 @@ from ckpttool.diffing.result import Entry, statuses_of
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import one_rank
 from ckpttool.kinds.adapters import adapter_in, adapter_of
-from ckpttool.naming.convert import read
+from ckpttool.naming.convert import read_keys
 from ckpttool.operands.checkpoint import saved_state_dicts, split
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.output import outputs
@@ -115,7 +115,7 @@ def _note_on_form(loading: LoadedSection) -> list[Note]:
     tables = loading.model.tables
     if not loading.identical or tables.forms_agree:
         return []
-    if read(tables, loading.section).form != RUNTIME:
+    if read_keys(tables, loading.section).form != RUNTIME:
         return []
     text = (
         "the file has the runtime tensors, and load_state_dict() takes them for what state_dict()"

@@ -18,8 +18,8 @@ from ckpttool.diffing.one_model import components, other_keys
 from ckpttool.diffing.pairs import Object, Objects, shape_or_dtype, under_another_name
 from ckpttool.diffing.result import Entry, only_left, only_right
 from ckpttool.evaluate.compare import same_values
-from ckpttool.naming.convert import read
-from ckpttool.naming.match import NameTables, aliases, base_names
+from ckpttool.naming.convert import read_keys
+from ckpttool.naming.match import NameTables, aliases_with_variants, base_names
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
@@ -81,7 +81,7 @@ def _under_expected_keys(
     """Return what loading reads, a tensor with several names in the file under one that the model
     has: a recorded load knows tensors, and not which of its names was read.
     """
-    first = aliases(section)
+    first = aliases_with_variants(section)
     if not first:
         return reads
     names: dict[str, str] = {}
@@ -141,11 +141,11 @@ def _only_in_model(
 def _in_other_form(tables: NameTables, section: Section, unpaired: Unpaired) -> list[Entry]:
     """Pair keys that name a tensor of the model in another form (wrapped, runtime)."""
     entries = []
-    wrapped = read(tables, section, SERIALIZED).match.names
+    wrapped = read_keys(tables, section, SERIALIZED).match.names
     for key, name in wrapped.items():
         if key in unpaired.saved and name in unpaired.expected:
             entries.append(_renamed(key, name, wrapper_cause(key, name), unpaired))
-    runtime = read(tables, section, RUNTIME).match.names
+    runtime = read_keys(tables, section, RUNTIME).match.names
     entries += _under_runtime_names(tables, runtime, unpaired)
     keys = inverse(runtime)
     return entries + _computed_from(tables, keys, unpaired)
@@ -211,7 +211,7 @@ def _computed_from(tables: NameTables, keys: Mapping[str, str], unpaired: Unpair
 
 def _call_variants(names: Names, section: Section, unpaired: Unpaired) -> list[Entry]:
     """Return entries of an unflattened program's call variants of tensors that both have."""
-    saved, first = section.by_key(), aliases(section)
+    saved, first = section.by_key(), aliases_with_variants(section)
     sources = sources_of(names.serialized)
     cause = Cause(Code.CALL_VARIANT)
     entries = []

@@ -8,8 +8,7 @@ from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.names import SERIALIZED, SPECIAL, Names
 from ckpttool.core.text import code_of, plural
 from ckpttool.formats.remarks import one_rank
-from ckpttool.naming.convert import other_versions
-from ckpttool.naming.convert import read as read_keys
+from ckpttool.naming.convert import other_versions, read_keys
 from ckpttool.naming.match import NameTables
 from ckpttool.operands.model import ModelOperand
 

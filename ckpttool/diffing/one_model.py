@@ -23,8 +23,8 @@ from ckpttool.diffing.sections import leftover
 from ckpttool.diffing.sides import BothSides
 from ckpttool.evaluate.apply import entry_of
 from ckpttool.naming import wrappers
-from ckpttool.naming.convert import other_versions, read, with_keys
-from ckpttool.naming.match import NameTables, aliases
+from ckpttool.naming.convert import other_versions, read_keys, with_keys
+from ckpttool.naming.match import NameTables, aliases_with_variants
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class _ReadSection(NamedTuple):
     @staticmethod
     def of(tables: NameTables, section: Section) -> _ReadSection:
         """Read the section with the names of the model."""
-        reading = read(tables, section)
+        reading = read_keys(tables, section)
         names = reading.match.names
         keys = inverse(names)
         values: dict[str, Expression] = {}
@@ -172,7 +172,7 @@ def _causes_in_program(tables: NameTables, section: Section) -> dict[str, Cause]
     not have.
     """
     causes = dict.fromkeys(wrappers.counters(section.keys), Cause(Code.COUNTER))
-    for key, name in read(tables, section).match.names.items():
+    for key, name in read_keys(tables, section).match.names.items():
         tensor = tables.tensors.get(name)
         if tensor is not None and not tensor.persistent and section.has_runtime_names:
             causes[key] = Cause(Code.NON_PERSISTENT)
@@ -188,7 +188,10 @@ def _of_no_tensor(
     that the `entries` compare.
     """
     named_left, named_right = _named_keys(entries)
-    left_first, right_first = aliases(left.section), aliases(right.section)
+    left_first, right_first = (
+        aliases_with_variants(left.section),
+        aliases_with_variants(right.section),
+    )
     tensors = set[tuple[str, str]]()
     for entry in entries:
         for key, name in product(entry.left, entry.right):
@@ -222,7 +225,7 @@ def _check_versions(tables: NameTables, left: Section, right: Section) -> None:
         return
     others = []
     for section in (left, right):
-        reading = read(tables, section)
+        reading = read_keys(tables, section)
         if reading.form == SERIALIZED:
             others.append(other_versions(tables.names, section, reading))
     if not any(others) or (len(others) == 2 and others[0] == others[1]):

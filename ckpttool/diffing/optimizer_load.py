@@ -36,7 +36,7 @@ from ckpttool.diffing.saved_optimizers import (
     refusal,
     rests_on,
 )
-from ckpttool.naming.convert import read as read_keys
+from ckpttool.naming.convert import read_keys
 from ckpttool.naming.match import NameTables
 from ckpttool.optimizers.classes import class_of, missing_for_step, with_new_options
 from ckpttool.optimizers.forms import read

@@ -9,7 +9,7 @@ from ckpttool.core.checkpoint import Section
 from ckpttool.diffing.causes import NAMES, Cause, Code, wrapper_cause
 from ckpttool.diffing.pairs import Values, compare_pair, renamed
 from ckpttool.diffing.result import Entry, only_left, only_right
-from ckpttool.naming.match import aliases, unlike
+from ckpttool.naming.match import aliases_with_variants, pair_different_keys
 from ckpttool.naming.wrappers import evidence_in
 
 
@@ -31,7 +31,7 @@ def compare(left: Section, right: Section, values: Values | None = None) -> tupl
     if not only_in_left and not only_in_right:
         return tuple(entries)
     paths = evidence_in(left).paths, evidence_in(right).paths
-    pairs = unlike(paths, only_in_left, only_in_right)
+    pairs = pair_different_keys(paths, only_in_left, only_in_right)
     for key, other in pairs.items():
         cause = wrapper_cause(key, other)
         entries.append(renamed(left_entries[key], right_entries[other], cause, values))
@@ -65,7 +65,7 @@ def leftover(
     """Return the entries of keys that only one side has; a second name of a tensor that both have
     (one of the `other_keys`) is an alias.
     """
-    first = aliases(section)
+    first = aliases_with_variants(section)
     if not first:
         return list(map(only, keys))
     # first name of a tensor -> all its names

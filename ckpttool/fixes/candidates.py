@@ -10,7 +10,7 @@ from ckpttool.core.text import dotted
 from ckpttool.diffing.result import Diff
 from ckpttool.fixes.question import DiffQuestion, model_path
 from ckpttool.formats.registry import format_of
-from ckpttool.naming.convert import ModelForm, read
+from ckpttool.naming.convert import ModelForm, read_keys
 from ckpttool.naming.match import NameTables
 from ckpttool.naming.wrappers import canonical_in
 from ckpttool.operands.checkpoint import is_folder, model_section
@@ -82,7 +82,7 @@ def _forms_of(question: DiffQuestion) -> list[str]:
         return []
     right = question.two[1]
     section = model_section(right)
-    form = read(NameTables(question.model.names()), section).form
+    form = read_keys(NameTables(question.model.names()), section).form
     if as_read(question.model, section, right.source).pretrained:
         form = str(ModelForm.PRETRAINED)
     return list(dict.fromkeys((form, "serialized", "runtime", "exported")))

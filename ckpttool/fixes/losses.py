@@ -8,7 +8,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.expression import refs
 from ckpttool.core.text import dotted
 from ckpttool.fixes.question import model_path
-from ckpttool.naming.match import aliases
+from ckpttool.naming.match import aliases_with_variants
 from ckpttool.operands.model import ModelOperand
 from ckpttool.remapping.result import Remap
 
@@ -40,7 +40,7 @@ def loses(
             created_again.append(f".{tensor.fqn}")
     suffixes = tuple(created_again)
     for path, keys in dropped.items():
-        first = aliases(source.section(path)) if path in paths else {}
+        first = aliases_with_variants(source.section(path)) if path in paths else {}
         names: dict[str, set[str]] = {}  # under which each tensor is read, by the first one
         for output in result.plan.outputs:
             if output.section == path:

@@ -17,7 +17,7 @@ from ckpttool.fixes.question import DiffQuestion
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import FIX, command, outputs, target_for
 from ckpttool.remapping import run as remap
-from ckpttool.remapping.loads import loaded_by, loading
+from ckpttool.remapping.loads import how_model_loads, loaded_by
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.output import fitted
 from ckpttool.remapping.planning import plan_remap
@@ -203,7 +203,7 @@ def _is_partial(question: DiffQuestion, planned: _Planned, after: Diff) -> bool:
     # else the model of the question loads it
     if not after.identical or question.right is not None:
         model = loaded_by(read, planned.model, planned.to_model)
-        loads = loading(planned.result, read, model)
+        loads = how_model_loads(planned.result, read, model)
         missing = missing if loads is None else loads.missing
     if missing:
         return True

@@ -15,7 +15,7 @@ from ckpttool.distributed.job import Question, answers
 from ckpttool.evaluate.compare import Statistics, statistics
 from ckpttool.formats.opening import unsafe_in_folder
 from ckpttool.inspection.result import Inspection
-from ckpttool.naming.match import aliases
+from ckpttool.naming.match import aliases_with_variants
 from ckpttool.naming.wrappers import evidence_in, is_lightning, segments
 from ckpttool.operands.checkpoint import Ckpt, open_checkpoint, split
 from ckpttool.ruleset.patterns import names_entry
@@ -58,7 +58,7 @@ def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> In
         if section.kind == "state_dict":
             paths = evidence_in(section, lightning=lightning).paths
             wrappers[section.path] = tuple(segments(paths))
-        second_names[section.path] = aliases(section)
+        second_names[section.path] = aliases_with_variants(section)
     if not stats:
         return Inspection(checkpoint, wrappers, second_names)
 

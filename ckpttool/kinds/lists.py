@@ -11,7 +11,7 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint, Kind, Section, TensorEntry
 from ckpttool.core.names import RUNTIME, Names, first_parameters
 from ckpttool.core.text import plural
-from ckpttool.naming.convert import read
+from ckpttool.naming.convert import read_keys
 from ckpttool.naming.match import NameTables
 from ckpttool.optimizers.identify import Parameters
 
@@ -77,7 +77,7 @@ def _in_saved_order(
     for section in in_file:
         if section.is_list:
             continue
-        reading = read(tables, section)
+        reading = read_keys(tables, section)
         in_order: dict[str, TensorEntry] = {}
         for entry in section.tensors:
             name = canonical.get(reading.match.names.get(entry.key, ""), "")

@@ -12,13 +12,13 @@ from ckpttool.core.tables import shapes_of
 from ckpttool.core.text import plural, some
 from ckpttool.core.values import dataclass
 from ckpttool.live.model import FSDP1, FSDP2, instances, section_of
-from ckpttool.naming.convert import ModelForm, read
+from ckpttool.naming.convert import ModelForm, read_keys
 from ckpttool.naming.match import match
 from ckpttool.operands.model import ModelOperand
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import remap
 from ckpttool.remapping.steps import Request
-from ckpttool.remapping.through_models import loadable
+from ckpttool.remapping.through_models import names_for_load
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def fitting_part(section: Section, model: Module, operand: ModelOperand) -> Part
             "partial=True does not load into a sharded module",
             hint="load before the module is sharded",
         )
-    names = read(operand.tables, section).match.names
+    names = read_keys(operand.tables, section).match.names
     matched = tuple(entry for entry in section.tensors if entry.key in names)
     unexpected = tuple(key for key in section.keys if key not in names)
     shapes = shapes_of(operand.names().serialized)
@@ -63,7 +63,7 @@ def fitting_part(section: Section, model: Module, operand: ModelOperand) -> Part
             hint=f"the file has {plural(len(section.keys), 'key')}: {some(section.keys)}",
         )
     loaded = tuple(entry.key for entry in kept)
-    lacking = match(loaded, *loadable(operand.tables, ModelForm.SERIALIZED)).missing
+    lacking = match(loaded, *names_for_load(operand.tables, ModelForm.SERIALIZED)).missing
     live = section_of(model.state_dict())
     kept += [entry for entry in live.tensors if entry.key in lacking]
     objects = tuple(extra for extra in live.extras if extra.key in lacking)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import field, replace
 from enum import Enum
 from typing import TypeVar, Union
 
@@ -18,7 +18,7 @@ from ckpttool.core.tables import inverse, new_paths, positions, shapes_of
 from ckpttool.core.text import Note, plural, title_of
 from ckpttool.core.values import dataclass
 from ckpttool.naming import wrappers
-from ckpttool.naming.match import Likeness, Match, NameTables, match
+from ckpttool.naming.match import Match, NameTables, match
 from ckpttool.naming.versions import version_text
 from ckpttool.naming.wrappers import Chain
 
@@ -58,12 +58,12 @@ Form = Union[ModelForm, Chain]
 WORDS = tuple(form.value for form in ModelForm)
 
 
-def words() -> tuple[str, ...]:
+def form_names() -> tuple[str, ...]:
     """Return the names of all forms, and of the wrappers."""
     return (*WORDS, *wrappers.WORDS)
 
 
-def parse(word: str) -> Form:
+def parse_form(word: str) -> Form:
     """``exported``, ``ddp(compile)`` -> the form. Raises `CkptError` for other words."""
     return ModelForm(word) if word in WORDS else wrappers.parse(word)
 
@@ -79,7 +79,7 @@ class Reading:
     ambiguous: bool = False
 
 
-def read(tables: NameTables, section: Section, form: str | None = None) -> Reading:
+def read_keys(tables: NameTables, section: Section, form: str | None = None) -> Reading:
     """Recognize the form of `section`, unless it is given or recorded in the section.
 
     Keys that fit both forms are read as serialized, which is what ``state_dict()`` returns; those
@@ -91,8 +91,8 @@ def read(tables: NameTables, section: Section, form: str | None = None) -> Readi
     runtime = Reading(RUNTIME, match(keys, tables.runtime_names, tables.spare_fqns))
     if form is not None:
         return serialized if form == SERIALIZED else runtime
-    as_serialized = _score(serialized, section, tables.serialized_likeness)
-    as_runtime = _score(runtime, section, tables.runtime_likeness)
+    as_serialized = _score(serialized, section, tables)
+    as_runtime = _score(runtime, section, tables)
     if as_serialized == as_runtime:
         if section.has_runtime_names:
             return runtime
@@ -100,30 +100,29 @@ def read(tables: NameTables, section: Section, form: str | None = None) -> Readi
     return serialized if as_serialized > as_runtime else runtime
 
 
-def _score(
-    reading: Reading, section: Section, likeness: Mapping[str, Likeness]
-) -> tuple[bool, int, int]:
+def _score(reading: Reading, section: Section, tables: NameTables) -> tuple[bool, int, int]:
     """Return the score of the names, and then how many tensors have the model's dtype and shape."""
     names = reading.match.names
     misfits = 0
     for entry in section.tensors:
-        dtype, shape = likeness.get(names.get(entry.key, ""), ("", None))
-        if dtype and (entry.dtype != dtype or shape not in (None, entry.shape)):
+        expected = tables.likeness(names.get(entry.key, ""), reading.form)
+        if expected is None or not expected.dtype:
+            continue
+        if entry.dtype != expected.dtype or expected.shape not in (None, entry.shape):
             misfits += 1
     return (*reading.match.score, -misfits)
 
 
-def holds(tables: NameTables, section: Section) -> bool:
+def is_complete_model(tables: NameTables, section: Section) -> bool:
     """Return whether `section` is the complete model in one of its forms, without other keys or
     shapes.
     """
-    reading = read(tables, section)
+    reading = read_keys(tables, section)
     if not reading.match.complete:
         return False
-    likeness = tables.serialized_likeness if reading.form == SERIALIZED else tables.runtime_likeness
     shapes = shapes_of(section.tensors)
     for key, name in reading.match.names.items():
-        _, shape = likeness.get(name, ("", None))
+        shape = tables.shape_of(name, reading.form)
         if shape not in (None, shapes.get(key)):
             return False
     return True
@@ -153,10 +152,10 @@ class _PlanDraft:
 
     section: str
     keys: Mapping[str, str]
-    outputs: list[Output]
-    dropped: list[Dropped]
-    problems: list[Problem]
-    copies: list[tuple[str, str]]
+    outputs: list[Output] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    copies: list[tuple[str, str]] = field(default_factory=list)
 
     def keep(self, names: Iterable[str]) -> None:
         """Keep entries that are not runtime tensors under their names."""
@@ -171,7 +170,9 @@ class _PlanDraft:
             self.copies.append((self.keys[name], self.keys[twin]))
 
     def add(self, key: str, source: Expression, keys: Mapping[str, str]) -> None:
-        """Add an output whose source is an expression over names."""
+        """Add an output that is computed from the tensors with these names; `keys` maps the names
+        to keys.
+        """
         self.outputs.append(Output(self.section, key, with_keys(source, keys)))
 
     def copy(self, key: str, name: str) -> None:
@@ -179,7 +180,7 @@ class _PlanDraft:
         self.outputs.append(Output(self.section, key, Ref(self.keys[name])))
 
 
-def move(
+def plan_form_change(
     tables: NameTables, section: Section, reading: Reading, to: str, tie: bool = True
 ) -> FormPlan:
     """Return the plan from the form of `section` to the form `to` (``serialized`` or ``runtime``).
@@ -187,9 +188,9 @@ def move(
     `tie`: a tensor with several names in that form gets all of them, also if the checkpoint has
     only one.
     """
-    problems = same_problem("not a key of this model", reading.match.unmatched)
-    keys = inverse(reading.match.names)
-    draft = _PlanDraft(section.path, keys, [], [], [*problems, *reading.match.problems], [])
+    draft = _PlanDraft(section.path, inverse(reading.match.names))
+    draft.problems.extend(same_problem("not a key of this model", reading.match.unmatched))
+    draft.problems.extend(reading.match.problems)
     if reading.form == to:
         draft.keep(draft.keys)
     elif to == RUNTIME:
@@ -200,8 +201,7 @@ def move(
         sources = {output.key: output.source for output in draft.outputs}
         for key, source in _second_keys(tables, sources).items():
             draft.outputs.append(Output(section.path, key, source))
-    names = tables.runtime_names if to == RUNTIME else tables.serialized_names
-    outputs = _ordered(draft.outputs, section, names)
+    outputs = _ordered(draft.outputs, section, tables.canonical_names(to))
     # torch writes `_metadata` by module path: only wrappers move it, hooks do not.
     modules: tuple[ModuleRename, ...] = ()
     if section.modules is not None and reading.match.wrapped:
@@ -247,22 +247,27 @@ def _to_serialized(tables: NameTables, draft: _PlanDraft) -> None:
     keys = {first: draft.keys[name] for first, name in held.items()}
     used: dict[str, str] = {}  # name -> its first FQN
     for key, source in tables.saved.items():
-        renamed = tables.fqn_of.get(key)
-        if source is None:
+        if source is None:  # of no runtime tensor
             draft.keep([key])
-        elif renamed is not None and renamed in draft.keys:
-            draft.copy(key, renamed)
-            used[renamed] = tables.first[renamed]
-        elif renamed is None or not _has_key(tables, draft, renamed):
-            fqns = list(dict.fromkeys(ex.refs(source)))
-            missing = [fqn for fqn in fqns if fqn not in held]
-            if not missing:
-                draft.add(key, source, keys)
-                for fqn in fqns:
-                    used[held[fqn]] = fqn
-            elif len(missing) < len(fqns):  # else nothing of it is in the checkpoint
-                problem = f"{key} is computed from it, and the checkpoint does not have it"
-                draft.problems.extend(same_problem(problem, missing))
+            continue
+        fqn_of_key = tables.fqn_of.get(key)
+        if fqn_of_key is not None and fqn_of_key in draft.keys:  # that tensor, perhaps renamed
+            draft.copy(key, fqn_of_key)
+            used[fqn_of_key] = tables.first[fqn_of_key]
+            continue
+        if fqn_of_key is not None and _has_key(tables, draft, fqn_of_key):
+            continue  # the key is a second name
+        fqns = list(dict.fromkeys(ex.refs(source)))
+        missing = [fqn for fqn in fqns if fqn not in held]
+        if fqns and len(missing) == len(fqns):
+            continue  # the checkpoint has nothing of it
+        if missing:
+            problem = f"{key} is computed from it, and the checkpoint does not have it"
+            draft.problems.extend(same_problem(problem, missing))
+            continue
+        draft.add(key, source, keys)
+        for fqn in fqns:
+            used[held[fqn]] = fqn
     draft.keep(tables.names.extra_state)
     _drop_unused(tables, draft, used)
 
@@ -311,11 +316,11 @@ def with_keys(source: Expression, keys: Mapping[str, str]) -> Expression:
 
 
 def _ordered(outputs: list[Output], section: Section, names: Iterable[str]) -> list[Output]:
-    """Order the outputs as their first sources, so that a file keeps its order and the way back
-    gives the same file.
+    """Order the outputs as their first sources, so that a file keeps its order and the reverse
+    remap gives the same file.
 
     If that is the order of the model's `names`, values computed from several sources are where the
-    model has them.
+    model has them: of q, k, v, norm  ─▶  norm, qkv in a model that saves norm first.
     """
     place = positions(section.by_key())
     rank = positions(names)
@@ -336,10 +341,10 @@ def _ordered(outputs: list[Output], section: Section, names: Iterable[str]) -> l
     return by_place
 
 
-def left_to_code(
+def with_model_run(
     plan: Plan, tables: NameTables, section: Section, reading: Reading, kwargs: Mapping[str, object]
 ) -> Plan:
-    """Return the plan of `move` with opaque values left to a run of the model's own code.
+    """Return the plan of a form change with opaque values left to a run of the model's own code.
 
     The model, built with `kwargs`, loads all its keys in the section, or gets all its tensors in
     the section.
@@ -395,7 +400,7 @@ def check_versions(names: Names, section: Section, reading: Reading) -> None:
         load = "model.load_state_dict(torch.load(CKPT))"
     count = plural(len(problems), "module")
     raise Refused(
-        f"{names.model} reads other versions of its modules differently: {count}",
+        f"the file was saved by other versions of {count} of {names.model}",
         hint=f"let the model load it, and save that again: {load};"
         " torch.save(model.state_dict(), OUT)",
         problems=problems,

@@ -8,12 +8,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
 from itertools import combinations
+from typing import NamedTuple
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Section, once_per_section
 from ckpttool.core.errors import Problem
 from ckpttool.core.expression import Expression, Ref
-from ckpttool.core.names import Hook, Names, RuntimeTensor
+from ckpttool.core.names import SERIALIZED, Hook, Names, RuntimeTensor
 from ckpttool.core.plan import Dropped, Output
 from ckpttool.core.tables import by_key, inverse, selected, sources_of
 from ckpttool.core.text import dotted, may_mention
@@ -54,7 +55,7 @@ def base_names(fqn: str) -> Iterator[str]:
 
 
 @once_per_section
-def aliases(section: Section) -> Mapping[str, str]:
+def aliases_with_variants(section: Section) -> Mapping[str, str]:
     """Return key -> first key of the same tensor: shared storage, and call variants with the bytes
     of their base.
     """
@@ -100,11 +101,19 @@ def _other_value(key: str, base: str) -> Problem:
     return Problem(f"a call variant of {base} with another value", key)
 
 
+class WithoutVariants(NamedTuple):
+    """The outputs that are not call variants of others, and what became of the call variants."""
+
+    outputs: list[Output]
+    dropped: list[Dropped]
+    problems: list[Problem]
+
+
 def without_variants(
     outputs: Sequence[Output], first: Mapping[str, str], section: Section
-) -> tuple[list[Output], list[Dropped], list[Problem]]:
-    """Return `outputs` without call variants of others among them; a variant with another value is
-    a problem.
+) -> WithoutVariants:
+    """Leave out the call variants of others among the outputs; a variant with another value is a
+    problem.
 
     `first`: FQN -> first FQN of the same tensor; so the model confirms that two names are one.
     """
@@ -122,9 +131,10 @@ def without_variants(
             is_same = same_values(entries[source.key], entries[base_source.key])
         if not is_same:
             problems.append(_other_value(output.key, base))
+        # with the source of its base it is only a second name: nothing of the file is dropped
         elif isinstance(source, Ref) and source != base_source:
             dropped.append(_dropped_variant(section, source.key, base))
-    return kept, dropped, problems
+    return WithoutVariants(kept, dropped, problems)
 
 
 def with_variants(outputs: Sequence[Output], first: Mapping[str, str]) -> list[Output]:
@@ -150,6 +160,8 @@ def _confirmed_base(name: str, names: Collection[str], first: Mapping[str, str])
             return base
     return None
 
+
+# One model
 
 # of PEFT: removed where the keys show a wrapper
 _BY_EVIDENCE = ("base_model", "base_layer", "original_module")
@@ -248,19 +260,20 @@ def _match_each(
         readings = _unwrapped(key, prefix, spellings) if may_be_wrapped else []
         if paths and not readings:
             readings = _without_paths(key, paths, spellings)
-        targets = {spellings[name] for name, _ in readings}
+        targets = {spellings[reading.name] for reading in readings}
         if not targets:
             rest.append(key)
         elif len(targets) == 1:
             matched[key] = targets.pop()
-            wrapped.update(readings[0][1])
+            wrapped.update(readings[0].segments)
         else:
             problems.append(Problem(f"could be {' or '.join(sorted(targets))}", key))
-    variants = _variants(rest, matched, prefix, spellings)
+    first_variants, variants = _variants(rest, set(matched.values()), prefix, spellings)
+    matched.update(first_variants)
     present = spare.union(matched.values())
     return Match(
         matched,
-        tuple(key for key in rest if key not in matched and key not in variants),
+        tuple(key for key in rest if key not in first_variants and key not in variants),
         tuple(name for name in names if name not in present),
         dict(wrapped),
         (*problems, *_several_keys(matched)),
@@ -287,23 +300,24 @@ def _spellings(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _variants(
-    keys: Iterable[str], matched: dict[str, str], prefix: str, spellings: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the keys that are a call variant of a name. If the name has no key, add the first
-    variant to `matched`.
+    keys: Iterable[str], reached: Collection[str], prefix: str, spellings: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return key -> name for the keys that are a call variant of a name: the first variant of each
+    name that has no key, and all other variants. `reached` are the names with a key.
     """
-    reached = set(matched.values())
+    first_variants: dict[str, str] = {}
     variants: dict[str, str] = {}
+    with_key = set(reached)
     for key in keys:
         target = _name_of_variant(key, prefix, spellings)
         if target is None:
             continue
-        if target in reached:
+        if target in with_key:
             variants[key] = target
         else:
-            matched[key] = target
-            reached.add(target)
-    return variants
+            first_variants[key] = target
+            with_key.add(target)
+    return first_variants, variants
 
 
 def _name_of_variant(key: str, prefix: str, spellings: Mapping[str, str]) -> str | None:
@@ -311,22 +325,27 @@ def _name_of_variant(key: str, prefix: str, spellings: Mapping[str, str]) -> str
     for base in base_names(key):
         if base in spellings:
             return spellings[base]
-        targets = {spellings[name] for name, _ in _unwrapped(base, prefix, spellings)}
+        readings = _unwrapped(base, prefix, spellings)
+        targets = {spellings[reading.name] for reading in readings}
         if len(targets) == 1:
             return targets.pop()
     return None
 
 
-Reading = tuple[str, tuple[str, ...]]  # what a key becomes without segments, and these segments
+class _Unwrapped(NamedTuple):
+    """What a key becomes without some segments, and these segments."""
+
+    name: str
+    segments: tuple[str, ...]
 
 
-def _unwrapped(key: str, prefix: str, spellings: Collection[str]) -> list[Reading]:
+def _unwrapped(key: str, prefix: str, spellings: Collection[str]) -> list[_Unwrapped]:
     """Return the names that the key becomes without wrapper segments, as few as possible, and these
     segments.
     """
     if not WRAPPER.search(key):
         name = key.removeprefix(f"{prefix}.") if prefix else key
-        return [(name, (prefix,))] if name != key and name in spellings else []
+        return [_Unwrapped(name, (prefix,))] if name != key and name in spellings else []
     segments = key.split(".")
     places = [i for i, segment in enumerate(segments[:-1]) if segment in SEGMENTS]
     if segments[0] == prefix and 0 not in places and len(segments) > 1:
@@ -340,13 +359,15 @@ def _unwrapped(key: str, prefix: str, spellings: Collection[str]) -> list[Readin
             removed = [kept.pop(place) for place in reversed(chosen)]
             name = ".".join(kept)
             if name in spellings:
-                readings.append((name, tuple(reversed(removed))))
+                readings.append(_Unwrapped(name, tuple(reversed(removed))))
         if readings:
             return readings
     return []
 
 
-def _without_paths(key: str, paths: Collection[str], spellings: Collection[str]) -> list[Reading]:
+def _without_paths(
+    key: str, paths: Collection[str], spellings: Collection[str]
+) -> list[_Unwrapped]:
     """Return what `_unwrapped` returns, if the keys together show the wrappers at these paths."""
     name = strip(key, paths)
     if name not in spellings:
@@ -357,7 +378,7 @@ def _without_paths(key: str, paths: Collection[str], spellings: Collection[str])
         path = dotted(path, segment)
         if path in paths:
             wrappers.append(segment)
-    return [(name, tuple(wrappers))]
+    return [_Unwrapped(name, tuple(wrappers))]
 
 
 def common_prefix(keys: Sequence[str], names: Iterable[str]) -> str:
@@ -375,6 +396,8 @@ def common_prefix(keys: Sequence[str], names: Iterable[str]) -> str:
 def _prefix_of_all(names: Sequence[str], keys: Sequence[str]) -> str:
     """Return the only prefix below which the keys, without segments of wrappers, have all of the
     names.
+
+    names  enc.w, enc.b        keys  student.enc.w, student.enc.b, teacher.w  ─▶  student
     """
     inner = set(map(_without_wrappers, keys))
     if not names or len(names) > len(inner) or not inner.isdisjoint(names):
@@ -424,7 +447,8 @@ def align(left: Collection[str], right: Collection[str]) -> dict[str, str]:
     lefts, rights = set(left), set(right)
     only_left = [key for key in left if key not in rights]
     only_right = [key for key in right if key not in lefts]
-    renamed = unlike((recognize(left), recognize(right)), only_left, only_right)
+    paths = (recognize(left), recognize(right))
+    renamed = pair_different_keys(paths, only_left, only_right)
     pairs = {}
     for key in left:
         if key in renamed:
@@ -434,7 +458,7 @@ def align(left: Collection[str], right: Collection[str]) -> dict[str, str]:
     return pairs
 
 
-def unlike(
+def pair_different_keys(
     wrapper_paths: tuple[Collection[str], Collection[str]],
     only_left: Sequence[str],
     only_right: Sequence[str],
@@ -448,15 +472,17 @@ def unlike(
     pairs: dict[str, str] = {}
     left_paths, right_paths = wrapper_paths
     if left_paths or right_paths:
-        pairs = _same_canonical(stripped(only_left, left_paths), stripped(only_right, right_paths))
+        pairs = _pair_by_canonical_name(
+            stripped(only_left, left_paths), stripped(only_right, right_paths)
+        )
     paired_rights = set(pairs.values())
     open_left = [key for key in only_left if key not in pairs]
     open_right = [key for key in only_right if key not in paired_rights]
-    pairs.update(_without_segments(open_left, open_right))
+    pairs.update(_pair_without_segments(open_left, open_right))
     return selected(pairs, only_left)
 
 
-def _same_canonical(lefts: Mapping[str, str], rights: Mapping[str, str]) -> dict[str, str]:
+def _pair_by_canonical_name(lefts: Mapping[str, str], rights: Mapping[str, str]) -> dict[str, str]:
     """Pair keys with the same canonical name, if no other key of either side has it; the arguments
     map keys to canonical names.
     """
@@ -469,21 +495,22 @@ def _same_canonical(lefts: Mapping[str, str], rights: Mapping[str, str]) -> dict
     return pairs
 
 
-def _without_segments(lefts: Sequence[str], rights: Sequence[str]) -> dict[str, str]:
+def _pair_without_segments(lefts: Sequence[str], rights: Sequence[str]) -> dict[str, str]:
     """Pair keys of one side that, without wrapper segments or a prefix of all keys, are keys of the
     other side.
     """
-    pair = _below_prefix
     right_names = dict(zip(rights, rights))
+    pair_below = _pair_below_prefix
     if may_mention((*lefts, *rights), _MARKS):
-        pair = _match_names
+        pair_below = _pair_by_match
         right_names = {key: _without_wrappers(key) for key in rights}
-    pairs = list(pair(lefts, right_names).items())
+    pairs = list(pair_below(lefts, right_names).items())
     paired_lefts = {left for left, _ in pairs}
     paired_rights = {right for _, right in pairs}
+    # with the segments of both removed, only rights below a prefix are left to find
     left_names = {key: key for key in lefts if key not in paired_lefts}
     open_rights = [key for key in rights if key not in paired_rights]
-    for right, left in pair(open_rights, left_names).items():
+    for right, left in pair_below(open_rights, left_names).items():
         pairs.append((left, right))
     left_count = Counter(left for left, _ in pairs)
     right_count = Counter(right for _, right in pairs)
@@ -494,11 +521,13 @@ def _without_segments(lefts: Sequence[str], rights: Sequence[str]) -> dict[str, 
     return unambiguous
 
 
-def _match_names(keys: Sequence[str], names: Mapping[str, str]) -> Mapping[str, str]:
+def _pair_by_match(keys: Sequence[str], names: Mapping[str, str]) -> Mapping[str, str]:
+    """Pair keys with names whose segments of wrappers they lack, or that lack theirs."""
     return match(keys, names).names
 
 
-def _below_prefix(keys: Sequence[str], names: Mapping[str, str]) -> Mapping[str, str]:
+def _pair_below_prefix(keys: Sequence[str], names: Mapping[str, str]) -> Mapping[str, str]:
+    """Pair keys with the names that they are below a first segment which all of them have."""
     prefix = common_prefix(keys, names)
     pairs: dict[str, str] = {}
     for key in keys if prefix else ():
@@ -510,7 +539,12 @@ def _below_prefix(keys: Sequence[str], names: Mapping[str, str]) -> Mapping[str,
 
 # The names of a model
 
-Likeness = tuple[str, "tuple[int, ...] | None"]  # dtype and shape
+
+class Likeness(NamedTuple):
+    """What a tensor of the model is like. The shape of an opaque value may be unknown."""
+
+    dtype: str
+    shape: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -632,7 +666,8 @@ class NameTables:
         """Serialized keys that may be absent: second names of a tensor, and everything that is not
         a tensor.
         """
-        seen, seconds = set[Expression](), []
+        seen: set[Expression] = set()
+        seconds = []
         for key, source in self.saved.items():
             if source is None or ex.is_opaque(source):  # opaque values may differ
                 continue
@@ -655,9 +690,25 @@ class NameTables:
     @cached_property
     def serialized_likeness(self) -> Mapping[str, Likeness]:
         """Serialized key -> dtype and shape."""
-        return {s.key: (s.dtype, s.shape) for s in self.names.serialized}
+        return {saved.key: Likeness(saved.dtype, saved.shape) for saved in self.names.serialized}
 
     @cached_property
     def runtime_likeness(self) -> Mapping[str, Likeness]:
         """FQN -> dtype and shape."""
-        return {t.fqn: (t.dtype, t.shape) for t in self.names.runtime}
+        return {tensor.fqn: Likeness(tensor.dtype, tensor.shape) for tensor in self.names.runtime}
+
+    # The same for ``serialized`` or ``runtime`` names
+
+    def canonical_names(self, form: str) -> dict[str, str]:
+        """Return name -> canonical name."""
+        return self.serialized_names if form == SERIALIZED else self.runtime_names
+
+    def likeness(self, name: str, form: str) -> Likeness | None:
+        """Return dtype and shape of a tensor of the model; None if the name is not one."""
+        table = self.serialized_likeness if form == SERIALIZED else self.runtime_likeness
+        return table.get(name)
+
+    def shape_of(self, name: str, form: str) -> tuple[int, ...] | None:
+        """Return the shape of a tensor of the model; None if it is not known."""
+        likeness = self.likeness(name, form)
+        return None if likeness is None else likeness.shape

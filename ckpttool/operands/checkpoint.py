@@ -265,14 +265,14 @@ def _which_section(
 
 def sections_with_names_of(tables: NameTables, sections: Sequence[Section]) -> list[Section]:
     """Return the sections that are the complete model, or else those with most of its names."""
-    from ckpttool.naming.convert import holds, read
+    from ckpttool.naming.convert import is_complete_model, read_keys
 
-    complete = [section for section in sections if holds(tables, section)]
+    complete = [section for section in sections if is_complete_model(tables, section)]
     if complete:
         return complete
     by_count: dict[int, list[Section]] = {}
     for section in sections:
-        by_count.setdefault(len(read(tables, section).match.names), []).append(section)
+        by_count.setdefault(len(read_keys(tables, section).match.names), []).append(section)
     most = max(by_count)
     return by_count[most] if most else []
 

@@ -17,7 +17,7 @@ from ckpttool.distributed.job import current
 from ckpttool.evaluate.apply import apply
 from ckpttool.evaluate.compare import same_values
 from ckpttool.naming import wrappers
-from ckpttool.naming.convert import read
+from ckpttool.naming.convert import read_keys
 from ckpttool.naming.match import NameTables
 from ckpttool.operands.model import ModelOperand
 
@@ -38,7 +38,7 @@ def by_loading(model: ModelOperand, section: Section) -> Plan | None:
     """
     if not model.is_definition or model.pretrained:
         return None
-    if not read(model.tables, section).match.unmatched:
+    if not read_keys(model.tables, section).match.unmatched:
         return None
     job = current()
     if job is None:

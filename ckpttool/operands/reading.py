@@ -11,8 +11,7 @@ from ckpttool.core.names import SERIALIZED
 from ckpttool.evaluate.compare import same_values
 from ckpttool.kinds.lists import with_names_of_lists
 from ckpttool.kinds.table import with_kinds
-from ckpttool.naming.convert import holds as holds_keys
-from ckpttool.naming.convert import read
+from ckpttool.naming.convert import is_complete_model, read_keys
 from ckpttool.naming.match import NameTables, match
 from ckpttool.operands.checkpoint import saved_state_dicts, split
 from ckpttool.operands.model import ModelOperand
@@ -33,7 +32,7 @@ def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
     path = split(source)[0]
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     has_config = os.path.isfile(os.path.join(folder, "config.json"))
-    if not has_config and not model.is_folder and holds_keys(tables, section):
+    if not has_config and not model.is_folder and is_complete_model(tables, section):
         return model
     from ckpttool.tracing.pretrained import is_pretrained
 
@@ -42,8 +41,8 @@ def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
     pretrained = model.by_pretrained.tables
     # runtime names are no reason for a folder: from_pretrained ignores buffers that are not saved
     form = SERIALIZED if model.is_folder else None
-    reading = read(pretrained, section, form)
-    pretrained_score, score = reading.match.score, read(tables, section, form).match.score
+    reading = read_keys(pretrained, section, form)
+    pretrained_score, score = reading.match.score, read_keys(tables, section, form).match.score
     if pretrained_score > score:
         return model.by_pretrained
     if model.is_folder and untied_keys(tables, section):  # from_pretrained does not tie these

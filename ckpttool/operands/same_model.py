@@ -9,7 +9,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.names import Names
 from ckpttool.core.tables import by_path, shapes_of, without_tensors
 from ckpttool.naming import wrappers
-from ckpttool.naming.convert import holds as holds_keys
+from ckpttool.naming.convert import is_complete_model
 from ckpttool.naming.match import NameTables
 from ckpttool.operands.checkpoint import model_section
 
@@ -35,7 +35,7 @@ def of_one_model(
         if not checkpoint.state_dicts:
             raise
         first = checkpoint.state_dicts[0]
-        is_model = tables is not None and holds_keys(tables, first)
+        is_model = tables is not None and is_complete_model(tables, first)
         sections = (first, *same_model(checkpoint, first, names if is_model else None))
         if len(sections) != len(checkpoint.state_dicts):
             raise
@@ -66,7 +66,7 @@ def same_model(
     def is_same(other: Section) -> bool:
         if _likeness(other, lightning) == likeness:
             return True
-        return tables is not None and holds_keys(tables, _without_counters(other))
+        return tables is not None and is_complete_model(tables, _without_counters(other))
 
     return tuple(filter(is_same, others))
 

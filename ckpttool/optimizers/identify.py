@@ -19,7 +19,7 @@ from ckpttool.core.optimizer_state import FQN, ID, OptimizerState, Param, ParamG
 from ckpttool.core.tables import positions
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
-from ckpttool.naming.convert import read
+from ckpttool.naming.convert import read_keys
 from ckpttool.naming.match import NameTables, match
 from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.optimizers.classes import ELEMENTWISE, fits
@@ -135,7 +135,7 @@ def compare_key_order(
     tables, canonical = NameTables(names), Parameters(names).canonical
     is_confirmed = False
     for section in sections:
-        reading = read(tables, section)
+        reading = read_keys(tables, section)
         sources: Mapping[str, Expression | None] = tables.saved
         if reading.form != SERIALIZED:
             sources = {fqn: Ref(fqn) for fqn in tables.tensors}
@@ -193,7 +193,7 @@ def keys_in_model_order(section: Section, names: Names, rename: Rename | None = 
     tables = NameTables(names)
     serialized, runtime = list(tables.serialized_names), list(tables.runtime_names)
     if rename is None:
-        reading = read(tables, section)
+        reading = read_keys(tables, section)
         name_of = reading.match.names
         order = serialized if reading.form == SERIALIZED else runtime
     else:

@@ -14,7 +14,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import apply
 from ckpttool.kinds.adapters import Adapter, adapter_in
 from ckpttool.naming import wrappers
-from ckpttool.naming.convert import Form, ModelForm, check_versions, read
+from ckpttool.naming.convert import Form, ModelForm, check_versions, read_keys
 from ckpttool.naming.wrappers import Chain
 from ckpttool.operands.load_plan import LOAD_HOOK, by_loading
 from ckpttool.operands.model import ModelOperand
@@ -160,7 +160,7 @@ def _to_form(draft: Draft, task: SectionTask, saved: ModelOperand) -> Draft:
         return to_model_form(draft, request, saved)
     loaded = _loaded(load_plan, rest)
     if request.form_by_model.names == SERIALIZED:
-        reading = replace(read(saved.tables, loaded, RUNTIME), form=SERIALIZED)
+        reading = replace(read_keys(saved.tables, loaded, RUNTIME), form=SERIALIZED)
         # the versions of the file would be in the output
         check_versions(saved.names(), loaded, reading)
     after = to_model_form(replace(draft, section=replace(loaded, form=RUNTIME)), request, saved)
@@ -177,7 +177,7 @@ def _submodule(draft: Draft, task: SectionTask) -> Draft:
     prefix = task.request.options.select
     if prefix is None:
         return draft
-    return select(draft, prefix, by_model=task.request.saved is not None)
+    return select(draft, prefix, keys_are_model_names=task.request.saved is not None)
 
 
 def _names_or_wrappers(draft: Draft, task: SectionTask) -> Draft:

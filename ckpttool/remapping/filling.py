@@ -13,7 +13,7 @@ from ckpttool.core.options import call_of
 from ckpttool.core.plan import Plan
 from ckpttool.core.text import Note, dotted, plural
 from ckpttool.core.values import dataclass
-from ckpttool.naming.convert import read
+from ckpttool.naming.convert import read_keys
 from ckpttool.naming.match import align, match
 from ckpttool.naming.wrappers import canonical_keys
 from ckpttool.operands.checkpoint import is_code, model_section, open_checkpoint
@@ -24,7 +24,7 @@ from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.result import Filled, Remap
 from ckpttool.remapping.steps import Request, notes_on_like
-from ckpttool.remapping.through_models import loadable
+from ckpttool.remapping.through_models import names_for_load
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def _check_not_renamed(plan: Plan, path: str, names: Sequence[str]) -> None:
 def _lacking(section: Section, request: Request, model: ModelOperand | None) -> list[str]:
     """Return the names that the section lacks: of the model that will load it, or of `--like`."""
     if model is not None:
-        return list(match(section.keys, *loadable(model.tables, request.model_form)).missing)
+        return list(match(section.keys, *names_for_load(model.tables, request.model_form)).missing)
     assert request.like is not None
     present = align(section.keys, request.like.by_key()).values()
     return [key for key in request.like.keys if key not in present]
@@ -150,11 +150,11 @@ def _under_final_names(
 def _under_names_of_model(
     filler: Filler, section: Section, model: ModelOperand, request: Request
 ) -> dict[str, TensorEntry]:
-    wanted = read(model.tables, section).match.names
+    wanted = read_keys(model.tables, section).match.names
     steps = Request(RemapOptions(to=request.options.to), "", saved=model)
     entries = _renamed(filler, section, wanted, steps)
     keys = [entry.key for entry in entries]
-    names = match(keys, *loadable(model.tables, request.model_form)).names
+    names = match(keys, *names_for_load(model.tables, request.model_form)).names
     return {names[entry.key]: entry for entry in entries if entry.key in names}
 
 

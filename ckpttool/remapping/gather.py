@@ -37,7 +37,7 @@ from ckpttool.core.text import dotted, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.chunks import across, concatenated
 from ckpttool.kinds.parts import is_fused, joined_dimension
-from ckpttool.naming.convert import Reading, read
+from ckpttool.naming.convert import Reading, read_keys
 from ckpttool.naming.flat import (
     Slot,
     flat_params,
@@ -313,7 +313,7 @@ def _gather_section(
     tables, flat = NameTables(names), flat_entries(section, names)
     flat_keys = {entry.key for entry in flat}
     rest = without_tensors(section, flat_keys)
-    reading = read(tables, rest)
+    reading = read_keys(tables, rest)
     paths = unit_paths(flat_keys, rest.by_key())
     if patterns:
         problems += _unit_differences(names, patterns, set(paths.values()))
@@ -417,17 +417,15 @@ def _from_ranks(
     notes: list[str],
 ) -> TensorEntry:
     """Assemble a tensor that is not in a flat parameter, with the shape that the model says."""
-    serialized = reading.form == SERIALIZED
-    likeness = tables.serialized_likeness if serialized else tables.runtime_likeness
     name = reading.match.names.get(entry.key, "")
-    _, shape = likeness.get(name, ("", None))
+    shape = tables.shape_of(name, reading.form)
     if shape is None and not ranks_agree(entry):
         return entry  # a copy or a part: the model does not say
     text = "{} elements of it, and the model's is {}"
     whole, differs = assembled(entry, shape, text, problems, is_tensor_parallel)
     if not differs:
         return whole
-    source = tables.saved.get(name) if serialized else Ref(name)
+    source = tables.saved.get(name) if reading.form == SERIALIZED else Ref(name)
     for fqn in refs(source or ()):
         tensor = tables.tensors.get(fqn)
         if tensor is not None and tensor.kind == "parameter":

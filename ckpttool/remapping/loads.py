@@ -15,7 +15,7 @@ from ckpttool.core.values import dataclass
 from ckpttool.distributed.job import current
 from ckpttool.kinds.adapters import Adapter, adapter_in, missing_modules
 from ckpttool.naming import wrappers
-from ckpttool.naming.convert import ModelForm, Reading, read
+from ckpttool.naming.convert import ModelForm, Reading, read_keys
 from ckpttool.naming.match import match
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.reading import as_read
@@ -30,10 +30,10 @@ _SIZE_MISMATCH = "size mismatch for "
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class LoadAnswer:
     """How a model loads the output. `missing` keys and other `problems` make a strict load fail;
-    `notes` do not. `adds_names` is the command that adds what is missing, if that are second names
-    of tensors that are there.
+    `notes` do not. `adds_names` is the command that adds the missing names, if all of them are
+    second names of tensors that are there.
     """
 
     model: str
@@ -94,7 +94,9 @@ def loaded_by(
     return model
 
 
-def loading(outcome: Remap, options: RemapOptions, model: ModelOperand | None) -> Loading | None:
+def how_model_loads(
+    outcome: Remap, options: RemapOptions, model: ModelOperand | None
+) -> LoadAnswer | None:
     """Return how `model` loads the state dicts that the remap changed; None if it is not asked.
 
     torch answers for the model's code; for a list of names, keys and shapes decide.
@@ -118,7 +120,7 @@ def loading(outcome: Remap, options: RemapOptions, model: ModelOperand | None) -
             by_code = as_read(model, section, outcome.result.source)
         left_out = _left_out(outcome, path, by_code)
         is_incomplete = options.partial or options.trainable_only or bool(left_out)
-        answer = _loading(section, by_code, options, is_incomplete)
+        answer = _how_model_loads_section(section, by_code, options, is_incomplete)
         keys = [key for key in answer.missing if key not in left_out]
         missing.update(dict.fromkeys(dotted(path, key) for key in keys))
         lacks_names = lacks_names and _are_second_names(keys, section, by_code)
@@ -127,7 +129,7 @@ def loading(outcome: Remap, options: RemapOptions, model: ModelOperand | None) -
     if options.trainable_only:
         missing = dict.fromkeys(outcome.missing)
     line = shell("ckpttool", "remap", "OUT", *model.words, "--to", SERIALIZED, "-o", "NEW")
-    return Loading(
+    return LoadAnswer(
         model.title,
         tuple(missing),
         tuple(problems),
@@ -148,21 +150,21 @@ def _modules_without_place(adapter: Adapter, model: ModelOperand) -> list[Proble
 def _are_second_names(keys: Sequence[str], section: Section, model: ModelOperand) -> bool:
     """Return whether the section has the tensors of the keys under other names."""
     saved = model.tables.saved
-    names = read(model.tables, section, SERIALIZED).match.names.values()
+    names = read_keys(model.tables, section, SERIALIZED).match.names.values()
     present = {saved[name] for name in names if saved.get(name) is not None}
     return all(saved.get(key) in present for key in keys)
 
 
 def _left_out(outcome: Remap, path: str, model: ModelOperand) -> set[str]:
     """Return the names of the model that the user left out of a section."""
-    dropped = [gone.key for gone in outcome.plan.dropped if gone.section == path]
+    dropped = [drop.key for drop in outcome.plan.dropped if drop.section == path]
     by_name = match(dropped, model.tables.serialized_names).names
     return {*dropped, *by_name.values()}
 
 
-def _loading(
+def _how_model_loads_section(
     section: Section, model: ModelOperand, options: RemapOptions, is_incomplete: bool
-) -> Loading:
+) -> LoadAnswer:
     """Return how the model loads a section, by its code if that can tell, else by its names.
 
     `is_incomplete`: the user leaves keys out, so hooks of the model may fail.
@@ -170,12 +172,12 @@ def _loading(
     form = options.form
     runtime = isinstance(form, ModelForm) and form.names == RUNTIME
     section = _without_counters(section, model)
-    reading = read(model.tables, section, RUNTIME if runtime else SERIALIZED)
+    reading = read_keys(model.tables, section, RUNTIME if runtime else SERIALIZED)
     if runtime or not model.is_definition or not model.names().roundtrips:
         return _by_names(section, model, reading)
     job = current()
     if job is not None and not job.is_first:
-        return Loading(model.title)  # the first rank runs the model's code, and fails for all
+        return LoadAnswer(model.title)  # the first rank runs the model's code, and fails for all
     bare = _without_wrappers(section, reading)
     try:
         verdict = model.verdict(bare, reads_values=False)
@@ -212,7 +214,7 @@ def _without_wrappers(section: Section, reading: Reading) -> Section:
 
 def _by_verdict(
     section: Section, model: ModelOperand, verdict: Verdict, is_incomplete: bool
-) -> Loading:
+) -> LoadAnswer:
     problems = same_problem("not a key that the model loads", verdict.unexpected, "unexpected")
     problems += _wrong_shapes(section, model)
     shown = {problem.key for problem in problems}
@@ -233,25 +235,22 @@ def _by_verdict(
         ]
         text = f"loading the output converts {plural(len(changed), 'tensor')}: {some(changed)}"
         notes.append(Info(text, "converts"))
-    return Loading(model.title, verdict.missing, tuple(problems), tuple(notes))
+    return LoadAnswer(model.title, verdict.missing, tuple(problems), tuple(notes))
 
 
-def _by_names(section: Section, model: ModelOperand, reading: Reading) -> Loading:
+def _by_names(section: Section, model: ModelOperand, reading: Reading) -> LoadAnswer:
     """Return what the names say: unknown keys, and tensors of another shape."""
     problems = same_problem("not a key that the model loads", reading.match.unmatched, "unexpected")
-    tables = model.tables
-    likeness = tables.serialized_likeness if reading.form == SERIALIZED else tables.runtime_likeness
     for entry in section.tensors:
-        shape = likeness.get(reading.match.names.get(entry.key, ""), ("", None))[1]
+        shape = model.tables.shape_of(reading.match.names.get(entry.key, ""), reading.form)
         if shape is not None and shape != entry.shape:
             problems.append(_wrong_shape(entry, shape))
-    return Loading(model.title, reading.match.missing, tuple(problems))
+    return LoadAnswer(model.title, reading.match.missing, tuple(problems))
 
 
 def _wrong_shapes(section: Section, model: ModelOperand) -> Iterator[Problem]:
-    expected = model.tables.serialized_likeness
     for entry in section.tensors:
-        shape = expected.get(entry.key, ("", None))[1]
+        shape = model.tables.shape_of(entry.key, SERIALIZED)
         if shape is not None and shape != entry.shape:
             yield _wrong_shape(entry, shape)
 

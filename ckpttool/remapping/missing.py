@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpttool.core.text import Note, dotted, plural, prefix_of, some
 from ckpttool.kinds.adapters import adapter_in
-from ckpttool.naming.convert import ModelForm, read
+from ckpttool.naming.convert import ModelForm, read_keys
 from ckpttool.naming.match import match
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.reading import as_read
@@ -12,7 +12,7 @@ from ckpttool.operands.same_model import of_one_model
 from ckpttool.remapping.resolve import Inputs
 from ckpttool.remapping.result import Remap
 from ckpttool.remapping.steps import Request
-from ckpttool.remapping.through_models import loadable
+from ckpttool.remapping.through_models import names_for_load
 
 
 def missing_keys(outcome: Remap, inputs: Inputs) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def note_on_kept_keys(outcome: Remap, inputs: Inputs) -> list[Note]:
         return []
     if model.is_folder:
         model = as_read(model, section, outcome.result.source)
-    keys = read(model.tables, section).match.missing
+    keys = read_keys(model.tables, section).match.missing
     if not keys:
         return []
     missing = [dotted(section.path, key) for key in keys]
@@ -50,7 +50,7 @@ def note_on_kept_keys(outcome: Remap, inputs: Inputs) -> list[Note]:
 
 def _not_reached(outcome: Remap, request: Request, loads: ModelOperand) -> tuple[str, ...]:
     """Return the keys of the model that will load the output which the rules do not lead to."""
-    names, spare = loadable(loads.tables, request.model_form)
+    names, spare = names_for_load(loads.tables, request.model_form)
     sections = of_one_model(outcome.result, request.options.sections)
     if any(adapter_in(section) is not None for section in sections):
         return ()

@@ -141,7 +141,7 @@ def optimizer_request(inputs: Inputs) -> OptimizerRequest:
         options.optimizer_keys,
         inputs.names,
         inputs.to_names,
-        inputs.request.called,
+        inputs.request.rename_by_rules,
         form,
         create=_create(inputs.to_model or inputs.model, options),
         of_sections=_of_sections(inputs),

@@ -63,7 +63,9 @@ class RemapOptions(OptimizerOptions, EditOptions):
     # the conversion
     to: Annotated[
         str | None,
-        Option("--to FORM", "A naming: `ckpttool help forms`.", BECOMES, choices=convert.words),
+        Option(
+            "--to FORM", "A naming: `ckpttool help forms`.", BECOMES, choices=convert.form_names
+        ),
     ] = None
     like: Annotated[
         Any, Option("--like CKPT", "A checkpoint with the keys to take over.", BECOMES)
@@ -108,7 +110,7 @@ class RemapOptions(OptimizerOptions, EditOptions):
     # the input
     from_: Annotated[
         str | None,
-        Option("--from FORM", "Its naming; default: recognized.", IS, choices=convert.words),
+        Option("--from FORM", "Its naming; default: recognized.", IS, choices=convert.form_names),
     ] = None
     # Which keys
     select: Annotated[
@@ -180,7 +182,7 @@ class RemapOptions(OptimizerOptions, EditOptions):
     @property
     def form(self) -> Form | None:
         """The form that the keys get."""
-        return None if self.to is None else convert.parse(self.to)
+        return None if self.to is None else convert.parse_form(self.to)
 
     @property
     def source_form(self) -> Form | None:
@@ -188,7 +190,7 @@ class RemapOptions(OptimizerOptions, EditOptions):
         return (
             None
             if self.from_ is None or _units(self.from_) is not None
-            else convert.parse(self.from_)
+            else convert.parse_form(self.from_)
         )
 
     @property
@@ -205,9 +207,9 @@ class RemapOptions(OptimizerOptions, EditOptions):
             if self.to.startswith("fsdp-"):
                 hint = "write a folder that loads on any number of ranks: -o OUT.dcp"
                 raise CkptError(f"--to {self.to}: files of ranks are read, not written", hint=hint)
-            convert.parse(self.to)
+            convert.parse_form(self.to)
         if self.from_ is not None and _units(self.from_) is None:
-            convert.parse(self.from_)
+            convert.parse_form(self.from_)
         for excluded, message, hint in self._conflicts():
             if excluded:
                 raise CkptError(message, hint=hint)

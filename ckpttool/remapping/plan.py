@@ -9,10 +9,10 @@ from typing import Any
 
 from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
-from ckpttool.core.names import SERIALIZED
 from ckpttool.core.plan import Dropped, Plan
 from ckpttool.core.tables import by_path
 from ckpttool.core.text import Info, dotted, plural, shell
+from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import apply
 from ckpttool.kinds.packed import unpacked
 from ckpttool.kinds.quantized import problems_of_parts
@@ -24,8 +24,8 @@ from ckpttool.operands.same_model import left_as_they_are, of_one_model
 from ckpttool.remapping.drafting import drafts_of
 from ckpttool.remapping.dropping import drop
 from ckpttool.remapping.result import Remap
-from ckpttool.remapping.steps import Draft, Request, carried
-from ckpttool.remapping.through_models import recorded, without_pruning
+from ckpttool.remapping.steps import Draft, Request, identity_plan
+from ckpttool.remapping.through_models import with_form_recorded, without_pruning
 
 
 def check_quantized(drafts: Sequence[Draft]) -> None:
@@ -45,49 +45,81 @@ def check_quantized(drafts: Sequence[Draft]) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A source that is ready for the steps.
+
+    `original` is the source as it was read. `source` is without what is `dropped`, and the state
+    dicts in it are not packed. `paths` are the sections that change.
+    """
+
+    original: Checkpoint
+    source: Checkpoint
+    dropped: Sequence[Dropped]
+    notes: Sequence[Info]
+    paths: Sequence[str] = ()
+
+    @property
+    def sections(self) -> list[Section]:
+        """The sections that change."""
+        sections = by_path(self.source.sections)
+        return [sections[path] for path in self.paths]
+
+
 def remap(source: Checkpoint, request: Request) -> Remap:
     """Plan the remap and apply it on the index. Raise `Refused` if it would lose, collide or
     guess.
     """
-    options = request.options
+    prepared = _prepare(source, request)
+    if not request.changes:
+        return _unchanged(prepared, request.options.sections)
+    if request.saved is not None and prepared.source.optimizers:
+        _check_pruned_state(prepared.source, prepared.sections, request.saved)
     lightning = is_lightning(source)  # also if the key that shows it is dropped
-    before = source
-    dropped: list[Dropped] = []
+    drafts = drafts_of(prepared.source, prepared.sections, request, lightning)
+    check_quantized(drafts)
+    return _finish(prepared, drafts, request)
+
+
+def _prepare(original: Checkpoint, request: Request) -> _Prepared:
+    """Leave out what `--drop` names, and unpack the state dicts."""
+    options = request.options
+    source, dropped = original, list[Dropped]()
     if options.drop:
         source, dropped = drop(source, options.drop)
     arrays = [section.path for section in source.sections if section.packed_as == "arrays"]
-    source, _, of_arrays = unpacked(source, arrays)
+    source, _, notes = unpacked(source, arrays)
     if not request.changes:
-        unchanged = _unchanged(before, source, dropped, options.sections)
-        return replace(unchanged, notes=tuple(of_arrays))
+        return _Prepared(original, source, dropped, notes)
     paths = [section.path for section in _changed_sections(source, request)]
-    of_packed: list[Info] = []
     if options.form is not None or request.loads is not None:  # forms are of state dicts
-        source, attributes, of_packed = unpacked(source, paths)
-        dropped += attributes
-    all_sections = by_path(source.sections)
-    sections = [all_sections[path] for path in paths]
-    if request.saved is not None and source.optimizers:
-        _check_pruned_state(source, sections, request.saved)
-    drafts = drafts_of(source, sections, request, lightning)
-    check_quantized(drafts)
+        source, attributes, more_notes = unpacked(source, paths)
+        dropped, notes = [*dropped, *attributes], [*notes, *more_notes]
+    return _Prepared(original, source, dropped, notes, paths)
+
+
+def _finish(prepared: _Prepared, drafts: Sequence[Draft], request: Request) -> Remap:
+    """Return the remap that does what the finished drafts of the sections say."""
+    options, source, paths = request.options, prepared.source, prepared.paths
     plan = _joined(drafts)
     result = _applied(plan, source, drafts, request)
-    plan = _with_dropped(plan, source, paths, dropped)
-    whole = ModelChange(drafts[0].section, drafts[0].plan)
-    narrowed = _narrowing(before, whole, dropped)
-    is_whole = options.select is None
+    change = ModelChange(drafts[0].section, drafts[0].plan)
+    model: ModelChange | None = change
+    # what optimizers follow if tensors of the model are left out
+    narrowed = _with_dropped_tensors(change, prepared)
+    if options.select is not None:
+        model, narrowed = None, narrowed or change
     return Remap(
         result,
-        plan,
-        drafts[0].form,
-        None if options.form is None else str(options.form),
-        (*of_arrays, *of_packed, *_notes(drafts), *left_as_they_are(source, sections)),
+        _with_dropped(plan, source, paths, prepared.dropped),
+        source_form=drafts[0].form,
+        form=None if options.form is None else str(options.form),
+        notes=(*prepared.notes, *_notes(drafts), *left_as_they_are(source, prepared.sections)),
         ruled=drafts[0].ruled,
-        model=whole if is_whole else None,
-        narrowed=narrowed if is_whole else narrowed or whole,
+        model=model,
+        narrowed=narrowed,
         sections=tuple(paths) if len(paths) > 1 else (),
-        missing=_missing(drafts, request, dropped),
+        missing=_missing(drafts, request, prepared.dropped),
     )
 
 
@@ -99,25 +131,29 @@ def _changed_sections(source: Checkpoint, request: Request) -> tuple[Section, ..
     return of_one_model(source, request.options.sections, names)
 
 
-def _unchanged(
-    before: Checkpoint, source: Checkpoint, dropped: Sequence[Dropped], sections: str | None
-) -> Remap:
-    """Return the remap that only leaves out what is `dropped`; `source` is `before` without it."""
+def _unchanged(prepared: _Prepared, sections: str | None) -> Remap:
+    """Return the remap that only leaves out what is dropped."""
+    source = prepared.source
     if sections is not None:
-        of_one_model(source, sections)  # raises where one of them is none
-    model = _as_it_is(source)
-    plan = replace(carried(source.sections), dropped=tuple(dropped))
-    return Remap(source, plan, model=model, narrowed=_narrowing(before, model, dropped))
+        of_one_model(source, sections)  # raises if one of them is not a state dict
+    model = _unchanged_model(source)
+    return Remap(
+        source,
+        replace(identity_plan(source.sections), dropped=tuple(prepared.dropped)),
+        notes=tuple(prepared.notes),
+        model=model,
+        narrowed=_with_dropped_tensors(model, prepared),
+    )
 
 
 def _joined(drafts: Sequence[Draft]) -> Plan:
     """Return the plans of all sections as one."""
     plans = [draft.plan for draft in drafts]
     return Plan(
-        tuple(chain.from_iterable(plan.outputs for plan in plans)),
-        tuple(chain.from_iterable(plan.dropped for plan in plans)),
-        tuple(chain.from_iterable(plan.modules for plan in plans)),
-        tuple(chain.from_iterable(plan.runs for plan in plans)),
+        outputs=tuple(chain.from_iterable(plan.outputs for plan in plans)),
+        dropped=tuple(chain.from_iterable(plan.dropped for plan in plans)),
+        modules=tuple(chain.from_iterable(plan.modules for plan in plans)),
+        runs=tuple(chain.from_iterable(plan.runs for plan in plans)),
     )
 
 
@@ -132,19 +168,21 @@ def _applied(
         runners.update(draft.runners)
     result = apply(plan, source, runners)
     options = request.options
-    keeps_model = request.loads is None and options.select is None
     if request.loads is not None:
-        return _of_other_model(result, drafts)
-    if request.saved is None or not keeps_model or isinstance(options.form, Chain):
+        return _without_runtime_names(result, drafts)
+    is_wrapped = isinstance(options.form, Chain)
+    if request.saved is None or options.select is not None or is_wrapped:
         return result
     for draft in drafts:
         path, names = draft.section.path, request.form_by_model.names
-        result = recorded(request.saved.tables, result, path, names)
+        result = with_form_recorded(request.saved.tables, result, path, names)
     return result
 
 
-def _of_other_model(result: Checkpoint, drafts: Sequence[Draft]) -> Checkpoint:
-    """Return `result`, in which another model loads the state dicts of the `drafts`."""
+def _without_runtime_names(result: Checkpoint, drafts: Sequence[Draft]) -> Checkpoint:
+    """Return `result` without the record that the state dicts of the `drafts` had runtime names:
+    another model loads them.
+    """
     paths = {draft.section.path for draft in drafts}
     sections = []
     for section in result.sections:
@@ -160,8 +198,8 @@ def _with_dropped(
     """Return the plan with what is dropped, and with all outputs of other sections from which
     something is.
     """
-    touched = {gone.section for gone in dropped}.difference(paths)
-    rest = carried(other for other in source.sections if other.path in touched)
+    touched = {drop.section for drop in dropped}.difference(paths)
+    rest = identity_plan(other for other in source.sections if other.path in touched)
     outputs = (*plan.outputs, *rest.outputs)
     return replace(plan, outputs=outputs, dropped=(*plan.dropped, *dropped))
 
@@ -184,7 +222,7 @@ def _missing(
     missing = []
     for draft in drafts:
         path = draft.section.path
-        left_out = [gone.key for gone in dropped if gone.section == path]
+        left_out = [drop.key for drop in dropped if drop.section == path]
         missing += [dotted(path, key) for key in _not_left_out(draft, request, left_out)]
     return tuple(missing)
 
@@ -221,8 +259,7 @@ def _not_left_out(draft: Draft, request: Request, dropped: Sequence[str]) -> lis
     if model is None or not draft.missing:
         return []
     tables = model.tables
-    is_serialized = request.model_form.names == SERIALIZED
-    model_names = tables.serialized_names if is_serialized else tables.runtime_names
+    model_names = tables.canonical_names(request.model_form.names)
     left_out = {
         *dropped,
         *match(dropped, model_names).names.values(),
@@ -232,25 +269,24 @@ def _not_left_out(draft: Draft, request: Request, dropped: Sequence[str]) -> lis
     return [key for key in draft.missing if key not in left_out and key.startswith(below)]
 
 
-def _as_it_is(source: Checkpoint) -> ModelChange | None:
+def _unchanged_model(source: Checkpoint) -> ModelChange | None:
+    """Return the model of the source with all its keys; None if it is not known which it is."""
     if not source.state_dicts:
         return None
     try:
         section = of_one_model(source)[0]
     except CkptError:
         return None
-    return ModelChange(section, carried([section]))
+    return ModelChange(section, identity_plan([section]))
 
 
-def _narrowing(
-    source: Checkpoint, effect: ModelChange | None, dropped: Sequence[Dropped]
-) -> ModelChange | None:
-    """Return `effect` with the tensors that `--drop` left out of `source`; None if no tensor is
-    left out.
-    """
-    path = "" if effect is None else effect.section.path
-    of_section = tuple(gone for gone in dropped if gone.section == path)
-    if effect is None or not (of_section or effect.plan.dropped):
+def _with_dropped_tensors(change: ModelChange | None, prepared: _Prepared) -> ModelChange | None:
+    """Return the change with the tensors that `--drop` left out; None if no tensor is left out."""
+    if change is None:
         return None
-    plan = replace(effect.plan, dropped=(*effect.plan.dropped, *of_section))
-    return ModelChange(source.section(path), plan)
+    path = change.section.path
+    of_section = [drop for drop in prepared.dropped if drop.section == path]
+    if not of_section and not change.plan.dropped:
+        return None
+    plan = replace(change.plan, dropped=(*change.plan.dropped, *of_section))
+    return ModelChange(prepared.original.section(path), plan)

@@ -50,7 +50,7 @@ def plan_remap(
         outcome = with_optimizers(outcome, optimizer_request(inputs))
         outcome = replace(outcome, notes=(*outcome.notes, *note_on_kept_keys(outcome, inputs)))
     other_names = None if inputs.other_model is None else inputs.to_names
-    lists = notes_on_lists(outcome, inputs.names, other_names, inputs.request.called)
+    lists = notes_on_lists(outcome, inputs.names, other_names, inputs.request.rename_by_rules)
     changes = inputs.gathered is not None or changes_content(inputs.source, outcome)
     result = with_kinds(outcome.result)
     return replace(outcome, result=result, notes=(*outcome.notes, *lists), changes_content=changes)

@@ -16,7 +16,7 @@ from ckpttool.operands.checkpoint import Ckpt, open_checkpoint, split
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import Target, target_for
 from ckpttool.remapping.carried_code import CarriesCode
-from ckpttool.remapping.loads import Loading, loaded_by, loading
+from ckpttool.remapping.loads import LoadAnswer, how_model_loads, loaded_by
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.output import (
     check_other_files,
@@ -266,10 +266,10 @@ def _checked_by_model(
     """Return the result with notes on how a model loads it. Raise `Refused`, all problems at once,
     if it does not.
     """
-    answer = loading(outcome, options, loaded_by(options, model, to_model))
+    answer = how_model_loads(outcome, options, loaded_by(options, model, to_model))
     if answer is None:
         named = to_model or model
-        answer = Loading("the model" if named is None else named.title, outcome.missing)
+        answer = LoadAnswer("the model" if named is None else named.title, outcome.missing)
     answer.check(options.partial)
     notes = [*outcome.notes]
     if answer.missing:

@@ -19,8 +19,8 @@ from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.apply import Runner, apply
 from ckpttool.naming import wrappers
-from ckpttool.naming.convert import Form, ModelForm, read
-from ckpttool.naming.match import NameTables, aliases, align
+from ckpttool.naming.convert import Form, ModelForm, read_keys
+from ckpttool.naming.match import NameTables, aliases_with_variants, align
 from ckpttool.naming.model_change import ModelChange
 from ckpttool.naming.wrappers import Chain, Evidence, strip
 from ckpttool.operands.model import ModelOperand
@@ -73,8 +73,10 @@ class Request:
         return form if isinstance(form, ModelForm) else ModelForm.SERIALIZED
 
     @property
-    def called(self) -> Callable[[str], str] | None:
-        """Return the name that the rules give to a name without a tensor; None without rules."""
+    def rename_by_rules(self) -> Callable[[str], str] | None:
+        """A function that returns the name which the rules give to a name without a tensor; None
+        without rules.
+        """
         if not self.rule_steps:
             return None
         from ckpttool.ruleset.steps import name_after
@@ -90,7 +92,7 @@ class Request:
             return ModelForm.RUNTIME
         if self.like is None or self.saved is None:
             return self.model_form
-        return ModelForm(read(self.saved.tables, self.like).form)
+        return ModelForm(read_keys(self.saved.tables, self.like).form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +138,11 @@ class Draft:
             outputs.append(Output(output.section, key, output.source))
         modules = plan.modules
         if section.modules is not None:
-            moved = {key: new for key, new in names.items() if key != new}
-            before = new_paths(modules)
-            paths = [before.get(path, path) for path in section.modules]
-            after = module_renames(section.path, paths, moved)
-            modules = in_turn(modules, after)
+            # path in the file  ─ plan so far ─▶  current path  ─ new names ─▶  path in the result
+            new_names = {key: new for key, new in names.items() if key != new}
+            current = new_paths(modules)
+            paths = [current.get(path, path) for path in section.modules]
+            modules = in_turn(modules, module_renames(section.path, paths, new_names))
         canonical = {names.get(key, key): name for key, name in self.canonical.items()}
         plan = replace(plan, outputs=tuple(outputs), modules=modules)
         return replace(self, plan=plan, canonical=canonical)
@@ -148,15 +150,16 @@ class Draft:
     def with_outputs(self, outputs: Iterable[Output]) -> Draft:
         return replace(self, plan=replace(self.plan, outputs=tuple(outputs)))
 
-    def without_counters(self, keys: Sequence[str]) -> Draft:
-        """Return the draft without these counters of AveragedModels."""
+    def with_dropped_counters(self, keys: Sequence[str]) -> Draft:
+        """Return the draft with a record that these counters of AveragedModels are dropped."""
         dropped = [*self.plan.dropped]
         for key in keys:
             dropped.append(Dropped(self.section.path, key, _NO_COUNTER, "counter"))
         return replace(self, plan=replace(self.plan, dropped=tuple(dropped)))
 
 
-def carried(sections: Iterable[Section]) -> Plan:
+def identity_plan(sections: Iterable[Section]) -> Plan:
+    """Return the plan that keeps every entry of the sections under its key."""
     outputs: list[Output] = []
     for section in sections:
         outputs += [Output(section.path, key, Ref(key)) for key in section.keys]
@@ -174,7 +177,7 @@ def new_draft(section: Section, form: Form | None, lightning: bool) -> Draft:
         evidence = Evidence((), (), frozenset())
     paths = evidence.paths
     canonical = {key: strip(key, paths) for key in keys} if paths else dict(zip(keys, keys))
-    return Draft(section, carried([section]), evidence, canonical, evidence.form)
+    return Draft(section, identity_plan([section]), evidence, canonical, evidence.form)
 
 
 def without_peft(draft: Draft) -> Draft:
@@ -187,7 +190,7 @@ def without_peft(draft: Draft) -> Draft:
     return replace(draft, wrappers=evidence, canonical=canonical, form=evidence.form)
 
 
-# Through models
+# Submodule, wrappers, rules
 
 
 def only_outputs(plan: Plan, outputs: list[Output], reason: str) -> Plan:
@@ -207,17 +210,13 @@ def _sources(outputs: Iterable[Output]) -> Iterator[tuple[str, str]]:
             yield output.section, key
 
 
-# Submodule, wrappers, rules
-
-
-def select(draft: Draft, prefix: str, by_model: bool) -> Draft:
+def select(draft: Draft, prefix: str, keys_are_model_names: bool) -> Draft:
     """Keep one submodule, under its own names. Raise `Refused` if nothing is below the prefix.
 
     `prefix` has all segments of wrappers, or none of them. The wrappers inside the submodule, and
     around itself, are in its own names: its keys alone show them, as in a file of the submodule.
-    `by_model`: the keys are a model's by now.
     """
-    paths = wrappers.recognize(draft.keys) if by_model else draft.wrappers.paths
+    paths = wrappers.recognize(draft.keys) if keys_are_model_names else draft.wrappers.paths
     inner_names = {}
     as_written = {}
     for key in draft.keys:
@@ -258,7 +257,7 @@ def take_names(draft: Draft, other: Section) -> Draft:
     names = align(draft.keys, other.by_key())
     if not names and draft.keys:
         raise Refused(
-            "--like: the two have no name in common, wrappers left aside",
+            "--like: the checkpoints have no key in common, even without wrappers",
             hint="save_pretrained writes other names: --model hf:FOLDER --to pretrained instead; "
             "between two definitions `ckpttool diff CKPT LIKE --suggest rules.toml` looks for"
             " rules",
@@ -278,7 +277,7 @@ def notes_on_like(keys: Sequence[str], other: Section) -> list[str]:
     if only_there:
         count = plural(len(only_there), "key")
         note = f"not in the output are {count} of the other checkpoint: {_first_five(only_there)}"
-        if aliases(other).keys() >= set(only_there):  # ties, call variants
+        if aliases_with_variants(other).keys() >= set(only_there):  # ties, call variants
             note += "; all are second names, which --model MODEL --to FORM writes"
         notes.append(note)
     return notes
@@ -305,7 +304,7 @@ def rewrap(draft: Draft, target: Chain) -> Draft:
             outputs.append(output)
         if output.key in removed:
             dropped += ex.refs(output.source)
-    draft = draft.with_outputs(outputs).without_counters(dropped).renamed(names)
+    draft = draft.with_outputs(outputs).with_dropped_counters(dropped).renamed(names)
     new = []
     for key, value in wrappers.new_counter(target, counted).items():
         new.append(Output(draft.section.path, key, value))
@@ -316,7 +315,9 @@ def unwrap(draft: Draft, tables: NameTables) -> Draft:
     """Remove the segments of wrappers, if the model has none there; AveragedModel's counter is
     dropped.
     """
-    if not any(read(tables, keys).match.wrapped for keys in (draft.section, draft.evaluated())):
+    # earlier steps may have removed the wrappers of the file, or have added some
+    sections = (draft.section, draft.evaluated())
+    if not any(read_keys(tables, section).match.wrapped for section in sections):
         return draft
     names = wrappers.canonical_keys(draft.keys, lightning="lightning" in draft.wrappers.words)
     return rewrap(replace(draft, canonical=names), Chain(()))
@@ -324,7 +325,7 @@ def unwrap(draft: Draft, tables: NameTables) -> Draft:
 
 def apply_rules(draft: Draft, steps: Sequence[RuleStep], *, is_new: bool = False) -> Draft:
     """Apply the rules; `is_new`: the draft changes nothing yet. Raise `Refused` as
-    `rules.steps.plan_of` does.
+    `ruleset.steps.plan_of` does.
     """
     from ckpttool.ruleset.steps import plan_of
 
@@ -335,7 +336,10 @@ def apply_rules(draft: Draft, steps: Sequence[RuleStep], *, is_new: bool = False
 
 
 def convert(draft: Draft, converter: Converter) -> Draft:
-    """Let the user's function convert the section. Raise as `Converter.plan`."""
+    """Let the user's function convert the section. Raise as `Converter.plan`.
+
+    This is the first step: its plan replaces the plan of the draft.
+    """
     section = draft.section
     plan, notes = converter.plan(section.path, section.keys)
     notes = (*draft.notes, *notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
@@ -22,9 +23,9 @@ from ckpttool.naming.convert import (
     ModelForm,
     Reading,
     check_versions,
-    left_to_code,
-    move,
-    read,
+    plan_form_change,
+    read_keys,
+    with_model_run,
 )
 from ckpttool.naming.match import NameTables, drop_variants, with_variants, without_variants
 from ckpttool.operands.model import ModelOperand
@@ -42,19 +43,14 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
         raise _not_its_keys(section, request, names)
     if reading.form != to.names:
         check_versions(names, section, reading)
-    moved = move(tables, section, reading, to.names, request.like is None)
+    moved = plan_form_change(tables, section, reading, to.names, request.like is None)
     plan = _with_code(moved.plan, model, section, reading)
     plan, variant_problems = _adapt_variants(plan, tables, section, reading, to)
     lost = _lost(section, moved.copies)
-    problems = [*moved.problems, *variant_problems, *lost]
-    if problems:
-        hint = f"compare them: {request.compare}; --rule 'FROM => TO' renames keys"
-        raise Refused(
-            f"the checkpoint does not fit {names.model}: {plural(len(problems), 'problem')}",
-            hint=_KEEP_ONE if len(lost) == len(problems) else hint,
-            problems=problems,
-        )
-    missing = lacking(tables, to, plan)
+    problems = [*moved.problems, *variant_problems]
+    hint = f"compare them: {request.compare}; --rule 'FROM => TO' renames keys"
+    _raise_misfit(f"the checkpoint does not fit {names.model}", problems, lost, hint)
+    missing = missing_names(tables, to, plan)
     if request.options.trainable_only:
         plan, missing = _trained(plan, missing, tables, to.names)
     notes = list(draft.notes)
@@ -68,7 +64,7 @@ def to_model_form(draft: Draft, request: Request, model: ModelOperand) -> Draft:
     return replace(
         draft,
         plan=plan,
-        canonical=tables.serialized_names,
+        canonical=tables.canonical_names(to.names),
         form=_form_of(draft, reading),
         missing=missing,
         counters=counters,
@@ -85,13 +81,13 @@ def _read_without_counters(
     """
     source_form = request.options.source_form
     form = source_form.names if isinstance(source_form, ModelForm) else None
-    reading = read(tables, section, form)
+    reading = read_keys(tables, section, form)
     unmatched = set(reading.match.unmatched)
     counters = [key for key in wrappers.counters(section.tensor_keys) if key in unmatched]
     if not counters:
         return section, reading, ()
     section = without_tensors(section, counters)
-    return section, read(tables, section, form), tuple(counters)
+    return section, read_keys(tables, section, form), tuple(counters)
 
 
 def _form_of(draft: Draft, reading: Reading) -> str:
@@ -137,7 +133,7 @@ def _with_code(plan: Plan, model: ModelOperand, section: Section, reading: Readi
     """Return the plan with the values that only the model's own code computes, if it may run."""
     if model.code is None:
         return plan
-    return left_to_code(plan, model.tables, section, reading, model.code.arguments)
+    return with_model_run(plan, model.tables, section, reading, model.code.arguments)
 
 
 def to_other_model(draft: Draft, request: Request, model: ModelOperand) -> Draft:
@@ -146,33 +142,44 @@ def to_other_model(draft: Draft, request: Request, model: ModelOperand) -> Draft
     """
     tables, section = model.tables, draft.evaluated()
     names = tables.names
-    reading = read(tables, section, RUNTIME)
-    moved = move(tables, section, reading, request.model_form.names)
+    reading = read_keys(tables, section, RUNTIME)
+    moved = plan_form_change(tables, section, reading, request.model_form.names)
     plan = _with_code(moved.plan, model, section, reading)
     plan, variant_problems = _adapt_variants(plan, tables, section, reading, request.model_form)
     problems = [*moved.problems, *variant_problems]
     for entry in section.tensors:
-        fqn = reading.match.names.get(entry.key, "")
-        _, shape = tables.runtime_likeness.get(fqn, ("", None))
+        shape = tables.shape_of(reading.match.names.get(entry.key, ""), RUNTIME)
         if shape is not None and shape != entry.shape:
             problem = f"shape {list(entry.shape)}, {names.model} has {list(shape)}"
             problems.append(Problem(problem, entry.key, "shape"))
     lost = _lost(section, moved.copies)
-    problems += lost
-    if problems:
-        hint = "rename keys with --rule 'FROM => TO', or name the model that has a place for them"
-        raise Refused(
-            f"the tensors do not fit {names.model}: {plural(len(problems), 'problem')}",
-            hint=_KEEP_ONE if len(lost) == len(problems) else hint,
-            problems=problems,
-        )
+    hint = "rename keys with --rule 'FROM => TO', or name the model that has a place for them"
+    _raise_misfit(f"the tensors do not fit {names.model}", problems, lost, hint)
     return replace(
         draft,
         plan=compose(draft.plan, plan),
-        canonical=tables.serialized_names,
+        canonical=tables.canonical_names(request.model_form.names),
         runners=_with_runner(draft.runners, plan, model.code),
-        missing=lacking(tables, request.model_form, plan),
+        missing=missing_names(tables, request.model_form, plan),
     )
+
+
+_KEEP_ONE = (
+    "to keep both, name a model that does not tie them (for hf:FOLDER, set tie_word_embeddings to"
+    " false in its config.json); --drop KEY leaves one of them out"
+)
+
+
+def _raise_misfit(
+    message: str, problems: Sequence[Problem], lost: Sequence[Problem], hint: str
+) -> None:
+    """Raise `Refused` if there are problems, or values that would be `lost`."""
+    if problems or lost:
+        raise Refused(
+            f"{message}: {plural(len(problems) + len(lost), 'problem')}",
+            hint=hint if problems else _KEEP_ONE,
+            problems=[*problems, *lost],
+        )
 
 
 def with_common_keys(draft: Draft, saved: ModelOperand, loads: ModelOperand) -> Draft | None:
@@ -182,7 +189,7 @@ def with_common_keys(draft: Draft, saved: ModelOperand, loads: ModelOperand) -> 
     saved  q, k, v  ─ hook ─▶  qkv.weight        loads  qkv.weight  ─▶  qkv.weight
     """
     section, tables = draft.section, loads.tables
-    match = read(saved.tables, section, SERIALIZED).match
+    match = read_keys(saved.tables, section, SERIALIZED).match
     if match.unmatched or match.problems or match.wrapped or not match.names:
         return None
     dropped, differing = drop_variants(match.variants, match.names, section)
@@ -198,8 +205,7 @@ def with_common_keys(draft: Draft, saved: ModelOperand, loads: ModelOperand) -> 
     for entry in section.tensors:
         if entry.key in match.variants:
             continue
-        _, shape = tables.serialized_likeness.get(match.names[entry.key], ("", None))
-        if shape != entry.shape:
+        if tables.shape_of(match.names[entry.key], SERIALIZED) != entry.shape:
             return None
     plan = replace(draft.plan, outputs=tuple(outputs), dropped=(*draft.plan.dropped, *dropped))
     return replace(
@@ -207,7 +213,7 @@ def with_common_keys(draft: Draft, saved: ModelOperand, loads: ModelOperand) -> 
         plan=plan,
         canonical=tables.serialized_names,
         form=SERIALIZED,
-        missing=lacking(tables, ModelForm.SERIALIZED, plan),
+        missing=missing_names(tables, ModelForm.SERIALIZED, plan),
     )
 
 
@@ -251,36 +257,47 @@ def place_counters(draft: Draft, keep: bool) -> Draft:
     canonical = {**draft.canonical, **dict.fromkeys(keys, wrappers.COUNTER)}
     draft = replace(draft, counters=(), canonical=canonical)
     if not keep:
-        return draft.without_counters(keys)
+        return draft.with_dropped_counters(keys)
     counters = [Output(draft.section.path, key, Ref(key)) for key in keys]
     return draft.with_outputs((*counters, *draft.plan.outputs))
 
 
-def loadable(tables: NameTables, to: ModelForm) -> tuple[Mapping[str, str], Collection[str]]:
-    """Return the names of the form, as for `match`, and the names that a strict load does not need.
+class LoadNames(NamedTuple):
+    """The names of a form for a load, as the arguments of `match`: name -> canonical name, and the
+    names that are never missing.
+    """
 
-    These are second names of a tensor and buffers that are not saved.
+    names: Mapping[str, str]
+    optional: Collection[str]
+
+
+def names_for_load(tables: NameTables, to: ModelForm) -> LoadNames:
+    """Return the names of the form. Second names of a tensor are never missing, because the plan
+    adds them; buffers that are not saved, because no load needs them.
+
+    A strict load needs extra state under its serialized key; a program has no extra state.
     """
     if to.names == SERIALIZED:
-        return tables.serialized_names, {*tables.spare_keys} - {*tables.names.extra_state}
-    return tables.runtime_names, {*tables.spare_fqns}
+        optional = {*tables.spare_keys} - {*tables.names.extra_state}
+        return LoadNames(tables.serialized_names, optional)
+    return LoadNames(tables.runtime_names, {*tables.spare_fqns})
 
 
-def lacking(tables: NameTables, to: ModelForm, plan: Plan) -> tuple[str, ...]:
+def missing_names(tables: NameTables, to: ModelForm, plan: Plan) -> tuple[str, ...]:
     """Return the names of the form that a load needs and that the plan does not write."""
-    names, spare = loadable(tables, to)
-    present = {output.key for output in plan.outputs}.union(spare)
+    names, optional = names_for_load(tables, to)
+    present = {output.key for output in plan.outputs}.union(optional)
     return tuple(name for name in names if name not in present)
 
 
-def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Checkpoint:
+def with_form_recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Checkpoint:
     """Return `result` with the form of the section at `path` recorded, if its names, dtypes and
-    shapes do not show it.
+    shapes do not show it. What the source's names were is forgotten.
     """
     section = replace(result.section(path), form=None, has_runtime_names=False)
     has_all_keys = tables.serialized_names.keys() <= section.by_key().keys()
     is_either = tables.forms_agree and has_all_keys
-    if not is_either and read(tables, section).form != form:
+    if not is_either and read_keys(tables, section).form != form:
         section = replace(section, form=form)
     return with_sections(result, {path: section})
 
@@ -317,12 +334,6 @@ def _with_runner(
     if code is None:
         return runners
     return {**runners, **dict.fromkeys((run.way for run in plan.runs), code.run)}
-
-
-_KEEP_ONE = (
-    "to keep both, name a model that does not tie them (for hf:FOLDER, set tie_word_embeddings to"
-    " false in its config.json); --drop KEY leaves one of them out"
-)
 
 
 def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:

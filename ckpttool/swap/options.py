@@ -20,7 +20,7 @@ class SwapOptions(ModelOptions, OutputOptions):
     ] = None
     from_: Annotated[
         str | None,
-        Option("--from FORM", "NEW's naming; default: recognized.", IS, choices=convert.words),
+        Option("--from FORM", "NEW's naming; default: recognized.", IS, choices=convert.form_names),
     ] = None
     cast: Annotated[
         bool, Option("--cast", "Convert weights of another dtype to the program's.")
@@ -40,7 +40,7 @@ class SwapOptions(ModelOptions, OutputOptions):
     @property
     def source_form(self) -> Form | None:
         """The form of NEW's keys, if the user names one. Raises `CkptError` for an unknown form."""
-        return None if self.from_ is None else convert.parse(self.from_)
+        return None if self.from_ is None else convert.parse_form(self.from_)
 
     def check(self) -> None:
         if self.constants and self.keep_constants:
@@ -48,4 +48,4 @@ class SwapOptions(ModelOptions, OutputOptions):
                 "--constants and --keep-constants exclude each other", hint="choose one"
             )
         if self.from_ is not None:
-            convert.parse(self.from_)
+            convert.parse_form(self.from_)

@@ -23,10 +23,10 @@ from ckpttool.naming.convert import (
     ModelForm,
     Reading,
     check_versions,
-    left_to_code,
-    move,
-    read,
+    plan_form_change,
+    read_keys,
     with_keys,
+    with_model_run,
 )
 from ckpttool.naming.match import Match, NameTables, match
 from ckpttool.naming.wrappers import strip
@@ -149,7 +149,7 @@ def map_by_model(
         result = apply(loaded, Checkpoint.of(weights))
         weights = replace(result.section(weights.path), form=RUNTIME)
     form_name = form.names if isinstance(form, ModelForm) else None
-    reading = read(tables, weights, form_name)
+    reading = read_keys(tables, weights, form_name)
     keys = {name: key for key, name in reading.match.names.items()}
     values: dict[str, Expression] = {}
     meaning: Mapping[str, Expression | None]
@@ -165,7 +165,7 @@ def map_by_model(
             values[fqn] = with_keys(source, keys)
     plan = Plan(tuple(Output(weights.path, fqn, source) for fqn, source in values.items()))
     if code is not None:
-        plan = left_to_code(plan, tables, weights, reading, code.arguments)
+        plan = with_model_run(plan, tables, weights, reading, code.arguments)
         values = {output.key: output.source for output in plan.outputs}
     _share(values, tables.first)
     canonical = {tensor.fqn: tensor.canonical for tensor in names.runtime}
@@ -189,7 +189,7 @@ def map_by_model(
 
 def _state_dict(tables: NameTables, weights: Section, reading: Reading) -> Section | None:
     """Return the weights as the model loads them; None if only its own code can compute them."""
-    moved = move(tables, weights, reading, SERIALIZED)
+    moved = plan_form_change(tables, weights, reading, SERIALIZED)
     try:
         return apply(moved.plan, Checkpoint.of(weights)).section(weights.path)
     except Refused:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.naming.match import base_names, match, split_call, unlike
+from ckpttool.naming.match import base_names, match, pair_different_keys, split_call
 
 CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
     # keys, names, expected matches
@@ -110,8 +110,8 @@ def test_canonical_names_match_too() -> None:
 
 
 def test_a_name_is_not_below_itself() -> None:
-    assert unlike((set(), set()), [""], ["b"]) == {}
-    assert unlike((set(), set()), ["b", "c"], ["a.b", "a.c"]) == {
+    assert pair_different_keys((set(), set()), [""], ["b"]) == {}
+    assert pair_different_keys((set(), set()), ["b", "c"], ["a.b", "a.c"]) == {
         "b": "a.b",
         "c": "a.c",
     }

@@ -88,10 +88,10 @@ def test_like_accepts_an_open_checkpoint_and_does_not_overwrite_it(tmp_path: Pat
     assert torch.load(out).keys() == torch.load(other).keys()
 
 
-def test_empty_checkpoint_has_no_name_in_common(tmp_path: Path) -> None:
+def test_empty_checkpoint_has_no_key_in_common(tmp_path: Path) -> None:
     torch.save(GATE, tmp_path / "source.pt")
     torch.save(nn.Module().state_dict(), tmp_path / "empty.pt")
-    with pytest.raises(CkptError, match="no name in common"):
+    with pytest.raises(CkptError, match="no key in common"):
         ckpttool.remap(
             str(tmp_path / "source.pt"), str(tmp_path / "out.pt"), like=str(tmp_path / "empty.pt")
         )

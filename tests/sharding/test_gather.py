@@ -332,7 +332,9 @@ def test_names_of_one_group_only_are_not_read(run: Run, tmp_path: Path) -> None:
     written = torch.load(tmp_path / "out.pt")["optimizer"]
     first, second = written["param_groups"]
     assert (first["lr"], second["lr"]) == (0.1, 0.2)
-    names = dict(zip([*first["params"], *second["params"]], ["scale", "inner.weight", "inner.bias"]))
+    names = dict(
+        zip([*first["params"], *second["params"]], ["scale", "inner.weight", "inner.bias"])
+    )
     shapes = {name: parameter.shape for name, parameter in Flat().named_parameters()}
     assert {names[param]: row["exp_avg"].shape for param, row in written["state"].items()} == shapes
 
