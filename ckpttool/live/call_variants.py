@@ -22,7 +22,7 @@ from ckpttool.naming.match import split_call
 from ckpttool.tracing.memory import Token, token
 
 
-class _Home(NamedTuple):
+class _Placement(NamedTuple):
     """One place of a variant: ``parent._modules[name]``. `fqn` is None if it has none."""
 
     fqn: str | None
@@ -39,7 +39,7 @@ def variants(module: nn.Module, fqn: str, *, shared: bool = True) -> tuple[str, 
     program can tell: the same class with the same tensors, at least one. Raises `CkptError` if
     there is no such submodule.
     """
-    return _fqns(_homes(module, fqn, shared))
+    return _fqns(_placements(module, fqn, shared))
 
 
 def swap_module(
@@ -56,15 +56,17 @@ def swap_module(
             f"{fqn}: {a(new)} is not an nn.Module",
             hint="swap_attribute changes parameters and buffers",
         )
-    homes = _homes(module, fqn, shared)
+    placements = _placements(module, fqn, shared)
     problems: dict[Problem, None] = {}
-    for home in homes:
-        for node in _calls_of(home):
+    for placement in placements:
+        for node in _calls_of(placement):
             try:
                 inspect.signature(new.forward).bind(*node.args, **node.kwargs)
             except TypeError as error:
                 given = ", ".join([*map(str, node.args), *(f"{key}=…" for key in node.kwargs)])
-                problem = Problem(f"called with ({given}): {error}", home.fqn or home.name)
+                problem = Problem(
+                    f"called with ({given}): {error}", placement.fqn or placement.name
+                )
                 problems[problem] = None
     if problems:
         raise Refused(
@@ -73,9 +75,9 @@ def swap_module(
             " as in the model",
             problems=list(problems),
         )
-    for home in homes:
-        home.parent._modules[home.name] = new
-    return _fqns(homes)
+    for placement in placements:
+        placement.parent._modules[placement.name] = new
+    return _fqns(placements)
 
 
 def swap_attribute(
@@ -89,13 +91,13 @@ def swap_attribute(
     old one. Raises `Refused`, with nothing changed, if the value does not fit or the variants hold
     different ones.
     """
-    holders = _holders(module, fqn, shared)
-    first = holders[0]
+    slots = _attribute_slots(module, fqn, shared)
+    first = slots[0]
     problems = []
-    for holder in holders:
-        if not same_value(holder.value, first.value):
+    for slot in slots:
+        if not same_value(slot.value, first.value):
             text = f"not the value of {first.path}.{first.name}"
-            problems.append(Problem(text, f"{holder.path}.{holder.name}"))
+            problems.append(Problem(text, f"{slot.path}.{slot.name}"))
     if problems:
         raise Refused(
             f"the variants of {fqn} hold different values",
@@ -105,14 +107,14 @@ def swap_attribute(
     is_function = callable(new) and not isinstance(new, (nn.Module, type))
     value = _fitted(first.value, new(first.value) if is_function else new, fqn, first.kind)
     fqns: dict[str, None] = {}
-    for holder in holders:
-        holder.table[holder.name] = value
-        if holder.path is not None:
-            fqns[f"{holder.path}.{holder.name}".lstrip(".")] = None
+    for slot in slots:
+        slot.table[slot.name] = value
+        if slot.path is not None:
+            fqns[f"{slot.path}.{slot.name}".lstrip(".")] = None
     return tuple(fqns)
 
 
-class _Holder(NamedTuple):
+class _AttributeSlot(NamedTuple):
     """The place in which a variant of a submodule keeps an attribute: a table of its parameters, of
     its buffers, or of other attributes. `path` is None for a variant without an FQN.
     """
@@ -127,7 +129,7 @@ class _Holder(NamedTuple):
         return self.table[self.name]
 
 
-def _holders(module: nn.Module, fqn: str, shared: bool) -> list[_Holder]:
+def _attribute_slots(module: nn.Module, fqn: str, shared: bool) -> list[_AttributeSlot]:
     """Return where all variants keep the attribute. Raises `CkptError` if it is a submodule, or if
     none has it.
     """
@@ -135,9 +137,9 @@ def _holders(module: nn.Module, fqn: str, shared: bool) -> list[_Holder]:
     bodies: list[tuple[str | None, nn.Module]] = [("", module)]
     if parent:
         bodies = []
-        for home in _homes(module, parent, shared):
-            bodies += _bodies(home.fqn, home.module)
-    holders = []
+        for placement in _placements(module, parent, shared):
+            bodies += _bodies(placement.fqn, placement.module)
+    slots = []
     for path, body in bodies:
         if name in body._modules:
             raise CkptError(f"{fqn} is a submodule", hint="swap_module changes it")
@@ -148,72 +150,74 @@ def _holders(module: nn.Module, fqn: str, shared: bool) -> list[_Holder]:
         )
         for table, kind in tables:
             if name in table:
-                holders.append(_Holder(path, table, name, kind))
+                slots.append(_AttributeSlot(path, table, name, kind))
                 break
-    if not holders:
+    if not slots:
         text = f"{parent or 'the module'} has no attribute {name!r}"
         raise CkptError(text, hint="variants() lists submodules")
-    return holders
+    return slots
 
 
 # Which submodules are variants
 
 
-def _calls_of(home: _Home) -> Iterator[torch.fx.Node]:
+def _calls_of(placement: _Placement) -> Iterator[torch.fx.Node]:
     """Yield the calls of the module in the graph around it."""
-    graph = getattr(home.parent, "graph", None)
+    graph = getattr(placement.parent, "graph", None)
     if isinstance(graph, torch.fx.Graph):
         for node in graph.nodes:
-            if node.op == "call_module" and node.target == home.name:
+            if node.op == "call_module" and node.target == placement.name:
                 yield node
 
 
-def _fqns(homes: list[_Home]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(home.fqn for home in homes if home.fqn is not None))
+def _fqns(placements: list[_Placement]) -> tuple[str, ...]:
+    return tuple(
+        dict.fromkeys(placement.fqn for placement in placements if placement.fqn is not None)
+    )
 
 
-def _homes(root: nn.Module, fqn: str, shared: bool) -> list[_Home]:
+def _placements(root: nn.Module, fqn: str, shared: bool) -> list[_Placement]:
     if not fqn:
         raise CkptError("the root module has no variants", hint="name a submodule")
-    homes = _path_homes(root, fqn)
-    if not homes:
+    placements = _path_placements(root, fqn)
+    if not placements:
         raise CkptError(f"no submodule {fqn!r}", hint="`dict(module.named_modules())` lists them")
     if shared:
-        module = homes[0].module
+        module = placements[0].module
         tensors = _tensors(module)
-        seen = {home.fqn for home in homes}
+        seen = {placement.fqn for placement in placements}
         for path, other in root.named_modules(remove_duplicate=False):
             if not path or path in seen:
                 continue
             has_same_tensors = bool(tensors) and _tensors(other) == tensors
             if other is module or (has_same_tensors and _may_have_one_class(module, other)):
-                homes += _path_homes(root, path)
-                seen.update(home.fqn for home in homes)
-    return homes
+                placements += _path_placements(root, path)
+                seen.update(placement.fqn for placement in placements)
+    return placements
 
 
-def _path_homes(root: nn.Module, fqn: str) -> list[_Home]:
-    """Return the homes of every variant of the path, level by level; those with an FQN first.
+def _path_placements(root: nn.Module, fqn: str) -> list[_Placement]:
+    """Return the placements of every variant of the path, level by level; those with an FQN first.
 
     If the program has `layers` and `layers@1`, each with `0` and `0@1`, ``layers.0`` has four.
     """
     parents: list[tuple[str | None, nn.Module]] = [("", root)]
-    homes: list[_Home] = []
+    placements: list[_Placement] = []
     for segment in fqn.split("."):
-        children: list[_Home] = []
+        children: list[_Placement] = []
         for parent_path, parent in parents:
             for path, body in _bodies(parent_path, parent):
                 children += _children(path, body)
-        homes = _variants_of(segment, children)
-        parents = [(home.fqn, home.module) for home in homes]
-    return homes
+        placements = _variants_of(segment, children)
+        parents = [(placement.fqn, placement.module) for placement in placements]
+    return placements
 
 
-def _children(path: str | None, body: nn.Module) -> Iterator[_Home]:
+def _children(path: str | None, body: nn.Module) -> Iterator[_Placement]:
     for name, child in body._modules.items():
         if child is not None:
             fqn = None if path is None else f"{path}.{name}".lstrip(".")
-            yield _Home(fqn, body, name, child)
+            yield _Placement(fqn, body, name, child)
 
 
 def _bodies(fqn: str | None, module: nn.Module) -> Iterator[tuple[str | None, nn.Module]]:
@@ -230,24 +234,30 @@ def _call_modules(module: nn.Module) -> list[nn.Module]:
     return list(called.values())
 
 
-def _variants_of(segment: str, children: list[_Home]) -> list[_Home]:
-    """Return the children with the name `segment`, and their call variants."""
-    named = [home for home in children if home.name == segment]
+def _variants_of(segment: str, children: list[_Placement]) -> list[_Placement]:
+    """Return the children with the name `segment`, and their call variants.
+
+    children  gate, gate@1, gate@2, head     gate@1  ─▶  base gate  ─▶  gate, gate@1, gate@2
+
+    A user's own module may be called ``gate@1``: it is a family of its own.
+    """
+    named = [placement for placement in children if placement.name == segment]
     base = split_call(segment)[0]
-    # the name of a variant, unless it is the name of a module of the user's own
     if base != segment:
-        roots = [home for home in children if home.name == base]
+        roots = [placement for placement in children if placement.name == base]
         if roots and named and _is_same(roots[0].module, named[0].module):
             named = roots
     if not named:
         return []
     root = named[0]
     family = []
-    for home in children:
-        has_name = root.name in (home.name, split_call(home.name)[0])
-        if has_name and _is_same(root.module, home.module):
-            family.append(home)
-    return sorted(family, key=lambda home: (home.fqn is None, home.parent is not root.parent))
+    for placement in children:
+        has_name = root.name in (placement.name, split_call(placement.name)[0])
+        if has_name and _is_same(root.module, placement.module):
+            family.append(placement)
+    return sorted(
+        family, key=lambda placement: (placement.fqn is None, placement.parent is not root.parent)
+    )
 
 
 def _is_same(left: nn.Module, right: nn.Module) -> bool:

@@ -50,16 +50,17 @@ Model = Union[
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveTarget:
     """`tensors`: canonical FQN -> parameter or persistent buffer. `constants` are in no state dict.
-    They stay, except for tensors that the model's loading computes, if these can be changed
-    (`remade`). `compared`: whether they are compared with the model's; the constants of a module
-    are its own state, and are not.
+
+    `loads_constants`: a constant that the model's loading computes gets its new value; all others
+    stay. `compares_constants`: the constants are compared with the model's; those of a module are
+    its own state, and are not.
     """
 
     title: str
     tensors: Mapping[str, torch.Tensor]
     constants: Mapping[str, object] = field(default_factory=dict)
-    remade: bool = True
-    compared: bool = True
+    loads_constants: bool = True
+    compares_constants: bool = True
 
 
 def innermost(module: nn.Module) -> nn.Module:
@@ -82,7 +83,7 @@ def innermost(module: nn.Module) -> nn.Module:
 
 def module_target(module: nn.Module) -> LiveTarget:
     """Return the module's runtime tensors, under names without the segments of wrappers (compile,
-    DDP, ...).
+    DDP, ...). Raise `Refused` if it has lazy parameters.
     """
     paths, items = wrapper_paths(module), listed(module)
     count = Counter(strip(item.fqn, paths) for item in items)
@@ -91,7 +92,10 @@ def module_target(module: nn.Module) -> LiveTarget:
     for item in items:
         name = strip(item.fqn, paths)
         name = name if count[name] == 1 else item.fqn
-        (tensors if item.persistent else constants)[name] = item.tensor
+        if item.persistent:
+            tensors[name] = item.tensor
+        else:
+            constants[name] = item.tensor
     lazy = [name for name, tensor in tensors.items() if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise Refused(
@@ -99,13 +103,16 @@ def module_target(module: nn.Module) -> LiveTarget:
             hint="run the module once on an example, then swap",
             problems=same_problem("a lazy parameter: it has no shape", lazy),
         )
-    return LiveTarget(type(module).__name__, tensors, constants, compared=False)
+    return LiveTarget(type(module).__name__, tensors, constants, compares_constants=False)
 
 
 def program_target(program: ExportedProgram) -> LiveTarget:
     """Return the program's state dict; its constants are lifted from its code and stay."""
     return LiveTarget(
-        "ExportedProgram", dict(program.state_dict), dict(program.constants), remade=False
+        "ExportedProgram",
+        dict(program.state_dict),
+        dict(program.constants),
+        loads_constants=False,
     )
 
 
@@ -144,7 +151,7 @@ def package_target(package: Any, model: Model | None) -> LiveTarget:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed(Payload):
+class SpecialTensor(Payload):
     """The payload of a tensor that is not dense; its parts are compared."""
 
     tensor: torch.Tensor
@@ -193,7 +200,7 @@ def section_of(state_dict: Mapping[str, object]) -> Section:
     tensors: list[TensorEntry] = []
     extras: list[ExtraEntry] = []
     storages: dict[int, Storage] = {}
-    first: dict[object, Packed] = {}
+    first: dict[object, SpecialTensor] = {}
     check_memory(
         (key, value) for key, value in state_dict.items() if isinstance(value, torch.Tensor)
     )
@@ -204,7 +211,7 @@ def section_of(state_dict: Mapping[str, object]) -> Section:
                 hint="pass model.state_dict()",
             )
         if isinstance(value, torch.Tensor):
-            packed = first.setdefault(_mark(value), Packed(value))
+            packed = first.setdefault(_mark(value), SpecialTensor(value))
             tensors.append(_entry(key, value, storages, packed))
         else:  # a file holds plain values as they are
             plain = _is_plain(value)
@@ -240,7 +247,7 @@ def _description(tensor: torch.Tensor) -> str:
 
 
 def _entry(
-    key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: Packed
+    key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: SpecialTensor
 ) -> TensorEntry:
     shape, dtype, layout = shape_of(tensor) or (), dtype_name(tensor.dtype), layout_of(tensor)
     if layout != "strided":
@@ -329,7 +336,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
     return local if type(local) is torch.Tensor and local.layout == torch.strided else None
 
 
-def placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def sharded_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a complete tensor sharded as the DTensor `like`; each rank takes its part of the
     tensor that it has.
     """

@@ -24,7 +24,7 @@ from ckpttool.core.text import plural
 from ckpttool.evaluate import torch_eval
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import comparing_checksums, map_span
-from ckpttool.live.model import innermost, placed
+from ckpttool.live.model import innermost, sharded_like
 from ckpttool.live.swap import swap_weights
 from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing.build_model import describe
@@ -173,7 +173,7 @@ def _optimizer_state(
         tensor = torch_eval.load(part)
         if path[0] == "state" and path[1].isdecimal():
             parameter = parameters[int(path[1])]
-            return placed(tensor, parameter) if tensor.shape == parameter.shape else tensor
+            return sharded_like(tensor, parameter) if tensor.shape == parameter.shape else tensor
         return tensor
 
     with comparing_checksums():

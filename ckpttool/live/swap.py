@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol, Union
+from typing import Any, Literal, Protocol, Union
 
 import torch
 from torch import nn
@@ -33,9 +33,9 @@ from ckpttool.live.model import (
     model_in,
     module_target,
     package_target,
-    placed,
     program_target,
     section_of,
+    sharded_like,
 )
 from ckpttool.operands.model import ModelOperand
 from ckpttool.swap.misfit import HINTS, Advice, Misfit
@@ -138,15 +138,15 @@ def swap_weights(
 
     options = SwapOptions(cast=cast, constants=constants, keep_constants=keep_constants)
 
-    def planned(goal: LiveTarget) -> _PlannedSwap:
-        return _planned(goal, state, model, options)
+    def make_plan(goal: LiveTarget) -> _SwapPlan:
+        return _plan_swap(goal, state, model, options)
 
     if isinstance(target, nn.Module):
-        return _swap_in_module(target, planned, in_place is not False)
+        return _swap_in_module(target, make_plan, in_place is not False)
     if isinstance(target, ExportedProgram):
-        return _swap_in_program(target, planned, bool(in_place))
+        return _swap_in_program(target, make_plan, bool(in_place))
     if hasattr(target, "load_constants"):
-        return _swap_in_package(target, planned, model)
+        return _swap_in_package(target, make_plan, model)
     raise CkptError(
         f"{a(target)} holds no weights that can be swapped",
         hint="pass an nn.Module, an ExportedProgram or what torch._inductor.aoti_load_package"
@@ -154,30 +154,30 @@ def swap_weights(
     )
 
 
-def _swap_in_module(module: nn.Module, planned: Planned, in_place: bool) -> Swapped:
+def _swap_in_module(module: nn.Module, make_plan: Planner, in_place: bool) -> Swapped:
     if not in_place:
         check_replaceable(module)
     with at_rest(module):
         target = module_target(module)
-        plan = planned(target)
-        news = stage(plan.new_in(target), plan.sources, plan.state)
+        plan = make_plan(target)
+        replacements = stage(plan.new_in(target), plan.sources, plan.state)
         if in_place:
-            check_in_place(news)
-            _write(news)
+            check_in_place(replacements)
+            _write(replacements)
         else:
-            _put(_replacements(news), module)
+            _put(_replacements(replacements), module)
     return plan.result
 
 
-def _swap_in_program(program: ExportedProgram, planned: Planned, in_place: bool) -> Swapped:
+def _swap_in_program(program: ExportedProgram, make_plan: Planner, in_place: bool) -> Swapped:
     target = program_target(program)
-    plan = planned(target)
-    news = stage(plan.new_in(target), plan.sources, plan.state)
+    plan = make_plan(target)
+    replacements = stage(plan.new_in(target), plan.sources, plan.state)
     if in_place:
-        check_in_place(news)
-        _write(news)
+        check_in_place(replacements)
+        _write(replacements)
         return plan.result
-    fresh = _replacements(news)
+    fresh = _replacements(replacements)
     program._state_dict = {
         fqn: fresh.get(id(tensor), tensor) for fqn, tensor in program.state_dict.items()
     }
@@ -187,8 +187,9 @@ def _swap_in_program(program: ExportedProgram, planned: Planned, in_place: bool)
     return plan.result
 
 
-def _swap_in_package(package: Any, planned: Planned, model: Model | None) -> Swapped:
-    # its `load_constants` frees memory that is not its own, and the process aborts
+def _swap_in_package(package: Any, make_plan: Planner, model: Model | None) -> Swapped:
+    # Before 2.7 its `load_constants` frees memory that is not its own, and the process aborts.
+    # The version is a `TorchVersion`, which compares numbers and not text.
     if torch.__version__ < "2.7":
         raise CkptError(
             f"torch {torch.__version__} cannot swap weights in a package",
@@ -196,20 +197,22 @@ def _swap_in_package(package: Any, planned: Planned, model: Model | None) -> Swa
         )
     target = package_target(package, model)
     try:
-        plan = planned(target)
+        plan = make_plan(target)
     except Refused as error:
+        if all(problem.kind != "left_over" for problem in error.problems):
+            raise
         raise Refused(
             error.message, hint=f"{error.hint}; {_COMPILED_IN}", problems=error.problems
         ) from None
     values = {}
     for fqn, old in plan.new_in(target).items():
-        values[fqn] = laid_out(plan.sources[fqn], old, plan.state)
+        values[fqn] = with_layout_of(plan.sources[fqn], old, plan.state)
     package.load_constants(values, check_full_update=False)
     return plan.result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _PlannedSwap:
+class _SwapPlan:
     """A checked swap: the `sources` of `result`, but with tensors in `state` for what the model's
     code computed.
     """
@@ -224,12 +227,12 @@ class _PlannedSwap:
         return {fqn: old for fqn, old in every.items() if fqn in self.sources}
 
 
-Planned = Callable[[LiveTarget], _PlannedSwap]
+Planner = Callable[[LiveTarget], _SwapPlan]
 
 
-def _planned(
+def _plan_swap(
     target: LiveTarget, state: Mapping[str, object], model: Model | None, options: SwapOptions
-) -> _PlannedSwap:
+) -> _SwapPlan:
     """Plan and refuse as the command does, on an index of what is in memory."""
     sections = (
         section_of(target.tensors),
@@ -243,8 +246,8 @@ def _planned(
             section_of(state),
             operand,
             options,
-            remade=target.remade,
-            compare=target.compared,
+            remade=target.loads_constants,
+            compare=target.compares_constants,
         )
     except Misfit as error:
         hint = _HINTS.get(error.advice, "compare the keys of the two")
@@ -263,13 +266,13 @@ def _planned(
     swapped = Swapped(
         result.sources, result.form, result.ignored, kept, result.by_code, result.compared
     )
-    return _PlannedSwap(swapped, sources, values)
+    return _SwapPlan(swapped, sources, values)
 
 
 # Writing
 
 
-def _write(news: Sequence[New]) -> None:
+def _write(replacements: Sequence[Replacement]) -> None:
     """Give every old tensor its new value; every reference to it stays valid, and sees the new
     value.
 
@@ -278,7 +281,7 @@ def _write(news: Sequence[New]) -> None:
     Ctrl-C waits for its end.
     """
     olds, values = [], []
-    for new in news:
+    for new in replacements:
         if new.memory is not None:
             old, value = new.memory
             # No call that takes many tensors writes through a lazy conjugation or negation.
@@ -288,10 +291,10 @@ def _write(news: Sequence[New]) -> None:
                 old, value = torch._neg_view(old), torch._neg_view(value)
             olds.append(old)
             values.append(value)
-    swapped: list[New] = []
+    swapped: list[Replacement] = []
     with uninterrupted():
         try:
-            for new in news:
+            for new in replacements:
                 if new.memory is None:
                     grad, trains = new.old.grad, new.old.requires_grad  # these stay with the name
                     torch.utils.swap_tensors(new.old, new.value)
@@ -314,30 +317,31 @@ def _write(news: Sequence[New]) -> None:
             raise
 
 
-def _replacements(news: Sequence[New]) -> dict[int, torch.Tensor]:
+def _replacements(replacements: Sequence[Replacement]) -> dict[int, torch.Tensor]:
     """Return the replacement for each old tensor, by its id: of its class, strides, attributes and
     `requires_grad`, without a gradient, and in new memory that is shared if the old tensors share
     theirs.
     """
     fresh: dict[int, torch.Tensor] = {}
-    by_memory: defaultdict[int, list[New]] = defaultdict(list)
-    for new in news:
-        if new.whole:
+    by_memory: defaultdict[tuple[str, int], list[Replacement]] = defaultdict(list)
+    for new in replacements:
+        if new.way != "copy":
             fresh[id(new.old)] = new.value
-        else:
-            memory = address(new.old) if new.old.numel() else id(new.old)
-            by_memory[memory].append(new)
+            continue
+        # of empty tensors, which have no memory, each is alone
+        memory = ("address", address(new.old)) if new.old.numel() else ("object", id(new.old))
+        by_memory[memory].append(new)
     with torch.no_grad():
         for group in by_memory.values():
             for new, value in zip(group, _in_new_memory(group)):
-                fresh[id(new.old)] = _in_place_of(new.old, value)
+                fresh[id(new.old)] = _as_class_of(new.old, value)
     return fresh
 
 
-def _in_new_memory(group: list[New]) -> Sequence[torch.Tensor]:
+def _in_new_memory(group: list[Replacement]) -> Sequence[torch.Tensor]:
     """Return the new values of tensors that share memory, in other memory that they share."""
     if len({token(new.old) for new in group}) > 1:
-        return arranged(group)
+        return in_shared_memory(group)
     first = group[0]
     value = first.value
     if not first.is_own or value.stride() != first.old.stride():
@@ -345,9 +349,9 @@ def _in_new_memory(group: list[New]) -> Sequence[torch.Tensor]:
     return [value.detach() for _ in group]
 
 
-def _in_place_of(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the value as a tensor of the old one's class, which adds no behavior to a plain
-    tensor.
+def _as_class_of(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the value as a tensor of the old one's class with its attributes, so that hooks and
+    attributes of the old tensor stay.
     """
     tensor: torch.Tensor = torch.Tensor._make_subclass(type(old), value, old.requires_grad)
     tensor.__dict__.update(old.__dict__)
@@ -394,24 +398,23 @@ def _tables(module: nn.Module, seen: set[int]) -> Iterator[Any]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class New:
-    """The value for one tensor of the target. With `whole`, `value` is a tensor object to be
-    swapped for the old one; otherwise its elements are copied into the old one's memory. `is_own`:
-    nothing else uses the memory of `value`.
+class Replacement:
+    """The value for one tensor of the target, and the way in which a swap in place puts it there:
+    its elements are copied into the old tensor's memory (``copy``), this rank's part of a DTensor
+    is (``copy_local``), or the two tensor objects are swapped (``swap_object``). `is_own`: nothing
+    else uses the memory of `value`.
     """
 
     fqn: str
     old: torch.Tensor
     value: torch.Tensor
-    whole: bool
+    way: Literal["copy", "copy_local", "swap_object"]
     is_own: bool = False
 
     @property
     def memory(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The memory to write, and its new value: of a DTensor this rank's part. None for swapped
-        objects.
-        """
-        if not self.whole:
+        """The memory to write, and its new value; None for swapped objects."""
+        if self.way == "copy":
             return self.old, self.value
         old, value = local_part(self.old), local_part(self.value)
         return None if old is None or value is None else (old, value)
@@ -419,7 +422,7 @@ class New:
 
 def stage(
     tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Expression], state: Mapping[str, Any]
-) -> list[New]:
+) -> list[Replacement]:
     """Return a new value for every tensor object, of its dtype and shape and on its device.
 
     It may be a tensor of `state` itself, unless that is in memory that will be written. Raises
@@ -427,22 +430,22 @@ def stage(
     """
     blocks = _blocks(tensors.values())
     problems: list[Problem] = []
-    news: dict[int, New] = {}
+    replacements: dict[int, Replacement] = {}
     for fqn, old in tensors.items():
-        if id(old) in news:
+        if id(old) in replacements:
             continue  # planning has compared the values for the names of one tensor
         try:
-            news[id(old)] = _new(fqn, old, _value(sources[fqn], state), blocks)
+            replacements[id(old)] = _new(fqn, old, _value(sources[fqn], state), blocks)
         except (RuntimeError, TypeError, ValueError, NotImplementedError, CkptError) as error:
             problems.append(Problem(_reason(error), fqn))
-    problems += _overlaps(list(news.values()))
+    problems += _overlaps(list(replacements.values()))
     if problems:
         raise Refused(
             f"the weights do not fit: {plural(len(problems), 'problem')}",
-            hint="nothing was changed; the problems say what stands against it",
+            hint="nothing was changed; fix the problems listed above",
             problems=problems,
         )
-    return list(news.values())
+    return list(replacements.values())
 
 
 def _blocks(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
@@ -476,25 +479,29 @@ def _value(source: Expression, state: Mapping[str, Any]) -> torch.Tensor:
 
 def _new(
     fqn: str, old: torch.Tensor, value: torch.Tensor, blocks: Sequence[tuple[int, int]]
-) -> New:
+) -> Replacement:
     if "meta" in (old.device.type, value.device.type):
         which = "it" if old.device.type == "meta" else "its new value"
         raise CkptError(
             f"{which} is on the meta device and has no data", hint="materialize it first"
         )
     if layout_of(old) != "strided" or layout_of(value) != "strided":
-        return New(fqn, old, _loaded(old, placed(value, old)), True)
+        loaded = _loaded(old, sharded_like(value, old))
+        has_local_parts = local_part(old) is not None and local_part(loaded) is not None
+        return Replacement(fqn, old, loaded, "copy_local" if has_local_parts else "swap_object")
     fitted = value.to(device=old.device, dtype=old.dtype)
-    begin, end = _extent(fitted)
-    at = bisect_left(blocks, (end,))
-    will_be_written = at > 0 and blocks[at - 1][1] > begin and token(fitted) != token(old)
-    return New(
-        fqn,
-        old,
-        fitted.clone() if will_be_written else fitted,
-        False,
-        will_be_written or fitted is not value,
-    )
+    will_be_written = _overlaps_block(fitted, blocks) and token(fitted) != token(old)
+    is_own = will_be_written or fitted is not value
+    return Replacement(fqn, old, fitted.clone() if will_be_written else fitted, "copy", is_own)
+
+
+def _overlaps_block(tensor: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> bool:
+    """Return True if the tensor shares a byte with one of the `blocks`, which are sorted and
+    disjoint.
+    """
+    begin, end = _extent(tensor)
+    before_end = bisect_left(blocks, (end,))  # blocks that begin before the tensor ends
+    return before_end > 0 and blocks[before_end - 1][1] > begin
 
 
 def _loaded(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -518,19 +525,19 @@ def _loaded(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _overlaps(news: list[New]) -> list[Problem]:
+def _overlaps(replacements: list[Replacement]) -> list[Problem]:
     """Return tensors that share memory and get different values for it, tried on a copy of the
     memory.
     """
-    by_memory: defaultdict[int, list[New]] = defaultdict(list)
-    for new in news:
-        if not new.whole and new.old.numel():
+    by_memory: defaultdict[int, list[Replacement]] = defaultdict(list)
+    for new in replacements:
+        if new.way == "copy" and new.old.numel():
             by_memory[address(new.old)].append(new)
     problems = []
     for group in by_memory.values():
         # Planning knows names of one storage, but not two storages that numpy has given the same
         # memory.
-        first: dict[Token, New] = {}
+        first: dict[Token, Replacement] = {}
         for new in group:
             other = first.setdefault(token(new.old), new)
             if not same_bits(other.value, new.value):
@@ -539,7 +546,7 @@ def _overlaps(news: list[New]) -> list[Problem]:
         if len(distinct) < 2:
             continue
         try:
-            views = arranged(distinct)
+            views = in_shared_memory(distinct)
         except RuntimeError as error:  # one of them is expanded
             problems += [Problem(_reason(error), new.fqn) for new in distinct]
             continue
@@ -551,7 +558,7 @@ def _overlaps(news: list[New]) -> list[Problem]:
     return problems
 
 
-def arranged(group: list[New]) -> list[torch.Tensor]:
+def in_shared_memory(group: list[Replacement]) -> list[torch.Tensor]:
     """Return tensors with the new values in new memory, which they share as the old ones do."""
     storage = max(
         (new.old.untyped_storage() for new in group), key=torch.UntypedStorage.nbytes
@@ -568,13 +575,13 @@ def arranged(group: list[New]) -> list[torch.Tensor]:
     return views
 
 
-def check_in_place(news: Sequence[New]) -> None:
+def check_in_place(replacements: Sequence[Replacement]) -> None:
     """Raise `Refused`, with all problems at once, if a tensor's memory or object cannot take its
     new value.
     """
     problems = []
     places = []
-    for new in news:
+    for new in replacements:
         if new.memory is None:
             if weakref.getweakrefs(new.old):
                 problems.append(Problem("a weak reference to it would see the swap", new.fqn))
@@ -601,7 +608,9 @@ def check_in_place(news: Sequence[New]) -> None:
         )
 
 
-def laid_out(source: Expression, like: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
+def with_layout_of(
+    source: Expression, like: torch.Tensor, state: Mapping[str, Any]
+) -> torch.Tensor:
     """Return the value in new memory with the strides and dtype of `like`, on its device if that
     has data.
     """

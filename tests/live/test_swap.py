@@ -961,6 +961,7 @@ def test_a_loaded_package_accepts_only_valid_weights(package: Any, tmp_path: Pat
         with pytest.raises(Refused) as refused:
             swap_weights(compiled, {**good.state_dict(), **broken}, model=model)
         assert problems(refused) == {expected}
+        assert ("compiled into a package's code" in refused.value.hint) is ("spare" in broken)
         assert torch.equal(compiled(x), start)
     with pytest.raises(Refused) as other:
         swap_weights(compiled, nn.Linear(2, 2).state_dict(), model=nn.Linear(2, 2))
