@@ -16,13 +16,19 @@ _BLANKS = " \t\n\r"
 
 def read_file(path: str, hint: str) -> Any:
     """Return the JSON value in the file. Raises `CkptError` with `hint` if it is not JSON."""
+    value, _ = read_value_and_text(path, hint)
+    return value
+
+
+def read_value_and_text(path: str, hint: str) -> tuple[Any, bytes]:
+    """Return the JSON value in the file, and its bytes. Raises as `read_file`."""
     most = limits().json_bytes
     with opened(path, pipes=True) as file:
         data = file.read(most + 1)
     try:
         if len(data) > most:
             raise ValueError(f"it is longer: {limits().named('json_bytes')}")
-        return loads(data.decode("utf-8-sig"), surrogates=True)
+        return loads(data.decode("utf-8-sig"), surrogates=True), data
     except ValueError as error:
         raise CkptError(f"{path} is not JSON: {error}", hint=hint) from None
 

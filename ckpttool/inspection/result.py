@@ -109,7 +109,7 @@ class Inspection:
                 odd["NaN"].append(tensor.name)
             if stats.inf:
                 odd["infinite values"].append(tensor.name)
-            if _is_zero(stats):
+            if _has_only_zeros(stats):
                 odd["only zeros"].append(tensor.name)
         for what, names in odd.items():
             if names:
@@ -159,60 +159,25 @@ class Inspection:
         return states
 
 
-def _is_zero(stats: Statistics) -> bool:
+def _has_only_zeros(stats: Statistics) -> bool:
     """Return whether all values are 0. A single 0 is not odd: it may be a counter."""
     is_zero = stats.minimum == stats.maximum == 0 and not stats.nan and not stats.inf
     return is_zero and stats.zeros != 1
 
 
-# The lists of the JSON, one tuple for each item
+# The lists of the JSON: the members of an item, and below them the items, one tuple for each
 
 Rows = Iterator[tuple[object, ...]]
+_PLACE: Members = {"section": TEXT, "key": TEXT}
+_SECTION = row(
+    {"path": TEXT, "kind": one_of(*KINDS), "tensors": COUNT, "bytes": COUNT, "wrappers": TEXTS}
+)
 
 
 def _sections(inspection: Inspection) -> Rows:
     for section in inspection.checkpoint.sections:
         path, count = section.path, len(section.all_tensors())
         yield path, section.kind, count, section.nbytes, inspection.wrappers[path]
-
-
-def _tensors(inspection: Inspection) -> Rows:
-    for tensor in inspection.tensors():
-        entry = tensor.entry
-        inside = LEFT_OUT if tensor.inside is None else tensor.inside
-        stats = LEFT_OUT if inspection.statistics is None else tensor.stats
-        outline = entry.key, entry.dtype, entry.shape, entry.nbytes
-        yield tensor.section, *outline, tensor.alias_of, inside, stats
-
-
-def _extras(inspection: Inspection) -> Rows:
-    for section in inspection.checkpoint.sections:
-        for extra in section.extras:
-            yield section.path, extra.key
-
-
-def _flat_parameters(inspection: Inspection) -> Rows:
-    for section in inspection.checkpoint.sections:
-        for flat in flat_params(section):
-            yield section.path, flat.key, flat.unit, flat.numel
-
-
-def _adapters(inspection: Inspection) -> Rows:
-    for path, adapter in inspection.adapters.items():
-        count = sum(map(len, adapter.modules.values()))
-        yield path, adapter.kinds, adapter.modules, count, adapter.alone
-
-
-def _optimizers(inspection: Inspection) -> Rows:
-    for path, state in inspection.optimizers.items():
-        names = names_in_file(state)
-        groups = [(group.params, [*map(names.get, group.params)]) for group in state.groups]
-        yield path, state.form, groups
-
-
-def _unreached(inspection: Inspection) -> Rows:
-    for storage in inspection.checkpoint.unreached:
-        yield storage.path, storage.storage.nbytes, storage.is_referred
 
 
 _NUMBER = plain("a number", lambda value: isinstance(value, (int, float)), {"type": "number"})
@@ -225,14 +190,67 @@ _STATISTICS = record(
     },
     called={"min": "minimum", "max": "maximum"},
 )
-_PLACE: Members = {"section": TEXT, "key": TEXT}
-_SECTION = row(
-    {"path": TEXT, "kind": one_of(*KINDS), "tensors": COUNT, "bytes": COUNT, "wrappers": TEXTS}
-)
 _TENSOR = row(
     {**_PLACE, "dtype": TEXT, "shape": SHAPE, "bytes": COUNT, "alias_of": nullable(TEXT)},
     {"inside": TEXT, "stats": nullable(_STATISTICS)},
 )
+
+
+def _tensors(inspection: Inspection) -> Rows:
+    for tensor in inspection.tensors():
+        entry = tensor.entry
+        inside = LEFT_OUT if tensor.inside is None else tensor.inside
+        stats = LEFT_OUT if inspection.statistics is None else tensor.stats
+        outline = entry.key, entry.dtype, entry.shape, entry.nbytes
+        yield tensor.section, *outline, tensor.alias_of, inside, stats
+
+
+_EXTRA = row(_PLACE)
+
+
+def _extras(inspection: Inspection) -> Rows:
+    for section in inspection.checkpoint.sections:
+        for extra in section.extras:
+            yield section.path, extra.key
+
+
+_FLAT_PARAMETER = row({**_PLACE, "unit": TEXT, "elements": COUNT})
+
+
+def _flat_parameters(inspection: Inspection) -> Rows:
+    for section in inspection.checkpoint.sections:
+        for flat in flat_params(section):
+            yield section.path, flat.key, flat.unit, flat.numel
+
+
+_ADAPTER = row({"section": TEXT, "kinds": TEXTS, "modules": TEXTS, "tensors": COUNT, "alone": FLAG})
+
+
+def _adapters(inspection: Inspection) -> Rows:
+    for path, adapter in inspection.adapters.items():
+        count = sum(map(len, adapter.modules.values()))
+        yield path, adapter.kinds, adapter.modules, count, adapter.alone
+
+
+_GROUP = row({"params": list_of(either(TEXT, _NUMBER)), "names": list_of(nullable(TEXT))})
+_OPTIMIZER = row({"section": TEXT, "form": one_of(*FORMS), "groups": list_of(_GROUP)})
+
+
+def _optimizers(inspection: Inspection) -> Rows:
+    for path, state in inspection.optimizers.items():
+        names = names_in_file(state)
+        groups = [(group.params, [*map(names.get, group.params)]) for group in state.groups]
+        yield path, state.form, groups
+
+
+_UNREACHED = row({"path": TEXT, "bytes": COUNT, "referred": FLAG})
+
+
+def _unreached(inspection: Inspection) -> Rows:
+    for storage in inspection.checkpoint.unreached:
+        yield storage.path, storage.storage.nbytes, storage.is_referred
+
+
 _IMPORT = record(
     Import,
     {
@@ -245,8 +263,6 @@ _IMPORT = record(
         "called": COUNT,
     },
 )
-_ADAPTER = row({"section": TEXT, "kinds": TEXTS, "modules": TEXTS, "tensors": COUNT, "alone": FLAG})
-_GROUP = row({"params": list_of(either(TEXT, _NUMBER)), "names": list_of(nullable(TEXT))})
 INSPECT = record(
     Inspection,
     {
@@ -257,16 +273,14 @@ INSPECT = record(
         "tensors": list_of(_TENSOR),
         "globals": TEXTS,
         "imports": list_of(_IMPORT),
-        "extras": list_of(row(_PLACE)),
+        "extras": list_of(_EXTRA),
         "others": TEXTS,
-        "flat_parameters": list_of(row({**_PLACE, "unit": TEXT, "elements": COUNT})),
+        "flat_parameters": list_of(_FLAT_PARAMETER),
         "adapters": list_of(_ADAPTER),
-        "optimizers": list_of(
-            row({"section": TEXT, "form": one_of(*FORMS), "groups": list_of(_GROUP)})
-        ),
+        "optimizers": list_of(_OPTIMIZER),
         "metadata": OBJECT,
         "notes": notes_as("reader"),
-        "unreached": list_of(row({"path": TEXT, "bytes": COUNT, "referred": FLAG})),
+        "unreached": list_of(_UNREACHED),
         "kinds": list_of(KIND),
     },
     called={
@@ -289,7 +303,7 @@ INSPECT = record(
 
 def names_in_file(state: OptimizerState) -> dict[Param, str]:
     """Return the names of an optimizer's parameters in the file: in its keys, or in ``param_names``
-    of its groups.
+    of its groups, also if only some groups have names.
     """
     names = {}
     for group in state.groups:

@@ -11,7 +11,7 @@ from ckpttool.core.text import is_list_of_text
 from ckpttool.naming.wrappers import PEFT_ROOT
 from ckpttool.ruleset.patterns import compiled
 
-NAME = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 
 _UNCHANGED: tuple[object, ...] = (None, [], {}, "", "all-linear")
 _ABOUT_FILES = ("auto_mapping", "base_model_name_or_path", "revision")

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.containers import strict_json
 from ckpttool.core import expression as ex
@@ -19,14 +19,14 @@ from ckpttool.core.text import Info, Note
 from ckpttool.core.values import dataclass
 from ckpttool.formats.folders import companions, optimizers_in
 from ckpttool.formats.registry import recognize
-from ckpttool.io.files import is_dir, names_in, opened, size
+from ckpttool.io.files import is_dir, names_in
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.kinds.adapters import Adapter, adapter_of
 from ckpttool.kinds.quantized import quantized_weights
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import Target, same_folder
-from ckpttool.remapping.adapter_config import NAME, follow, moved_modules, shown
+from ckpttool.remapping.adapter_config import ADAPTER_CONFIG, follow, moved_modules, shown
 from ckpttool.remapping.options import FLOATS
 
 # The loader of a folder with these files wants the keys that they describe.
@@ -98,29 +98,30 @@ def companions_of(
     path, section = split(source.source)
     if section is not None or source.in_memory:
         return Companions()
-    to_folder = is_dir(path) and target.folder is not None
-    stays = to_folder and target.folder is not None and same_folder(path, target.folder)
+    folder = target.folder if is_dir(path) else None
+    to_folder = folder is not None
+    stays = folder is not None and same_folder(path, folder)
     decisions = _Decisions()
     if to_folder and not stays:
         decisions.copy(path, source, result.other_files)
-    elif is_dir(path) and target.folder is None and NAME in names_in(path):
-        text = f"{NAME} is not copied, and PEFT needs it: write a folder, -o OUT/"
+    elif is_dir(path) and target.folder is None and ADAPTER_CONFIG in names_in(path):
+        text = f"{ADAPTER_CONFIG} is not copied, and PEFT needs it: write a folder, -o OUT/"
         decisions.notes.append(Note(text, "remap"))
     if plan.dropped:
-        decisions.about_optimizers()
+        decisions.note_optimizers_keep_state()
     if all(output.is_unchanged for output in plan.outputs):
         return decisions.companions()
     if described or _keeps_keys(plan):
         before, after = _float_dtypes(source), _float_dtypes(result)
         if before != after:
-            decisions.about_dtype(path, after, stays=stays)
+            decisions.follow_dtype(path, after, stays=stays)
     else:
         is_dequantized = _is_dequantized(source, plan)
         out = target.folder or ""
-        decisions.about_configs(path, out, stays=stays, is_dequantized=is_dequantized)
+        decisions.leave_out_configs(path, out, stays=stays, is_dequantized=is_dequantized)
         if not stays:
-            decisions.about_order_of_optimizers()
-    decisions.about_adapter(path, plan, new_base, to_folder=to_folder)
+            decisions.note_optimizers_keep_order()
+    decisions.follow_adapter(path, plan, new_base, to_folder=to_folder)
     return decisions.companions()
 
 
@@ -143,7 +144,9 @@ class _Decisions:
             self.files[name] = join(folder, name)
         self.left_out.update(_others(folder, source, self.files))
 
-    def about_configs(self, folder: str, out: str, *, stays: bool, is_dequantized: bool) -> None:
+    def leave_out_configs(
+        self, folder: str, out: str, *, stays: bool, is_dequantized: bool
+    ) -> None:
         """Leave files out that describe the old keys, or say what to check if the output `stays` in
         the folder. A configuration that describes the keys without quantization too loses only how
         it is quantized.
@@ -167,7 +170,7 @@ class _Decisions:
                     f" it, run `cp {quote(path)} {quote(join(out, name))}`"
                 )
 
-    def about_order_of_optimizers(self) -> None:
+    def note_optimizers_keep_order(self) -> None:
         """Say that copied optimizers keep the order of the parameters."""
         for name in optimizers_in(list(self.files)):
             self.notes.append(
@@ -175,7 +178,7 @@ class _Decisions:
                 " saved them"
             )
 
-    def about_optimizers(self) -> None:
+    def note_optimizers_keep_state(self) -> None:
         """Say that copied optimizers do not lose the state of parameters that are left out."""
         for name in optimizers_in(list(self.files)):
             self.notes.append(
@@ -183,7 +186,7 @@ class _Decisions:
                 " parameters that are left out"
             )
 
-    def about_dtype(self, folder: str, dtypes: Collection[str], *, stays: bool) -> None:
+    def follow_dtype(self, folder: str, dtypes: Collection[str], *, stays: bool) -> None:
         """Let the dtype of a model's configuration follow the weights, which have `dtypes` now."""
         if CONFIG not in (names_in(folder) if stays else self.files):
             return
@@ -206,17 +209,19 @@ class _Decisions:
         text = f"{CONFIG} is written with {name} {new} instead of {old}"
         self.notes.append(Info(text, "remap"))
 
-    def about_adapter(
+    def follow_adapter(
         self, path: str, plan: Plan, new_base: Sequence[str], *, to_folder: bool
     ) -> None:
         """Let an adapter's configuration follow the keys, or say what changes."""
         folder = path if is_dir(path) else parent(path)
         renames = list(_old_and_new_keys(plan))
-        if is_dir(folder) and NAME in names_in(folder):
-            config = join(folder, NAME)
-            text, new_text = _adapter_config(config, renames, new_base, to_folder, self.notes)
-            if to_folder and new_text is not None:
-                self.files[NAME], self.before[NAME] = new_text, text
+        if is_dir(folder) and ADAPTER_CONFIG in names_in(folder):
+            config = _adapter_config(join(folder, ADAPTER_CONFIG), renames, new_base, to_folder)
+            if config.note:
+                self.notes.append(config.note)
+            if to_folder and config.new_text is not None:
+                self.files[ADAPTER_CONFIG] = config.new_text
+                self.before[ADAPTER_CONFIG] = config.text
             return
         adapter = adapter_of(old for old, _ in renames)
         if adapter is not None:
@@ -281,9 +286,7 @@ def _read_config(path: str) -> tuple[dict[str, Any], bytes]:
 
 def _read_json(path: str) -> tuple[object, bytes]:
     """Return what the file holds, and its text."""
-    config = strict_json.read_file(path, "copy it again")
-    with opened(path) as file:
-        return config, file.read(size(path))
+    return strict_json.read_value_and_text(path, "copy it again")
 
 
 def _set_dtype(config: dict[str, Any], old: str, new: str) -> None:
@@ -343,40 +346,44 @@ def _on_target_modules(adapter: Adapter, modules: Mapping[str, str]) -> list[str
             changes.add(f"{name} is {new_name} now")
     if not changes:
         return []
-    return [f"target_modules in the adapter's {NAME}: {', '.join(sorted(changes))}"]
+    return [f"target_modules in the adapter's {ADAPTER_CONFIG}: {', '.join(sorted(changes))}"]
+
+
+class _AdapterConfig(NamedTuple):
+    """The text of an adapter's configuration, the new text if it changes, and a note on what does
+    not follow the keys.
+    """
+
+    text: bytes
+    new_text: bytes | None = None
+    note: str = ""
 
 
 def _adapter_config(
-    path: str,
-    keys: Sequence[tuple[str, str]],
-    new_base: Sequence[str],
-    to_folder: bool,
-    notes: list[str],
-) -> tuple[bytes, bytes | None]:
-    """Return the text of the file, and the new text if it changes. A note says what to change if it
-    is not written.
-    """
+    path: str, keys: Sequence[tuple[str, str]], new_base: Sequence[str], to_folder: bool
+) -> _AdapterConfig:
+    """Let the configuration follow the keys. Raise `Refused` if it cannot, and is to be written."""
     config, text = _read_json(path)
     if not isinstance(config, dict):
-        notes.append(
-            f"{path} is not an object, as PEFT writes it: it was not compared with the new keys"
-        )
-        return text, None
+        note = f"{path} is not an object, as PEFT writes it: it was not compared with the new keys"
+        return _AdapterConfig(text, note=note)
     new, problems = follow(config, keys, new_base)
     if problems and to_folder:
         raise Refused(
             f"{path} names modules of the old base, and cannot follow the keys",
-            hint=f"name the weights alone as CKPT and a file as OUT, and write {NAME} for it by"
-            " hand",
+            hint="name the weights alone as CKPT and a file as OUT, and write"
+            f" {ADAPTER_CONFIG} for it by hand",
             problems=problems,
         )
-    told = []
+    changes = []
     for field, value in new.items():
         if value != config[field]:
-            told.append(f"{field} = {shown(value)}")
-    is_changed = bool(told)
+            changes.append(f"{field} = {shown(value)}")
+    new_text = _as_json(new, text) if changes else None
     for problem in problems:
-        told.append(f"{problem.key}: {problem.problem}")
-    if told and not to_folder:
-        notes.append(f"{path} is not changed, and names modules of the old base: {'; '.join(told)}")
-    return text, _as_json(new, text) if is_changed else None
+        changes.append(f"{problem.key}: {problem.problem}")
+    note = ""
+    if changes and not to_folder:
+        names = "; ".join(changes)
+        note = f"{path} is not changed, and names modules of the old base: {names}"
+    return _AdapterConfig(text, new_text, note)

@@ -139,7 +139,7 @@ class Unit(NamedTuple):
     slots: tuple[Slot, ...]
 
     @property
-    def chunk(self) -> int:
+    def elements_per_rank(self) -> int:
         """The elements that each rank holds, with padding."""
         return -(-self.entry.numel // len(parts_of(self.entry)))
 
@@ -170,31 +170,13 @@ class Gathered:
     units: Mapping[str, Unit]
     notes: tuple[str, ...]
 
-    def before(self, outcome: Remap) -> Remap:
+    def as_remap_of_files(self, outcome: Remap) -> Remap:
         """Return a remap of the assembled checkpoint as a remap of the files.
 
         Raises `Refused`, all problems at once, for tensors that differ between ranks and are
         unknown to the model.
         """
-        unknown: list[Problem] = []
-        remarks: list[str] = []
-        for section in outcome.result.sections:
-            if section.kind == "optimizer":
-                continue
-            for entry in section.tensors:
-                if ranks_agree(entry):
-                    continue
-                key = dotted(section.path, entry.key)
-                remarks.append(f"{key} {_DIFFERS}: rank 0's is used")
-                if section.kind == "state_dict":
-                    unknown.append(not_of_one_step(key))
-        if unknown:
-            raise Refused(
-                f"{plural(len(unknown), 'tensor')} not in the model: the ranks hold parts, or"
-                " copies that differ",
-                hint="convert the section of each model alone: PATTERN::SECTION",
-                problems=unknown,
-            )
+        remarks = _notes_on_unknown(outcome.result)
         outputs = []
         for output in outcome.plan.outputs:
             gathered = self.sections.get(output.section)
@@ -208,6 +190,33 @@ class Gathered:
         dropped += outcome.plan.dropped
         plan = replace(outcome.plan, outputs=tuple(outputs), dropped=tuple(dropped))
         return replace(outcome, plan=plan, notes=(*self.notes, *outcome.notes, *remarks))
+
+
+def _notes_on_unknown(result: Checkpoint) -> list[str]:
+    """Return notes on tensors that differ between ranks and are not the model's. Raises `Refused`,
+    all problems at once, if some are in a state dict.
+    """
+    unknown: list[Problem] = []
+    notes: list[str] = []
+    for section in result.sections:
+        if section.kind == "optimizer":
+            continue
+        for entry in section.tensors:
+            if ranks_agree(entry):
+                continue
+            key = dotted(section.path, entry.key)
+            notes.append(f"{key} {_DIFFERS}: rank 0's is used")
+            if section.kind == "state_dict":
+                unknown.append(not_of_one_step(key))
+    if unknown:
+        are = "is" if len(unknown) == 1 else "are"
+        raise Refused(
+            f"{plural(len(unknown), 'tensor')} {are} not in the model: the ranks hold parts, or"
+            " copies that differ",
+            hint="convert the section of each model alone: PATTERN::SECTION",
+            problems=unknown,
+        )
+    return notes
 
 
 def gather_ranks(source: Checkpoint, names: Names | None, units: Sequence[str]) -> Gathered | None:
@@ -253,20 +262,20 @@ def _has_flat_keys(section: Section) -> bool:
     return bool(flat_tensors(section))
 
 
-def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Gathered:
+def gather(source: Checkpoint, names: Names, unit_patterns: Sequence[str] = ()) -> Gathered:
     """Return `source` with every state dict of the model as an ordinary one, with runtime names for
     flat parameters.
 
-    `patterns` name the modules that are units, as a check. Other state dicts that do not fit the
-    model stay unchanged, and optimizers are left to `gather_optimizers`. Raises `Refused`, all
+    `unit_patterns` name the modules that are units, as a check. Other state dicts that do not fit
+    the model stay unchanged, and optimizers are left to `gather_optimizers`. Raises `Refused`, all
     problems at once, if the files do not fit the model, and `CkptError` if a parameter differs
     between ranks that hold it completely.
     """
     problems: list[Problem] = []
-    first = _gather_section(model_section(source), names, patterns, problems)
+    first = _gather_section(model_section(source), names, unit_patterns, problems)
     if any(problem.kind == "other-step" for problem in problems):
         raise CkptError("the files are not of one step", hint=ONE_STEP, problems=problems)
-    if problems:
+    if first is None:
         hint = "is it the model, and the version of it, that was saved?"
         if _has_flat_keys(model_section(source)):
             hint = (
@@ -279,12 +288,12 @@ def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Ga
         )
     sections, notes = {first.section.path: first}, [*first.notes]
     for section in source.state_dicts:
-        in_parts = flat_entries(section, names) or any(map(is_of_ranks, section.tensors))
-        if section.path in sections or not in_parts:
+        if section.path in sections:
             continue
-        unfit: list[Problem] = []
-        further = _gather_section(section, names, (), unfit)
-        if unfit:
+        if not flat_entries(section, names) and not any(map(is_of_ranks, section.tensors)):
+            continue
+        further = _gather_section(section, names, (), [])
+        if further is None:
             notes.append(
                 f"{section.title} does not fit {names.model}, and stays as the ranks hold it"
             )
@@ -308,28 +317,35 @@ def flat_entries(section: Section, names: Names) -> list[TensorEntry]:
 
 
 def _gather_section(
-    section: Section, names: Names, patterns: Sequence[str], problems: list[Problem]
-) -> _WholeStateDict:
+    section: Section, names: Names, unit_patterns: Sequence[str], problems: list[Problem]
+) -> _WholeStateDict | None:
+    """Return the section with ordinary tensors; None if there are problems, which are added to
+    `problems`.
+    """
     tables, flat = NameTables(names), flat_entries(section, names)
     flat_keys = {entry.key for entry in flat}
     rest = without_tensors(section, flat_keys)
     reading = read_keys(tables, rest)
     paths = unit_paths(flat_keys, rest.by_key())
-    if patterns:
-        problems += _unit_differences(names, patterns, set(paths.values()))
+    if unit_patterns:
+        problems += _unit_differences(names, unit_patterns, set(paths.values()))
     notes: list[str] = []
     is_tensor_parallel = any(map(_is_slice_of_matrix, rest.tensors))
     tensors: dict[str, TensorEntry] = {}
     runtime_names: dict[str, str] = {}
     for entry in rest.tensors:
-        tensors[entry.key] = _from_ranks(
-            entry, tables, reading, is_tensor_parallel, problems, notes
-        )
+        assembly = _assemble(entry, tables, reading, is_tensor_parallel)
+        tensors[entry.key] = assembly.tensor
+        if assembly.problem is not None:
+            problems.append(assembly.problem)
+        elif assembly.copies_differ:
+            notes.append(f"{entry.key} {_DIFFERS}: rank 0's is used")
         runtime_names[entry.key] = _runtime_name(entry.key, tables, reading)
-    present = set(runtime_names.values())
-    units = _units(flat, paths, slots(names, set(paths.values()), present), problems)
+    names_in_files = set(runtime_names.values())
+    unit_slots = slots(names, set(paths.values()), names_in_files)
+    units = _units(flat, paths, unit_slots, problems)
     if problems:
-        return _WholeStateDict(section, {}, {}, (), ())
+        return None
     # Flat parameters become parameters under their runtime names, and then all keys have these.
     new_key = runtime_names if units else reading.match.names
     whole_tensors: list[TensorEntry] = []
@@ -399,7 +415,12 @@ def _unwrapped_modules(section: Section) -> dict[Any, Any] | None:
 
 
 def _assembling(ref: Ref, part: tuple[int, ...], whole: tuple[int, ...]) -> Expression:
-    """Return the whole tensor as an expression over what the ranks hold."""
+    """Return the whole tensor as an expression over what the ranks hold.
+
+    `ref` stands for the parts of all ranks, and `part` is the shape of rank 0's part.
+
+    w [2, 4] on each of 2 ranks  ─ cat 0 ─▶  w [4, 4]
+    """
     if part == whole:
         return ref
     if len(part) == len(whole) > 1:
@@ -408,74 +429,71 @@ def _assembling(ref: Ref, part: tuple[int, ...], whole: tuple[int, ...]) -> Expr
     return Op("aten.view.default", (ref, whole))
 
 
-def _from_ranks(
-    entry: TensorEntry,
-    tables: NameTables,
-    reading: Reading,
-    is_tensor_parallel: bool,
-    problems: list[Problem],
-    notes: list[str],
-) -> TensorEntry:
-    """Assemble a tensor that is not in a flat parameter, with the shape that the model says."""
+class Assembly(NamedTuple):
+    """What the ranks hold of a tensor as one tensor; with a `problem` it is not assembled.
+    `copies_differ`: every rank has a complete copy, and they are not equal.
+    """
+
+    tensor: TensorEntry
+    problem: Problem | None = None
+    copies_differ: bool = False
+
+
+def _assemble(
+    entry: TensorEntry, tables: NameTables, reading: Reading, is_tensor_parallel: bool
+) -> Assembly:
+    """Assemble a tensor that is not in a flat parameter, with the shape that the model says.
+
+    It is a problem if copies of a parameter differ.
+    """
     name = reading.match.names.get(entry.key, "")
     shape = tables.shape_of(name, reading.form)
     if shape is None and not ranks_agree(entry):
-        return entry  # a copy or a part: the model does not say
-    text = "{} elements of it, and the model's is {}"
-    whole, differs = assembled(entry, shape, text, problems, is_tensor_parallel)
-    if not differs:
-        return whole
+        return Assembly(entry)  # a copy or a part: the model does not say
+    assembly = assembled(entry, shape, "the model's", is_tensor_parallel)
+    if not assembly.copies_differ:
+        return assembly
     source = tables.saved.get(name) if reading.form == SERIALIZED else Ref(name)
     for fqn in refs(source or ()):
         tensor = tables.tensors.get(fqn)
         if tensor is not None and tensor.kind == "parameter":
-            problems.append(not_of_one_step(entry.key))
-            return whole
-    notes.append(f"{entry.key} {_DIFFERS}: rank 0's is used")
-    return whole
+            return assembly._replace(problem=not_of_one_step(entry.key))
+    return assembly
 
 
 def assembled(
-    entry: TensorEntry,
-    shape: tuple[int, ...] | None,
-    text: str,
-    problems: list[Problem],
-    is_tensor_parallel: bool = False,
-) -> tuple[TensorEntry, bool]:
-    """Return what the ranks hold as one tensor of `shape`, copies or slices of it, and whether
-    copies differ.
+    entry: TensorEntry, shape: tuple[int, ...] | None, whose: str, is_tensor_parallel: bool = False
+) -> Assembly:
+    """Return what the ranks hold as one tensor of `shape`, from copies or slices of it.
 
-    It is a problem if they hold neither: `text` is filled with the number of elements and the
-    shape.
+    It is a problem if they hold neither; `whose` shape it is, is said there.
     """
     if not is_of_ranks(entry):
-        return entry, False
+        return Assembly(entry)
     if is_whole(entry):
-        return replace(entry, payload=None), False
+        return Assembly(replace(entry, payload=None))
     parts = present(parts_of(entry))
     shapes = [part.shape for part in parts]
     if shape is None or set(shapes) == {shape}:
-        return parts[0], not ranks_agree(entry)
+        return Assembly(parts[0], copies_differ=not ranks_agree(entry))
     if are_copies(entry):
-        text = f"the ranks hold copies of {list(entry.shape)}, and the model's is {list(shape)}"
-        problems.append(Problem(text, entry.key))
-        return entry, False
+        text = f"the ranks hold copies of {list(entry.shape)}, and {whose} shape is {list(shape)}"
+        return Assembly(entry, Problem(text, entry.key))
     has_one_dtype = len({part.dtype for part in parts}) == 1
     dimension = joined_dimension(shapes, shape) if has_one_dtype else None
     if dimension is not None and is_tensor_parallel and is_fused(entry.key):
         text = f"several weights in one: joining along dimension {dimension} would mix them"
-        problems.append(Problem(text, entry.key))
-        return entry, False
+        return Assembly(entry, Problem(text, entry.key))
     if dimension is not None and len(shape) > 1:
-        return _along(entry.key, parts, shape, dimension), False
+        return Assembly(_along(entry.key, parts, shape, dimension))
     numel = prod(shape)
     are_slices = has_one_dtype and set(map(len, shapes)) == {1}
     if are_slices and held_elements(entry) == numel:
         storage = concatenated(across(parts, 0, numel))
-        return in_row_major(entry.key, parts[0].dtype, shape, storage), False
-    held = text.format(f"{held_elements(entry):,}", list(shape))
-    problems.append(Problem(f"the ranks hold {held}", entry.key))
-    return entry, False
+        return Assembly(in_row_major(entry.key, parts[0].dtype, shape, storage))
+    count = plural(held_elements(entry), "element")
+    text = f"the ranks hold {count}, and {whose} shape is {list(shape)}"
+    return Assembly(entry, Problem(text, entry.key))
 
 
 def _along(
@@ -525,7 +543,8 @@ def _units(
             reason = f"the model has no module {path} with parameters"
         elif path in units:
             other = units[path].entry.key
-            reason = f"{other} is of the same module: which parameters are in which?"
+            reason = f"{other} is of the same module: which of them has which parameters is unknown"
+        # without slots, the parameters are in the files under their own names: it is dropped
         elif unit_slots[path]:
             units[path] = Unit(entry, unit_slots[path])
             reason = _fault(units[path])
@@ -544,17 +563,13 @@ def _fault(unit: Unit) -> str | None:
     return misfit(unit.slots, entry.numel, len(parts_of(entry)), padded=True)
 
 
-def _unit_differences(names: Names, patterns: Sequence[str], paths: set[str]) -> Iterator[Problem]:
-    named, problems = named_units(names, patterns)
+def _unit_differences(
+    names: Names, unit_patterns: Sequence[str], paths: set[str]
+) -> Iterator[Problem]:
+    named, problems = named_units(names, unit_patterns)
     yield from problems
     full = {path for path, unit_slots in slots(names, named).items() if unit_slots}
     for path in sorted(full - paths - {""}):
-        yield Problem("units names it, and the files have no flat parameter of it", path)
+        yield Problem("named in units, but the files have no flat parameter for it", path)
     for path in sorted(paths - set(named)):
-        yield Problem("the files have a flat parameter of it, and units does not name it", path)
-
-
-# State of flat parameters
-
-
-# State of slices
+        yield Problem("not named in units, but the files have a flat parameter for it", path)

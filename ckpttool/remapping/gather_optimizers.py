@@ -40,7 +40,7 @@ def with_gathered_optimizers(outcome: Remap, gathered: Gathered, names: Names) -
     Ids are numbered in ``model.parameters()`` order again. Raises `Refused`, all problems at once,
     if the owner of some state is unknown, or if it does not fit.
     """
-    outcome = gathered.before(outcome)
+    outcome = gathered.as_remap_of_files(outcome)
     sections = []
     for section in outcome.result.sections:
         is_split = bool(gathered.units) or any(map(is_of_ranks, section.tensors))
@@ -59,7 +59,7 @@ def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Sect
         whole = _of_units(state, unit_of, names, problems)
     # ``use_orig_params=True``: each rank holds a slice of each parameter's state, or none of it
     else:
-        name_of = _owners(state, names, where).names
+        name_of = _identify_sliced_params(state, names, where).names
         shapes = Parameters(names).shapes
         states = {}
         for param, param_state in state.state.items():
@@ -132,7 +132,7 @@ def _model_of_units(units: Collection[Unit], names: Names) -> Names:
     """
     runtime = []
     for unit in units:
-        key, dtype, shape = unit.entry.key, unit.entry.dtype, (unit.chunk,)
+        key, dtype, shape = unit.entry.key, unit.entry.dtype, (unit.elements_per_rank,)
         runtime.append(RuntimeTensor(key, key, "parameter", True, True, dtype, shape, None))
     parameters = Parameters(names)
     ids: list[OptimizerParam] = []
@@ -181,7 +181,7 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> Sequence[Any]:
             problems.append(not_of_one_step(value.key))
         return [in_own_storage(parts[0]) for _ in unit.slots]
     shapes = ", ".join(shape_text(part.shape) for part in parts)
-    text = f"is {shapes} on the ranks, {unit.entry.key} is [{unit.chunk}] on each"
+    text = f"is {shapes} on the ranks, {unit.entry.key} is [{unit.elements_per_rank}] on each"
     problems.append(Problem(text, value.key))
     return [value] * len(unit.slots)
 
@@ -194,12 +194,12 @@ def _are_cut_as(unit: Unit, parts: Sequence[TensorEntry], dtype: str) -> bool:
     """Return whether each rank has a part of the size of its part of the flat parameter."""
     if len(parts) != len(parts_of(unit.entry)):
         return False
-    return all(part.shape == (unit.chunk,) and part.dtype == dtype for part in parts)
+    return all(part.shape == (unit.elements_per_rank,) and part.dtype == dtype for part in parts)
 
 
-def _owners(state: OptimizerState, names: Names, where: str) -> ParamMap:
-    """Return the owners of the slices. Ids in several groups without names are told apart by their
-    total elements.
+def _identify_sliced_params(state: OptimizerState, names: Names, where: str) -> ParamMap:
+    """Return the parameters whose slices the state holds. Ids in several groups without names are
+    told apart by their total elements.
     """
     groups = state.nonempty_groups
     has_names = state.form != ID or all(group.param_names for group in groups)
@@ -231,10 +231,13 @@ def _joined(
 ) -> dict[Any, Any]:
     """Return the state of a parameter of this shape, each tensor joined from the ranks' slices."""
     joined = dict(param_state)
-    text = "{} elements, the parameter is {}"
     for name, value in param_state.items():
-        if isinstance(value, TensorEntry):
-            joined[name], differs = assembled(value, shape if value.shape else (), text, problems)
-            if differs:
-                problems.append(not_of_one_step(value.key))
+        if not isinstance(value, TensorEntry):
+            continue
+        assembly = assembled(value, shape if value.shape else (), "the parameter's")
+        joined[name] = assembly.tensor
+        if assembly.problem is not None:
+            problems.append(assembly.problem)
+        elif assembly.copies_differ:
+            problems.append(not_of_one_step(value.key))
     return joined

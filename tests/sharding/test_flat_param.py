@@ -293,7 +293,7 @@ def test_report_counts_parameters_sliced_from_a_flat_parameter(
     plan = Plan(
         tuple(Output(section, "head.bias", Ref("head.bias")) for section in ("model", average))
     )
-    of_model, of_average = gathered.before(Remap(gathered.checkpoint, plan)).plan.outputs
+    of_model, of_average = gathered.as_remap_of_files(Remap(gathered.checkpoint, plan)).plan.outputs
     assert (
         of_model.source
         == gathered.sections["model"].sources["head.bias"]
@@ -380,14 +380,14 @@ REFUSED: dict[str, tuple[str, Sequence[str], list[str]]] = {
     "another model of original parameters": (
         "2/original_rank_*.pt",
         ["--model", f"{MODEL[1]}(hidden=6)"],
-        ["the ranks hold 15 elements of it, and the model's is [6, 3] @ layers.0.mlp.up.weight"],
+        ["the ranks hold 15 elements, and the model's shape is [6, 3] @ layers.0.mlp.up.weight"],
     ),
     "other units": (
         "2/flat_rank_*.pt",
         [*MODEL, *from_option("layers.*", "head")],
         [
-            "the files have a flat parameter of it, and units does not name it @ layers.0.mlp",
-            "units names it, and the files have no flat parameter of it @ head",
+            "not named in units, but the files have a flat parameter for it @ layers.0.mlp",
+            "named in units, but the files have no flat parameter for it @ head",
         ],
     ),
 }

@@ -133,7 +133,7 @@ def test_parts_that_do_not_join_to_the_parameter_are_refused(
     problems = [(p["problem"], p["key"]) for p in done.data["problems"]]
     assert (done.status, problems) == (
         1,
-        [(f"the ranks hold {held} elements of it, and the model's is [2, 3]", "a")],
+        [(f"the ranks hold {held} elements, and the model's shape is [2, 3]", "a")],
     )
     assert not (tmp_path / "out.pt").exists()
 
@@ -482,11 +482,11 @@ def test_slices_are_matched_by_name_or_by_size(run: Run, tmp_path: Path, names: 
     [
         (
             only_rank_1(lambda state: state.pop("exp_avg")),
-            "the ranks hold 3 elements, the parameter is [3, 2]",
+            "the ranks hold 3 elements, and the parameter's shape is [3, 2]",
         ),
         (
             only_rank_1(lambda state: state.update(exp_avg=torch.ones(4))),
-            "the ranks hold 7 elements, the parameter is [3, 2]",
+            "the ranks hold 7 elements, and the parameter's shape is [3, 2]",
         ),
         (
             lambda rank, state: state.update(exp_avg=torch.full((3, 2), rank)),

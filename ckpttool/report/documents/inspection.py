@@ -46,7 +46,7 @@ _DIGITS = 12  # of a hash; JSON has all of them
 _VALUE_WIDTH = 200  # characters of a long text that are shown
 _ROOT = "(root)"
 _ORDER = ("state_dict", "other", "optimizer")
-_FOLDED = 3  # lines of a section besides the model; more are one line
+_FEW_LINES = 3  # lines of a section besides the model; more are one line
 _BAR = 20  # characters of the longest bar
 _DEEPEST = 24  # levels of modules that are distinguished; models have about ten
 _VERDICTS: dict[str, Role] = {DANGEROUS: "bad", UNKNOWN: "warn", KNOWN: "ok"}
@@ -98,10 +98,17 @@ def document(
         lead.append(kind_facts(kind.sentence(checkpoint.source) for kind in checkpoint.kinds))
     listing = Listing((checkpoint.source,), {"tensor": "plain"}, partial(_findings, inspection))
     title = f"inspect {checkpoint.source}"
-    sentence = _contents(inspection)
+    sentence = _sentence(inspection)
     if dangerous(checkpoint.imports):
         sentence += RUNS_CODE
-    return Document(title, sentence, True, tuple(blocks), listing, tuple(lead))
+    return Document(
+        title,
+        sentence,
+        ok=True,
+        blocks=tuple(blocks),
+        listing=listing,
+        lead=tuple(lead),
+    )
 
 
 def _metadata(checkpoint: Checkpoint, all: bool) -> Table:
@@ -146,7 +153,7 @@ def _aliases(inspection: Inspection) -> Table:
     return Table("Aliases (second names of a tensor)", columns, tuple(rows))
 
 
-def _contents(inspection: Inspection) -> str:
+def _sentence(inspection: Inspection) -> str:
     """Return ``train.pt holds a state dict of 92 tensors and an optimizer: torch.save, 3 MiB``."""
     checkpoint = inspection.checkpoint
     parts = []
@@ -252,10 +259,10 @@ def _tensors(checkpoint: Checkpoint, all: bool, by_bytes: bool) -> Table:
     for section in checkpoint.sections:
         of_section = _lines(section, all)
         is_model = section.kind == "state_dict"
-        if all or is_model or not checkpoint.state_dicts or len(of_section) <= _FOLDED:
+        if all or is_model or not checkpoint.state_dicts or len(of_section) <= _FEW_LINES:
             lines += of_section
         else:
-            folded.append(_folded(section))
+            folded.append(_as_one_line(section))
     if by_bytes:
         lines.sort(key=lambda line: -line.nbytes)
     has_sections = sum(bool(section.all_tensors()) for section in checkpoint.sections) > 1
@@ -305,7 +312,7 @@ def _lines(section: Section, all: bool) -> list[_Line]:
     return lines
 
 
-def _folded(section: Section) -> _Line:
+def _as_one_line(section: Section) -> _Line:
     """Return one line for a section with many tensors that is not the model."""
     what = "optimizer state" if section.kind == "optimizer" else "other entries"
     tensors = section.all_tensors()
@@ -439,37 +446,49 @@ class _Module:
     def _likeness_below(self) -> tuple[tuple[str, object], ...]:
         return tuple((name, module.likeness) for name, module in self.below.items())
 
-    def children(self) -> list[tuple[str, int, _Module]]:
-        """Return the modules below, grouped if they are alike: the pattern of their names, their
-        number, and the first of them.
-        """
+    def children(self) -> list[_ModuleGroup]:
+        """Return the modules below, grouped if they are alike."""
         children = []
         for group in collapse(self._likeness_below()):
-            children.append((group.pattern, len(group.keys), self.below[group.keys[0]]))
+            first = self.below[group.keys[0]]
+            children.append(_ModuleGroup(group.pattern, len(group.keys), first))
         return children
+
+
+class _ModuleGroup(NamedTuple):
+    """Modules that are alike: the pattern of their names, their number, and the first of them."""
+
+    pattern: str
+    repeats: int
+    module: _Module
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all modules of the group."""
+        return self.repeats * self.module.nbytes
 
 
 def tree(checkpoint: Checkpoint, depth: int, by_bytes: bool) -> Table:
     """Return a row for each module down to `depth`, repeated layers on one line; the bar is its
     share of all bytes.
     """
-    roots: list[tuple[str, int, _Module]] = []
+    roots: list[_ModuleGroup] = []
     for section in checkpoint.sections:
         root = _module_of(section)
         if root.tensors:
-            roots.append((section.path or _ROOT, 1, root))
-    total = sum(root.nbytes for _, _, root in roots)
+            roots.append(_ModuleGroup(section.path or _ROOT, 1, root))
+    total = sum(root.nbytes for root in roots)
     rows: list[Row] = []
 
-    def add(modules: list[tuple[str, int, _Module]], parents: int, level: int) -> None:
+    def add(groups: list[_ModuleGroup], parents: int, level: int) -> None:
         if by_bytes:
-            modules.sort(key=lambda entry: -entry[1] * entry[2].nbytes)
-        for name, alike, module in modules:
-            count = parents * alike
+            groups.sort(key=lambda group: -group.nbytes)
+        for group in groups:
+            module, count = group.module, parents * group.repeats
             nbytes = module.nbytes * count
             rows.append(
                 (
-                    "  " * level + name,
+                    "  " * level + group.pattern,
                     number(module.tensors * count),
                     ", ".join(module.dtypes),
                     human_bytes(nbytes),
