@@ -362,7 +362,7 @@ class _AdapterConfig(NamedTuple):
 def _adapter_config(
     path: str, keys: Sequence[tuple[str, str]], new_base: Sequence[str], to_folder: bool
 ) -> _AdapterConfig:
-    """Let the configuration follow the keys. Raise `Refused` if it cannot, and is to be written."""
+    """Let the configuration follow the keys. Raise `Refused` if it cannot, in a folder."""
     config, text = _read_json(path)
     if not isinstance(config, dict):
         note = f"{path} is not an object, as PEFT writes it: it was not compared with the new keys"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -203,10 +204,11 @@ def _without_counters(section: Section, model: ModelOperand) -> Section:
 
 
 def _without_wrappers(section: Section, reading: Reading) -> Section:
-    """Return the section under the model's own names."""
-    names = reading.match.names
+    """Return the section under the model's own names. Several keys of one name stay as they are."""
     if not reading.match.wrapped:
         return section
+    count = Counter(reading.match.names.values())
+    names = {key: name for key, name in reading.match.names.items() if count[name] == 1}
     tensors = tuple(entry.under(names.get(entry.key, entry.key)) for entry in section.tensors)
     extras = tuple(entry.under(names.get(entry.key, entry.key)) for entry in section.extras)
     return replace(section, tensors=tensors, extras=extras)
@@ -239,8 +241,12 @@ def _by_verdict(
 
 
 def _by_names(section: Section, model: ModelOperand, reading: Reading) -> LoadAnswer:
-    """Return what the names say: unknown keys, and tensors of another shape."""
-    problems = same_problem("not a key that the model loads", reading.match.unmatched, "unexpected")
+    """Return what the names say: unknown keys, call variants among them, several keys of one name,
+    and tensors of another shape.
+    """
+    unexpected = [*reading.match.unmatched, *reading.match.variants]
+    problems = same_problem("not a key that the model loads", unexpected, "unexpected")
+    problems += reading.match.problems
     for entry in section.tensors:
         shape = model.tables.shape_of(reading.match.names.get(entry.key, ""), reading.form)
         if shape is not None and shape != entry.shape:

@@ -174,6 +174,29 @@ def test_all_problems_are_named_at_once(tmp_path: Path, run: Run) -> None:
         assert line in refused.err
 
 
+@pytest.mark.parametrize("extra", ["conv@1.weight", "module.conv.weight"])
+@pytest.mark.parametrize("by_names", [False, True])
+def test_second_keys_of_a_name_are_not_loaded(
+    extra: str, by_names: bool, tmp_path: Path, run: Run
+) -> None:
+    """With a call variant, or a key with a wrapper, of a name that has its own key; a names file
+    answers as the model's code does.
+    """
+    model = f"{__file__}:Backbone"
+    if by_names:
+        names = str(tmp_path / "names.json")
+        assert run("trace", model, "-o", names).status == 0
+        model = names
+    state = Backbone().state_dict()
+    state[extra] = state["conv.weight"].clone()
+    torch.save(state, tmp_path / "in.pt")
+    assert not is_loaded(Backbone(), tmp_path / "in.pt")
+    done = run("remap", tmp_path / "in.pt", "--to-model", model, "-o", tmp_path / "out.pt")
+    assert done.status == 1, done.out
+    assert extra in done.err
+    assert not (tmp_path / "out.pt").exists()
+
+
 def test_a_dtype_that_loading_converts_is_a_note(tmp_path: Path, run: Run) -> None:
     torch.save(saved("Backbone", "half", 0), tmp_path / "in.pt")
     options = (
