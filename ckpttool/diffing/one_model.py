@@ -106,7 +106,7 @@ class _ReadSection(NamedTuple):
             return _ReadSection(section, reading.form, names, section.by_key(), values)
         for fqn, source in tables.runtime_values(keys).items():
             values[fqn] = with_keys(source, keys)
-        for name in (*tables.names.extra_state, *tables.saved_from_none):
+        for name in (*tables.names.extra_state, *tables.keys_without_tensor):
             if name in keys:
                 values[name] = Ref(keys[name])
         return _ReadSection(section, reading.form, names, section.by_key(), values)

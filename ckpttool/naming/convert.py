@@ -234,7 +234,7 @@ def _to_runtime(tables: NameTables, draft: _PlanDraft, tie: bool) -> None:
         value = by_first[saved.key] if isinstance(saved, Ref) else None
         twin = value.key if isinstance(value, Ref) else None
         draft.drop(key, _MADE_AGAIN, twin, "made_again")
-    draft.keep(tables.saved_from_none)
+    draft.keep(tables.keys_without_tensor)
     draft.keep(tables.names.extra_state)
 
 

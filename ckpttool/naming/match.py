@@ -649,7 +649,7 @@ class NameTables:
         return {tensor.fqn: tensor.canonical for tensor in self.names.runtime}
 
     @property
-    def saved_from_none(self) -> list[str]:
+    def keys_without_tensor(self) -> list[str]:
         """Serialized keys that are computed from no runtime tensor."""
         return [key for key, source in self.saved.items() if source is None]
 
@@ -657,7 +657,7 @@ class NameTables:
     def runtime_names(self) -> dict[str, str]:
         """FQN -> its canonical name; also keys that are not runtime tensors, as they are."""
         canonical = self._canonical()
-        for key in (*self.saved_from_none, *self.names.extra_state):
+        for key in (*self.keys_without_tensor, *self.names.extra_state):
             canonical.setdefault(key, key)
         return canonical
 
@@ -681,7 +681,7 @@ class NameTables:
         """FQNs that may be absent: second names, and everything that ``state_dict()`` does not hold
         as a tensor.
         """
-        spare = [*self.saved_from_none]
+        spare = [*self.keys_without_tensor]
         for tensor in self.names.runtime:
             if tensor.alias_of is not None or not tensor.persistent:
                 spare.append(tensor.fqn)

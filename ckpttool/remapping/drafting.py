@@ -199,7 +199,7 @@ def _around_module(form: Chain, task: SectionTask) -> Chain:
     model.weight, loss.scale  ─ ddp(lightning) ─▶  module.model.weight, module.loss.scale
     """
     is_read_from_keys = task.request.options.source_form is None
-    is_module = task.of_trainer and "lightning" not in task.start.wrappers.words
+    is_module = task.of_trainer and "lightning" not in task.start.evidence.words
     if is_read_from_keys and is_module and form.words[-1:] == ("lightning",):
         return Chain(form.words[:-1])
     return form

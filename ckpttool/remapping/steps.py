@@ -99,7 +99,7 @@ class Request:
 class Draft:
     """The plan for one section so far. Every step returns a new draft.
 
-    `section` is as it was read, `wrappers` what its keys show of wrappers, `form` the form of its
+    `section` is as it was read, `evidence` what its keys show of wrappers, `form` the form of its
     keys. `canonical` maps the keys that the plan writes, or wrote before the rules, to canonical
     names. `counters` are the keys of AveragedModels' counters, which are set aside while the keys
     go through a model's names: a model has none. `runners` run models' code for the plan. `ruled`
@@ -108,7 +108,7 @@ class Draft:
 
     section: Section
     plan: Plan
-    wrappers: Evidence
+    evidence: Evidence
     canonical: Mapping[str, str]
     form: str | None = None
     counters: tuple[str, ...] = ()
@@ -184,10 +184,10 @@ def without_peft(draft: Draft) -> Draft:
     """Return the draft of an adapter's own file: PEFT's root is a part of its keys, not a
     wrapper.
     """
-    evidence = draft.wrappers.without_peft()
+    evidence = draft.evidence.without_peft()
     paths = evidence.paths
     canonical = {key: strip(key, paths) for key in draft.canonical}
-    return replace(draft, wrappers=evidence, canonical=canonical, form=evidence.form)
+    return replace(draft, evidence=evidence, canonical=canonical, form=evidence.form)
 
 
 # Submodule, wrappers, rules
@@ -216,7 +216,7 @@ def select(draft: Draft, prefix: str, keys_are_model_names: bool) -> Draft:
     `prefix` has all segments of wrappers, or none of them. The wrappers inside the submodule, and
     around itself, are in its own names: its keys alone show them, as in a file of the submodule.
     """
-    paths = wrappers.recognize(draft.keys) if keys_are_model_names else draft.wrappers.paths
+    paths = wrappers.recognize(draft.keys) if keys_are_model_names else draft.evidence.paths
     inner_names = {}
     as_written = {}
     for key in draft.keys:
@@ -319,7 +319,7 @@ def unwrap(draft: Draft, tables: NameTables) -> Draft:
     sections = (draft.section, draft.evaluated())
     if not any(read_keys(tables, section).match.wrapped for section in sections):
         return draft
-    names = wrappers.canonical_keys(draft.keys, lightning="lightning" in draft.wrappers.words)
+    names = wrappers.canonical_keys(draft.keys, lightning="lightning" in draft.evidence.words)
     return rewrap(replace(draft, canonical=names), Chain(()))
 
 
@@ -345,7 +345,7 @@ def convert(draft: Draft, converter: Converter) -> Draft:
     notes = (*draft.notes, *notes)
     result = replace(draft, plan=plan, ruled=ModelChange(section, plan), notes=notes)
     after = new_draft(result.evaluated(), None, lightning=False)
-    return replace(result, wrappers=after.wrappers, canonical=after.canonical, form=after.form)
+    return replace(result, evidence=after.evidence, canonical=after.canonical, form=after.form)
 
 
 def cast_floats(draft: Draft, dtype: str, *, is_new: bool) -> Draft:

@@ -93,7 +93,7 @@ def _read_without_counters(
 def _form_of(draft: Draft, reading: Reading) -> str:
     """Return the form that the keys had, for the report: the wrappers in them, or the model's."""
     if reading.match.wrapped:
-        return draft.wrappers.form or "wrapped"
+        return draft.evidence.form or "wrapped"
     return reading.form
 
 
