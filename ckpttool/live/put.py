@@ -27,9 +27,9 @@ from ckpttool.io.pieces import comparing_checksums, map_span
 from ckpttool.live.model import innermost, sharded_like
 from ckpttool.live.swap import swap_weights
 from ckpttool.operands.model import ModelOperand
-from ckpttool.tracing.build_model import describe
 from ckpttool.tracing.instances import copied_state, load_strictly
 from ckpttool.tracing.safe_state_dict import Maker, NotMade, stored
+from ckpttool.tracing.user_code import describe
 
 _EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 

@@ -44,7 +44,7 @@ def filler_of(operand: Any) -> Filler:
     if isinstance(operand, (Checkpoint, Mapping)):
         checkpoint = open_checkpoint(operand)
         return Filler(checkpoint.source, checkpoint)
-    from ckpttool.tracing.build_model import user_code
+    from ckpttool.tracing.user_code import user_code
 
     model = ModelOperand(operand, materialize=True, option="--fill-from")
     instance = model.definition().build(True)

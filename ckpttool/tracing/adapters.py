@@ -15,9 +15,10 @@ from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import first_line
 from ckpttool.core.values import dataclass
-from ckpttool.tracing.build_model import LoadedModel, attempt, failed_on_meta
+from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.instances import CodeFailed, dtype_name, on_meta_or_real
 from ckpttool.tracing.safe_state_dict import stored
+from ckpttool.tracing.user_code import attempt, failed_on_meta
 
 _ADAPTER = "default"  # PEFT's name of the only adapter
 

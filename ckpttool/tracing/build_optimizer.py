@@ -22,10 +22,12 @@ from ckpttool.core.options import call_of
 from ckpttool.core.text import a, first_line, plural
 from ckpttool.core.values import dataclass
 from ckpttool.optimizers import forms
-from ckpttool.tracing.build_model import LoadedModel, find, prints_once, says_meta, user_code
+from ckpttool.tracing.build_model import LoadedModel
+from ckpttool.tracing.find_object import find_object
 from ckpttool.tracing.instances import dtype_name, is_cheap, memory_available
 from ckpttool.tracing.optimizer_copy import like
 from ckpttool.tracing.safe_state_dict import Maker, NotMade
+from ckpttool.tracing.user_code import prints_once, says_meta, user_code
 
 _FORM = (
     "an optimizer is a function of the model that returns a torch.optim.Optimizer:"
@@ -70,7 +72,7 @@ def load_optimizer(operand: Any, model: Any = None) -> LoadedOptimizer:
         return LoadedOptimizer(type(operand).__name__, like(operand, model))
     if isinstance(operand, str):
         operand, arguments = call_of(operand)
-        target = find(operand, _FORM)
+        target = find_object(operand, _FORM)
     if isinstance(operand, torch.optim.Optimizer):
         raise CkptError(
             f"{a(operand)} object belongs to the parameters of one model",

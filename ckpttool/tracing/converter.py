@@ -20,12 +20,13 @@ from ckpttool.core.text import a, human_bytes, plural, shell, some
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.ops import ROW_MAJOR, refused
 from ckpttool.evaluate.torch_eval import storage_of
-from ckpttool.tracing.build_model import find, raised_at, seeded, user_code
 from ckpttool.tracing.coverage import unread_elements
+from ckpttool.tracing.find_object import find_object
 from ckpttool.tracing.instances import layout_of, memory_available
 from ckpttool.tracing.memory import place_of, token
 from ckpttool.tracing.recorder import Recorder, recording
 from ckpttool.tracing.simplify import Simplifier
+from ckpttool.tracing.user_code import raised_at, seeded, user_code
 
 _FORM = "a function takes a state dict and returns one: file.py:to_hf"
 _FEW = 8  # keys in a command that drops them
@@ -137,7 +138,7 @@ def converter_of(using: Any, source: Checkpoint, materialize: bool) -> Converter
     function, arguments, title = using, dict[str, Any](), getattr(using, "__name__", repr(using))
     if isinstance(using, str):
         title, arguments = call_of(using)
-        function = find(title, _FORM)
+        function = find_object(title, _FORM)
     if not callable(function):
         raise CkptError(f"{title} is not a function but {a(function)}", hint=_FORM)
     return Converter(title, partial(function, **arguments), source, materialize)

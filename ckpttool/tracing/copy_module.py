@@ -18,7 +18,7 @@ _PICKLE_PROTOCOL = 4
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
-def copy_of(module: nn.Module, memo: Memo, real: bool) -> nn.Module:
+def copy_module(module: nn.Module, memo: Memo, real: bool) -> nn.Module:
     """Return a deep copy of the module; `memo` holds copies that exist. Unless `real`, detached
     tensors are on meta.
     """

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ckpttool.core.names import Hook
-from ckpttool.tracing.build_model import short_path
 from ckpttool.tracing.memory import token
 from ckpttool.tracing.recorder import Recorder
+from ckpttool.tracing.user_code import short_path
 
 _Runner = Callable[..., Any]  # runs (function, module path, *arguments)
 

@@ -13,9 +13,10 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.optimizer_state import FilledTensor
 from ckpttool.core.text import first_line
 from ckpttool.core.values import dataclass
-from ckpttool.tracing.build_model import LoadedModel, prints_once
+from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.build_optimizer import LoadedOptimizer
 from ckpttool.tracing.instances import dtype_name
+from ckpttool.tracing.user_code import prints_once
 
 # elements of a parameter that is tried as it is; of a larger one, a small part with its dimensions
 _MOST_ELEMENTS = 2**16

@@ -24,9 +24,10 @@ from ckpttool.core.text import dotted
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.torch_eval import same_bits
 from ckpttool.naming.wrappers import BY_CLASS, strip
-from ckpttool.tracing.build_model import LoadedModel, attempt, describe
+from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.hooks import Watcher
 from ckpttool.tracing.memory import Token, inside, token
+from ckpttool.tracing.user_code import attempt, describe
 
 T = TypeVar("T")
 _CHEAP = 64 << 20  # bytes

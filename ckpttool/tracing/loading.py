@@ -27,7 +27,7 @@ from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref, is_constant, parts
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
-from ckpttool.tracing.build_model import CannotBuild, LoadedModel, as_exception, attempt, describe
+from ckpttool.tracing.build_model import CannotBuild, LoadedModel
 from ckpttool.tracing.hooks import Watcher, quiet
 from ckpttool.tracing.instances import (
     FILLINGS,
@@ -55,6 +55,7 @@ from ckpttool.tracing.instances import (
 from ckpttool.tracing.memory import opaque
 from ckpttool.tracing.recorder import Recorder, ValuesAsked, recording
 from ckpttool.tracing.safe_state_dict import needs_values, stored, versions_of
+from ckpttool.tracing.user_code import as_exception, attempt, describe
 
 _TORCH_SAYS = "Error(s) in loading state_dict for"
 _MISSING, _UNEXPECTED = "Missing key(s) in state_dict: ", "Unexpected key(s) in state_dict: "

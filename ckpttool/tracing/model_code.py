@@ -20,7 +20,7 @@ from ckpttool.core.text import dotted, plural
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.torch_eval import to_bytes
 from ckpttool.naming.wrappers import strip
-from ckpttool.tracing.build_model import LoadedModel, attempt, describe, seeded
+from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.instances import (
     check_memory,
     dtype_name,
@@ -33,6 +33,7 @@ from ckpttool.tracing.instances import (
 )
 from ckpttool.tracing.loading import undecided
 from ckpttool.tracing.safe_state_dict import stored
+from ckpttool.tracing.user_code import attempt, describe, seeded
 
 _SEEDS = (0, 1)  # of two instances: a value that differs is random
 _MOST = 1 << 30  # bytes; for its constants a larger model is built only if the user asks for it

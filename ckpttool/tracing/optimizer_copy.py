@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.text import plural
 from ckpttool.naming.wrappers import strip
-from ckpttool.tracing.build_model import attempt
 from ckpttool.tracing.instances import is_dtensor, wrapper_paths
+from ckpttool.tracing.user_code import attempt
 
 
 def like(optimizer: Optimizer, model: Module) -> Callable[[Module], Optimizer]:

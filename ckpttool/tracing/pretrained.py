@@ -23,7 +23,8 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.names import ON_PLACE, Hook, Names
 from ckpttool.core.text import code_of
 from ckpttool.io.paths import is_url
-from ckpttool.tracing.build_model import LoadedModel, user_code
+from ckpttool.tracing.build_model import LoadedModel
+from ckpttool.tracing.user_code import user_code
 
 _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers loads in threads, which no recorder sees
 

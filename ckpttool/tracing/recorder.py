@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Special, refs
-from ckpttool.tracing.build_model import device_for_real, prints_once, says_meta
+from ckpttool.tracing.build_model import device_for_real
 from ckpttool.tracing.memory import StorageValues, Token, inside, meet, opaque, place_of, token
+from ckpttool.tracing.user_code import prints_once, says_meta
 
 # Operators that return their first argument's value, perhaps in other memory.
 _SAME = frozenset({

@@ -30,7 +30,7 @@ from ckpttool.core.checkpoint import ExtraEntry, Section, Storage, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.values import dataclass
 from ckpttool.io.pieces import read_all
-from ckpttool.tracing.build_model import logs_as_warnings
+from ckpttool.tracing.user_code import logs_as_warnings
 
 _DEEPEST = 200  # containers and calls inside each other: code may have raised Python's own limit
 # torch pickles with protocol 2, which has the modules' old names

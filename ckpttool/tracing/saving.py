@@ -18,7 +18,7 @@ from ckpttool.core.names import Hook, RuntimeTensor, SerializedKey
 from ckpttool.core.tables import by_key, first_names
 from ckpttool.core.text import a
 from ckpttool.core.values import dataclass
-from ckpttool.tracing.build_model import LoadedModel, seeded
+from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.hooks import Watcher, quiet
 from ckpttool.tracing.instances import (
     CONSTANT,
@@ -37,6 +37,7 @@ from ckpttool.tracing.instances import (
 )
 from ckpttool.tracing.memory import Token, opaque
 from ckpttool.tracing.recorder import Recorder, ValuesAsked, recording
+from ckpttool.tracing.user_code import seeded
 
 
 @dataclass(frozen=True)

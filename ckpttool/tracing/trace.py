@@ -28,7 +28,7 @@ from ckpttool.core.names import (
 from ckpttool.core.tables import by_key, first_names, sources_of
 from ckpttool.core.text import Note, dotted, some
 from ckpttool.evaluate.torch_eval import evaluate, same_bits
-from ckpttool.tracing.build_model import CannotBuild, LoadedModel, attempt, describe
+from ckpttool.tracing.build_model import CannotBuild, LoadedModel
 from ckpttool.tracing.hooks import has_saving_code
 from ckpttool.tracing.instances import (
     CONSTANT,
@@ -51,6 +51,7 @@ from ckpttool.tracing.loading import Load, Verdict, load_recorded, reads_of_any,
 from ckpttool.tracing.memory import Geometry
 from ckpttool.tracing.saving import Saved, save, save_once
 from ckpttool.tracing.simplify import Simplifier
+from ckpttool.tracing.user_code import attempt, describe
 
 _UNKNOWN = "cannot be told whether it is given back: {}"
 _INEXACT = "loading does not give the saved value back exactly"

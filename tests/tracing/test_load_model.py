@@ -17,18 +17,12 @@ import pytest
 import torch
 from torch import nn
 
+import ckpttool
 import hook_zoo
 from ckpttool import CkptError
-from ckpttool.tracing.build_model import (
-    LoadedModel,
-    load,
-    logs_as_warnings,
-    of_object,
-    prints_once,
-    raised_at,
-    short_path,
-)
+from ckpttool.tracing.build_model import LoadedModel, load, of_object
 from ckpttool.tracing.trace import trace
+from ckpttool.tracing.user_code import logs_as_warnings, prints_once, raised_at, short_path
 from command import Run
 from loading_zoo import ZOO
 
@@ -558,6 +552,50 @@ def test_a_model_is_built_in_the_folder_that_its_import_chose(source, tmp_path: 
     model = load(f"{path.relative_to(tmp_path)}:build")
     assert [model.build(False).in_features for _ in range(2)] == [3, 3]
     assert Path.cwd() == tmp_path
+
+
+def test_an_import_may_end_in_a_folder_that_is_deleted(source, run: Run, tmp_path: Path) -> None:
+    path = source("""
+        import os, tempfile
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+        def build():
+            return nn.Linear(2, 2)
+    """)
+    torch.save(nn.Linear(2, 2).state_dict(), "linear.pt")
+    assert run("diff", "--model", f"{path}:build", "linear.pt").status == 0
+    assert Path.cwd() == tmp_path
+
+
+def test_the_folder_of_an_import_may_be_deleted_later(source, run: Run, tmp_path: Path) -> None:
+    path = source("""
+        import os
+        os.mkdir("deeper")
+        os.chdir("deeper")
+        def build():
+            return nn.Linear(2, 2)
+    """)
+    assert run("trace", f"{path}:build").status == 0
+    (tmp_path / "deeper").rmdir()
+    assert run("trace", f"{path}:build").status == 0
+    assert Path.cwd() == tmp_path
+
+
+LIKE_OURS = [f"{Path(torch.__file__).parent}vision", f"{Path(ckpttool.__file__).parent}_exp"]
+
+
+@pytest.mark.parametrize("folder", LIKE_OURS)
+def test_an_error_names_a_folder_whose_name_begins_like_that_of_torch(
+    source, run: Run, folder: str
+) -> None:
+    path = source(f"""
+        text = "def make(): raise ValueError('no weights')"
+        exec(compile(text, "{folder}/made.py", "exec"))
+        build = make
+    """)
+    result = run("trace", f"{path}:build")
+    assert result.status == 2
+    assert f"ValueError: no weights ({folder}/made.py:1)" in result.err
 
 
 def test_two_threads_that_build_leave_the_process_as_it_was() -> None:
