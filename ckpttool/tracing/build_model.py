@@ -118,9 +118,7 @@ class _StaysOnMeta(TorchFunctionMode):
         if func is nn.init.kaiming_uniform_ and _only_fills_meta_tensor(**(kwargs or {})):
             return kwargs["tensor"]
         if func in _MOVES:
-            with (
-                torch._C.DisableTorchFunction()
-            ):  # `trace` must not note this
+            with torch._C.DisableTorchFunction():  # `trace` must not note this
                 moved = _kept_on_meta(func, *args, **(kwargs or {}))
             if moved is not None:
                 return moved

@@ -52,7 +52,7 @@ from ckpttool.tracing.instances import (
     tensors_in,
     values_of,
 )
-from ckpttool.tracing.memory import opaque
+from ckpttool.tracing.memory import opaque, place_of
 from ckpttool.tracing.recorder import Recorder, ValuesAsked, recording
 from ckpttool.tracing.safe_state_dict import needs_values, stored, versions_of
 from ckpttool.tracing.user_code import as_exception, attempt, describe
@@ -394,21 +394,21 @@ def _reads(recorder: Recorder, items: Sequence[Listed]) -> dict[str, Expression 
 def _dtype_changes(recorder: Recorder, items: Sequence[Listed]) -> tuple[DtypeChange, ...]:
     """Return the conversions, under the name that the key has, or the tensor's first.
 
-    A copy into a part of a tensor counts for all tensors of that storage: a token begins with its
-    address.
+    A copy into a part of a tensor counts for all tensors of that storage.
     """
     names: dict[object, list[str]] = {}
     for item in items:
-        for place in (item.token, item.token[0]):
+        for place in {item.token, place_of(item.token)}:
             names.setdefault(place, []).append(item.fqn)
     changes: dict[DtypeChange, None] = {}
-    for mark, source, target, value in recorder.conversions:
-        fqns = names.get(mark) or names.get(mark[0])
+    for conversion in recorder.conversions:
+        fqns = names.get(conversion.token) or names.get(place_of(conversion.token))
         if not fqns:
             continue
-        key = value.key if isinstance(value, Ref) else None
+        key = conversion.value.key if isinstance(conversion.value, Ref) else None
         fqn = key if key is not None and key in fqns else fqns[0]
-        changes[DtypeChange(fqn, key, dtype_name(source), dtype_name(target))] = None
+        source, target = dtype_name(conversion.source), dtype_name(conversion.target)
+        changes[DtypeChange(fqn, key, source, target)] = None
     return tuple(changes)
 
 

@@ -284,8 +284,15 @@ def _overwritten(
     return Op("aten.permute.default", (changed, tuple(order.index(d) for d in range(len(order)))))
 
 
-# (address of the storage, geometry), or what else identifies a tensor without a storage
-Token = tuple[Any, ...]
+class StorageView(NamedTuple):
+    """The token of a tensor in a storage: the address of the storage, and what the tensor sees."""
+
+    address: int
+    geometry: Geometry
+
+
+# a `StorageView`, or what else identifies a tensor without a storage
+Token = StorageView | tuple[Any, ...]
 
 
 def token(tensor: torch.Tensor) -> Token:
@@ -299,7 +306,7 @@ def token(tensor: torch.Tensor) -> Token:
             return (type(tensor), tuple(tensor.shape), *map(token, inside(tensor)))
     try:
         if tensor.layout == torch.strided:
-            return (address(tensor), geometry(tensor))
+            return StorageView(address(tensor), geometry(tensor))
         return (tensor.layout, tuple(tensor.shape), *map(token, _components(tensor)))
     except RuntimeError:
         return ("object", id(tensor))
@@ -307,7 +314,7 @@ def token(tensor: torch.Tensor) -> Token:
 
 def place_of(mark: Token) -> Any:
     """Return the address of the storage, or what else identifies a tensor that has none."""
-    return mark[0] if isinstance(mark[0], int) else mark
+    return mark.address if isinstance(mark, StorageView) else mark
 
 
 def address(tensor: torch.Tensor) -> int:

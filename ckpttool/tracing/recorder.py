@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo
@@ -22,7 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpttool.core.expression import OPAQUE, Argument, Expression, Op, Special, refs
 from ckpttool.tracing.build_model import device_for_real
-from ckpttool.tracing.memory import StorageValues, Token, inside, meet, opaque, place_of, token
+from ckpttool.tracing.memory import (
+    StorageValues,
+    StorageView,
+    Token,
+    address,
+    inside,
+    meet,
+    opaque,
+    place_of,
+    token,
+)
 from ckpttool.tracing.user_code import prints_once, says_meta
 
 # Operators that return their first argument's value, perhaps in other memory.
@@ -78,20 +89,36 @@ class ValuesAsked(Exception):
         return "it reads the values of tensors, which a model on the meta device does not have"
 
 
+class Conversion(NamedTuple):
+    """A copy of `value` into the tensor of the token that changed the dtype."""
+
+    token: Token
+    source: torch.dtype
+    target: torch.dtype
+    value: Expression
+
+
+class _ObjectValue(NamedTuple):
+    """The value of a tensor without a storage. Holding the tensor keeps its id unique."""
+
+    tensor: torch.Tensor
+    value: Expression
+    author: Any
+
+
 class Recorder(TorchDispatchMode):
     """Record every operator that runs; `value(tensor)` then says how the tensor was computed.
 
     `author` is set from outside to whose code is running. `reads` lists ``(author, names)`` for
     each time that code looked at values; `blind` says that it asked for values that do not exist
-    (and may have caught the error). `conversions` lists ``(token, from, to, source)`` for each copy
-    into a tensor that changed the dtype. `doubtful` says that an operator ran on meta that real
+    (and may have caught the error). `doubtful` says that an operator ran on meta that real
     tensors may refuse, `outside` that a tensor was made outside of torch.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.memories: dict[int, StorageValues] = {}
-        self.objects: dict[Token, tuple[torch.Tensor, Expression, Any]] = {}
+        self.objects: dict[Token, _ObjectValue] = {}
         self.author: Any = None
         self.clock = 0
         self.writes: list[tuple[int, Token]] = []
@@ -101,34 +128,37 @@ class Recorder(TorchDispatchMode):
         self.outside = False
         # of expressions: holding the node keeps its id unique
         self.sizes: dict[int, tuple[Op, int, int]] = {}
-        self.conversions: list[tuple[Token, torch.dtype, torch.dtype, Expression]] = []
+        self.conversions: list[Conversion] = []
 
     def name(self, tensor: torch.Tensor, expression: Expression) -> None:
         """Name `tensor` before recording starts; the first name of a tensor stays."""
         mark = token(tensor)
-        if not isinstance(mark[0], int):
-            self.objects.setdefault(mark, (tensor, expression, None))
+        if not isinstance(mark, StorageView):
+            self.objects.setdefault(mark, _ObjectValue(tensor, expression, None))
             for part in inside(tensor):
                 self.name(part, opaque(expression))
             return
-        self._memory(tensor).roots.setdefault(mark[1], expression)
+        self._memory(tensor).roots.setdefault(mark.geometry, expression)
 
     def value(self, tensor: torch.Tensor) -> Expression:
+        """Return how the tensor was computed. From now on, one that was made outside of torch is
+        known as a constant.
+        """
         mark = token(tensor)
-        if not isinstance(mark[0], int):
+        if not isinstance(mark, StorageView):
             noted = self.objects.get(mark)
-            return noted[1] if noted else opaque(*map(self.value, inside(tensor)))
-        if mark[0] not in self.memories:
+            return noted.value if noted else opaque(*map(self.value, inside(tensor)))
+        if mark.address not in self.memories:
             self.outside = True
-            self._memory(tensor).roots[mark[1]] = _literal(tensor)
-        return self.memories[mark[0]].read(mark[1])
+            self._memory(tensor).roots[mark.geometry] = _literal(tensor)
+        return self.memories[mark.address].read(mark.geometry)
 
     def author_of(self, mark: Token) -> Any:
-        if isinstance(mark[0], int):
-            memory = self.memories.get(mark[0])
+        if isinstance(mark, StorageView):
+            memory = self.memories.get(mark.address)
             return memory.author if memory else None
         noted = self.objects.get(mark)
-        return noted[2] if noted else None
+        return noted.author if noted else None
 
     def written_since(self, clock: int) -> set[Any]:
         """Return the storages (or objects) that were written in place after `clock`."""
@@ -167,7 +197,7 @@ class Recorder(TorchDispatchMode):
         elif isinstance(out, (list, tuple)):
             self._note_several(func, args, kwargs, out)
         elif func.__name__.partition(".")[0] not in _HARMLESS:
-            self.read(_tensors(args, kwargs))
+            self.note_read(_tensors(args, kwargs))
         return out
 
     def _inplace_view(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -222,7 +252,7 @@ class Recorder(TorchDispatchMode):
         memory = self.memories.get(place_of(token(tensor)))
         return memory is not None and memory.stale
 
-    def read(self, tensors: Iterable[torch.Tensor]) -> None:
+    def note_read(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that code looked at the values of `tensors`. Raises `ValuesAsked` if they have
         none.
         """
@@ -236,24 +266,24 @@ class Recorder(TorchDispatchMode):
             self.reads.append((self.author, tuple(names)))
 
     def _is_known(self, mark: Token) -> bool:
-        if not isinstance(mark[0], int):
+        if not isinstance(mark, StorageView):
             return mark in self.objects
-        memory = self.memories.get(mark[0])
-        return memory is not None and memory.value_of(mark[1]) is not None
+        memory = self.memories.get(mark.address)
+        return memory is not None and memory.value_of(mark.geometry) is not None
 
     def _note(self, tensor: torch.Tensor, mark: Token, expression: Expression) -> None:
         expression = self._bounded(expression)
-        if not isinstance(mark[0], int):
-            self.objects[mark] = (tensor, expression, self.author)
-        elif mark[0] not in self.memories:
-            self._memory(tensor).roots[mark[1]] = expression
+        if not isinstance(mark, StorageView):
+            self.objects[mark] = _ObjectValue(tensor, expression, self.author)
+        elif mark.address not in self.memories:
+            self._memory(tensor).roots[mark.geometry] = expression
         elif isinstance(expression, Op) and expression.op == OPAQUE:
-            self.memories[mark[0]].read(mark[1])
+            self.memories[mark.address].read(mark.geometry)  # derive it from the memory if possible
         else:
-            self.memories[mark[0]].views[mark[1]] = expression
+            self.memories[mark.address].views[mark.geometry] = expression
 
     def _memory(self, tensor: torch.Tensor) -> StorageValues:
-        place = token(tensor)[0]
+        place = address(tensor)
         if place not in self.memories:
             self.memories[place] = StorageValues(tensor.untyped_storage(), author=self.author)
         return self.memories[place]
@@ -277,7 +307,7 @@ class Recorder(TorchDispatchMode):
             # Real memory cannot take a value that does not exist: from now on its bytes mean
             # nothing.
             for target in targets:
-                if isinstance(token(target)[0], int):
+                if isinstance(token(target), StorageView):
                     self._memory(target).stale = True
             returns = len(func._schema.returns)
             out = None
@@ -291,11 +321,11 @@ class Recorder(TorchDispatchMode):
         mark = token(target)
         self.clock += 1
         self.writes.append((self.clock, mark))
-        if not isinstance(mark[0], int):
-            self.objects[mark] = (target, value, self.author)
+        if not isinstance(mark, StorageView):
+            self.objects[mark] = _ObjectValue(target, value, self.author)
             return
         memory = self._memory(target)
-        memory.write(mark[1], self._bounded(value))
+        memory.write(mark.geometry, self._bounded(value))
         memory.roots = {root: self._bounded(content) for root, content in memory.roots.items()}
         memory.author = self.author
 
@@ -304,7 +334,7 @@ class Recorder(TorchDispatchMode):
     ) -> list[Expression]:
         """Return what the operator writes into each of the targets."""
         for target in targets:
-            self.value(target)
+            self.value(target)  # it must be known before it is written
         if func is torch.ops.aten.copy_.default:
             return [self._copied(targets[0], args[1])]
         if func.__name__.startswith("zero_"):
@@ -350,7 +380,7 @@ class Recorder(TorchDispatchMode):
         if torch.nn.parameter.is_lazy(source):
             return value
         if source.dtype != target.dtype:
-            self.conversions.append((token(target), source.dtype, target.dtype, value))
+            self.conversions.append(Conversion(token(target), source.dtype, target.dtype, value))
             value = _cast(value, target.dtype)
         if source.shape != target.shape:
             value = Op("aten.expand.default", (value, tuple(target.shape)))
@@ -437,10 +467,12 @@ def _depends_on_order(inputs: Sequence[torch.Tensor], targets: Sequence[torch.Te
     for mark in map(token, targets):
         if len(targets) > 1 and places[place_of(mark)] > 1:
             return True
-        if not isinstance(mark[0], int):
+        if not isinstance(mark, StorageView):
             continue
         for other in marks:
-            if other[0] == mark[0] and other != mark and meet(other[1], mark[1]):
+            if not isinstance(other, StorageView) or other.address != mark.address:
+                continue
+            if other != mark and meet(other.geometry, mark.geometry):
                 return True
     return False
 
@@ -565,24 +597,24 @@ def _argument(arg: Any, value: _Value) -> Argument:
         if isinstance(arg, cls):
             return Special(kind, str(arg).removeprefix("torch."))
     if isinstance(arg, (type(None), bool, int, float, str, complex)):
-        return _number(arg)
+        return _scalar_argument(arg)
     return opaque()
 
 
-def _number(value: Any) -> Any:
+def _scalar_argument(value: Any) -> Any:
     return Special("complex", repr(value)) if isinstance(value, complex) else value
 
 
-def _dtype(dtype: torch.dtype) -> tuple[tuple[str, Special]]:
+def _dtype_option(dtype: torch.dtype) -> tuple[tuple[str, Special]]:
     return (("dtype", Special("dtype", str(dtype).removeprefix("torch."))),)
 
 
 def _cast(source: Expression, dtype: torch.dtype) -> Expression:
-    return Op("aten._to_copy.default", (source,), _dtype(dtype))
+    return Op("aten._to_copy.default", (source,), _dtype_option(dtype))
 
 
 def _full(shape: tuple[int, ...], fill: Any, dtype: torch.dtype) -> Expression:
-    return Op("aten.full.default", (shape, _number(fill)), _dtype(dtype))
+    return Op("aten.full.default", (shape, _scalar_argument(fill)), _dtype_option(dtype))
 
 
 def _literal(tensor: torch.Tensor) -> Expression:
@@ -594,10 +626,10 @@ def _literal(tensor: torch.Tensor) -> Expression:
     shape, values = tuple(tensor.shape), tensor.detach().cpu().reshape(-1).tolist()
     if len(set(map(repr, values))) < 2:  # by repr: 0.0 and -0.0 are equal, and not the same
         return _full(shape, values[0] if values else 0, tensor.dtype)
-    dtype = _dtype(tensor.dtype)
+    dtype = _dtype_option(tensor.dtype)
     items = []
     for value in values:
-        items.append(Op("aten.scalar_tensor.default", (_number(value),), dtype))
+        items.append(Op("aten.scalar_tensor.default", (_scalar_argument(value),), dtype))
     stacked = Op("aten.stack.default", (tuple(items),))
     return stacked if len(shape) == 1 else Op("aten.reshape.default", (stacked, shape))
 
@@ -647,7 +679,7 @@ class _Questions(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func in _READS:
-            self.recorder.read(args[:1])
+            self.recorder.note_read(args[:1])
         elif func == torch.Tensor.data_ptr and args[0].device.type == "meta":
             tensor = args[0]
             return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
@@ -677,17 +709,38 @@ def recording(recorder: Recorder) -> Iterator[None]:
     """Record what the block runs, without its prints and warnings; meta tensors and storages look
     like real ones.
     """
+    with _storages_have_addresses(), prints_once(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with recorder, _Questions(recorder):
+            yield
+
+
+# Blocks that need it now: in several threads, or a block inside of another one.
+_BLOCKS: list[object] = []
+_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def _storages_have_addresses() -> Iterator[None]:
+    """Give storages on meta an address, until the last of all blocks ends."""
     storages: Any = torch.UntypedStorage
-    inherited = storages.data_ptr
-
-    def data_ptr(storage: Any) -> int:
-        return storage._cdata if storage.device.type == "meta" else inherited(storage)
-
-    storages.data_ptr = data_ptr
+    with _LOCK:
+        if not _BLOCKS:
+            storages.data_ptr = _data_ptr
+        _BLOCKS.append(storages)
     try:
-        with prints_once(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with recorder, _Questions(recorder):
-                yield
+        yield
     finally:
-        del storages.data_ptr
+        with _LOCK:
+            _BLOCKS.pop()
+            if not _BLOCKS:
+                del storages.data_ptr
+
+
+def _data_ptr(storage: Any) -> int:
+    if storage.device.type == "meta":
+        return int(storage._cdata)
+    return int(_INHERITED(storage))
+
+
+_INHERITED: Callable[[Any], int] = torch.UntypedStorage.data_ptr

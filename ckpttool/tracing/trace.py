@@ -48,7 +48,7 @@ from ckpttool.tracing.instances import (
     values_of,
 )
 from ckpttool.tracing.loading import Load, Verdict, load_recorded, reads_of_any, versions_asked_for
-from ckpttool.tracing.memory import Geometry
+from ckpttool.tracing.memory import Geometry, StorageView
 from ckpttool.tracing.saving import Saved, save, save_once
 from ckpttool.tracing.simplify import Simplifier
 from ckpttool.tracing.user_code import attempt, describe
@@ -283,10 +283,10 @@ def _leaves(saved: Saved) -> dict[str, torch.Tensor]:
         if tensor.shape is None:
             continue
         mark = saved.places[tensor.fqn]
-        if not isinstance(mark[0], int):
+        if not isinstance(mark, StorageView):
             leaves[tensor.fqn] = torch.empty(tensor.shape, dtype=dtype, device="meta")
             continue
-        place, geometry = (mark[0], dtype), mark[1]
+        place, geometry = (mark.address, dtype), mark.geometry
         if place not in bases or bases[place].numel() < geometry.end:
             bases[place] = torch.empty(geometry.end, dtype=dtype, device="meta")
         views[tensor.fqn] = place, geometry

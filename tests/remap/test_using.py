@@ -229,6 +229,30 @@ def test_optimizer_state_follows() -> None:
     assert torch.equal(result["first.weight"]["exp_avg"], expected)
 
 
+class Fused(nn.Module):
+    """Saves the rows of one tensor under two keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Parameter(torch.zeros(4, 3))
+
+    def state_dict(self, **options: Any) -> State:
+        first, second = self.both.detach().chunk(2)
+        return {"first": first, "second": second}
+
+
+def test_a_function_may_trace_a_model() -> None:
+    def split(state: State) -> State:
+        keys = [entry.key for entry in ckpttool.trace(Fused).serialized]
+        return dict(zip(keys, state["both"].chunk(2)))
+
+    save_file({"both": torch.randn(4, 3)}, "both.safetensors")
+    ckpttool.remap("both.safetensors", "out.safetensors", using=split)
+    out = load_file("out.safetensors")
+    assert torch.cat([out["first"], out["second"]]).equal(load_file("both.safetensors")["both"])
+    assert "data_ptr" not in vars(torch.UntypedStorage)
+
+
 def test_the_output_is_checked_with_the_model_that_loads_it(run: Run) -> None:
     torch.save(nn.Linear(3, 2).state_dict(), "linear.pt")
     Path("model.py").write_text(
