@@ -114,7 +114,7 @@ def _refused_operators(plan: Plan) -> list[Problem]:
         for operator in ex.operators(output.source):
             if operator in (ex.OPAQUE, *ex.BY_CODE):
                 continue
-            reason = ops.refused(operator)
+            reason = ops.reason_not_allowed(operator)
             if reason is not None:
                 problems[Problem(reason, output.key)] = None
     return list(problems)

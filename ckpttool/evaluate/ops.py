@@ -455,7 +455,7 @@ _rows(
     "gather scatter.src scatter.value scatter_add index_copy index_add index_fill.int_Scalar",
     Operator(_check_index),
 )
-_rows("index.Tensor", Operator(_check_indices, lambda given: sizes(given["self"]), moves=True))
+_rows("index.Tensor", Operator(_check_indices, lambda given: nbytes_of(given["self"]), moves=True))
 _rows("index_put", Operator(_check_indices))
 _rows("as_strided as_strided_scatter", Operator(_check_stride))
 _rows("masked_select", Operator(most_bytes=_most_bytes_masked))
@@ -531,13 +531,13 @@ _rows(
 )
 
 
-def refused(name: str) -> str | None:
+def reason_not_allowed(name: str) -> str | None:
     """Return why an expression may not hold the operator, or None if it may."""
     return None if name in OPS else f"{name[:100]!r} is not an operator that a plan may hold"
 
 
-def sizes(result: Any) -> int:
+def nbytes_of(result: Any) -> int:
     """Return the bytes of a torch tensor, or of all tensors of a list."""
     if isinstance(result, (list, tuple)):
-        return sum(map(sizes, result))
+        return sum(map(nbytes_of, result))
     return int(result.numel()) * int(result.element_size())

@@ -16,7 +16,7 @@ from ckpttool.core.errors import CkptError, Refused
 from ckpttool.core.expression import Argument, Expression, Op, Ref, Special, parts, refs
 from ckpttool.core.limits import limits
 from ckpttool.core.text import a, first_line, human_bytes
-from ckpttool.evaluate.ops import GETITEM, OPS, is_integer, refused, sizes
+from ckpttool.evaluate.ops import GETITEM, OPS, is_integer, nbytes_of, reason_not_allowed
 from ckpttool.io.pieces import read_all, read_span
 
 Load = Callable[[str], torch.Tensor]
@@ -36,7 +36,7 @@ class Held:
     """
 
     def __init__(self, leaves: Iterable[torch.Tensor]) -> None:
-        self.most = max(limits().made_bytes, limits().made_times * sum(map(sizes, leaves)))
+        self.most = max(limits().made_bytes, limits().made_times * sum(map(nbytes_of, leaves)))
         self.bytes = self.peak = 0
 
     def check(self, name: str, more: int) -> None:
@@ -86,7 +86,7 @@ def evaluate(
             results[id(node)] = result
         else:
             held.bytes = before
-        held.bytes += sizes(result)
+        held.bytes += nbytes_of(result)
         held.peak = max(held.peak, held.bytes)
         return result
 
@@ -105,7 +105,7 @@ def _apply(
     name: str, args: list[Any], kwargs: dict[str, Any], device: torch.device, held: Held
 ) -> Any:
     """Apply an operator, once its arguments are known to fit and its result to have room."""
-    reason = refused(name)
+    reason = reason_not_allowed(name)
     if reason is not None:
         raise CkptError(reason, hint="docs/safety.md lists the operators that a plan may hold")
     if name == GETITEM:
@@ -160,7 +160,7 @@ def _result_bytes(
     if "device" in kwargs:
         meta_kwargs["device"] = "meta"
     try:
-        return sizes(call(*map(_without_data, args), **meta_kwargs))
+        return nbytes_of(call(*map(_without_data, args), **meta_kwargs))
     except Exception as error:
         most_bytes = OPS[name].most_bytes
         if most_bytes is not None and isinstance(error, NotImplementedError):

@@ -18,7 +18,7 @@ from ckpttool.core.values import dataclass, many_objects
 from ckpttool.formats import safetensors, torch_zip, torchao
 from ckpttool.formats.folders import shards_of, stem_of_shards
 from ckpttool.formats.hf_index import read_index
-from ckpttool.formats.registry import named, recognize
+from ckpttool.formats.registry import format_named, recognize
 from ckpttool.io.files import is_file, look_ahead
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.paths import parent, safe_path
@@ -376,7 +376,7 @@ def layout_in_place(checkpoint: Checkpoint) -> Mapping[str, Edited] | None:
         return None
     files: dict[str, Edited] = {}
     for name, content in shards.items():
-        edited = named(content.format).layout_in_place(content, name)
+        edited = format_named(content.format).layout_in_place(content, name)
         if edited is None:
             return None
         files |= edited

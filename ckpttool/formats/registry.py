@@ -17,8 +17,8 @@ from ckpttool.formats.protocol import Format, Holds
 
 GROUP = "ckpttool.formats"  # of the entry points of packages that add formats
 
-_TENSORS = Holds(metadata=True, subclass_parts=True)
-_TORCH = Holds(objects=True, aliases=True, versions=True, order=True)
+_HOLDS_TENSORS = Holds(metadata=True, subclass_parts=True)
+_HOLDS_LIKE_TORCH_SAVE = Holds(objects=True, aliases=True, versions=True, order=True)
 
 
 def _of_file(has_signature: Callable[[Look], bool]) -> Callable[[Look], str | None]:
@@ -26,7 +26,7 @@ def _of_file(has_signature: Callable[[Look], bool]) -> Callable[[Look], str | No
     return lambda look: look.path if has_signature(look) else None
 
 
-_index = _of_file(signatures.is_index)
+_index_path = _of_file(signatures.is_index)
 
 # in the order in which they are tried: the most certain first
 TABLE = (
@@ -34,59 +34,60 @@ TABLE = (
         "safetensors",
         "safetensors",
         "ckpttool.formats.safetensors",
-        _of_file(signatures.is_safetensors),
-        (".safetensors",),
-        _TENSORS,
+        matches=_of_file(signatures.is_safetensors),
+        endings=(".safetensors",),
+        holds=_HOLDS_TENSORS,
     ),
     Format(
         "torch_zip",
         "torch.save",
         "ckpttool.formats.torch_zip",
-        _of_file(signatures.is_torch_zip),
-        (".pt", ".pth", ".bin", ".ckpt"),
-        _TORCH,
+        matches=_of_file(signatures.is_torch_zip),
+        endings=(".pt", ".pth", ".bin", ".ckpt"),
+        holds=_HOLDS_LIKE_TORCH_SAVE,
         shards="sharded_bin",
     ),
     Format(
         "torch_legacy",
         "torch.save before torch 1.6",
         "ckpttool.formats.torch_legacy",
-        _of_file(signatures.is_torch_legacy),
-        holds=_TORCH,
+        matches=_of_file(signatures.is_torch_legacy),
+        holds=_HOLDS_LIKE_TORCH_SAVE,
         succeeded_by="torch_zip",
     ),
     Format(
         "pickle",
         "pickle of NumPy arrays",
         "ckpttool.formats.pickled",
-        _of_file(signatures.is_pickle),
-        holds=_TORCH,
+        matches=_of_file(signatures.is_pickle),
+        holds=_HOLDS_LIKE_TORCH_SAVE,
         succeeded_by="torch_zip",
     ),
     Format(
         "torchscript",
         "TorchScript archive",
         "ckpttool.formats.torchscript",
-        _of_file(signatures.is_torchscript),
+        matches=_of_file(signatures.is_torchscript),
         holds=Holds(aliases=True, order=True, programs=True, code_storages=True),
     ),
     Format(
         "pt2",
         "exported program",
         "ckpttool.formats.pt2",
-        _of_file(signatures.is_program),
-        (".pt2",),
-        Holds(aliases=True, order=True, programs=True),
+        matches=_of_file(signatures.is_program),
+        endings=(".pt2",),
+        holds=Holds(aliases=True, order=True, programs=True),
     ),
     Format(
         "sharded",
         "sharded safetensors",
         "ckpttool.formats.huggingface",
-        lambda look: _index(look) or folders.shards_home(look),
-        holds=_TENSORS,
+        matches=lambda look: _index_path(look) or folders.shards_home(look),
+        holds=_HOLDS_TENSORS,
         index=".safetensors.index.json",
         sharded=True,
     ),
+    # its index is recognized by the row above, and its module reads both
     Format(
         "sharded_bin",
         "sharded torch.save files",
@@ -100,42 +101,42 @@ TABLE = (
         "rank_files",
         "torch.save files of the ranks of one run",
         "ckpttool.formats.rank_files",
-        lambda look: look.path if look.is_pattern else None,
+        matches=lambda look: look.path if look.is_pattern else None,
         holds=Holds(aliases=True, rank_parts=True),
     ),
     Format(
         "dcp",
         "torch.distributed.checkpoint folder",
         "ckpttool.formats.dcp",
-        folders.dcp_home,
-        (".dcp",),
-        Holds(objects=True, aliases=True, form=False),
+        matches=folders.dcp_home,
+        endings=(".dcp",),
+        holds=Holds(objects=True, aliases=True, form=False),
         index=".metadata",
     ),
     Format(
         "deepspeed",
         "DeepSpeed folder (ZeRO, universal)",
         "ckpttool.formats.deepspeed",
-        folders.deepspeed_step,
+        matches=folders.deepspeed_step,
         holds=Holds(aliases=True),
     ),
     Format(
         "accelerate",
         "accelerate's folder of an FSDP run",
         "ckpttool.formats.accelerate",
-        folders.fsdp_home,
+        matches=folders.fsdp_home,
         holds=Holds(aliases=True),
     ),
     Format(
         "rank_folder",
         "folder of the ranks' files (verl, torch_checkpointing)",
         "ckpttool.formats.rank_folder",
-        folders.rank_folder,
+        matches=folders.rank_folder,
         holds=Holds(aliases=True, rank_parts=True),
     ),
 )
 # not a file: nothing reads or writes it
-MEMORY = Format(IN_MEMORY, "a checkpoint in memory", "", holds=_TORCH)
+MEMORY = Format(IN_MEMORY, "a checkpoint in memory", "", holds=_HOLDS_LIKE_TORCH_SAVE)
 FORMATS = {row.name: row for row in (*TABLE, MEMORY)}
 
 
@@ -146,7 +147,18 @@ class Recognized(NamedTuple):
     path: str
 
     def read(self) -> Checkpoint:
-        return self.format.read(self.path)
+        """Return the index. Raises `CkptError` as the format does, and if the checkpoint of a
+        package names a format that there is not.
+        """
+        checkpoint = self.format.read(self.path)
+        if _row_named(checkpoint.format) is None:
+            raise CkptError(
+                f"{self.path}: it was read as a checkpoint of the format {checkpoint.format!r},"
+                " which does not exist",
+                hint=f"report it to the authors of the package {self.format.package}: Format.name"
+                " and Checkpoint.format must be equal",
+            )
+        return checkpoint
 
 
 class Installed(NamedTuple):
@@ -181,15 +193,28 @@ def installed() -> Installed:
     return Installed(tuple(formats.values()), tuple(problems))
 
 
-def named(name: str) -> Format:
-    """Return the format that a checkpoint has, by its name."""
+def format_named(name: str) -> Format:
+    """Return the format. Raises `CkptError` if no format has the name."""
+    row = _row_named(name)
+    if row is None:
+        raise CkptError(
+            f"no format is called {name!r}",
+            hint="install the package that adds it; `ckpttool help formats` lists the formats",
+        )
+    return row
+
+
+def _row_named(name: str) -> Format | None:
     if name in FORMATS:
         return FORMATS[name]
-    return next(row for row in installed().formats if row.name == name)
+    for row in installed().formats:
+        if row.name == name:
+            return row
+    return None
 
 
 def format_of(checkpoint: Checkpoint) -> Format:
-    return named(checkpoint.format)
+    return format_named(checkpoint.format)
 
 
 def is_program(checkpoint: Checkpoint) -> bool:
@@ -200,8 +225,11 @@ def is_program(checkpoint: Checkpoint) -> bool:
 def recognize(path: str) -> Recognized:
     """Return the format of the file or folder at `path`, or of the only checkpoint in the folder.
 
-    Raises `CkptError` if there is none: it says what the file is instead, if its content shows it;
-    if a folder holds several, and for a file that is of a format and cannot be read.
+    Raises `CkptError`
+
+    - if there is none; the error says what the file is instead, if its content shows it;
+    - if a folder holds several;
+    - if a file is of a format, and cannot be read.
     """
     look = Look(path)
     match = _first(TABLE, look)
@@ -254,20 +282,23 @@ def _by_package(look: Look) -> Recognized:
 
 
 def format_for(out: str) -> Format:
-    """Return the format of the ending of `out`. Raises `CkptError` for an ending that no format
-    has.
+    """Return the format of the ending of the file `out`, in small or capital letters. Raises
+    `CkptError` for an ending that no format has.
     """
     endings: list[str] = []
     for row in _all_formats():
-        of_row = (*row.endings, row.index) if row.index else row.endings
-        if out.lower().endswith(of_row):
+        if not row.folder and _has_ending(out, row.endings):
             return row
-        endings += of_row
+        endings += (*row.endings, row.index) if row.index else row.endings
     ending = os.path.splitext(out)[1]
     raise CkptError(
         f"{out}: no format has the ending {ending!r}",
         hint=f"choose one of {' '.join(endings)}, or name a folder",
     )
+
+
+def _has_ending(path: str, endings: tuple[str, ...]) -> bool:
+    return path.lower().endswith(endings)
 
 
 def _all_formats() -> Iterator[Format]:
@@ -280,17 +311,24 @@ def is_index_name(name: str) -> bool:
     return name == folders.DCP_METADATA or folders.INDEX.fullmatch(name) is not None
 
 
+def index_format(name: str) -> Format:
+    """Return the format whose folders are read from a file of this name (`is_index_name`)."""
+    return next(row for row in TABLE if row.index and name.endswith(row.index))
+
+
 def folder_format(out: str) -> Format | None:
-    """Return the format whose ending the folder `out` has."""
+    """Return the format whose ending the folder `out` has, in small or capital letters."""
     for row in TABLE:
-        if row.folder and row.endings and out.endswith(row.endings):
+        if row.folder and _has_ending(out, row.endings):
             return row
     return None
 
 
 def program_format(path: str) -> Format | None:
-    """Return the format of exported programs whose ending the path has."""
+    """Return the format of exported programs whose ending the path has, in small or capital
+    letters.
+    """
     for row in TABLE:
-        if row.holds.programs and row.endings and path.endswith(row.endings):
+        if row.holds.programs and _has_ending(path, row.endings):
             return row
     return None

@@ -368,7 +368,7 @@ def _with_granularity(
         is_block = key.endswith("_scale_inv") and len(scale.shape) > 1
         if not is_block and scale.numel == 1:
             return replace(weight, scheme="FP8, a scale for each tensor")
-        if not is_block and scale.numel == entries[weight.weight].shape[0]:
+        if not is_block and entries[weight.weight].shape[:1] == (scale.numel,):
             return replace(weight, scheme="FP8, a scale for each channel")
         return replace(weight, scheme="block FP8")
     return weight

@@ -22,9 +22,10 @@ from ckpttool.formats.registry import (
     TABLE,
     folder_format,
     format_for,
+    format_named,
     format_of,
+    index_format,
     is_index_name,
-    named,
     recognize,
 )
 from ckpttool.io.files import is_dir, size
@@ -117,7 +118,7 @@ def outputs(source: str, word: str) -> Iterator[str]:
     if folder:
         path = parent(path)
     elif is_dir(path):
-        folder = not path.rstrip("/").endswith(".dcp")
+        folder = folder_format(path.rstrip("/")) is None
     path = path.rstrip("/")
     ending = "" if folder else Path(path).suffix
     first = ending if ending.lower() in _WRITABLE else ".pt"
@@ -204,7 +205,7 @@ def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) 
     """
     name = paths_name(out)
     if is_index_name(name):
-        return Target(out, format_for(out), parent(out), name, max_shard_size)
+        return Target(out, index_format(name), parent(out), name, max_shard_size)
     of_folder = folder_format(out.rstrip("/"))
     if of_folder is not None:
         return Target(out, of_folder, out, "", max_shard_size)
@@ -218,7 +219,7 @@ def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) 
         path = recognize(source.source).path
         if not is_dir(path):  # one file in a folder, and no folder that is only read
             return Target(out, row, out, paths_name(path))
-    shards = named(row.shards if from_folder else "sharded")
+    shards = format_named(row.shards if from_folder else "sharded")
     return Target(out, shards, out, "", max_shard_size)
 
 

@@ -283,7 +283,7 @@ def matches(text: str, key: str) -> bool:
     if not _SPECIAL.search(text):
         return text == key
     if text.startswith("re:"):
-        return _regex(text[3:], text).fullmatch(key) is not None
+        return _regex(text[3:].strip(), text).fullmatch(key) is not None
     if VARIABLE.search(text):
         return bool(_two_ways(_pattern(text), key.split("."), text))
     return text == key or _shell_pattern(text).fullmatch(key) is not None

@@ -18,7 +18,7 @@ from ckpttool.core.options import call_of
 from ckpttool.core.plan import Dropped, Output, Plan, module_renames
 from ckpttool.core.text import a, human_bytes, plural, shell, some
 from ckpttool.core.values import dataclass
-from ckpttool.evaluate.ops import ROW_MAJOR, refused
+from ckpttool.evaluate.ops import ROW_MAJOR, reason_not_allowed
 from ckpttool.evaluate.torch_eval import storage_of
 from ckpttool.tracing.coverage import unread_elements
 from ckpttool.tracing.find_object import find_object
@@ -206,7 +206,7 @@ def _problems_of_value(name: str, source: Expression) -> Iterator[Problem]:
         yield Problem("computed outside of torch's operators, random or not filled", name)
         return
     for operator in dict.fromkeys(operators(source)):
-        reason = refused(operator)
+        reason = reason_not_allowed(operator)
         if reason is not None:
             yield Problem(reason, name)
 

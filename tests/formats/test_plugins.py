@@ -139,6 +139,21 @@ def test_an_exception_of_a_package_is_an_error_that_names_it(site: Path, archive
     assert "report it to the authors of the package broken" in done.err
 
 
+def test_a_checkpoint_must_have_the_format_that_read_it(site: Path, archive: Path) -> None:
+    code = (
+        "from ckpttool.plugin import Checkpoint, Format\n"
+        "def matches(look):\n    return look.path if look.head.startswith(b'XX') else None\n"
+        "def read(path):\n    return Checkpoint(path, 'XX', 2, ())\n"
+        "FORMAT = Format('xx', 'XX file', __name__, matches)\n"
+    )
+    install(site, "broken", "xx = broken:FORMAT", code)
+    (archive.parent / "a.xx").write_bytes(b"XX")
+    done = run_with(site, "inspect", archive.parent / "a.xx")
+    assert done.status == 2
+    assert "it was read as a checkpoint of the format 'XX', which does not exist" in done.err
+    assert "report it to the authors of the package broken" in done.err
+
+
 def test_the_format_in_contributing_works(site: Path, tmp_path: Path) -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "ONE!" in block]

@@ -202,6 +202,26 @@ def test_a_cast_of_the_scales_is_refused(layout: str, run: Run, tmp_path: Path) 
     assert not out.exists()
 
 
+SHAPES: list[tuple[int, ...]] = [(), (0,), (3,), (2, 0), (2, 3), (1, 2, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv", "weight_scale_2"])
+def test_scales_of_any_shape_are_read(
+    run: Run, tmp_path: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    """A file may hold a scale that does not fit its weight."""
+    path, out = tmp_path / "q.safetensors", tmp_path / "out.safetensors"
+    rules = '[[rule]]\ndequantize = "*"\ndtype = "float32"\n'
+    (tmp_path / "rules.toml").write_text(rules)
+    for scale in SHAPES:
+        save_file({"weight": zeros(shape).to(FP8), name: torch.ones(scale)}, path)
+        assert "is quantized: " in run("inspect", path).out
+        assert run("diff", path, path, "--values").status == 0
+        done = run("remap", path, "-o", out, "--rules", tmp_path / "rules.toml", "--dry-run")
+        assert done.status in (0, 1), done.said
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_parts_of_a_weight_are_in_one_shard(
     layout: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

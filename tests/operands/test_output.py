@@ -60,6 +60,8 @@ def _working_folder(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("one.pt", "there", None, ONE),  # a folder
         ("one.pt", "new.dcp", None, DCP),
         ("one.pt", "new.dcp/", None, DCP),
+        ("one.pt", "NEW.DCP", None, DCP),
+        ("one.pt", "NEW.SafeTensors", None, ["NEW.SafeTensors"]),
         ("one.pt", f"there/{INDEX}", "40KB", TWO),
         ("one.pt", "there/.metadata", None, DCP),
         ("hf", "new.pt", None, ["new.pt"]),
@@ -100,6 +102,12 @@ def test_out_determines_files_and_format(
 def test_out_without_an_ending_is_refused_for_a_file(source: str) -> None:
     with pytest.raises(ckpttool.CkptError, match="no format has the ending"):
         ckpttool.remap(source, "out/new")
+
+
+@pytest.mark.parametrize("out", ["new.metadata", "MODEL.SAFETENSORS.INDEX.JSON"])
+def test_a_name_that_is_like_an_index_has_no_format(out: str) -> None:
+    with pytest.raises(ckpttool.CkptError, match="no format has the ending"):
+        ckpttool.remap("one.pt", f"out/{out}")
 
 
 def test_folder_with_other_state_files_needs_a_folder_as_output() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import ckpttool
 from ckpttool import CkptError, Refused
@@ -153,11 +153,21 @@ def test_rule_and_its_reverse_cancel_out(segments: list[str], at: int) -> None:
         ("a.{x*}", "a.b.c", True),
         ("re:.*norm.*", "a.norm.w", True),
         ("re:norm", "a.norm.w", False),
+        ("re: a.* ", "a.norm.w", True),  # as in a rule
         ("w[0]", "w[0]", True),  # a key may look like a shell pattern
     ],
 )
 def test_patterns(pattern: str, key: str, expected: bool) -> None:
     assert matches(pattern, key) == expected
+
+
+def test_a_space_behind_re_does_not_count(run: Run, tmp_path: Path) -> None:
+    save_file({"w": np.ones(1), "b": np.ones(1)}, tmp_path / "a.safetensors")
+    for number, options in enumerate([("--drop", "re: w"), ("--rule", "re: w => v")]):
+        out = tmp_path / f"{number}.safetensors"
+        assert run("remap", tmp_path / "a.safetensors", "-o", out, *options).status == 0
+    assert load_file(tmp_path / "0.safetensors").keys() == {"b"}
+    assert load_file(tmp_path / "1.safetensors").keys() == {"b", "v"}
 
 
 def test_a_pattern_that_is_not_a_regular_expression() -> None:

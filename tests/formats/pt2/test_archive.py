@@ -9,6 +9,7 @@ import functools
 import json
 import pickle
 import random
+import shutil
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -189,6 +190,12 @@ def test_names_match_the_model(folder):
     assert all(tensors[s.source.key] is tensors[s.key] for s in found.serialized)
     assert found.torch == torch.__version__
     assert type(found).from_json(found.to_json(), "x") == found
+
+
+def test_an_ending_in_capital_letters_is_the_ending(folder, tmp_path, run):
+    shutil.copy(folder / "old.pt2", tmp_path / "OLD.PT2")
+    assert trace(str(tmp_path / "OLD.PT2")).runtime == trace(str(folder / "old.pt2")).runtime
+    assert run("diff", folder / "old.pt2", "--model", tmp_path / "OLD.PT2").status == 0
 
 
 class Small(nn.Module):
