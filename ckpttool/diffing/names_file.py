@@ -93,11 +93,11 @@ def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
 
 def _note_on_loading(model: ModelOperand, saved: Checkpoint) -> Note:
     """Return whether the code loads what it saved before."""
-    from ckpttool.tracing.loading import load_verdict
+    from ckpttool.tracing.loading import verdict_on_section
 
     subject = "load_state_dict(strict=True) of the new code"
     try:
-        loads = load_verdict(model.definition(), model_section(saved)).ok
+        loads = verdict_on_section(model.definition(), model_section(saved)).ok
     except CkptError as error:
         text = f"could not check if the new code loads the old keys: {error.message}"
         return Note(text, "old-keys")

@@ -218,13 +218,13 @@ class ModelOperand:
         """Return what torch says of a strict load of the section, found once for the same entries
         and versions.
 
-        Raise the errors of `load_verdict`.
+        Raise the errors of `verdict_on_section`.
         """
-        from ckpttool.tracing.loading import load_verdict
+        from ckpttool.tracing.loading import verdict_on_section
 
         key = int(reads_values), id(section.modules), *map(id, section.entries)
         if key not in self._verdicts:
-            verdict = load_verdict(
+            verdict = verdict_on_section(
                 self.definition(), section, reads_values=reads_values, loads=self._loads
             )
             self._verdicts[key] = section, verdict

@@ -53,9 +53,9 @@ def to_other_base(
         saved[key] = Ref(fqn)
     loaded = new.runtime_values(saved)
     if code is not None:
-        from ckpttool.tracing.loading import load_verdict
+        from ckpttool.tracing.loading import verdict_on_section
 
-        reads = load_verdict(code.definition(), saved_by(old.names).section("")).reads
+        reads = verdict_on_section(code.definition(), saved_by(old.names).section("")).reads
         for fqn, source in reads.items():
             if source is not None and any(ex.refs(source)):
                 loaded[fqn] = source

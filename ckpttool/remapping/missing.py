@@ -72,7 +72,7 @@ def _needed(outcome: Remap, request: Request, loads: ModelOperand) -> tuple[str,
         return outcome.missing
     if not loads.is_definition or loads.is_folder:
         return outcome.missing
-    from ckpttool.tracing.loading import load_verdict
+    from ckpttool.tracing.loading import verdict_on_section
 
     needed: dict[str, None] = {}
     for path in dict.fromkeys(outcome.plan.sections):
@@ -81,6 +81,6 @@ def _needed(outcome: Remap, request: Request, loads: ModelOperand) -> tuple[str,
         section = outcome.result.section(path)
         if not missing or section.kind != "state_dict":
             continue
-        if not load_verdict(loads.definition(), section).ok:
+        if not verdict_on_section(loads.definition(), section).ok:
             needed.update(dict.fromkeys(missing))
     return tuple(needed)

@@ -4,6 +4,12 @@ running it.
 It runs on tensors without data, and is recorded. If these cannot replace the file's (sparse,
 quantized, subclasses, dtypes that few operators know), or if it costs next to nothing, it runs once
 more with the file's own values and without a recorder: that verdict is the answer.
+
+verdict_on_section             the answer for a section of a file
+├── _find_answer               a recorded load of the same keys, dtypes and shapes
+├── record_load                else a new one, on tensors without data if possible
+│   └── recorded_verdict
+└── _verdict_with_values       then a load of the values, if they may decide
 """
 
 from __future__ import annotations
@@ -63,7 +69,7 @@ _UNWRITTEN = Op("unwritten")  # the value of a runtime tensor before loading
 _INTEGERS = {
     getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
 } | {torch.bool}
-_MOST_VERSIONS = 8
+_HIGHEST_VERSION = 7  # of a module that is tried; each costs a load
 
 
 class DtypeChange(NamedTuple):
@@ -138,12 +144,15 @@ class Load(NamedTuple):
     real: bool
     instance: nn.Module | None
 
-    def answers(self, outline: Outline, section: Section) -> bool:
-        """Return whether loading the section of that outline must have the same verdict.
+    def answers(self, section: Section) -> bool:
+        """Return whether loading the section must have the same verdict.
 
         For code that is not torch's the keys must also have the same order, and the modules the
         versions that it read.
         """
+        if section.extras:  # code of the model may depend on these objects
+            return False
+        outline = {entry.key: (entry.dtype, entry.shape) for entry in section.tensors}
         if self.outline != outline or self.verdict.by_values or self.verdict.special:
             return False
         if self.versioned and versions_of(section) != self.versions:
@@ -151,14 +160,13 @@ class Load(NamedTuple):
         return not self.custom or [*self.outline] == [*outline]
 
 
-def load_recorded(instance: nn.Module, state: OrderedDict[str, Any], real: bool) -> Load:
-    """Load `state` strictly into `instance`; both are changed. Raises as
-    `record_verdict`."""
-    custom = with_other_code(instance)
+def record_load(instance: nn.Module, state: OrderedDict[str, Any], real: bool) -> Load:
+    """Load `state` strictly into `instance`; both are changed. Raises as `recorded_verdict`."""
+    custom = modules_with_loading_code(instance)
     runs_code = custom or any(module._load_state_dict_post_hooks for module in instance.modules())
     outline, versions = _outline_of(state), copy.copy(metadata_of(state))
     read = _note_versions(state)
-    verdict = record_verdict(instance, state, real)
+    verdict = recorded_verdict(instance, state, real)
     is_unchanged = not real and not runs_code and not verdict.special
     spare = instance if is_unchanged else None
     return Load(verdict, outline, versions, custom, bool(read), real, spare)
@@ -173,7 +181,7 @@ def _outline_of(state: Mapping[str, object]) -> Outline | None:
     return outline
 
 
-def load_verdict(
+def verdict_on_section(
     model: LoadedModel,
     section: Section,
     *,
@@ -184,20 +192,21 @@ def load_verdict(
     file's.
 
     With `reads_values`, a small model also loads the values if they may decide. `loads` are
-    recorded loads of the model, which are not repeated; new ones without data are appended. Raises
-    `CkptError`
-    if real tensors are needed and do not fit in memory, if the file does not hold what its entries
-    say, and if the answer depends on an object that is not created here (`stored`).
+    recorded loads of the model, which are not repeated; new ones without data are appended.
+
+    Raises `CkptError` if real tensors are needed and do not fit in memory, if the file does not
+    hold what its entries say, and if the answer depends on an object that is not created here
+    (`stored`).
     """
     loads = [] if loads is None else loads
 
-    def recorded(real: bool) -> Load:
+    def record(real: bool) -> Load:
         source = stored(section, real)
         unchanged = [load.instance for load in loads if load.instance is not None]
         instance = unchanged[0] if unchanged and not real else model.build(real)
-        load = load_recorded(instance, source.state, real)
+        load = record_load(instance, source.state, real)
         if source.unknown and not load.verdict.missing and not load.verdict.unexpected:
-            raise undecided(model, source.unknown)
+            raise undecided_error(model, source.unknown)
         if source.unknown:
             unknown = tuple(problem.key for problem in source.unknown)
             load = load._replace(verdict=replace(load.verdict, unknown=unknown))
@@ -209,25 +218,27 @@ def load_verdict(
     need = 2 * sum(entry.nbytes for entry in section.tensors)
     if model.materialize or needs_values(section):
         check_memory(model, need, f"{model.operand} has to load tensors with their values")
-        return _verdict_on_values(model, section, recorded(True).verdict)
-    load = _answering(loads, section) or on_meta_or_real(model, recorded, need)
+        return _verdict_with_values(model, section, record(True).verdict)
+    load = _find_answer(loads, section) or on_meta_or_real(model, record, need)
     verdict = load.verdict
     if verdict.doubtful or verdict.special:
         check_memory(model, need, f"whether {model.operand} loads it cannot be told without values")
-        return _verdict_on_values(model, section, verdict)
+        return _verdict_with_values(model, section, verdict)
     if reads_values and (load.real or _depends_on_values(verdict, section)):
         with contextlib.suppress(CannotBuild):
-            return _verdict_on_values(model, section, verdict) if is_cheap(model, need) else verdict
+            return (
+                _verdict_with_values(model, section, verdict) if is_cheap(model, need) else verdict
+            )
     return verdict
 
 
-def _verdict_on_values(model: LoadedModel, section: Section, verdict: Verdict) -> Verdict:
+def _verdict_with_values(model: LoadedModel, section: Section, verdict: Verdict) -> Verdict:
     """Return the verdict with what torch decides about the file's values, without a recorder."""
     instance = model.build(True)
-    lists = _Lists(instance)
     state = stored(section, True).state
-    failed = failure_of_loading(instance, state)
-    missing, unexpected, errors = lists.read(failed)
+    with _catching_lists(instance) as lists:
+        failed = failure_of_loading(instance, state)
+    missing, unexpected, errors = lists.errors(failed)
     assigns = bool(errors) and not missing and not unexpected
     if assigns:
         same_state = stored(section, True).state
@@ -245,13 +256,10 @@ def _verdict_on_values(model: LoadedModel, section: Section, verdict: Verdict) -
     )
 
 
-def _answering(loads: Sequence[Load], section: Section) -> Load | None:
+def _find_answer(loads: Sequence[Load], section: Section) -> Load | None:
     """Return the load whose verdict is also the verdict on the section."""
-    if section.extras:  # code of the model may depend on these objects
-        return None
-    outline = {entry.key: (entry.dtype, entry.shape) for entry in section.tensors}
     for load in loads:
-        if load.answers(outline, section):
+        if load.answers(section):
             return load
     return None
 
@@ -269,13 +277,13 @@ def _depends_on_values(verdict: Verdict, section: Section) -> bool:
     return False
 
 
-def undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
+def undecided_error(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
     """Return the error for objects of the file that are not created here."""
     return CkptError(
         f"whether {model.operand} loads it depends on {plural(len(unknown), 'object')} that no"
         " safe loader makes",
-        hint="torch.serialization.add_safe_globals([CLASS]) where the model is defined says that"
-        " they may be made",
+        hint="call torch.serialization.add_safe_globals([CLASS]) in the model's file to allow these"
+        " classes",
         problems=unknown,
     )
 
@@ -333,11 +341,11 @@ def _context(tensor: torch.Tensor) -> str:
     return repr(tensor.__tensor_flatten__()[1]) if is_traceable_wrapper_subclass(tensor) else ""
 
 
-def _is_special(tensor: torch.Tensor) -> bool:
+def _is_special_unless_dtensor(tensor: torch.Tensor) -> bool:
     return is_special(tensor) and not is_dtensor(tensor)
 
 
-def record_verdict(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict:
+def recorded_verdict(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict:
     """Load `state` strictly into `instance`, which is changed. Raises `CodeFailed` if that cannot
     run on meta.
     """
@@ -348,10 +356,9 @@ def record_verdict(instance: nn.Module, state: Mapping[str, Any], real: bool) ->
     for item in listed(instance):
         recorder.name(item.tensor, _UNWRITTEN)
     watcher = Watcher(instance, recorder)
-    lists = _Lists(instance)
     failed: Exception | None = None
     try:
-        with recording(recorder):
+        with _catching_lists(instance) as lists, recording(recorder):
             load_strictly(instance, state)
             if recorder.blind:
                 raise ValuesAsked
@@ -363,9 +370,9 @@ def record_verdict(instance: nn.Module, state: Mapping[str, Any], real: bool) ->
         if not real and (recorder.blind or not is_verdict):
             raise code_failed("load_state_dict", watcher, error) from error
     with quiet():
-        missing, unexpected, errors = lists.read(failed)
+        missing, unexpected, errors = lists.errors(failed)
         items = listed(instance)
-        special = [item.fqn for item in items if _is_special(item.tensor)]
+        special = [item.fqn for item in items if _is_special_unless_dtensor(item.tensor)]
         return Verdict(
             ok=failed is None,
             missing=missing,
@@ -412,49 +419,62 @@ def _dtype_changes(recorder: Recorder, items: Sequence[Listed]) -> tuple[DtypeCh
     return tuple(changes)
 
 
+class LoadErrors(NamedTuple):
+    """What strict loading finds wrong, as in `Verdict`."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    errors: tuple[str, ...]
+
+
 class _Lists:
-    """Catch the lists of missing and unexpected keys and of errors that torch fills while it
-    loads.
-    """
+    """The lists of missing and unexpected keys and of errors that torch filled."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self.lists: tuple[list[str], list[str], list[str]] | None = None
-        self._root, self._before = root, vars(root).get("_load_from_state_dict")
-        method = root._load_from_state_dict
+    def __init__(self) -> None:
+        self.filled: tuple[list[str], list[str], list[str]] | None = None
 
-        def run(
-            state_dict: Any,
-            prefix: Any,
-            local_metadata: Any,
-            strict: Any,
-            missing_keys: Any,
-            unexpected_keys: Any,
-            error_msgs: Any,
-        ) -> Any:
-            self.lists = missing_keys, unexpected_keys, error_msgs
-            return method(state_dict, prefix, local_metadata, strict, *self.lists)
-
-        object.__setattr__(root, "_load_from_state_dict", run)
-
-    def read(
-        self, failed: Exception | None
-    ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """Return the lists, or what `failed` says instead of them. Restore the root's method."""
-        if self._before is None:
-            object.__delattr__(self._root, "_load_from_state_dict")
-        else:
-            object.__setattr__(self._root, "_load_from_state_dict", self._before)
+    def errors(self, failed: Exception | None) -> LoadErrors:
+        """Return the lists, or what `failed` says instead of them."""
         text = str(failed) if failed is not None else ""
         if failed is not None and not text.startswith(_TORCH_SAYS):
-            return (), (), (describe(failed),)
-        if self.lists is not None:
-            missing, unexpected, errors = self.lists
+            return LoadErrors((), (), (describe(failed),))
+        if self.filled is not None:
+            missing, unexpected, errors = self.filled
         else:
             lines = text.split("\n\t")
             missing, unexpected = _keys_in(lines, _MISSING), _keys_in(lines, _UNEXPECTED)
             errors = lines[1:]
         errors = [line for line in errors if not line.startswith((_MISSING, _UNEXPECTED))]
-        return tuple(missing), tuple(unexpected), tuple(errors)
+        return LoadErrors(tuple(missing), tuple(unexpected), tuple(errors))
+
+
+@contextlib.contextmanager
+def _catching_lists(root: nn.Module) -> Iterator[_Lists]:
+    """Catch the lists that torch fills while the block loads a state dict into `root`."""
+    lists = _Lists()
+    before = vars(root).get("_load_from_state_dict")
+    method = root._load_from_state_dict
+
+    def run(
+        state_dict: Any,
+        prefix: Any,
+        local_metadata: Any,
+        strict: Any,
+        missing_keys: Any,
+        unexpected_keys: Any,
+        error_msgs: Any,
+    ) -> Any:
+        lists.filled = missing_keys, unexpected_keys, error_msgs
+        return method(state_dict, prefix, local_metadata, strict, *lists.filled)
+
+    object.__setattr__(root, "_load_from_state_dict", run)
+    try:
+        yield lists
+    finally:
+        if before is None:
+            object.__delattr__(root, "_load_from_state_dict")
+        else:
+            object.__setattr__(root, "_load_from_state_dict", before)
 
 
 def _keys_in(lines: Iterable[str], start: str) -> list[str]:
@@ -468,24 +488,26 @@ def _keys_in(lines: Iterable[str], start: str) -> list[str]:
 # Whether the values matter: on real tensors, code outside of torch turns them into constants
 
 
-def reads_of_any(
+def reads_for_other_values(
     model: LoadedModel, state: Mapping[str, Any], verdict: Verdict
 ) -> dict[str, Expression | None]:
-    """Return the `reads` of `verdict`, of loading `state` for real; opaque if they depend on
-    values.
+    """Return the `reads` of `verdict`, of loading `state` for real; opaque if they are others for
+    other values.
 
     Raises `CkptError` if the model's own code fails.
     """
-    reads, is_proven = dict(verdict.reads), False
+    reads = dict(verdict.reads)
+    is_proven = False
     before = _after_loading(model, state)
     for seed in FILLINGS:
         other = attempt(lambda: _other_state(model, seed, state))  # noqa: B023  # it is called at once
         if isinstance(other, Exception):
             continue  # the model refuses these values
-        again = record_verdict(model.build(True), copied_state(other), True)
+        again = recorded_verdict(model.build(True), copied_state(other), True)
         if not again.ok:
             continue
-        is_proven, after = True, _after_loading(model, other)
+        is_proven = True
+        after = _after_loading(model, other)
         varying = []
         for fqn, value in reads.items():
             second = again.reads.get(fqn)
@@ -495,7 +517,7 @@ def reads_of_any(
                 varies = fqn in before and not _is_same(fqn, before, after)
             if varies:
                 varying.append(fqn)
-        for fqn, keys in _feeders(model, state, other, varying).items():
+        for fqn, keys in _keys_that_change(model, state, other, varying).items():
             reads[fqn] = opaque(reads[fqn], again.reads.get(fqn), *map(Ref, keys))
     if is_proven:
         return reads
@@ -535,7 +557,7 @@ def _after_loading(model: LoadedModel, state: Mapping[str, Any]) -> dict[str, to
     return values_of(instance)
 
 
-def _feeders(
+def _keys_that_change(
     model: LoadedModel, state: Mapping[str, Any], other: Mapping[str, Any], varying: Iterable[str]
 ) -> dict[str, list[str]]:
     """Return for each of the `varying` tensors the keys that change it if changed alone; all if
@@ -607,7 +629,9 @@ class _NotedVersions(dict[str, Any]):
 
 
 def _note_versions(state: OrderedDict[str, Any]) -> list[str]:
-    """Let the state dict note the modules whose versions are read; return where it notes them."""
+    """Let the state dict note the modules whose versions are read. Return the list of their paths,
+    which grows while the state dict is loaded.
+    """
     read: list[str] = []
     metadata = metadata_of(state)
     if metadata is None:
@@ -625,7 +649,7 @@ def _note_versions(state: OrderedDict[str, Any]) -> list[str]:
     return read
 
 
-def with_other_code(instance: nn.Module) -> set[str]:
+def modules_with_loading_code(instance: nn.Module) -> set[str]:
     """Return the modules whose loading runs more code than `nn.Module` has, which reads no version
     itself.
     """
@@ -659,13 +683,13 @@ def versions_asked_for(
     may_be_read = of_custom or versions
     for other in _under_other_versions(state, versions):
         try:
-            again = record_verdict(model.build(real), other, real)
+            again = recorded_verdict(model.build(real), other, real)
         except CkptError:  # a tensor of an old version is missing
             return may_be_read
         if not again.ok:
             return may_be_read
         if again.reads != verdict.reads:  # random numbers have this effect too
-            repeated = record_verdict(model.build(real), copied_state(state), real)
+            repeated = recorded_verdict(model.build(real), copied_state(state), real)
             return may_be_read if repeated.reads == verdict.reads else None
     return None
 
@@ -674,13 +698,13 @@ def _under_other_versions(
     state: Mapping[str, Any], versions: Mapping[str, Any]
 ) -> Iterator[OrderedDict[str, Any]]:
     """Yield the state dict without versions, then with each version that it does not have, up to
-    the one above its highest.
+    the one above its highest, and to `_HIGHEST_VERSION`.
     """
     copied = copied_state(state)
     del copied._metadata  # type: ignore[attr-defined]
     yield copied
     highest = max((version for version in versions.values() if isinstance(version, int)), default=0)
-    for version in range(1, min(highest + 2, _MOST_VERSIONS)):
+    for version in range(1, min(highest + 1, _HIGHEST_VERSION) + 1):
         if set(versions.values()) != {version}:
             copied = copied_state(state)
             copied._metadata = OrderedDict((path, {"version": version}) for path in versions)  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ from ckpttool.tracing.instances import (
     same,
     wrapper_paths,
 )
-from ckpttool.tracing.loading import undecided
+from ckpttool.tracing.loading import undecided_error
 from ckpttool.tracing.safe_state_dict import stored
 from ckpttool.tracing.user_code import attempt, describe, seeded
 
@@ -83,7 +83,7 @@ class ModelCode:
         """
         given = stored(source, True)
         if given.unknown:
-            raise undecided(self.model, given.unknown)
+            raise undecided_error(self.model, given.unknown)
         instance = self.model.build(True, seed)
         if way == LOADED:
             fill(instance, seed or "own", names)

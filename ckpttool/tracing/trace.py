@@ -47,7 +47,13 @@ from ckpttool.tracing.instances import (
     shape_of,
     values_of,
 )
-from ckpttool.tracing.loading import Load, Verdict, load_recorded, reads_of_any, versions_asked_for
+from ckpttool.tracing.loading import (
+    Load,
+    Verdict,
+    reads_for_other_values,
+    record_load,
+    versions_asked_for,
+)
 from ckpttool.tracing.memory import Geometry, StorageView
 from ckpttool.tracing.saving import Saved, save, save_once
 from ckpttool.tracing.simplify import Simplifier
@@ -82,9 +88,9 @@ def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tu
         return ()
     try:
         check_memory(model, 0, "")
-        failed, differing = _tried(model, _EVERY if saved.varying else _SEEDS)
+        failed, differing = _try_fillings(model, _EVERY if saved.varying else _SEEDS)
         if failed is None:
-            differing |= _tried(model, _LARGE)[1]  # the model's code may refuse these
+            differing |= _try_fillings(model, _LARGE).differing  # the model's code may refuse these
     except CkptError:  # not enough memory, or the model builds on meta only
         if not saved.varying:
             return problems
@@ -107,12 +113,16 @@ def roundtrip_problems(model: LoadedModel, saved: Saved, verdict: Verdict) -> tu
 # Try it
 
 
-def _tried(
-    model: LoadedModel, fillings: Iterable[tuple[Filling, Filling]]
-) -> tuple[str | None, set[str]]:
-    """Save an instance and load it into one with other values, for each pair of fillings.
+class _Trial(NamedTuple):
+    """What saving and loading raises (or None), and the FQNs that did not come back."""
 
-    Return what that raises (or None), and the FQNs that did not come back. Raises `CannotBuild`.
+    failure: str | None
+    differing: set[str]
+
+
+def _try_fillings(model: LoadedModel, fillings: Iterable[tuple[Filling, Filling]]) -> _Trial:
+    """Save an instance and load it into one with other values, for each pair of fillings. Raises
+    `CannotBuild`.
     """
     differing: set[str] = set()
     for filling, other in fillings:
@@ -125,12 +135,12 @@ def _tried(
         expected = values_of(source)
         failed = _pass_on(source, target)
         if failed is not None:
-            return describe(failed), set()
+            return _Trial(describe(failed), set())
         actual = values_of(target)
         for fqn, value in expected.items():
             if fqn not in actual or not same(value, actual[fqn]):
                 differing.add(fqn)
-    return None, differing
+    return _Trial(None, differing)
 
 
 def brought_back(model: LoadedModel, fqns: Iterable[str]) -> frozenset[str]:
@@ -362,7 +372,7 @@ def trace_with_load(model: LoadedModel) -> Traced:
     """Return the names as `trace` does, and the load that they were found with. Raises as
     `trace`.
     """
-    model, instance, notes = _like_real(model)
+    model, instance, notes = _built_like_real(model)
     saved = _saved(model, instance)
 
     def load(real: bool) -> tuple[Load, dict[str, object] | None]:
@@ -372,15 +382,15 @@ def trace_with_load(model: LoadedModel) -> Traced:
             target = model.build(real)
         else:  # saving has not changed it
             target = instance
-        recorded = load_recorded(target, copied_state(state), real)
+        recorded = record_load(target, copied_state(state), real)
         versions = versions_asked_for(model, state, recorded, real) if recorded.versioned else None
         if recorded.verdict.by_values:
-            reads = reads_of_any(model, state, recorded.verdict)
+            reads = reads_for_other_values(model, state, recorded.verdict)
             recorded = recorded._replace(verdict=replace(recorded.verdict, reads=reads))
         return recorded, versions
 
-    own_load, versions = on_meta_or_real(model, load)
-    verdict = own_load.verdict
+    load_of_saved_keys, versions = on_meta_or_real(model, load)
+    verdict = load_of_saved_keys.verdict
     problems = (*_lost(model, saved), *roundtrip_problems(model, saved, verdict))
     certain = tuple(problem for problem in problems if problem.kind != "unknown")
     sources = sources_of(saved.serialized)
@@ -391,12 +401,8 @@ def trace_with_load(model: LoadedModel) -> Traced:
         if isinstance(value, Ref) and source is not None and source == sources.get(value.key):
             value = Ref(fqn)
         loaded.append(LoadedTensor(fqn, value))
-    if saved.varying:
-        notes += (_DEPENDS.format(keys=some(saved.varying)),)
-    if verdict.special:
-        notes += (Note(_SPECIAL.format(names=some(verdict.special)), SPECIAL),)
-    notes += tuple(str(problem) for problem in problems if problem.kind == "unknown")
-    for problem in _nested(model, instance, saved):
+    notes += _notes(saved, verdict, problems)
+    for problem in _problems_as_submodule(model, instance, saved):
         notes += (Note(f"as a part of another model: {problem}", ON_PLACE),)
     metadata, fed = metadata_of(saved.state), saved.fed
     names = Names(
@@ -413,28 +419,48 @@ def trace_with_load(model: LoadedModel) -> Traced:
         versions=versions,
         notes=notes,
     )
-    return Traced(names, own_load)
+    return Traced(names, load_of_saved_keys)
+
+
+def _notes(saved: Saved, verdict: Verdict, problems: Iterable[Problem]) -> tuple[str, ...]:
+    """Return what a user should know about the names, besides problems that are certain."""
+    notes: list[str] = []
+    if saved.varying:
+        notes.append(_DEPENDS.format(keys=some(saved.varying)))
+    if verdict.special:
+        notes.append(Note(_SPECIAL.format(names=some(verdict.special)), SPECIAL))
+    for problem in problems:
+        if problem.kind == "unknown":
+            notes.append(str(problem))
+    return tuple(notes)
 
 
 # The tensors that the constructor makes
 
 
-def _like_real(model: LoadedModel) -> tuple[LoadedModel, nn.Module | None, tuple[str, ...]]:
-    """Return `model`, to be built for real from now on if on meta it has other tensors; an instance
-    on meta, and notes.
+class _Built(NamedTuple):
+    """How instances of a model are built, an instance on meta if that is so, and notes."""
+
+    model: LoadedModel
+    instance: nn.Module | None
+    notes: tuple[str, ...] = ()
+
+
+def _built_like_real(model: LoadedModel) -> _Built:
+    """Return the model, to be built for real from now on if on meta it has other tensors.
 
     If the constructor can tell the difference, a cheap model is built for real and compared. For
     any other the constructor runs with tensors that say that they are on the CPU, and have no
     memory.
     """
     if model.materialize:
-        return model, None, ()
+        return _Built(model, None)
     instance = None
     try:
-        with _noted_questions() as questions:
+        with _watch_device_questions() as questions:
             instance = model.build(False)
-        if not questions.asked:
-            return model, instance, ()
+        if not questions.asked:  # it makes the same tensors on any device
+            return _Built(model, instance)
         on_meta = _listing(instance)
         if is_cheap(model):
             real = _listing(model.build(True))
@@ -443,15 +469,15 @@ def _like_real(model: LoadedModel) -> tuple[LoadedModel, nn.Module | None, tuple
 
             with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), _PlainCopies():
                 real = _listing(model.build(True))
-    except CkptError:
-        return model, instance, (_NOT_LOOKED,)
+    except CkptError:  # it cannot be built for real, or not at all
+        return _Built(model, instance, (_NOT_LOOKED,))
     if on_meta == real:
-        return model, instance, ()
+        return _Built(model, instance)
     try:
         check_memory(model, 0, _UNLIKE)
     except CkptError as error:
-        return model, instance, (error.message,)
-    return replace(model, materialize=True), None, ()
+        return _Built(model, instance, (error.message,))
+    return _Built(replace(model, materialize=True), None)
 
 
 class _DeviceQuestions(TorchFunctionMode):
@@ -488,7 +514,7 @@ class _PlainCopies(TorchFunctionMode):
 
 
 @contextmanager
-def _noted_questions() -> Iterator[_DeviceQuestions]:
+def _watch_device_questions() -> Iterator[_DeviceQuestions]:
     questions, library, default = _DeviceQuestions(), cast(Any, torch), torch.get_default_device
 
     def get_default_device() -> torch.device:
@@ -627,7 +653,9 @@ def _saved_without(
         return ()  # the hooks need what was removed
 
 
-def _nested(model: LoadedModel, instance: nn.Module | None, saved: Saved) -> tuple[Problem, ...]:
+def _problems_as_submodule(
+    model: LoadedModel, instance: nn.Module | None, saved: Saved
+) -> tuple[Problem, ...]:
     """Return what is wrong with the keys if the model is a child of another module, as under DDP.
 
     Checked only if hooks touch the keys: without them a module's path is put before each key, and
@@ -635,12 +663,15 @@ def _nested(model: LoadedModel, instance: nn.Module | None, saved: Saved) -> tup
     """
     if not any(key.hook is not None for key in saved.serialized):
         return ()
-    if instance is not None and not saved.real and not _as_part(instance, saved):
+    if instance is not None and not saved.real and not _problems_inside_a_parent(instance, saved):
         return ()
-    return _as_part(model.build(saved.real), saved)  # hooks that read values cannot run on meta
+    return _problems_inside_a_parent(
+        model.build(saved.real), saved
+    )  # hooks that read values cannot run on meta
 
 
-def _as_part(instance: nn.Module, saved: Saved) -> tuple[Problem, ...]:
+def _problems_inside_a_parent(instance: nn.Module, saved: Saved) -> tuple[Problem, ...]:
+    """Return the keys of the instance that are lost, or other ones, if a parent saves it."""
     outer = nn.Module()
     outer.add_module(_PART, instance)
     try:

@@ -23,7 +23,7 @@ from ckpttool.core.checkpoint import ExtraEntry, Section
 from ckpttool.evaluate.torch_eval import evaluate
 from ckpttool.tracing import instances
 from ckpttool.tracing.build_model import of_object
-from ckpttool.tracing.loading import Verdict, load_verdict
+from ckpttool.tracing.loading import Verdict, verdict_on_section
 from hook_zoo import ZOO
 from zoo import randomized, runtime_values, zoo_model
 
@@ -108,7 +108,7 @@ def check(name: str, damages: list[tuple[str, int]]) -> Verdict:
     section = section_of(state)
     if damages:
         assume(section.kind != "other")  # `diff` refuses a file with few tensors among other values
-    verdict = load_verdict(of_object(ZOO[name]), section)
+    verdict = verdict_on_section(of_object(ZOO[name]), section)
     model = randomized(zoo_model(name), 6)
     before = runtime_values(model)
     ok, missing, unexpected = load_with_torch(model, clone_state(state))
@@ -152,7 +152,7 @@ def test_dtype_changes_match_the_file(name: str, dtype: torch.dtype) -> None:
     for key, value in list(state.items())[::2]:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             state[key] = value.to(dtype)
-    verdict = load_verdict(of_object(ZOO[name]), section_of(state))
+    verdict = verdict_on_section(of_object(ZOO[name]), section_of(state))
     runtime = runtime_values(zoo_model(name))
     expected = {
         (
@@ -179,7 +179,7 @@ def test_an_unknown_extra_state_is_an_error() -> None:
         section.modules,
     )
     with pytest.raises(CkptError, match=r"depends on 1 object that no safe loader makes"):
-        load_verdict(of_object(ZOO["extra_state"]), unknown)
+        verdict_on_section(of_object(ZOO["extra_state"]), unknown)
     wrong = Section(
         "",
         "state_dict",
@@ -187,22 +187,24 @@ def test_an_unknown_extra_state_is_an_error() -> None:
         (ExtraEntry("0._extra_state", value={"format": 2}),),
         section.modules,
     )
-    verdict = load_verdict(of_object(ZOO["extra_state"]), wrong)
+    verdict = verdict_on_section(of_object(ZOO["extra_state"]), wrong)
     assert not verdict.ok
     assert verdict.errors[0].startswith("ValueError: unknown format 2 (")
 
 
 def test_the_error_of_torch_is_the_verdict() -> None:
     state = zoo_model("loads_only_with_metadata").state_dict()
-    verdict = load_verdict(of_object(ZOO["loads_only_with_metadata"]), section_of(dict(state)))
+    verdict = verdict_on_section(
+        of_object(ZOO["loads_only_with_metadata"]), section_of(dict(state))
+    )
     assert (verdict.ok, verdict.errors[0].partition(" (")[0]) == (False, "KeyError: '0.gamma'")
-    verdict = load_verdict(of_object(Exits), section_of(nn.Linear(2, 2).state_dict()))
+    verdict = verdict_on_section(of_object(Exits), section_of(nn.Linear(2, 2).state_dict()))
     assert (verdict.ok, verdict.errors[0].partition(" (")[0]) == (
         False,
         "RuntimeError: exits: no loading",
     )
     state = {**zoo_model("plain").state_dict(), "0.weight": torch.ones(7, 7)}
-    assert load_verdict(of_object(ZOO["plain"]), section_of(state)).errors == (
+    assert verdict_on_section(of_object(ZOO["plain"]), section_of(state)).errors == (
         "size mismatch for 0.weight: copying a param with shape torch.Size([7, 7]) from"
         " checkpoint, "
         "the shape in current model is torch.Size([4, 3]).",
@@ -211,10 +213,10 @@ def test_the_error_of_torch_is_the_verdict() -> None:
 
 def test_a_lazy_model_gets_the_shapes_of_the_file() -> None:
     state = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).state_dict()
-    verdict = load_verdict(of_object(ZOO["lazy"]), section_of(state))
+    verdict = verdict_on_section(of_object(ZOO["lazy"]), section_of(state))
     assert verdict.ok
     assert verdict.reads == {key: ex.Ref(key) for key in state}
-    assert not load_verdict(
+    assert not verdict_on_section(
         of_object(ZOO["lazy"]), section_of({**state, "0.more": torch.ones(1)})
     ).ok
 
@@ -290,7 +292,7 @@ def test_the_verdict_on_custom_loading_code_matches_torch(
         monkeypatch.setattr(instances, "_CHEAP", -1)
     state, model = build().half().state_dict(), build()
     model.load_state_dict(clone_state(state), strict=True)
-    verdict = load_verdict(of_object(build), section_of(state))
+    verdict = verdict_on_section(of_object(build), section_of(state))
     assert verdict.ok
     assert [(change.fqn, change.key) for change in verdict.dtype_changes] == changes
     for fqn, source in verdict.reads.items():
@@ -303,6 +305,6 @@ def test_the_verdict_on_custom_loading_code_matches_torch(
 
 def test_a_load_state_dict_without_strict_is_supported() -> None:
     state = loading_zoo.bare_signatures().state_dict()
-    assert load_verdict(of_object(loading_zoo.bare_signatures), section_of(state)).ok
+    assert verdict_on_section(of_object(loading_zoo.bare_signatures), section_of(state)).ok
     state["bias"] = torch.ones(7)
-    assert not load_verdict(of_object(loading_zoo.bare_signatures), section_of(state)).ok
+    assert not verdict_on_section(of_object(loading_zoo.bare_signatures), section_of(state)).ok
