@@ -187,7 +187,7 @@ def _checked(
 ) -> Checked:
     try:
         if kind == "rules":
-            rules.read(path)
+            rules.read_rules(path)
         elif kind == "names":
             read_names(path)
         else:

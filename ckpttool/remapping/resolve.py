@@ -196,9 +196,9 @@ def _rule_steps(options: RemapOptions) -> tuple[RuleStep, ...]:
     if options.rules is None:
         if not rules:
             return ()
-        from ckpttool.ruleset.steps import Where, rename
+        from ckpttool.ruleset.steps import RulePlace, rename
 
-        return (rename(Where("--rule"), rules),)
-    from ckpttool.ruleset.parse import read
+        return (rename(RulePlace("--rule"), rules),)
+    from ckpttool.ruleset.parse import read_rules
 
-    return read(options.rules, reverse=options.reverse, rules=rules)
+    return read_rules(options.rules, reverse=options.reverse, rules=rules)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.text import split_at_numbers
-from ckpttool.ruleset.patterns import in_turn, matches, parse, pattern_of
+from ckpttool.ruleset.patterns import matches, parse, pattern_of, rule_list
 
 _VARIABLES = ("{n}", "{m}", "{k}", "{j}")  # the layer numbers, the outermost first
 _MOST_KINDS = 400  # kinds of renames beyond which only layer numbers are generalized
@@ -245,14 +245,15 @@ def _count_shared(left: Sequence[str], right: Sequence[str]) -> int:
 def _keys_of_rules(rules: Sequence[str], names: Mapping[str, str]) -> dict[str, list[str]] | None:
     """Return the keys that each rule matches; None if a key gets another name than it should."""
     keys_of_rules: dict[str, list[str]] = {rule: [] for rule in rules}
-    first = in_turn(tuple(map(parse, rules))).first
+    compiled = rule_list(tuple(map(parse, rules)))
     try:
         for key, name in names.items():
-            rule, new_name = first(key)
-            if (new_name or key) != name:
+            renamed = compiled.rename(key)
+            if renamed is None and key == name:
+                continue
+            if renamed is None or renamed.name != name:
                 return None
-            if rule is not None:
-                keys_of_rules[rule.text].append(key)
+            keys_of_rules[renamed.rule.text].append(key)
     except CkptError:
         return None
     return keys_of_rules

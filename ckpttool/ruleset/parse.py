@@ -30,9 +30,10 @@ from ckpttool.ruleset.steps import (
     Convert,
     Dequantize,
     Join,
+    RuleError,
+    RulePlace,
     Split,
     Step,
-    Where,
     parts_of,
     rename,
     state_of,
@@ -214,7 +215,8 @@ _BLOCK = FieldKind(
     lambda value: _are_numbers(value) and len(value) == 2 and min(value) >= 1,
 )
 _DTYPES = FieldKind(
-    "a dtype of torch, or a list of them", lambda value: all(map(_DTYPE.test, _list(value)))
+    "a dtype of torch, or a list of them",
+    lambda value: bool(_list(value)) and all(map(_DTYPE.test, _list(value))),
 )
 _SHAPES = FieldKind(
     "a list of tensors with sizes, as in ['layers.{i}.weight [{width}, -1]']",
@@ -233,58 +235,58 @@ def _list(value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """One kind of rule: the kinds of its value and other fields, its step, and the rule that undoes
-    it.
+    """One kind of rule: the kinds of its value and other fields, its step, and the fields of the
+    rule that undoes it.
     """
 
     kind: FieldKind
-    build: Callable[[Where, Any, Fields], Step]
-    back: Callable[[Any, Fields], Fields]
-    needs: Mapping[str, FieldKind] = field(default_factory=dict)
-    may: Mapping[str, FieldKind] = field(default_factory=dict)
+    build: Callable[[RulePlace, Any, Fields], Step]
+    reverse: Callable[[Any, Fields], Fields]
+    required: Mapping[str, FieldKind] = field(default_factory=dict)
+    optional: Mapping[str, FieldKind] = field(default_factory=dict)
 
 
-def _row_of_parts(name: str, back_name: str) -> _Operation:
-    is_split, stacked = name in ("split", "unstack"), name in ("stack", "unstack")
+def _split_or_join(name: str, reverse_name: str) -> _Operation:
+    is_split = name in ("split", "unstack")
+    stacked = name in ("stack", "unstack")
 
-    def build(where: Where, value: Any, fields: Fields) -> Step:
-        whole, names = fields["into"], value
-        if is_split:
-            whole, names = names, whole
+    def build(where: RulePlace, value: Any, fields: Fields) -> Step:
+        into = fields["into"]
+        whole, names = (value, into) if is_split else (into, value)
         count, dim, sizes = fields.get("parts"), fields.get("dim", 0), fields.get("sizes")
         parts = parts_of(whole, names, count, dim, sizes, stacked)
         return Split(where, (whole,), parts) if is_split else Join(where, parts.names, parts)
 
-    def back(value: Any, fields: Fields) -> Fields:
+    def reverse(value: Any, fields: Fields) -> Fields:
         if name == "join" and isinstance(value, str) and "parts" not in fields:
-            raise CkptError(f"{fields['into']}: parts = N says into how many", hint="")
-        return {**fields, back_name: fields["into"], "into": value}
+            raise RuleError(f"{fields['into']}: parts = N says into how many")
+        return {**fields, reverse_name: fields["into"], "into": value}
 
-    may = {"dim": _INTEGER, "parts": _SIZE}
+    optional = {"dim": _INTEGER, "parts": _SIZE}
     if not stacked:
-        may["sizes"] = _SIZES
+        optional["sizes"] = _SIZES
     if is_split:
-        return _Operation(_TEXT, build, back, {"into": _NAMES}, may)
-    return _Operation(_NAMES, build, back, {"into": _TEXT}, may)
+        return _Operation(_TEXT, build, reverse, {"into": _NAMES}, optional)
+    return _Operation(_NAMES, build, reverse, {"into": _TEXT}, optional)
 
 
-def _permute(where: Where, patterns: Any, fields: Fields) -> Step:
+def _permute(where: RulePlace, patterns: Any, fields: Fields) -> Step:
     dims, rows = fields["dims"], fields.get("rows")
     if rows is not None and len(rows) != len(dims):
-        raise CkptError(f"{len(dims)} dims for {len(rows)} rows", hint="")
+        raise RuleError(f"{len(dims)} dims for {len(rows)} rows")
     return Convert(where, _patterns(patterns), lambda value: permute(value, dims, rows))
 
 
-def _permute_back(patterns: Any, fields: Fields) -> Fields:
+def _permute_reverse(patterns: Any, fields: Fields) -> Fields:
     dims = fields["dims"]
     inverse = [dims.index(dim) for dim in range(len(dims))]
-    back: dict[str, Any] = {"permute": patterns, "dims": inverse}
+    fields_of_reverse: dict[str, Any] = {"permute": patterns, "dims": inverse}
     if "rows" in fields:
-        back["rows"] = [fields["rows"][dim] for dim in dims]
-    return back
+        fields_of_reverse["rows"] = [fields["rows"][dim] for dim in dims]
+    return fields_of_reverse
 
 
-def _reshape(where: Where, patterns: Any, fields: Fields) -> Step:
+def _reshape(where: RulePlace, patterns: Any, fields: Fields) -> Step:
     shape, old = fields["shape"], fields.get("from_shape")
     bound = {lone_name(size) for size in old or ()}
     for size in (*shape, *(old or ())):
@@ -292,29 +294,27 @@ def _reshape(where: Where, patterns: Any, fields: Fields) -> Step:
         if unbound:
             name = min(unbound)
             file = f"'FILE({name}=32)'"
-            raise CkptError(
-                f"{{{name}}} has no value: name it in from_shape, or as in --rules {file}", hint=""
+            raise RuleError(
+                f"{{{name}}} has no value: name it in from_shape, or as in --rules {file}"
             )
     return Convert(where, _patterns(patterns), lambda value: reshape(value, shape, old))
 
 
-def _reshape_back(patterns: Any, fields: Fields) -> Fields:
+def _reshape_reverse(patterns: Any, fields: Fields) -> Fields:
     if "from_shape" not in fields:
-        raise CkptError(
-            f"{', '.join(_list(patterns))}: from_shape = [...] says what shape it had", hint=""
-        )
+        raise RuleError(f"{_joined(patterns)}: from_shape = [...] says what shape it had")
     return {"reshape": patterns, "shape": fields["from_shape"], "from_shape": fields["shape"]}
 
 
-def _cast(where: Where, patterns: Any, fields: Fields) -> Step:
+def _cast(where: RulePlace, patterns: Any, fields: Fields) -> Step:
     dtype, old = fields["dtype"], fields.get("from")
     dtypes = dtypes_like(dtype) if old is None else _list(old)
     return Convert(where, _patterns(patterns), lambda value: cast(value, dtype), dtypes)
 
 
-def _pad(where: Where, patterns: Any, fields: Fields) -> Step:
+def _pad(where: RulePlace, patterns: Any, fields: Fields) -> Step:
     if ("size" in fields) == ("multiple" in fields):
-        raise CkptError("pad needs either 'size' or 'multiple'", hint="")
+        raise RuleError("pad needs either 'size' or 'multiple'")
     dim, fill = fields.get("dim", 0), fields.get("value", 0)
     factor, old = fields.get("multiple"), fields.get("from_size")
 
@@ -327,45 +327,47 @@ def _pad(where: Where, patterns: Any, fields: Fields) -> Step:
     return Convert(where, _patterns(patterns), change)
 
 
-def _pad_back(patterns: Any, fields: Fields) -> Fields:
+def _pad_reverse(patterns: Any, fields: Fields) -> Fields:
     if "from_size" not in fields:
-        raise CkptError(
-            f"{', '.join(_list(patterns))}: from_size = N says what size it had", hint=""
-        )
+        raise RuleError(f"{_joined(patterns)}: from_size = N says what size it had")
     return {"slice": patterns, "size": fields["from_size"], "dim": fields.get("dim", 0)}
 
 
-def _slice(where: Where, patterns: Any, fields: Fields) -> Step:
+def _slice(where: RulePlace, patterns: Any, fields: Fields) -> Step:
     dim, start, size = fields.get("dim", 0), fields.get("start", 0), fields["size"]
     return Convert(where, _patterns(patterns), lambda value: narrow(value, dim, start, size))
 
 
-def _constant(where: Where, name: str, fields: Fields) -> Step:
+def _constant(where: RulePlace, name: str, fields: Fields) -> Step:
     beside, shape = fields.get("beside"), fields.get("shape")
     if shape is not None:
         shape = tuple(shape)
     rule = None
     if beside is not None:
         rule = parse(f"{beside} => {name}")
-    elif "{" in name or "=>" in name:
-        raise CkptError(
-            f"{name!r} is not a whole name: beside = says which tensors give its variables", hint=""
-        )
+    elif "=>" in name:
+        raise RuleError(f"{name!r} is not a name: => is for rename rules")
+    elif "{" in name:
+        raise RuleError(f"{name!r} has variables: pass 'beside' with the tensors that bind them")
     elif shape is None:
-        raise CkptError("constant needs 'shape', or 'beside' for one that has it", hint="")
+        raise RuleError("constant needs 'shape', or 'beside' for one that has it")
     patterns = () if beside is None else (beside,)
     return Constant(where, patterns, name, rule, fields["value"], fields.get("dtype"), shape)
 
 
-def _check(where: Where, texts: Any, _: Fields) -> Step:
+def _check(where: RulePlace, texts: Any, _: Fields) -> Step:
     shapes = tuple(filter(None, map(named_shape, texts)))
     return Check(where, _patterns([shape.pattern for shape in shapes]), shapes)
 
 
-def _no_way_back(
+def _no_reverse(
     patterns: Any, _: Fields, reason: str = "what is lost does not come back"
 ) -> Fields:
-    raise CkptError(f"{', '.join(_list(patterns))}: {reason}", hint="")
+    raise RuleError(f"{_joined(patterns)}: {reason}")
+
+
+def _joined(patterns: Any) -> str:
+    return ", ".join(_list(patterns))
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
@@ -383,57 +385,64 @@ _OPERATIONS: Mapping[str, _Operation] = {
         ),
         lambda texts, _: {"rename": texts, "reverse": True},
     ),
-    "split": _row_of_parts("split", "join"),
-    "join": _row_of_parts("join", "split"),
-    "unstack": _row_of_parts("unstack", "stack"),
-    "stack": _row_of_parts("stack", "unstack"),
+    "split": _split_or_join("split", "join"),
+    "join": _split_or_join("join", "split"),
+    "unstack": _split_or_join("unstack", "stack"),
+    "stack": _split_or_join("stack", "unstack"),
     "transpose": _Operation(
         _TEXTS,
         lambda where, patterns, fields: Convert(
             where, _patterns(patterns), lambda value: transpose(value, fields.get("dims", (0, 1)))
         ),
         lambda patterns, fields: {"transpose": patterns, **fields},
-        may={"dims": _TWO_DIMS},
+        optional={"dims": _TWO_DIMS},
     ),
-    "permute": _Operation(_TEXTS, _permute, _permute_back, {"dims": _ORDER}, {"rows": _SHAPE}),
+    "permute": _Operation(_TEXTS, _permute, _permute_reverse, {"dims": _ORDER}, {"rows": _SHAPE}),
     "reshape": _Operation(
-        _TEXTS, _reshape, _reshape_back, {"shape": _SHAPE}, {"from_shape": _SHAPE}
+        _TEXTS, _reshape, _reshape_reverse, {"shape": _SHAPE}, {"from_shape": _SHAPE}
     ),
     "pad": _Operation(
         _TEXTS,
         _pad,
-        _pad_back,
-        may={"size": _SIZE, "multiple": _SIZE, "from_size": _SIZE, "dim": _INTEGER, "value": _FILL},
+        _pad_reverse,
+        optional={
+            "size": _SIZE,
+            "multiple": _SIZE,
+            "from_size": _SIZE,
+            "dim": _INTEGER,
+            "value": _FILL,
+        },
     ),
     "slice": _Operation(
-        _TEXTS, _slice, _no_way_back, {"size": _SIZE}, {"start": _START, "dim": _INTEGER}
+        _TEXTS, _slice, _no_reverse, {"size": _SIZE}, {"start": _START, "dim": _INTEGER}
     ),
     "dequantize": _Operation(
         _TEXTS,
         lambda where, patterns, fields: Dequantize(
             where, _patterns(patterns), fields["dtype"], fields.get("block")
         ),
-        _no_way_back,
+        _no_reverse,
         {"dtype": _FLOAT},
         {"block": _BLOCK},
     ),
-    "cast": _Operation(_TEXTS, _cast, _no_way_back, {"dtype": _DTYPE}, {"from": _DTYPES}),
+    "cast": _Operation(_TEXTS, _cast, _no_reverse, {"dtype": _DTYPE}, {"from": _DTYPES}),
     "constant": _Operation(
         _TEXT,
         _constant,
-        partial(_no_way_back, reason="drop it in a file with the way back"),
+        partial(_no_reverse, reason="drop it in a file with the way back"),
         {"value": _FILL},
         {"dtype": _DTYPE, "shape": _FULL_SHAPE, "beside": _TEXT},
     ),
     "check": _Operation(_SHAPES, _check, lambda texts, fields: {"check": texts, **fields}),
     "drop": _Operation(
-        _TEXTS, lambda where, patterns, _: Convert(where, _patterns(patterns)), _no_way_back
+        _TEXTS, lambda where, patterns, _: Convert(where, _patterns(patterns)), _no_reverse
     ),
 }
 _OF_ALL: Mapping[str, FieldKind] = {"optional": _FLAG, "when": _TEXTS, "unless": _TEXTS}
 
 
-def faults(table: Any) -> list[str]:
+def problems_of_rule(table: Any) -> list[str]:
+    """Return what is wrong with the fields of a rule: missing and other ones, kinds of values."""
     if not isinstance(table, dict):
         return ["not a table"]
     names = [name for name in table if name in _OPERATIONS]
@@ -442,33 +451,33 @@ def faults(table: Any) -> list[str]:
         return [f"has to be one of {', '.join(_OPERATIONS)}{others}"]
     (name,) = names
     operation = _OPERATIONS[name]
-    kinds = {name: operation.kind, **operation.needs, **operation.may, **_OF_ALL}
+    kinds = {name: operation.kind, **operation.required, **operation.optional, **_OF_ALL}
     unknown = [key for key in table if key not in kinds]
-    missing = [key for key in operation.needs if key not in table]
-    texts = [f"{name} takes no {key!r}" for key in unknown]
-    texts += [f"{name} needs {key!r}" for key in missing]
+    missing = [key for key in operation.required if key not in table]
+    problems = [f"{name} takes no {key!r}" for key in unknown]
+    problems += [f"{name} needs {key!r}" for key in missing]
     for key, value in table.items():
         kind = kinds.get(key)
         if kind is not None and not kind.test(value):
-            texts.append(f"{key!r} is not {kind.text}")
-    return texts
+            problems.append(f"{key!r} is not {kind.text}")
+    return problems
 
 
 def step_of(table: Fields, place: str, sizes: Sizes, reverse: bool = False) -> Step:
-    """Return the step of a rule without `faults`, or in `reverse` the step that undoes it.
+    """Return the step of a rule without `problems_of_rule`, or in `reverse` the step that undoes
+    it.
 
     Raises `CkptError` if the fields contradict each other, or if nothing undoes the rule.
     """
     name = _name_of(table)
     when, unless = _conditions(table, "when"), _conditions(table, "unless")
-    where = Where(f"{place} ({name})", table.get("optional", False), when, unless)
+    where = RulePlace(f"{place} ({name})", table.get("optional", False), when, unless)
     if reverse:
         if when or unless:
-            patterns = ", ".join(_list(table[name]))
             text = "the names of its conditions may be others by then"
-            raise CkptError(f"{patterns}: {text}", hint="")
+            raise RuleError(f"{_joined(table[name])}: {text}")
         others = {key: table[key] for key in table if key not in (name, "optional")}
-        table = _OPERATIONS[name].back(table[name], others)
+        table = _OPERATIONS[name].reverse(table[name], others)
         name = _name_of(table)
     fields = dict(table)
     for key in _SIZED:
@@ -496,11 +505,9 @@ def _resolved(texts: Sequence[Size], sizes: Sizes, may_be_open: bool) -> list[Si
         value = resolve_size(text, sizes)
         if isinstance(value, str) and not may_be_open:
             name = min(size_names(value))
-            raise CkptError(
-                f"{{{name}}} has no value: name it as in --rules 'FILE({name}=32)'", hint=""
-            )
+            raise RuleError(f"{{{name}}} has no value: name it as in --rules 'FILE({name}=32)'")
         if isinstance(value, int) and value < 1 and text != value:
-            raise CkptError(f"{text} is {value}: no size", hint="")
+            raise RuleError(f"{text} is {value}: it must be at least 1")
         values.append(value)
     return values
 
@@ -508,27 +515,29 @@ def _resolved(texts: Sequence[Size], sizes: Sizes, may_be_open: bool) -> list[Si
 # Examples
 
 
-def _faults_of_example(table: Any) -> list[str]:
+def _problems_of_example(table: Any) -> list[str]:
     if not isinstance(table, dict):
         return ["not a table"]
     fields = ("before", "after", "sizes")
-    texts = [f"an example takes no {name!r}" for name in table if name not in fields]
+    problems = [f"an example takes no {name!r}" for name in table if name not in fields]
     for side in ("before", "after"):
         tensors = table.get(side)
         if not is_list_of_text(tensors):
-            texts.append(f"{side!r} is not a list of tensors, as in ['w [4, 2]']")
+            problems.append(f"{side!r} is not a list of tensors, as in ['w [4, 2]']")
             continue
         for text in tensors:
             spec = shown(text)
             if spec is None or -1 in (spec.shape or ()):
-                texts.append(f"{text!r} in {side!r} is not a tensor, as in 'w [4, 2] bfloat16'")
+                problems.append(f"{text!r} in {side!r} is not a tensor, as in 'w [4, 2] bfloat16'")
     sizes = table.get("sizes", {})
     if not isinstance(sizes, dict) or not all(map(_is_count, sizes.values())):
-        texts.append("'sizes' is not a table of positive integers")
-    return texts
+        problems.append("'sizes' is not a table of positive integers")
+    return problems
 
 
-def _failures(before: Sequence[str], after: Sequence[str], steps: Sequence[Step]) -> list[str]:
+def _problems_of_steps(
+    before: Sequence[str], after: Sequence[str], steps: Sequence[Step]
+) -> list[str]:
     """Return where the steps do not make `after` of `before`. A dtype that is not given may be
     any.
     """
@@ -540,13 +549,13 @@ def _failures(before: Sequence[str], after: Sequence[str], steps: Sequence[Step]
     expected = by_key(filter(None, map(shown, after)))
     missing = [key for key in expected if key not in state]
     others = [key for key in state if key not in expected]
-    texts = [f"the rules make no {key}" for key in missing]
-    texts += [f"the rules leave or make {key} too" for key in others]
+    problems = [f"the rules make no {key}" for key in missing]
+    problems += [f"the rules leave or make {key} too" for key in others]
     for key, spec in expected.items():
         value = state.get(key)
         if value is not None and not spec.is_like(value):
-            texts.append(f"{key} is {tensor_text(value)}, not {tensor_text(_entry(spec))}")
-    return texts
+            problems.append(f"{key} is {tensor_text(value)}, not {tensor_text(_entry(spec))}")
+    return problems
 
 
 def _entry(spec: TensorSpec) -> TensorEntry:
@@ -559,18 +568,21 @@ _TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"  # imported when a
 _STRINGS = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'")
 
 
-def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tuple[Step, ...]:
-    """Return the steps of the file at `path`, of the preset with that name, or of a text of several
-    lines.
+def read_rules(
+    operand: str, *, reverse: bool = False, rules: Sequence[Rule] = ()
+) -> tuple[Step, ...]:
+    """Return the steps of the file or preset that `operand` names; or `operand` is the text of a
+    file, of several lines.
 
     With `reverse` the steps back. Arguments override the sizes of the file:
     ``llama-fused(heads=32)``. `rules` are from the command line, in the same direction: they come
     after the file, so before it in reverse. Raises `CkptError`, with all problems, if it is not a
     rules file, if an example in it fails, or if a rule cannot be reversed.
     """
-    if "\n" in path:
-        steps = steps_of(path, "the rules", {}, reverse)
+    if "\n" in operand:
+        steps = steps_of(operand, "the rules", {}, reverse)
     else:
+        path = operand
         sizes: Sizes = {}
         if not Path(path).exists():
             path, sizes = call_of(path)
@@ -580,7 +592,7 @@ def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tup
         steps = steps_of(_text_of(path), path, sizes, reverse)
     if not rules:
         return steps
-    step = rename(Where("--rule"), rules)
+    step = rename(RulePlace("--rule"), rules)
     return (step, *steps) if reverse else (*steps, step)
 
 
@@ -605,26 +617,27 @@ def _text_of(path: str) -> str:
 def steps_of(
     text: str, path: str, given: Sizes | None = None, reverse: bool = False
 ) -> tuple[Step, ...]:
-    """Return the steps of a file's text; errors call it `path`. Raises `CkptError` as `read`
-    does.
+    """Return the steps of a file's text; errors call it `path`. Raises `CkptError` as
+    `read_rules` does.
     """
     content = _load_toml(text, path)
     tables, examples = _tables_of(content, path)
     places, example_places = _places(text, "rule", tables), _places(text, "example", examples)
     file_sizes, given = content.get("sizes", {}), given or {}
-    wrong = _faults_of_sizes(file_sizes)
-    sizes = dict(given) if wrong else {**file_sizes, **given}
+    others = _problems_of_sizes(file_sizes)
+    sizes = dict(given) if others else {**file_sizes, **given}
     for place, example in zip(example_places, examples):
-        wrong += [Problem(fault, place) for fault in _faults_of_example(example)]
-    steps = _build(tables, places, sizes, path, wrong)
-    for_each = partial(_example_failures, tables, places, sizes, path, reverse)
+        others += [Problem(text, place) for text in _problems_of_example(example)]
+    file = _RulesFile(path, tables, places)
+    steps = file.steps(sizes, others)
     problems: list[Problem] = []
     for place, example in zip(example_places, examples):
-        problems += [Problem(failure, place) for failure in for_each(example)]
+        texts = file.problems_of(example, sizes, reverse)
+        problems += [Problem(text, place) for text in texts]
     if problems:
-        raise _mistakes(path, problems)
+        raise _error_with(problems, path)
     _check_given(given, {*file_sizes, *_used_sizes(tables)})
-    return _reversed(tables, places, sizes, path) if reverse else steps
+    return file.reversed_steps(sizes) if reverse else steps
 
 
 def _tables_of(content: Mapping[str, Any], path: str) -> tuple[list[Any], list[Any]]:
@@ -644,26 +657,10 @@ def _check_given(given: Sizes, names: Collection[str]) -> None:
     """Raise `CkptError` if a size is given that the rules do not name."""
     unknown = [name for name in given if name not in names]
     if unknown:
-        hint = f"they know {', '.join(sorted(names))}" if names else "they know no named sizes"
-        raise CkptError(f"the rules know no size {', '.join(unknown)}", hint=hint)
-
-
-def _example_failures(
-    tables: Sequence[Fields],
-    places: Sequence[str],
-    sizes: Sizes,
-    path: str,
-    reverse: bool,
-    example: Fields,
-) -> list[str]:
-    """Return where the rules do not make the example, with `reverse` in both directions."""
-    before, after = example["before"], example["after"]
-    sizes = {**sizes, **example.get("sizes", {})}
-    failures = _failures(before, after, _build(tables, places, sizes, path))
-    if reverse:
-        back = _reversed(tables, places, sizes, path)
-        failures += [f"in reverse: {failure}" for failure in _failures(after, before, back)]
-    return failures
+        hint = "the rules have no named sizes"
+        if names:
+            hint = f"the sizes of the rules: {', '.join(sorted(names))}"
+        raise CkptError(f"unknown size {', '.join(unknown)}", hint=hint)
 
 
 def _load_toml(text: str, path: str) -> dict[str, Any]:
@@ -678,7 +675,7 @@ def _load_toml(text: str, path: str) -> dict[str, Any]:
     return content
 
 
-def _faults_of_sizes(sizes: Any) -> list[Problem]:
+def _problems_of_sizes(sizes: Any) -> list[Problem]:
     if not isinstance(sizes, dict):
         return [Problem("not a table", "sizes")]
     wrong = [name for name, size in sizes.items() if not _is_count(size)]
@@ -712,56 +709,68 @@ def _places(text: str, name: str, tables: Sequence[object]) -> list[str]:
     return [f"{name} {number} at line {line}" for number, line in enumerate(lines, 1)]
 
 
-def _build(
-    tables: Sequence[Fields],
-    places: Sequence[str],
-    sizes: Sizes,
-    path: str,
-    others: Sequence[Problem] = (),
-) -> tuple[Step, ...]:
-    """Return the steps of the rules. Raises `CkptError` with all problems, including `others`."""
-    steps: list[Step] = []
-    problems: list[Problem] = []
-    for place, table in zip(places, tables):
-        wrong = faults(table)
-        if wrong:
-            problems += [Problem(fault, place) for fault in wrong]
-            continue
-        try:
-            steps.append(step_of(table, place, sizes))
-        except CkptError as error:
-            problems.append(Problem(error.message, place))
-    if problems or others:
-        raise _mistakes(path, [*problems, *others])
-    return tuple(steps)
+@dataclass(frozen=True, slots=True)
+class _RulesFile:
+    """The rules of a file, and a place for each of them in errors."""
+
+    path: str
+    tables: Sequence[Fields]
+    places: Sequence[str]
+
+    def steps(self, sizes: Sizes, others: Sequence[Problem] = ()) -> tuple[Step, ...]:
+        """Return the steps of the rules. Raises `CkptError` with all problems, including
+        `others`.
+        """
+        steps: list[Step] = []
+        problems: list[Problem] = []
+        for place, table in zip(self.places, self.tables):
+            texts = problems_of_rule(table)
+            if texts:
+                problems += [Problem(text, place) for text in texts]
+                continue
+            try:
+                steps.append(step_of(table, place, sizes))
+            except CkptError as error:
+                problems.append(Problem(error.message, place))
+        if problems or others:
+            raise _error_with([*problems, *others], self.path)
+        return tuple(steps)
+
+    def reversed_steps(self, sizes: Sizes) -> tuple[Step, ...]:
+        """Return the steps back, the last rule's first. Raises `CkptError` with all rules that
+        nothing undoes.
+        """
+        steps: list[Step] = []
+        problems: list[Problem] = []
+        for place, table in zip(self.places, self.tables):
+            # a file without the dropped keys is as good
+            if "drop" in table and table.get("optional"):
+                continue
+            try:
+                steps.append(step_of(table, place, sizes, reverse=True))
+            except CkptError as error:
+                problems.append(Problem(error.message, f"{place} ({_name_of(table)})"))
+        if problems:
+            raise CkptError(
+                f"{self.path} cannot be reversed: {plural(len(problems), 'rule')}",
+                hint="remove these rules, or write a file with the way back",
+                problems=problems,
+            )
+        return tuple(reversed(steps))
+
+    def problems_of(self, example: Fields, sizes: Sizes, reverse: bool) -> list[str]:
+        """Return where the rules do not make the example, with `reverse` in both directions."""
+        before, after = example["before"], example["after"]
+        sizes = {**sizes, **example.get("sizes", {})}
+        problems = _problems_of_steps(before, after, self.steps(sizes))
+        if reverse:
+            texts = _problems_of_steps(after, before, self.reversed_steps(sizes))
+            problems += [f"in reverse: {text}" for text in texts]
+        return problems
 
 
-def _mistakes(path: str, problems: Sequence[Problem]) -> CkptError:
+def _error_with(problems: Sequence[Problem], path: str) -> CkptError:
     message = f"{path}: {plural(len(problems), 'mistake')} in the rules"
     return CkptError(
         message, hint="docs/rules.md says how each kind of rule is written", problems=problems
     )
-
-
-def _reversed(
-    tables: Sequence[Fields], places: Sequence[str], sizes: Sizes, path: str
-) -> tuple[Step, ...]:
-    """Return the steps back, the last rule's first. Raises `CkptError` with all rules that nothing
-    undoes.
-    """
-    steps: list[Step] = []
-    problems: list[Problem] = []
-    for place, table in zip(places, tables):
-        if "drop" in table and table.get("optional"):  # a file without the dropped keys is as good
-            continue
-        try:
-            steps.append(step_of(table, place, sizes, reverse=True))
-        except CkptError as error:
-            problems.append(Problem(error.message, f"{place} ({_name_of(table)})"))
-    if problems:
-        raise CkptError(
-            f"{path} cannot be reversed: {plural(len(problems), 'rule')}",
-            hint="remove these rules, or write a file with the way back",
-            problems=problems,
-        )
-    return tuple(reversed(steps))

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
 from time import thread_time
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.limits import limits, spent
@@ -53,7 +53,7 @@ class Regex:
         try:
             if left > 0:
                 return self.pattern.fullmatch(key, timeout=left)
-        except TimeoutError:  # of another clock than ours
+        except TimeoutError:  # by the clock of `regex`, which runs ahead of `thread_time`
             spent[self.text] = limits().rules_seconds
         finally:
             spent[self.text] = spent.get(self.text, 0.0) + thread_time() - start
@@ -106,16 +106,27 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The tokens of a pattern, compiled.
-
-    If no variable occurs twice and at most one has a star, there is only one way to match a key:
-    `literals` are segments with their places, `bound` are the places of the variables, counted from
-    the end behind the star. So they are the same for every key. With two stars, or a variable
-    twice, `is_simple` is false and `_search` tries.
+    """The tokens of a pattern. With two stars, or with a variable that occurs twice, there may be
+    several ways to match a key: `_search` tries.
     """
 
     tokens: tuple[Token, ...]
-    is_simple: bool
+
+    def ways(self, segments: Sequence[str]) -> Iterable[Bound]:
+        """Yield each way to match a key of these segments. Raises `TooManyTries` if there are too
+        many to try.
+        """
+        return _search(self.tokens, segments)
+
+
+@dataclass(frozen=True, slots=True)
+class SimplePattern(Pattern):
+    """A pattern with one way to match a key: no variable occurs twice, and at most one has a star.
+
+    `literals` are segments with their places, `bound` are the places of the variables, counted from
+    the end behind the star. So they are the same for every key.
+    """
+
     literals: tuple[tuple[int, str], ...]
     bound: Bound
     has_star: bool
@@ -123,20 +134,15 @@ class Pattern:
     @property
     def only_key(self) -> str | None:
         """The key that a pattern without variables matches; None if it has variables."""
-        if self.bound or not self.is_simple:
+        if self.bound:
             return None
         return ".".join(text for _, text in self.literals)
 
     def ways(self, segments: Sequence[str]) -> Iterable[Bound]:
-        """Yield each way to match a key of these segments. Raises `TooManyTries` if there are too
-        many to try.
-        """
-        if not self.is_simple:
-            return _search(self.tokens, segments)
         return (self.bound,) if self.fits(segments) else ()
 
     def fits(self, segments: Sequence[str]) -> bool:
-        """Return whether a simple pattern matches a key of these segments."""
+        """Return whether the pattern matches a key of these segments."""
         count = len(self.tokens) - self.has_star
         if len(segments) < count or (len(segments) > count and not self.has_star):
             return False
@@ -167,7 +173,7 @@ def pattern_of(segments: Sequence[str]) -> Pattern:
     names = [token.name for token in tokens if token.name]
     stars = [index for index, token in enumerate(tokens) if token.star]
     if len(stars) > 1 or len(set(names)) < len(names):
-        return Pattern(tokens, False, (), {}, True)
+        return Pattern(tokens)
     star = stars[0] if stars else count
     literals = []
     bound: Bound = {}
@@ -178,7 +184,7 @@ def pattern_of(segments: Sequence[str]) -> Pattern:
             bound[token.name] = slice(begin, end or None)  # 0 would be the start of the key
         else:
             literals.append((begin, token.text))
-    return Pattern(tokens, True, tuple(literals), bound, bool(stars))
+    return SimplePattern(tokens, tuple(literals), bound, bool(stars))
 
 
 def _search(tokens: Sequence[Token], segments: Sequence[str]) -> Iterator[Bound]:
@@ -326,7 +332,7 @@ class Rule:
     source: Pattern | Regex
     template: tuple[Token, ...] | str
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # a pattern has none: it holds a dict
         return hash((self.text, self.template))
 
     def apply(self, key: str) -> str | None:
@@ -351,7 +357,7 @@ class Rule:
         return name
 
     def _fill(self, key: str, segments: Sequence[str], source: Pattern) -> str | None:
-        if source.is_simple:
+        if isinstance(source, SimplePattern):
             if not source.fits(segments):
                 return None
             bound = source.bound
@@ -532,7 +538,14 @@ def _check_variables(text: str, given: Variables, used: Variables) -> None:
         )
 
 
-class InTurn:
+class Renamed(NamedTuple):
+    """The new name of a key, and the rule that gives it."""
+
+    rule: Rule
+    name: str
+
+
+class RuleList:
     """Rules, of which the first that matches renames a key. Rules for a single key are looked up,
     and so is a key that was renamed before.
 
@@ -546,9 +559,9 @@ class InTurn:
         self._others: list[tuple[int, Rule]] = []
         self._words: set[str] = set()  # literal segments of patterns
         self._by_words: dict[tuple[str, ...], list[tuple[int, Rule]]] = {}
-        self._renamed: dict[str, tuple[Rule | None, str | None]] = {}
+        self._renamed: dict[str, Renamed | None] = {}
         for index, rule in enumerate(rules):
-            if isinstance(rule.source, Regex):
+            if not isinstance(rule.source, SimplePattern):
                 self._others.append((index, rule))
                 continue
             key = rule.source.only_key
@@ -558,29 +571,28 @@ class InTurn:
             self._others.append((index, rule))
             self._words.update(text for _, text in rule.source.literals)
 
-    def first(self, key: str) -> tuple[Rule | None, str | None]:
-        """Return the rule and the key's new name, or two None. Raises as `Rule.apply` does."""
+    def rename(self, key: str) -> Renamed | None:
+        """Return the key's new name; None if no rule matches. Raises as `Rule.apply` does."""
         if key not in self._renamed:
             self._renamed[key] = self._rename(key)
         return self._renamed[key]
 
-    def _rename(self, key: str) -> tuple[Rule | None, str | None]:
+    def _rename(self, key: str) -> Renamed | None:
         segments = key.split(".")
         literal_index, literal = self._literal.get(key, (self._count, None))
         candidates = self._others
         if len(candidates) > 1:
-            candidates = self._may_match(segments)
+            candidates = self._candidates(segments)
         for index, rule in candidates:
             if index > literal_index:
                 break
             name = rule.apply_to(key, segments)
             if name is not None:
-                return rule, name
-        if literal is None:
-            return None, None
-        return literal, literal.apply(key)
+                return Renamed(rule, name)
+        name = None if literal is None else literal.apply(key)
+        return None if literal is None or name is None else Renamed(literal, name)
 
-    def _may_match(self, segments: Sequence[str]) -> list[tuple[int, Rule]]:
+    def _candidates(self, segments: Sequence[str]) -> list[tuple[int, Rule]]:
         """Return the patterns that may match a key of these segments; the caller tries each."""
         words = tuple([segment if segment in self._words else "" for segment in segments])
         rules = self._by_words.get(words)
@@ -591,16 +603,14 @@ class InTurn:
 
 
 @lru_cache(maxsize=1)
-def in_turn(rules: tuple[Rule, ...]) -> InTurn:
-    """Return the rules in turn. The last ones are kept: they are inferred, read back from their
+def rule_list(rules: tuple[Rule, ...]) -> RuleList:
+    """Return the list of the rules. The last one is kept: rules are inferred, read back from their
     file, and tried on the same keys.
     """
-    return InTurn(rules)
+    return RuleList(rules)
 
 
 def _may_match(rule: Rule, segments: Sequence[str]) -> bool:
     """Return False if the rule matches no key with these literal segments."""
     source = rule.source
-    if isinstance(source, Regex) or not source.is_simple:
-        return True
-    return source.fits(segments)
+    return not isinstance(source, SimplePattern) or source.fits(segments)

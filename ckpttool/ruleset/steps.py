@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
 from itertools import islice
+from typing import NamedTuple
 
 from ckpttool.core.checkpoint import ExtraEntry, Section
 from ckpttool.core.errors import CkptError, Problem, Refused
@@ -19,11 +20,11 @@ from ckpttool.ruleset import tensor_ops
 from ckpttool.ruleset.dequantize import Block, dequantized, is_without_scale, weights_of
 from ckpttool.ruleset.patterns import (
     VARIABLE,
-    InTurn,
     PatternSet,
     Rule,
-    in_turn,
+    RuleList,
     parse,
+    rule_list,
     similar_pattern,
     without_wildcards,
 )
@@ -48,6 +49,21 @@ _MOST_NAMED = 8  # missing parts in a message
 _rule = lru_cache(maxsize=1 << 16)(parse)
 
 
+class RuleError(CkptError):
+    """A rule that contradicts itself or cannot be reversed; the caller names its place."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, hint="")
+
+
+class PartOf(NamedTuple):
+    """The number of a part, the key of the whole, and the pattern that the part matches."""
+
+    number: int
+    whole: str
+    pattern: str
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """A tensor and its parts along `dim`: end to end, of these `sizes` or of equal size, or
@@ -65,7 +81,7 @@ class Parts:
     sizes: tuple[int, ...] | None = None
     stacked: bool = False
 
-    def key(self, whole: str, number: int) -> str | None:
+    def part_key(self, whole: str, number: int) -> str | None:
         """Return the key of a part; None if `whole` is not a tensor that has parts."""
         if self.counter:
             name = self.names[0].replace(f"{{{self.counter}}}", str(number))
@@ -73,29 +89,27 @@ class Parts:
             name = self.names[number]
         return _rule(f"{self.whole} => {name}").apply(whole)
 
-    def keys(self, whole: str, count: int) -> list[str]:
+    def part_keys(self, whole: str, count: int) -> list[str]:
         """Return the keys of the parts of a tensor that has parts."""
-        return [str(self.key(whole, number)) for number in range(count)]
+        return [str(self.part_key(whole, number)) for number in range(count)]
 
-    def part(self, key: str) -> tuple[int, str, str] | None:
-        """Return the number of the part that the key is, the key of the whole, and the pattern;
-        None if it is none.
-        """
+    def whole_of(self, key: str) -> PartOf | None:
+        """Return what the key is a part of; None if it is no part."""
         if self.counter:
             return self._counted_part(key)
         for number, name in enumerate(self.names):
             whole = _rule(f"{self.whole} => {name}", reverse=True).apply(key)
             if whole is not None:
-                return number, whole, name
+                return PartOf(number, whole, name)
         return None
 
-    def _counted_part(self, key: str) -> tuple[int, str, str] | None:
+    def _counted_part(self, key: str) -> PartOf | None:
         (name,) = self.names
         number = _rule(f"{name} => {{{self.counter}}}").apply(key)
         if number is None or not _NUMBER.fullmatch(number):
             return None
         whole = _rule(f"{name} => {self.whole}").apply(key)
-        return None if whole is None else (int(number), whole, name)
+        return None if whole is None else PartOf(int(number), whole, name)
 
 
 def parts_of(
@@ -111,25 +125,23 @@ def parts_of(
     """
     for text in (whole, names) if isinstance(names, str) else (whole, *names):
         if "=>" in text:
-            raise CkptError(f"{text!r} is not a name: => belongs into a rename", hint="")
+            raise RuleError(f"{text!r} is not a name: => is for rename rules")
     if isinstance(names, str):
         if sizes is not None:
-            raise CkptError(
-                "sizes = is for listed parts: numbered parts are of equal size", hint=""
-            )
+            raise RuleError("sizes = is for listed parts: numbered parts are of equal size")
         parts = Parts(whole, (names,), _counter(whole, names), count, dim, None, stacked)
-        parts.key(whole, 0)
+        parts.part_key(whole, 0)
         _rule(f"{names} => {whole}")
         return parts
     if len(set(names)) < len(names):
-        raise CkptError("two parts have the same name", hint="")
+        raise RuleError("two parts have the same name")
     for name in names:
         _rule(f"{whole} => {name}")
         _rule(f"{whole} => {name}", reverse=True)
     if sizes is not None and len(sizes) != len(names):
-        raise CkptError(f"{len(sizes)} sizes for {len(names)} parts", hint="")
+        raise RuleError(f"{len(sizes)} sizes for {len(names)} parts")
     if count is not None:
-        raise CkptError("parts = counts numbered parts, and these are listed", hint="")
+        raise RuleError("parts = counts numbered parts, and these are listed")
     part_sizes = None if sizes is None else tuple(sizes)
     return Parts(whole, tuple(names), "", len(names), dim, part_sizes, stacked)
 
@@ -144,17 +156,16 @@ def _counter(whole: str, name: str) -> str:
         if not star:
             return str(counter)
     actual = " and ".join(sorted(f"{{{variable}{star}}}" for variable, star in counters)) or "none"
-    message = (
+    raise RuleError(
         f"{name!r} needs one variable that {whole!r} lacks, as {{e}}, to count the parts: {actual}"
     )
-    raise CkptError(message, hint="")
 
 
 # Steps
 
 
 @dataclass(slots=True)
-class Result:
+class StepResult:
     """The state after a step. `used` are the step's patterns that matched a key."""
 
     values: Named = field(default_factory=list)
@@ -164,7 +175,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class RulePlace:
     """The place of a rule in its file. An `optional` one may apply to no key. A rule applies only
     if the state has all tensors of `when`, and none of `unless`.
     """
@@ -184,15 +195,15 @@ class Step:
     optional.
     """
 
-    where: Where
+    where: RulePlace
     patterns: tuple[str, ...]
 
-    def apply_to(self, key: str, value: Value, result: Result) -> Named:
+    def apply_to(self, key: str, value: Value, result: StepResult) -> Named:
         """Return what an entry becomes, and note in `result` which patterns matched."""
         raise NotImplementedError
 
-    def apply(self, state: State) -> Result:
-        result = Result()
+    def apply(self, state: State) -> StepResult:
+        result = StepResult()
         for key, value in state.items():
             try:
                 result.values += self.apply_to(key, value, result)
@@ -211,17 +222,18 @@ class Rename(Step):
     rules: tuple[Rule, ...]
 
     @cached_property
-    def in_turn(self) -> InTurn:
-        return in_turn(self.rules)
+    def rule_list(self) -> RuleList:
+        return rule_list(self.rules)
 
-    def apply_to(self, key: str, value: Value, result: Result) -> Named:
-        rule, name = self.in_turn.first(key)
-        if rule is not None:
-            result.used.add(rule.text)
-        return [(name or key, value)]
+    def apply_to(self, key: str, value: Value, result: StepResult) -> Named:
+        renamed = self.rule_list.rename(key)
+        if renamed is None:
+            return [(key, value)]
+        result.used.add(renamed.rule.text)
+        return [(renamed.name, value)]
 
 
-def rename(where: Where, rules: Sequence[Rule]) -> Rename:
+def rename(where: RulePlace, rules: Sequence[Rule]) -> Rename:
     return Rename(where, tuple(rule.text for rule in rules), tuple(rules))
 
 
@@ -236,11 +248,11 @@ class Convert(Step):
     dtypes: tuple[str, ...] | None = None
 
     @cached_property
-    def naming(self) -> PatternSet:
+    def pattern_set(self) -> PatternSet:
         return PatternSet(self.patterns)
 
-    def apply_to(self, key: str, value: Value, result: Result) -> Named:
-        hits = self.naming.hits(key)
+    def apply_to(self, key: str, value: Value, result: StepResult) -> Named:
+        hits = self.pattern_set.hits(key)
         if not hits or (self.dtypes is not None and value.dtype not in self.dtypes):
             return [(key, value)]
         result.used.update(hits)
@@ -257,12 +269,12 @@ class Dequantize(Step):
     dtype: str
     block: Block | None
 
-    def apply(self, state: State) -> Result:
-        result, naming = Result(), PatternSet(self.patterns)
+    def apply(self, state: State) -> StepResult:
+        result, pattern_set = StepResult(), PatternSet(self.patterns)
         values: dict[str, tuple[str, Value]] = {}
         parts: set[str] = set()
         for weight in weights_of(state):
-            hits = naming.hits(weight.weight)
+            hits = pattern_set.hits(weight.weight)
             if not hits:
                 continue
             result.used.update(hits)
@@ -278,7 +290,7 @@ class Dequantize(Step):
             if key in values:
                 result.values.append(values[key])
                 continue
-            if is_without_scale(value) and naming.hits(key) and key not in parts:
+            if is_without_scale(value) and pattern_set.hits(key) and key not in parts:
                 result.problems.append(Problem("no scale belongs to it", key))
             if key not in parts:
                 result.values.append((key, value))
@@ -287,7 +299,7 @@ class Dequantize(Step):
 
 def cast_floats(dtype: str) -> Convert:
     """Return the step that casts every floating-point tensor, as `Module.to` does."""
-    where = Where(f"--dtype {dtype}", optional=True)
+    where = RulePlace(f"--dtype {dtype}", optional=True)
     dtypes = tensor_ops.dtypes_like(dtype)
     return Convert(where, ("*",), lambda value: tensor_ops.cast(value, dtype), dtypes)
 
@@ -301,43 +313,45 @@ class Check(Step):
 
     shapes: tuple[NamedShape, ...]
 
-    def apply(self, state: State) -> Result:
-        result = Result(list(state.items()))
-        # name of a size -> its value, and the tensor that has it
-        sizes: dict[str, tuple[int, str]] = {}
+    def apply(self, state: State) -> StepResult:
+        result = StepResult(list(state.items()))
+        sizes = _NamedSizes()
         for expected in self.shapes:
-            naming = PatternSet((expected.pattern,))
+            pattern_set = PatternSet((expected.pattern,))
             for key, value in state.items():
-                if not naming.hits(key):
+                if not pattern_set.hits(key):
                     continue
                 result.used.add(expected.pattern)
-                text = _shape_problem(expected, key, value, sizes)
+                text = sizes.problem_of(key, value, expected)
                 if text:
                     result.problems.append(Problem(text, key))
         return result
 
 
-def _shape_problem(
-    expected: NamedShape, key: str, value: Value, sizes: dict[str, tuple[int, str]]
-) -> str:
-    """Return why the tensor does not have the shape, or an empty text. Adds the names of its sizes
-    to `sizes`.
-    """
-    shape = shape_text(value.shape)
-    if len(value.shape) != len(expected.sizes):
-        return f"{shape} instead of {plural(len(expected.sizes), 'dimension')}"
-    for dim, (size, actual) in enumerate(zip(expected.sizes, value.shape)):
-        if isinstance(size, int):
-            if size not in (-1, actual):
-                return f"{shape}: dimension {dim} is {actual} instead of {size}"
-            continue
-        number, origin = sizes.setdefault(size, (actual, key))
-        if number != actual:
-            return (
-                f"{shape}: dimension {dim} is {actual}, and {number} in {origin}"
-                " (is it a part of a tensor?)"
-            )
-    return ""
+class _NamedSizes:
+    """The sizes with a name, each as the first shape that has the name tells it."""
+
+    def __init__(self) -> None:
+        # name of a size -> its value, and the key of the tensor that tells it
+        self._sizes: dict[str, tuple[int, str]] = {}
+
+    def problem_of(self, key: str, value: Value, expected: NamedShape) -> str:
+        """Return why the tensor does not have the shape, or an empty text."""
+        shape = shape_text(value.shape)
+        if len(value.shape) != len(expected.sizes):
+            return f"{shape} instead of {plural(len(expected.sizes), 'dimension')}"
+        for dim, (size, actual) in enumerate(zip(expected.sizes, value.shape)):
+            if isinstance(size, int):
+                if size not in (-1, actual):
+                    return f"{shape}: dimension {dim} is {actual} instead of {size}"
+                continue
+            number, origin = self._sizes.setdefault(size, (actual, key))
+            if number != actual:
+                return (
+                    f"{shape}: dimension {dim} is {actual}, and {number} in {origin}"
+                    " (is it a part of a tensor?)"
+                )
+        return ""
 
 
 @dataclass(frozen=True)
@@ -352,7 +366,7 @@ class Constant(Step):
     dtype: str | None
     shape: tuple[int, ...] | None
 
-    def apply_to(self, key: str, value: Value, result: Result) -> Named:
+    def apply_to(self, key: str, value: Value, result: StepResult) -> Named:
         name = None if self.beside is None else self.beside.apply(key)
         if name is None:
             return [(key, value)]
@@ -366,7 +380,7 @@ class Constant(Step):
             dtype = dtype or beside.dtype
         return tensor_ops.constant(shape or (), dtype or "float32", self.fill)
 
-    def apply(self, state: State) -> Result:
+    def apply(self, state: State) -> StepResult:
         result = super().apply(state)
         if self.beside is None:
             try:
@@ -382,13 +396,13 @@ class Split(Step):
 
     parts: Parts
 
-    def apply_to(self, key: str, value: Value, result: Result) -> Named:
+    def apply_to(self, key: str, value: Value, result: StepResult) -> Named:
         parts = self.parts
-        if parts.key(key, 0) is None:
+        if parts.part_key(key, 0) is None:
             return [(key, value)]
         result.used.add(parts.whole)
         if value.layout == REFUSED:
-            return [(name, value) for name in parts.keys(key, parts.count or 1)]
+            return [(name, value) for name in parts.part_keys(key, parts.count or 1)]
         value = _dense(value)
         count = parts.count or value.shape[tensor_ops.dimension(parts.dim, value.shape)]
         if count > limits().made_parts:
@@ -397,7 +411,7 @@ class Split(Step):
             values = tensor_ops.unstack(value, count, parts.dim)
         else:
             values = tensor_ops.split(value, count, parts.dim, parts.sizes)
-        return list(zip(parts.keys(key, count), values))
+        return list(zip(parts.part_keys(key, count), values))
 
 
 @dataclass(frozen=True)
@@ -406,26 +420,25 @@ class Join(Step):
 
     parts: Parts
 
-    def apply(self, state: State) -> Result:
-        result = Result()
+    def apply(self, state: State) -> StepResult:
+        result = StepResult()
         wholes: dict[str, dict[int, str]] = {}  # key of the whole -> its parts by number
         whole_of: dict[str, str] = {}
         for key in state:
             try:
-                part = self.parts.part(key)
+                part = self.parts.whole_of(key)
             except Refused as error:
                 result.problems.append(Problem(error.message, key))
                 continue
             if part is None:
                 continue
-            number, whole, pattern = part
-            result.used.add(pattern)
-            keys = wholes.setdefault(whole, {})
-            if number in keys:
-                problem = f"would be the same part of {whole} as {keys[number]}"
+            result.used.add(part.pattern)
+            keys = wholes.setdefault(part.whole, {})
+            if part.number in keys:
+                problem = f"would be the same part of {part.whole} as {keys[part.number]}"
                 result.problems.append(Problem(problem, key))
-            keys[number] = key
-            whole_of[key] = whole
+            keys[part.number] = key
+            whole_of[key] = part.whole
         for key, value in state.items():
             if key not in whole_of:
                 result.values.append((key, value))
@@ -459,7 +472,9 @@ class Join(Step):
     def _check_complete(self, whole: str, keys: Mapping[int, str], count: int) -> None:
         """Raise `Refused` for missing parts, and name a few of them."""
         numbers = (number for number in range(count) if number not in keys)
-        missing = [str(self.parts.key(whole, number)) for number in islice(numbers, _MOST_NAMED)]
+        missing = [
+            str(self.parts.part_key(whole, number)) for number in islice(numbers, _MOST_NAMED)
+        ]
         if not missing:
             return
         if next(numbers, None) is not None:
@@ -480,7 +495,8 @@ def name_after(steps: Sequence[Step], name: str) -> str:
     """
     for step in steps:
         if isinstance(step, Rename) and not (step.where.when or step.where.unless):
-            name = step.in_turn.first(name)[1] or name
+            renamed = step.rule_list.rename(name)
+            name = name if renamed is None else renamed.name
     return name
 
 

@@ -21,7 +21,7 @@ import torch
 from ckpttool import CkptError, open_checkpoint
 from ckpttool.core.limits import Limits, limited, limits, with_memory
 from ckpttool.io.files import opened
-from ckpttool.ruleset.parse import read as read_rules
+from ckpttool.ruleset.parse import read_rules
 from command import main
 
 MAX_SECONDS = 2.0

@@ -17,7 +17,7 @@ from ckpttool.formats import huggingface, safetensors
 from ckpttool.kinds import adapters
 from ckpttool.naming import wrappers
 from ckpttool.report.documents.answer import LikelyRenames
-from ckpttool.ruleset.patterns import InTurn
+from ckpttool.ruleset.patterns import RuleList
 from command import Run, fixes_in
 
 LAYERS = 40
@@ -63,7 +63,7 @@ def test_rules_are_tried_once_on_each_key(
     torch.save({name: torch.ones(2, 3) for name in left}, "left.pt")
     torch.save({name: torch.ones(2, 3) for name in right}, "right.pt")
     counts, count = calls
-    count(InTurn, "_rename")
+    count(RuleList, "_rename")
     done = run("diff", "left.pt", "right.pt", "--format", "json")
     assert "--rule" in fixes_in(done.data)[0]
     on_samples = 100

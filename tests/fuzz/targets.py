@@ -348,7 +348,9 @@ TARGETS: dict[str, Target] = {
     "plan": Target(_of_json(Plan.from_json), _json(_PLAN), _JSON_WORDS),
     "names": Target(_of_json(lambda value: Names.from_json(value, "f")), _names, _JSON_WORDS),
     "index": Target(_of_file(read_index, "x.index.json"), _json(_INDEX), _JSON_WORDS),
-    "rules": Target(_of_file(rules_file.read, "r.toml"), lambda: [_RULES.encode()], _RULE_WORDS),
+    "rules": Target(
+        _of_file(rules_file.read_rules, "r.toml"), lambda: [_RULES.encode()], _RULE_WORDS
+    ),
     "rule": Target(
         _rule, lambda: [b"a.{x*}.b => {x*}\na.c.b", b"re:(.*)_(\\d+) => \\2\nw_3"], _RULE_WORDS
     ),

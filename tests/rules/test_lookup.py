@@ -18,7 +18,7 @@ from ckpttool.naming.evidence import Pair, SideTensors, Tensor, groups
 from ckpttool.naming.pairing import infer
 from ckpttool.ruleset import infer_rules
 from ckpttool.ruleset.infer_rules import drops, patterns, renames
-from ckpttool.ruleset.patterns import InTurn, PatternSet, Rule, matches, parse
+from ckpttool.ruleset.patterns import PatternSet, Rule, RuleList, matches, parse
 
 SEGMENT = st.sampled_from(["a", "b", "layers", "0", "1", "12", "*", "{n}", "re:a", "x[1]"])
 KEYS = st.lists(
@@ -28,8 +28,11 @@ TEXTS = ["a.b", "a.{x*}", "{x}.b", "0", "re:a.*", "*", "layers.{n}.{x*}", "{x*}.
 
 
 def rename(keys: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
-    first = InTurn(rules).first
-    return {key: first(key)[1] or key for key in keys}
+    names = {}
+    for key in keys:
+        renamed = RuleList(rules).rename(key)
+        names[key] = key if renamed is None else renamed.name
+    return names
 
 
 @given(KEYS, KEYS)
@@ -52,7 +55,8 @@ def test_rule_lookup_equals_trying_each_rule(keys, texts):
     rules = [parse(f"{text} => new.{at}") for at, text in enumerate(texts)]
     for key in keys:
         names = [name for name in (rule.apply(key) for rule in rules) if name is not None]
-        assert InTurn(rules).first(key)[1] == (names[0] if names else None)
+        renamed = RuleList(rules).rename(key)
+        assert (renamed and renamed.name) == (names[0] if names else None)
 
 
 @given(

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import ckpttool
 from ckpttool import CkptError, Refused
-from ckpttool.ruleset.patterns import InTurn, Rule, matches, parse
+from ckpttool.ruleset.patterns import Rule, RuleList, matches, parse
 from command import Run
 
 RENAMES = [
@@ -49,8 +49,11 @@ RENAMES = [
 
 
 def rename(keys: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
-    first = InTurn(rules).first
-    return {key: first(key)[1] or key for key in keys}
+    names = {}
+    for key in keys:
+        renamed = RuleList(rules).rename(key)
+        names[key] = key if renamed is None else renamed.name
+    return names
 
 
 @pytest.mark.parametrize(("rule", "key", "name"), RENAMES)
