@@ -46,7 +46,7 @@ def explain_moved(entries: Iterable[Entry], sides: BothSides) -> tuple[Entry, ..
     for entry in entries:
         if entry in differing and entry.cause is not None:
             old, new = differing[entry]
-            keys = places.get((_likeness(old), left_digests(Ref(old.key))), [])
+            keys = places.get((_likeness(old), left_digests.of(Ref(old.key))), [])
             if len(keys) != 1:
                 cause = _transposed_or_reordered(old, new, left_digests, right_digests)
             elif keys[0] != new.key:
@@ -88,7 +88,7 @@ def _places(
         if tensor.storage is None or likeness not in likenesses:
             continue
         if _beginning(tensor) in beginnings:
-            places[likeness, digests(Ref(tensor.key))].append(tensor.key)
+            places[likeness, digests.of(Ref(tensor.key))].append(tensor.key)
     return places
 
 
@@ -100,7 +100,7 @@ def _transposed_or_reordered(
     """
     if len(left.shape) == 2 and left.shape[0] == left.shape[1]:
         transpose = Op("aten.permute.default", (Ref(left.key), (1, 0)))
-        if left_digests(transpose) == right_digests(Ref(right.key)):
+        if left_digests.of(transpose) == right_digests.of(Ref(right.key)):
             return Cause(Code.TRANSPOSED)
     return _row_order(left, right)
 

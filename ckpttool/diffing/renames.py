@@ -143,11 +143,11 @@ def _bare_side(checkpoint: Checkpoint, left_out: Collection[str], values: bool) 
         name = bare[entry.key]
         is_bare = name == entry.key
         tensors.append(entry if is_bare else Tensor(name, entry.dtype, entry.shape))
-    digests = None
+    digest = None
     if values:
-        digests = Digests({bare[key]: entry for key, entry in section.by_key().items()})
+        digest = Digests({bare[key]: entry for key, entry in section.by_key().items()}).of
     has_order = format_of(checkpoint).holds.order
-    return _BareSide(SideTensors(tensors, has_order, digests), bare)
+    return _BareSide(SideTensors(tensors, has_order, digest), bare)
 
 
 def _with_keys(pair: Paired, left_keys: Mapping[str, str], right_keys: Mapping[str, str]) -> Paired:

@@ -50,7 +50,7 @@ class Digests:
         self._entries = entries
         self._digests: dict[Expression, bytes | None] = {}
 
-    def __call__(self, value: Expression) -> bytes | None:
+    def of(self, value: Expression) -> bytes | None:
         """Return the hash of the value's bytes in row-major order; None for a key that is not a
         dense tensor.
         """
@@ -75,8 +75,7 @@ def apply(plan: Plan, source: Checkpoint, runners: Mapping[str, Runner] = NO_COD
     problems = _refused_operators(plan)
     if problems:
         raise CkptError(
-            f"the plan has {plural(len(problems), 'output')} made by what is not an operator that"
-            " a plan may hold",
+            "the plan uses operators that are not allowed",
             hint="docs/safety.md lists the operators that a plan may hold",
             problems=problems,
         )
@@ -85,8 +84,8 @@ def apply(plan: Plan, source: Checkpoint, runners: Mapping[str, Runner] = NO_COD
         hint = "`ckpttool inspect` lists its keys"
         if any(problem.kind == "opaque" for problem in problems):
             hint = (
-                "only the model's own code can do it: name that, as in --model file.py:build,"
-                " and no file of names"
+                "pass --model file.py:build: only the model's code can compute these values, a"
+                " names file cannot"
             )
         raise Refused("the plan does not fit the checkpoint", hint=hint, problems=problems)
     outputs: dict[str, list[Output]] = {path: [] for path in plan.sections}
@@ -149,13 +148,14 @@ def run_code(
     Raises `Refused` if the code is missing, and the errors of the runs.
     """
     entries = dict(section.by_key())
+    # way of a run and name -> key of the value; a later run may read values of earlier ones
     keys: dict[tuple[str, str], str] = {}
 
     def without_calls(expression: Expression) -> Expression:
         return ex.with_calls(expression, lambda call: Ref(keys[call.op, str(call.args[0])]))
 
     for number, run in enumerate(runs):
-        names = _called(run, sources, runs[number + 1 :])
+        names = _names_needed(run, sources, runs[number + 1 :])
         if not names:
             continue
         if run.way not in runners:
@@ -191,7 +191,9 @@ def _without_code(run: ModelRun, names: Sequence[str], has_runners: bool) -> Ref
     )
 
 
-def _called(run: ModelRun, sources: Sequence[Expression], later: Sequence[ModelRun]) -> list[str]:
+def _names_needed(
+    run: ModelRun, sources: Sequence[Expression], later: Sequence[ModelRun]
+) -> list[str]:
     """Return the names of the run's values that the sources and later runs need."""
     needed = list(sources)
     for other in later:

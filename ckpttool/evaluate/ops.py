@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from math import isfinite, prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ckpttool.core.checkpoint import ExtraEntry, Lazy, Storage, TensorEntry, in_row_major
 from ckpttool.core.dtypes import itemsize
@@ -31,20 +31,22 @@ _INTEGERS = range(-(2**63), 2**63)  # the integers that a kernel takes
 
 
 class OnIndex(NamedTuple):
-    """How to apply an operator to index entries. `takes` are the kinds of its arguments, optional
-    ones after ``|``.
+    """How to apply an operator to index entries. `takes` are the kinds of its arguments (`_KINDS`),
+    optional ones after ``|``; `keyword` is the argument that it takes by name.
     """
 
     run: Callable[..., Any]
     takes: str
     keyword: str = ""
+    needs_keyword: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
     """`check` says what is wrong with arguments. `most_bytes` is an upper bound for a result whose
-    shape depends on values. `moves`: each element of the result is an element of an argument, at
-    most cast to another dtype. `effect` tells `tracing.simplify` what it can combine: ``same`` (the
+    shape depends on values. `moves`: optimizer state may follow, since each element of the result
+    is an element of an argument, at most cast to another dtype; set only for operators that hooks
+    use. `effect` tells `tracing.simplify` what it can combine: ``same`` (the
     result is the argument), ``reshape``, ``permute``, or ``undo`` (applied again it gives the
     argument back).
     """
@@ -53,7 +55,7 @@ class Operator:
     most_bytes: Callable[[Arguments], int] | None = None
     moves: bool = False
     on_index: OnIndex | None = None
-    effect: str = ""
+    effect: Literal["same", "reshape", "permute", "undo", ""] = ""
 
 
 def is_integer(value: object) -> bool:
@@ -159,7 +161,7 @@ def _check_range(index: Any, start: int, end: int) -> str | None:
     if index.is_meta or not index.numel():
         return None
     if int(index.min()) < start or int(index.max()) >= end:
-        return f"an index is outside of {end:,}"
+        return f"an index is outside of {start:,}..{end - 1:,}"
     return None
 
 
@@ -200,6 +202,8 @@ class NotOnIndex(Exception):
 
 
 class _Slices(NamedTuple):
+    """What ``split`` returns, before ``getitem`` takes one: an entry, in parts of these sizes."""
+
     entry: TensorEntry
     dim: int
     sizes: list[int]
@@ -334,12 +338,16 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, TensorEntry)
 
 
+def _are_tensors(value: object) -> bool:
+    return type(value) is tuple and bool(value) and all(map(_is_tensor, value))
+
+
 _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "t": _is_tensor,
-    "T": lambda value: type(value) is tuple and bool(value) and all(map(_is_tensor, value)),
+    "T": _are_tensors,
     "i": _is_size,
-    "I": lambda value: type(value) is tuple and all(map(_is_size, value)),
-    "p": lambda value: isinstance(value, _Slices),
+    "I": lambda value: type(value) is tuple and all(map(_is_size, value)),  # sizes
+    "p": lambda value: isinstance(value, _Slices),  # parts of a tensor
 }
 
 
@@ -347,7 +355,8 @@ def on_index(key: str, source: Expression, entries: Entries) -> TensorEntry | No
     """Return the entry `key` with the value of `source`: as in torch a view if it is one, else
     bytes laid end to end.
 
-    Return None if the value must be computed, or if an operator does not fit its arguments.
+    Return None if the value must be computed, if an operator does not fit its arguments, and if the
+    value is far larger than what it is made of (by ``expand``): torch computes it within a limit.
     """
     try:
         entry = _value(source, entries)
@@ -398,7 +407,7 @@ def _fits(row: OnIndex, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     for name, value in kwargs.items():
         if name != row.keyword or not isinstance(value, Special):
             return False
-    return bool(kwargs) or row.run is not _to_copy
+    return bool(kwargs) or not row.needs_keyword
 
 
 # The table
@@ -431,11 +440,12 @@ _rows("permute", Operator(moves=True, on_index=OnIndex(_permute, "tI"), effect="
 _rows("numpy_T", Operator(effect="permute"))
 _rows("flip", Operator(moves=True, effect="undo"))
 _rows("movedim.int movedim.intlist swapaxes _unsafe_view view.dtype unflatten.int roll", _MOVES)
-_rows("_to_copy", Operator(moves=True, on_index=OnIndex(_to_copy, "t", "dtype")))
+_rows(
+    "_to_copy", Operator(moves=True, on_index=OnIndex(_to_copy, "t", "dtype", needs_keyword=True))
+)
 _rows(
     "copy resolve_conj resolve_neg view_as_real view_as_complex real imag _conj conj_physical"
-    " rot90 pixel_shuffle "
-    "pixel_unshuffle channel_shuffle"
+    " rot90 pixel_shuffle pixel_unshuffle channel_shuffle"
 )
 # Fewer or more elements
 _rows("narrow", Operator(moves=True, on_index=OnIndex(_narrow, "tiii")))
@@ -469,8 +479,7 @@ _rows(
 )
 _rows(
     "diagonal unfold repeat tile repeat_interleave.self_int tril triu constant_pad_nd diag"
-    " diag_embed slice_scatter "
-    "select_scatter diagonal_scatter block_diag"
+    " diag_embed slice_scatter select_scatter diagonal_scatter block_diag"
 )
 # Constants
 _rows(
@@ -481,12 +490,9 @@ _rows(
 _rows("neg bitwise_not", Operator(effect="undo"))
 _rows(
     "abs sign sqrt rsqrt square reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin"
-    " acos atan sinh "
-    "cosh tanh asinh acosh atanh sigmoid erf erfc floor ceil round round.decimals trunc frac relu"
-    " silu gelu softplus "
-    "leaky_relu elu nan_to_num isnan isinf isposinf isneginf isfinite logical_not signbit sgn"
-    " angle "
-    "positive logit erfinv"
+    " acos atan sinh cosh tanh asinh acosh atanh sigmoid erf erfc floor ceil round"
+    " round.decimals trunc frac relu silu gelu softplus leaky_relu elu nan_to_num isnan isinf"
+    " isposinf isneginf isfinite logical_not signbit sgn angle positive logit erfinv"
 )
 # Of two tensors, element by element
 _rows("add sub rsub mul div eq ne lt le gt ge __lshift__ __rshift__", overloads="Tensor Scalar")
@@ -497,8 +503,8 @@ _rows("lerp masked_fill", overloads="Scalar Tensor")
 _rows("where", overloads="self ScalarSelf ScalarOther Scalar")
 _rows(
     "maximum minimum fmax fmin logical_and logical_or logical_xor atan2 hypot copysign.Tensor"
-    " copysign.Scalar complex "
-    "polar ldexp.Tensor xlogy.Tensor logaddexp heaviside addcmul addcdiv"
+    " copysign.Scalar complex polar ldexp.Tensor xlogy.Tensor logaddexp heaviside addcmul"
+    " addcdiv"
 )
 _rows("clamp clamp_min clamp_max", overloads="default Tensor")
 _rows("div", Operator(_check_divisor), "Tensor_mode Scalar_mode")
@@ -509,10 +515,8 @@ _rows("any all max min", overloads="default dim")
 _rows("std var std_mean var_mean", overloads="correction")
 _rows(
     "sum sum.dim_IntList mean mean.dim prod prod.dim_int amax amin argmax argmin norm.Scalar"
-    " norm.ScalarOpt_dim "
-    "linalg_vector_norm logsumexp cumsum cumprod count_nonzero.dim_IntList _softmax _log_softmax"
-    " nansum aminmax trace "
-    "sort sort.stable argsort argsort.stable topk"
+    " norm.ScalarOpt_dim linalg_vector_norm logsumexp cumsum cumprod count_nonzero.dim_IntList"
+    " _softmax _log_softmax nansum aminmax trace sort sort.stable argsort argsort.stable topk"
 )
 # Products
 _rows("mm bmm mv dot vdot addmm addmv addr baddbmm matmul outer")
@@ -522,10 +526,8 @@ _rows("_foreach_neg _foreach_abs _foreach_sqrt")
 # Interpolations
 _rows(
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d"
-    " _upsample_nearest_exact2d "
-    "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
-    " upsample_trilinear3d "
-    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+    " _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d"
+    " upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
     Operator(_check_scales),
     "default vec",
 )

@@ -26,8 +26,6 @@ def _of_file(has_signature: Callable[[Look], bool]) -> Callable[[Look], str | No
     return lambda look: look.path if has_signature(look) else None
 
 
-_index_path = _of_file(signatures.is_index)
-
 # in the order in which they are tried: the most certain first
 TABLE = (
     Format(
@@ -82,7 +80,7 @@ TABLE = (
         "sharded",
         "sharded safetensors",
         "ckpttool.formats.huggingface",
-        matches=lambda look: _index_path(look) or folders.shards_home(look),
+        matches=lambda look: look.path if signatures.is_index(look) else folders.shards_home(look),
         holds=_HOLDS_TENSORS,
         index=".safetensors.index.json",
         sharded=True,
@@ -147,18 +145,7 @@ class Recognized(NamedTuple):
     path: str
 
     def read(self) -> Checkpoint:
-        """Return the index. Raises `CkptError` as the format does, and if the checkpoint of a
-        package names a format that there is not.
-        """
-        checkpoint = self.format.read(self.path)
-        if _row_named(checkpoint.format) is None:
-            raise CkptError(
-                f"{self.path}: it was read as a checkpoint of the format {checkpoint.format!r},"
-                " which does not exist",
-                hint=f"report it to the authors of the package {self.format.package}: Format.name"
-                " and Checkpoint.format must be equal",
-            )
-        return checkpoint
+        return self.format.read(self.path)
 
 
 class Installed(NamedTuple):
@@ -194,23 +181,14 @@ def installed() -> Installed:
 
 
 def format_named(name: str) -> Format:
-    """Return the format. Raises `CkptError` if no format has the name."""
-    row = _row_named(name)
-    if row is None:
-        raise CkptError(
-            f"no format is called {name!r}",
-            hint="install the package that adds it; `ckpttool help formats` lists the formats",
-        )
-    return row
-
-
-def _row_named(name: str) -> Format | None:
+    """Return the format that a checkpoint has, by its name. Raises `CkptError` if there is none."""
     if name in FORMATS:
         return FORMATS[name]
     for row in installed().formats:
         if row.name == name:
             return row
-    return None
+    hint = "the package that read it must give the checkpoint the name of its format"
+    raise CkptError(f"no format is called {name!r}", hint=hint)
 
 
 def format_of(checkpoint: Checkpoint) -> Format:
@@ -225,11 +203,8 @@ def is_program(checkpoint: Checkpoint) -> bool:
 def recognize(path: str) -> Recognized:
     """Return the format of the file or folder at `path`, or of the only checkpoint in the folder.
 
-    Raises `CkptError`
-
-    - if there is none; the error says what the file is instead, if its content shows it;
-    - if a folder holds several;
-    - if a file is of a format, and cannot be read.
+    Raises `CkptError` if there is none (the error says what the file is instead, if its content
+    shows it), if a folder holds several, and for a file of a format that cannot be read.
     """
     look = Look(path)
     match = _first(TABLE, look)
@@ -282,23 +257,22 @@ def _by_package(look: Look) -> Recognized:
 
 
 def format_for(out: str) -> Format:
-    """Return the format of the ending of the file `out`, in small or capital letters. Raises
-    `CkptError` for an ending that no format has.
+    """Return the format of the file `out`, which may be an index, by its ending. Raises `CkptError`
+    if no format has it.
     """
+    name = os.path.basename(out)
     endings: list[str] = []
     for row in _all_formats():
-        if not row.folder and _has_ending(out, row.endings):
+        is_index = row.folder and is_index_name(name) and name.endswith(row.index)
+        if is_index or (not row.folder and _has_ending(out, row)):
             return row
         endings += (*row.endings, row.index) if row.index else row.endings
-    ending = os.path.splitext(out)[1]
-    raise CkptError(
-        f"{out}: no format has the ending {ending!r}",
-        hint=f"choose one of {' '.join(endings)}, or name a folder",
-    )
+    hint = f"choose one of {' '.join(endings)}, or name a folder"
+    raise CkptError(f"{out}: no format has the ending {os.path.splitext(out)[1]!r}", hint=hint)
 
 
-def _has_ending(path: str, endings: tuple[str, ...]) -> bool:
-    return path.lower().endswith(endings)
+def _has_ending(path: str, row: Format) -> bool:
+    return path.lower().endswith(row.endings)
 
 
 def _all_formats() -> Iterator[Format]:
@@ -311,24 +285,11 @@ def is_index_name(name: str) -> bool:
     return name == folders.DCP_METADATA or folders.INDEX.fullmatch(name) is not None
 
 
-def index_format(name: str) -> Format:
-    """Return the format whose folders are read from a file of this name (`is_index_name`)."""
-    return next(row for row in TABLE if row.index and name.endswith(row.index))
-
-
 def folder_format(out: str) -> Format | None:
-    """Return the format whose ending the folder `out` has, in small or capital letters."""
-    for row in TABLE:
-        if row.folder and _has_ending(out, row.endings):
-            return row
-    return None
+    """Return the format whose ending the folder `out` has."""
+    return next((row for row in TABLE if row.folder and _has_ending(out, row)), None)
 
 
 def program_format(path: str) -> Format | None:
-    """Return the format of exported programs whose ending the path has, in small or capital
-    letters.
-    """
-    for row in TABLE:
-        if row.holds.programs and _has_ending(path, row.endings):
-            return row
-    return None
+    """Return the format of exported programs whose ending the path has."""
+    return next((row for row in TABLE if row.holds.programs and _has_ending(path, row)), None)

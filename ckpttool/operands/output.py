@@ -24,7 +24,6 @@ from ckpttool.formats.registry import (
     format_for,
     format_named,
     format_of,
-    index_format,
     is_index_name,
     recognize,
 )
@@ -205,7 +204,7 @@ def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) 
     """
     name = paths_name(out)
     if is_index_name(name):
-        return Target(out, index_format(name), parent(out), name, max_shard_size)
+        return Target(out, format_for(out), parent(out), name, max_shard_size)
     of_folder = folder_format(out.rstrip("/"))
     if of_folder is not None:
         return Target(out, of_folder, out, "", max_shard_size)

@@ -251,7 +251,7 @@ def test_values_pair_tensors_with_meaningless_names(data: st.DataObject) -> None
     mine, theirs = (
         SideTensors(
             tuple(Tensor(key, "float32", (3, 3)) for key in state),
-            digest=Digests(section_of(state).by_key()),
+            digest=Digests(section_of(state).by_key()).of,
         )
         for state in (left, right)
     )
