@@ -553,13 +553,15 @@ def state_of(
     if problems:
         raise Refused(
             f"the rules do not fit the checkpoint: {plural(len(problems), 'problem')}",
-            hint=_hint(problems, section.path, keys),
+            hint=_hint(problems, section.path, keys, steps),
             problems=problems,
         )
     return state, dropped
 
 
-def _hint(problems: Sequence[Problem], path: str, keys: Sequence[str]) -> str:
+def _hint(
+    problems: Sequence[Problem], path: str, keys: Sequence[str], steps: Sequence[Step]
+) -> str:
     """Return how to write the first rule that is wrong in a known way. The section is at `path`;
     the rule has seen the `keys`.
     """
@@ -569,10 +571,15 @@ def _hint(problems: Sequence[Problem], path: str, keys: Sequence[str]) -> str:
         meant = without_wildcards(problem.key) or similar_pattern(problem.key, keys)
         if meant:
             return meant
-    return (
+    hint = (
         f"the keys here begin with {some(keys[:_FEW])}; `ckpttool inspect CKPT` lists keys and"
-        " shapes, and a rule sees what the rules before it have made"
+        " shapes"
     )
+    if len(steps) > 1:
+        return f"{hint}, and a rule sees what the rules before it have made"
+    if any(isinstance(step, Rename) and len(step.rules) > 1 for step in steps):
+        return f"{hint}, and the first --rule that matches a key renames it"
+    return hint
 
 
 def first_state(section: Section) -> State:

@@ -45,3 +45,10 @@ def test_without_a_similar_rule_the_first_keys_are_named(run: Run, rule: str) ->
     assert done.status == 1
     assert "did you mean" not in done.err
     assert f"the keys here begin with {KEYS[0]}, {KEYS[1]}, {KEYS[2]};" in done.err
+
+
+def test_of_several_rules_the_first_renames_a_key(run: Run) -> None:
+    rules = ("--rule", "_orig_mod.{x*} => {x*}", "--rule", "zebra.{x*} => head.{x*}")
+    done = run("remap", "a.pt", *rules, "-o", "b.pt")
+    assert done.status == 1
+    assert "the first --rule that matches a key renames it" in done.err
