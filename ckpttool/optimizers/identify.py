@@ -15,13 +15,21 @@ from ckpttool.core.checkpoint import Section
 from ckpttool.core.errors import Problem, Refused, same_problem
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.names import SERIALIZED, Names, RuntimeTensor, first_parameters
-from ckpttool.core.optimizer_state import FQN, ID, OptimizerState, Param, ParamGroup, renamed
+from ckpttool.core.optimizer_state import (
+    FQN,
+    ID,
+    PARAM_NAMES,
+    OptimizerState,
+    Param,
+    ParamGroup,
+    renamed,
+)
 from ckpttool.core.tables import positions
 from ckpttool.core.text import plural
 from ckpttool.core.values import dataclass
 from ckpttool.naming.convert import read_keys
 from ckpttool.naming.match import NameTables, match
-from ckpttool.naming.wrappers import canonical_keys
+from ckpttool.naming.wrappers import canonical_in, canonical_keys
 from ckpttool.optimizers.classes import ELEMENTWISE, fits
 
 Shape = tuple[int, ...]
@@ -134,7 +142,7 @@ def compare_key_order(
     """
     tables, canonical = NameTables(names), Parameters(names).canonical
     is_confirmed = False
-    for section in sections:
+    for section in _of_this_model(sections, tables):
         reading = read_keys(tables, section)
         sources: Mapping[str, Expression | None] = tables.saved
         if reading.form != SERIALIZED:
@@ -171,6 +179,31 @@ def _params_of(
 
 
 Rename = Callable[[str], str]
+
+
+def _of_this_model(sections: Iterable[Section], tables: NameTables) -> list[Section]:
+    """Return the state dicts; without those of other models, whose tensors have some of the names
+    in other shapes, if one fits.
+    """
+    fitting: list[Section] = []
+    other: list[Section] = []
+    for section in sections:
+        (fitting if has_names_of(section, tables) else other).append(section)
+    return fitting or other
+
+
+def has_names_of(section: Section, tables: NameTables) -> bool:
+    """Return whether the section has names of the model, and each in the model's shape."""
+    reading = read_keys(tables, section)
+    likeness = tables.runtime_likeness
+    if reading.form == SERIALIZED:
+        likeness = tables.serialized_likeness
+    names = reading.match.names
+    for entry in section.tensors:
+        shape = likeness.get(names.get(entry.key, ""), ("", None))[1]
+        if shape is not None and shape != entry.shape:
+            return False
+    return bool(names)
 
 
 def sorted_like_model(section: Section, names: Names, rename: Rename | None = None) -> Section:
@@ -388,7 +421,10 @@ def _by_names(
     where: str,
 ) -> ParamMap:
     """Return the parameters by the file's own names, which must be the model's if it is given."""
-    if names is not None:
+    by_optimizer = None if names is None else by_optimizer_names(state, names)
+    if by_optimizer is not None:
+        listed = by_optimizer
+    elif names is not None:
         canonical, problems = match_to_model(listed.values(), names)
         if problems:
             raise Refused(
@@ -452,6 +488,29 @@ def match_to_model(listed: Iterable[str], names: Names) -> tuple[dict[str, str],
     return {name: canonical[target] for name, target in matched.names.items()}, problems
 
 
+def by_optimizer_names(state: OptimizerState, names: Names) -> dict[Param, str] | None:
+    """Return the canonical name of each parameter if the file has the ``param_names`` of the
+    model's own optimizer, else None.
+
+    These need not be names of the model: ``Adam(model.encoder.named_parameters())`` has them
+    without `encoder`.
+    """
+    saved = [group.param_names or () for group in state.groups]
+    expected = [options.get(PARAM_NAMES, ()) for options in Parameters(names).options]
+    if state.form != ID or not any(saved):
+        return None
+    order = list(chain.from_iterable(Parameters(names).groups))
+    param_names = list(chain.from_iterable(expected))
+    if saved == expected and len(param_names) == len(order):  # names may be there twice
+        return dict(zip(state.params, order))
+    listed = listed_names(state)
+    by_name = dict(zip(param_names, order))
+    is_unique = len(by_name) == len(param_names) == len(order)
+    if listed is None or not is_unique or not by_name.keys() >= set(listed.values()):
+        return None
+    return {param: by_name[name] for param, name in listed.items()}
+
+
 def names_without_model(state: OptimizerState, state_dicts: Sequence[Section]) -> ParamMap | None:
     """Return the file's own names for the parameters, without a model; None if it has none.
 
@@ -473,6 +532,35 @@ def names_without_model(state: OptimizerState, state_dicts: Sequence[Section]) -
         names = {param: entry.key for param, entry in pairs.items()}
         return ParamMap(state, names, Basis.FILE, Order.UNKNOWN, section=section.path)
     return None
+
+
+def could_be_of(state: OptimizerState, section: Section) -> bool:
+    """Return whether the parameters can be tensors of the state dict, by their names in the file,
+    or else by the shapes in their state.
+    """
+    aliases = section.aliases()
+    entries = [entry for entry in section.tensors if entry.key not in aliases]
+    state_shapes = _StateShapes(state, [entry.shape for entry in entries])
+    listed = listed_names(state)
+    if listed is not None:
+        shapes: dict[str, Shape] = {}
+        canonical = canonical_in(section)
+        for entry in section.tensors:
+            shapes[canonical[entry.key]] = shapes[entry.key] = entry.shape
+        fits_all = all(
+            name in shapes and state_shapes.misfit(param, shapes[name]) is None
+            for param, name in listed.items()
+        )
+        return bool(listed) and fits_all
+    if len(state.params) > len(entries):
+        return False
+    needed: Counter[Shape] = Counter()
+    for param in state.params:
+        for name, shape in state.shapes(param).items():
+            if name in state_shapes.elementwise:
+                needed[shape] += 1
+                break
+    return needed <= Counter(entry.shape for entry in entries)
 
 
 def with_shape_doubt(param_map: ParamMap, names: Names) -> ParamMap:

@@ -32,6 +32,7 @@ from ckpttool.optimizers.identify import (
     Basis,
     Parameters,
     ParamMap,
+    by_optimizer_names,
     compare_key_order,
     identify_params,
     listed_names,
@@ -73,7 +74,7 @@ def remap_optimizers(
     for section in source.sections:
         changed = None
         if section.kind == "optimizer":
-            changed = _remapped(section, request.of(section))
+            changed = remap_optimizer(section, request.of(section))
         if changed is None:
             sections.append(section)
         else:
@@ -103,7 +104,9 @@ class _Task(NamedTuple):
         return self.to == ID and self.request.to_names is None
 
 
-def _remapped(section: Section, request: OptimizerRequest) -> tuple[Section, OptimizerRemap] | None:
+def remap_optimizer(
+    section: Section, request: OptimizerRequest
+) -> tuple[Section, OptimizerRemap] | None:
     """Return the section as requested, and the record of the change; None if nothing changes.
 
     A change to the names or the order of a model is recorded even if the section is so already: its
@@ -385,6 +388,8 @@ def _rules_first(state: OptimizerState, task: _Task) -> _Task:
     if listed is None or names is None or request.to_names is not None or request.called is None:
         return task
     if not match_to_model(listed.values(), names)[1]:
+        return task
+    if by_optimizer_names(state, names) is not None:
         return task
     after = task.with_request(replace(request, names=None, to_names=names))
     sources, _ = _sources(renamed(state, listed), after)

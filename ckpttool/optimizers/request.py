@@ -41,7 +41,7 @@ class OptimizerRequest:
     `old_model` is the same command with the model named that saved the file, `output` the file to
     write. `create` returns the state that the optimizer creates for parameters without any, if they
     get it. `of_sections` are `names`, `to_names` and `create` of the optimizers that are named by
-    their sections.
+    their sections. `by_section` are the requests of optimizers in a file of several models.
     """
 
     keys: str | None = None
@@ -60,9 +60,12 @@ class OptimizerRequest:
     output: str | None = None
     create: Create | None = None
     of_sections: Mapping[str, OfSection] = field(default_factory=dict)
+    by_section: Mapping[str, OptimizerRequest] = field(default_factory=dict)
 
     def of(self, section: Section) -> OptimizerRequest:
         """Return the request with the names for the optimizer of a section."""
+        if section.path in self.by_section:
+            return self.by_section[section.path]
         if section.path not in self.of_sections:
             return self
         names, to_names, create = self.of_sections[section.path]

@@ -28,10 +28,12 @@ from ckpttool.optimizers.request import Create, OfSection, OptimizerRemap, Optim
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.resolve import Inputs
 from ckpttool.remapping.result import Remap
+from ckpttool.remapping.several_models import Whose, whose_optimizers
 
 
-def with_optimizers(outcome: Remap, request: OptimizerRequest) -> Remap:
-    """Return `outcome` with the optimizers as requested, and with their changes in the plan.
+def with_optimizers(outcome: Remap, source: Checkpoint, request: OptimizerRequest) -> Remap:
+    """Return `outcome`, the result for `source`, with the optimizers as requested, and with their
+    changes in the plan.
 
     If ids follow another model's order, the keys next to them get this order too: they are evidence
     for the ids.
@@ -41,12 +43,15 @@ def with_optimizers(outcome: Remap, request: OptimizerRequest) -> Remap:
         ruled = model  # only the file has names: they change as its keys do
     keys = () if model is None else outcome.result.section(model.section.path).keys
     request = replace(request, ruled=ruled, model=model, narrowed=outcome.narrowed, model_keys=keys)
+    whose = whose_optimizers(source, outcome, request)
+    request = replace(request, by_section=whose.requests)
     result, optimizers = remap_optimizers(outcome.result, request)
-    notes = [*outcome.notes]
+    changed = [optimizer.section for optimizer in optimizers]
+    notes = [*outcome.notes, *whose.notes(changed)]
     if model is None and outcome.narrowed is not None:  # --select
-        notes += _on_whole_state(result, optimizers)
+        notes += _on_whole_state(result, (*changed, *whose.of_others))
     if request.called is not None and (ruled is None or ruled.renames(ruled.section.keys)):
-        notes += _left_in_order(result, optimizers, request)
+        notes += _left_in_order(result, optimizers, request, whose)
     if not optimizers:
         return replace(outcome, notes=tuple(notes))
     moves = []
@@ -54,16 +59,15 @@ def with_optimizers(outcome: Remap, request: OptimizerRequest) -> Remap:
         notes += optimizer.notes
         if optimizer.move is not None:
             moves.append(optimizer.move)
-    result = _in_order(result, optimizers, request, outcome.ruled, ruled)
+    result = _in_order(result, optimizers, request, outcome.ruled, ruled, whose)
     plan = _with_moves(outcome.plan, result, moves)
     return replace(outcome, result=result, plan=plan, optimizers=optimizers, notes=tuple(notes))
 
 
-def _on_whole_state(result: Checkpoint, optimizers: Sequence[OptimizerRemap]) -> Iterator[str]:
-    """Yield a note on each optimizer that is not narrowed to the submodule."""
-    changed = {optimizer.section for optimizer in optimizers}
+def _on_whole_state(result: Checkpoint, apart: Sequence[str]) -> Iterator[str]:
+    """Yield a note on each optimizer that is not narrowed to the submodule, but not on `apart`."""
     for section in result.optimizers:
-        if section.path not in changed:
+        if section.path not in apart:
             yield f"{section.title} still holds the state of all parameters"
 
 
@@ -73,10 +77,12 @@ def _in_order(
     request: OptimizerRequest,
     by_steps: ModelChange | None,
     ruled: ModelChange | None,
+    whose: Whose,
 ) -> Checkpoint:
     """Return the result with the keys of its state dicts in the order of the parameters that the
-    ids have.
+    ids have. Models with their own optimizers keep theirs.
     """
+    others = set(whose.of_others.values())
     loaded_by = [remap.loaded_by for remap in optimizers if remap.loaded_by is not None]
     keeps_places = ruled is None or ruled.keeps_places
     target = request.names if keeps_places else None
@@ -89,13 +95,16 @@ def _in_order(
         return result
     ordered = []
     for section in result.sections:
-        is_ordered = section.kind == "state_dict"
+        is_ordered = section.kind == "state_dict" and section.path not in others
         ordered.append(sorted_like_model(section, target, called) if is_ordered else section)
     return replace(result, sections=tuple(ordered))
 
 
 def _left_in_order(
-    result: Checkpoint, optimizers: Sequence[OptimizerRemap], request: OptimizerRequest
+    result: Checkpoint,
+    optimizers: Sequence[OptimizerRemap],
+    request: OptimizerRequest,
+    whose: Whose,
 ) -> Iterator[str]:
     """Yield a note on each optimizer with ids, whose order rules do not change to the new
     model's.
@@ -104,6 +113,7 @@ def _left_in_order(
     diff = shell("ckpttool", "diff", "--model", "NEW", "--optimizer", "O", out)
     text = f"optimizer ids keep the order of the model that saved them; check with {diff}"
     ordered = {remap.section for remap in optimizers if remap.loaded_by is not None}
+    ordered.update(whose.of_others)
     for section in result.optimizers:
         state = forms.read(section)
         is_empty = state.is_stateless and len(state.groups) < 2

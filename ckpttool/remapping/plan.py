@@ -106,7 +106,7 @@ def _finish(prepared: _Prepared, drafts: Sequence[Draft], request: Request) -> R
     change = ModelChange(drafts[0].section, drafts[0].plan)
     model: ModelChange | None = change
     # what optimizers follow if tensors of the model are left out
-    narrowed = _with_dropped_tensors(change, prepared)
+    narrowed = with_dropped_tensors(change, prepared.original, prepared.dropped)
     if options.select is not None:
         model, narrowed = None, narrowed or change
     return Remap(
@@ -142,7 +142,7 @@ def _unchanged(prepared: _Prepared, sections: str | None) -> Remap:
         replace(identity_plan(source.sections), dropped=tuple(prepared.dropped)),
         notes=tuple(prepared.notes),
         model=model,
-        narrowed=_with_dropped_tensors(model, prepared),
+        narrowed=with_dropped_tensors(model, prepared.original, prepared.dropped),
     )
 
 
@@ -280,13 +280,17 @@ def _unchanged_model(source: Checkpoint) -> ModelChange | None:
     return ModelChange(section, identity_plan([section]))
 
 
-def _with_dropped_tensors(change: ModelChange | None, prepared: _Prepared) -> ModelChange | None:
-    """Return the change with the tensors that `--drop` left out; None if no tensor is left out."""
+def with_dropped_tensors(
+    change: ModelChange | None, original: Checkpoint, dropped: Sequence[Dropped]
+) -> ModelChange | None:
+    """Return the change with the tensors that are `dropped` of the original; None if no tensor is
+    left out.
+    """
     if change is None:
         return None
     path = change.section.path
-    of_section = [drop for drop in prepared.dropped if drop.section == path]
+    of_section = [drop for drop in dropped if drop.section == path]
     if not of_section and not change.plan.dropped:
         return None
     plan = replace(change.plan, dropped=(*change.plan.dropped, *of_section))
-    return ModelChange(prepared.original.section(path), plan)
+    return ModelChange(original.section(path), plan)

@@ -47,7 +47,7 @@ def plan_remap(
     outcome = _with_versions(outcome, inputs)
     outcome = replace(outcome, notes=(*_notes_of_source(outcome, inputs.source), *outcome.notes))
     if outcome.result.optimizers or options.optimizer_keys is not None:
-        outcome = with_optimizers(outcome, optimizer_request(inputs))
+        outcome = with_optimizers(outcome, inputs.whole, optimizer_request(inputs))
         outcome = replace(outcome, notes=(*outcome.notes, *note_on_kept_keys(outcome, inputs)))
     other_names = None if inputs.other_model is None else inputs.to_names
     lists = notes_on_lists(outcome, inputs.names, other_names, inputs.request.rename_by_rules)
