@@ -205,7 +205,7 @@ def _checked(
 def _pickles(path: str, checkpoint: Checkpoint, allow: Sequence[str]) -> Checked:
     """Check the imports of a checkpoint's pickles, and of other files in its folder."""
     imports = []
-    for imported in (*checkpoint.imports, *unsafe_in_folder(path, checkpoint)):
+    for imported in (*checkpoint.imports, *unsafe_in_folder(path, checkpoint, below=True)):
         if imported.verdict in _SAYS and not _is_allowed(imported, allow):
             imports.append(imported)
     if not imports:

@@ -637,6 +637,58 @@ def test_dangerous_imports_in_trainer_files_are_listed(name: str, run: Run, tmp_
     assert f"{tmp_path / name}: " in done.out + done.err
 
 
+_BELOW = [
+    "1_Pooling/pytorch_model.bin",
+    "checkpoint-500/optimizer.pt",
+    "a/b/c/state.ckpt",
+    ".cache/rng_state_0.pth",
+    "onnx/tokenizer.joblib",
+    "MODEL.PT",
+    "sub/pickle",
+    "archive",
+]
+
+
+@pytest.mark.parametrize("name", _BELOW)
+def test_check_looks_into_subfolders_and_files_of_any_name(
+    name: str, run: Run, tmp_path: Path
+) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "loop").symlink_to("..")
+    (tmp_path / "sub" / "notes.txt").write_text("PK is the start of an archive")
+    with zipfile.ZipFile(tmp_path / "sub" / "code.zip", "w") as archive:
+        archive.writestr("a.txt", "text")
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"args": argparse.Namespace(lr=0.1)}, path)
+    assert run("check", tmp_path).status == 0
+    value = {"args": Runs(os.system, "id")}
+    if path.suffix in ("", ".joblib") and name != "archive":
+        path.write_bytes(pickle.dumps(value))
+    else:
+        torch.save(value, path)
+    done = run("check", tmp_path, "--format", "json")
+    assert done.status == 1
+    (file,) = done.data["files"]
+    assert [problem["key"] for problem in file["problems"]] == ["posix.system"]
+    assert str(path) in file["problems"][0]["problem"]
+
+
+def test_check_follows_links_to_folders_once(run: Run, tmp_path: Path) -> None:
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    folder.mkdir()
+    other.mkdir()
+    save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    torch.save({"args": Runs(os.system, "id")}, other / "own.pt")
+    for name in ("first", "second"):
+        (folder / name).symlink_to(other)
+    done = run("check", folder, "--format", "json")
+    assert done.status == 1
+    assert len(done.data["files"][0]["problems"]) == 1
+
+
 @pytest.mark.parametrize("name", ["training_args.bin", "scheduler.pt", "own.pkl"])
 def test_other_files_with_dangerous_imports_are_not_copied(
     name: str, run: Run, tmp_path: Path

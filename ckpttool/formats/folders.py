@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from shlex import quote
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from ckpttool.core.errors import CkptError, Problem, same_problem
 from ckpttool.core.text import Note
 from ckpttool.formats.hf_index import read_index
 from ckpttool.formats.look import Look
-from ckpttool.io.files import is_dir, is_file, names_in, opened
+from ckpttool.io.files import files_below, is_dir, is_file, names_in, opened
 from ckpttool.io.paths import join, parent, safe_path
 from ckpttool.io.paths import name as name_of
 
@@ -36,6 +36,9 @@ _OTHER_WEIGHTS = (
     ".tflite",
 )
 _PICKLES = (".pt", ".pth", ".ckpt", ".pt2", ".pkl", ".pickle")
+# Data of tensors; torch.distributed.checkpoint loads its files with `weights_only=True`.
+_NO_PICKLES = (".distcp", ".safetensors")
+_FIRST_RECORD = 512  # the first record of an archive is its pickle, after a header with its name
 # Files that a trainer saves next to the weights; never a candidate if there are others.
 _NO_WEIGHTS = re.compile(
     r"(training_args|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)"
@@ -377,6 +380,32 @@ def pickle_files(folder: str) -> tuple[str, ...]:
         return name.endswith(".bin") and begins_as_pickle(join(folder, name))
 
     return _files(folder, may_hold_pickles)
+
+
+def pickles_below(folder: str) -> Iterator[str]:
+    """Yield the files of the local folder and of its subfolders that may hold pickles: by their
+    endings, or by how they begin.
+    """
+    for path in files_below(folder):
+        name = name_of(path).lower()
+        if _NO_WEIGHTS.fullmatch(name) or name.endswith(_PICKLES):
+            yield path
+        elif name.endswith(".bin"):
+            if begins_as_pickle(path):
+                yield path
+        elif not name.endswith(_NO_PICKLES) and _begins_as_saved(path):
+            yield path
+
+
+def _begins_as_saved(path: str) -> bool:
+    """Return whether a file of any name begins as a pickle since protocol 2, or as an archive of
+    torch.save.
+    """
+    with opened(path) as file:
+        head = bytes(file.read(_FIRST_RECORD))
+    if head[:1] == b"\x80":
+        return head[1:2] in (b"\2", b"\3", b"\4", b"\5")
+    return head.startswith(b"PK") and b"/data.pkl" in head
 
 
 def begins_as_pickle(path: str) -> bool:

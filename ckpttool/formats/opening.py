@@ -12,7 +12,13 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import limits, one_reading
 from ckpttool.core.pickle_imports import DANGEROUS, UNREADABLE, Import, in_order
 from ckpttool.core.text import Info, Note
-from ckpttool.formats.folders import DCP_METADATA, left_unread, pickle_files, state_files
+from ckpttool.formats.folders import (
+    DCP_METADATA,
+    left_unread,
+    pickle_files,
+    pickles_below,
+    state_files,
+)
 from ckpttool.formats.registry import recognize
 from ckpttool.formats.remarks import remarks
 from ckpttool.io import files, handles, paths, sources
@@ -85,14 +91,19 @@ def note_on(names: Sequence[str]) -> tuple[str, ...]:
     return (Info(text, "reader"),)
 
 
-def unsafe_in_folder(path: str, checkpoint: Checkpoint) -> tuple[Import, ...]:
+def unsafe_in_folder(
+    path: str, checkpoint: Checkpoint, *, below: bool = False
+) -> tuple[Import, ...]:
     """Return what `unsafe_in` finds in the files of the folder `path` that were not opened when the
-    checkpoint in it was read.
+    checkpoint in it was read; with `below` also in its subfolders, and in files of any name.
     """
     if files.is_glob(path) or not files.is_dir(path):
         return ()
     read = {*checkpoint.files, *map(os.path.realpath, checkpoint.files)}
-    unread = [join(path, name) for name in pickle_files(path)]
+    if below:
+        unread = [*pickles_below(path)]
+    else:
+        unread = [join(path, name) for name in pickle_files(path)]
     return unsafe_in(file for file in unread if read.isdisjoint((file, os.path.realpath(file))))
 
 

@@ -234,6 +234,28 @@ def names_in(folder: str) -> list[str]:
         raise CkptError(f"cannot read {folder}: {error.strerror}", hint=_HINT) from error
 
 
+def files_below(folder: str) -> Iterator[str]:
+    """Yield the files in the local folder and in its subfolders, also behind links, each folder
+    once. Raises `CkptError` if one cannot be read.
+    """
+    seen: set[str] = set()
+    waiting = [folder]
+    while waiting:
+        current = waiting.pop()
+        real = os.path.realpath(current)
+        if real in seen:
+            continue
+        seen.add(real)
+        folders: list[str] = []
+        for name in names_in(current):
+            path = os.path.join(current, name)
+            if os.path.isdir(path):
+                folders.append(path)
+            elif os.path.isfile(path):
+                yield path
+        waiting += reversed(folders)
+
+
 def glob(pattern: str) -> list[str]:
     if not is_url(pattern):
         return sorted(path for path in local_glob.glob(pattern) if os.path.isfile(path))
