@@ -20,7 +20,14 @@ from ckpttool.live.model import FSDP1, FSDP2, innermost, instances
 from ckpttool.live.partial import fitting_part
 from ckpttool.live.put import put
 from ckpttool.live.same_value import same_value
-from ckpttool.operands.checkpoint import Ckpt, model_section, open_checkpoint, open_operand, pick
+from ckpttool.operands.checkpoint import (
+    Ckpt,
+    model_section,
+    open_checkpoint,
+    open_operand,
+    pick,
+    split,
+)
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.reading import read_for_model
 from ckpttool.remapping.options import RemapOptions
@@ -171,7 +178,7 @@ def load(
     if partial:
         part = fitting_part(model_section(weights), core, operand)
         weights = Checkpoint.of(part.section)
-    if source.state_dicts or optimizer is None:
+    if weights.state_dicts or optimizer is None:
         state_dict, fix, by_code = fitting_model(weights, operand, cast)
     path, state = None, None
     if optimizer is not None:
@@ -214,7 +221,7 @@ def _narrowed(
 ) -> Checkpoint:
     """Return the checkpoint with one section, and of this one submodule, if they are named."""
     if section is not None and isinstance(ckpt, str):
-        source = open_operand(f"{ckpt}::{section}")
+        source = open_operand(f"{split(ckpt)[0]}::{section}")
     elif section is not None:
         source = pick(source, section)
     if select is None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+import ckpttool
 from command import Run
 from torch_version import needs_torch
 
@@ -243,6 +244,18 @@ def test_ids_of_another_model_get_no_names(tmp_path: Path, run: Run) -> None:
     assert done.status == 1
     assert "opt_d is of D, whose model is not given" in done.err
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_model_and_optimizer_are_loaded_by_their_sections(tmp_path: Path) -> None:
+    generator, discriminator = trained(tmp_path / "in.pt", "id", unnamed)
+    for section, expected in (("G", generator), ("D", discriminator)):
+        model = type(expected)()
+        optimizer = unnamed(model)
+        part = f"{tmp_path / 'in.pt'}::opt_{section.lower()}"
+        loaded = ckpttool.load(part, model, optimizer, section=section)
+        assert (loaded.section, loaded.tensors) == (section, 4)
+        step([model], [optimizer])
+        check_same(expected.state_dict(), model.state_dict())
 
 
 # An optimizer of a part of the model, under the names of this part
