@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.core.checkpoint import Checkpoint, Kind, Section, TensorEntry, in_row_major
 from ckpttool.core.errors import CkptError
-from ckpttool.core.text import Note
+from ckpttool.core.text import Note, plural, some
 from ckpttool.diffing.result import HARMLESS, STATUSES, Diff, kinds_by_side, outlines, statuses_of
 from ckpttool.diffing.sections import compare, without_dtypes
 from ckpttool.kinds import adapters
@@ -57,7 +58,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, section: Section, kind: Ki
         f"{model.title} (the adapter that PEFT loads onto it)",
         identical=answer.ok,
         entries=entries,
-        notes=tuple(_notes(answer)) if is_same else (),
+        notes=tuple(_notes(answer, config or {}, is_shown=not is_same)),
         harmless=frozenset(STATUSES) if answer.ok else HARMLESS,
         asks="adapter",
         compared={"keys": True, "shapes": True, "dtypes": False, "values": False},
@@ -75,12 +76,39 @@ def _section_of(saved: Mapping[str, tuple[str, tuple[int, ...]]]) -> Section:
     return Section("", "state_dict", tuple(tensors))
 
 
-def _notes(answer: AdapterLoad) -> list[str]:
-    """Return what PEFT says, for an answer that no entry shows."""
+def _notes(answer: AdapterLoad, config: Mapping[str, Any], *, is_shown: bool) -> list[str]:
+    """Return what PEFT says, unless entries show it, and which values it does not load although it
+    loads the adapter.
+    """
     notes: list[str] = []
-    if answer.error:
+    if answer.error and not is_shown:
         notes.append(Note(f"PEFT: {answer.error}", "adapter"))
     for what, keys in (("missing", answer.missing), ("unexpected", answer.unexpected)):
-        if keys:
+        if keys and not is_shown:
             notes.append(Note(f"PEFT: {len(keys)} {what} adapter keys: {keys[0]}", "adapter"))
+    if not answer.ok:
+        return notes
+    biases: list[str] = []
+    others: list[str] = []
+    for key in answer.unloaded:
+        is_bias = key.rpartition(".")[2] == "bias"
+        (biases if is_bias else others).append(key)
+    if biases:
+        setting = json.dumps(config.get("bias"))
+        notes.append(
+            Note(
+                f"biases were trained with this adapter (bias: {setting}), and the file lacks"
+                f" {plural(len(biases), 'bias')}: {some(biases)}; PEFT keeps what the base model"
+                " has",
+                "adapter",
+            )
+        )
+    if others:
+        notes.append(
+            Note(
+                f"PEFT saves {plural(len(others), 'key')} more for such an adapter:"
+                f" {some(others)}; without them it keeps the values of a new adapter",
+                "adapter",
+            )
+        )
     return notes

@@ -17,6 +17,7 @@ from ckpttool.core.text import first_line
 from ckpttool.core.values import dataclass
 from ckpttool.tracing.build_model import LoadedModel
 from ckpttool.tracing.instances import CodeFailed, dtype_name, on_meta_or_real
+from ckpttool.tracing.memory import Token, token
 from ckpttool.tracing.safe_state_dict import stored
 from ckpttool.tracing.user_code import attempt, failed_on_meta
 
@@ -28,7 +29,8 @@ class AdapterLoad:
     """The answer of PEFT. `ok`: it loads the adapter, and no adapter key is missing or unexpected.
 
     `error` is what PEFT raises. `saved` are the keys that PEFT writes for such an adapter on this
-    model, with dtype and shape; it is empty if PEFT cannot put one on the model.
+    model, with dtype and shape; it is empty if PEFT cannot put one on the model. `unloaded` are
+    those of them to which the adapter gives no value, whether PEFT calls them missing or not.
     """
 
     ok: bool
@@ -36,6 +38,7 @@ class AdapterLoad:
     unexpected: tuple[str, ...]
     error: str
     saved: Mapping[str, tuple[str, tuple[int, ...]]]
+    unloaded: tuple[str, ...] = ()
 
 
 def is_peft_model(model: LoadedModel) -> bool:
@@ -71,16 +74,17 @@ def _load(
         if isinstance(adapted, Exception):
             _check_values(adapted, real)
             return AdapterLoad(False, (), (), first_line(adapted), {})
-        saved = attempt(partial(_saved_keys, *adapted))
-        if isinstance(saved, Exception):
-            saved = {}
+        tensors = attempt(partial(_saved_tensors, *adapted))
+        if isinstance(tensors, Exception):
+            tensors = {}
+        saved = {key: (dtype_name(t.dtype), tuple(t.shape)) for key, t in tensors.items()}
         state = stored(section, real).state
-        answer = attempt(partial(_loaded, *adapted, dict(state), saved))
+        answer = attempt(partial(_loaded, *adapted, dict(state), tensors))
     if isinstance(answer, Exception):
         _check_values(answer, real)
         return AdapterLoad(False, (), (), _text_of(answer), saved)
-    missing, unexpected = answer
-    return AdapterLoad(not missing and not unexpected, missing, unexpected, "", saved)
+    missing, unexpected, unloaded = answer
+    return AdapterLoad(not missing and not unexpected, missing, unexpected, "", saved, unloaded)
 
 
 def _check_values(error: Exception, real: bool) -> None:
@@ -111,18 +115,20 @@ def _with_adapter(model: nn.Module, config: Mapping[str, Any] | None) -> tuple[A
     return peft.get_peft_model(model, peft_config, adapter_name=_ADAPTER), _ADAPTER
 
 
-def _saved_keys(model: Any, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _saved_tensors(model: Any, name: str) -> dict[str, torch.Tensor]:
     from peft import get_peft_model_state_dict
 
-    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    return {key: (dtype_name(value.dtype), tuple(value.shape)) for key, value in state.items()}
+    state: dict[str, torch.Tensor] = get_peft_model_state_dict(
+        model, adapter_name=name, save_embedding_layers=False
+    )
+    return state
 
 
 def _loaded(
-    model: Any, name: str, state: dict[str, Any], saved: Collection[str]
+    model: Any, name: str, state: dict[str, Any], saved: Mapping[str, torch.Tensor]
 ) -> tuple[tuple[str, ...], ...]:
     """Return the adapter's missing keys and the unexpected keys, as ``PeftModel.from_pretrained``
-    finds them.
+    finds them, and the keys of `saved` that get no value.
     """
     from peft import set_peft_model_state_dict
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
@@ -141,4 +147,28 @@ def _loaded(
     if model.peft_config[name].is_prompt_learning:
         # the strict load of the prompt comes after the load that returned `result`
         unexpected = [key for key in unexpected if key not in saved]
-    return tuple(missing), tuple(unexpected)
+        unloaded = [key for key in saved if key not in state]
+    else:
+        unloaded = _unloaded(model, absent, saved, state)
+    return tuple(missing), tuple(unexpected), tuple(unloaded)
+
+
+def _unloaded(
+    model: Any, absent: Collection[str], saved: Mapping[str, torch.Tensor], state: Collection[str]
+) -> list[str]:
+    """Return the keys of `saved` that get no value, if the model's keys `absent` do not.
+
+    PEFT saves some tensors that are not in the state dict of the model, under their own names.
+    """
+    loaded: set[Token] = set()
+    not_loaded: set[Token] = set()
+    for key, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            (not_loaded if key in absent else loaded).add(token(value))
+    unloaded = []
+    for key, tensor in saved.items():
+        place = token(tensor)
+        is_loaded = place in loaded or (place not in not_loaded and key in state)
+        if not is_loaded:
+            unloaded.append(key)
+    return unloaded

@@ -99,3 +99,34 @@ def test_the_verdict_is_that_of_peft(
     save_file(state, file)
     done = run("diff", "adapter", "--model", "method_nets.py:llama")
     assert done.status == (0 if peft_loads(tmp_path / "adapter", llama()) else 1), done.said
+
+
+# a key that PEFT saves, does not need, and does not call missing
+SILENT = {
+    "ADAPTION_PROMPT": "base_model.model.model.layers.0.self_attn.adaption_gate",
+    "SHIRA": "base_model.model.model.layers.0.self_attn.q_proj.shira_indices",
+    "VERA": "base_model.vera_B",
+    "MULTITASK_PROMPT_TUNING": "prefix_task_cols",
+}
+
+
+@pytest.mark.parametrize("method", SILENT)
+def test_values_that_peft_does_not_miss_are_named(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "method_nets.py").write_text(MODELS)
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(method)](**OPTIONS.get(method, LAYERS))
+    peft.get_peft_model(llama(), config).save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    state = load_file(file)
+    words = ("diff", "adapter", "--model", "method_nets.py:llama", "--format", "json")
+    assert not any("more for such an adapter" in note["text"] for note in run(*words).data["notes"])
+    del state[SILENT[method]]
+    save_file(state, file)
+    assert peft_loads(tmp_path / "adapter", llama())
+    done = run(*words)
+    assert done.status == 0
+    texts = [note["text"] for note in done.data["notes"]]
+    expected = f"PEFT saves 1 key more for such an adapter: {SILENT[method]};"
+    assert any(text.startswith(expected) for text in texts)

@@ -284,3 +284,40 @@ def test_the_hint_for_a_model_that_does_not_help_is_not_what_was_passed(
     assert done.status == 1
     assert "leave --model out" in done.err
     assert run(*words).status == 0
+
+
+def with_trained_biases(folder: Path, bias: str) -> dict[str, torch.Tensor]:
+    """Save an adapter whose biases differ from those of its base; return its tensors."""
+    config = peft.LoraConfig(r=2, target_modules=["query"], bias=bias)
+    adapted = peft.get_peft_model(nets()["Net"](), config)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    adapted.save_pretrained(folder)
+    state: dict[str, torch.Tensor] = load_file(folder / "adapter_model.safetensors")
+    return state
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_trained_biases_that_are_not_in_the_file_are_named(
+    folder: Path, run: Run, bias: str
+) -> None:
+    """PEFT loads such a file, and the biases of the base stay."""
+    state = with_trained_biases(folder / "adapter", bias)
+    words = ("diff", "adapter", "--model", NETS, "--format", "json")
+    done = run(*words)
+    assert (done.status, done.data["notes"]) == (0, [])
+    biases = [key for key in state if key.endswith(".bias")]
+    assert len(biases) == {"lora_only": 2, "all": 5}[bias]
+    for key in biases:
+        rest = {other: value for other, value in state.items() if other != key}
+        save_file(rest, folder / "adapter/adapter_model.safetensors")
+        onto = peft.PeftModel.from_pretrained(nets()["Net"](), folder / "adapter")
+        for other in biases:
+            is_trained = torch.equal(onto.state_dict()[other], state[other])
+            assert is_trained == (other != key)
+        done = run(*words)
+        assert done.status == 0
+        (note,) = done.data["notes"]
+        assert f'(bias: "{bias}"), and the file lacks 1 bias: {key};' in note["text"]
