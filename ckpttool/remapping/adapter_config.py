@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.core.errors import Problem
 from ckpttool.core.text import is_list_of_text
+from ckpttool.kinds.adapters import adapter_of
 from ckpttool.naming.wrappers import PEFT_ROOT
 from ckpttool.ruleset.patterns import compiled
 
@@ -15,6 +17,11 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 _UNCHANGED: tuple[object, ...] = (None, [], {}, "", "all-linear")
 _ABOUT_FILES = ("auto_mapping", "base_model_name_or_path", "revision")
+_TARGETS, _SAVED, _TOKENS = "target_modules", "modules_to_save", "trainable_token_indices"
+_LONG = 2000  # characters of a list, which is an expression if it is longer
+_LAYER = re.compile(r"(.*?\.)(\d+)(\..*)")  # the first number of a path
+# they have no effect on modules that `target_modules` names by their full paths, or are in the way
+_NARROWING = ("exclude_modules", "layers_to_transform", "layers_pattern")
 _BEYOND_KEYS = ("exclude_modules", "layers_to_transform", "target_parameters")
 _SHOWN = 200  # characters of a value in a message
 
@@ -53,6 +60,117 @@ def follow(
         if reason:
             problems.append(Problem(f"{shown(value)}: {reason}", field))
     return new_config, problems
+
+
+def with_full_names(
+    config: Mapping[str, Any],
+    fields: Collection[str],
+    keys: Sequence[tuple[str, str]],
+    new_base: Collection[str] = (),
+) -> dict[str, Any]:
+    """Return values for these fields that name each module by its complete new path, so that they
+    find the same modules as before. A field is left out if nobody knows such a value.
+
+    `keys` and `new_base` are those of `follow`.
+    """
+    modules = moved_modules(keys)
+    adapter = adapter_of(old_key for old_key, _ in keys)
+    adapted = dict(modules)
+    if adapter is not None:
+        adapted = {path: modules.get(path, "") for path in adapter.modules}
+    paths = _modules_around(_in_base(new_key) for _, new_key in keys)
+    base = _Base(paths | _modules_around(new_base), bool(new_base))
+    narrowing = [field for field in _NARROWING if field in fields]
+    values: dict[str, Any] = {}
+    for field, value in config.items():
+        if field == _TARGETS and (field in fields or narrowing):
+            values[field] = base.expression_or_list(value, adapted, _by_segments)
+        elif field not in fields:
+            continue
+        elif field == _SAVED:
+            values[field] = base.listed(value, modules, _by_ending)
+        elif field in _LISTS:
+            values[field] = base.expression_or_list(value, adapted, _LISTS[field])
+        elif field == _TOKENS and isinstance(value, dict):
+            values[field] = base.mapped(value, modules, _by_ending)
+        elif _has_number_for_each_module(field, value):
+            values[field] = base.mapped(value, adapted, _by_expression)
+    pasted = {field: value for field, value in values.items() if value}
+    if _TARGETS in pasted:
+        pasted.update(dict.fromkeys(narrowing))
+    return pasted
+
+
+class _Base(NamedTuple):
+    """The paths of modules of the new base that are known. `is_complete`: it has no others."""
+
+    paths: Collection[str]
+    is_complete: bool
+
+    def expression_or_list(
+        self, names: object, modules: Mapping[str, str], matches: Matches
+    ) -> str | list[str]:
+        """Return what `listed` returns, as an expression if the list is very long."""
+        new_paths = self.listed(names, modules, matches)
+        if len(json.dumps(new_paths)) <= _LONG:
+            return new_paths
+        expression = _expression_for(new_paths)
+        matching = {path for path in self.paths if _by_complete_expression(expression, path)}
+        return expression if matching == set(new_paths) else new_paths
+
+    def listed(self, names: object, modules: Mapping[str, str], matches: Matches) -> list[str]:
+        """Return the new paths of the modules that names, or one expression, find; empty if that
+        cannot be told. `modules` are old path -> new path.
+        """
+        matches_old = matches
+        if isinstance(names, str):
+            names, matches_old = [names], _by_complete_expression
+        if not is_list_of_text(names):
+            return []
+        new_paths = []
+        for path, new_path in modules.items():
+            if any(matches_old(name, path) for name in names):
+                new_paths.append(new_path)
+        return new_paths if self._finds_only(new_paths, matches) else []
+
+    def mapped(
+        self, by_name: Mapping[str, Any], modules: Mapping[str, str], matches: Matches
+    ) -> dict[str, Any]:
+        """Return the values by the new paths of the modules that the names find, the first name
+        first; empty if that cannot be told.
+        """
+        values: dict[str, Any] = {}
+        for path, new_path in modules.items():
+            name = next((name for name in by_name if matches(name, path)), None)
+            if name is not None:
+                values[new_path] = by_name[name]
+        return values if self._finds_only(list(values), matches) else {}
+
+    def _finds_only(self, new_paths: Collection[str], matches: Matches) -> bool:
+        """Return True if these paths, taken as names, find each other and nothing else."""
+        if "" in new_paths:
+            return False
+        if not self.is_complete and not all("." in path for path in new_paths):
+            return False
+        matching = set()
+        for path in self.paths:
+            if any(matches(new_path, path) for new_path in new_paths):
+                matching.add(path)
+        return matching == set(new_paths)
+
+
+def _expression_for(paths: Iterable[str]) -> str:
+    """Return an expression for these paths and no others; the numbers of layers are together."""
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for path in paths:
+        match = _LAYER.fullmatch(path)
+        before, number, after = match.groups() if match else (path, "", "")
+        numbers.setdefault((before, after), []).append(number)
+    parts = []
+    for (before, after), layers in numbers.items():
+        number = f"({'|'.join(layers)})" if layers != [""] else ""
+        parts.append(re.escape(before) + number + re.escape(after))
+    return "|".join(parts)
 
 
 def shown(value: Any) -> str:
@@ -95,15 +213,22 @@ def _by_expression(name: str, path: str) -> bool:
         return False
 
 
+def _by_complete_expression(expression: str, path: str) -> bool:
+    try:
+        return compiled(f"(?:{expression})").fullmatch(path) is not None
+    except ValueError:
+        return False
+
+
 def _as_part(name: str, path: str) -> bool:
     return f".{path}." in f".{name}."
 
 
 Matches = Callable[[str, str], bool]
 _LISTS: Mapping[str, Matches] = {
-    "target_modules": _by_segments,
-    "feedforward_modules": _by_segments,
-    "modules_to_save": _by_ending,
+    _TARGETS: _by_segments,
+    "feedforward_modules": _by_ending,
+    _SAVED: _by_ending,
 }
 
 

@@ -15,7 +15,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import Refused
 from ckpttool.core.plan import Plan
 from ckpttool.core.schema import TEXT, TEXTS, list_of, record, row
-from ckpttool.core.text import Info, Note
+from ckpttool.core.text import Info, Note, listed
 from ckpttool.core.values import dataclass
 from ckpttool.formats.folders import companions, optimizers_in
 from ckpttool.formats.registry import recognize
@@ -26,7 +26,13 @@ from ckpttool.kinds.adapters import Adapter, adapter_of
 from ckpttool.kinds.quantized import quantized_weights
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.output import Target, same_folder
-from ckpttool.remapping.adapter_config import ADAPTER_CONFIG, follow, moved_modules, shown
+from ckpttool.remapping.adapter_config import (
+    ADAPTER_CONFIG,
+    follow,
+    moved_modules,
+    shown,
+    with_full_names,
+)
 from ckpttool.remapping.options import FLOATS
 
 # The loader of a folder with these files wants the keys that they describe.
@@ -368,11 +374,16 @@ def _adapter_config(
         note = f"{path} is not an object, as PEFT writes it: it was not compared with the new keys"
         return _AdapterConfig(text, note=note)
     new, problems = follow(config, keys, new_base)
+    fields = [problem.key for problem in problems]
+    values = {field: value for field, value in new.items() if value != config[field]}
+    if problems:
+        values.update(with_full_names(config, fields, keys, new_base))
+    advice = _advice_on_fields(values, fields)
     if problems and to_folder:
         raise Refused(
             f"{path} names modules of the old base, and cannot follow the keys",
-            hint="name the weights alone as CKPT and a file as OUT, and write"
-            f" {ADAPTER_CONFIG} for it by hand",
+            hint="name the weights alone as CKPT and a file as OUT, and copy"
+            f" {ADAPTER_CONFIG} next to it {advice}",
             problems=problems,
         )
     changes = []
@@ -386,4 +397,18 @@ def _adapter_config(
     if changes and not to_folder:
         names = "; ".join(changes)
         note = f"{path} is not changed, and names modules of the old base: {names}"
+        if problems:
+            note += f". Write it {advice}"
     return _AdapterConfig(text, new_text, note)
+
+
+def _advice_on_fields(values: Mapping[str, Any], fields: Collection[str]) -> str:
+    """Return with which values of an adapter's configuration PEFT finds the renamed modules."""
+    parts = []
+    if values:
+        parts.append(f"with these values: {json.dumps(values, ensure_ascii=False)}")
+    unknown = [field for field in fields if field not in values]
+    if unknown:
+        are = "value is" if len(unknown) == 1 else "values are"
+        parts.append(f"with {listed(unknown)} for the new modules, whose {are} not known here")
+    return ", and ".join(parts)

@@ -174,6 +174,16 @@ def test_peft_finds_the_same_modules_or_fields_are_refused(
         {"out": str(tmp_path / "by_rules"), "rules": str(rules)},
         {"in_place": True, "rules": str(rules)},
     ]
+    for number, way in enumerate(ways[:2]):
+        place = tmp_path / f"pasted {number}"
+        values = values_in_the_refusal(folder, **{**way, "out": f"{place}/"})
+        if values:
+            out = str(place / "adapter_model.safetensors")
+            place.mkdir()
+            ckpttool.remap(str(folder / "adapter_model.safetensors"), **{**way, "out": out})
+            (place / "adapter_config.json").write_text(json.dumps({**fields, **values}))
+            base = {"moved": moved, "new": new}[name]()
+            check(place, model, base, weights, tmp_path / f"pasted again {number}")
     for number, way in enumerate(ways):
         problems = problems_of(folder, **way)
         assert all(text.startswith(json.dumps(fields[field])) for field, text in problems.items())
@@ -186,6 +196,26 @@ def test_peft_finds_the_same_modules_or_fields_are_refused(
                 weights,
                 tmp_path / f"again {number}",
             )
+
+
+def values_in_the_refusal(folder: Path, **options: Any) -> dict[str, Any]:
+    """Return the values that the hint says, if the folder is refused and all fields have one."""
+    hint, fields = "", set[str]()
+    try:
+        ckpttool.remap(str(folder), **options)
+    except Refused as refused:
+        hint, fields = refused.hint, {problem.key for problem in refused.problems}
+    values = values_in(hint)
+    is_complete = "not known" not in hint
+    assert is_complete == (fields <= values.keys())
+    return values if is_complete else {}
+
+
+def values_in(text: str) -> dict[str, Any]:
+    """Return the values that a hint or a note says."""
+    _, found, rest = text.partition("with these values: ")
+    values: dict[str, Any] = json.JSONDecoder().raw_decode(rest)[0] if found else {}
+    return values
 
 
 def problems_of(folder: Path, **options: Any) -> dict[str, str]:
@@ -333,3 +363,34 @@ def test_a_lone_adapter_file_gets_a_note_on_fields_that_name_other_modules(tmp_p
         'target_modules: ["q_proj"]: q_proj finds layers.0.q_proj, which is h.0.query now' in note
     )
     assert 'alpha_pattern = {"h.0.query": 3}' in note
+    assert values_in(note) == {
+        "alpha_pattern": {"h.0.query": 3},
+        "target_modules": [f"h.{layer}.query" for layer in range(3)],
+    }
+
+
+def test_a_long_list_is_an_expression_for_the_same_modules(tmp_path: Path) -> None:
+    names = ["q_proj", "v_proj", "up"]
+    for width in (3, 60):
+
+        def base(n: dict[str, str], width: int = width) -> nn.Module:
+            net = nn.Module()
+            net.add_module(n["layers"], nn.ModuleList(Layer(n) for _ in range(width)))
+            return net
+
+        config = peft.LoraConfig(r=1, target_modules=names)
+        adapted = peft.get_peft_model(base(OLD), config)
+        adapted.save_pretrained(tmp_path / f"a{width}")
+        root = "base_model.model."
+        rules = [rule.replace("layers.", f"{root}layers.", 1) for rule in RULES["new"][2:]]
+        rules = [rule.replace("=> ", f"=> {root}") for rule in rules]
+        folder = tmp_path / f"a{width}"
+        with pytest.raises(Refused) as refused:
+            ckpttool.remap(str(folder), f"{tmp_path}/b{width}/", rule=rules)
+        (targets,) = values_in(refused.value.hint).values()
+        assert isinstance(targets, list if width == 3 else str)
+        again = peft.get_peft_model(base(NEW), peft.LoraConfig(r=1, target_modules=targets))
+        expected = {name.replace("layers", "h", 1) for name in adapted.targeted_module_names}
+        for name in names:
+            expected = {path.replace(f".{name}", f".{NEW[name]}") for path in expected}
+        assert set(again.targeted_module_names) == expected
