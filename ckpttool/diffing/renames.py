@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -10,7 +10,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.tables import inverse
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.explain import unpairable
-from ckpttool.diffing.result import Entry, statuses_of
+from ckpttool.diffing.result import Entry, outlines, statuses_of
 from ckpttool.evaluate.apply import Digests
 from ckpttool.formats.registry import format_of
 from ckpttool.formats.remarks import is_placeholder
@@ -46,25 +46,70 @@ def suggestions(
     left_parts, right_parts = unpairable(entries)
     second_names = _without_counterpart(left, right, entries)
     sides = (left, second_names | left_parts), (right, second_names | right_parts)
-    inference = _infer(*sides, entries, values)
+    same = same_tensors(entries)
+    inference = _infer(*sides, same, values)
     candidates = _second_names_in(inference.ambiguous, left, right)
-    if not candidates:
+    if candidates:
+        sides = (left, sides[0][1] | candidates), (right, sides[1][1] | candidates)
+        inference = _infer(*sides, same, values)
+    return _with_untied(inference, *sides, entries, values)
+
+
+def _with_untied(
+    inference: Inference,
+    left: tuple[Checkpoint, Set[str]],
+    right: tuple[Checkpoint, Set[str]],
+    entries: Sequence[Entry],
+    values: bool,
+) -> Inference:
+    """Return the inference with pairs of second names of the left and keys that the right still
+    misses: it may have separate tensors there.
+    """
+    paired_left: set[str] = set()
+    paired_right: set[str] = set()
+    same = same_tensors(entries)
+    for pair in inference.pairs:
+        paired_left.update(pair.left)
+        paired_right.update(pair.right)
+        if len(pair.left) == len(pair.right) == 1 and not pair.transposed:
+            same[pair.left[0]] = pair.right[0]
+    second_names: set[str] = set()
+    is_missing = False
+    for entry in entries:
+        if entry.status == "alias" and not paired_left.issuperset(entry.left):
+            second_names.update(entry.left)
+        elif entry.status == "missing" and not paired_right.issuperset(entry.right):
+            is_missing = True
+    if not second_names or not is_missing:
         return inference
-    sides = (left, sides[0][1] | candidates), (right, sides[1][1] | candidates)
-    return _infer(*sides, entries, values)
+    apart = paired_left.difference(same), paired_right.difference(same.values())
+    sides = (left[0], (left[1] - second_names) | apart[0]), (right[0], right[1] | apart[1])
+    pairs = list(inference.pairs)
+    for pair in _infer(*sides, same, values).pairs:
+        if second_names.issuperset(pair.left):
+            pairs.append(pair)
+            paired_left.update(pair.left)
+            paired_right.update(pair.right)
+    ambiguous = []
+    for match in inference.ambiguous:
+        if paired_left.isdisjoint(match.left) and paired_right.isdisjoint(match.right):
+            ambiguous.append(match)
+    place = {key: number for number, key in enumerate(outlines(model_section(left[0])))}
+    pairs.sort(key=lambda pair: place[pair.left[0]])
+    return Inference(tuple(pairs), tuple(ambiguous))
 
 
 def _infer(
-    left: tuple[Checkpoint, Collection[str]],
-    right: tuple[Checkpoint, Collection[str]],
-    entries: Iterable[Entry],
+    left: tuple[Checkpoint, Set[str]],
+    right: tuple[Checkpoint, Set[str]],
+    same_keys: Mapping[str, str],
     values: bool,
 ) -> Inference:
     """Pair the open keys of two checkpoints, each without the keys that are left out."""
     left_names = _bare_side(*left, values)
     right_names = _bare_side(*right, values)
     same: dict[str, str] = {}
-    for key, other in same_tensors(entries).items():
+    for key, other in same_keys.items():
         same[left_names.bare.get(key, key)] = right_names.bare.get(other, other)
     inference = infer(left_names.side, right_names.side, same)
     if not left_names.has_wrappers and not right_names.has_wrappers:

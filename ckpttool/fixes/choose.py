@@ -14,7 +14,7 @@ from ckpttool.fixes.question import DiffQuestion
 from ckpttool.fixes.rules_file import Rules
 from ckpttool.fixes.search import best_cast, best_remap, complete_for_model, selected
 from ckpttool.fixes.swaps import swap_fix
-from ckpttool.fixes.trial import TriedFix
+from ckpttool.fixes.trial import TriedFix, try_recorded_names
 from ckpttool.fixes.unfixed import advice_on, unfixed_by
 from ckpttool.fixes.unknown_model import commands_with_a_model
 from ckpttool.formats.registry import is_program
@@ -123,7 +123,7 @@ def _remap_fix(question: DiffQuestion) -> TriedFix | None:
     best = best_remap(question)
     if best is not None and best.is_proven:
         return best
-    return selected(question) or best
+    return try_recorded_names(question) or selected(question) or best
 
 
 def _notes_on(remap: TriedFix) -> list[Note]:

@@ -19,10 +19,11 @@ from ckpttool.core.options import (
 from ckpttool.core.text import Note, code_of
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.fixes.diff import diff_with_fixes
+from ckpttool.formats.fit import holds_tensors_only
 from ckpttool.kinds import lists, parts
-from ckpttool.operands.checkpoint import Ckpt
+from ckpttool.operands.checkpoint import Ckpt, open_checkpoint
 from ckpttool.operands.model import operand_of
-from ckpttool.operands.output import command
+from ckpttool.operands.output import command, target_for
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.run import convert, copy_by, remap_by
 
@@ -127,12 +128,21 @@ def _hint_on_options(hint: str, line: str) -> str:
 def _converted(
     ckpt: Ckpt, options: ConvertOptions, chosen: FixOptions, progress: Progress | None
 ) -> Remap:
-    """Write the checkpoint with another dtype. Raise `Refused` if it must be done in place."""
-    if chosen.in_place:
+    """Write the checkpoint with another dtype, or with the second names that it records. Raise
+    `Refused` if it must be done in place, or if OUT has no place for second names.
+    """
+    if chosen.in_place and options.dtype is not None:
         raise Refused(
             f"{options.dtype} values do not fit where the tensors are", hint="write a file: -o OUT"
         )
     request = replace(options, **_fields_of(OutputOptions, chosen))
+    if options.dtype is None:
+        out = chosen.out or str(ckpt)
+        if chosen.in_place or holds_tensors_only(target_for(out, open_checkpoint(ckpt)).format):
+            raise Refused(
+                f"{out} has no place for two names of one tensor",
+                hint="choose an output that ends in .pt",
+            )
     return convert(ckpt, progress=progress, **keywords_of(request))
 
 

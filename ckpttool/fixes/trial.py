@@ -14,6 +14,7 @@ from ckpttool.diffing.models import OF_PROGRAMS, program_and_weights
 from ckpttool.diffing.result import Diff, Fix, statuses_of
 from ckpttool.fixes.losses import left_out, loses
 from ckpttool.fixes.question import DiffQuestion
+from ckpttool.formats.fit import fit, recorded_aliases
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import FIX, command, outputs, target_for
 from ckpttool.remapping import run as remap
@@ -230,6 +231,29 @@ def try_cast(question: DiffQuestion, dtype: str) -> TriedFix | None:
             continue
         if after.identical:
             return TriedFix("convert", (source.source,), options, after)
+    return None
+
+
+def try_recorded_names(question: DiffQuestion) -> TriedFix | None:
+    """Return the conversion to a format that holds second names, which restores those that the file
+    records in its metadata; None if it does not fix everything.
+    """
+    source = question.left if question.opened is None else question.opened[0]
+    assert source is not None
+    missing: set[str] = set()
+    for entry in question.diff.entries:
+        if entry.status in ("missing", "alias"):
+            missing.update(entry.right)
+    if missing.isdisjoint(recorded_aliases(source)):
+        return None
+    for out in outputs(source.source, "converted"):
+        target = target_for(out, source)
+        if target.format.holds.aliases:
+            after = question.ask_again(fit(source, target.format), question.right)
+            options = ConvertOptions(out=out)
+            return (
+                TriedFix("convert", (source.source,), options, after) if after.identical else None
+            )
     return None
 
 

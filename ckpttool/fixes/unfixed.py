@@ -19,6 +19,7 @@ from ckpttool.remapping.options import RemapOptions
 _UNFIXED: dict[str, tuple[str, str]] = {
     "quantized": ("key", "of quantized weights"),
     "missing": ("key", "missing from {left}"),
+    "tied": ("second name", "missing from {left}, of a tensor that is there"),
     "split-tensor": ("tensor", "split between ranks"),
     "shape": ("tensor", "of a different shape, which no rename fixes"),
     "dtype": ("tensor", "of a different dtype"),

@@ -135,19 +135,32 @@ def _more_than_tensors(checkpoint: Checkpoint) -> list[Problem]:
     return problems
 
 
-def _with_aliases(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with the names that ``--keep-aliases`` recorded in ``__metadata__``."""
+def recorded_aliases(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the second names that ``__metadata__`` records, as ``--keep-aliases`` and
+    `safetensors.torch.save_model` do: name -> key of the tensor.
+    """
     if not checkpoint.metadata:
+        return {}
+    (section,) = checkpoint.sections
+    keys = by_key(section.tensors)
+    aliases = {}
+    for name, value in checkpoint.metadata.items():
+        if value in keys and name not in keys and name != _WRITTEN_BY:
+            aliases[name] = value
+    return aliases
+
+
+def _with_aliases(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with the names that are recorded in ``__metadata__``."""
+    aliases = recorded_aliases(checkpoint)
+    if not aliases:
         return checkpoint
     (section,) = checkpoint.sections
     entries = by_key(section.tensors)
     tensors = list(section.tensors)
-    metadata = {}
-    for name, value in checkpoint.metadata.items():
-        if value in entries and name not in entries and name != _WRITTEN_BY:
-            tensors.append(replace(entries[value], key=name))
-        else:
-            metadata[name] = value
+    for name, key in aliases.items():
+        tensors.append(replace(entries[key], key=name))
+    metadata = {name: text for name, text in checkpoint.metadata.items() if name not in aliases}
     section = replace(section, tensors=tuple(tensors))
     return replace(checkpoint, sections=(section,), metadata=metadata)
 

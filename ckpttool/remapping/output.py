@@ -15,7 +15,13 @@ from ckpttool.core.pickle_imports import dangerous
 from ckpttool.core.text import Info, dotted, shell, some, title_of
 from ckpttool.distributed.job import only_first
 from ckpttool.evaluate.compare import fingerprints
-from ckpttool.formats.fit import fit, loses_versions, losses
+from ckpttool.formats.fit import (
+    fit,
+    holds_tensors_only,
+    loses_versions,
+    losses,
+    recorded_aliases,
+)
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Piece
 from ckpttool.io.undo import edit, not_in_place
@@ -64,6 +70,24 @@ def fitted(
     if loads is not None and not runtime and loses_versions(outcome.result, target.format):
         _check_versions(loads, f"{target.format.title} has", "choose an output that ends in .pt")
     return fit(outcome.result, target.format, keep_aliases=options.keep_aliases)
+
+
+def with_recorded_names(outcome: Remap, target: Target) -> Remap:
+    """Return the remap with the second names that the metadata of the source records, if the output
+    has a place for them.
+    """
+    aliases = recorded_aliases(outcome.result)
+    if not aliases or holds_tensors_only(target.format):
+        return outcome
+    by_place = {output.place: output for output in outcome.plan.outputs}
+    (section,) = outcome.result.sections
+    added = []
+    for name, key in aliases.items():
+        output = by_place.get((section.path, key))
+        if output is not None:
+            added.append(replace(output, key=name))
+    plan = replace(outcome.plan, outputs=(*outcome.plan.outputs, *added))
+    return replace(outcome, plan=plan)
 
 
 def check_other_files(

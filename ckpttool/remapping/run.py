@@ -23,6 +23,7 @@ from ckpttool.remapping.output import (
     command_without,
     fitted,
     with_metadata,
+    with_recorded_names,
     write_output,
 )
 from ckpttool.remapping.planning import plan_remap
@@ -224,6 +225,7 @@ def run(
     if target is None:
         return outcome
     output = fitted(outcome, target, options, to_model or model)
+    outcome = with_recorded_names(outcome, target)
     check_other_files(source.source, target, output, options, conversion)
     try:
         return write_output(source, output, options, writer, target, outcome, to_model, lays_out)

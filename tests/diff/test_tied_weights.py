@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch.testing._internal.two_tensor import TwoTensor
 
 import hook_zoo
@@ -259,3 +259,100 @@ def test_two_names_of_one_tensor_are_one_candidate(
         assert "Ambiguous" not in run("diff", left, right).out
     paste(fixes_in(answer(run, "diff", "two.pt", "one.pt")[1])[0])
     assert answer(run, "diff", "two.renamed.pt", "one.pt", "--values")[0] == 0
+
+
+UNTIED = """
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, embed="embed", block="block", head="head", tied=False):
+        super().__init__()
+        self.add_module(embed, nn.Embedding(10, 4))
+        self.add_module(block, nn.Linear(4, 4))
+        self.norm = nn.LayerNorm(4)
+        self.add_module(head, nn.Linear(4, 10, bias=False))
+        if tied:
+            getattr(self, head).weight = getattr(self, embed).weight
+"""
+
+
+def net(*arguments: Any) -> torch.nn.Module:
+    names: dict[str, Any] = {}
+    exec(UNTIED, names)
+    model: torch.nn.Module = names["Net"](*arguments)
+    return model
+
+
+@pytest.fixture
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets.py").write_text(UNTIED)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "names", [("tokens", "block", "head"), ("embed", "layer", "out"), ("tokens", "layer", "head")]
+)
+def test_a_second_name_is_renamed_for_a_model_that_does_not_tie_it(
+    names: tuple[str, str, str], nets: Path, run: Run
+) -> None:
+    """The other name of the tensor is in the model under the same name."""
+    torch.manual_seed(0)
+    state = net("embed", "block", "head", True).state_dict()
+    torch.save(state, "tied.pt")
+    untied = net(*names)
+    torch.save(untied.state_dict(), "untied.pt")
+    embed, block, head = names
+    model = f"nets.py:Net(embed='{embed}', block='{block}', head='{head}')"
+    for words in (("--model", model), ("untied.pt",)):
+        status, diff = answer(run, "diff", "tied.pt", *words)
+        assert status == 1
+        paste(fixes_in(diff)[-1])
+        untied.load_state_dict(torch.load("tied.renamed.pt"))
+        for old, new in zip(("embed", "block", "head"), names):
+            assert torch.equal(untied.state_dict()[f"{new}.weight"], state[f"{old}.weight"])
+        Path("tied.renamed.pt").unlink()
+
+
+def test_no_second_name_is_renamed_if_nothing_is_missing(nets: Path, run: Run) -> None:
+    torch.save(net("embed", "block", "head", True).state_dict(), "tied.pt")
+    state = net("embed", "layer", "head").state_dict()
+    del state["head.weight"]
+    torch.save(state, "one.pt")
+    _, diff = answer(run, "diff", "tied.pt", "one.pt")
+    paste(fixes_in(diff)[-1])
+    assert list(torch.load("tied.renamed.pt")) == list(state)
+
+
+def test_second_names_that_the_metadata_records_are_restored(nets: Path, run: Run) -> None:
+    """`save_model` of safetensors writes one name of a tensor, and records the others."""
+    tied = net("embed", "block", "head", True)
+    save_model(tied, "one.safetensors")
+    untied = net("embed", "block", "head")
+    model = ("--model", "nets.py:Net")
+    status, diff = answer(run, "diff", "one.safetensors", *model)
+    assert status == 1
+    paste(fixes_in(diff)[0])
+    done = run("fix", "one.safetensors", *model, "-o", "fixed.pt")
+    assert "1 second name added" in done.out.splitlines()[0]
+    for file in ("one.converted.pt", "fixed.pt"):
+        untied.load_state_dict(torch.load(file))
+        assert torch.equal(untied.state_dict()["head.weight"], tied.state_dict()["embed.weight"])
+        assert answer(run, "diff", file, *model)[0] == 0
+    done = run("fix", "one.safetensors", *model, "-o", "fixed.safetensors")
+    assert done.status == 1
+    assert "no place for two names" in done.err
+    assert run("fix", "one.safetensors", *model, "--in-place").status == 1
+
+
+def test_a_second_name_that_is_missing_after_a_rename_is_not_called_lost(
+    nets: Path, run: Run
+) -> None:
+    save_model(net("embed", "block", "head", True), "one.safetensors")
+    model = "nets.py:Net(block='layer', tied=True)"
+    status, diff = answer(run, "diff", "one.safetensors", "--model", model)
+    assert status == 1
+    assert diff["unfixed"] == [{"code": "tied", "keys": ["head.weight"]}]
+    paste(fixes_in(diff)[0])
+    words = ("remap", "one.renamed.safetensors", "--model", model, "--to", "serialized")
+    assert run(*words, "-o", "all.pt").status == 0
+    net("embed", "layer", "head", True).load_state_dict(torch.load("all.pt"))
