@@ -16,7 +16,7 @@ from ckpttool.core.checkpoint import Described, Payload, Storage, TensorEntry
 from ckpttool.core.errors import CkptError, Problem
 from ckpttool.core.expression import Expression, Op, Ref
 from ckpttool.core.limits import Memory
-from ckpttool.core.strides import distance_to_last
+from ckpttool.core.strides import contiguous_stride, distance_to_last
 from ckpttool.core.values import dataclass
 from ckpttool.evaluate.compare import content_of_storage, fingerprint
 
@@ -286,6 +286,17 @@ def _from_type(args: Any, storages: Storages, depth: int) -> TensorEntry:
         # of a jagged tensor, next to its offsets
         dtype = _read(options["values"], storages, depth + 1).dtype
     return unnamed(dtype, (), (), 0, None, "subclass", nbytes)
+
+
+def resized(node: Any, shape: tuple[int, ...]) -> Any:
+    """Return the node of a wrapper subclass with another shape; None for any other node."""
+    func, _, inner, *_ = node.args
+    if getattr(func, "name", "") != "_rebuild_wrapper_subclass" or type(inner) is not tuple:
+        return None
+    new_inner = (*inner[:2], shape, contiguous_stride(shape), *inner[4:])
+    copy = Call(node.func, (*node.args[:2], new_inner, *node.args[3:]), node.how)
+    copy.state = node.state
+    return copy
 
 
 def _sparse(args: Any, storages: Storages, depth: int) -> TensorEntry:

@@ -64,6 +64,8 @@ BY_NAME = {row.name: row for row in TABLE}
 BY_SAFETENSORS = {row.safetensors: row for row in TABLE if row.safetensors}
 BY_STORAGE = {row.storage: row for row in TABLE if row.storage}
 BY_PT2 = {row.pt2: row for row in TABLE if row.pt2 is not None}
+# of tensors that have scales, by torch.ao.quantization
+QUANTIZED = frozenset(row.name for row in TABLE if (row.storage or "").startswith("Q"))
 # torch converts from and to these
 PLAIN = frozenset(row.name for row in TABLE if row.pt2 is not None)
 

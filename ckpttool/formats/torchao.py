@@ -22,6 +22,7 @@ from ckpttool.core.checkpoint import Checkpoint, Payload, Section, TensorEntry
 from ckpttool.core.errors import Problem, Refused
 from ckpttool.core.text import is_list_of_text
 from ckpttool.core.values import dataclass
+from ckpttool.io.files import is_dir
 
 _NAMES, _PARTS, _CLASS = "tensor_names", "_tensor_data_names", "_type"
 _APART = (
@@ -196,8 +197,10 @@ _TAKEN_APART = (
 
 def way(checkpoint: Checkpoint) -> str:
     """Return the end of a hint: how torchao itself writes its tensors to safetensors; empty without
-    such tensors.
+    such tensors, and for a folder, which torch.load does not read.
     """
+    if is_dir(checkpoint.source.partition("::")[0]):
+        return ""
     if not any(name.startswith("torchao.") for name in checkpoint.globals):
         return ""
     source = quote(checkpoint.source.partition("::")[0])
