@@ -38,8 +38,23 @@ def best_remap(question: DiffQuestion) -> TriedFix | None:
         best = trial
         fewest = question.remaining(trial.after)
     if best is None:
-        return None
+        return _of_section_alone(question)
     return _with_rules_after(question, best, fewest) or best
+
+
+def _of_section_alone(question: DiffQuestion) -> TriedFix | None:
+    """Return the remap of the model's section in files of ranks, which fixes everything there.
+
+    Other entries of rank files have no place in one file.
+    """
+    left = question.left
+    if left is None or not format_of(left).holds.rank_parts:
+        return None
+    for smaller in _of_section(question):
+        trial = best_remap(smaller)
+        if trial is not None and trial.after.identical:
+            return replace(trial, part=True)
+    return None
 
 
 def best_cast(question: DiffQuestion) -> TriedFix | None:

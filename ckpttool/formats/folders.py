@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from shlex import quote
 from typing import NamedTuple
 
@@ -60,6 +60,13 @@ _RANK_FILES = (
     ),
     re.compile(r"(?P<item>[A-Za-z0-9_-]+)_(?P<rank>\d{1,6})\.pt"),
 )
+# of one rank, as many scripts save it: model_rank_0.pt, pytorch_model-tp0.pt
+_OF_RANK = re.compile(
+    r"(?P<before>(.*[-_.])?(rank|tp|mp|mp_rank|shard|part)[-_]?)(?P<rank>\d{1,6})"
+    r"(?P<after>([-_.].*)?\.(pt|pth|bin|ckpt))"
+)
+# Megatron's folder of a tensor-parallel rank, and of a pipeline stage
+_MEGATRON = re.compile(r"mp_rank_(?P<rank>\d\d)(?P<stage>(_\d{3})*)")
 RANKS_METADATA = "metadata.pkl"  # of torch_checkpointing
 
 # DeepSpeed's folder of a step, whose tag one of these files names
@@ -307,11 +314,28 @@ def _several(folder: str, names: list[str]) -> CkptError:
     for name in names:
         what = "a sharded checkpoint" if INDEX.fullmatch(name) else "a file"
         problems.append(Problem(what, name))
-    return CkptError(
-        f"{folder} holds several checkpoints",
-        hint=f"name one of them: {quote(join(folder, names[0]))}",
-        problems=problems,
-    )
+    hint = f"name one of them: {quote(join(folder, names[0]))}"
+    pattern = _pattern_of_ranks(names)
+    if pattern:
+        hint += f"; or, if they are of the ranks of one run, all: {quote(join(folder, pattern))}"
+    return CkptError(f"{folder} holds several checkpoints", hint=hint, problems=problems)
+
+
+def _pattern_of_ranks(names: Iterable[str]) -> str:
+    """Return the pattern of torch files whose names count ranks from 0: ``rank_*.pt``; empty for
+    other names.
+    """
+    patterns: dict[str, set[int]] = {}
+    for name in names:
+        match = _OF_RANK.fullmatch(name)
+        if match is None:
+            return ""
+        numbers = patterns.setdefault(f"{match['before']}*{match['after']}", set())
+        numbers.add(int(match["rank"]))
+    if len(patterns) != 1:
+        return ""
+    ((pattern, numbers),) = patterns.items()
+    return pattern if numbers == set(range(len(numbers))) else ""
 
 
 def fsdp_parts(folder: str) -> dict[str, str]:
@@ -482,6 +506,9 @@ def nothing_inside(look: Look) -> CkptError:
             "torch.save(model.state_dict(), 'model.pt')",
         )
     inside = _folders_in(look)
+    megatron = _parts_of_megatron(folder, inside)
+    if megatron is not None:
+        return megatron
     hint = "check the path"
     if inside:
         hint = f"name one of its folders: {quote(join(folder, inside[-1]))}"
@@ -489,6 +516,40 @@ def nothing_inside(look: Look) -> CkptError:
     if "config.json" in names:
         content = "a model's configuration but no weights"
     return CkptError(f"{folder} holds {content}", hint=hint)
+
+
+def _parts_of_megatron(folder: str, inside: Sequence[str]) -> CkptError | None:
+    """Return that the folders inside are tensor-parallel parts as Megatron-LM saves them; None if
+    they are not.
+    """
+    stages: dict[str, set[int]] = {}  # of the pipeline -> tensor-parallel ranks
+    files = set[tuple[str, ...]]()
+    for name in inside:
+        match = _MEGATRON.fullmatch(name)
+        if match is None:
+            return None
+        stages.setdefault(match["stage"], set()).add(int(match["rank"]))
+        files.add(_files(join(folder, name), is_weights))
+    ranks = set(range(len(inside) // max(len(stages), 1)))
+    if not stages or any(numbers != ranks for numbers in stages.values()) or len(files) != 1:
+        return None
+    (file_names,) = files
+    if len(file_names) != 1:
+        return None
+    number = "*" if len(ranks) > 1 else "00"
+    paths = []
+    for stage in stages:
+        paths.append(join(join(folder, f"mp_rank_{number}{stage}"), file_names[0]))
+    hint = f"name the files of all ranks together: {quote(paths[0])}"
+    if len(paths) > 1:
+        hint = f"name the files of one stage of the pipeline: {quote(paths[0])}"
+    elif len(ranks) == 1:
+        hint = f"name the file: {quote(paths[0])}"
+    return CkptError(
+        f"{folder} holds tensor-parallel parts, as Megatron-LM saves them",
+        hint=hint,
+        problems=same_problem("the files of all ranks" if len(ranks) > 1 else "a file", paths),
+    )
 
 
 def companions(folder: str) -> dict[str, str]:

@@ -128,8 +128,9 @@ def _is_sharded(path: str) -> bool:
 
 
 def _several(message: str, folder: str, items: Sequence[RankItem]) -> CkptError:
-    first = next(iter(items[0].files.values()))
-    single, pattern = quote(join(folder, first)), quote(join(folder, items[0].pattern))
+    item = next((item for item in items if "model" in item.name), items[0])
+    first = next(iter(item.files.values()))
+    single, pattern = quote(join(folder, first)), quote(join(folder, item.pattern))
     problems = [Problem(plural(len(item.files), "file"), item.pattern) for item in items]
     hint = f"name one of them: {single}; or the files of all ranks of one run: {pattern}"
     return CkptError(message, hint=hint, problems=problems)

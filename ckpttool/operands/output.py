@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -108,6 +109,9 @@ def _literal(name: str, value: object) -> str:
     return repr(list(value) if isinstance(value, tuple) else value)
 
 
+_PATTERN = re.compile(r"[*?\[]")
+
+
 def outputs(source: str, word: str) -> Iterator[str]:
     """Yield unused names for an output next to the source, first in its format:
     ``train.serialized.pt``.
@@ -122,7 +126,20 @@ def outputs(source: str, word: str) -> Iterator[str]:
     ending = "" if folder else Path(path).suffix
     first = ending if ending.lower() in _WRITABLE else ".pt"
     for chosen in dict.fromkeys(("/" if folder else first, ".pt")):
-        yield free(path.removesuffix(ending), word, chosen)
+        out = free(path.removesuffix(ending), word, chosen)
+        yield _outside(path, out, word, chosen)
+
+
+def _outside(pattern: str, out: str, word: str, ending: str) -> str:
+    """Return an unused name for an output that the pattern of the source does not match."""
+    if not _PATTERN.search(pattern) or not fnmatchcase(out, pattern):
+        return out
+    folder = parent(out)
+    for place in (folder, parent(folder)):
+        other = free(join(place, "checkpoint"), word, ending)
+        if not fnmatchcase(other, pattern):
+            return other
+    return out
 
 
 def free(stem: str, word: str, ending: str) -> str:
@@ -131,6 +148,8 @@ def free(stem: str, word: str, ending: str) -> str:
     """
     plain_stem = re.sub(r"[*?\[\]{}]+", "", paths_name(stem)).strip("._-") or "checkpoint"
     folder = parent(stem)
+    while _PATTERN.search(folder) and not is_url(folder) and not is_dir(folder):
+        folder = parent(folder)  # a pattern of folders
     for count in range(1, 1000):
         number = "" if count == 1 else str(count)
         name = f"{plain_stem}.{word}{number}{ending}"
