@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckpttool.core.checkpoint import Checkpoint, Section
+from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.formats.opening import note_on
 from ckpttool.kinds.table import with_kinds
 from ckpttool.naming.convert import ModelForm
@@ -19,7 +19,7 @@ from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.plan import remap as remap_index
 from ckpttool.remapping.resolve import Inputs, resolve
 from ckpttool.remapping.restore import with_lost_versions, with_steps_of_norms
-from ckpttool.remapping.result import Remap
+from ckpttool.remapping.result import Remap, changes_content
 
 
 def plan_remap(
@@ -74,32 +74,3 @@ def _notes_of_source(outcome: Remap, source: Checkpoint) -> tuple[str, ...]:
     about_files = note_on(source.other_files)
     notes = [note for note in source.notes if note not in about_files]
     return (*notes, *note_on(outcome.result.other_files))
-
-
-# Changes
-
-
-def changes_content(source: Checkpoint, outcome: Remap) -> bool:
-    """Return whether the result holds something else than `source`: other names, values, entries or
-    order.
-    """
-    plan, result = outcome.plan, outcome.result
-    if plan.dropped or plan.runs or not all(output.is_unchanged for output in plan.outputs):
-        return True
-    if result.sections is source.sections:
-        return False
-    if len(result.sections) != len(source.sections):
-        return True
-    return not all(map(_same, source.sections, result.sections))
-
-
-def _same(left: Section, right: Section) -> bool:
-    if left is right:
-        return True
-    return _described(left) == _described(right) and left.mapping == right.mapping
-
-
-def _described(section: Section) -> tuple[object, ...]:
-    modules = list(section.modules or ())
-    place = section.path, section.kind, section.form, section.packed_as
-    return (*place, modules, section.keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpttool.core.checkpoint import Checkpoint
+from ckpttool.core.checkpoint import Checkpoint, Section
 from ckpttool.core.expression import BY_CODE
 from ckpttool.core.optimizer_state import FORMS
 from ckpttool.core.plan import PLAN, Plan
@@ -163,6 +163,32 @@ def _together(outcome: Remap) -> tuple[object, ...] | None:
     first = outcome.optimizers[0]
     params = sum(optimizer.params for optimizer in outcome.optimizers)
     return first.was, first.to, params, outcome.optimizers
+
+
+def changes_content(source: Checkpoint, outcome: Remap) -> bool:
+    """Return whether the result holds something else than `source`: other names, values, entries or
+    order.
+    """
+    plan, result = outcome.plan, outcome.result
+    if plan.dropped or plan.runs or not all(output.is_unchanged for output in plan.outputs):
+        return True
+    if result.sections is source.sections:
+        return False
+    if len(result.sections) != len(source.sections):
+        return True
+    return not all(map(_same, source.sections, result.sections))
+
+
+def _same(left: Section, right: Section) -> bool:
+    if left is right:
+        return True
+    return _described(left) == _described(right) and left.mapping == right.mapping
+
+
+def _described(section: Section) -> tuple[object, ...]:
+    modules = list(section.modules or ())
+    place = section.path, section.kind, section.form, section.packed_as
+    return (*place, modules, section.keys)
 
 
 _COUNTED = ("renamed", "second_names", "transformed", "unchanged")

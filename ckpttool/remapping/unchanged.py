@@ -18,8 +18,7 @@ from ckpttool.operands.checkpoint import open_operand, split
 from ckpttool.operands.output import Target, command, outputs
 from ckpttool.remapping.options import ConvertOptions, RemapOptions
 from ckpttool.remapping.plan import remap as remap_index
-from ckpttool.remapping.planning import changes_content
-from ckpttool.remapping.result import Remap
+from ckpttool.remapping.result import Remap, changes_content
 from ckpttool.remapping.steps import Request
 
 _WAYS = "--rule, --to FORM, --like CKPT, --drop PATTERN; another ending of OUT converts the format"
