@@ -11,7 +11,7 @@ from ckpttool.core.errors import CkptError
 from ckpttool.core.values import dataclass
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = re.compile(r"(\d{1,15})([KMGT]?)")
+_SIZE = re.compile(r"(\d{1,15})(?:([KMGT])(?:I?B)?|B)?")
 DEFAULT_MEMORY = 1 << 30
 # Limits that follow --max-memory, and what part of it each of them is.
 _OF_MEMORY = {
@@ -72,12 +72,12 @@ def with_memory(text: str | None) -> Limits:
     """
     if text is None:
         return Limits()
-    size = _SIZE.fullmatch(text.strip().upper().removesuffix("B").removesuffix("I"))
+    size = _SIZE.fullmatch(text.strip().upper())
     if size is None or not int(size[1]):
         raise CkptError(
             f"--max-memory {text}: not a size", hint="as in --max-memory 4G; the default is 1G"
         )
-    nbytes = int(size[1]) * _UNITS[size[2]]
+    nbytes = int(size[1]) * _UNITS[size[2] or ""]
     return Limits(**{name: max(1, nbytes // part) for name, part in _OF_MEMORY.items()})
 
 

@@ -317,7 +317,9 @@ _OF_SECTION = re.compile(r"([^:()=]+)=(.+)")
 
 
 def single_or_by_section(value: Any) -> Any:
-    """Return one optimizer as it is, and several with the sections that hold their state."""
+    """Return one optimizer as it is, and several with the sections that hold their state. Raises
+    `CkptError` if a section has two.
+    """
     if isinstance(value, Mapping):
         return Optimizers(value)
     texts = [value] if isinstance(value, str) else value
@@ -328,9 +330,16 @@ def single_or_by_section(value: Any) -> Any:
         match = _OF_SECTION.fullmatch(text) if isinstance(text, str) else None
         if match is not None:
             by_section.append((match[1], match[2]))
-    if len(by_section) == len(texts):
-        return Optimizers(by_section)
-    return texts[0] if len(texts) == 1 else tuple(texts)
+    if len(by_section) != len(texts):
+        return texts[0] if len(texts) == 1 else tuple(texts)
+    optimizers: dict[str, str] = {}
+    for section, optimizer in by_section:
+        if optimizers.setdefault(section, optimizer) != optimizer:
+            raise CkptError(
+                f"{section} has two optimizers: {optimizers[section]} and {optimizer}",
+                hint="name one of them",
+            )
+    return Optimizers(optimizers)
 
 
 @dataclass(frozen=True, kw_only=True)

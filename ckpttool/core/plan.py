@@ -337,7 +337,7 @@ def _check_section(
     section: Section | None,
 ) -> list[Problem]:
     if section is None:
-        text = "the plan rewrites a section that the checkpoint has not"
+        text = "the plan rewrites a section that the checkpoint does not have"
         return [Problem(text, title_of(path))]
     have = section.by_key()
     computed = [output for output in outputs if not isinstance(output.source, Ref)]
@@ -350,8 +350,8 @@ def _check_section(
     unread = [key for key in read if key not in have]
     undropped = [key for key in dropped if key not in have]
     left = have.keys() - used.keys() - set(dropped)
-    problems = same_problem("the plan reads a key that the checkpoint has not", unread)
-    text = "the plan drops a key that the checkpoint has not"
+    problems = same_problem("the plan reads a key that the checkpoint does not have", unread)
+    text = "the plan drops a key that the checkpoint does not have"
     problems += same_problem(text, undropped)
     problems += _collisions(outputs)
     for output in computed:
@@ -380,11 +380,13 @@ def _collisions(outputs: Collection[Output]) -> Iterator[Problem]:
 
 def compose(first: Plan, second: Plan) -> Plan:
     """Return the plan that does `first` and then `second`, which reads the keys that the first
-    writes.
+    writes. Neither may change an optimizer.
 
     Keys that the second drops are dropped from the source too, unless something else is made from
     them.
     """
+    assert not first.optimizers
+    assert not second.optimizers
     sources: dict[str, dict[str, Expression]] = {}  # of each key that the first plan writes
     for output in first.outputs:
         sources.setdefault(output.section, {})[output.key] = output.source

@@ -29,6 +29,29 @@ def _visible_char(char: str) -> str:
     return char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
 
 
+class Placeholder(str):
+    """A word of a printed command that stands for what only the user knows."""
+
+    __slots__ = ()
+
+
+MODEL, OPTIMIZER = Placeholder("MODEL"), Placeholder("OPTIMIZER")
+PROGRAM, CKPT = Placeholder("PROGRAM.pt2"), Placeholder("CKPT")
+OLD, OLD_OPTIMIZER = Placeholder("OLD"), Placeholder("OLD_OPTIMIZER")
+# what the names of some do not say
+MEANINGS = {
+    OLD: "the model that saved the file",
+    OLD_OPTIMIZER: "the function that made the optimizer that saved the file",
+}
+PLACEHOLDERS = (MODEL, OPTIMIZER, PROGRAM, CKPT, *MEANINGS)
+
+
+def spelled(word: str) -> str:
+    """Return the word of a command, with ``./`` before a file that is called as a placeholder."""
+    is_file = word in PLACEHOLDERS and not isinstance(word, Placeholder)
+    return f"./{word}" if is_file else word
+
+
 def shell(*args: str) -> str:
     r"""Return a command line for bash or zsh; unprintable characters are quoted as ``$'\x1b'``."""
     quoted = []

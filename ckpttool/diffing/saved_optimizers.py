@@ -465,7 +465,7 @@ def _at_other_positions(left: OptimizerState, right: OptimizerState) -> Misassig
     for position, param in enumerate(left.params):
         other = right_position.get(param, position)
         if other != position:
-            details[param] = f"number {position} in left, {other} in right"
+            details[param] = f"position {position} -> {other}"
     return Misassigned(Cause(Code.POSITION), details)
 
 

@@ -7,9 +7,8 @@ import shlex
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpttool.core.text import Info, Note
+from ckpttool.core.text import MEANINGS, PLACEHOLDERS, Info, Note
 from ckpttool.diffing.result import Diff, Fix, Unfixed
-from ckpttool.operands.output import OLD_CODE, PLACEHOLDERS
 
 PART = Note("the suggested command fixes only some of the differences", "partial-fix")
 INFERRED = Note(
@@ -43,7 +42,7 @@ class Fixes(NamedTuple):
         if unknown:
             text = f"not tried, because the result depends on {' and '.join(unknown)}"
             notes.append(Info(text, "untried"))
-        meanings = [f"{name} is {OLD_CODE[name]}" for name in unknown if name in OLD_CODE]
+        meanings = [f"{name} is {MEANINGS[name]}" for name in unknown if name in MEANINGS]
         if meanings:
             notes.append(Info(", and ".join(meanings), "old-code"))
         fix = tuple(self._fix(line, words.isdisjoint(unknown)) for line in self.commands)

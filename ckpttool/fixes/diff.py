@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.options import expand_options
-from ckpttool.core.text import shell
+from ckpttool.core.text import CKPT, shell
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.run import run
 from ckpttool.distributed.job import only_first
@@ -91,7 +91,7 @@ def _diff(
 
         other = ModelOperand(right) if options.model is None and is_names_file(right) else None
         if right is not None and other is None:
-            ckpt = right if isinstance(right, str) else "CKPT"
+            ckpt = right if isinstance(right, str) else CKPT
             raise CkptError(
                 f"{left} is a names file: it is compared with a model, or is the model of a"
                 " checkpoint",

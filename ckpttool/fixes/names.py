@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ckpttool.core.errors import CkptError
 from ckpttool.core.tables import first_names
-from ckpttool.core.text import Note, plural, shell, some
+from ckpttool.core.text import CKPT, PROGRAM, Note, plural, shell, some
 from ckpttool.diffing.names_file import compare_with_code, renamable
 from ckpttool.diffing.options import DiffOptions
 from ckpttool.diffing.result import Diff, statuses_of
@@ -19,8 +19,6 @@ from ckpttool.operands.output import command, free
 from ckpttool.remapping import run as remap
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.swap.options import SwapOptions
-
-CKPT = "CKPT"
 
 
 def model_fixes(question: DiffQuestion) -> Fixes:
@@ -58,7 +56,7 @@ def model_fixes(question: DiffQuestion) -> Fixes:
         (CKPT,),
         RemapOptions(**model, to="exported", partial=bool(outcome.missing), out="OUT.pt"),
     )
-    swap = command("swap-weights", ("PROGRAM.pt2", CKPT), SwapOptions(**model, out="OUT.pt2"))
+    swap = command("swap-weights", (PROGRAM, CKPT), SwapOptions(**model, out="OUT.pt2"))
     return Fixes((renamed,) if lost else (swap, renamed), tuple(notes))
 
 

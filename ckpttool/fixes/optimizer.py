@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.core.text import Note, some
+from ckpttool.core.text import MODEL, OLD, OLD_OPTIMIZER, OPTIMIZER, Note, Placeholder, some
 from ckpttool.diffing.causes import Code
 from ckpttool.diffing.result import Remedy
 from ckpttool.fixes.candidates import Candidate, own_keys
@@ -16,7 +16,7 @@ from ckpttool.fixes.commands import Fixes
 from ckpttool.fixes.question import DiffQuestion
 from ckpttool.fixes.trial import TriedFix, try_remap
 from ckpttool.operands.checkpoint import open_operand, split
-from ckpttool.operands.output import FIX, PLACEHOLDERS, command, outputs
+from ckpttool.operands.output import FIX, command, outputs
 from ckpttool.remapping.options import RemapOptions
 
 FOREIGN = "the new model does not have these keys, and a remap would lose their values"
@@ -77,7 +77,7 @@ def _try_on_file(question: DiffQuestion, word: str, options: RemapOptions) -> Tr
 def _has_placeholder(options: RemapOptions) -> bool:
     """Return True if an option names what only the user knows."""
     for value in vars(options).values():
-        if isinstance(value, str) and value in PLACEHOLDERS:
+        if isinstance(value, Placeholder):
             return True
     return False
 
@@ -97,7 +97,7 @@ def _remap_for(question: DiffQuestion, remedy: Remedy) -> Candidate:
 
 def _model(question: DiffQuestion) -> dict[str, Any]:
     """Return the options that name the model, or a placeholder."""
-    return {"model": "MODEL"} if question.options.model is None else question.model_options
+    return {"model": MODEL} if question.options.model is None else question.model_options
 
 
 def _optimizer(question: DiffQuestion) -> Any:
@@ -125,8 +125,8 @@ def _with_created_state(question: DiffQuestion, remedy: Remedy) -> Candidate:
 
 
 def _from_old_optimizer(question: DiffQuestion, remedy: Remedy) -> Candidate:
-    to_optimizer = _optimizer(question) or "OPTIMIZER"
-    options = RemapOptions(**_model(question), optimizer="OLD_OPTIMIZER", to_optimizer=to_optimizer)
+    to_optimizer = _optimizer(question) or OPTIMIZER
+    options = RemapOptions(**_model(question), optimizer=OLD_OPTIMIZER, to_optimizer=to_optimizer)
     return "mapped", options
 
 
@@ -135,14 +135,14 @@ def _like_right(question: DiffQuestion, remedy: Remedy) -> Candidate:
     parameters in different orders.
     """
     form, diff_options = remedy.form, question.options
-    to_optimizer = _optimizer(question) or "OPTIMIZER"
+    to_optimizer = _optimizer(question) or OPTIMIZER
     orders_differ = any(e.has(Code.KEY_ORDER, Code.DOUBT) for e in question.diff.entries)
     if not orders_differ:
         options = RemapOptions(**_model(question), to_optimizer=to_optimizer, optimizer_keys=form)
         return form or "ordered", options
     options = RemapOptions(
-        model="OLD",
-        to_model=diff_options.model or "MODEL",
+        model=OLD,
+        to_model=diff_options.model or MODEL,
         materialize=diff_options.materialize,
         to_optimizer=to_optimizer,
         optimizer_keys=form,
@@ -162,9 +162,9 @@ def _from_old_model(question: DiffQuestion, remedy: Remedy) -> Candidate:
     diff_options, optimizer = question.options, _optimizer(question)
     old_optimizer = None
     if optimizer is not None and remedy.same_groups is not None:
-        old_optimizer = optimizer if remedy.same_groups else "OLD_OPTIMIZER"
+        old_optimizer = optimizer if remedy.same_groups else OLD_OPTIMIZER
     options = RemapOptions(
-        model="OLD",
+        model=OLD,
         optimizer=old_optimizer,
         to_model=diff_options.model,
         materialize=diff_options.materialize,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError
 from ckpttool.core.names import RUNTIME, SERIALIZED
-from ckpttool.core.text import Info, Note, notes_with
+from ckpttool.core.text import MODEL, OLD, OPTIMIZER, Info, Note, notes_with
 from ckpttool.diffing.models import is_written_program
 from ckpttool.diffing.result import Diff, Fix, Unfixed, statuses_of
 from ckpttool.fixes.choose import tried_fixes
@@ -25,7 +25,13 @@ from ckpttool.operands.output import command, outputs
 from ckpttool.remapping.options import RemapOptions
 from ckpttool.remapping.planning import plan_remap
 
-_RULES = re.compile(r"\brules?\b")  # in a command or in Python
+_RULES = ("--rule", "--rules", "--suggest", "rule=", "rules=")  # words of a line, and of Python
+
+
+def _has_rules(line: str) -> bool:
+    """Return whether a command renames by rules, or writes a file of them."""
+    words = re.findall(r"[\w-]+=?", line)
+    return not set(words).isdisjoint(_RULES)
 
 
 def answered(question: DiffQuestion, suggests: bool = False) -> Diff:
@@ -112,7 +118,7 @@ def _with_rules_between(question: DiffQuestion, fixes: Fixes, suggests: bool) ->
         advice = () if rules.undone else tuple(advice_on(question, unfixed))
         is_inferred = bool(diff.inferred.pairs)
         fixes = Fixes(commands, advice, is_partial, is_inferred, unfixed)
-    if suggests or not fixes.commands or any(map(_RULES.search, fixes.commands)):
+    if suggests or not fixes.commands or any(map(_has_rules, fixes.commands)):
         fixes = fixes._replace(notes=(*fixes.notes, *rules.undone))
     return replace(fixes.added_to(diff), rules=rules.text(), rules_options=rules_options)
 
@@ -165,10 +171,10 @@ def _untried_rules(question: DiffQuestion, fixes: Fixes, rules: Rules) -> Diff:
     rules = _without_wrappers(question) or rules
     diff_options = question.options
     options = RemapOptions(
-        model="OLD",
-        to_model=diff_options.model or "MODEL",
+        model=OLD,
+        to_model=diff_options.model or MODEL,
         materialize=diff_options.materialize,
-        to_optimizer=diff_options.optimizer or ("OPTIMIZER" if len(optimizers) == 1 else None),
+        to_optimizer=diff_options.optimizer or (OPTIMIZER if len(optimizers) == 1 else None),
         partial=bool(rules.remaining),
     )
     answer = Fixes((by_file(left.source, "RULES", options),), rules.undone, is_inferred=True)

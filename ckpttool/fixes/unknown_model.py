@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Union
 
 from ckpttool.core.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.core.text import MODEL
 from ckpttool.diffing.key_notes import without_segment
 from ckpttool.diffing.models import program_and_weights
 from ckpttool.diffing.result import statuses_of
@@ -37,7 +38,7 @@ def commands_with_a_model(question: DiffQuestion, has_program: bool) -> tuple[st
     if not has_program:
         return (_remap(question, to),)
     program, weights = program_and_weights(left, right)
-    swap = SwapOptions(model="MODEL", out=next(outputs(program.source, "swapped")))
+    swap = SwapOptions(model=MODEL, out=next(outputs(program.source, "swapped")))
     return (command("swap-weights", (program.source, weights.source), swap),)
 
 
@@ -84,7 +85,7 @@ def _remap(question: DiffQuestion, to: str) -> str:
     is_tied = bool(model_section(left).aliases() or model_section(right).aliases())
     names = list(outputs(left.source, to))
     out = names[-1] if is_tied else names[0]
-    return command("remap", (left.source,), RemapOptions(model="MODEL", to=to, out=out))
+    return command("remap", (left.source,), RemapOptions(model=MODEL, to=to, out=out))
 
 
 Entries = Mapping[str, Union[TensorEntry, ExtraEntry, None]]

@@ -17,10 +17,45 @@ from ckpttool.core.values import dataclass
 from ckpttool.naming.wrappers import ADAPTERS, PEFT_ROOT, canonical_keys
 
 Shapes = Mapping[str, tuple[int, ...]]
-_KINDS = {
-    prefix: prefix.partition("_")[0].replace("lora", "LoRA").replace("ia3", "IA3")
-    for prefix in ADAPTERS
+# PEFT's name of each method, by the first word of the segment that it adds
+_METHODS = {
+    "lora": "LoRA",
+    "ia3": "IA3",
+    "hada": "LoHa",
+    "lokr": "LoKr",
+    "oft": "OFT",
+    "boft": "BOFT",
+    "vera": "VeRA",
+    "vblora": "VB-LoRA",
+    "randlora": "RandLora",
+    "hra": "HRA",
+    "delora": "DeLoRA",
+    "adamss": "AdaMSS",
+    "beft": "BEFT",
+    "c3a": "C3A",
+    "deft": "DEFT",
+    "fourierft": "FourierFT",
+    "frod": "FRoD",
+    "glora": "GLoRA",
+    "gralora": "GraLoRA",
+    "hira": "HiRA",
+    "lily": "Lily",
+    "ln": "LayerNorm tuning",
+    "miss": "MiSS",
+    "osf": "OSF",
+    "peanut": "PEANuT",
+    "poly": "Poly",
+    "psoft": "PSOFT",
+    "pvera": "PVeRA",
+    "road": "RoAd",
+    "shira": "SHiRA",
+    "supertuning": "SuperTuning",
+    "tinylora": "TinyLoRA",
+    "trainable": "trainable tokens",
+    "unilora": "UniLoRA",
+    "waveft": "WaveFT",
 }
+_SPELLED_OUT = ("HRA",)  # "an HRA adapter"
 _PAIRS = (["lora", "down"], ["lora", "up"])  # two segments, as in ``to_q.lora.down.weight``
 # next to a low-rank pair, directly in the module's path
 _NEXT_TO_PAIR = frozenset({"alpha", "dora_scale"})
@@ -146,7 +181,7 @@ class Adapter:
     def title(self) -> str:
         """``a LoRA adapter``."""
         kinds = " and ".join(self.kinds)
-        article = "an" if kinds.startswith(("a", "i", "o", "I", "u")) else "a"
+        article = "an" if kinds.startswith((*"aeioAEIO", *_SPELLED_OUT)) else "a"
         return f"{article} {kinds} adapter"
 
 
@@ -271,7 +306,7 @@ def _place(segments: list[str]) -> tuple[int, str]:
             # PEFT nests the adapters of one module's parameters
             while at > 1 and segments[at - 1] == "base_layer":
                 at -= 1
-            return at, _KINDS[prefix]
+            return at, _METHODS[prefix.partition("_")[0]]
     return 0, ""
 
 

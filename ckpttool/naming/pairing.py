@@ -99,17 +99,17 @@ def _one_longer(group: Group, side: int) -> set[Hashable]:
     return keys
 
 
-def _has_part(group: Group, side: int) -> list[bool]:
+def _part_keys(group: Group, side: int) -> list[bool]:
     return [True] if certain_part(group.path) else []
 
 
-def _has_shape(group: Group, side: int) -> list[bool]:
+def _shape_keys(group: Group, side: int) -> list[bool]:
     return [True] if group.first.shape not in ((), (1,)) else []
 
 
-def _has_kind_on_one_side(group: Group, side: int) -> list[int]:
+def _kind_keys(group: Group, side: int) -> list[int]:
     """Return keys that two groups of matrices share unless the names of both say the kind of
-    tensor.
+    tensor: the key of one side only has no counterpart.
     """
     if len(group.first.shape) < 2:
         return []
@@ -131,13 +131,13 @@ BY_NAME = Way(
     sure=True,
 )
 BY_PART = Way(
-    _has_part,
+    _part_keys,
     lambda a, b: f"both are the {certain_part(a.path)} by name",
     label=lambda group: (kind_of(group.path), certain_part(group.path)),
-    names=_has_part,
+    names=_part_keys,
 )
 BY_SHAPE = Way(
-    _has_shape,
+    _shape_keys,
     lambda a, b: f"{_shape(a, b)} in each layer" if len(a.members) > 1 else _shape(a, b),
     weak=True,
 )
@@ -147,7 +147,7 @@ ONLY_SHAPES_AGREE = (
     "only their shapes agree: neither names nor order say that they are the same tensor"
 )
 BY_SHAPE_ALONE = Way(  # if a name does not say the kind of tensor
-    _has_kind_on_one_side,
+    _kind_keys,
     _shape,
     label=lambda group: None,
     weak=True,

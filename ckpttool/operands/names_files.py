@@ -20,6 +20,7 @@ from ckpttool.core.dtypes import itemsize
 from ckpttool.core.expression import Expression, Ref
 from ckpttool.core.limits import limits
 from ckpttool.core.names import SCHEMA, Names, SerializedKey
+from ckpttool.core.text import CKPT
 
 
 def is_names_file(operand: object) -> bool:
@@ -50,7 +51,7 @@ def saved_by(names: Names) -> Checkpoint:
         tensors.append(entry)
     extras = tuple(map(ExtraEntry, names.extra_state))
     section = Section("", "state_dict", tuple(tensors), extras)
-    return Checkpoint("CKPT", "torch_zip", 0, (section,))
+    return Checkpoint(CKPT, "torch_zip", 0, (section,))
 
 
 def _zeros(key: SerializedKey) -> TensorEntry:

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 from ckpttool.core.checkpoint import Checkpoint, Span
 from ckpttool.core.options import Optimizers, Option, OutputOptions
-from ckpttool.core.text import shell
+from ckpttool.core.text import Placeholder, shell, spelled
 from ckpttool.core.values import dataclass
 from ckpttool.formats.folders import checkpoint_files
 from ckpttool.formats.protocol import Format
@@ -34,12 +34,6 @@ from ckpttool.io.paths import name as paths_name
 from ckpttool.io.pieces import Files, Link, Piece, Pieces
 from ckpttool.operands.checkpoint import is_folder, split
 
-# Placeholders for facts that only the user knows, with a description if the name is not enough
-OLD_CODE = {
-    "OLD": "the model that saved the file",
-    "OLD_OPTIMIZER": "the function that made the optimizer that saved the file",
-}
-PLACEHOLDERS = ("MODEL", "OPTIMIZER", "PROGRAM.pt2", "CKPT", *OLD_CODE)
 _PLAIN = (str, int, float, list, tuple, Mapping)  # values of options that a command line has too
 _WRITABLE = tuple(chain.from_iterable(row.endings for row in TABLE))
 
@@ -64,8 +58,7 @@ def command(
         if value != field.default:
             chosen[field.name] = value
     if MEMORY.title in operands or not all(map(_is_plain, chosen.values())):
-        names = {MEMORY.title: "ckpt", "CKPT": "CKPT"}
-        arguments = [names.get(operand, repr(operand)) for operand in operands]
+        arguments = [_argument(operand) for operand in operands]
         arguments += [
             f"{name}={_literal(called.get(name, name), value)}" for name, value in chosen.items()
         ]
@@ -75,7 +68,14 @@ def command(
     for name, value in chosen.items():
         (option,) = (part for part in get_args(hints[name]) if isinstance(part, Option))
         words += _words(option.flags[0], value)
-    return shell("ckpttool", verb, *operands, *words)
+    return shell("ckpttool", verb, *map(spelled, operands), *words)
+
+
+def _argument(operand: str) -> str:
+    """Return an operand as the argument of a Python call."""
+    if operand == MEMORY.title:
+        return "ckpt"
+    return operand if isinstance(operand, Placeholder) else repr(spelled(operand))
 
 
 def _words(flag: str, value: object) -> list[str]:
@@ -86,8 +86,8 @@ def _words(flag: str, value: object) -> list[str]:
         value = value.words
     words = []
     for part in value if isinstance(value, (list, tuple)) else (value,):
-        text = json.dumps(dict(part)) if isinstance(part, Mapping) else str(part)
-        words += [flag, text]
+        text = json.dumps(dict(part)) if isinstance(part, Mapping) else part
+        words += [flag, spelled(text) if isinstance(text, str) else str(text)]
     return words
 
 
@@ -102,10 +102,12 @@ def _literal(name: str, value: object) -> str:
     """Return the value of a keyword; an object of the caller, and what only the user knows, as a
     name.
     """
-    if isinstance(value, str) and value in PLACEHOLDERS:
+    if isinstance(value, Placeholder):
         return value
     if not _is_plain(value):
         return name
+    if isinstance(value, str):
+        return repr(spelled(value))
     return repr(list(value) if isinstance(value, tuple) else value)
 
 

@@ -40,8 +40,10 @@ def read(section: Section) -> OptimizerState:
     where = section.title
     if section.mapping is None:
         raise CkptError(
-            f"{where}: this file's format gives no access to an optimizer's hyperparameters",
-            hint="convert it to one file of torch.save first",
+            f"{where}: its param groups cannot be read: the format has no place for them, or they"
+            " share containers too often",
+            hint="`ckpttool inspect` shows what is in it; a file of another format can be converted"
+            " to one file of torch.save",
         )
     mapping = kept(section.mapping, set(section.tensor_keys))
     problems: list[Problem] = []

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpttool.core.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.evaluate.compare import elements, same_objects, same_values
 
+Ids = set[tuple[int, int]]
+
 
 def same_options(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
     """Return True if two groups have the same options; tensors are compared by their bytes."""
-    if left.keys() != right.keys():
-        return False
-    return all(same_option(left[name], right[name]) for name in left)
+    return _same_mappings(left, right, set())
 
 
 def same_option(left: Any, right: Any) -> bool:
     """Return True if two values of an option are the same. Tensors are, if their bytes are
     equal.
+    """
+    return _same(left, right, set())
+
+
+def _same(left: Any, right: Any, equal: Ids) -> bool:
+    """Return True if the two values are the same. `equal` are the ids of containers that are known
+    to be the same: a file may share them many times.
     """
     if left is right:
         return True
@@ -34,10 +41,36 @@ def same_option(left: Any, right: Any) -> bool:
     if isinstance(left, ExtraEntry) or isinstance(right, ExtraEntry):
         return False
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(same_option, left, right))
+        return _same_lists(left, right, equal)
     if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return same_options(left, right)
+        return _same_mappings(left, right, equal)
     return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
+
+
+def _same_lists(left: Sequence[Any], right: Sequence[Any], equal: Ids) -> bool:
+    ids = id(left), id(right)
+    if ids in equal:
+        return True
+    if len(left) != len(right):
+        return False
+    for value, other in zip(left, right):
+        if not _same(value, other, equal):
+            return False
+    equal.add(ids)
+    return True
+
+
+def _same_mappings(left: Mapping[Any, Any], right: Mapping[Any, Any], equal: Ids) -> bool:
+    ids = id(left), id(right)
+    if ids in equal:
+        return True
+    if left.keys() != right.keys():
+        return False
+    for name, value in left.items():
+        if not _same(value, right[name], equal):
+            return False
+    equal.add(ids)
+    return True
 
 
 def _is_number(entry: TensorEntry, number: float) -> bool:

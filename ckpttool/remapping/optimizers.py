@@ -12,7 +12,7 @@ from ckpttool.core.checkpoint import Checkpoint
 from ckpttool.core.errors import CkptError, Problem, Refused
 from ckpttool.core.optimizer_state import ID
 from ckpttool.core.plan import OptimizerMove, Output, Plan
-from ckpttool.core.text import plural, shell
+from ckpttool.core.text import OLD, plural, shell
 from ckpttool.formats.folders import optimizers_in
 from ckpttool.formats.opening import files_next_to
 from ckpttool.naming.convert import ModelForm
@@ -218,7 +218,7 @@ def _command_with_old_model(source: Checkpoint, options: RemapOptions) -> str | 
         return None
     swapped = replace(
         options,
-        model="OLD",
+        model=OLD,
         to_model=options.model,
         to_optimizer=options.optimizer,
         out=None if options.in_place else options.out or "OUT",

@@ -41,7 +41,7 @@ def test_max_memory_raises_the_limits_on_memory() -> None:
     assert limits() == Limits()
 
 
-@pytest.mark.parametrize("text", ["", "0", "x", "-1", "1.5G", "json_bytes=3", "1P"])
+@pytest.mark.parametrize("text", ["", "0", "x", "-1", "1.5G", "json_bytes=3", "1P", "4I", "4IB"])
 def test_invalid_size_is_a_usage_error(text: str) -> None:
     with pytest.raises(CkptError, match="not a size") as refused:
         with_memory(text)

@@ -60,7 +60,7 @@ CHECKED: dict[str, tuple[Plan, tuple[str, ...], list[str]]] = {
     "a missing section": (
         Plan((Output("model", "x", A),)),
         ("a",),
-        ["the plan rewrites a section that the checkpoint has not @ model"],
+        ["the plan rewrites a section that the checkpoint does not have @ model"],
     ),
     "a colliding constant": (
         Plan((Output("", "x", Op("aten.zeros.default", ((2,),))), Output("", "x", A)), (KEPT,)),
@@ -81,8 +81,8 @@ CHECKED: dict[str, tuple[Plan, tuple[str, ...], list[str]]] = {
             "computed by code that is not a tensor operator @ z",
             "neither used nor dropped @ c",
             "neither used nor dropped @ extra",
-            "the plan drops a key that the checkpoint has not @ gone",
-            "the plan reads a key that the checkpoint has not @ nowhere",
+            "the plan drops a key that the checkpoint does not have @ gone",
+            "the plan reads a key that the checkpoint does not have @ nowhere",
         ],
     ),
 }

@@ -43,6 +43,26 @@ def test_values_that_are_not_finite_are_counted() -> None:
     assert (change.norm, change.maximum) == (2.0, 2.0)
 
 
+def test_shares_and_values_that_are_not_finite_are_not_overstated(run: Run, tmp_path: Path) -> None:
+    left = {key: torch.arange(1.0, 1001.0) for key in ("few", "most", "both", "new")}
+    right = {key: value.clone() for key, value in left.items()}
+    right["few"][1] += 1
+    right["most"][1:] += 1
+    for side in left, right:
+        side["both"][0] = torch.nan
+    right["both"][1] += 1
+    right["new"][:2] = torch.inf
+    torch.save(left, tmp_path / "a.pt")
+    torch.save(right, tmp_path / "b.pt")
+    out = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--values").out
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    for key, share in ("few", "<1%"), ("most", ">99%"), ("both", "<1%"), ("new", "<1%"):
+        assert f" {share} " in f"{rows[key]} ", key
+    assert "1 NaN" in rows["both"]
+    assert "->" not in rows["both"]
+    assert "0 -> 2 infinite" in rows["new"]
+
+
 def test_a_change_from_zero_has_no_relative_change(run: Run, tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(2)}, tmp_path / "a.pt")
     torch.save({"w": torch.ones(2)}, tmp_path / "b.pt")
@@ -65,7 +85,7 @@ def test_the_largest_change_of_each_template_comes_first(run: Run, tmp_path: Pat
     out = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--values").out
     table = out.partition("Values, by relative change\n")[2].splitlines()[1:4]
     assert [line.split() for line in table] == [
-        ["layers.{}.x", "0", "0", "0", "25%", "1", "NaN", "layers.2.x"],
+        ["layers.{}.x", "0", "0", "0", "25%", "0", "->", "1", "NaN", "layers.2.x"],
         ["layers.{}.v", "2.5", "5", "5", "25%", "layers.1.v"],
         ["layers.{}.w", "0.2", "0.4", "0.2", "100%", "layers.2.w"],
     ]

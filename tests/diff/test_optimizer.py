@@ -89,7 +89,7 @@ def test_equal_names_in_another_order_differ_in_position(tmp_path: Path) -> None
     diff = diff_optimizers(left, saved(tmp_path / "b.pt", models.Net, in_order_of_names))
     assert statuses(diff) == {"order"}
     assert len(differences(diff)) == 8  # the fifth of nine has the same position
-    assert "number 0 in left, 8 in right" in str(differences(diff)[0])
+    assert "position 0 -> 8" in str(differences(diff)[0])
     assert diff.notes[0] == "compared by parameter name, only the positions differ"
 
 

@@ -193,8 +193,8 @@ def test_equal_names_at_other_positions_differ_if_they_have_state() -> None:
     diff = compare(left, named_ids("acb", {2: {"exp_avg": moment(2)}}))
     assert diff.notes[0] == "compared by parameter name, only the positions differ"
     assert [(status, why.rpartition(": ")[2]) for status, _, why in differences(diff)] == [
-        ("order", "number 1 in left, 2 in right"),
-        ("order", "number 2 in left, 1 in right"),
+        ("order", "position 1 -> 2"),
+        ("order", "position 2 -> 1"),
     ]
     assert not differences(compare(named_ids("ab"), named_ids("ba")))
     sides = named_ids("ab", {0: {"exp_avg": moment(2)}}), named_ids("ba")

@@ -104,6 +104,21 @@ def test_guessed_rules_are_refused_with_the_command_that_applies_them(run: Run) 
     model().load_state_dict(torch.load(made), strict=True)
 
 
+@pytest.mark.parametrize("name", ["OLD", "CKPT", "MODEL", "PROGRAM.pt2"])
+def test_a_file_may_be_called_as_a_placeholder(name: str, run: Run) -> None:
+    model = nn.Linear(2, 3)
+    torch.save({f"module.{key}": value for key, value in model.state_dict().items()}, name)
+    done = run("diff", name, "--model", "torch.nn:Linear(in_features=2,out_features=3)")
+    assert "not tried" not in done.out
+    (line,) = re.findall(r"^fix: ckpttool (.*)$", done.out, re.M)
+    assert f"./{name}" in shlex.split(line)
+    assert run(*shlex.split(line)).status == 0
+    out = shlex.split(line)[-1]
+    model.load_state_dict(torch.load(out))
+    diff = ckpttool.diff(name, model="torch.nn:Linear(in_features=2,out_features=3)")
+    assert all(fix.tried for fix in diff.fix)
+
+
 def test_unfixable_files_are_refused(run: Run) -> None:
     net = model()
     torch.save(net.state_dict(), "good.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ckpttool.naming.wrappers import ADAPTERS
 from command import Run, fixes_in
 from places import SUPPORT
 
@@ -321,3 +323,19 @@ def test_trained_biases_that_are_not_in_the_file_are_named(
         assert done.status == 0
         (note,) = done.data["notes"]
         assert f'(bias: "{bias}"), and the file lacks 1 bias: {key};' in note["text"]
+
+
+@pytest.mark.parametrize("segment", ADAPTERS)
+def test_every_method_has_the_name_that_peft_gives_it(
+    segment: str, run: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({f"base_model.model.layer.{segment}x.weight": torch.ones(2)}, file)
+    (kind,) = run("inspect", file, "--format", "json").data["kinds"]
+    title = re.search(r"is an? (.+) adapter for 1 module", kind["text"])
+    assert title is not None, kind["text"]
+    other_names = {"hada": "LOHA", "ln": "LN_TUNING", "trainable": "TRAINABLE_TOKENS"}
+    word = segment.partition("_")[0]
+    assert other_names.get(word, word.upper()) in peft.PeftType.__members__
+    plain = re.sub(r"[^a-z]", "", title[1].lower().replace("layernorm", "ln"))
+    assert plain == re.sub(r"[^a-z]", "", other_names.get(word, word).lower())

@@ -17,6 +17,7 @@ import ckpttool
 import optimizer_models as models
 import optimizer_support
 from ckpttool import Refused, open_checkpoint
+from command import Run
 from optimizer_support import equal_weights, remapped, same, save, steps, train
 from torch_version import needs_torch
 
@@ -438,6 +439,14 @@ def test_names_of_tied_parameters(tmp_path: Path) -> None:
     found, done = remapped(path, tmp_path / "out.pt", keys="fqn", names=names_of("Tied"))
     assert done.params == 3
     assert same(found["optimizer"], get_optimizer_state_dict(model, optimizer))
+
+
+def test_two_optimizers_for_one_section_are_refused(tmp_path: Path, run: Run) -> None:
+    path = save(tmp_path / "run.pt", *train(models.Net, models.adamw))
+    names = [f"optimizer=optimizer_models:{name}" for name in ("sgd", "adamw")]
+    options = ("--model", "optimizer_models:Net", "--optimizer", names[0], "--optimizer", names[1])
+    done = run("remap", path, *options, "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt")
+    assert (done.status, "optimizer has two optimizers" in done.err) == (2, True), done.err
 
 
 def test_several_optimizers_use_their_own_names(tmp_path: Path) -> None:

@@ -175,24 +175,37 @@ def _short(size: float | None) -> str:
 
 def _change_row(name: str, worst: str, change: Change, largest: float) -> Row:
     """Return the row of the tensors `name`; `largest` is the largest finite relative change."""
-    not_finite = []
-    nan = change.nan_left + change.nan_right
-    if nan:
-        not_finite.append(f"{number(nan)} NaN")
-    infinite = change.infinite_left + change.infinite_right
-    if infinite:
-        not_finite.append(f"{number(infinite)} infinite")
+    not_finite = [
+        _not_finite(change.nan_left, change.nan_right, "NaN"),
+        _not_finite(change.infinite_left, change.infinite_right, "infinite"),
+    ]
     bar = min(_extent(change) / largest, 1) if largest else 1.0
-    share = change.differing / change.elements
     return (
         name,
         Cell(_short(change.relative), "number", bar),
         _short(change.norm),
         _short(change.maximum),
-        f"{share:.0%}",
-        ", ".join(not_finite),
+        _share(change.differing, change.elements),
+        ", ".join(filter(None, not_finite)),
         worst if worst != name else "",
     )
+
+
+def _not_finite(left: int, right: int, kind: str) -> str:
+    """Return how many elements of a kind the right has, and the left if it has another number."""
+    if left == right:
+        return f"{number(right)} {kind}" if right else ""
+    return f"{number(left)} -> {number(right)} {kind}"
+
+
+def _share(differing: int, elements: int) -> str:
+    """Return the share in percent: 0% if nothing differs, and 100% if everything does."""
+    percent = round(100 * differing / elements)
+    if percent == 0 and differing:
+        return "<1%"
+    if percent == 100 and differing < elements:
+        return ">99%"
+    return f"{percent}%"
 
 
 def _likely_renames(diff: Diff, likely: Iterable[Pair], all: bool) -> Keys:
@@ -365,10 +378,10 @@ def _reason_of_renames(diff: Diff, pairs: Sequence[Pair]) -> _Reason:
         for note in notes_with(diff.notes, "hidden-segment"):
             return _Reason(with_names(note, diff.names), "hidden-segment", note)
     evidence = {pair.evidence for pair in pairs}
-    why = "likely other names"
+    why = f"likely other names ({plural(len(pairs), 'pair')})"
     if len(evidence) == 1:
-        (why,) = evidence
-    return _Reason(f"{why} ({plural(len(pairs), 'pair')})", "renamed")
+        why += f", inferred: {evidence.pop()}"
+    return _Reason(why, "renamed")
 
 
 def _only_values(diff: Diff) -> bool:
