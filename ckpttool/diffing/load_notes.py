@@ -38,8 +38,12 @@ _MATCHED = frozenset({"same", "renamed", "transformed", "value", "dtype", "shape
 
 
 class LoadedSection(NamedTuple):
-    """A section, the model that loads it, and what differs. `verdict` is torch's own answer; None
-    without the model's code, for which the `entries` decide.
+    """A section, the model that loads it, and what differs.
+
+    Attributes:
+        verdict: Torch's own answer; None without the model's code, for which the `entries` decide.
+        unreadable: Why the file cannot be read as the model reads it.
+        of_shards: Notes on the index of its shards.
     """
 
     model: ModelOperand
@@ -49,7 +53,6 @@ class LoadedSection(NamedTuple):
     verdict: Verdict | None
     entries: Sequence[Entry]
     ignore_dtype: bool
-    # why the file cannot be read as the model reads it, and notes on the index of its shards
     unreadable: Sequence[str]
     of_shards: Sequence[str]
 
@@ -75,10 +78,15 @@ class LoadedSection(NamedTuple):
         return self.fits and not loses and not self.converts
 
 
-def notes_on_load(
-    loading: LoadedSection, untied: Sequence[tuple[str, str]]
-) -> tuple[list[str], bool]:
-    """Return what the entries do not say, and whether that says why the model does not load it.
+class LoadNotes(NamedTuple):
+    """What the entries do not say. `explain_failure`: it says why the model does not load it."""
+
+    notes: list[str]
+    explain_failure: bool
+
+
+def notes_on_load(loading: LoadedSection, untied: Sequence[tuple[str, str]]) -> LoadNotes:
+    """Return the notes on a load.
 
     `untied` are pairs of tied keys for which the file has different values.
     """
@@ -105,7 +113,7 @@ def notes_on_load(
     if not loading.identical:
         notes += _notes_on_names(loading)
     notes += [*_order_notes(loading), *_not_compared(loading)]
-    return notes, bool(loading.unreadable or torch_says or converted)
+    return LoadNotes(notes, bool(loading.unreadable or torch_says or converted))
 
 
 def _note_on_form(loading: LoadedSection) -> list[Note]:

@@ -262,12 +262,13 @@ def _only_in_file(
     names: Names,
     verdict: Verdict | None,
     readers: Mapping[str, Sequence[str]],
-    lists_all: bool,
+    by_pretrained: bool,
 ) -> list[Entry]:
     """Return entries of keys that the model does not write: unexpected, unless its load hooks
     accept them.
 
-    If the verdict `lists_all` unexpected keys, the others are ignored also if the load fails.
+    from_pretrained lists all unexpected keys: a key that it does not list is ignored, also if the
+    load fails.
     """
     unexpected = set(keys if verdict is None else verdict.unexpected)
     not_saved = {tensor.fqn for tensor in names.runtime if not tensor.persistent}
@@ -277,7 +278,7 @@ def _only_in_file(
         if key in readers:
             target = f"goes to {', '.join(readers[key])}"
             entries.append(Entry("renamed", (key,), (), Cause(Code.LOAD_HOOK), None, target))
-        elif key not in unexpected and lists_all:  # not a difference: others stop the load
+        elif key not in unexpected and by_pretrained:  # not a difference: others stop the load
             entries.append(only_left(key, Cause(Code.LOAD_HOOK_DROPS)))
         elif key not in unexpected and verdict is not None and verdict.ok:
             entries.append(only_left(key, cause.and_also(Cause(Code.LOAD_HOOK_DROPS))))

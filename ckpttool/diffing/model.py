@@ -68,9 +68,9 @@ def _load_section(
     unreadable, of_shards = notes_on_reading(model, checkpoint)
     about = (model, checkpoint, section, names)
     loading = LoadedSection(*about, verdict, entries, ignore_dtype, unreadable, of_shards)
-    notes, say_why = notes_on_load(loading, untied)
+    notes, explain_failure = notes_on_load(loading, untied)
     failure = ""
-    if not loading.identical and (say_why or not _show_failure(entries)):
+    if not loading.identical and (explain_failure or not _show_failure(entries)):
         failure = f"does not load into {model.called}"
         if loading.fits:
             failure = f"loads into {model.called}, which converts its dtypes"

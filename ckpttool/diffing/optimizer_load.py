@@ -86,44 +86,44 @@ def compare_with_optimizer(
     param_map, notes = _owners(state, names, saved)
     if param_map is None:
         return _without_owners(state, target, saved, notes)
-    named = _in_groups(param_map.state, state.form, target)
+    named_state = _in_groups(param_map.state, state.form, target)
     error = None if verdict is None else verdict.error
-    stepped = verdict is not None and verdict.stepped and error is None
+    has_stepped = verdict is not None and verdict.stepped and error is None
     needs: Sequence[str] = ()  # what a step needs and the state does not have
-    if not stepped:
-        needs = missing_for_step(named, names.optimizer_groups, target.first_step)
-    loads_each = error is not None and (by_dcp or state.form == FLAT)
-    required = _required_options(named, target, needs, loads_each)
+    if not has_stepped:
+        needs = missing_for_step(named_state, names.optimizer_groups, target.first_step)
+    loads_each_option = error is not None and (by_dcp or state.form == FLAT)
+    required = _required_options(named_state, target, needs, loads_each_option)
     if required.issuperset(map(_option_of, needs)):
-        needs = ()
-    misassigned = _misassigned(param_map, target, verdict)
+        needs = ()  # --to-optimizer adds all of it
     entries = []
-    for entry in group_entries(named, target.fresh_optimizer, misassigned):
+    misassigned = _misassigned(param_map, target, verdict)
+    for entry in group_entries(named_state, target.fresh_optimizer, misassigned):
         entries.append(_as_required(entry, required))
     for key in needs:
         if not _is_hyperparameter(key):
             entries.append(only_right(key, Cause(Code.NOT_STEPPABLE)))
-    if state.form != ID and not stepped:
-        entries += _without_state(named, target)
+    if state.form != ID and not has_stepped:
+        entries += _without_state(named_state, target)
     differs = bool(needs or required) or any(map(_is_difference, entries))
     if needs:
-        notes.append(_note_on_classes(named, target))
+        notes.append(_note_on_classes(named_state, target))
     elif error is not None:
         note = Info if differs else Note  # the entries say why
         notes.append(note(f"torch: {error}", "torch-error"))
     if not differs and error is None and param_map.doubt is None:
-        notes += _notes_on_fit(param_map, named, target)
+        notes += _notes_on_fit(param_map, named_state, target)
         return OptimizerFit(tuple(entries), tuple(notes), True, names=param_map.names)
-    if needs or (not differs and error is not None and state.form == ID):
+    fails_without_reason = error is not None and not differs
+    if needs or (fails_without_reason and state.form == ID):
         remedy = Remedy("drop_state")  # it is the state of another optimizer
-    elif param_map.doubt is not None:
-        return _with_old_model(
-            OptimizerFit(tuple(entries), tuple(notes), False), state, target, saved
-        )
-    else:
-        remedy = _remedy(param_map, named, target, entries, notes)
-        if remedy.way == "by_name" and required:
-            remedy = Remedy("regroup")  # --to-optimizer adds the options
+        return OptimizerFit(tuple(entries), tuple(notes), False, remedy)
+    if param_map.doubt is not None:
+        fit = OptimizerFit(tuple(entries), tuple(notes), False)
+        return _with_old_model(fit, state, target, saved)
+    remedy = _remedy(param_map, named_state, target, entries, notes)
+    if remedy.way == "by_name" and required:
+        remedy = Remedy("regroup")  # --to-optimizer adds the options
     return OptimizerFit(tuple(entries), tuple(notes), False, remedy)
 
 
