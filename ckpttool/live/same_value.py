@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from ckpttool.evaluate.torch_eval import same_bits
+from ckpttool.live.model import SpecialTensor
+from ckpttool.tracing.instances import layout_of
 from ckpttool.tracing.memory import token
 
 
@@ -39,12 +41,11 @@ def same_value(left: Any, right: Any) -> bool:
 def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
     if token(left) == token(right):
         return True
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return False
-    for tensor in (left, right):
-        if tensor.is_meta or tensor.layout != torch.strided:
-            return False  # torch compares no sparse tensors
-    return same_bits(left.cpu(), right.cpu())
+    if layout_of(left) == layout_of(right) == "strided":
+        has_one_form = (left.dtype, left.shape) == (right.dtype, right.shape)
+        return has_one_form and same_bits(left.cpu(), right.cpu())
+    content = SpecialTensor(left).content()
+    return content is not None and content == SpecialTensor(right).content()
 
 
 def _same_array(left: Any, right: Any) -> bool:

@@ -101,19 +101,11 @@ def _other_value(key: str, base: str) -> Problem:
     return Problem(f"a call variant of {base} with another value", key)
 
 
-class WithoutVariants(NamedTuple):
-    """The outputs that are not call variants of others, and what became of the call variants."""
-
-    outputs: list[Output]
-    dropped: list[Dropped]
-    problems: list[Problem]
-
-
 def without_variants(
     outputs: Sequence[Output], first: Mapping[str, str], section: Section
-) -> WithoutVariants:
-    """Leave out the call variants of others among the outputs; a variant with another value is a
-    problem.
+) -> tuple[list[Output], list[Dropped], list[Problem]]:
+    """Return the outputs that are not call variants of others, the dropped variants, and a problem
+    for each variant with another value.
 
     `first`: FQN -> first FQN of the same tensor; so the model confirms that two names are one.
     """
@@ -134,7 +126,7 @@ def without_variants(
         # with the source of its base it is only a second name: nothing of the file is dropped
         elif isinstance(source, Ref) and source != base_source:
             dropped.append(_dropped_variant(section, source.key, base))
-    return WithoutVariants(kept, dropped, problems)
+    return kept, dropped, problems
 
 
 def with_variants(outputs: Sequence[Output], first: Mapping[str, str]) -> list[Output]:

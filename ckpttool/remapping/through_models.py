@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from ckpttool.core import expression as ex
 from ckpttool.core.checkpoint import Checkpoint, Section, TensorEntry
@@ -262,25 +261,17 @@ def place_counters(draft: Draft, keep: bool) -> Draft:
     return draft.with_outputs((*counters, *draft.plan.outputs))
 
 
-class LoadNames(NamedTuple):
-    """The names of a form for a load, as the arguments of `match`: name -> canonical name, and the
-    names that are never missing.
-    """
-
-    names: Mapping[str, str]
-    optional: Collection[str]
-
-
-def names_for_load(tables: NameTables, to: ModelForm) -> LoadNames:
-    """Return the names of the form. Second names of a tensor are never missing, because the plan
-    adds them; buffers that are not saved, because no load needs them.
+def names_for_load(tables: NameTables, to: ModelForm) -> tuple[Mapping[str, str], Collection[str]]:
+    """Return the names of the form for `match`: name -> canonical name, and optional names. Second
+    names of a tensor are optional because the plan adds them; buffers that are not saved, because
+    no load needs them.
 
     A strict load needs extra state under its serialized key; a program has no extra state.
     """
     if to.names == SERIALIZED:
         optional = {*tables.spare_keys} - {*tables.names.extra_state}
-        return LoadNames(tables.serialized_names, optional)
-    return LoadNames(tables.runtime_names, {*tables.spare_fqns})
+        return tables.serialized_names, optional
+    return tables.runtime_names, {*tables.spare_fqns}
 
 
 def missing_names(tables: NameTables, to: ModelForm, plan: Plan) -> tuple[str, ...]:

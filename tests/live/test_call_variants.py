@@ -257,7 +257,8 @@ def test_plain_attributes_that_differ_are_not_set_together() -> None:
         (np.array([[1], None], dtype=object), np.array([[2], None], dtype=object)),
         ([torch.ones(2)], [torch.zeros(2)]),
         (torch.ones(2, device="meta"), torch.ones(2, device="meta")),
-        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
+        (torch.eye(2).to_sparse(), torch.ones(2, 2).to_sparse()),
+        (torch.eye(2), torch.eye(2).to_sparse()),
         (Incomparable(), Incomparable()),
     ]
     for first, second in different:
@@ -271,6 +272,7 @@ def test_plain_attributes_that_differ_are_not_set_together() -> None:
         (np.array([1, NAN]), np.array([1, NAN])),
         (np.array([[1], None], dtype=object), np.array([[1], None], dtype=object)),
         ((torch.tensor([1, NAN]),), (torch.tensor([1, NAN]),)),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
     ]
     for first, second in equal:
         vars(module.gate)["kind"], vars(module.get_submodule("gate@1"))["kind"] = first, second

@@ -241,7 +241,7 @@ def _dtypes(checkpoint: Checkpoint) -> Table:
     return Table("Dtypes", columns, tuple(rows))
 
 
-class _Likeness(NamedTuple):
+class _CommonFacts(NamedTuple):
     """The properties that all tensors on one line have; `nbytes` is the size of one tensor."""
 
     dtype: str
@@ -298,7 +298,7 @@ def _lines(section: Section, all: bool) -> list[_Line]:
     """Return a line for each group of equal tensors, or with `all` for each tensor."""
     items = []
     for entry in section.all_tensors():
-        likeness = _Likeness(entry.dtype, entry.shape, entry.layout, entry.nbytes)
+        likeness = _CommonFacts(entry.dtype, entry.shape, entry.layout, entry.nbytes)
         items.append((entry.key, likeness))
     path = section.path or _ROOT
     lines = []
