@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from ckpttool.kinds.adapters import Adapter, adapter_in, missing_modules
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import ModelForm, Reading, read_keys
 from ckpttool.naming.match import match
+from ckpttool.naming.wrappers import stripped_paths
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.reading import as_read
 from ckpttool.remapping.options import RemapOptions
@@ -174,16 +175,16 @@ def _how_model_loads_section(
     runtime = isinstance(form, ModelForm) and form.names == RUNTIME
     section = _without_counters(section, model)
     reading = read_keys(model.tables, section, RUNTIME if runtime else SERIALIZED)
+    bare = _without_wrappers(section, reading)
     if runtime or not model.is_definition or not model.names().roundtrips:
-        return _by_names(section, model, reading)
+        return _by_names(bare, model, reading.form)
     job = current()
     if job is not None and not job.is_first:
         return LoadAnswer(model.title)  # the first rank runs the model's code, and fails for all
-    bare = _without_wrappers(section, reading)
     try:
         verdict = model.verdict(bare, reads_values=False)
     except CkptError as error:
-        by_names = _by_names(section, model, reading)
+        by_names = _by_names(bare, model, reading.form)
         note = Info(
             f"torch was not asked whether {model.title} loads the output: {error.message}",
             "not-compared",
@@ -204,14 +205,40 @@ def _without_counters(section: Section, model: ModelOperand) -> Section:
 
 
 def _without_wrappers(section: Section, reading: Reading) -> Section:
-    """Return the section under the model's own names. Several keys of one name stay as they are."""
+    """Return the section under the model's own names, if a wrapped model has its keys.
+
+    A key stays as it is if another key has the same name, or if it is inside of a wrapper that
+    other keys next to it are not in: no model loads both ``a.weight`` and ``module.a.bias``.
+    """
     if not reading.match.wrapped:
         return section
-    count = Counter(reading.match.names.values())
-    names = {key: name for key, name in reading.match.names.items() if count[name] == 1}
-    tensors = tuple(entry.under(names.get(entry.key, entry.key)) for entry in section.tensors)
-    extras = tuple(entry.under(names.get(entry.key, entry.key)) for entry in section.extras)
+    names = reading.match.names
+    count = Counter(names.values())
+    half_wrapped = _half_wrapped(section.keys, stripped_paths(names.items()))
+    new_keys = {}
+    for key, name in names.items():
+        if count[name] == 1 and not key.startswith(half_wrapped):
+            new_keys[key] = name
+    tensors = tuple(entry.under(new_keys.get(entry.key, entry.key)) for entry in section.tensors)
+    extras = tuple(entry.under(new_keys.get(entry.key, entry.key)) for entry in section.extras)
     return replace(section, tensors=tensors, extras=extras)
+
+
+def _half_wrapped(keys: Sequence[str], paths: Iterable[str]) -> tuple[str, ...]:
+    """Return the prefixes of the wrappers at these paths that do not have all keys below the module
+    around them.
+    """
+    count = Counter({"": len(keys)})  # module path -> keys below it
+    for key in keys:
+        segments = key.split(".")
+        for depth in range(1, len(segments)):
+            count[".".join(segments[:depth])] += 1
+    prefixes = []
+    for path in paths:
+        parent, _, _ = path.rpartition(".")
+        if 0 < count[path] < count[parent]:
+            prefixes.append(f"{path}.")
+    return tuple(prefixes)
 
 
 def _by_verdict(
@@ -240,18 +267,24 @@ def _by_verdict(
     return LoadAnswer(model.title, verdict.missing, tuple(problems), tuple(notes))
 
 
-def _by_names(section: Section, model: ModelOperand, reading: Reading) -> LoadAnswer:
-    """Return what the names say: unknown keys, call variants among them, several keys of one name,
-    and tensors of another shape.
+def _by_names(bare: Section, model: ModelOperand, form: str) -> LoadAnswer:
+    """Return what the names say: unknown keys, and tensors of another shape.
+
+    ``state_dict()`` has all serialized names, and a strict load wants all of them; of the runtime
+    names, some may be absent.
     """
-    unexpected = [*reading.match.unmatched, *reading.match.variants]
+    tables = model.tables
+    names = tables.canonical_names(form)
+    optional = set() if form == SERIALIZED else set(tables.spare_fqns)
+    unexpected = [key for key in bare.keys if key not in names]
     problems = same_problem("not a key that the model loads", unexpected, "unexpected")
-    problems += reading.match.problems
-    for entry in section.tensors:
-        shape = model.tables.shape_of(reading.match.names.get(entry.key, ""), reading.form)
+    for entry in bare.tensors:
+        shape = tables.shape_of(entry.key, form)
         if shape is not None and shape != entry.shape:
             problems.append(_wrong_shape(entry, shape))
-    return LoadAnswer(model.title, reading.match.missing, tuple(problems))
+    optional.update(bare.keys)
+    missing = tuple(name for name in names if name not in optional)
+    return LoadAnswer(model.title, missing, tuple(problems))
 
 
 def _wrong_shapes(section: Section, model: ModelOperand) -> Iterator[Problem]:

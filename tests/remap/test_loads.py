@@ -197,6 +197,55 @@ def test_second_keys_of_a_name_are_not_loaded(
     assert not (tmp_path / "out.pt").exists()
 
 
+HALF_WRAPPED = ("module.", "conv._orig_mod.", "fc.module.")
+
+
+@pytest.mark.parametrize("by_names", [False, True])
+@pytest.mark.parametrize("prefix", HALF_WRAPPED)
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_wrapped_keys_are_loaded_if_all_keys_around_them_are_wrapped(
+    prefix: str, is_whole: bool, by_names: bool, tmp_path: Path, run: Run
+) -> None:
+    """The oracle is the model with a wrapper at this place."""
+    model = f"{__file__}:Backbone"
+    if by_names:
+        names = str(tmp_path / "names.json")
+        assert run("trace", model, "-o", names).status == 0
+        model = names
+    module, _, _ = prefix.rpartition(".")[0].rpartition(".")
+    below = f"{module}." if module else ""
+    state = {}
+    for key, value in Backbone().state_dict().items():
+        is_wrapped = key.startswith(below) and (is_whole or key.endswith("bias"))
+        state[prefix + key.removeprefix(below) if is_wrapped else key] = value
+    torch.save(state, tmp_path / "in.pt")
+    wrapped: Any = Backbone()
+    if not module:
+        wrapped = nn.DataParallel(wrapped)
+    elif "module" in prefix:
+        setattr(wrapped, module, nn.DataParallel(getattr(wrapped, module)))
+    else:
+        setattr(wrapped, module, torch.compile(getattr(wrapped, module)))
+    assert is_loaded(wrapped, tmp_path / "in.pt") is is_whole
+    done = run("remap", tmp_path / "in.pt", "--to-model", model, "-o", tmp_path / "out.pt")
+    assert (done.status == 0) is is_whole, (done.out, done.err)
+
+
+def test_a_names_file_needs_both_names_of_a_tied_weight(tmp_path: Path, run: Run) -> None:
+    model, names = f"{__file__}:Tied", str(tmp_path / "names.json")
+    assert run("trace", model, "-o", names).status == 0
+    state = Tied().state_dict()
+    del state["head.weight"]
+    torch.save(state, tmp_path / "in.pt")
+    assert not is_loaded(Tied(), tmp_path / "in.pt")
+    for operand in (model, names):
+        words = ("remap", tmp_path / "in.pt", "--to-model", operand, "-o", tmp_path / "out.pt")
+        refused = run(*words)
+        assert refused.status == 1
+        assert "missing @ head.weight" in refused.err
+        assert "then add these second names" in refused.err
+
+
 def test_a_dtype_that_loading_converts_is_a_note(tmp_path: Path, run: Run) -> None:
     torch.save(saved("Backbone", "half", 0), tmp_path / "in.pt")
     options = (
