@@ -18,18 +18,18 @@ Shape = tuple[int, ...]
 
 
 def notes_on_lists(
-    outcome: Remap, old: Names | None, new: Names | None, called: Callable[[str], str] | None
+    outcome: Remap, old: Names | None, new: Names | None, rename: Callable[[str], str] | None
 ) -> tuple[str, ...]:
     """Return a note on each list of the file that no longer fits the parameters after the remap,
     because they change.
 
     A list belongs to the parameters if it has their number and shapes. `old` are the names of the
-    model that saved the file, `new` of the model that will load it, `called` what rules call a
+    model that saved the file, `new` of the model that will load it, `rename` what rules call a
     name.
     """
     effect = outcome.narrowed or outcome.model
     if old is not None and new is not None:
-        changes = not _keeps_order(old, new, called or str)
+        changes = not _keeps_order(old, new, rename or str)
     else:
         changes = effect is not None and not effect.keeps_places
     if not changes:
@@ -49,12 +49,12 @@ def notes_on_lists(
     return tuple(notes)
 
 
-def _keeps_order(old: Names, new: Names, called: Callable[[str], str]) -> bool:
+def _keeps_order(old: Names, new: Names, rename: Callable[[str], str]) -> bool:
     """Return whether the new model has the parameters of the old one, in the same order."""
     before, after = Parameters(old).shapes, Parameters(new).shapes
     if len(before) != len(after):
         return False
-    sources = sources_between(old, new, {name: called(name) for name in before})
+    sources = sources_between(old, new, {name: rename(name) for name in before})
     for old_name, new_name in zip(before, after):
         if sources.get(new_name) != Ref(old_name):
             return False

@@ -86,17 +86,17 @@ def _in_order(
     loaded_by = [remap.loaded_by for remap in optimizers if remap.loaded_by is not None]
     keeps_places = ruled is None or ruled.keeps_places
     target = request.names if keeps_places else None
-    called = request.called
+    rename = request.called
     if by_steps is not None:
-        called = by_steps.name_after
+        rename = by_steps.name_after
     if loaded_by:
-        target, called = loaded_by[0], None
+        target, rename = loaded_by[0], None
     if target is None or all(optimizer.to != ID for optimizer in optimizers):
         return result
     ordered = []
     for section in result.sections:
         is_ordered = section.kind == "state_dict" and section.path not in others
-        ordered.append(sorted_like_model(section, target, called) if is_ordered else section)
+        ordered.append(sorted_like_model(section, target, rename) if is_ordered else section)
     return replace(result, sections=tuple(ordered))
 
 
