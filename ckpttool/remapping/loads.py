@@ -17,7 +17,7 @@ from ckpttool.distributed.job import current
 from ckpttool.kinds.adapters import Adapter, adapter_in, missing_modules
 from ckpttool.naming import wrappers
 from ckpttool.naming.convert import ModelForm, Reading, read_keys
-from ckpttool.naming.match import match
+from ckpttool.naming.match import NameTables, match
 from ckpttool.naming.wrappers import stripped_paths
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.reading import as_read
@@ -175,7 +175,7 @@ def _how_model_loads_section(
     runtime = isinstance(form, ModelForm) and form.names == RUNTIME
     section = _without_counters(section, model)
     reading = read_keys(model.tables, section, RUNTIME if runtime else SERIALIZED)
-    bare = _without_wrappers(section, reading)
+    bare = _without_wrappers(section, reading, model.tables)
     if runtime or not model.is_definition or not model.names().roundtrips:
         return _by_names(bare, model, reading.form)
     job = current()
@@ -204,7 +204,7 @@ def _without_counters(section: Section, model: ModelOperand) -> Section:
     return without_tensors(section, counters)
 
 
-def _without_wrappers(section: Section, reading: Reading) -> Section:
+def _without_wrappers(section: Section, reading: Reading, tables: NameTables) -> Section:
     """Return the section under the model's own names, if a wrapped model has its keys.
 
     A key stays as it is if another key has the same name, or if it is inside of a wrapper that
@@ -214,7 +214,9 @@ def _without_wrappers(section: Section, reading: Reading) -> Section:
         return section
     names = reading.match.names
     count = Counter(names.values())
-    half_wrapped = _half_wrapped(section.keys, stripped_paths(names.items()))
+    canonical = tables.canonical_names(reading.form)
+    paths = stripped_paths((key, canonical[name]) for key, name in names.items())
+    half_wrapped = _half_wrapped(section.keys, paths)
     new_keys = {}
     for key, name in names.items():
         if count[name] == 1 and not key.startswith(half_wrapped):
