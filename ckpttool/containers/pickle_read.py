@@ -123,7 +123,7 @@ class Origin(NamedTuple):
     end: int = 0
 
 
-# Reading: the machine
+# The machine
 
 _NO_FRAME = 1 << 64
 
@@ -170,7 +170,7 @@ class _Machine:
     copies: list[Call] = field(default_factory=list)
     mappings: set[int] = field(default_factory=set)
 
-    def line(self) -> bytes:
+    def read_line(self) -> bytes:
         """Read up to the end of the line."""
         begin = self.end
         newline = self.data.find(b"\n", begin)
@@ -179,8 +179,8 @@ class _Machine:
         self.end = newline + 1
         return self.data[begin:newline]
 
-    def above_mark(self) -> list[Any]:
-        """Take the nodes above the last mark."""
+    def pop_to_mark(self) -> list[Any]:
+        """Take the nodes above the last mark off the stack."""
         height = self.marks.pop()
         if height > len(self.stack):
             raise ValueError("the objects below a mark were taken away")
@@ -223,7 +223,7 @@ class _Machine:
             self.watch(call, imported)
         return call
 
-    def take_copies(self) -> None:
+    def charge_copies(self) -> None:
         """Count the pairs of the dicts that calls make of other containers: several may make theirs
         of the same one.
         """
@@ -271,7 +271,7 @@ def collected() -> Iterator[list[Import]]:
             outer += imports
 
 
-def unreadable(origin: Origin, error: CkptError) -> None:
+def note_unreadable(origin: Origin, error: CkptError) -> None:
     """Note a pickle that cannot be read: only its dangerous imports up to the error are known."""
     imports = _collected.get()
     if imports is None:
@@ -526,7 +526,7 @@ def _run(machine: _Machine) -> None:  # noqa: C901, PLR0912 - frequent opcodes, 
                     machine.left -= _TUPLE
                     stack[-1] = (stack[-1], last)
                 elif opcode == 0x74:  # TUPLE
-                    above = machine.above_mark()
+                    above = machine.pop_to_mark()
                     machine.left -= _TUPLE + _ITEM * len(above)
                     stack.append(tuple(above))
                 elif opcode in _SIZED:
@@ -559,7 +559,7 @@ def _run(machine: _Machine) -> None:  # noqa: C901, PLR0912 - frequent opcodes, 
                 elif opcode == 0x2E:  # STOP
                     if frame not in (_NO_FRAME, end):
                         raise ValueError("it ends inside a frame")
-                    machine.take_copies()
+                    machine.charge_copies()
                     machine.at = at
                     _check_memory(machine)
                     return
@@ -643,15 +643,16 @@ def _newobj_ex(machine: _Machine) -> None:
 
 @_opcode(0x69)
 def _inst(machine: _Machine) -> None:
-    args = machine.above_mark()
-    module, name = machine.line(), machine.line()
+    args = machine.pop_to_mark()
+    module, name = machine.read_line(), machine.read_line()
     func = machine.new_global(module.decode(), name.decode())
+    # an object made by INST is written with OBJ, whose effect is the same
     machine.stack.append(machine.new_call(func, tuple(args), "OBJ"))
 
 
 @_opcode(0x6F)
 def _obj(machine: _Machine) -> None:
-    func, *args = machine.above_mark()
+    func, *args = machine.pop_to_mark()
     machine.stack.append(machine.new_call(func, tuple(args), "OBJ"))
 
 
@@ -666,7 +667,7 @@ def _build(machine: _Machine) -> None:
 
 @_opcode(0x63)
 def _global(machine: _Machine) -> None:
-    module, name = machine.line(), machine.line()
+    module, name = machine.read_line(), machine.read_line()
     machine.stack.append(machine.new_global(module.decode(), name.decode()))
 
 
@@ -688,7 +689,7 @@ def _binpersid(machine: _Machine) -> None:
 
 @_opcode(0x50)
 def _persid(machine: _Machine) -> None:
-    line = machine.line()
+    line = machine.read_line()
     machine.left -= _REFERENCE
     machine.stack.append(machine.persistent(line.decode("ascii")))
 
@@ -714,7 +715,7 @@ def _empty_list(machine: _Machine) -> None:
 
 @_opcode(0x6C)
 def _list(machine: _Machine) -> None:
-    above = machine.above_mark()
+    above = machine.pop_to_mark()
     machine.left -= _LIST + _ITEM * len(above)
     machine.stack.append(above)
 
@@ -728,7 +729,7 @@ def _append(machine: _Machine) -> None:
 
 @_opcode(0x65)
 def _appends(machine: _Machine) -> None:
-    above = machine.above_mark()
+    above = machine.pop_to_mark()
     machine.left -= _LIST + _ITEM * len(above)
     _extend(machine.stack[-1], above)
 
@@ -741,7 +742,7 @@ def _empty_dict(machine: _Machine) -> None:
 
 @_opcode(0x64)
 def _dict(machine: _Machine) -> None:
-    above = machine.above_mark()
+    above = machine.pop_to_mark()
     machine.left -= _FIRST_PAIR + _PAIR * len(above)
     machine.stack.append({})
     _update(machine.stack[-1], above[::2], above[1::2])
@@ -756,7 +757,7 @@ def _setitem(machine: _Machine) -> None:
 
 @_opcode(0x75)
 def _setitems(machine: _Machine) -> None:
-    above = machine.above_mark()
+    above = machine.pop_to_mark()
     machine.left -= _FIRST_PAIR + _PAIR * (len(above) // 2)
     _update(machine.stack[-1], above[::2], above[1::2])
 
@@ -769,7 +770,7 @@ def _empty_set(machine: _Machine) -> None:
 
 @_opcode(0x90)
 def _additems(machine: _Machine) -> None:
-    above = machine.above_mark()
+    above = machine.pop_to_mark()
     owner = machine.stack[-1]
     if type(owner) is not PickledSet or owner.frozen:
         raise TypeError("items are added to an object that is not a set")
@@ -779,21 +780,21 @@ def _additems(machine: _Machine) -> None:
 
 @_opcode(0x91)
 def _frozenset(machine: _Machine) -> None:
-    above = machine.above_mark()
+    above = machine.pop_to_mark()
     machine.left -= _SET + _ITEM * len(above)
     machine.stack.append(PickledSet(above, frozen=True))
 
 
 @_opcode(0x70)
 def _put(machine: _Machine) -> None:
-    line = machine.line()
+    line = machine.read_line()
     machine.left -= _MEMO + len(line)
     machine.memo[_integer(line)] = machine.stack[-1]
 
 
 @_opcode(0x67)
 def _get(machine: _Machine) -> None:
-    machine.stack.append(machine.memo[_integer(machine.line())])
+    machine.stack.append(machine.memo[_integer(machine.read_line())])
 
 
 @_opcode(0x32)
@@ -803,7 +804,7 @@ def _dup(machine: _Machine) -> None:
 
 @_opcode(0x31)
 def _pop_mark(machine: _Machine) -> None:
-    machine.above_mark()
+    machine.pop_to_mark()
 
 
 @_opcode(0x30)
@@ -825,7 +826,7 @@ def _lined(make: Callable[[bytes], Any]) -> Callable[[_Machine], None]:
     """Return the function of an opcode that makes a node of the rest of the line."""
 
     def push(machine: _Machine) -> None:
-        line = machine.line()
+        line = machine.read_line()
         machine.left -= _TEXT + 4 * len(line)
         machine.stack.append(make(line))
 
@@ -884,7 +885,7 @@ def _inside(call: Call, origin: Origin) -> Iterator[Import]:
         for pickled in _pickles_in(data):
             look_into(pickled, inside, LEGACY_PICKLES)
     except CkptError as error:
-        unreadable(inside, error)
+        note_unreadable(inside, error)
     finally:
         _collected.reset(outer)
         _depth.reset(token)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from functools import partial
 from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -68,7 +67,7 @@ def is_module(node: Any) -> bool:
 
 
 def class_of(node: Any) -> str:
-    # of protocols 0 and 1
+    # protocols 0 and 1 make an object by this function, with its class as an argument
     is_older = str(node.func) in ("copy_reg._reconstructor", "copyreg._reconstructor")
     return str(node.args[0] if is_older and node.args else node.func)
 
@@ -92,13 +91,13 @@ def slots_of(module: Any, steps: Steps) -> Iterator[ModuleTensor]:
         inside = (*at, *steps_inside)
         unsaved = _texts_in(attributes.get("_non_persistent_buffers_set"))
         for slot in ("_parameters", "_buffers"):
-            for name, key, value in _named(slots[slot]):
+            for name, key, value in _slot_entries(slots[slot]):
                 if not is_tensor(value):
                     continue
                 place = (*inside, ("item", slot), ("item", key))
                 is_saved = slot == "_parameters" or name not in unsaved
                 yield ModuleTensor(".".join((*path, name)), place, value, is_saved)
-        submodules = list(_named(slots["_modules"]))
+        submodules = list(_slot_entries(slots["_modules"]))
         for name, key, submodule in reversed(submodules):
             place = (*inside, ("item", "_modules"), ("item", key))
             todo.append(((*path, name), place, submodule))
@@ -138,7 +137,7 @@ def _are_attributes(node: Any) -> bool:
     return None not in map(pairs_of, slots)
 
 
-def _named(slot: Mapping[Any, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _slot_entries(slot: Mapping[Any, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield name, key and value of each entry of a slot."""
     for key, value in slot.items():
         name = text_of(key)
@@ -152,7 +151,8 @@ _MAX_OPTIMIZER_DEPTH = 50
 _MAX_REPEATS = 500_000
 
 
-class _TooMuch(Exception): ...
+class _TooMuch(Exception):
+    """A state dict that is too large to be turned into a mapping."""
 
 
 def mapping_of(
@@ -242,7 +242,7 @@ _PICKLED, _LEAST_AGAIN = 16, 10_000
 # entry, a section.
 _WALKED, _STEP, _ENTRY, _SECTION = 150, 16, 500, 4000
 
-Adder = Callable[["Tree", Any, Path, Steps], None]  # adds the section that a node is
+Adder = Callable[["_Walk", Any, Path, Steps], None]  # adds the section that a node is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -262,7 +262,7 @@ class _Tensors:
     """Tensors below some nodes, each under another key, with the steps to it.
 
     `listed` are the ids of tensors that have another place already. Containers whose ids are `seen`
-    or `barren` are not looked into: that was done, or they have no tensor to list.
+    or `without_tensors` are not looked into: that was done, or they have no tensor to list.
     """
 
     storages: Storages
@@ -270,7 +270,7 @@ class _Tensors:
     steps: dict[str, Steps] = field(default_factory=dict)
     listed: set[int] = field(default_factory=set)
     seen: set[int] = field(default_factory=set)
-    barren: set[int] = field(default_factory=set)
+    without_tensors: set[int] = field(default_factory=set)
 
     def add(self, key: str, node: Any, steps: Steps) -> None:
         """Add the tensor under the key, or the first free one like it."""
@@ -287,23 +287,23 @@ class _Tensors:
             return
         if not isinstance(node, (dict, list, tuple, Call)) or len(steps) > _MAX_DEPTH:
             return
-        if id(node) in self.seen or id(node) in self.barren:
+        if id(node) in self.seen or id(node) in self.without_tensors:
             return
         self.seen.add(id(node))
         before = len(self.entries)
         self.find_inside(node, path, steps)
         if before == len(self.entries):
-            self.barren.add(id(node))
+            self.without_tensors.add(id(node))
 
     def find_inside(self, node: Any, path: Path, steps: Steps) -> None:
         """Add all tensors in the parts of the node."""
-        for child_path, child_steps, child in _named_children(self.storages, node, path, steps):
+        for child_path, child_steps, child in _inner_nodes(self.storages, node, path, steps):
             self.find(child, child_path, child_steps)
 
 
 @dataclass(slots=True, eq=False)
 class Tree:
-    """The contents of a pickle's tree, and the state of the walk through it.
+    """The contents of a pickle's tree.
 
     Attributes:
         storages: The storages of the file.
@@ -311,151 +311,186 @@ class Tree:
         others: Path -> everything else, with the steps to it.
         rings: The places that refer back to a container around them: the steps there, and to that
             container.
-        outer: Path -> a pickled object that has sections or tensors in it.
+        objects: Path -> a pickled object that has sections or tensors in it.
         dicts: Path -> the keys of what could be a state dict.
         notes: Sentences on sections that are not listed at each place.
         unreached: Storages that no tensor is made of, as the reader of the file lists them.
-        whole: Paths of dicts that are read as state dicts.
-        loose: Tensors that are in no section.
-        seen: Ids of the containers that were walked.
-        around: By id, the containers that are being walked.
-        added: By id of what is or holds a section: what adds it, and the entries that looking at it
-            again costs.
-        noted: Ids of dicts inside entries of state dicts that are in `dicts`.
-        of_tensors: By id of a mapping, whether tensors are in it.
-        barren: Ids of containers without any tensor.
-        again_left: Entries of sections at further places that are still allowed.
-        plain_left: Nodes that may still be turned into plain values.
     """
 
     storages: Storages
-    loose: _Tensors
-    whole: Collection[str] = ()
     places: dict[str, Place] = field(default_factory=dict)
     others: dict[str, tuple[Steps, Any]] = field(default_factory=dict)
     rings: dict[str, tuple[Steps, Steps]] = field(default_factory=dict)
-    outer: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
     dicts: dict[str, Sequence[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unreached: tuple[Unreached, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Walk:
+    """The state of the walk that fills a `Tree`.
+
+    Attributes:
+        tree: What was found so far.
+        unsectioned: Tensors that are in no section.
+        state_dicts: Paths of dicts that are read as state dicts.
+        seen: Ids of the containers that were walked.
+        open: By id, the containers that are being walked, with the steps to them.
+        repeatable: By id of what is or holds a section: what adds it, and the entries that looking
+            at it again costs.
+        noted_dicts: Ids of dicts inside entries of state dicts that are in `dicts`.
+        of_tensors: By id of a mapping, whether tensors are in it.
+        without_tensors: Ids of containers without any tensor.
+        repeats_left: Entries of sections at further places that are still allowed.
+        plain_left: Nodes that may still be turned into plain values.
+    """
+
+    tree: Tree
+    unsectioned: _Tensors
+    state_dicts: Collection[str] = ()
     seen: set[int] = field(default_factory=set)
-    around: dict[int, Steps] = field(default_factory=dict)
-    added: dict[int, tuple[Adder | None, int]] = field(default_factory=dict)
-    noted: set[int] = field(default_factory=set)
+    open: dict[int, Steps] = field(default_factory=dict)
+    repeatable: dict[int, tuple[Adder | None, int]] = field(default_factory=dict)
+    noted_dicts: set[int] = field(default_factory=set)
     of_tensors: dict[int, bool] = field(default_factory=dict)
-    barren: set[int] = field(default_factory=set)
-    again_left: int = 100_000
+    without_tensors: set[int] = field(default_factory=set)
+    repeats_left: int = 100_000
     plain_left: int = 1_000_000
 
+    @property
+    def storages(self) -> Storages:
+        return self.tree.storages
 
-def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) -> Tree:
-    """Return the sections of the tree, loose tensors as a last one (``other``). Raises `CkptError`
-    on bad tensors.
 
-    The dicts at the dotted paths `whole` are read as state dicts.
+def _new_walk(storages: Storages, state_dicts: Collection[str] = ()) -> _Walk:
+    return _Walk(Tree(storages), _Tensors(storages), state_dicts)
+
+
+def find_sections(root: Any, storages: Storages, state_dicts: Collection[str] = ()) -> Tree:
+    """Return the sections of the tree, tensors outside of any as a last one (``other``). Raises
+    `CkptError` on bad tensors.
+
+    The dicts at the dotted paths `state_dicts` are read as state dicts.
     """
-    tree = Tree(storages, _Tensors(storages), whole)
+    walk = _new_walk(storages, state_dicts)
+    tree, unsectioned = walk.tree, walk.unsectioned
     allowed = max(_LEAST_AGAIN, storages.pickled // _PICKLED)
-    tree.again_left = min(tree.again_left, allowed)
-    if not _walk(tree, root, (), (), foreign=False):
-        for path, steps, node in _named_children(storages, root, (), ()):
+    walk.repeats_left = min(walk.repeats_left, allowed)
+    if not _find_in(walk, root, (), (), foreign=False):
+        for path, steps, node in _inner_nodes(storages, root, (), ()):
             tree.others[".".join(path)] = steps, node
-    if tree.loose.entries:
+    if unsectioned.entries:
         name = "(other)" if "" in tree.places else ""
-        section = Section(name, "other", tuple(tree.loose.entries))
-        tree.places[name] = Place(section, (), None, tree.loose.steps)
+        section = Section(name, "other", tuple(unsectioned.entries))
+        tree.places[name] = Place(section, (), None, unsectioned.steps)
     return tree
 
 
-def _walk(tree: Tree, node: Any, path: Path, steps: Steps, foreign: bool) -> bool:
-    """Find the sections and tensors in `node`; False if there are none. `foreign`: inside a pickled
-    object.
+def _find_in(walk: _Walk, node: Any, path: Path, steps: Steps, foreign: bool) -> bool:
+    """Return True if there are sections or tensors in `node`, after adding them. `foreign`: inside
+    a pickled object.
     """
     if is_tensor(node):
-        tree.loose.add(".".join(path), node, steps)
+        walk.unsectioned.add(".".join(path), node, steps)
         return True
     if len(steps) > _MAX_DEPTH or not isinstance(node, (dict, list, tuple, Call)):
         return False
-    if id(node) in tree.seen:
-        return _add_again(tree, node, path, steps, foreign)
-    tree.seen.add(id(node))
-    _take_path(tree, path)
-    before = len(tree.places)
-    add = _recognized(tree, node, ".".join(path), foreign)
-    has_sections = _add(tree, add, node, path, steps, foreign)
-    if len(tree.places) > before:
-        last = next(reversed(tree.places.values())).section
-        tree.added[id(node)] = add, max(1, len(last.entries), _count_inside(node))
+    if id(node) in walk.seen:
+        return _repeat(walk, node, path, steps, foreign)
+    walk.seen.add(id(node))
+    _charge_path(walk, path)
+    places = walk.tree.places
+    before = len(places)
+    names = _keys_as_text(node)
+    add = _adder_of(walk, node, names, ".".join(path), foreign)
+    if names and not foreign and add in (None, _add_optimizer):
+        _note_candidate(walk, names, ".".join(path))
+    has_sections = _add_sections(walk, add, node, path, steps, foreign)
+    if len(places) > before:
+        last = next(reversed(places.values())).section
+        walk.repeatable[id(node)] = add, max(1, len(last.entries), _count_inside(node))
     return has_sections
 
 
-def _add(tree: Tree, add: Adder | None, node: Any, path: Path, steps: Steps, foreign: bool) -> bool:
-    """Add the section that `node` is, by `add`, or the sections in it; False if there are none."""
+def _note_candidate(walk: _Walk, names: Sequence[str], path: str) -> None:
+    """Note the keys of a mapping that could be a state dict: only a model's names can tell."""
+    walk.storages.memory.take(_WALKED + len(path) + 8 * len(names))
+    walk.tree.dicts.setdefault(path, names)
+
+
+def _add_sections(
+    walk: _Walk, add: Adder | None, node: Any, path: Path, steps: Steps, foreign: bool
+) -> bool:
+    """Add the section that `node` is, by `add`, or the sections in it. Return True if there are
+    any.
+    """
     if add is not None:
-        add(tree, node, path, steps)
+        add(walk, node, path, steps)
         return True
+    tree = walk.tree
     is_foreign = foreign or (isinstance(node, Call) and pairs_of(node) is None)
     rest: list[tuple[Path, tuple[Steps, Any]]] = []
     has_sections = False
-    tree.around[id(node)] = steps
-    for child_path, child_steps, child in _named_children(tree.storages, node, path, steps):
-        if _walk(tree, child, child_path, child_steps, is_foreign):
+    walk.open[id(node)] = steps
+    for child_path, child_steps, child in _inner_nodes(walk.storages, node, path, steps):
+        if _find_in(walk, child, child_path, child_steps, is_foreign):
             has_sections = True
         elif not is_foreign:
-            tree.storages.memory.take(_WALKED + _STEP * len(child_steps))
+            walk.storages.memory.take(_WALKED + _STEP * len(child_steps))
             rest.append((child_path, (child_steps, child)))
-    del tree.around[id(node)]
+    del walk.open[id(node)]
     if not has_sections:
         return False
     if is_foreign and not foreign:
-        tree.outer[".".join(path)] = node
-    tree.storages.memory.take(len(rest) * (_WALKED + sum(map(len, path))))
+        tree.objects[".".join(path)] = node
+    walk.storages.memory.take(len(rest) * (_WALKED + sum(map(len, path))))
     for child_path, place in rest:
         tree.others[free(".".join(child_path), tree.others)] = place
     return True
 
 
-def _add_again(tree: Tree, node: Any, path: Path, steps: Steps, foreign: bool) -> bool:
-    """Add a node again that is or holds a section at another place; False for others: they stay at
-    their first place.
+def _repeat(walk: _Walk, node: Any, path: Path, steps: Steps, foreign: bool) -> bool:
+    """Return True if a node that was walked before is or holds a section, after adding that at this
+    place too. Other nodes stay at their first place.
     """
-    if id(node) in tree.around:
-        tree.rings[free(".".join(path), tree.rings)] = steps, tree.around[id(node)]
+    if id(node) in walk.open:
+        rings = walk.tree.rings
+        rings[free(".".join(path), rings)] = steps, walk.open[id(node)]
         return False
-    add, count = tree.added.get(id(node), (None, 0))
+    add, count = walk.repeatable.get(id(node), (None, 0))
     if not count or (add is not None and foreign and metadata_of(node) is None):
         return False
-    if not _spend_again(tree, path, count):
+    if not _charge_repeat(walk, path, count):
         return False
-    _take_path(tree, path)
-    return _add(tree, add, node, path, steps, foreign)
+    _charge_path(walk, path)
+    return _add_sections(walk, add, node, path, steps, foreign)
 
 
-def _take_path(tree: Tree, path: Path) -> None:
+def _charge_path(walk: _Walk, path: Path) -> None:
     """Count the memory of a place: a tuple of its parts, and its text, as a path and in the keys of
     a report.
     """
-    tree.storages.memory.take(_WALKED + 2 * sum(map(len, path)) + _STEP * len(path))
+    walk.storages.memory.take(_WALKED + 2 * sum(map(len, path)) + _STEP * len(path))
 
 
-def _spend_again(tree: Tree, path: Path, count: int) -> bool:
-    """Look at `count` entries again; False if no more are allowed, and a note says where that
-    begins.
-    """
-    left = tree.again_left
-    tree.again_left -= count
-    if left >= 0 > tree.again_left:
+def _charge_repeat(walk: _Walk, path: Path, count: int) -> bool:
+    """Return True if `count` entries may be listed once more. A note says where that ends."""
+    left = walk.repeats_left
+    walk.repeats_left -= count
+    if left >= 0 > walk.repeats_left:
         note = f"from {'.'.join(path)} on, a section at several places is listed at one of them"
-        tree.notes.append(note)
-    return tree.again_left >= 0
+        walk.tree.notes.append(note)
+    return walk.repeats_left >= 0
 
 
-def _recognized(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None:
+def _adder_of(
+    walk: _Walk, node: Any, names: Sequence[str] | None, path: str, foreign: bool
+) -> Adder | None:
     """Return the function that adds the node as a section; None for a container that may hold
-    sections. The keys of a mapping that could be a state dict are noted in `tree.dicts`.
+    sections. `names` are the keys of a mapping.
     """
-    names = _names(node)
-    if path in tree.whole and names is not None and not foreign:
+    if path in walk.state_dicts and names is not None and not foreign:
         return _add_state_dict
     if is_module(node):
         return _add_module
@@ -463,40 +498,44 @@ def _recognized(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None
         return _add_list
     if names and not foreign and _are_arrays(node):
         return _add_arrays
-    is_optimizer = _is_optimizer(node)
+    if _is_optimizer(node):
+        return _add_optimizer
     prefix = prefix_of(path)
-    is_around = any(whole.startswith(prefix) for whole in tree.whole)
-    is_candidate = names is not None and not is_optimizer and not is_around
-    if is_candidate and _is_state_dict(tree, node, names or (), foreign):
+    is_around = any(state_dict.startswith(prefix) for state_dict in walk.state_dicts)
+    is_candidate = names is not None and not is_around
+    if is_candidate and _is_state_dict(walk, node, names or (), foreign):
         return _add_state_dict
-    if names and not foreign:
-        tree.storages.memory.take(_WALKED + len(path) + 8 * len(names))
-        tree.dicts.setdefault(path, names)
-    return _add_optimizer if is_optimizer else None
+    return None
 
 
-def _named_children(storages: Storages, node: Any, path: Path, steps: Steps) -> Iterator[Child]:
+def _inner_nodes(storages: Storages, node: Any, path: Path, steps: Steps) -> Iterator[Child]:
     """Yield path, steps and node of the nodes inside. A pickled object's attributes have the path
     of the object.
     """
     storages.look(_count_inside(node))
-    for kind, parts in _parts_by_kind(node):
-        for key, value in parts:
-            name = text_of(key) or str(key)
-            yield (*path, name), (*steps, (kind, key)), value
-    if isinstance(node, Call) and node.state is not ABSENT:
-        yield path, (*steps, ("state", None)), node.state
+    for kind, key, value in _parts_by_kind(node):
+        child_path = path
+        if kind != "state":
+            child_path = (*path, text_of(key) or str(key))
+        yield child_path, (*steps, (kind, key)), value
 
 
-def _parts_by_kind(node: Any) -> Iterator[tuple[str, Iterable[tuple[Any, Any]]]]:
-    """Yield the nodes inside by kind, each with its key or index."""
-    yield "item", (pairs_of(node) or {}).items()
+def _parts_by_kind(node: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield kind, key or index, and node of the nodes inside."""
+    for key, value in (pairs_of(node) or {}).items():
+        yield "item", key, value
     if isinstance(node, (list, tuple)):
-        yield "item", enumerate(node)
+        for index, value in enumerate(node):
+            yield "item", index, value
     if isinstance(node, Call):
-        yield "arg", enumerate(node.args)
-        yield "kwarg", (node.kwargs or {}).items()
-        yield "element", enumerate(node.items or ())
+        for index, value in enumerate(node.args):
+            yield "arg", index, value
+        for key, value in (node.kwargs or {}).items():
+            yield "kwarg", key, value
+        for index, value in enumerate(node.items or ()):
+            yield "element", index, value
+        if node.state is not ABSENT:
+            yield "state", None, node.state
 
 
 def _count_inside(node: Any) -> int:
@@ -523,7 +562,7 @@ def _is_optimizer(node: Any) -> bool:
     return pairs_of(pairs.get("state")) is not None and type(pairs.get("param_groups")) is list
 
 
-def _names(node: Any) -> list[str] | None:
+def _keys_as_text(node: Any) -> list[str] | None:
     """Return the keys of a mapping as text; None if some have no text, or two have the same."""
     pairs = pairs_of(node)
     if pairs is None:
@@ -543,7 +582,7 @@ def _may_be_random_state(entry: TensorEntry) -> bool:
     return entry.dtype == "uint8" and entry.shape in _RANDOM_STATES
 
 
-def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -> bool:
+def _is_state_dict(walk: _Walk, node: Any, names: Sequence[str], foreign: bool) -> bool:
     """Return whether a mapping has ``_metadata``, or holds tensors and no section of tensors.
 
     A configuration with a tensor among its settings is not one, nor are the states of random
@@ -558,7 +597,7 @@ def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -
     settings = sum(type(value) in _SETTINGS for value in values)
     if not tensors or settings > len(tensors):
         return False
-    entries = (entry_of(name, value, tree.storages) for name, value in tensors.items())
+    entries = (entry_of(name, value, walk.storages) for name, value in tensors.items())
     if all(map(_may_be_random_state, entries)):
         return False
     # Next to `encoder.weight`, a dict `encoder.cache` is an entry of the module `encoder`. A dict
@@ -568,22 +607,22 @@ def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -
         is_path = has_paths and "." in name
         if is_path or name.endswith("_extra_state"):
             continue
-        if _holds_tensors(tree, value):
+        if _holds_tensors(walk, value):
             return False
     return True
 
 
-def _holds_tensors(tree: Tree, node: Any) -> bool:
+def _holds_tensors(walk: _Walk, node: Any) -> bool:
     pairs = pairs_of(node)
     if pairs is None:
         return False
-    if id(node) not in tree.of_tensors:
-        tree.of_tensors[id(node)] = any(map(is_tensor, pairs.values()))
-    return tree.of_tensors[id(node)]
+    if id(node) not in walk.of_tensors:
+        walk.of_tensors[id(node)] = any(map(is_tensor, pairs.values()))
+    return walk.of_tensors[id(node)]
 
 
 def _add_section(
-    tree: Tree,
+    walk: _Walk,
     section: Section,
     path: Path,
     steps: Steps,
@@ -591,75 +630,75 @@ def _add_section(
     tensors: Mapping[str, Steps] = MappingProxyType({}),
 ) -> None:
     """Add the section under its path, or the first free one; `tensors` as in `Place`."""
-    section = replace(section, path=free(".".join(path), tree.places))
-    tree.places[section.path] = Place(section, steps, node, tensors)
+    section = replace(section, path=free(".".join(path), walk.tree.places))
+    walk.tree.places[section.path] = Place(section, steps, node, tensors)
 
 
-def _add_state_dict(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
+def _add_state_dict(walk: _Walk, node: Any, path: Path, steps: Steps) -> None:
     pairs = pairs_of(node) or {}
-    tree.storages.memory.take(_SECTION + _STEP * len(steps) + _ENTRY * len(pairs))
+    walk.storages.memory.take(_SECTION + _STEP * len(steps) + _ENTRY * len(pairs))
     tensors: list[TensorEntry] = []
     extras: list[ExtraEntry] = []
     for key, value in pairs.items():
         name = str(text_of(key))
         if is_tensor(value):
-            tensors.append(entry_of(name, value, tree.storages))
+            tensors.append(entry_of(name, value, walk.storages))
         else:
-            extras.append(_extra(tree, name, value))
-            _note_dicts(tree, value, (*path, name))
+            extras.append(_extra(walk, name, value))
+            _note_dicts(walk, value, (*path, name))
     modules = metadata_of(node)
     if modules is not None:
         modules = dict(modules)
     section = Section("", "state_dict", tuple(tensors), tuple(extras), modules)
-    _add_section(tree, section, path, steps, node)
+    _add_section(walk, section, path, steps, node)
 
 
-def _note_dicts(tree: Tree, node: Any, path: Path) -> None:
+def _note_dicts(walk: _Walk, node: Any, path: Path) -> None:
     """Note the dicts inside an entry of a state dict, each once: a model may be saved in one of
     them.
     """
-    if id(node) in tree.noted or len(path) > _MAX_DEPTH:
+    if id(node) in walk.noted_dicts or len(path) > _MAX_DEPTH:
         return
-    tree.noted.add(id(node))
-    tree.storages.memory.take(_WALKED + sum(map(len, path)))
-    names = _names(node)
+    walk.noted_dicts.add(id(node))
+    walk.storages.memory.take(_WALKED + sum(map(len, path)))
+    names = _keys_as_text(node)
     if not names:
         return
-    tree.dicts.setdefault(".".join(path), names)
+    walk.tree.dicts.setdefault(".".join(path), names)
     for name, value in zip(names, (pairs_of(node) or {}).values()):
-        _note_dicts(tree, value, (*path, name))
+        _note_dicts(walk, value, (*path, name))
 
 
-def _extra(tree: Tree, key: str, node: Any) -> ExtraEntry:
+def _extra(walk: _Walk, key: str, node: Any) -> ExtraEntry:
     """Return the entry of an object that is not a tensor, with the tensors inside it."""
-    inner = _Tensors(tree.storages, barren=tree.barren)
+    inner = _Tensors(walk.storages, without_tensors=walk.without_tensors)
     inner.find(node, (), ())
-    return ExtraEntry(key, Carried(node, tree.storages), _plain(tree, node), tuple(inner.entries))
+    return ExtraEntry(key, Carried(node, walk.storages), _plain(walk, node), tuple(inner.entries))
 
 
 def extra_of(key: str, node: Any, storages: Storages) -> ExtraEntry:
     """Return the entry of an object outside of any section, with the tensors inside it."""
-    return _extra(Tree(storages, _Tensors(storages)), key, node)
+    return _extra(_new_walk(storages), key, node)
 
 
-def _add_module(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
+def _add_module(walk: _Walk, node: Any, path: Path, steps: Steps) -> None:
     """Add the state dict of a pickled module, and its other tensors as loose ones."""
-    inner = _Tensors(tree.storages, seen=tree.seen)  # which finds each container once
+    inner = _Tensors(walk.storages, seen=walk.seen)  # which finds each container once
     tensors: list[TensorEntry] = []
     places: dict[str, Steps] = {}
     for tensor in slots_of(node, steps):
         inner.listed.add(id(tensor.node))
         if tensor.is_persistent:
-            tensors.append(entry_of(tensor.key, tensor.node, tree.storages))
+            tensors.append(entry_of(tensor.key, tensor.node, walk.storages))
             places[tensor.key] = tensor.steps
         else:
             inner.add(tensor.key, tensor.node, tensor.steps)
     inner.find_inside(node, (), steps)
     for entry in inner.entries:
         words = [word for word in (*path, *entry.key.split(".")) if word not in SLOTS]
-        key = free(".".join(words), tree.loose.steps)
-        tree.loose.entries.append(entry.under(key))
-        tree.loose.steps[key] = inner.steps[entry.key]
+        key = free(".".join(words), walk.unsectioned.steps)
+        walk.unsectioned.entries.append(entry.under(key))
+        walk.unsectioned.steps[key] = inner.steps[entry.key]
     section = Section(
         "",
         "state_dict",
@@ -668,24 +707,24 @@ def _add_module(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
         packed_as="module",
         module_class=class_of(node),
     )
-    _add_section(tree, section, path, steps, node, places)
+    _add_section(walk, section, path, steps, node, places)
 
 
 def _is_list_of_tensors(node: Any) -> bool:
     return type(node) in (list, tuple) and bool(node) and all(map(is_tensor, node))
 
 
-def _add_list(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
+def _add_list(walk: _Walk, node: Any, path: Path, steps: Steps) -> None:
     """Add a list of tensors as a state dict whose keys are numbers."""
-    tree.storages.memory.take(_SECTION + (_STEP * len(steps) + _ENTRY) * len(node))
+    walk.storages.memory.take(_SECTION + (_STEP * len(steps) + _ENTRY) * len(node))
     tensors: list[TensorEntry] = []
     places: dict[str, Steps] = {}
     for index, value in enumerate(node):
         key = str(index)
-        tensors.append(entry_of(key, value, tree.storages))
+        tensors.append(entry_of(key, value, walk.storages))
         places[key] = (*steps, ("item", index))
     section = Section("", "state_dict", tuple(tensors), packed_as="list")
-    _add_section(tree, section, path, steps, node, places)
+    _add_section(walk, section, path, steps, node, places)
 
 
 def _are_arrays(node: Any) -> bool:
@@ -694,10 +733,10 @@ def _are_arrays(node: Any) -> bool:
     return all(map(is_array, values)) and all(array_entry("", value) for value in values)
 
 
-def _add_arrays(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
+def _add_arrays(walk: _Walk, node: Any, path: Path, steps: Steps) -> None:
     """Add a mapping of arrays as a state dict."""
     pairs = pairs_of(node) or {}
-    tree.storages.memory.take(_SECTION + (_STEP * len(steps) + _ENTRY) * len(pairs))
+    walk.storages.memory.take(_SECTION + (_STEP * len(steps) + _ENTRY) * len(pairs))
     tensors: list[TensorEntry] = []
     places: dict[str, Steps] = {}
     entries: dict[int, TensorEntry | None] = {}  # by id of the node: two keys may have one array
@@ -710,32 +749,33 @@ def _add_arrays(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
         tensors.append(entry.under(name))
         places[name] = (*steps, ("item", key))
     section = Section("", "state_dict", tuple(tensors), packed_as="arrays")
-    _add_section(tree, section, path, steps, node, places)
+    _add_section(walk, section, path, steps, node, places)
 
 
-def _add_optimizer(tree: Tree, node: Any, path: Path, steps: Steps) -> None:
+def _add_optimizer(walk: _Walk, node: Any, path: Path, steps: Steps) -> None:
     # an optimizer that was saved twice has one state for each parameter
-    inner = _Tensors(tree.storages, seen=set() if tree.again_left >= 0 else tree.seen)
+    may_repeat = walk.repeats_left >= 0
+    inner = _Tensors(walk.storages, seen=set() if may_repeat else walk.seen)
     inner.find_inside(node, (), steps)
-    if inner.seen is not tree.seen:
-        _spend_again(tree, path, len(inner.seen & tree.seen))
-        tree.seen |= inner.seen
-    mapping = mapping_of(node, inner.entries, tree.storages)
+    if may_repeat:
+        _charge_repeat(walk, path, len(inner.seen & walk.seen))
+        walk.seen |= inner.seen
+    mapping = mapping_of(node, inner.entries, walk.storages)
     section = Section("", "optimizer", tuple(inner.entries), mapping=mapping)
-    _add_section(tree, section, path, steps, node, inner.steps)
+    _add_section(walk, section, path, steps, node, inner.steps)
 
 
 _PLAIN_DEPTH = 16
 
 
-def _plain(tree: Tree, node: Any) -> object:
+def _plain(walk: _Walk, node: Any) -> object:
     """Return the Python value of a node of numbers, strings, lists and dicts; None for any
     other.
     """
 
     def convert(node: Any, depth: int) -> object:
-        tree.plain_left -= 1
-        if depth > _PLAIN_DEPTH or tree.plain_left < 0:
+        walk.plain_left -= 1
+        if depth > _PLAIN_DEPTH or walk.plain_left < 0:
             raise ValueError
         if node is None or type(node) in (bool, int, float, str):
             return node
@@ -752,7 +792,9 @@ def _plain(tree: Tree, node: Any) -> object:
         return None
 
 
-def unreached(root: Any, storages: Storages, sizes: Mapping[str, int]) -> tuple[Unreached, ...]:
+def unreached_storages(
+    root: Any, storages: Storages, sizes: Mapping[str, int]
+) -> tuple[Unreached, ...]:
     """Return the storages that no tensor of the index is made of, by the path at which `root`
     refers to them.
 
@@ -785,14 +827,14 @@ def _storage_places(root: Any, storages: Storages) -> dict[str, str]:
         seen.add(id(node))
         if type(node) is Persistent:
             places.setdefault(storage_key(node), path)
-        parts = _parts(node)
+        parts = _all_parts(node)
         storages.look(len(parts))
         for name, part in reversed(parts):
             todo.append((dotted(path, name), part))
     return places
 
 
-def _parts(node: Any) -> list[tuple[str, Any]]:
+def _all_parts(node: Any) -> list[tuple[str, Any]]:
     """Return every node inside `node` with its name there; attributes and arguments of an object
     have the object's.
     """
@@ -826,7 +868,6 @@ class Container:
     folder: str = ""
 
 
-@many_objects()
 def read_tree(
     source: str,
     format: str,
@@ -836,50 +877,46 @@ def read_tree(
     sizes: Mapping[str, int],
     *,
     container: Callable[[Pickle, Tree], Container] = Container,
-    whole: Collection[str] = (),
     notes: tuple[str, ...] = (),
     **fields: Any,
 ) -> Checkpoint:
     """Return the checkpoint that a pickle describes; `sizes` are the bytes of all storages by key.
 
-    `container` makes the container, `fields` are other fields of the checkpoint. The dicts at the
-    dotted paths `whole` are read as state dicts. Raises `CkptError` on bad tensors.
+    `container` makes the container, `fields` are other fields of the checkpoint. Raises `CkptError`
+    on bad tensors.
     """
-    storages.looked_at = 0
-    tree = find_sections(pickle.root, storages, whole)
-    tree.unreached = unreached(pickle.root, storages, sizes)
-    sections = tuple(place.section for place in tree.places.values())
-    read = partial(
-        read_tree,
-        source,
-        format,
-        nbytes,
-        pickle,
-        storages,
-        sizes,
-        container=container,
-        notes=notes,
-        **fields,
-    )
-    # separate objects, then objects around sections and tensors
-    objects = [ExtraEntry(path, Carried(node, storages)) for path, (_, node) in tree.others.items()]
-    objects += [ExtraEntry(path, _Around(node, tree)) for path, node in tree.outer.items()]
-    readings = None
-    if tree.dicts:
-        readings = Readings(tree.dicts, sections, lambda paths: read(whole={*whole, *paths}))
-    return Checkpoint(
-        source=source,
-        format=format,
-        nbytes=nbytes,
-        sections=sections,
-        others=tuple(tree.others),
-        container=container(pickle, tree),
-        notes=(*notes, *tree.notes),
-        unreached=tree.unreached,
-        readings=readings,
-        objects=tuple(objects),
-        **fields,
-    )
+
+    @many_objects()
+    def read(state_dicts: Collection[str]) -> Checkpoint:
+        """Return the checkpoint; the dicts at these dotted paths are read as state dicts."""
+        storages.looked_at = 0  # each reading looks at all nodes
+        tree = find_sections(pickle.root, storages, state_dicts)
+        tree.unreached = unreached_storages(pickle.root, storages, sizes)
+        sections = tuple(place.section for place in tree.places.values())
+        # separate objects, then objects around sections and tensors
+        objects = []
+        for path, (_, node) in tree.others.items():
+            objects.append(ExtraEntry(path, Carried(node, storages)))
+        for path, node in tree.objects.items():
+            objects.append(ExtraEntry(path, _Around(node, tree)))
+        readings = None
+        if tree.dicts:
+            readings = Readings(tree.dicts, sections, lambda paths: read({*state_dicts, *paths}))
+        return Checkpoint(
+            source=source,
+            format=format,
+            nbytes=nbytes,
+            sections=sections,
+            others=tuple(tree.others),
+            container=container(pickle, tree),
+            notes=(*notes, *tree.notes),
+            unreached=tree.unreached,
+            readings=readings,
+            objects=tuple(objects),
+            **fields,
+        )
+
+    return read(())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

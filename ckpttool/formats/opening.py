@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ckpttool.containers.pickle_read import Origin, collected, loads, unreadable
+from ckpttool.containers.pickle_read import Origin, collected, loads, note_unreadable
 from ckpttool.core.checkpoint import Checkpoint, Span
 from ckpttool.core.errors import CkptError
 from ckpttool.core.limits import limits, one_reading
@@ -138,4 +138,4 @@ def _look_into_pickles(path: str) -> None:
             end = loads(data, end, origin=origin).end
         raise CkptError(f"{path} holds more than {_MOST_PICKLES} pickles", hint="")
     except CkptError as error:
-        unreadable(origin, error)
+        note_unreadable(origin, error)

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from shlex import quote
 
-from ckpttool.containers.pickle_read import LEGACY_PICKLES, look_into, unreadable
+from ckpttool.containers.pickle_read import LEGACY_PICKLES, look_into, note_unreadable
 from ckpttool.containers.program import Program, Role, StoragePlace, replaceable, root_of
 from ckpttool.containers.tensors import Carried
 from ckpttool.containers.zip_read import STORED, Archive, Record, read_archive, read_record
@@ -190,7 +190,7 @@ def _read_imports(archive: Archive, programs: Sequence[Program]) -> None:
             try:
                 _look_into(archive, record, name, is_pickled)
             except CkptError as error:
-                unreadable(torch_zip.origin_of(archive, record), error)
+                note_unreadable(torch_zip.origin_of(archive, record), error)
 
 
 def _pickled_records(program: Program) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ckpttool.containers.nodes import pairs_of
 from ckpttool.containers.pickle_read import Call, Pickle
 from ckpttool.containers.program import CONSTANTS, OUTSIDE, Program, Role, StoragePlace
 from ckpttool.containers.tensors import Carried, Storages, entry_of, is_parameter, is_tensor
-from ckpttool.containers.tree import extra_of, unreached
+from ckpttool.containers.tree import extra_of, unreached_storages
 from ckpttool.containers.write_tree import dumped
 from ckpttool.containers.zip_read import STORED, Archive, Record, read_archive, read_record
 from ckpttool.core.checkpoint import ExtraEntry, Payload, Section, Storage, TensorEntry, Unreached
@@ -441,7 +441,7 @@ def _nested_entries(
         else:
             objects.append(extra_of(key, node, storages))
     sizes = torch_zip.sizes_in(inner, torch_zip.folder_of(inner))
-    for storage in unreached(pickle.root, storages, sizes):
+    for storage in unreached_storages(pickle.root, storages, sizes):
         left.append(replace(storage, path=f"{record}: {storage.path}"))
     homes.update(_homes(record, inner, storages))
     return tuple(tensors), tuple(objects)

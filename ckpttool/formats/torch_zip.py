@@ -14,7 +14,7 @@ from io import BytesIO
 from itertools import pairwise
 from typing import Any
 
-from ckpttool.containers.pickle_read import Origin, Pickle, check_size, loads, unreadable
+from ckpttool.containers.pickle_read import Origin, Pickle, check_size, loads, note_unreadable
 from ckpttool.containers.tensors import Carried, Rebuilder, Storages, is_parameter
 from ckpttool.containers.tree import Container, read_tree
 from ckpttool.containers.write_tree import changed_records, changed_root, dumped, fresh_root, key_of
@@ -34,6 +34,7 @@ from ckpttool.core.values import many_objects
 from ckpttool.io.pieces import Edited, Pieces
 
 _MAX_NOTE = 64  # bytes of the records that hold a word or a number
+_LARGEST_ELEMENT = 16  # bytes, of complex128
 _PICKLE = re.compile(r"[^/]*/data\.pkl")
 
 
@@ -136,17 +137,17 @@ def _may_import(data: bytes) -> bool:
 
     if len(data) > _MOST_SCANNED:
         return True
-    at, file = 0, BytesIO(data)
+    end, file = 0, BytesIO(data)  # the end of the last opcode
     try:
         for opcode, _, _ in genops(file):
             if ord(opcode.code) in _IMPORTING:
                 return True
-            at = file.tell()
+            end = file.tell()
     except ValueError:
-        if at == len(data):
+        if end == len(data):
             return False
         codes = {ord(opcode.code) for opcode in opcodes}
-        return data[at] in codes and data[at] not in _WITH_LENGTH
+        return data[end] in codes and data[end] not in _WITH_LENGTH
     return False
 
 
@@ -163,10 +164,10 @@ def _look_into_others(archive: Archive, folder: str) -> None:
         origin, data = origin_of(archive, record), None
         try:
             data = read_pickled(archive, record, origin)
-            loads(data, origin=origin)
+            loads(data, origin=origin)  # which collects the imports
         except CkptError as error:
             if data is None or _may_import(data):
-                unreadable(origin, error)
+                note_unreadable(origin, error)
 
 
 def folder_of(archive: Archive, writer: str = "torch.save") -> str:
@@ -209,7 +210,8 @@ def find_storage(archive: Archive, folder: str, key: str, nbytes: int) -> Storag
             " of its tensors",
             hint="store it again uncompressed: unzip it to a folder, then zip -0 -r OUT.pt FOLDER",
         )
-    if not 0 <= record.nbytes - nbytes < 16:  # a storage need not be a whole number of elements
+    # a storage need not be a whole number of elements, of which the largest has 16 bytes
+    if not 0 <= record.nbytes - nbytes < _LARGEST_ELEMENT:
         raise _unfit(archive, f"storage {key} is {record.nbytes} bytes, its tensors say {nbytes}")
     return Storage(archive.span(record))
 
@@ -237,9 +239,9 @@ def layout(checkpoint: Checkpoint) -> Pieces:
         return new_archive(fresh_root(checkpoint, rebuilder), 2, rebuilder)
     archive, folder = container.archive, container.folder
     if archive is None:
-        root, rebuilder = _changed_root(checkpoint, container)
+        root, rebuilder = _root_with_changes(checkpoint, container)
         return new_archive(root, container.pickle.protocol, rebuilder)
-    changed = _changed_records(checkpoint, container, archive)
+    changed = _records_with_changes(checkpoint, container, archive)
     if changed is None:
         return layout_archive(archive, archive.records)
     entries, keys = changed
@@ -271,7 +273,7 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
     if not isinstance(container, Container) or container.archive is None:
         return None
     archive = container.archive
-    changed = _changed_records(checkpoint, container, archive, keep_numbers=True)
+    changed = _records_with_changes(checkpoint, container, archive, keep_numbers=True)
     if changed is None:
         return edit_behind(archive, archive.records)
     entries, keys = changed
@@ -286,7 +288,7 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
     return edit_behind(archive, entries, _alignment(archive, container.folder))
 
 
-def _changed_root(checkpoint: Checkpoint, container: Container) -> tuple[Any, Rebuilder]:
+def _root_with_changes(checkpoint: Checkpoint, container: Container) -> tuple[Any, Rebuilder]:
     """Return the pickle's tree with the checkpoint's tensors, and the rebuilder that made its new
     nodes.
     """
@@ -300,7 +302,7 @@ def _changed_root(checkpoint: Checkpoint, container: Container) -> tuple[Any, Re
     return changed_root(checkpoint, container.pickle.root, container.tree, rebuilder), rebuilder
 
 
-def _changed_records(
+def _records_with_changes(
     checkpoint: Checkpoint, container: Container, archive: Archive, *, keep_numbers: bool = False
 ) -> tuple[list[Record | NewRecord], dict[str, None]] | None:
     """Return the records of the archive with the checkpoint's tensors, and their keys in the
@@ -308,7 +310,7 @@ def _changed_records(
 
     None if nothing changes.
     """
-    root, rebuilder = _changed_root(checkpoint, container)
+    root, rebuilder = _root_with_changes(checkpoint, container)
     if root is container.pickle.root and checkpoint.unreached == container.tree.unreached:
         return None
     orphans = []

@@ -17,7 +17,7 @@ from ckpttool.containers.nodes import walk
 from ckpttool.containers.pickle_read import Call, Global
 from ckpttool.containers.program import Program, StoragePlace, root_of
 from ckpttool.containers.tensors import Storages, entry_of, is_tensor
-from ckpttool.containers.tree import unreached
+from ckpttool.containers.tree import unreached_storages
 from ckpttool.containers.zip_read import Archive, read_archive, read_record
 from ckpttool.core.checkpoint import Checkpoint, Section, Storage, TensorEntry, Unreached
 from ckpttool.core.errors import CkptError, Refused
@@ -71,7 +71,7 @@ def read(path: str) -> Checkpoint:
         archive.length,
         (Section("", "state_dict", tensors, has_runtime_names=True),),
         notes=notes,
-        unreached=(*unreached(root, storages, sizes_in(archive, folder)), *constants),
+        unreached=(*unreached_storages(root, storages, sizes_in(archive, folder)), *constants),
     )
 
 

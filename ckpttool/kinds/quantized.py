@@ -152,7 +152,7 @@ def recognize(section: Section) -> Kind | None:
         counts.append(f"by {BY_TORCH}, {plural(count, 'weight')} of {dtype}")
     text = f"is quantized: {'; '.join(counts)}"
     together = tuple(weight.keys for weight in weights)
-    return Kind(NAME, section.path, text, tuple(weights), together)
+    return Kind(name=NAME, section=section.path, text=text, facts=tuple(weights), together=together)
 
 
 def _all_tensors(section: Section) -> Iterator[TensorEntry]:
@@ -282,29 +282,9 @@ def quantized_weights(section: Section) -> Sequence[QuantizedWeight]:
     # weight -> scheme and other parts; the first scheme that fits is the weight's
     schemes: dict[str, str] = {}
     others: dict[str, dict[str, None]] = {}
-    for scheme, parts_by_weight in (
-        ("bitsandbytes, 4 bit", _parts_in_4bit(section.keys)),
-        ("quanto", _parts_of_quanto(section.keys)),
-    ):
-        for weight, parts in parts_by_weight.items():
-            schemes.setdefault(weight, scheme)
-            others.setdefault(weight, {}).update(dict.fromkeys(parts))
-    keys: set[str] = set()
-    possible_parts: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for entry in section.tensors:
-        if entry.dtype not in _DTYPES and not entry.key.endswith(_LEAVES):
-            continue
-        keys = keys or set(section.keys)
-        module, dot, leaf = entry.key.rpartition(".")
-        kind = leaf, entry.dtype
-        if kind not in possible_parts:
-            possible_parts[kind] = list(_possible_parts(*kind))
-        for scheme, name in possible_parts[kind]:
-            part = module + dot + name
-            if part not in keys or not keys.issuperset(_needed(scheme, module + dot)):
-                continue
-            schemes.setdefault(entry.key, scheme)
-            others.setdefault(entry.key, {})[part] = None
+    for scheme, weight, part in chain(_parts_by_key(section.keys), _parts_by_scheme(section)):
+        schemes.setdefault(weight, scheme)
+        others.setdefault(weight, {})[part] = None
     if not schemes:
         return []
     entries = by_key(section.tensors)
@@ -313,6 +293,35 @@ def quantized_weights(section: Section) -> Sequence[QuantizedWeight]:
         quantized = QuantizedWeight(scheme, weight, tuple(others[weight]))
         weights.append(_with_granularity(quantized, entries))
     return weights
+
+
+def _parts_by_key(keys: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield scheme, weight and part where the keys alone tell it."""
+    for scheme, parts_by_weight in (
+        ("bitsandbytes, 4 bit", _parts_in_4bit(keys)),
+        ("quanto", _parts_of_quanto(keys)),
+    ):
+        for weight, parts in parts_by_weight.items():
+            for part in parts:
+                yield scheme, weight, part
+
+
+def _parts_by_scheme(section: Section) -> Iterator[tuple[str, str, str]]:
+    """Yield scheme, weight and part where names and dtypes fit one of `SCHEMES`."""
+    keys: set[str] = set()
+    possible_parts: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for entry in section.tensors:
+        if entry.dtype not in _DTYPES and not entry.key.endswith(_LEAVES):
+            continue
+        keys = keys or set(section.keys)
+        module, dot, leaf = entry.key.rpartition(".")
+        leaf_and_dtype = leaf, entry.dtype
+        if leaf_and_dtype not in possible_parts:
+            possible_parts[leaf_and_dtype] = list(_possible_parts(leaf, entry.dtype))
+        for scheme, name in possible_parts[leaf_and_dtype]:
+            part = module + dot + name
+            if part in keys and keys.issuperset(_needed(scheme, module + dot)):
+                yield scheme, entry.key, part
 
 
 def _needed(title: str, module: str) -> tuple[str, ...]:
@@ -406,31 +415,35 @@ def problems_of_parts(section: Section, outputs: Sequence[Output]) -> list[Probl
             computed.setdefault(key, []).append(output)
     problems: list[Problem] = []
     for weight in weights:
-        problems += _cast(weight, computed)
-        problems += _computed_alone(weight, computed, entries)
-        problems += _renamed_apart(weight, names)
+        problems += _problems_of_casts(weight, computed)
+        problems += _problems_of_scales(weight, computed, entries)
+        problems += _problems_of_names(weight, names)
     return problems
 
 
-def _cast(weight: QuantizedWeight, computed: Mapping[str, Sequence[Output]]) -> Iterator[Problem]:
+def _problems_of_casts(
+    weight: QuantizedWeight, computed: Mapping[str, Sequence[Output]]
+) -> Iterator[Problem]:
+    """Yield the parts that are cast by themselves: their values mean something together."""
     scaled = []  # outputs that are made of the numbers and their scales
     for output in computed.get(weight.weight, ()):
         if set(weight.others).intersection(ex.refs(output.source)):
             scaled.append(output)
     for key in weight.keys:
-        parts = weight.weight
+        reason = f"it belongs to {weight.weight}"
         if key == weight.weight:
-            parts = " and ".join(weight.others)
+            reason = f"its values need {' and '.join(weight.others)}"
         for output in computed.get(key, ()):
             if output not in scaled and ex.CAST in ex.operators(output.source):
-                text = f"a cast is wrong: it belongs to {parts} ({weight.scheme})"
+                text = f"cannot be cast: {reason} ({weight.scheme})"
                 yield Problem(text, key, "quantized")
                 break
 
 
-def _computed_alone(
+def _problems_of_scales(
     weight: QuantizedWeight, computed: Mapping[str, Sequence[Output]], entries: Mapping[str, object]
 ) -> Iterator[Problem]:
+    """Yield the scales that stay as they are while a rule changes the numbers."""
     if weight.weight not in computed:
         return
     for other in weight.others:
@@ -443,7 +456,8 @@ def _computed_alone(
             yield Problem(text, other, "quantized")
 
 
-def _renamed_apart(weight: QuantizedWeight, names: Mapping[str, set[str]]) -> Iterator[Problem]:
+def _problems_of_names(weight: QuantizedWeight, names: Mapping[str, set[str]]) -> Iterator[Problem]:
+    """Yield the parts whose new names do not follow the new name of the weight."""
     new_names = names.get(weight.weight, set())
     if len(new_names) != 1:
         return
@@ -452,5 +466,7 @@ def _renamed_apart(weight: QuantizedWeight, names: Mapping[str, set[str]]) -> It
         expected = weight.other_after_rename(other, new_weight)
         for name in sorted(names.get(other, ())):
             if name != expected:
-                text = f"would be {name}, and its weight {new_weight} ({weight.scheme})"
+                text = (
+                    f"would be renamed to {name}, but its weight to {new_weight} ({weight.scheme})"
+                )
                 yield Problem(text, other, "quantized")
